@@ -1,0 +1,97 @@
+// What the host layers and every kernel family agree on: a checked product and the table of kernels.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ts {
+
+enum class Op : int32_t { dds_nt = 0, dds_nn = 1, sdd_tn = 2 };
+enum class DType : int32_t { float64 = 0, float32 = 1, float16 = 2, bfloat16 = 3 };
+enum class DeviceType : int32_t { cpu = 0, cuda = 1 };
+enum class Layout : int32_t { row_major = 0, feature_major = 1 };
+enum class Activation : int32_t { none = 0, relu = 1, gelu = 2, silu = 3 };
+enum class Precision : int32_t { highest = 0, tf32 = 1 };
+
+constexpr int element_size(DType dtype) {
+    return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
+}
+
+// One direction of a pattern: the kept blocks of each row (or column), in order.
+struct Adjacency {
+    const int32_t* ptr;   // [rows + 1]
+    const int32_t* idx;   // [nnz] columns, ascending in each row
+    const int32_t* slot;  // [nnz] position of the block in values
+};
+
+struct Pattern {
+    int32_t block_rows;  // bn
+    int32_t block_cols;  // bk
+    int64_t out_features;
+    int64_t in_features;
+    int64_t nnz;
+    Adjacency rows;  // of each block row (out)
+    Adjacency cols;  // of each block column (in)
+};
+
+// Element (t, f) of a tokens x features matrix is at t * ld + f (row-major) or f * ld + t.
+struct Matrix {
+    void* data;
+    int64_t ld;
+    Layout layout;
+};
+
+// A product whose descriptor has been checked; see ts_matmul_desc for the meaning of every field.
+struct Problem {
+    Op op;
+    DType dtype;
+    DeviceType device;
+    Activation activation;
+    Precision precision;
+    bool accumulate;
+    int64_t tokens;
+    Pattern pattern;
+    Matrix x;
+    Matrix y;
+    void* values;
+    const void* bias;
+    const void* plan;
+};
+
+struct Device {
+    DeviceType type;
+    int32_t compute_capability;  // major * 10 + minor
+    int32_t multiprocessors;     // cores on the CPU
+    int32_t shared_memory;       // bytes a thread block may use
+};
+
+// The geometry a plan is built for. Kernels of one shape share plans.
+// dds: macro-tiles of `tile` features of the sparse side, walked in steps of `step` elements.
+// sdd: macro-tiles of blocks of one block row that are `tile` columns wide together; step is 0.
+struct PlanShape {
+    int32_t tile;  // 0: the kernel needs no plan
+    int32_t step;
+};
+
+// One row of the registry.
+struct Kernel {
+    const char* name;
+    DeviceType device;
+    int32_t min_compute_capability;
+    uint32_t ops;     // bit 1 << Op
+    uint32_t dtypes;  // bit 1 << DType
+    Precision precision;
+    PlanShape plan;
+    int32_t tile_tokens;
+    int32_t tile_features;
+    // nullptr if the kernel computes the problem on the device, otherwise why not.
+    const char* (*refuses)(const Problem&, const Device&);
+    size_t (*workspace_size)(const Problem&, const Device&);
+    // 0, or the CUDA error of the launch.
+    int32_t (*launch)(const Problem&, const Device&, void* workspace, void* stream);
+
+    bool covers(Op op) const { return ops >> static_cast<int>(op) & 1; }
+    bool covers(DType dtype) const { return dtypes >> static_cast<int>(dtype) & 1; }
+};
+
+}  // namespace ts
