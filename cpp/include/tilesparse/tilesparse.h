@@ -40,29 +40,29 @@ extern "C" {
 
 typedef int32_t ts_status_t;
 enum {
-  TS_SUCCESS = 0,
-  TS_INVALID_ARGUMENT = 1,    /* a field is out of range, null or inconsistent */
-  TS_INVALID_PATTERN = 2,     /* pattern arrays break an invariant of ts_pattern */
-  TS_UNSUPPORTED = 3,         /* valid, but no kernel of this library computes it */
-  TS_NO_DEVICE = 4,           /* no usable CUDA device, or a library built without CUDA */
-  TS_WORKSPACE_TOO_SMALL = 5, /* the workspace or the plan has fewer bytes than asked for */
-  TS_CUDA_ERROR = 6,          /* the CUDA runtime reported an error */
-  TS_OUT_OF_MEMORY = 7,       /* host memory */
-  TS_INTERNAL_ERROR = 8
+    TS_SUCCESS = 0,
+    TS_INVALID_ARGUMENT = 1,    /* a field is out of range, null or inconsistent */
+    TS_INVALID_PATTERN = 2,     /* pattern arrays break an invariant of ts_pattern */
+    TS_UNSUPPORTED = 3,         /* valid, but no kernel of this library computes it */
+    TS_NO_DEVICE = 4,           /* no usable CUDA device, or a library built without CUDA */
+    TS_WORKSPACE_TOO_SMALL = 5, /* the workspace or the plan has fewer bytes than asked for */
+    TS_CUDA_ERROR = 6,          /* the CUDA runtime reported an error */
+    TS_OUT_OF_MEMORY = 7,       /* host memory */
+    TS_INTERNAL_ERROR = 8
 };
 
 enum { TS_FLOAT64 = 0, TS_FLOAT32 = 1, TS_FLOAT16 = 2, TS_BFLOAT16 = 3 }; /* ts_matmul_desc.dtype */
-enum { TS_CPU = 0, TS_CUDA = 1 };                                        /* ts_matmul_desc.device */
+enum { TS_CPU = 0, TS_CUDA = 1 };                                         /* ts_matmul_desc.device */
 enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 };                     /* ts_matmul_desc.op */
 enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };     /* gelu is the exact (erf) one */
-enum { TS_STORAGE_PLAIN = 0 };                                           /* values [nnz, bn, bk] */
+enum { TS_STORAGE_PLAIN = 0 };                                            /* values [nnz, bn, bk] */
 /* Where elements of a tokens x features matrix lie: (t, f) is at t * ld + f, or at f * ld + t. */
 enum { TS_ROW_MAJOR = 0, TS_FEATURE_MAJOR = 1 };
 /* How float32 is multiplied on tensor cores: with float32-level error (3xTF32), or in plain TF32. */
 enum { TS_PRECISION_HIGHEST = 0, TS_PRECISION_TF32 = 1 };
 
 /* A stream as cudaStream_t; NULL is the default stream. Ignored on the CPU. */
-typedef struct CUstream_st *ts_stream_t;
+typedef struct CUstream_st* ts_stream_t;
 
 /* Which blocks of W are kept, as block compressed rows (BSR) and its transpose.
  * Block rows are sorted by column without duplicates. Entry e of a row belongs to block
@@ -71,121 +71,122 @@ typedef struct CUstream_st *ts_stream_t;
  * The arrays lie in memory of the device that reads them: host memory for the functions on
  * patterns and plans and for TS_CPU, device memory for ts_matmul on TS_CUDA. */
 typedef struct ts_pattern {
-  uint32_t struct_size;
-  int32_t block_rows;       /* bn: 16, 32, 64 or 128 */
-  int32_t block_cols;       /* bk: 16, 32, 64 or 128 */
-  int32_t reserved;         /* zero */
-  int64_t out_features;     /* a multiple of block_rows */
-  int64_t in_features;      /* a multiple of block_cols */
-  int64_t nnz;              /* kept blocks */
-  const int32_t *row_ptr;   /* [out_features / block_rows + 1] */
-  const int32_t *col_idx;   /* [nnz] */
-  const int32_t *row_slot;  /* [nnz] */
-  const int32_t *col_ptr;   /* [in_features / block_cols + 1] */
-  const int32_t *row_idx;   /* [nnz] */
-  const int32_t *col_slot;  /* [nnz] */
+    uint32_t struct_size;
+    int32_t block_rows;      /* bn: 16, 32, 64 or 128 */
+    int32_t block_cols;      /* bk: 16, 32, 64 or 128 */
+    int32_t reserved;        /* zero */
+    int64_t out_features;    /* a multiple of block_rows */
+    int64_t in_features;     /* a multiple of block_cols */
+    int64_t nnz;             /* kept blocks */
+    const int32_t* row_ptr;  /* [out_features / block_rows + 1] */
+    const int32_t* col_idx;  /* [nnz] */
+    const int32_t* row_slot; /* [nnz] */
+    const int32_t* col_ptr;  /* [in_features / block_cols + 1] */
+    const int32_t* row_idx;  /* [nnz] */
+    const int32_t* col_slot; /* [nnz] */
 } ts_pattern;
 
 /* A matrix of tokens x features in one of the two layouts. */
 typedef struct ts_matrix {
-  void *data;
-  int64_t ld;     /* elements from one row (column) to the next */
-  int32_t layout; /* TS_ROW_MAJOR or TS_FEATURE_MAJOR */
-  int32_t reserved; /* zero */
+    void* data;
+    int64_t ld;       /* elements from one row (column) to the next */
+    int32_t layout;   /* TS_ROW_MAJOR or TS_FEATURE_MAJOR */
+    int32_t reserved; /* zero */
 } ts_matrix;
 
 /* One product. Operands of one call must not overlap the memory it writes. On TS_CUDA all of them
  * lie on the current device and x, y and values are aligned to 16 bytes, as is every ld in bytes. */
 typedef struct ts_matmul_desc {
-  uint32_t struct_size;
-  int32_t op;
-  int32_t dtype;      /* of x, y, values and bias; sums are float32 (float64 for TS_FLOAT64) */
-  int32_t device;
-  int32_t storage;
-  int32_t activation; /* TS_DDS_NT only */
-  int32_t precision;  /* TS_FLOAT32 on TS_CUDA only */
-  int32_t accumulate; /* TS_SDD_TN only: 1 adds to values instead of overwriting them */
-  int32_t kernel;     /* 0: the library chooses; k: kernel k - 1 of ts_kernel_get */
-  int32_t reserved;   /* zero */
-  int64_t tokens;
-  const ts_pattern *pattern;
-  ts_matrix x;
-  ts_matrix y;
-  void *values;       /* [nnz, block_rows, block_cols], contiguous */
-  const void *bias;   /* [out_features] or NULL; TS_DDS_NT only */
-  const void *plan;   /* made by ts_plan_build; NULL where ts_plan_size gives 0 */
-  size_t plan_bytes;
+    uint32_t struct_size;
+    int32_t op;
+    int32_t dtype; /* of x, y, values and bias; sums are float32 (float64 for TS_FLOAT64) */
+    int32_t device;
+    int32_t storage;
+    int32_t activation; /* TS_DDS_NT only */
+    int32_t precision;  /* TS_FLOAT32 on TS_CUDA only */
+    int32_t accumulate; /* TS_SDD_TN only: 1 adds to values instead of overwriting them */
+    int32_t kernel;     /* 0: the library chooses; k: kernel k - 1 of ts_kernel_get */
+    int32_t reserved;   /* zero */
+    int64_t tokens;
+    const ts_pattern* pattern;
+    ts_matrix x;
+    ts_matrix y;
+    void* values;     /* [nnz, block_rows, block_cols], contiguous */
+    const void* bias; /* [out_features] or NULL; TS_DDS_NT only */
+    const void* plan; /* made by ts_plan_build; NULL where ts_plan_size gives 0 */
+    size_t plan_bytes;
 } ts_matmul_desc;
 
 /* What kernels are chosen by. */
 typedef struct ts_device_info {
-  uint32_t struct_size;
-  int32_t device;             /* TS_CPU or TS_CUDA */
-  int32_t compute_capability; /* major * 10 + minor; 0 on the CPU */
-  int32_t multiprocessors;    /* processors (cores) on the CPU */
-  int32_t shared_memory;      /* bytes a thread block may use; 0 on the CPU */
-  int32_t reserved;           /* zero */
-  char name[64];
+    uint32_t struct_size;
+    int32_t device;             /* TS_CPU or TS_CUDA */
+    int32_t compute_capability; /* major * 10 + minor; 0 on the CPU */
+    int32_t multiprocessors;    /* processors (cores) on the CPU */
+    int32_t shared_memory;      /* bytes a thread block may use; 0 on the CPU */
+    int32_t reserved;           /* zero */
+    char name[64];
 } ts_device_info;
 
 /* One kernel of the library. */
 typedef struct ts_kernel_info {
-  uint32_t struct_size;
-  int32_t device;
-  int32_t min_compute_capability; /* 0 on the CPU */
-  uint32_t ops;                   /* bit 1 << op */
-  uint32_t dtypes;                /* bit 1 << dtype */
-  int32_t precision;              /* for TS_FLOAT32 on TS_CUDA */
-  int32_t plan;                   /* kernels with equal, nonzero `plan` share plans; 0: needs none */
-  int32_t tile_tokens;            /* 0 where the kernel has no fixed tile */
-  int32_t tile_features;
-  int32_t reserved;
-  char name[64];
+    uint32_t struct_size;
+    int32_t device;
+    int32_t min_compute_capability; /* 0 on the CPU */
+    uint32_t ops;                   /* bit 1 << op */
+    uint32_t dtypes;                /* bit 1 << dtype */
+    int32_t precision;              /* for TS_FLOAT32 on TS_CUDA */
+    int32_t plan;                   /* kernels with equal, nonzero `plan` share plans; 0: needs none */
+    int32_t tile_tokens;            /* 0 where the kernel has no fixed tile */
+    int32_t tile_features;
+    int32_t reserved;
+    char name[64];
 } ts_kernel_info;
 
 /* TS_VERSION and TS_ABI_VERSION of the library that is loaded. */
-TS_API const char *ts_version(void);
+TS_API const char* ts_version(void);
 TS_API int32_t ts_abi_version(void);
 
 /* A short constant text for a status; the sentence of this thread's last error. */
-TS_API const char *ts_status_string(ts_status_t status);
-TS_API const char *ts_last_error(void);
+TS_API const char* ts_status_string(ts_status_t status);
+TS_API const char* ts_last_error(void);
 
 /* Comma-separated architectures the library holds code for, for example "cpu,sm_80". */
-TS_API const char *ts_architectures(void);
+TS_API const char* ts_architectures(void);
 
 TS_API int32_t ts_kernel_count(void);
-TS_API ts_status_t ts_kernel_get(int32_t index, ts_kernel_info *info);
+TS_API ts_status_t ts_kernel_get(int32_t index, ts_kernel_info* info);
 
 /* Properties of the CPU, or of a CUDA device by its ordinal (-1: the current one). */
-TS_API ts_status_t ts_device_get(int32_t device, int32_t ordinal, ts_device_info *info);
+TS_API ts_status_t ts_device_get(int32_t device, int32_t ordinal, ts_device_info* info);
 
 /* Checks every invariant of the row arrays of a host pattern. The column arrays, where not NULL,
  * must be their transpose. */
-TS_API ts_status_t ts_pattern_validate(const ts_pattern *pattern);
+TS_API ts_status_t ts_pattern_validate(const ts_pattern* pattern);
 
 /* Writes the transpose of a valid host pattern: col_ptr [in_features / block_cols + 1],
  * row_idx [nnz] and col_slot [nnz]. The pattern's own column arrays are ignored. */
-TS_API ts_status_t ts_pattern_transpose(const ts_pattern *pattern, int32_t *col_ptr, int32_t *row_idx,
-                                        int32_t *col_slot);
+TS_API ts_status_t ts_pattern_transpose(const ts_pattern* pattern, int32_t* col_ptr, int32_t* row_idx,
+                                        int32_t* col_slot);
 
 /* Which kernel (index for ts_kernel_get) would compute the product on that device, and why, as text
  * of at most reason_bytes bytes with the ending zero. Reads shapes, layouts, flags and the sizes of
  * the pattern; no pointer is followed but the pattern's. TILESPARSE_KERNEL=name forces one. */
-TS_API ts_status_t ts_matmul_select(const ts_matmul_desc *desc, const ts_device_info *device, int32_t *kernel,
-                                    char *reason, size_t reason_bytes);
+TS_API ts_status_t ts_matmul_select(const ts_matmul_desc* desc, const ts_device_info* device, int32_t* kernel,
+                                    char* reason, size_t reason_bytes);
 
 /* The plan a kernel walks for one pattern: what to load and multiply, in which order. It depends on
- * the kernel's `plan` and op and on the pattern alone. Built in host memory from host arrays (both directions);
- * for TS_CUDA the caller copies it to the device, aligned to 16 bytes. */
-TS_API ts_status_t ts_plan_size(const ts_pattern *pattern, int32_t kernel, int32_t op, size_t *bytes);
-TS_API ts_status_t ts_plan_build(const ts_pattern *pattern, int32_t kernel, int32_t op, void *plan, size_t bytes);
+ * the kernel's `plan` and op and on the pattern alone. Built in host memory from host arrays (both
+ * directions); for TS_CUDA the caller copies it to the device, aligned to 16 bytes. */
+TS_API ts_status_t ts_plan_size(const ts_pattern* pattern, int32_t kernel, int32_t op, size_t* bytes);
+TS_API ts_status_t ts_plan_build(const ts_pattern* pattern, int32_t kernel, int32_t op, void* plan,
+                                 size_t bytes);
 
-/* Scratch memory a product needs, on its device, aligned to 256 bytes; any content. */
-TS_API ts_status_t ts_matmul_workspace_size(const ts_matmul_desc *desc, size_t *bytes);
+/* Scratch memory a product needs, on its device, aligned to 256 bytes (64 on the CPU); any content. */
+TS_API ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* desc, size_t* bytes);
 
 /* Computes one product on the given stream of the current device. */
-TS_API ts_status_t ts_matmul(const ts_matmul_desc *desc, void *workspace, size_t workspace_bytes,
+TS_API ts_status_t ts_matmul(const ts_matmul_desc* desc, void* workspace, size_t workspace_bytes,
                              ts_stream_t stream);
 
 #ifdef __cplusplus

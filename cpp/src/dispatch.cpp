@@ -1,0 +1,124 @@
+#include "dispatch.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <set>
+#include <string>
+#include <string_view>
+
+#include "error.h"
+#include "problem.h"
+#include "registry.h"
+
+namespace ts {
+namespace {
+
+const char* why_not(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (kernel.device != device.type) return "it is for another kind of device";
+    if (!kernel.covers(problem.op)) return "it computes another product";
+    if (!kernel.covers(problem.dtype)) return "it computes another dtype";
+    if (device.type == DeviceType::cuda) {
+        if (problem.dtype == DType::float32 && kernel.precision != problem.precision)
+            return "it has another float32 precision";
+        if (device.compute_capability < kernel.min_compute_capability)
+            return "the device's compute capability is lower";
+    }
+    return kernel.refuses(problem, device);
+}
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Time of a product in arbitrary units: waves of tiles over the multiprocessors, each tile costing
+// its multiply-adds and the operands it brings in. The weight of the operands was fitted on an H200.
+int64_t cost(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (kernel.tile_tokens == 0 || problem.op == Op::sdd_tn) return 0;
+    constexpr int64_t kOperandWeight = 64;
+    const int64_t features =
+        problem.op == Op::dds_nt ? problem.pattern.out_features : problem.pattern.in_features;
+    const int64_t tiles =
+        divide_up(problem.tokens, kernel.tile_tokens) * divide_up(features, kernel.tile_features);
+    const int64_t tile_cost = int64_t{kernel.tile_tokens} * kernel.tile_features +
+                              kOperandWeight * (kernel.tile_tokens + kernel.tile_features);
+    return divide_up(tiles, device.multiprocessors) * tile_cost;
+}
+
+// The kernels of the newest architecture the device can run come first, then the cheapest.
+bool better(const Kernel& a, const Kernel& b, const Problem& problem, const Device& device) {
+    if (a.min_compute_capability != b.min_compute_capability)
+        return a.min_compute_capability > b.min_compute_capability;
+    return cost(a, problem, device) < cost(b, problem, device);
+}
+
+// The best kernel that computes the problem and whose name begins with `prefix`; index -1 if none.
+Choice best(const Problem& problem, const Device& device, std::string_view prefix) {
+    Choice choice{-1, nullptr, nullptr};
+    const auto& kernels = registry();
+    for (size_t i = 0; i < kernels.size(); ++i) {
+        const Kernel& kernel = *kernels[i];
+        if (!std::string_view(kernel.name).starts_with(prefix)) continue;
+        if (why_not(kernel, problem, device) != nullptr) continue;
+        if (choice.kernel == nullptr || better(kernel, *choice.kernel, problem, device))
+            choice = {static_cast<int32_t>(i), &kernel, nullptr};
+    }
+    return choice;
+}
+
+Choice force(const Problem& problem, const Device& device, int32_t forced) {
+    const auto& kernels = registry();
+    require(forced <= static_cast<int32_t>(kernels.size()) && forced > 0, "kernel is ", forced,
+            "; allowed are 0 to ", kernels.size());
+    const Kernel& kernel = *kernels[forced - 1];
+    if (const char* reason = why_not(kernel, problem, device))
+        fail(TS_UNSUPPORTED, "kernel ", kernel.name, " cannot compute this: ", reason);
+    return {forced - 1, &kernel, "the caller names it"};
+}
+
+[[noreturn]] void fail_unsupported(const Problem& problem, const Device& device) {
+    std::string refusals;
+    for (const Kernel* kernel : registry())
+        if (kernel->device == device.type && kernel->covers(problem.op) && kernel->covers(problem.dtype))
+            refusals += std::string("; ") + kernel->name + ": " + why_not(*kernel, problem, device);
+    if (refusals.empty()) refusals = "; the library has none for this product and dtype on this device";
+    fail(TS_UNSUPPORTED, "no kernel computes ", to_string(problem.op), " in ", to_string(problem.dtype),
+         " on ", device.type == DeviceType::cpu ? "the CPU" : "this CUDA device", refusals);
+}
+
+}  // namespace
+
+Choice choose(const Problem& problem, const Device& device, int32_t forced) {
+    if (forced != 0) return force(problem, device, forced);
+    const char* name = std::getenv("TILESPARSE_KERNEL");
+    if (name != nullptr && *name != '\0') {
+        Choice choice = best(problem, device, name);
+        if (choice.kernel != nullptr) {
+            choice.reason = "TILESPARSE_KERNEL names it";
+            return choice;
+        }
+    }
+    Choice choice = best(problem, device, "");
+    if (choice.kernel == nullptr) fail_unsupported(problem, device);
+    choice.reason =
+        device.type == DeviceType::cpu
+            ? "the best instruction set of this processor for the dtype"
+            : "the newest architecture this device runs, and the tile with the least estimated time";
+    return choice;
+}
+
+void log_choice(const Problem& problem, const Choice& choice) {
+    static const char* const setting = std::getenv("TILESPARSE_LOG");
+    static const bool enabled = setting != nullptr && std::string_view(setting) == "1";
+    if (!enabled) return;
+    const Pattern& pattern = problem.pattern;
+    char line[256];
+    std::snprintf(line, sizeof line, "tilesparse: %s %s tokens=%lld out=%lld in=%lld block=%dx%d: %s (%s)\n",
+                  to_string(problem.op), to_string(problem.dtype), static_cast<long long>(problem.tokens),
+                  static_cast<long long>(pattern.out_features), static_cast<long long>(pattern.in_features),
+                  pattern.block_rows, pattern.block_cols, choice.kernel->name, choice.reason);
+    static std::mutex mutex;
+    static std::set<std::string> seen;
+    const std::lock_guard lock(mutex);
+    if (seen.insert(line).second) std::fputs(line, stderr);
+}
+
+}  // namespace ts

@@ -1,0 +1,235 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "problem.h"
+
+namespace ts {
+namespace {
+
+// A pattern seen from the output of a dds product.
+struct View {
+    Adjacency rows;
+    int64_t row_count;
+    int64_t col_count;
+    int32_t row_block;  // features
+    int32_t col_block;  // k
+
+    int32_t length(int32_t row) const { return rows.ptr[row + 1] - rows.ptr[row]; }
+};
+
+View view_of(const Pattern& pattern, Op op) {
+    if (op == Op::dds_nn)
+        return {pattern.cols, block_col_count(pattern), block_row_count(pattern), pattern.block_cols,
+                pattern.block_rows};
+    return {pattern.rows, block_row_count(pattern), block_col_count(pattern), pattern.block_rows,
+            pattern.block_cols};
+}
+
+// Columns of block rows as bits, to compare rows quickly.
+class ColumnSets {
+  public:
+    explicit ColumnSets(const View& view)
+        : words_((view.col_count + 63) / 64), bits_(view.row_count * words_) {
+        for (int64_t row = 0; row < view.row_count; ++row)
+            for (int32_t e = view.rows.ptr[row]; e < view.rows.ptr[row + 1]; ++e)
+                bits_[row * words_ + view.rows.idx[e] / 64] |= uint64_t{1} << view.rows.idx[e] % 64;
+    }
+
+    std::vector<uint64_t> set_of(int32_t row) const {
+        return {bits_.begin() + row * words_, bits_.begin() + (row + 1) * words_};
+    }
+    void add(int32_t row, std::vector<uint64_t>& set) const {
+        for (int64_t w = 0; w < words_; ++w) set[w] |= bits_[row * words_ + w];
+    }
+    // |row and set| / |row or set|; two empty sets are alike.
+    double similarity(int32_t row, const std::vector<uint64_t>& set) const {
+        int64_t both = 0, either = 0;
+        for (int64_t w = 0; w < words_; ++w) {
+            both += std::popcount(bits_[row * words_ + w] & set[w]);
+            either += std::popcount(bits_[row * words_ + w] | set[w]);
+        }
+        return either == 0 ? 1.0 : static_cast<double>(both) / static_cast<double>(either);
+    }
+
+  private:
+    int64_t words_;
+    std::vector<uint64_t> bits_;
+};
+
+using Group = std::vector<int32_t>;
+
+// Greedy: the longest row left takes the rows most alike it. Rows of one group share the loads of
+// the columns they have in common, and similar lengths keep the warps of a tile equally busy.
+std::vector<Group> group_rows(const View& view, int32_t size) {
+    std::vector<int32_t> order(view.row_count);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return view.length(a) > view.length(b); });
+    std::vector<Group> groups;
+    if (size == 1) {
+        for (const int32_t row : order) groups.push_back({row});
+        return groups;
+    }
+    const ColumnSets sets(view);
+    while (!order.empty()) {
+        Group group{order.front()};
+        order.erase(order.begin());
+        std::vector<uint64_t> columns = sets.set_of(group[0]);
+        while (static_cast<int32_t>(group.size()) < size && !order.empty()) {
+            auto best = order.begin();
+            double best_similarity = -1;
+            for (auto it = order.begin(); it != order.end(); ++it) {
+                const double similarity = sets.similarity(*it, columns);
+                if (similarity > best_similarity) best = it, best_similarity = similarity;
+            }
+            group.push_back(*best);
+            sets.add(*best, columns);
+            order.erase(best);
+        }
+        std::sort(group.begin(), group.end());
+        groups.push_back(std::move(group));
+    }
+    return groups;
+}
+
+// The blocks of one column of a macro-tile: a slot for each row of the group, or -1.
+struct Column {
+    int32_t col;
+    std::vector<int32_t> slots;
+};
+
+std::vector<Column> columns_of(const View& view, const Group& group, int32_t size) {
+    std::vector<std::pair<int32_t, std::pair<int32_t, int32_t>>> entries;  // column, (place, slot)
+    for (size_t g = 0; g < group.size(); ++g)
+        for (int32_t e = view.rows.ptr[group[g]]; e < view.rows.ptr[group[g] + 1]; ++e)
+            entries.push_back({view.rows.idx[e], {static_cast<int32_t>(g), view.rows.slot[e]}});
+    std::sort(entries.begin(), entries.end());
+    std::vector<Column> columns;
+    for (const auto& [col, block] : entries) {
+        if (columns.empty() || columns.back().col != col)
+            columns.push_back({col, std::vector<int32_t>(size, -1)});
+        columns.back().slots[block.first] = block.second;
+    }
+    return columns;
+}
+
+std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<int32_t>>& sections) {
+    int32_t* const offsets[] = {&header.tiles_at, &header.rows_at, &header.masks_at, &header.k_at,
+                                &header.slots_at};
+    int32_t at = sizeof(PlanHeader) / sizeof(int32_t);
+    for (size_t i = 0; i < sections.size(); ++i) {
+        *offsets[i] = at;
+        at += static_cast<int32_t>((sections[i].size() + 3) / 4 * 4);  // each section 16-byte aligned
+    }
+    header.words = at;
+    std::vector<int32_t> plan(at, -1);
+    std::memcpy(plan.data(), &header, sizeof header);
+    for (size_t i = 0; i < sections.size(); ++i)
+        std::copy(sections[i].begin(), sections[i].end(), plan.begin() + *offsets[i]);
+    return plan;
+}
+
+class DdsPlanBuilder {
+  public:
+    DdsPlanBuilder(const View& view, PlanShape shape)
+        : view_(view),
+          shape_(shape),
+          groups_(shape.tile / view.row_block),
+          pieces_(std::max(1, shape.step / view.col_block)) {}
+
+    std::vector<int32_t> build() {
+        std::vector<std::pair<Group, std::vector<Column>>> tiles;
+        for (Group& group : group_rows(view_, groups_)) {
+            auto columns = columns_of(view_, group, groups_);
+            tiles.emplace_back(std::move(group), std::move(columns));
+        }
+        std::stable_sort(tiles.begin(), tiles.end(),
+                         [](const auto& a, const auto& b) { return a.second.size() > b.second.size(); });
+        for (const auto& [group, columns] : tiles) add_tile(group, columns);
+        PlanHeader header{};
+        header.tiles = static_cast<int32_t>(tiles.size());
+        header.steps = static_cast<int32_t>(masks_.size());
+        header.groups = groups_;
+        header.pieces = pieces_;
+        return assemble(header, {tiles_, rows_, masks_, k_, slots_});
+    }
+
+  private:
+    void add_tile(const Group& group, const std::vector<Column>& columns) {
+        const auto first = static_cast<int32_t>(masks_.size());
+        for (size_t c = 0; c < columns.size(); c += pieces_) {
+            // A block wider than a step takes several, with one piece each.
+            for (int32_t k = 0; k < std::max(view_.col_block, shape_.step); k += shape_.step)
+                add_step(columns, c, k);
+        }
+        tiles_.push_back(first);
+        tiles_.push_back(static_cast<int32_t>(masks_.size()) - first);
+        for (int32_t g = 0; g < groups_; ++g)
+            rows_.push_back(g < static_cast<int32_t>(group.size()) ? group[g] : -1);
+    }
+
+    void add_step(const std::vector<Column>& columns, size_t first, int32_t k) {
+        uint32_t mask = 0;
+        for (int32_t p = 0; p < pieces_; ++p) {
+            const bool present = first + p < columns.size();
+            k_.push_back(present ? columns[first + p].col * view_.col_block + k : -1);
+            for (int32_t g = 0; g < groups_; ++g) {
+                const int32_t slot = present ? columns[first + p].slots[g] : -1;
+                slots_.push_back(slot);
+                if (slot >= 0) mask |= block_mask(p, g);
+            }
+        }
+        masks_.push_back(static_cast<int32_t>(mask));
+    }
+
+    uint32_t block_mask(int32_t piece, int32_t group) const {
+        const int32_t quarters = 4 / pieces_, tiles = view_.row_block / 16;
+        const uint32_t columns = ((1u << quarters) - 1) << piece * quarters;
+        uint32_t mask = 0;
+        for (int32_t i = group * tiles; i < (group + 1) * tiles; ++i) mask |= columns << 4 * i;
+        return mask;
+    }
+
+    View view_;
+    PlanShape shape_;
+    int32_t groups_;
+    int32_t pieces_;
+    std::vector<int32_t> tiles_, rows_, masks_, k_, slots_;
+};
+
+std::vector<int32_t> build_sdd_plan(const Pattern& pattern, PlanShape shape) {
+    const int32_t pieces = shape.tile / pattern.block_cols;
+    std::vector<int32_t> tiles, k, slots;
+    const auto& rows = pattern.rows;
+    for (int32_t row = 0; row < block_row_count(pattern); ++row) {
+        for (int32_t first = rows.ptr[row]; first < rows.ptr[row + 1]; first += pieces) {
+            const int32_t count = std::min(pieces, rows.ptr[row + 1] - first);
+            tiles.push_back(row);
+            tiles.push_back(count);
+            for (int32_t p = 0; p < pieces; ++p) {
+                k.push_back(p < count ? rows.idx[first + p] * pattern.block_cols : -1);
+                slots.push_back(p < count ? rows.slot[first + p] : -1);
+            }
+        }
+    }
+    PlanHeader header{};
+    header.tiles = static_cast<int32_t>(tiles.size() / 2);
+    header.groups = 1;
+    header.pieces = pieces;
+    return assemble(header, {tiles, {}, {}, k, slots});
+}
+
+}  // namespace
+
+std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape) {
+    if (shape.tile == 0) return {};
+    if (op == Op::sdd_tn) return build_sdd_plan(pattern, shape);
+    return DdsPlanBuilder(view_of(pattern, op), shape).build();
+}
+
+}  // namespace ts

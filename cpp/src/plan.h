@@ -1,0 +1,18 @@
+// Plans on the host. See common/plan.h for their layout.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/plan.h"
+#include "common/problem.h"
+
+namespace ts {
+
+// The plan of a valid host pattern (both directions present) for kernels of that shape.
+std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape);
+
+// A number for the ABI that is equal for equal shapes and 0 where no plan is needed.
+inline int32_t plan_key(PlanShape shape) { return shape.tile << 12 | shape.step; }
+
+}  // namespace ts

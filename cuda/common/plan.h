@@ -1,0 +1,39 @@
+// The layout of plans: arrays of int32 that the host builds once per pattern and kernels walk.
+//
+// dds (both directions; "features" are those of the output, k those that are summed over):
+//   Block rows are grouped into macro-tiles of `tile` features: `groups` block rows each. A tile is
+//   walked in steps of `step` elements of k, cut into `pieces` of one block each (one piece where
+//   blocks are wider). Only columns in which some row of the group has a block are walked.
+//     tiles  [tiles][2]              first step, number of steps; longest first
+//     rows   [tiles][groups]         block rows, -1 where there is none
+//     masks  [steps]                 bit 4 i + j: features 16 i .. 16 i + 15 have a block at quarter j of the
+//     step k      [steps][pieces]         first element of k, -1 where there is none slots
+//     [steps][pieces][groups] block in values, -1 where there is none
+//
+// sdd: blocks of one block row are gathered into macro-tiles of `pieces` blocks.
+//     tiles  [tiles][2]              block row, number of blocks
+//     k      [tiles][pieces]         first element of the block's columns, -1 where there is none
+//     slots  [tiles][pieces]         block in values, -1 where there is none
+#pragma once
+
+#include <cstdint>
+
+namespace ts {
+
+struct PlanHeader {
+    int32_t tiles;
+    int32_t steps;
+    int32_t groups;
+    int32_t pieces;
+    // Offsets from the header in int32.
+    int32_t tiles_at;
+    int32_t rows_at;
+    int32_t masks_at;
+    int32_t k_at;
+    int32_t slots_at;
+    int32_t words;  // of the whole plan
+    int32_t reserved[6];
+};
+static_assert(sizeof(PlanHeader) == 64);
+
+}  // namespace ts

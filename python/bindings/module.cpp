@@ -1,0 +1,250 @@
+// tilesparse._C: the C ABI for Python, in integers and plain objects. Addresses are integers; nothing
+// here knows tensors. Errors are raised as the classes of tilesparse.errors.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "tilesparse/tilesparse.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+const char* error_class(ts_status_t status) {
+    switch (status) {
+        case TS_INVALID_ARGUMENT:
+        case TS_WORKSPACE_TOO_SMALL:
+            return "InvalidArgumentError";
+        case TS_INVALID_PATTERN:
+            return "InvalidPatternError";
+        case TS_UNSUPPORTED:
+            return "UnsupportedError";
+        case TS_NO_DEVICE:
+            return "NoDeviceError";
+        case TS_CUDA_ERROR:
+            return "CudaError";
+        default:
+            return "InternalError";
+    }
+}
+
+void check(ts_status_t status) {
+    if (status == TS_SUCCESS) return;
+    if (status == TS_OUT_OF_MEMORY) throw std::bad_alloc();
+    const nb::object type = nb::module_::import_("tilesparse.errors").attr(error_class(status));
+    PyErr_SetString(type.ptr(), ts_last_error());
+    throw nb::python_error();
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+template <class T>
+T make() {
+    T value{};
+    value.struct_size = sizeof value;
+    return value;
+}
+
+ts_pattern make_pattern(int32_t block_rows, int32_t block_cols, int64_t out_features, int64_t in_features,
+                        int64_t nnz, uintptr_t row_ptr, uintptr_t col_idx, uintptr_t row_slot,
+                        uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot) {
+    auto pattern = make<ts_pattern>();
+    pattern.block_rows = block_rows;
+    pattern.block_cols = block_cols;
+    pattern.out_features = out_features;
+    pattern.in_features = in_features;
+    pattern.nnz = nnz;
+    pattern.row_ptr = pointer<int32_t>(row_ptr);
+    pattern.col_idx = pointer<int32_t>(col_idx);
+    pattern.row_slot = pointer<int32_t>(row_slot);
+    pattern.col_ptr = pointer<int32_t>(col_ptr);
+    pattern.row_idx = pointer<int32_t>(row_idx);
+    pattern.col_slot = pointer<int32_t>(col_slot);
+    return pattern;
+}
+
+ts_device_info make_device(int32_t device, int32_t compute_capability, int32_t multiprocessors,
+                           int32_t shared_memory) {
+    auto info = make<ts_device_info>();
+    info.device = device;
+    info.compute_capability = compute_capability;
+    info.multiprocessors = multiprocessors;
+    info.shared_memory = shared_memory;
+    return info;
+}
+
+ts_device_info device_info(int32_t device, int32_t ordinal) {
+    auto info = make<ts_device_info>();
+    check(ts_device_get(device, ordinal, &info));
+    return info;
+}
+
+std::vector<ts_kernel_info> kernels() {
+    std::vector<ts_kernel_info> all(ts_kernel_count(), make<ts_kernel_info>());
+    for (size_t i = 0; i < all.size(); ++i) check(ts_kernel_get(static_cast<int32_t>(i), &all[i]));
+    return all;
+}
+
+// The descriptor of a product before its operands are known.
+ts_matmul_desc make_desc(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device,
+                         int32_t activation, int32_t precision, int32_t kernel, int64_t tokens,
+                         int32_t x_layout, int32_t y_layout) {
+    auto desc = make<ts_matmul_desc>();
+    desc.op = op;
+    desc.dtype = dtype;
+    desc.device = device;
+    desc.activation = activation;
+    desc.precision = precision;
+    desc.kernel = kernel;
+    desc.tokens = tokens;
+    desc.pattern = &pattern;
+    desc.x.layout = x_layout;
+    desc.y.layout = y_layout;
+    return desc;
+}
+
+std::pair<int32_t, std::string> select(const ts_pattern& pattern, int32_t op, int32_t dtype,
+                                       const ts_device_info& device, int64_t tokens, int32_t activation,
+                                       int32_t precision, int32_t x_layout, int32_t y_layout,
+                                       int32_t kernel) {
+    const auto desc = make_desc(pattern, op, dtype, device.device, activation, precision, kernel, tokens,
+                                x_layout, y_layout);
+    int32_t index = -1;
+    char reason[256];
+    check(ts_matmul_select(&desc, &device, &index, reason, sizeof reason));
+    return {index, reason};
+}
+
+std::tuple<int32_t, int32_t, size_t> query(const ts_pattern& pattern, int32_t op, int32_t dtype,
+                                           int32_t device, int32_t activation, int32_t precision,
+                                           int32_t kernel, int64_t tokens, int32_t x_layout,
+                                           int32_t y_layout) {
+    auto desc =
+        make_desc(pattern, op, dtype, device, activation, precision, kernel, tokens, x_layout, y_layout);
+    const auto info = device_info(device, -1);
+    int32_t index = -1;
+    check(ts_matmul_select(&desc, &info, &index, nullptr, 0));
+    desc.kernel = index + 1;
+    size_t workspace = 0;
+    check(ts_matmul_workspace_size(&desc, &workspace));
+    auto chosen = make<ts_kernel_info>();
+    check(ts_kernel_get(index, &chosen));
+    return {index, chosen.plan, workspace};
+}
+
+void pattern_transpose(const ts_pattern& pattern, uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot) {
+    check(ts_pattern_transpose(&pattern, pointer<int32_t>(col_ptr), pointer<int32_t>(row_idx),
+                               pointer<int32_t>(col_slot)));
+}
+
+size_t plan_size(const ts_pattern& pattern, int32_t kernel, int32_t op) {
+    size_t bytes = 0;
+    check(ts_plan_size(&pattern, kernel, op, &bytes));
+    return bytes;
+}
+
+void plan_build(const ts_pattern& pattern, int32_t kernel, int32_t op, uintptr_t address, size_t bytes) {
+    check(ts_plan_build(&pattern, kernel, op, pointer<void>(address), bytes));
+}
+
+void matmul(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int32_t activation,
+            int32_t precision, int32_t accumulate, int32_t kernel, int64_t tokens, uintptr_t x, int64_t ldx,
+            int32_t x_layout, uintptr_t y, int64_t ldy, int32_t y_layout, uintptr_t values, uintptr_t bias,
+            uintptr_t plan, size_t plan_bytes, uintptr_t workspace, size_t workspace_bytes,
+            uintptr_t stream) {
+    auto desc =
+        make_desc(pattern, op, dtype, device, activation, precision, kernel, tokens, x_layout, y_layout);
+    desc.accumulate = accumulate;
+    desc.x.data = pointer<void>(x);
+    desc.x.ld = ldx;
+    desc.y.data = pointer<void>(y);
+    desc.y.ld = ldy;
+    desc.values = pointer<void>(values);
+    desc.bias = pointer<void>(bias);
+    desc.plan = pointer<void>(plan);
+    desc.plan_bytes = plan_bytes;
+    ts_status_t status;
+    if (device == TS_CPU) {
+        const nb::gil_scoped_release release;  // a product on the CPU takes long; a launch does not
+        status = ts_matmul(&desc, pointer<void>(workspace), workspace_bytes, nullptr);
+    } else {
+        status = ts_matmul(&desc, pointer<void>(workspace), workspace_bytes, pointer<CUstream_st>(stream));
+    }
+    check(status);
+}
+
+}  // namespace
+
+NB_MODULE(_C, m) {
+    m.doc() = "The C ABI of TileSparse in integers and plain objects.";
+
+    nb::class_<ts_pattern>(m, "Pattern")
+        .def(
+            "__init__",
+            [](ts_pattern* self, int32_t block_rows, int32_t block_cols, int64_t out_features,
+               int64_t in_features, int64_t nnz, uintptr_t row_ptr, uintptr_t col_idx, uintptr_t row_slot,
+               uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot) {
+                new (self) ts_pattern(make_pattern(block_rows, block_cols, out_features, in_features, nnz,
+                                                   row_ptr, col_idx, row_slot, col_ptr, row_idx, col_slot));
+            },
+            "block_rows"_a, "block_cols"_a, "out_features"_a, "in_features"_a, "nnz"_a, "row_ptr"_a,
+            "col_idx"_a, "row_slot"_a, "col_ptr"_a = 0, "row_idx"_a = 0, "col_slot"_a = 0);
+
+    nb::class_<ts_device_info>(m, "DeviceInfo")
+        .def(
+            "__init__",
+            [](ts_device_info* self, int32_t device, int32_t compute_capability, int32_t multiprocessors,
+               int32_t shared_memory) {
+                new (self)
+                    ts_device_info(make_device(device, compute_capability, multiprocessors, shared_memory));
+            },
+            "device"_a, "compute_capability"_a, "multiprocessors"_a, "shared_memory"_a)
+        .def_ro("device", &ts_device_info::device)
+        .def_ro("compute_capability", &ts_device_info::compute_capability)
+        .def_ro("multiprocessors", &ts_device_info::multiprocessors)
+        .def_ro("shared_memory", &ts_device_info::shared_memory)
+        .def_prop_ro("name", [](const ts_device_info& self) { return std::string(self.name); });
+
+    nb::class_<ts_kernel_info>(m, "KernelInfo")
+        .def_ro("device", &ts_kernel_info::device)
+        .def_ro("min_compute_capability", &ts_kernel_info::min_compute_capability)
+        .def_ro("ops", &ts_kernel_info::ops)
+        .def_ro("dtypes", &ts_kernel_info::dtypes)
+        .def_ro("precision", &ts_kernel_info::precision)
+        .def_ro("plan", &ts_kernel_info::plan)
+        .def_ro("tile_tokens", &ts_kernel_info::tile_tokens)
+        .def_ro("tile_features", &ts_kernel_info::tile_features)
+        .def_prop_ro("name", [](const ts_kernel_info& self) { return std::string(self.name); });
+
+    m.def("version", [] { return std::string(ts_version()); });
+    m.def("abi_version", &ts_abi_version);
+    m.def("architectures", [] { return std::string(ts_architectures()); });
+    m.def("kernels", &kernels);
+    m.def("device_info", &device_info, "device"_a, "ordinal"_a = -1);
+    m.def(
+        "pattern_validate", [](const ts_pattern& pattern) { check(ts_pattern_validate(&pattern)); },
+        "pattern"_a);
+    m.def("pattern_transpose", &pattern_transpose, "pattern"_a, "col_ptr"_a, "row_idx"_a, "col_slot"_a);
+    m.def("select", &select, "pattern"_a, "op"_a, "dtype"_a, "device_info"_a, "tokens"_a, nb::kw_only(),
+          "activation"_a = 0, "precision"_a = 0, "x_layout"_a = 0, "y_layout"_a = 0, "kernel"_a = 0);
+    m.def("query", &query, "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a,
+          "kernel"_a, "tokens"_a, "x_layout"_a, "y_layout"_a);
+    m.def("plan_size", &plan_size, "pattern"_a, "kernel"_a, "op"_a);
+    m.def("plan_build", &plan_build, "pattern"_a, "kernel"_a, "op"_a, "address"_a, "bytes"_a);
+    m.def("matmul", &matmul, "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a,
+          "accumulate"_a, "kernel"_a, "tokens"_a, "x"_a, "ldx"_a, "x_layout"_a, "y"_a, "ldy"_a, "y_layout"_a,
+          "values"_a, "bias"_a, "plan"_a, "plan_bytes"_a, "workspace"_a, "workspace_bytes"_a, "stream"_a);
+}
