@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C
+from ._prepared import PreparedPattern
 from .errors import InvalidArgumentError, InvalidPatternError
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -55,10 +55,10 @@ class BlockPattern:
         if slot is None:
             slot = torch.arange(nnz, dtype=torch.int32, device="cpu")
         self._slot = _index_array("slot", slot, nnz)
-        _C.pattern_validate(self._describe((self._row_ptr, self._col_idx, self._slot)))
+        self.prepared = self._prepare()
+        self.prepared.validate()
         self._version = 0
         self._handle = next(_handles)
-        self._forget_derived()
         _live[self._handle] = self
 
     @classmethod
@@ -137,7 +137,7 @@ class BlockPattern:
     def from_mask(cls, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockPattern":
         """The blocks that hold at least one nonzero of the element mask [out_features, in_features]."""
         _check_matrix("mask", mask)
-        return cls.from_block_mask(_blocks_of(mask != 0, block_shape).any(-1).any(-1), block_shape=block_shape)
+        return cls.from_block_mask(blocks_of(mask != 0, block_shape).any(-1).any(-1), block_shape=block_shape)
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> "BlockPattern":
@@ -206,7 +206,7 @@ class BlockPattern:
     ) -> "BlockPattern":
         """The blocks of a dense matrix [out_features, in_features] with the largest Frobenius norm."""
         _check_matrix("dense", dense)
-        blocks = _blocks_of(dense.detach(), block_shape)
+        blocks = blocks_of(dense.detach(), block_shape)
         precision = torch.promote_types(dense.dtype, torch.float32)
         scores = torch.linalg.vector_norm(blocks, dim=(-2, -1), dtype=precision)
         return cls.from_scores(scores, block_shape=block_shape, density=density, nnz=nnz)
@@ -294,7 +294,7 @@ class BlockPattern:
             )
         self._row_ptr, self._col_idx, self._slot = other.row_ptr, other.col_idx, other.slot
         self._version += 1
-        self._forget_derived()
+        self.prepared = self._prepare()
         return self
 
     def block_indices(self) -> tuple[Tensor, Tensor]:
@@ -319,7 +319,7 @@ class BlockPattern:
 
     def transpose(self) -> "BlockPattern":
         """The pattern of the transposed weight; every block keeps its slot."""
-        col_ptr, row_idx, col_slot = self._columns()
+        col_ptr, row_idx, col_slot = self.prepared.columns()
         return BlockPattern(
             col_ptr, row_idx, shape=self._shape[::-1], block_shape=self._block_shape[::-1], slot=col_slot
         )
@@ -347,59 +347,8 @@ class BlockPattern:
             f"nnz={self.nnz}, density={self.density:.3g})"
         )
 
-    # What follows is for the operators of this package.
-
-    def descriptor(self, device: torch.device) -> "_C.Pattern":
-        """What the native library reads of this pattern on a device; made once per device."""
-        found = self._descriptors.get(device)
-        if found is None:
-            arrays = (self._row_ptr, self._col_idx, self._slot, *self._columns())
-            placed = tuple(array.to(device) for array in arrays)
-            found = self._descriptors[device] = (self._describe(placed), placed)
-        return found[0]
-
-    def plan(self, device: torch.device, op: int, kernel: int, plan_key: int) -> Tensor:
-        """The plan of a kernel on a device, as bytes; made once per device, op and key."""
-        key = (device, op, plan_key)
-        plan = self._plans.get(key)
-        if plan is None:
-            host = self.descriptor(torch.device("cpu"))
-            plan = torch.empty(_C.plan_size(host, kernel, op), dtype=torch.uint8, device="cpu")
-            _C.plan_build(host, kernel, op, plan.data_ptr(), plan.numel())
-            # From pageable memory: complete when this returns, so every stream may read it.
-            plan = self._plans[key] = plan.to(device)
-        return plan
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keeps what lies on the stream's device from reuse until the stream has read it."""
-        for device, (_, arrays) in self._descriptors.items():
-            if device == stream.device:
-                for array in arrays:
-                    array.record_stream(stream)
-        for (device, _, _), plan in self._plans.items():
-            if device == stream.device:
-                plan.record_stream(stream)
-
-    def _forget_derived(self) -> None:
-        """Drops everything computed from the arrays."""
-        self._transposed: tuple[Tensor, Tensor, Tensor] | None = None
-        self._descriptors: dict[torch.device, tuple[_C.Pattern, tuple[Tensor, ...]]] = {}
-        self._plans: dict[tuple[torch.device, int, int], Tensor] = {}
-        self.launches: dict[Any, Any] = {}
-
-    def _columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(col_ptr [C + 1], row_idx [nnz], col_slot [nnz]): the same blocks by column."""
-        if self._transposed is None:
-            sizes = (self.grid[1] + 1, self.nnz, self.nnz)
-            arrays = [torch.empty(size, dtype=torch.int32, device="cpu") for size in sizes]
-            rows = self._describe((self._row_ptr, self._col_idx, self._slot))
-            _C.pattern_transpose(rows, *(array.data_ptr() for array in arrays))
-            self._transposed = (arrays[0], arrays[1], arrays[2])
-        return self._transposed
-
-    def _describe(self, arrays: Sequence[Tensor]) -> "_C.Pattern":
-        addresses = (array.data_ptr() for array in arrays)
-        return _C.Pattern(*self._block_shape, *self._shape, self.nnz, *addresses)
+    def _prepare(self) -> PreparedPattern:
+        return PreparedPattern(self._row_ptr, self._col_idx, self._slot, self._shape, self._block_shape)
 
 
 def lookup(handle: int) -> BlockPattern:
@@ -481,7 +430,7 @@ def _check_matrix(name: str, matrix: Tensor) -> None:
         )
 
 
-def _blocks_of(matrix: Tensor, block_shape: Sequence[int]) -> Tensor:
+def blocks_of(matrix: Tensor, block_shape: Sequence[int]) -> Tensor:
     """[out, in] as a view [R, C, bn, bk]."""
     _, (bn, bk), (rows, cols) = _check_shapes(matrix.shape, block_shape)
     return matrix.reshape(rows, bn, cols, bk).transpose(1, 2)

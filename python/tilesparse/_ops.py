@@ -1,0 +1,409 @@
+"""The operators ``torch.ops.tilesparse.*``: schemas, kernels, fakes and gradients.
+
+A pattern travels as its ``handle`` and ``version``, two integers, so that compiled graphs can hold
+it. The gradients of each product are the other two products, which makes every order of
+differentiation available.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _C
+from .errors import InvalidArgumentError, PatternChangedError, UnsupportedError
+from .pattern import BlockPattern, lookup
+
+DDS_NT, DDS_NN, SDD_TN = range(3)
+ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
+DTYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+
+_ALIGNMENT = 16  # bytes, of every operand and leading dimension on CUDA devices
+
+LIB = torch.library.Library("tilesparse", "DEF")
+LIB.define(
+    "dds_nt(Tensor x, Tensor values, Tensor? bias, int handle, int version, "
+    "int activation=0, bool feature_major=False) -> Tensor"
+)
+LIB.define("dds_nn(Tensor y, Tensor values, int handle, int version, bool feature_major=False) -> Tensor")
+LIB.define("sdd_tn(Tensor y, Tensor x, int handle, int version) -> Tensor")
+LIB.define("sdd_tn_into(Tensor y, Tensor x, Tensor(a!) out, int handle, int version, bool accumulate) -> ()")
+
+_forced_kernel = 0
+
+
+@contextmanager
+def use_kernel(name: str) -> Iterator[None]:
+    """Within it every product runs on the named kernel of ``_C.kernels()``, or raises."""
+    global _forced_kernel
+    names = [kernel.name for kernel in _C.kernels()]
+    if name not in names:
+        raise InvalidArgumentError(f"name: one of {names} expected, got {name!r}")
+    before, _forced_kernel = _forced_kernel, names.index(name) + 1
+    try:
+        yield
+    finally:
+        _forced_kernel = before
+
+
+def _dds_nt(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    handle: int,
+    version: int,
+    activation: int = 0,
+    feature_major: bool = False,
+) -> Tensor:
+    pattern = _current(handle, version)
+    _check_dds(pattern, "x", x, pattern.in_features, values, bias)
+    y = _empty(x, pattern.out_features, feature_major)
+    _launch(pattern, DDS_NT, _operand(x), _operand(y), _aligned(values), bias, activation)
+    return y
+
+
+def _dds_nn(y: Tensor, values: Tensor, handle: int, version: int, feature_major: bool = False) -> Tensor:
+    pattern = _current(handle, version)
+    _check_dds(pattern, "y", y, pattern.out_features, values)
+    x = _empty(y, pattern.in_features, feature_major)
+    _launch(pattern, DDS_NN, _operand(x), _operand(y), _aligned(values))
+    return x
+
+
+def _sdd_tn(y: Tensor, x: Tensor, handle: int, version: int) -> Tensor:
+    pattern = _current(handle, version)
+    _check_sdd(pattern, y, x)
+    out = x.new_empty(pattern.prepared.values_shape)
+    _launch(pattern, SDD_TN, _operand(x), _operand(y), out)
+    return out
+
+
+def _sdd_tn_into(y: Tensor, x: Tensor, out: Tensor, handle: int, version: int, accumulate: bool) -> None:
+    pattern = _current(handle, version)
+    _check_sdd(pattern, y, x)
+    _check_values("out", out, pattern, x)
+    for name, operand in (("y", y), ("x", x)):
+        if _overlap(operand, out):
+            raise InvalidArgumentError(f"out: must not share memory with {name}")
+    if out.is_cuda and out.data_ptr() % _ALIGNMENT:
+        raise InvalidArgumentError(f"out: must be aligned to {_ALIGNMENT} bytes")
+    _launch(pattern, SDD_TN, _operand(x), _operand(y), out, accumulate=accumulate)
+
+
+def _current(handle: int, version: int) -> BlockPattern:
+    pattern = lookup(handle)
+    if pattern.version != version:
+        raise PatternChangedError(
+            f"version: the pattern was updated since this product was recorded "
+            f"(version {version} expected, it now has {pattern.version})"
+        )
+    return pattern
+
+
+def _check_dds(
+    pattern: BlockPattern,
+    name: str,
+    matrix: Tensor,
+    features: int,
+    values: Tensor,
+    bias: Tensor | None = None,
+) -> None:
+    _check_activations(name, matrix, features)
+    _check_values("values", values, pattern, matrix, name)
+    if bias is None:
+        return
+    if bias.shape != (pattern.out_features,):
+        raise InvalidArgumentError(f"bias: shape ({pattern.out_features},) expected, got {tuple(bias.shape)}")
+    _check_alike("bias", bias, name, matrix)
+
+
+def _check_sdd(pattern: BlockPattern, y: Tensor, x: Tensor) -> None:
+    _check_activations("x", x, pattern.in_features)
+    _check_activations("y", y, pattern.out_features)
+    if y.shape[:-1] != x.shape[:-1]:
+        raise InvalidArgumentError(
+            f"y: the leading dimensions {tuple(x.shape[:-1])} of x expected, got {tuple(y.shape[:-1])}"
+        )
+    _check_alike("y", y, "x", x)
+
+
+def _check_activations(name: str, matrix: Tensor, features: int) -> None:
+    if matrix.dim() == 0 or matrix.shape[-1] != features:
+        raise InvalidArgumentError(
+            f"{name}: last dimension {features} expected, got shape {tuple(matrix.shape)}"
+        )
+    if matrix.dtype not in DTYPES:
+        raise InvalidArgumentError(f"{name}: dtype {_names(DTYPES)} expected, got {matrix.dtype}")
+
+
+def _check_values(
+    name: str, values: Tensor, pattern: BlockPattern, like: Tensor, like_name: str = "x"
+) -> None:
+    if values.shape != pattern.prepared.values_shape or not values.is_contiguous():
+        raise InvalidArgumentError(
+            f"{name}: a contiguous tensor [nnz, bn, bk] = {list(pattern.prepared.values_shape)} expected, "
+            f"got shape {list(values.shape)} with strides {values.stride()}"
+        )
+    _check_alike(name, values, like_name, like)
+
+
+def _check_alike(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.dtype != like.dtype:
+        raise InvalidArgumentError(f"{name}: dtype {like.dtype} of {like_name} expected, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise InvalidArgumentError(
+            f"{name}: device {like.device} of {like_name} expected, got {tensor.device}"
+        )
+
+
+def _names(dtypes: dict[torch.dtype, int]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _empty(like: Tensor, features: int, feature_major: bool) -> Tensor:
+    """An uninitialised [..., features] beside ``like`` [..., other features]."""
+    shape = (*like.shape[:-1], features)
+    if not feature_major:
+        return like.new_empty(shape)
+    tokens = 1
+    for size in shape[:-1]:
+        tokens *= size
+    ld = tokens
+    if like.is_cuda:
+        step = _ALIGNMENT // like.itemsize
+        ld = (tokens + step - 1) // step * step
+    return like.new_empty_strided((tokens, features), (1, ld)).view(shape)
+
+
+Operand = tuple[Tensor, int, int, int, int]  # what keeps the memory alive, address, tokens, ld, layout
+
+
+def _operand(matrix: Tensor) -> Operand:
+    """Activations as the library takes them; a copy where their strides or alignment do not fit."""
+    if matrix.dim() != 2:
+        matrix = matrix.reshape(-1, matrix.shape[-1])
+    tokens, features = matrix.shape
+    token_stride, feature_stride = matrix.stride()
+    address = matrix.data_ptr()
+    if tokens == 0 or feature_stride == 1 and (tokens == 1 or token_stride >= features):
+        ld, layout = (token_stride if tokens > 1 else features), 0
+    elif (token_stride == 1 or tokens == 1) and feature_stride >= tokens:
+        ld, layout = feature_stride, 1
+    else:
+        return _dense(matrix)
+    if matrix.is_cuda and (address | ld * matrix.itemsize) % _ALIGNMENT:
+        return _dense(matrix)
+    return matrix, address, tokens, ld, layout
+
+
+def _dense(matrix: Tensor) -> Operand:
+    matrix = matrix.clone(memory_format=torch.contiguous_format)
+    tokens, features = matrix.shape
+    return matrix, matrix.data_ptr(), tokens, features, 0
+
+
+def _aligned(values: Tensor) -> Tensor:
+    return values.clone() if values.is_cuda and values.data_ptr() % _ALIGNMENT else values
+
+
+def _overlap(operand: Tensor, out: Tensor) -> bool:
+    """Whether the address ranges of two tensors meet."""
+    first, second = _range(operand), _range(out)
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _launch(
+    pattern: BlockPattern,
+    op: int,
+    x: Operand,
+    y: Operand,
+    values: Tensor,
+    bias: Tensor | None = None,
+    activation: int = 0,
+    accumulate: bool = False,
+) -> None:
+    dtype, device, stream, precision = DTYPES[values.dtype], values.get_device(), 0, 0
+    if device >= 0:
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return _launch(pattern, op, x, y, values, bias, activation, accumulate)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        precision = int(dtype == DTYPES[torch.float32] and _tf32_allowed())
+    _, x_address, tokens, ldx, x_layout = x
+    _, y_address, _, ldy, y_layout = y
+    descriptor, kernel, plan, plan_bytes, workspace_bytes = pattern.prepared.launch(
+        (op, dtype, device, stream, tokens, x_layout, y_layout, activation, precision, _forced_kernel)
+    )
+    workspace = values.new_empty(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None
+    bias = bias.contiguous() if bias is not None else None
+    _C.matmul(
+        descriptor,
+        op,
+        dtype,
+        int(device >= 0),
+        activation,
+        precision,
+        int(accumulate),
+        kernel,
+        tokens,
+        x_address,
+        ldx,
+        x_layout,
+        y_address,
+        ldy,
+        y_layout,
+        values.data_ptr(),
+        bias.data_ptr() if bias is not None else 0,
+        plan,
+        plan_bytes,
+        workspace.data_ptr() if workspace is not None else 0,
+        workspace_bytes,
+        stream,
+    )
+
+
+def _tf32_allowed() -> bool:
+    """Whether PyTorch's settings let float32 products run in TF32."""
+    if hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.9 and later
+        return bool(torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32")
+    return bool(torch._C._get_cublas_allow_tf32())
+
+
+@torch.library.register_fake("tilesparse::dds_nt", lib=LIB)
+def _(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    handle: int,
+    version: int,
+    activation: int = 0,
+    feature_major: bool = False,
+) -> Tensor:
+    pattern = _current(handle, version)
+    _check_dds(pattern, "x", x, pattern.in_features, values, bias)
+    return _empty(x, pattern.out_features, feature_major)
+
+
+@torch.library.register_fake("tilesparse::dds_nn", lib=LIB)
+def _(y: Tensor, values: Tensor, handle: int, version: int, feature_major: bool = False) -> Tensor:
+    pattern = _current(handle, version)
+    _check_dds(pattern, "y", y, pattern.out_features, values)
+    return _empty(y, pattern.in_features, feature_major)
+
+
+@torch.library.register_fake("tilesparse::sdd_tn", lib=LIB)
+def _(y: Tensor, x: Tensor, handle: int, version: int) -> Tensor:
+    pattern = _current(handle, version)
+    _check_sdd(pattern, y, x)
+    return x.new_empty(pattern.prepared.values_shape)
+
+
+@torch.library.register_fake("tilesparse::sdd_tn_into", lib=LIB)
+def _(y: Tensor, x: Tensor, out: Tensor, handle: int, version: int, accumulate: bool) -> None:
+    pattern = _current(handle, version)
+    _check_sdd(pattern, y, x)
+    _check_values("out", out, pattern, x)
+
+
+def _save(ctx: Any, first: Tensor, second: Tensor, handle: int, version: int) -> None:
+    """Keeps each factor only if the gradient of the other one is asked for."""
+    ctx.save_for_backward(
+        first if ctx.needs_input_grad[1] else None, second if ctx.needs_input_grad[0] else None
+    )
+    ctx.pattern, ctx.key = lookup(handle), (handle, version)
+
+
+def _dds_nt_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, values, _, handle, version, activation, _ = inputs
+    if activation:
+        raise UnsupportedError(
+            "activation: a fused activation has no gradient; functional.linear applies it after the product"
+        )
+    _save(ctx, x, values, handle, version)
+
+
+def _dds_nt_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, values = ctx.saved_tensors
+    need_x, need_values, need_bias = ctx.needs_input_grad[:3]
+    return (
+        torch.ops.tilesparse.dds_nn(grad, values, *ctx.key) if need_x else None,
+        torch.ops.tilesparse.sdd_tn(grad, x, *ctx.key) if need_values else None,
+        grad.reshape(-1, grad.shape[-1]).sum(0) if need_bias else None,
+        *(None,) * 4,
+    )
+
+
+def _dds_nn_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, values, handle, version, _ = inputs
+    _save(ctx, y, values, handle, version)
+
+
+def _dds_nn_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    y, values = ctx.saved_tensors
+    need_y, need_values = ctx.needs_input_grad[:2]
+    return (
+        torch.ops.tilesparse.dds_nt(grad, values, None, *ctx.key) if need_y else None,
+        torch.ops.tilesparse.sdd_tn(y, grad, *ctx.key) if need_values else None,
+        *(None,) * 3,
+    )
+
+
+def _sdd_tn_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _save(ctx, *inputs)
+
+
+def _sdd_tn_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    y, x = ctx.saved_tensors
+    need_y, need_x = ctx.needs_input_grad[:2]
+    values = grad.contiguous()
+    return (
+        torch.ops.tilesparse.dds_nt(x, values, None, *ctx.key) if need_y else None,
+        torch.ops.tilesparse.dds_nn(y, values, *ctx.key) if need_x else None,
+        *(None,) * 2,
+    )
+
+
+def _vmap(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
+    """Batching rule: one call if only the first operand of a dds is batched, else one per element."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        if (
+            op is not torch.ops.tilesparse.sdd_tn
+            and in_dims[0] is not None
+            and not any(dim is not None for dim in in_dims[1:])
+        ):
+            return op(args[0].movedim(in_dims[0], 0), *args[1:]), 0
+        rows = [
+            op(
+                *(
+                    arg if dim is None else arg.select(dim, i).contiguous()
+                    for arg, dim in zip(args, in_dims, strict=True)
+                )
+            )
+            for i in range(info.batch_size)
+        ]
+        return torch.stack(rows), 0
+
+    return rule
+
+
+for _name, _kernel, _setup, _backward in (
+    ("dds_nt", _dds_nt, _dds_nt_setup, _dds_nt_backward),
+    ("dds_nn", _dds_nn, _dds_nn_setup, _dds_nn_backward),
+    ("sdd_tn", _sdd_tn, _sdd_tn_setup, _sdd_tn_backward),
+):
+    torch.library.register_autograd(f"tilesparse::{_name}", _backward, setup_context=_setup, lib=LIB)
+    torch.library.register_vmap(f"tilesparse::{_name}", _vmap(getattr(torch.ops.tilesparse, _name)), lib=LIB)
+    for _key in ("CPU", "CUDA"):
+        LIB.impl(_name, _kernel, _key)
+for _key in ("CPU", "CUDA"):
+    LIB.impl("sdd_tn_into", _sdd_tn_into, _key)

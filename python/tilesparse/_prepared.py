@@ -1,0 +1,137 @@
+"""What the native library needs of a pattern: descriptors, plans and resolved launches."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _C
+
+HOST = torch.device("cpu")
+MAX_LAUNCHES = 4096  # a program whose token counts never repeat must not grow without bound
+
+
+class LaunchKey(NamedTuple):
+    """All that decides which kernel runs and what it needs besides the operands."""
+
+    op: int
+    dtype: int
+    device: int  # CUDA ordinal, -1 for the CPU
+    stream: int
+    tokens: int
+    x_layout: int
+    y_layout: int
+    activation: int
+    precision: int
+    kernel: int  # 0: the library chooses; k: kernel k - 1
+
+
+class Launch(NamedTuple):
+    """Arguments of ``_C.matmul`` that follow from a LaunchKey."""
+
+    pattern: _C.Pattern
+    kernel: int
+    plan: int
+    plan_bytes: int
+    workspace_bytes: int
+
+
+class PreparedPattern:
+    """The arrays of one version of a pattern in every form that was asked for so far."""
+
+    def __init__(
+        self,
+        row_ptr: Tensor,
+        col_idx: Tensor,
+        slot: Tensor,
+        shape: tuple[int, int],
+        block_shape: tuple[int, int],
+    ) -> None:
+        self.values_shape = (len(col_idx), *block_shape)
+        self._rows = (row_ptr, col_idx, slot)
+        self._shape = shape
+        self._columns: tuple[Tensor, ...] = ()
+        self._descriptors: dict[torch.device, _C.Pattern] = {}
+        self._tensors: dict[torch.device, list[Tensor]] = {}
+        self._plans: dict[tuple[torch.device, int, int], Tensor] = {}
+        self._launches: dict[tuple[int, ...], Launch] = {}
+
+    def validate(self) -> None:
+        """Raises InvalidPatternError if the arrays break an invariant."""
+        _C.pattern_validate(self._describe(self._rows))
+
+    def columns(self) -> tuple[Tensor, ...]:
+        """(col_ptr [C + 1], row_idx [nnz], col_slot [nnz]), int32: the same blocks by column."""
+        if not self._columns:
+            nnz, _, bk = self.values_shape
+            sizes = (self._shape[1] // bk + 1, nnz, nnz)
+            columns = tuple(torch.empty(size, dtype=torch.int32, device=HOST) for size in sizes)
+            _C.pattern_transpose(self._describe(self._rows), *(array.data_ptr() for array in columns))
+            self._columns = columns
+        return self._columns
+
+    def launch(self, key: tuple[int, ...]) -> Launch:
+        """The launch for a LaunchKey, given as a plain tuple because those are made faster."""
+        found = self._launches.get(key)
+        return self._resolve(LaunchKey(*key)) if found is None else found
+
+    def _resolve(self, key: LaunchKey) -> Launch:
+        device = HOST if key.device < 0 else torch.device("cuda", key.device)
+        kernel, plan_key, workspace_bytes = _C.query(
+            self._descriptor(HOST),
+            key.op,
+            key.dtype,
+            int(device != HOST),
+            key.activation,
+            key.precision,
+            key.kernel,
+            key.tokens,
+            key.x_layout,
+            key.y_layout,
+        )
+        plan = self._plan(device, key.op, kernel, plan_key) if plan_key else None
+        launch = Launch(
+            self._descriptor(device),
+            kernel + 1,
+            plan.data_ptr() if plan is not None else 0,
+            plan.numel() if plan is not None else 0,
+            workspace_bytes,
+        )
+        if device != HOST:
+            # Their memory must not be reused before this stream has read it, even if the pattern is
+            # updated or dropped right after the launch.
+            for tensor in self._tensors[device]:
+                tensor.record_stream(torch.cuda.current_stream(device))
+        if len(self._launches) >= MAX_LAUNCHES:
+            self._launches.clear()
+        self._launches[key] = launch
+        return launch
+
+    def _descriptor(self, device: torch.device) -> _C.Pattern:
+        if device not in self._descriptors:
+            self._descriptors[device] = self._describe(
+                tuple(self._keep(array, device) for array in (*self._rows, *self.columns()))
+            )
+        return self._descriptors[device]
+
+    def _plan(self, device: torch.device, op: int, kernel: int, plan_key: int) -> Tensor:
+        key = (device, op, plan_key)
+        if key not in self._plans:
+            host = self._descriptor(HOST)
+            plan = torch.empty(_C.plan_size(host, kernel, op), dtype=torch.uint8, device=HOST)
+            _C.plan_build(host, kernel, op, plan.data_ptr(), plan.numel())
+            self._plans[key] = self._keep(plan, device)
+        return self._plans[key]
+
+    def _keep(self, array: Tensor, device: torch.device) -> Tensor:
+        """A copy on the device that lives as long as this object.
+
+        The source is pageable memory, so the copy is complete on return and any stream may read it.
+        """
+        placed = array.to(device)
+        self._tensors.setdefault(device, []).append(placed)
+        return placed
+
+    def _describe(self, arrays: tuple[Tensor, ...]) -> _C.Pattern:
+        nnz, bn, bk = self.values_shape
+        return _C.Pattern(bn, bk, *self._shape, nnz, *(array.data_ptr() for array in arrays))

@@ -1,0 +1,152 @@
+"""Products with block-sparse weights as functions of tensors.
+
+W [out_features, in_features] is given as ``values`` [nnz, bn, bk] and the BlockPattern that says
+where each block lies. Everything is differentiable, to any order, with respect to tensors that
+require it, unless stated otherwise. Names follow Gale et al., "MegaBlocks" (MLSys 2023): the letters
+of dds, sdd and dsd say which of output, left and right factor is sparse.
+
+Operands have dtype float64, float32, float16 or bfloat16, all the same, and lie on one device.
+Sums are taken in float32, or float64 for float64. On CUDA float32 is multiplied in TF32 where
+``torch.backends.cuda.matmul`` allows it, and otherwise with the error of float32. Under autocast
+operands other than float64 are cast to its dtype.
+
+A dense operand is read in place if it is row-major (last stride 1) or feature-major (strides of a
+transposed matrix), with any distance between lines, and on CUDA aligned to 16 bytes; it is copied
+otherwise. All functions raise InvalidArgumentError, naming the argument, for operands that do not
+fit, and UnsupportedError where no kernel computes the product.
+"""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from . import _ops
+from .errors import InvalidArgumentError
+from .pattern import BlockPattern
+
+_T = TypeVar("_T", Tensor, Tensor | None)
+
+_OPS = torch.ops.tilesparse
+_DIFFERENTIABLE = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
+
+
+def linear(
+    x: Tensor,
+    values: Tensor,
+    pattern: BlockPattern,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    *,
+    feature_major_output: bool = False,
+) -> Tensor:
+    """activation(x Wᵀ + bias), as ``torch.nn.functional.linear``.
+
+    Args:
+        x: [..., in_features].
+        values: [nnz, bn, bk], contiguous.
+        pattern: where the blocks lie.
+        bias: [out_features] or None.
+        activation: "none", "relu", "gelu" (the exact one, with erf) or "silu". It is fused into the
+            product where no gradient is recorded, and rounding then happens once instead of twice.
+        feature_major_output: give the result the strides of a transposed matrix. A following layer
+            reads it without a copy, and layers with small blocks read it faster.
+
+    Returns:
+        [..., out_features].
+    """
+    if activation not in _ops.ACTIVATIONS:
+        raise InvalidArgumentError(
+            f"activation: one of {list(_ops.ACTIVATIONS)} expected, got {activation!r}"
+        )
+    x, values, bias = _autocast(x), _autocast(values), _autocast(bias)
+    fused = activation if activation == "none" or not _records_gradient(x, values, bias) else "none"
+    y: Tensor = _OPS.dds_nt(
+        x, values, bias, pattern.handle, pattern.version, _ops.ACTIVATIONS[fused], feature_major_output
+    )
+    return y if fused == activation else _DIFFERENTIABLE[activation](y)
+
+
+def dds(a: Tensor, values: Tensor, pattern: BlockPattern, *, transpose: bool = True) -> Tensor:
+    """Dense times sparse: a Wᵀ, or a W with ``transpose=False``.
+
+    Args:
+        a: [..., in_features], or [..., out_features] with ``transpose=False``.
+        values: [nnz, bn, bk], contiguous.
+        pattern: where the blocks lie.
+        transpose: whether W is transposed.
+
+    Returns:
+        [..., out_features], or [..., in_features] with ``transpose=False``.
+    """
+    return _dds(a, values, pattern, transpose, feature_major=False)
+
+
+def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = False) -> Tensor:
+    """Sparse times dense: W b, or Wᵀ b with ``transpose=True``.
+
+    Args:
+        values: [nnz, bn, bk], contiguous.
+        pattern: where the blocks lie.
+        b: [in_features, n], or [out_features, n] with ``transpose=True``.
+        transpose: whether W is transposed.
+
+    Returns:
+        [out_features, n], or [in_features, n] with ``transpose=True``; last stride 1. On CUDA rows
+        are padded to 16 bytes, so they are contiguous only if a row is a multiple of 16 bytes.
+    """
+    if b.dim() != 2:
+        raise InvalidArgumentError(f"b: a 2-D tensor expected, got shape {tuple(b.shape)}")
+    # (W b)ᵀ = bᵀ Wᵀ, and the transpose of a row-major matrix is a feature-major one.
+    return _dds(b.t(), values, pattern, not transpose, feature_major=True).t()
+
+
+def sdd(
+    y: Tensor, x: Tensor, pattern: BlockPattern, *, out: Tensor | None = None, accumulate: bool = False
+) -> Tensor:
+    """The blocks of yᵀ x that the pattern keeps: the gradient of W in x Wᵀ for y that of the result.
+
+    Args:
+        y: [..., out_features].
+        x: [..., in_features] with the same leading dimensions, over which is summed.
+        pattern: which blocks to compute.
+        out: [nnz, bn, bk], contiguous, receives the result; must not share memory with x or y. With
+            it nothing is differentiable, and operands that require a gradient are refused.
+        accumulate: add to ``out`` instead of overwriting it.
+
+    Returns:
+        [nnz, bn, bk]; ``out`` where given.
+    """
+    y, x = _autocast(y), _autocast(x)
+    if out is None:
+        if accumulate:
+            raise InvalidArgumentError("out: expected with accumulate=True, got None")
+        values: Tensor = _OPS.sdd_tn(y, x, pattern.handle, pattern.version)
+        return values
+    if _records_gradient(y, x, out):
+        raise InvalidArgumentError(
+            "out: not differentiable, but an operand requires a gradient; use no_grad()"
+        )
+    _OPS.sdd_tn_into(y, x, out, pattern.handle, pattern.version, accumulate)
+    return out
+
+
+def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feature_major: bool) -> Tensor:
+    a, values = _autocast(a), _autocast(values)
+    y: Tensor
+    if transpose:
+        y = _OPS.dds_nt(a, values, None, pattern.handle, pattern.version, 0, feature_major)
+    else:
+        y = _OPS.dds_nn(a, values, pattern.handle, pattern.version, feature_major)
+    return y
+
+
+def _autocast(tensor: _T) -> _T:
+    if tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
+        return tensor
+    device = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+
+
+def _records_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

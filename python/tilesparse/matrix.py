@@ -1,0 +1,301 @@
+"""Block-sparse matrices: values and where they lie, with conversions and products."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import functional
+from .errors import InvalidArgumentError, InvalidPatternError
+from .pattern import BlockPattern, blocks_of, canonical_scipy
+
+
+class BlockSparseMatrix:
+    """A matrix [out_features, in_features] of which only some blocks are stored; the rest is zero.
+
+    ``==`` and hashing go by identity; `equal` compares contents. Products and conversions to tensors
+    are differentiable with respect to ``values`` and their dense operands. Several matrices may share
+    one pattern.
+
+    Args:
+        values: [nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. Not copied.
+        pattern: where the blocks lie: values[i] is the block ``pattern`` stores at slot i.
+
+    Raises:
+        InvalidArgumentError: ``values`` does not fit ``pattern``.
+    """
+
+    def __init__(self, values: Tensor, pattern: BlockPattern) -> None:
+        expected = (pattern.nnz, *pattern.block_shape)
+        if values.shape != expected or not values.is_contiguous():
+            raise InvalidArgumentError(
+                f"values: a contiguous tensor [nnz, bn, bk] = {list(expected)} expected, "
+                f"got shape {list(values.shape)} with strides {values.stride()}"
+            )
+        self.values = values
+        self.pattern = pattern
+
+    @classmethod
+    def zeros(
+        cls,
+        pattern: BlockPattern,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> "BlockSparseMatrix":
+        """Every kept element 0."""
+        return cls(torch.zeros(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
+
+    @classmethod
+    def ones(
+        cls,
+        pattern: BlockPattern,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> "BlockSparseMatrix":
+        """Every kept element 1."""
+        return cls(torch.ones(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
+
+    @classmethod
+    def randn(
+        cls,
+        pattern: BlockPattern,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> "BlockSparseMatrix":
+        """Kept elements drawn from the standard normal distribution."""
+        size = (pattern.nnz, *pattern.block_shape)
+        return cls(torch.randn(size, generator=generator, dtype=dtype, device=device), pattern)
+
+    @classmethod
+    def from_blocks(
+        cls, blocks: Tensor | Sequence[tuple[int, int]], values: Tensor, *, shape: Sequence[int]
+    ) -> "BlockSparseMatrix":
+        """values[i] at (block row, block column) ``blocks[i]``, in any order.
+
+        Args:
+            blocks: [nnz, 2] integers or a list of pairs.
+            values: [nnz, bn, bk], contiguous.
+            shape: (out_features, in_features).
+        """
+        return cls(values, BlockPattern.from_blocks(blocks, shape=shape, block_shape=values.shape[1:]))
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Tensor,
+        pattern: BlockPattern | None = None,
+        *,
+        block_shape: Sequence[int] | None = None,
+        density: float | None = None,
+        nnz: int | None = None,
+    ) -> "BlockSparseMatrix":
+        """Blocks of a dense matrix [out_features, in_features]; differentiable.
+
+        Args:
+            pattern: which blocks; or else give
+            block_shape: (bn, bk), and optionally one of
+            density, nnz: keep that many blocks, those of the largest Frobenius norm. Without either
+                every block with a nonzero is kept.
+        """
+        if (pattern is None) == (block_shape is None):
+            raise InvalidArgumentError("pattern, block_shape: exactly one of them expected")
+        if pattern is None and density is None and nnz is None:
+            pattern = BlockPattern.from_mask(dense != 0, block_shape=block_shape)
+        if pattern is None:
+            pattern = BlockPattern.from_dense(dense, block_shape=block_shape, density=density, nnz=nnz)
+        return cls(_gather(dense, pattern), pattern)
+
+    @classmethod
+    def from_mask(cls, dense: Tensor, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockSparseMatrix":
+        """The blocks of ``dense`` in which ``mask`` (same shape) has a nonzero; the rest of them is kept too."""
+        return cls.from_dense(dense, BlockPattern.from_mask(mask, block_shape=block_shape))
+
+    @classmethod
+    def from_bsr(cls, matrix: Tensor) -> "BlockSparseMatrix":
+        """From a ``torch.sparse_bsr`` matrix; shares its values where they are contiguous."""
+        pattern = BlockPattern.from_bsr(matrix)
+        return cls(matrix.values().contiguous(), pattern)
+
+    @classmethod
+    def from_scipy(
+        cls,
+        matrix: Any,
+        *,
+        block_shape: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> "BlockSparseMatrix":
+        """From a scipy.sparse matrix of any format, float64 or float32; duplicates are summed.
+
+        Args:
+            block_shape: (bn, bk); None takes that of a BSR matrix.
+        """
+        matrix = canonical_scipy(matrix, block_shape)
+        return cls(torch.from_numpy(matrix.data).contiguous().to(device), BlockPattern.from_scipy(matrix))
+
+    @classmethod
+    def from_product(cls, y: Tensor, x: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
+        """The kept blocks of yᵀ x, for y [..., out_features] and x [..., in_features]; see `add_product_`."""
+        return cls(functional.sdd(y, x, pattern), pattern)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self.pattern.shape
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(bn, bk)."""
+        return self.pattern.block_shape
+
+    @property
+    def nnz(self) -> int:
+        """Number of stored blocks."""
+        return self.pattern.nnz
+
+    @property
+    def density(self) -> float:
+        """Stored fraction of the blocks."""
+        return self.pattern.density
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the values."""
+        return self.values.device
+
+    def __repr__(self) -> str:
+        return f"BlockSparseMatrix({self.pattern!r}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def to_dense(self) -> Tensor:
+        """[out_features, in_features], zero outside the stored blocks; differentiable."""
+        rows, cols = self._indices()
+        blocks = self.values.new_zeros(*self.pattern.grid, *self.block_shape)
+        return blocks.index_put((rows, cols), self.values).transpose(1, 2).reshape(self.shape)
+
+    def to_bsr(self) -> Tensor:
+        """A ``torch.sparse_bsr`` tensor with the values in row order, detached."""
+        pattern, device = self.pattern, self.device
+        return torch.sparse_bsr_tensor(
+            pattern.row_ptr.to(device), pattern.col_idx.to(device), self._in_row_order(), self.shape
+        )
+
+    def to_scipy(self) -> Any:
+        """A ``scipy.sparse.bsr_array`` on the host; half precision becomes float32."""
+        import scipy.sparse  # optional: only this function needs it
+
+        values = self._in_row_order().cpu()
+        if values.dtype in (torch.float16, torch.bfloat16):
+            values = values.float()
+        arrays = (values.numpy(), self.pattern.col_idx.numpy().copy(), self.pattern.row_ptr.numpy().copy())
+        return scipy.sparse.bsr_array(arrays, shape=self.shape)
+
+    def to(self, *args: Any, **kwargs: Any) -> "BlockSparseMatrix":
+        """The same matrix with ``values.to(...)``: another dtype or device."""
+        return BlockSparseMatrix(self.values.to(*args, **kwargs), self.pattern)
+
+    def t(self) -> "BlockSparseMatrix":
+        """The transposed matrix [in_features, out_features]; its values are a copy, differentiable."""
+        return BlockSparseMatrix(self.values.transpose(1, 2).contiguous(), self.pattern.transpose())
+
+    def matmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
+        """W @ dense for [in_features, n], or Wᵀ @ dense for [out_features, n]; see functional.dsd."""
+        return functional.dsd(self.values, self.pattern, dense, transpose=transpose)
+
+    def rmatmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
+        """dense @ W for [..., out_features], or dense @ Wᵀ for [..., in_features]; see functional.dds."""
+        return functional.dds(dense, self.values, self.pattern, transpose=transpose)
+
+    def __matmul__(self, dense: Tensor) -> Tensor:
+        return self.matmul(dense)
+
+    def __rmatmul__(self, dense: Tensor) -> Tensor:
+        return self.rmatmul(dense)
+
+    def add_product_(self, y: Tensor, x: Tensor) -> "BlockSparseMatrix":
+        """Adds the kept blocks of yᵀ x to the values, which records no gradient; see functional.sdd."""
+        functional.sdd(y, x, self.pattern, out=self.values, accumulate=True)
+        return self
+
+    def copy_from_dense_(self, dense: Tensor) -> "BlockSparseMatrix":
+        """Overwrites the values with the same blocks of a dense matrix [out_features, in_features]."""
+        with torch.no_grad():
+            self.values.copy_(_gather(dense, self.pattern))
+        return self
+
+    def mul_(self, factor: Tensor | float) -> "BlockSparseMatrix":
+        """Multiplies the values by a number, or a tensor that broadcasts to [nnz, bn, bk]."""
+        with torch.no_grad():
+            self.values.mul_(factor)
+        return self
+
+    def block_norm(self, p: float = 2) -> Tensor:
+        """[nnz] the p-norm of every block, in slot order; half precision is summed in float32."""
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return torch.linalg.vector_norm(self.values, p, dim=(1, 2), dtype=dtype)
+
+    def move_blocks_(
+        self, slots: Tensor | Sequence[int], blocks: Tensor | Sequence[tuple[int, int]]
+    ) -> "BlockSparseMatrix":
+        """Gives the stored blocks at ``slots`` new places; values stay where they are in memory.
+
+        The pattern is updated, for everything that shares it. Blocks may take places that other moved
+        blocks leave.
+
+        Args:
+            slots: [n] integers, each at most once.
+            blocks: [n, 2] the new (block row, block column) of each.
+
+        Raises:
+            InvalidPatternError: a place lies outside, or is taken. Nothing has changed then.
+        """
+        chosen = torch.as_tensor(slots, device="cpu").long().reshape(-1)
+        places = torch.as_tensor(blocks, device="cpu").long().reshape(-1, 2)
+        if len(places) != len(chosen):
+            raise InvalidArgumentError(
+                f"blocks: {len(chosen)} places expected, one per slot, got {len(places)}"
+            )
+        if len(chosen.unique()) != len(chosen) or ((chosen < 0) | (chosen >= self.nnz)).any():
+            raise InvalidPatternError(f"slots: different numbers from 0 to {self.nnz - 1} expected")
+        blocks = torch.stack(self.pattern.block_indices(), 1)
+        blocks[chosen] = places
+        self.pattern.update_(BlockPattern.from_blocks(blocks, shape=self.shape, block_shape=self.block_shape))
+        return self
+
+    def equal(self, other: "BlockSparseMatrix") -> bool:
+        """Whether both store the same blocks with the same values, in whatever slots."""
+        mine, theirs = self.pattern, other.pattern
+        return (
+            (mine.shape, mine.block_shape, self.dtype) == (theirs.shape, theirs.block_shape, other.dtype)
+            and torch.equal(mine.row_ptr, theirs.row_ptr)
+            and torch.equal(mine.col_idx, theirs.col_idx)
+            and torch.equal(self._in_row_order(), other._in_row_order())
+        )
+
+    def allclose(self, dense: Tensor, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
+        """Whether this matrix is close to a dense one, zeros outside the stored blocks included."""
+        return torch.allclose(self.to_dense(), dense, rtol=rtol, atol=atol)
+
+    def _indices(self) -> tuple[Tensor, Tensor]:
+        rows, cols = self.pattern.block_indices()
+        return rows.to(self.device), cols.to(self.device)
+
+    def _in_row_order(self) -> Tensor:
+        """A detached copy of the values, entry by entry of the pattern."""
+        return self.values.detach()[self.pattern.slot.to(self.device).long()]
+
+
+def _gather(dense: Tensor, pattern: BlockPattern) -> Tensor:
+    """[nnz, bn, bk] the pattern's blocks of a dense matrix, in slot order."""
+    if dense.shape != pattern.shape:
+        raise InvalidArgumentError(f"dense: shape {pattern.shape} expected, got {tuple(dense.shape)}")
+    rows, cols = pattern.block_indices()
+    return blocks_of(dense, pattern.block_shape)[rows.to(dense.device), cols.to(dense.device)].contiguous()
