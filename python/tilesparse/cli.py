@@ -1,0 +1,283 @@
+"""The ``tilesparse`` command: ``info``, ``bench`` and ``demo``."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import _C, _ops, demo, functional
+from .errors import TileSparseError, UnsupportedError
+from .pattern import BLOCK_SIZES, BlockPattern
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _ops.DTYPES}
+OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
+DEVICES = ("cpu", "cuda")  # likewise, device
+ROUNDS = 9
+ROUND_SECONDS = 0.01
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, 2 for bad input or 130 when interrupted."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except TileSparseError as error:
+        print(f"tilesparse {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tilesparse", description="Block-sparse linear layers.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | bench | demo")
+    layer = _layer_options()
+
+    command = commands.add_parser(
+        "info", parents=[layer], help="versions, devices, kernels, and which kernel a layer would use and why"
+    )
+    command.set_defaults(run=info)
+
+    command = commands.add_parser(
+        "bench", parents=[layer], help="time one layer against torch.nn.functional.linear"
+    )
+    command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if there is one)")
+    command.set_defaults(run=bench)
+
+    command = commands.add_parser(
+        "demo", help="train a small GPT on Python's own sources, dense and block-sparse side by side"
+    )
+    command.add_argument(
+        "--density", type=_density, default=0.25, help="fraction of blocks kept (%(default)s)"
+    )
+    command.add_argument("--block", type=_block, default=(32, 32), help="32, or 32x64 for out x in (32)")
+    command.add_argument("--size", choices=demo.SIZES, help="of the model (default: small, on a GPU medium)")
+    command.add_argument("--steps", type=_count, help="of training (default: 60, on a GPU 500)")
+    command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if there is one)")
+    command.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="of products, by autocast; parameters are float32 (default: float32, on a GPU bfloat16)",
+    )
+    command.add_argument("--text", type=Path, help="a file to train on")
+    command.set_defaults(run=_demo)
+    return parser
+
+
+def _layer_options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--in-features", type=_count, default=1024, help="(%(default)s)")
+    options.add_argument("--out-features", type=_count, default=4096, help="(%(default)s)")
+    options.add_argument("--tokens", type=_count, default=1024, help="rows of x (%(default)s)")
+    options.add_argument(
+        "--density", type=_density, default=0.25, help="fraction of blocks kept (%(default)s)"
+    )
+    options.add_argument("--block", type=_block, default=(32, 32), help="32, or 32x64 for out x in (32)")
+    options.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
+    options.add_argument("--op", choices=OPS, help="one product (default: all)")
+    return options
+
+
+def info(arguments: argparse.Namespace) -> None:
+    """Prints versions, devices and kernels, and which kernel would run for the layer."""
+    print(f"tilesparse {_C.version()}, ABI {_C.abi_version()}")
+    print(f"PyTorch {torch.__version__}, Python {platform.python_version()}")
+    print(f"architectures in the library: {_C.architectures()}")
+    devices = list(_devices())
+    for device in devices:
+        print(_describe_device(device))
+    print("kernels:")
+    for kernel in _C.kernels():
+        dtypes = _members(kernel.dtypes, DTYPES)
+        print(f"  {kernel.name:32} {DEVICES[kernel.device]:6}{_members(kernel.ops, OPS)}; {dtypes}")
+    pattern = _pattern(arguments)
+    print(f"{_describe_layer(arguments)}:")
+    for device in devices:
+        for op in _chosen_ops(arguments):
+            kernel_and_reason = _selection(pattern, op, arguments, device)
+            print(f"  {DEVICES[device.device]:6}{op:9}{kernel_and_reason}")
+
+
+def bench(arguments: argparse.Namespace) -> None:
+    """Prints times of one layer, sparse and dense, the speedup, and η = t_dense · density / t_sparse."""
+    device = arguments.device or _default_device()
+    pattern = _pattern(arguments)
+    print(f"{_describe_layer(arguments)}, on {device}")
+    print(f"{'':9}{'dense':>12}{'sparse':>12}{'speedup':>10}{'η':>7}")
+    for op in _chosen_ops(arguments):
+        products = _products(pattern, op, arguments.tokens, DTYPES[arguments.dtype], device)
+        dense, sparse = _median_seconds(products, device)
+        print(
+            f"{op:9}{1e3 * dense:9.3f} ms{1e3 * sparse:9.3f} ms"
+            f"{dense / sparse:9.2f}x{dense / sparse * pattern.density:7.2f}"
+        )
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    device = arguments.device or _default_device()
+    on_gpu = device.type == "cuda"
+    demo.run(
+        demo.Settings(
+            size=demo.SIZES[arguments.size or ("medium" if on_gpu else "small")],
+            device=device,
+            dtype=DTYPES[arguments.dtype or ("bfloat16" if on_gpu else "float32")],
+            density=arguments.density,
+            block_shape=arguments.block,
+            steps=arguments.steps or (500 if on_gpu else 60),
+            text=arguments.text,
+        )
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def _density(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return number
+
+
+def _block(text: str) -> tuple[int, int]:
+    rows, _, cols = text.partition("x")
+    block = (int(rows), int(cols or rows))
+    if not set(block) <= set(BLOCK_SIZES):
+        raise argparse.ArgumentTypeError(f"{text} is not made of {', '.join(map(str, BLOCK_SIZES))}")
+    return block
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text} is neither cpu nor cuda") from None
+    if device.type not in DEVICES:
+        raise argparse.ArgumentTypeError(f"{text} is neither cpu nor cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"PyTorch finds no device {text}")
+    return device
+
+
+def _default_device() -> torch.device:
+    usable = torch.cuda.is_available() and any(DEVICES[kernel.device] == "cuda" for kernel in _C.kernels())
+    return torch.device("cuda" if usable else "cpu")
+
+
+def _devices() -> Iterable[_C.DeviceInfo]:
+    yield _C.device_info(DEVICES.index("cpu"))
+    for ordinal in range(torch.cuda.device_count()):
+        try:
+            yield _C.device_info(DEVICES.index("cuda"), ordinal)
+        except TileSparseError as error:
+            print(f"cuda:{ordinal} cannot be used: {error}")
+
+
+def _describe_device(device: _C.DeviceInfo) -> str:
+    if DEVICES[device.device] == "cpu":
+        return f"cpu: {device.name}, {device.multiprocessors} processors"
+    major, minor = divmod(device.compute_capability, 10)
+    return (
+        f"cuda: {device.name}, compute capability {major}.{minor}, {device.multiprocessors} multiprocessors, "
+        f"{device.shared_memory >> 10} KiB shared memory"
+    )
+
+
+def _members(bits: int, names: Iterable[str]) -> str:
+    return ", ".join(name for position, name in enumerate(names) if bits >> position & 1)
+
+
+def _pattern(arguments: argparse.Namespace) -> BlockPattern:
+    return BlockPattern.random(
+        (arguments.out_features, arguments.in_features),
+        block_shape=arguments.block,
+        density=arguments.density,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+def _describe_layer(arguments: argparse.Namespace) -> str:
+    bn, bk = arguments.block
+    return (
+        f"{arguments.in_features} -> {arguments.out_features} features, {arguments.tokens} tokens, "
+        f"density {arguments.density:g}, blocks {bn}x{bk}, {arguments.dtype}"
+    )
+
+
+def _chosen_ops(arguments: argparse.Namespace) -> Sequence[str]:
+    return [arguments.op] if arguments.op else OPS
+
+
+def _descriptor(pattern: BlockPattern) -> _C.Pattern:
+    arrays = (pattern.row_ptr, pattern.col_idx, pattern.slot)
+    addresses = (array.data_ptr() for array in arrays)
+    return _C.Pattern(*pattern.block_shape, *pattern.shape, pattern.nnz, *addresses)
+
+
+def _selection(pattern: BlockPattern, op: str, arguments: argparse.Namespace, device: _C.DeviceInfo) -> str:
+    try:
+        kernel, reason = _C.select(
+            _descriptor(pattern),
+            OPS.index(op),
+            _ops.DTYPES[DTYPES[arguments.dtype]],
+            device,
+            arguments.tokens,
+        )
+    except UnsupportedError as error:
+        return str(error)
+    return f"{_C.kernels()[kernel].name}: {reason}"
+
+
+def _products(
+    pattern: BlockPattern, op: str, tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """The dense and the sparse computation of one product on random operands."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    x, y = randn(tokens, pattern.in_features), randn(tokens, pattern.out_features)
+    weight, values = randn(*pattern.shape), randn(pattern.nnz, *pattern.block_shape)
+    if op == "forward":
+        return lambda: F.linear(x, weight), lambda: functional.linear(x, values, pattern)
+    if op == "dgrad":
+        return lambda: y @ weight, lambda: functional.dds(y, values, pattern, transpose=False)
+    return lambda: y.t() @ x, lambda: functional.sdd(y, x, pattern)
+
+
+def _median_seconds(functions: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:
+    """Median time of one call of each, measured in turns so that a busy machine slows all of them."""
+    for function in functions:
+        _seconds(function, 3, device)
+    calls = [max(1, round(ROUND_SECONDS / _seconds(function, 1, device))) for function in functions]
+    rounds = [
+        [_seconds(function, count, device) for function, count in zip(functions, calls, strict=True)]
+        for _ in range(ROUNDS)
+    ]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def _seconds(function: Callable[[], Tensor], calls: int, device: torch.device) -> float:
+    """Mean time of a call."""
+    demo.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    demo.synchronize(device)
+    return (time.perf_counter() - start) / calls
