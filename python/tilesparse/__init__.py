@@ -1,0 +1,39 @@
+"""Block-sparse linear layers that are faster than dense ones."""
+
+from . import errors, functional
+from ._C import version as _version
+from .errors import (
+    CudaError,
+    InternalError,
+    InvalidArgumentError,
+    InvalidPatternError,
+    NoDeviceError,
+    PatternChangedError,
+    TileSparseError,
+    UnsupportedError,
+)
+from .linear import BlockSparseLinear, PseudoBlockSparseLinear
+from .matrix import BlockSparseMatrix
+from .patch import BlockSparseModelPatcher
+from .pattern import BlockPattern
+
+__version__ = _version()
+
+__all__ = [
+    "BlockPattern",
+    "BlockSparseLinear",
+    "BlockSparseMatrix",
+    "BlockSparseModelPatcher",
+    "CudaError",
+    "InternalError",
+    "InvalidArgumentError",
+    "InvalidPatternError",
+    "NoDeviceError",
+    "PatternChangedError",
+    "PseudoBlockSparseLinear",
+    "TileSparseError",
+    "UnsupportedError",
+    "__version__",
+    "errors",
+    "functional",
+]

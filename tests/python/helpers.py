@@ -1,0 +1,139 @@
+"""What the tests share: adversarial patterns, dense references and error bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilesparse import BlockPattern
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+# What a device computes: float64 has no CUDA kernel.
+DEVICE_DTYPES = [
+    *(pytest.param("cpu", dtype, id=f"cpu-{dtype}".replace("torch.", "")) for dtype in DTYPES),
+    *(
+        pytest.param("cuda", dtype, marks=pytest.mark.gpu, id=f"cuda-{dtype}".replace("torch.", ""))
+        for dtype in DTYPES[1:]
+    ),
+]
+
+PATTERNS = {
+    "empty": lambda r, c: torch.zeros(r.shape[0], c.shape[1], dtype=torch.bool),
+    "full": lambda r, c: (r >= 0) & (c >= 0),
+    "first block": lambda r, c: (r == 0) & (c == 0),
+    "last block": lambda r, c: (r == r.max()) & (c == c.max()),
+    "empty rows and columns": lambda r, c: (r % 2 == 1) & (c % 3 == 1),
+    "one full row": lambda r, c: (r == r.max() // 2) & (c >= 0),
+    "one full column": lambda r, c: (r >= 0) & (c == c.max() // 2),
+    "diagonal": lambda r, c: r % c.shape[1] == c,
+    "banded": lambda r, c: (r - c).abs() <= 1,
+    "power-law rows": lambda r, c: c < torch.div(c.shape[1] * 2, r + 1, rounding_mode="floor"),
+    "random 10%": lambda r, c: _uniform(r, c) < 0.1,
+    "random 50%": lambda r, c: _uniform(r, c) < 0.5,
+}
+
+
+def _uniform(r: Tensor, c: Tensor) -> Tensor:
+    return torch.rand(r.shape[0], c.shape[1], generator=seeded(3))
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    """A CPU generator with a fixed seed."""
+    return torch.Generator().manual_seed(seed)
+
+
+def make_pattern(name: str, grid: tuple[int, int], block_shape: tuple[int, int]) -> BlockPattern:
+    """One of PATTERNS over a grid of blocks, its slots shuffled."""
+    mask = PATTERNS[name](torch.arange(grid[0])[:, None], torch.arange(grid[1])[None])
+    return shuffled(BlockPattern.from_block_mask(mask, block_shape=block_shape))
+
+
+def shuffled(pattern: BlockPattern, seed: int = 1) -> BlockPattern:
+    """The same blocks in random slots."""
+    slot = torch.randperm(pattern.nnz, generator=seeded(seed))
+    return BlockPattern(
+        pattern.row_ptr, pattern.col_idx, shape=pattern.shape, block_shape=pattern.block_shape, slot=slot
+    )
+
+
+def randn(*size: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Repeatable normal numbers, the same on every device."""
+    return torch.randn(size, generator=seeded(seed), dtype=torch.float64).to(device, dtype)
+
+
+def random_values(
+    pattern: BlockPattern, *, dtype: torch.dtype, device: str = "cpu", seed: int = 7
+) -> Tensor:
+    """Values [nnz, bn, bk] for a pattern."""
+    return randn(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device, seed=seed)
+
+
+def dense_weight(values: Tensor, pattern: BlockPattern) -> Tensor:
+    """W [out_features, in_features] in float64 on the host, block by block from the definition of BSR."""
+    bn, bk = pattern.block_shape
+    weight = torch.zeros(pattern.shape, dtype=torch.float64)
+    row_ptr, col_idx, slot = pattern.row_ptr.tolist(), pattern.col_idx.tolist(), pattern.slot.tolist()
+    for row in range(len(row_ptr) - 1):
+        for entry in range(row_ptr[row], row_ptr[row + 1]):
+            col = col_idx[entry]
+            weight[row * bn : (row + 1) * bn, col * bk : (col + 1) * bk] = values[slot[entry]].detach().cpu()
+    return weight
+
+
+def blocks_of_dense(dense: Tensor, pattern: BlockPattern) -> Tensor:
+    """[nnz, bn, bk] the pattern's blocks of a dense host matrix, in slot order."""
+    bn, bk = pattern.block_shape
+    blocks = dense.new_zeros(pattern.nnz, bn, bk)
+    for slot, (row, col) in enumerate(zip(*map(Tensor.tolist, pattern.block_indices()), strict=True)):
+        blocks[slot] = dense[row * bn : (row + 1) * bn, col * bk : (col + 1) * bk]
+    return blocks
+
+
+def rounding_unit(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding to a dtype."""
+    return torch.finfo(dtype).eps / 2
+
+
+def product_with_bound(
+    left: Tensor, right: Tensor, dtype: torch.dtype, added: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(expected, tolerance) of left @ right (+ added) as a correct implementation gives it in a dtype.
+
+    A sum of K products accumulated in any order in float32 (float64 for float64) errs by at most
+    K u Σ|l r|, u being that dtype's rounding unit (Higham, "Accuracy and Stability of Numerical
+    Algorithms", 3.1); the result is then rounded to its own dtype. K + 4 covers the added term and
+    the rounding of a product in three TF32 terms.
+
+    Args:
+        left, right, added: operands as given to the product; the reference is float64 on the host.
+    """
+    left, right = left.detach().cpu().double(), right.detach().cpu().double()
+    expected, magnitude = left @ right, left.abs() @ right.abs()
+    if added is not None:
+        added = added.detach().cpu().double()
+        expected, magnitude = expected + added, magnitude + added.abs()
+    accumulation = rounding_unit(torch.float64 if dtype == torch.float64 else torch.float32)
+    tolerance = (left.shape[-1] + 4) * accumulation * magnitude
+    return expected, rounded(expected, tolerance, dtype)
+
+
+def rounded(expected: Tensor, tolerance: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tolerance after the result has been rounded to a dtype, subnormal numbers included."""
+    info = torch.finfo(dtype)
+    return tolerance + rounding_unit(dtype) * (expected.abs() + tolerance + info.smallest_normal)
+
+
+def assert_within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
+    """Asserts |actual - expected| <= tolerance, elementwise."""
+    assert actual.shape == expected.shape
+    error = (actual.detach().cpu().double() - expected).abs()
+    assert not error.isnan().any(), "the result holds NaN"
+    excess = (error - tolerance).amax() if error.numel() else torch.zeros(())
+    assert excess <= 0, f"the error exceeds its bound by {excess:.3g}; largest error {error.amax():.3g}"
+
+
+def assert_product_close(actual: Tensor, left: Tensor, right: Tensor, added: Tensor | None = None) -> None:
+    """Asserts actual = left @ right (+ added) within the bound of `product_with_bound`."""
+    assert_within(actual, *product_with_bound(left, right, actual.dtype, added))

@@ -1,0 +1,199 @@
+"""BlockPattern: constructors, conversions, invariants, identity."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import scipy.sparse
+import torch
+from helpers import DEVICES, PATTERNS, dense_weight, make_pattern, random_values, seeded, shuffled
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilesparse import BlockPattern, InvalidArgumentError
+from tilesparse.pattern import BLOCK_SIZES, lookup
+
+block_shapes = st.tuples(st.sampled_from(BLOCK_SIZES), st.sampled_from(BLOCK_SIZES))
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> BlockPattern:
+    """Any pattern of up to 9 x 9 blocks, its slots in any order."""
+    rows, cols = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    places = draw(st.lists(st.integers(0, rows * cols - 1), unique=True))
+    blocks = [divmod(place, cols) for place in places]
+    bn, bk = draw(block_shapes)
+    return BlockPattern.from_blocks(blocks, shape=(rows * bn, cols * bk), block_shape=(bn, bk))
+
+
+@given(patterns())
+def test_arrays_hold_the_invariants_of_bsr(pattern: BlockPattern) -> None:
+    rows, cols = pattern.grid
+    row_ptr, col_idx = pattern.row_ptr.tolist(), pattern.col_idx.tolist()
+    assert row_ptr[0] == 0 and row_ptr[-1] == pattern.nnz == len(col_idx)
+    assert len(row_ptr) == rows + 1
+    for begin, end in zip(row_ptr, row_ptr[1:], strict=False):
+        columns = col_idx[begin:end]
+        assert columns == sorted(set(columns))
+        assert all(0 <= column < cols for column in columns)
+    assert sorted(pattern.slot.tolist()) == list(range(pattern.nnz))
+    assert pattern.density == pattern.nnz / (rows * cols)
+    assert {array.dtype for array in (pattern.row_ptr, pattern.col_idx, pattern.slot)} == {torch.int32}
+
+
+@given(patterns())
+def test_round_trips(pattern: BlockPattern) -> None:
+    blocks = torch.stack(pattern.block_indices(), 1)
+    assert BlockPattern.from_blocks(blocks, shape=pattern.shape, block_shape=pattern.block_shape) == pattern
+    in_row_order = BlockPattern(
+        pattern.row_ptr, pattern.col_idx, shape=pattern.shape, block_shape=pattern.block_shape
+    )
+    mask = pattern.to_block_mask()
+    assert int(mask.sum()) == pattern.nnz
+    assert BlockPattern.from_block_mask(mask, block_shape=pattern.block_shape) == in_row_order
+    assert BlockPattern.from_mask(pattern.to_mask(), block_shape=pattern.block_shape) == in_row_order
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+    assert copy.deepcopy(pattern) == pattern
+
+
+@given(patterns())
+def test_transpose(pattern: BlockPattern) -> None:
+    transposed = pattern.transpose()
+    assert transposed.shape == pattern.shape[::-1]
+    assert transposed.block_shape == pattern.block_shape[::-1]
+    assert transposed.block_indices()[0].equal(pattern.block_indices()[1])
+    assert transposed.block_indices()[1].equal(pattern.block_indices()[0])
+    assert transposed.transpose() == pattern
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.floats(0, 1), st.integers(0, 99))
+def test_random_keeps_the_density(rows: int, cols: int, density: float, seed: int) -> None:
+    shape = (rows * 32, cols * 16)
+    pattern = BlockPattern.random(shape, block_shape=(32, 16), density=density, generator=seeded(seed))
+    assert pattern.nnz == round(density * rows * cols)
+    assert pattern == BlockPattern.random(
+        shape, block_shape=(32, 16), nnz=pattern.nnz, generator=seeded(seed)
+    )
+
+
+def test_random_is_uniform() -> None:
+    generator, counts = seeded(), torch.zeros(4, 8)
+    for _ in range(400):
+        pattern = BlockPattern.random((64, 128), block_shape=(16, 16), density=0.25, generator=generator)
+        counts += pattern.to_block_mask()
+    # Binomial(400, 1/4): mean 100, standard deviation 8.7; six of them for 32 counts.
+    assert counts.sum() == 400 * 8
+    assert (counts - 100).abs().max() < 52
+
+
+def test_random_uses_the_default_generator() -> None:
+    torch.manual_seed(11)
+    first = BlockPattern.random((128, 128), block_shape=(16, 16), density=0.5)
+    torch.manual_seed(11)
+    assert BlockPattern.random((128, 128), block_shape=(16, 16), density=0.5) == first
+
+
+def test_full_keeps_every_block() -> None:
+    pattern = BlockPattern.full((64, 96), block_shape=(32, 16))
+    assert pattern.nnz == 12 and pattern.density == 1
+    assert pattern.to_mask().all()
+
+
+def test_from_blocks_stores_in_the_given_order() -> None:
+    pattern = BlockPattern.from_blocks([(1, 0), (0, 1), (1, 2)], shape=(32, 48), block_shape=(16, 16))
+    assert pattern.row_ptr.tolist() == [0, 1, 3]
+    assert pattern.col_idx.tolist() == [1, 0, 2]
+    assert pattern.slot.tolist() == [1, 0, 2]
+    assert [indices.tolist() for indices in pattern.block_indices()] == [[1, 0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_from_mask_keeps_blocks_with_one_element(device: str) -> None:
+    mask = torch.zeros(64, 64, dtype=torch.bool, device=device)
+    mask[37, 63] = True
+    pattern = BlockPattern.from_mask(mask, block_shape=(32, 16))
+    assert [indices.tolist() for indices in pattern.block_indices()] == [[1], [3]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_from_scores_keeps_the_best_and_breaks_ties_in_row_order(device: str) -> None:
+    scores = torch.tensor([[1.0, 3.0, 2.0], [2.0, -1.0, 2.0]], device=device)
+    pattern = BlockPattern.from_scores(scores, block_shape=(16, 16), density=0.5)
+    assert pattern.to_block_mask().tolist() == [[False, True, True], [True, False, False]]
+    assert BlockPattern.from_scores(scores, block_shape=(16, 16), nnz=0).nnz == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_from_dense_ranks_by_norm(dtype: torch.dtype) -> None:
+    dense = torch.zeros(32, 64, dtype=dtype)
+    dense[0, 0] = -3  # one large element
+    dense[16:, 48:] = 0.25  # norm 4
+    dense[:16, 16:32] = 0.125  # norm 2
+    kept = BlockPattern.from_dense(dense, block_shape=(16, 16), nnz=2)
+    assert [indices.tolist() for indices in kept.block_indices()] == [[0, 1], [0, 3]]
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_from_bsr_and_scipy(name: str) -> None:
+    pattern = make_pattern(name, (4, 6), (16, 32))
+    in_row_order = BlockPattern.from_block_mask(pattern.to_block_mask(), block_shape=(16, 32))
+    dense = dense_weight(random_values(pattern, dtype=torch.float64), pattern)
+    assert BlockPattern.from_bsr(dense.to_sparse_bsr((16, 32))) == in_row_order
+    bsr = scipy.sparse.bsr_array(dense.numpy(), blocksize=(16, 32))
+    assert BlockPattern.from_scipy(bsr) == in_row_order
+    assert BlockPattern.from_scipy(bsr.tocsr(), block_shape=(16, 32)) == in_row_order
+
+
+def test_from_scipy_sorts_and_merges() -> None:
+    blocks, columns, rows = torch.ones(3, 16, 16).numpy(), [1, 0, 1], [0, 3]
+    pattern = BlockPattern.from_scipy(scipy.sparse.bsr_array((blocks, columns, rows), shape=(16, 32)))
+    assert pattern.col_idx.tolist() == [0, 1]
+
+
+def test_equality_sees_slots() -> None:
+    pattern = BlockPattern.full((64, 64), block_shape=(16, 16))
+    assert pattern == BlockPattern.full((64, 64), block_shape=(16, 16))
+    assert pattern != shuffled(pattern)
+    assert pattern != BlockPattern.full((64, 64), block_shape=(32, 32))
+    assert pattern != "pattern"
+
+
+def test_handles_are_unique_and_weak() -> None:
+    pattern = BlockPattern.full((32, 32), block_shape=(16, 16))
+    others = [copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern)), pattern.transpose()]
+    assert len({pattern.handle, *(other.handle for other in others)}) == 4
+    assert lookup(pattern.handle) is pattern
+    handle = pattern.handle
+    del pattern
+    gc.collect()
+    with pytest.raises(InvalidArgumentError, match="handle"):
+        lookup(handle)
+
+
+def test_arrays_are_copies() -> None:
+    row_ptr = torch.tensor([0, 1], dtype=torch.int32)
+    pattern = BlockPattern(row_ptr, [0], shape=(16, 16), block_shape=(16, 16))
+    row_ptr.zero_()
+    assert pattern.row_ptr.tolist() == [0, 1]
+
+
+def test_update_takes_over_the_blocks_and_counts() -> None:
+    pattern = make_pattern("diagonal", (4, 4), (16, 16))
+    other = make_pattern("banded", (4, 4), (16, 16))
+    transposed = pattern.transpose()
+    handle, version = pattern.handle, pattern.version
+    assert pattern.update_(other) is pattern
+    assert pattern == other
+    assert (pattern.handle, pattern.version) == (handle, version + 1)
+    assert pattern.transpose() == other.transpose() != transposed
+
+
+def test_patterns_live_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        pattern = BlockPattern.random((64, 64), block_shape=(16, 16), density=0.5)
+        assert pattern.row_ptr.device.type == "cpu"
+        assert pattern.transpose().transpose() == pattern
+        assert pattern.to_mask().sum() == pattern.nnz * 256
