@@ -10,7 +10,7 @@ namespace ts::cpu {
 // Rows this machine can run refuse nothing but what their table entry excludes.
 std::span<const Kernel> kernels();
 
-// Cores the parallel regions will use.
+// Most threads a parallel region uses; fixed for the process.
 int32_t processors();
 
 }  // namespace ts::cpu

@@ -1,0 +1,506 @@
+// The three steps of every CPU product, written once over vectors of any length:
+//
+//   pack      copies an operand into panels that the multiplication reads front to back,
+//   multiply  sums one strip of 16 features x some columns over the kept blocks,
+//   finish    adds the bias, applies the activation, rounds and writes the output's layout.
+//
+// Everything is inlined into functions compiled for one instruction set (see steps.cpp). Vectors are
+// loaded and stored through memcpy: no operand has to be aligned.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "common/problem.h"
+
+namespace ts::cpu {
+
+constexpr int kStrip = 16;  // features of a strip; divides every block size
+
+// A copy of a row-major matrix [rows, cols], or its transpose, zero-filled up to the padded size.
+// Elements that are multiplied in pairs are copied as pairs, which lie along the rows or the columns
+// of the source; `cols`, `padded_cols` (or rows) then still count single elements.
+struct Pack {
+    const void* source;
+    int64_t ld;
+    int64_t rows, cols;
+    int64_t padded_rows, padded_cols;
+    void* target;
+    int64_t target_ld;
+    bool transpose;
+    bool pair_rows;
+};
+
+// sums[i][c] = sum over entries e and depths d of A(e, i, d) * B(e, d, c), where
+//   A(e, i, d) = a[slot[e] * a_entry + i * a_row + d * a_step]; one of a_row and a_step is 1
+//   B(e, d, c): panels of `tile` columns, the last one narrower; within a panel of w columns that
+//               starts at column p, b[p * b_depth + (idx[e] * depth + d) * w + c - p].
+// Elements are pairs where the kernel multiplies pairs. Where slot or idx is null it is e itself.
+struct Strip {
+    const void* a;
+    const int32_t* slot;
+    int64_t a_entry, a_row, a_step;
+    const void* b;
+    const int32_t* idx;
+    int64_t b_depth;
+    int64_t entries, depth;
+    int64_t columns;  // padded to whole vectors
+    void* sums;       // [kStrip, columns]
+};
+
+// Element (i, c) of a strip goes to data[i * ld + c], or to data[c * ld + i] if transposed.
+struct Output {
+    const void* sums;
+    int64_t sums_ld;
+    int64_t columns;
+    void* data;
+    int64_t ld;
+    bool transposed;
+    const void* bias;  // [kStrip] or null
+    Activation activation;
+    bool accumulate;  // only if not transposed
+};
+
+// The steps of one instruction set for one dtype.
+struct Steps {
+    int32_t tile;         // columns multiplied at once, a multiple of `lanes`
+    int32_t lanes;        // columns of one vector
+    int32_t pair;         // 2 if elements are multiplied in pairs, otherwise 1
+    int32_t packed_size;  // bytes of a packed element or pair
+    bool values_direct;   // values are multiplied as they are stored
+    void (*pack)(const Pack&);
+    void (*multiply)(const Strip&);
+    void (*finish)(const Output&);
+};
+
+#define TS_INLINE inline __attribute__((always_inline))
+#ifdef __clang__
+#define TS_UNROLL _Pragma("unroll")
+#else
+#define TS_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+template <class Element, int Bytes>
+struct VectorOf {
+    typedef Element type __attribute__((vector_size(Bytes)));
+};
+template <class Element, int Bytes>
+using Vector = typename VectorOf<Element, Bytes>::type;
+
+template <class V>
+using element_t = std::remove_cvref_t<decltype(std::declval<V>()[0])>;
+template <class V>
+constexpr int lanes_of = sizeof(V) / sizeof(element_t<V>);
+
+template <class To, class From>
+TS_INLINE To bit_cast_vector(const From& from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// The first `count` lanes, the others zero.
+template <class V>
+TS_INLINE V load(const void* from, int64_t count = lanes_of<V>) {
+    V v{};
+    if (count >= lanes_of<V>)
+        std::memcpy(&v, from, sizeof v);
+    else if (count > 0)
+        std::memcpy(&v, from, count * sizeof(element_t<V>));
+    return v;
+}
+
+template <class V>
+TS_INLINE void store(void* to, const V& v, int64_t count = lanes_of<V>) {
+    if (count >= lanes_of<V>)
+        std::memcpy(to, &v, sizeof v);
+    else if (count > 0)
+        std::memcpy(to, &v, count * sizeof(element_t<V>));
+}
+
+// ---- element types: how a dtype is stored, and summed in V ----
+
+template <DType, int Bytes>
+struct Codec;
+
+template <class T, int Bytes>
+struct PlainCodec {
+    using Stored = T;
+    using V = Vector<T, Bytes>;
+    using S = V;
+    static TS_INLINE V decode(const S& s) { return s; }
+    static TS_INLINE S encode(const V& v) { return v; }
+};
+template <int Bytes>
+struct Codec<DType::float64, Bytes> : PlainCodec<double, Bytes> {};
+template <int Bytes>
+struct Codec<DType::float32, Bytes> : PlainCodec<float, Bytes> {};
+
+template <int Bytes>
+struct Codec<DType::bfloat16, Bytes> {
+    using Stored = uint16_t;
+    using V = Vector<float, Bytes>;
+    using U = Vector<uint32_t, Bytes>;
+    using S = Vector<uint16_t, Bytes / 2>;
+    static TS_INLINE V decode(const S& s) { return bit_cast_vector<V>(__builtin_convertvector(s, U) << 16); }
+    static TS_INLINE S encode(const V& v) {
+        const U bits = bit_cast_vector<U>(v);
+        const U rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        const U quiet_nan = bits >> 16 | 0x40;
+        const U result = v == v ? rounded : quiet_nan;
+        return __builtin_convertvector(result, S);
+    }
+};
+
+// Integer arithmetic on the bits: exact for subnormals whatever the processor's flush mode is.
+template <int Bytes>
+struct Codec<DType::float16, Bytes> {
+    using Stored = uint16_t;
+    using V = Vector<float, Bytes>;
+    using U = Vector<uint32_t, Bytes>;
+    using S = Vector<uint16_t, Bytes / 2>;
+    static constexpr uint32_t kBias = 112u << 23;         // difference of the exponents' biases
+    static constexpr uint32_t kLeastNormal = 113u << 23;  // 2^-14
+    static constexpr uint32_t kHalf = 126u << 23;         // 0.5, whose last place is 2^-24
+    static constexpr uint32_t kOverflow = 143u << 23;     // 2^16
+    static constexpr uint32_t kInfinity = 255u << 23;
+
+    static TS_INLINE V decode(const S& s) {
+        const U wide = __builtin_convertvector(s, U);
+        const U magnitude = (wide & 0x7fff) << 13;
+        const U shifted = magnitude + kBias;
+        const U subnormal = bit_cast_vector<U>(bit_cast_vector<V>(magnitude + kLeastNormal) - 0x1p-14f);
+        const U finite = magnitude < (1u << 23) ? subnormal : shifted;
+        const U result = magnitude >= (31u << 23) ? shifted + kBias : finite;
+        return bit_cast_vector<V>(result | (wide & 0x8000) << 16);
+    }
+    static TS_INLINE S encode(const V& v) {
+        const U bits = bit_cast_vector<U>(v);
+        const U magnitude = bits & 0x7fffffff;
+        const U normal = (magnitude - kBias + 0xfff + (magnitude >> 13 & 1)) >> 13;
+        const U subnormal = bit_cast_vector<U>(bit_cast_vector<V>(magnitude) + 0.5f) - kHalf;
+        const U finite = magnitude < kLeastNormal ? subnormal : normal;
+        const U special = magnitude > kInfinity ? U{} + 0x7e00 : U{} + 0x7c00;
+        const U result = magnitude >= kOverflow ? special : finite;
+        return __builtin_convertvector(result | (bits >> 16 & 0x8000), S);
+    }
+};
+
+// ---- pack ----
+
+// One stage of the butterfly that transposes a square of vectors: exchanges the halves of every
+// group of 2 * Half lanes between rows i and i + Half.
+template <int Half, class V, int... J>
+TS_INLINE void exchange(V& a, V& b, std::integer_sequence<int, J...>) {
+    constexpr int lanes = sizeof...(J);
+#ifdef __clang__
+    const V low = __builtin_shufflevector(a, b, (J & Half ? lanes + J - Half : J)...);
+    b = __builtin_shufflevector(a, b, (J & Half ? lanes + J : J + Half)...);
+#else
+    using Index = Vector<std::conditional_t<sizeof(element_t<V>) == 8, int64_t, int32_t>, sizeof(V)>;
+    const V low = __builtin_shuffle(a, b, Index{(J & Half ? lanes + J - Half : J)...});
+    b = __builtin_shuffle(a, b, Index{(J & Half ? lanes + J : J + Half)...});
+#endif
+    a = low;
+}
+
+template <int Half, class V>
+TS_INLINE void transpose_stage(V (&rows)[lanes_of<V>]) {
+    if constexpr (Half < lanes_of<V>) {
+        TS_UNROLL
+        for (int i = 0; i < lanes_of<V>; ++i)
+            if (!(i & Half))
+                exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, lanes_of<V>>{});
+        transpose_stage<2 * Half>(rows);
+    }
+}
+
+template <class V>
+TS_INLINE void transpose(V (&rows)[lanes_of<V>]) {
+    transpose_stage<1>(rows);
+}
+
+// Reads vectors of decoded elements.
+template <class Codec>
+struct Single {
+    using V = typename Codec::V;
+    static constexpr int row_step = 1, col_step = 1;
+    template <bool Full>
+    static TS_INLINE V read(const Pack& p, int64_t row, int64_t col) {
+        const auto* from = static_cast<const typename Codec::Stored*>(p.source) + row * p.ld + col;
+        if constexpr (Full) return Codec::decode(load<typename Codec::S>(from));
+        return Codec::decode(load<typename Codec::S>(from, row < p.rows ? p.cols - col : 0));
+    }
+};
+
+// Reads vectors of pairs of neighbours in a row.
+template <int Bytes>
+struct ColumnPairs {
+    using V = Vector<uint32_t, Bytes>;
+    static constexpr int row_step = 1, col_step = 2;
+    template <bool Full>
+    static TS_INLINE V read(const Pack& p, int64_t row, int64_t col) {
+        using S = Vector<uint16_t, Bytes>;
+        const auto* from = static_cast<const uint16_t*>(p.source) + row * p.ld + col;
+        if constexpr (Full) return bit_cast_vector<V>(load<S>(from));
+        return bit_cast_vector<V>(load<S>(from, row < p.rows ? p.cols - col : 0));
+    }
+};
+
+// Reads vectors of pairs of neighbours in a column.
+template <int Bytes>
+struct RowPairs {
+    using V = Vector<uint32_t, Bytes>;
+    static constexpr int row_step = 2, col_step = 1;
+    template <bool Full>
+    static TS_INLINE V read(const Pack& p, int64_t row, int64_t col) {
+        using S = Vector<uint16_t, Bytes / 2>;
+        const auto* from = static_cast<const uint16_t*>(p.source) + row * p.ld + col;
+        const int64_t count = Full ? lanes_of<S> : p.cols - col;
+        const S low = load<S>(from, Full || row < p.rows ? count : 0);
+        const S high = load<S>(from + p.ld, Full || row + 1 < p.rows ? count : 0);
+        return __builtin_convertvector(low, V) | __builtin_convertvector(high, V) << 16;
+    }
+};
+
+// Copies the square of vectors at (row, col), counted in single elements of the source.
+template <class Reader, bool Full>
+TS_INLINE void pack_square(const Pack& p, int64_t row, int64_t col) {
+    using V = typename Reader::V;
+    constexpr int lanes = lanes_of<V>;
+    V square[lanes];
+    TS_UNROLL
+    for (int i = 0; i < lanes; ++i)
+        square[i] = Reader::template read<Full>(p, row + i * Reader::row_step, col);
+    if (p.transpose) transpose(square);
+
+    int64_t height = (p.padded_rows - row) / Reader::row_step,
+            width = (p.padded_cols - col) / Reader::col_step;
+    row /= Reader::row_step;
+    col /= Reader::col_step;
+    if (p.transpose) {
+        std::swap(row, col);
+        std::swap(height, width);
+    }
+    auto* to = static_cast<element_t<V>*>(p.target) + row * p.target_ld + col;
+    TS_UNROLL
+    for (int i = 0; i < lanes; ++i) {
+        if constexpr (Full)
+            store(to + i * p.target_ld, square[i]);
+        else if (i < height)
+            store(to + i * p.target_ld, square[i], width);
+    }
+}
+
+template <class Reader>
+TS_INLINE void pack(const Pack& p) {
+    constexpr int lanes = lanes_of<typename Reader::V>;
+    constexpr int64_t rows = lanes * Reader::row_step, cols = lanes * Reader::col_step;
+    for (int64_t row = 0; row < p.padded_rows; row += rows)
+        for (int64_t col = 0; col < p.padded_cols; col += cols) {
+            if (row + rows <= p.rows && col + cols <= p.cols)
+                pack_square<Reader, true>(p, row, col);
+            else
+                pack_square<Reader, false>(p, row, col);
+        }
+}
+
+// ---- multiply ----
+
+// Rows x Vectors sums stay in registers over all entries. AcrossRows: a_row is 1, otherwise a_step is.
+template <class V, int Rows, int Vectors, bool AcrossRows>
+TS_INLINE void multiply_tile(const Strip& s, int64_t column, int row) {
+    using E = element_t<V>;
+    constexpr int lanes = lanes_of<V>, width = Vectors * lanes;
+    const E* a_strip = static_cast<const E*>(s.a) + row * s.a_row;
+    const E* panel = static_cast<const E*>(s.b) + column * s.b_depth;
+    V sums[Rows][Vectors] = {};
+    for (int64_t e = 0; e < s.entries; ++e) {
+        const E* a = a_strip + (s.slot ? s.slot[e] : e) * s.a_entry;
+        const E* b = panel + (s.idx ? s.idx[e] : e) * s.depth * width;
+        for (int64_t d = 0; d < s.depth; ++d, b += width) {
+            V x[Vectors];
+            TS_UNROLL
+            for (int v = 0; v < Vectors; ++v) x[v] = load<V>(b + v * lanes);
+            TS_UNROLL
+            for (int i = 0; i < Rows; ++i) {
+                const E w = AcrossRows ? a[d * s.a_step + i] : a[i * s.a_row + d];
+                TS_UNROLL
+                for (int v = 0; v < Vectors; ++v) sums[i][v] += x[v] * w;
+            }
+        }
+    }
+    E* to = static_cast<E*>(s.sums) + row * s.columns + column;
+    TS_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+        TS_UNROLL
+        for (int v = 0; v < Vectors; ++v) store(to + i * s.columns + v * lanes, sums[i][v]);
+    }
+}
+
+template <class V, int Rows, int Vectors>
+TS_INLINE void multiply_columns(const Strip& s, int64_t column) {
+    for (int row = 0; row < kStrip; row += Rows) {
+        if (s.a_row == 1)
+            multiply_tile<V, Rows, Vectors, true>(s, column, row);
+        else
+            multiply_tile<V, Rows, Vectors, false>(s, column, row);
+    }
+}
+
+// Whole tiles of Vectors, then the narrower last one.
+template <class V, int Rows, int Vectors>
+TS_INLINE void multiply(const Strip& s) {
+    constexpr int lanes = lanes_of<V>;
+    int64_t column = 0;
+    for (; column + Vectors * lanes <= s.columns; column += Vectors * lanes)
+        multiply_columns<V, Rows, Vectors>(s, column);
+    const int64_t left = (s.columns - column) / lanes;
+    if (Vectors > 2 && left == 2) multiply_columns<V, Rows, 2>(s, column);
+    if (left == 1) multiply_columns<V, Rows, 1>(s, column);
+}
+
+// ---- finish ----
+
+template <class V>
+TS_INLINE V exp_vector(const V& x) {
+    if constexpr (std::is_same_v<element_t<V>, double>) {
+        V result;
+        for (int i = 0; i < lanes_of<V>; ++i) result[i] = std::exp(x[i]);
+        return result;
+    } else {
+        // x = n log 2 + r, |r| <= log(2) / 2; the Taylor series of exp(r) is good to 1e-8.
+        using I = Vector<int32_t, sizeof(V)>;
+        const V low = V{} - 87.0f, high = V{} + 88.0f;
+        const V clamped = x < low ? low : x > high ? high : x;
+        const V magic = V{} + 0x1.8p23f;
+        const V n = (clamped * 1.44269504f + magic) - magic;
+        const V r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;
+        V series = r * (1.0f / 5040) + 1.0f / 720;
+        series = series * r + 1.0f / 120;
+        series = series * r + 1.0f / 24;
+        series = series * r + 1.0f / 6;
+        series = series * r + 0.5f;
+        series = series * r + 1.0f;
+        series = series * r + 1.0f;
+        const I exponent = (__builtin_convertvector(n == n ? n : V{}, I) + 127) << 23;
+        const V result = series * bit_cast_vector<V>(exponent);
+        const V limited = x < low ? V{} : x > high ? V{} + __builtin_inff() : result;
+        return limited;
+    }
+}
+
+// The distribution function of the normal distribution.
+template <class V>
+TS_INLINE V normal_cdf(const V& x) {
+    if constexpr (std::is_same_v<element_t<V>, double>) {
+        V result;
+        for (int i = 0; i < lanes_of<V>; ++i) result[i] = 0.5 * std::erfc(-x[i] * 0.70710678118654752440);
+        return result;
+    } else {
+        // erfc(z) exp(z^2) as a polynomial in t = 1 / (1 + z / 2), fitted to a relative error of
+        // 4.3e-8 on 0 <= z <= 10 (the form is Abramowitz and Stegun, 7.1.26).
+        constexpr float kFit[] = {-0.059069693739f, 0.28457843164f,   -0.48720682272f,
+                                  0.27807475171f,   -0.026630641922f, 0.20268885567f,
+                                  0.24310329358f,   0.28237536815f,   0.28208641476f};
+        const V z = (x < 0 ? -x : x) * 0.707106781f;
+        const V t = 1.0f / (1.0f + 0.5f * z);
+        V fit{};
+        TS_UNROLL
+        for (const float coefficient : kFit) fit = (fit + coefficient) * t;
+        const V tail = 0.5f * fit * exp_vector(-0.5f * x * x);
+        const V result = x < 0 ? tail : 1.0f - tail;
+        return result;
+    }
+}
+
+template <class V>
+TS_INLINE V activate(const V& x, Activation activation) {
+    switch (activation) {
+        case Activation::relu: {
+            const V zero{};
+            const V result = x < zero ? zero : x;  // keeps NaN
+            return result;
+        }
+        case Activation::gelu:
+            return x * normal_cdf(x);
+        case Activation::silu:
+            return x / (1 + exp_vector(-x));
+        case Activation::none:
+            break;
+    }
+    return x;
+}
+
+// The vector of sums at (row, column), after bias and activation.
+template <class Codec>
+TS_INLINE typename Codec::V finished(const Output& o, int64_t row, int64_t column,
+                                     const element_t<typename Codec::V>* bias) {
+    using V = typename Codec::V;
+    const V sum = load<V>(static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld + column);
+    return activate<V>(sum + bias[row], o.activation);
+}
+
+template <class Codec>
+TS_INLINE void finish_rows(const Output& o, const element_t<typename Codec::V>* bias) {
+    using S = typename Codec::S;
+    constexpr int lanes = lanes_of<S>;
+    for (int64_t row = 0; row < kStrip; ++row) {
+        auto* to = static_cast<typename Codec::Stored*>(o.data) + row * o.ld;
+        for (int64_t column = 0; column < o.columns; column += lanes) {
+            const int64_t count = o.columns - column;
+            auto value = finished<Codec>(o, row, column, bias);
+            if (o.accumulate) value += Codec::decode(load<S>(to + column, count));
+            store(to + column, Codec::encode(value), count);
+        }
+    }
+}
+
+template <class Codec>
+TS_INLINE void finish_transposed(const Output& o, const element_t<typename Codec::V>* bias) {
+    using V = typename Codec::V;
+    constexpr int lanes = lanes_of<V>;
+    for (int64_t column = 0; column < o.columns; column += lanes)
+        for (int64_t row = 0; row < kStrip; row += lanes) {
+            V square[lanes];
+            TS_UNROLL
+            for (int i = 0; i < lanes; ++i) square[i] = finished<Codec>(o, row + i, column, bias);
+            transpose(square);
+            auto* to = static_cast<typename Codec::Stored*>(o.data) + column * o.ld + row;
+            TS_UNROLL
+            for (int i = 0; i < lanes; ++i)
+                if (column + i < o.columns) store(to + i * o.ld, Codec::encode(square[i]));
+        }
+}
+
+template <class Codec>
+TS_INLINE void finish(const Output& o) {
+    using S = typename Codec::S;
+    using V = typename Codec::V;
+    element_t<V> bias[kStrip] = {};
+    if (o.bias) {
+        for (int i = 0; i < kStrip; i += lanes_of<V>)
+            store(bias + i, Codec::decode(load<S>(static_cast<const typename Codec::Stored*>(o.bias) + i)));
+    }
+    if (o.transposed)
+        finish_transposed<Codec>(o, bias);
+    else
+        finish_rows<Codec>(o, bias);
+}
+
+// ---- instruction sets, defined in steps.cpp ----
+
+struct InstructionSet {
+    bool (*available)();  // on this machine
+    const char* missing;  // the reason to give where it is not
+    Steps steps[4];       // by DType
+};
+
+extern const InstructionSet portable;
+
+}  // namespace ts::cpu
