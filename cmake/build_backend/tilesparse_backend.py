@@ -8,12 +8,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from typing import Optional, Union
 
 from scikit_build_core import build as _skb
 from scikit_build_core.build import *  # noqa: F403  (the hooks that are not wrapped here)
 
-Settings = Optional[Mapping[str, Union[str, "list[str]"]]]
+Settings = Mapping[str, str | list[str]] | None
 
 # This release pins every part of the compiler to one version; older ones of 13.0 do not.
 _TOOLKIT = "cuda-toolkit[nvcc,cudart,cccl]==13.0.3.0"
@@ -23,7 +22,9 @@ _CUDA_OFF = re.compile(r"TILESPARSE_CUDA(:BOOL)?=(OFF|0|NO|FALSE)\b", re.IGNOREC
 
 def _wants_cuda(settings: Settings) -> bool:
     given = [f"{key}={value}" for key, value in (settings or {}).items()]
-    given += [os.environ.get(name, "") for name in ("CMAKE_ARGS", "SKBUILD_CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE")]
+    given += [
+        os.environ.get(name, "") for name in ("CMAKE_ARGS", "SKBUILD_CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE")
+    ]
     return not _CUDA_OFF.search("\n".join(given))
 
 

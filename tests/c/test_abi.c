@@ -1,0 +1,520 @@
+/* Every public function, called from plain C: what it returns, what it refuses and what it writes. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <tilesparse/tilesparse.h>
+
+static int failures = 0;
+
+#define CHECK(condition, ...)                                      \
+    do {                                                           \
+        if (!(condition)) {                                        \
+            ++failures;                                            \
+            printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+            printf(__VA_ARGS__);                                   \
+            printf(" (last error: %s)\n", ts_last_error());        \
+        }                                                          \
+    } while (0)
+
+#define SUCCEEDS(call)                                                          \
+    do {                                                                        \
+        const ts_status_t status = (call);                                      \
+        CHECK(status == TS_SUCCESS, "%s: %s", #call, ts_status_string(status)); \
+    } while (0)
+
+/* The call returns the status, and the sentence about it mentions a word. */
+#define FAILS(call, expected, mention)                                                        \
+    do {                                                                                      \
+        const ts_status_t status = (call);                                                    \
+        CHECK(status == (expected), "%s: %s", #call, ts_status_string(status));               \
+        CHECK(strstr(ts_last_error(), (mention)) != NULL, "no mention of \"%s\"", (mention)); \
+    } while (0)
+
+/* --- One small layer: block row 1 is empty, slots are out of order ---------------------------- */
+
+enum { BN = 16, BK = 32, ROWS = 3, COLS = 2, NNZ = 3, OUT = ROWS * BN, IN = COLS * BK, TOKENS = 5 };
+
+static int32_t row_ptr[ROWS + 1] = {0, 2, 2, 3};
+static int32_t col_idx[NNZ] = {0, 1, 1};
+static int32_t row_slot[NNZ] = {2, 0, 1};
+static int32_t col_ptr[COLS + 1] = {0, 1, 3};
+static int32_t row_idx[NNZ] = {0, 0, 2};
+static int32_t col_slot[NNZ] = {2, 0, 1};
+
+static ts_pattern layer_pattern(void) {
+    return (ts_pattern){.struct_size = sizeof(ts_pattern),
+                        .block_rows = BN,
+                        .block_cols = BK,
+                        .out_features = OUT,
+                        .in_features = IN,
+                        .nnz = NNZ,
+                        .row_ptr = row_ptr,
+                        .col_idx = col_idx,
+                        .row_slot = row_slot,
+                        .col_ptr = col_ptr,
+                        .row_idx = row_idx,
+                        .col_slot = col_slot};
+}
+
+/* Operands of a product in float32 or float64, with gaps between their lines. */
+typedef struct operands {
+    ts_pattern pattern;
+    ts_matmul_desc desc;
+    double memory[4][4096]; /* x, y, values, bias */
+} operands;
+
+static double get(const operands* o, int which, int64_t i) {
+    const void* memory = o->memory[which];
+    return o->desc.dtype == TS_FLOAT64 ? ((const double*)memory)[i] : ((const float*)memory)[i];
+}
+
+static void put(operands* o, int which, int64_t i, double value) {
+    void* memory = o->memory[which];
+    if (o->desc.dtype == TS_FLOAT64)
+        ((double*)memory)[i] = value;
+    else
+        ((float*)memory)[i] = (float)value;
+}
+
+/* Multiples of 1/8 in [-1, 1): all sums below are exact in float32. */
+static double some_value(void) {
+    static uint32_t state = 1;
+    state = state * 1664525u + 1013904223u;
+    return (double)(state >> 28) / 8 - 1;
+}
+
+static const double kUntouched = 77;
+
+static void init_operands(operands* o, int32_t op, int32_t dtype, int32_t x_layout, int32_t y_layout) {
+    memset(o, 0, sizeof *o);
+    o->pattern = layer_pattern();
+    o->desc =
+        (ts_matmul_desc){.struct_size = sizeof(ts_matmul_desc), .op = op, .dtype = dtype, .tokens = TOKENS};
+    o->desc.pattern = &o->pattern;
+    o->desc.x = (ts_matrix){o->memory[0], (x_layout == TS_ROW_MAJOR ? IN : TOKENS) + 3, x_layout, 0};
+    o->desc.y = (ts_matrix){o->memory[1], (y_layout == TS_ROW_MAJOR ? OUT : TOKENS) + 3, y_layout, 0};
+    o->desc.values = o->memory[2];
+    const int written = op == TS_DDS_NT ? 1 : op == TS_DDS_NN ? 0 : 2;
+    for (int which = 0; which < 4; ++which)
+        for (int i = 0; i < 2048; ++i) put(o, which, i, which == written ? kUntouched : some_value());
+}
+
+static int64_t at(const ts_matrix* m, int64_t token, int64_t feature) {
+    return m->layout == TS_ROW_MAJOR ? token * m->ld + feature : feature * m->ld + token;
+}
+
+static double x_at(const operands* o, int64_t t, int64_t f) { return get(o, 0, at(&o->desc.x, t, f)); }
+static double y_at(const operands* o, int64_t t, int64_t f) { return get(o, 1, at(&o->desc.y, t, f)); }
+
+/* Position in values of W[n, k], or -1 where the block is not kept. */
+static int64_t weight_at(int64_t n, int64_t k) {
+    for (int32_t e = row_ptr[n / BN]; e < row_ptr[n / BN + 1]; ++e)
+        if (col_idx[e] == k / BK) return ((int64_t)row_slot[e] * BN + n % BN) * BK + k % BK;
+    return -1;
+}
+
+static double weight(const operands* o, int64_t n, int64_t k) {
+    const int64_t i = weight_at(n, k);
+    return i < 0 ? 0 : get(o, 2, i);
+}
+
+/* Runs the product with the workspace it asks for. */
+static ts_status_t run(operands* o) {
+    size_t bytes = 0;
+    const ts_status_t status = ts_matmul_workspace_size(&o->desc, &bytes);
+    if (status != TS_SUCCESS) return status;
+    void* workspace = aligned_alloc(256, (bytes / 256 + 1) * 256);
+    memset(workspace, 0xff, (bytes / 256 + 1) * 256);
+    const ts_status_t result = ts_matmul(&o->desc, workspace, bytes, NULL);
+    free(workspace);
+    return result;
+}
+
+/* --- Products ------------------------------------------------------------------------------------ */
+
+/* The elements of x or y that belong to no line must not be written. */
+static void check_gaps(const operands* o, int which, int64_t features) {
+    const ts_matrix* m = which == 0 ? &o->desc.x : &o->desc.y;
+    const int64_t length = m->layout == TS_ROW_MAJOR ? features : TOKENS;
+    const int64_t lines = m->layout == TS_ROW_MAJOR ? TOKENS : features;
+    for (int64_t line = 0; line < lines; ++line)
+        for (int64_t i = length; i < m->ld; ++i)
+            CHECK(get(o, which, line * m->ld + i) == kUntouched, "operand %d, line %d, gap %d", which,
+                  (int)line, (int)i);
+}
+
+static void check_forward(const operands* o) {
+    for (int64_t t = 0; t < TOKENS; ++t)
+        for (int64_t n = 0; n < OUT; ++n) {
+            double sum = o->desc.bias != NULL ? get(o, 3, n) : 0;
+            for (int64_t k = 0; k < IN; ++k) sum += x_at(o, t, k) * weight(o, n, k);
+            if (o->desc.activation == TS_RELU && sum < 0) sum = 0;
+            CHECK(y_at(o, t, n) == sum, "y[%d, %d] is %g, not %g", (int)t, (int)n, y_at(o, t, n), sum);
+        }
+    check_gaps(o, 1, OUT);
+}
+
+static void check_gradient_of_x(const operands* o) {
+    for (int64_t t = 0; t < TOKENS; ++t)
+        for (int64_t k = 0; k < IN; ++k) {
+            double sum = 0;
+            for (int64_t n = 0; n < OUT; ++n) sum += y_at(o, t, n) * weight(o, n, k);
+            CHECK(x_at(o, t, k) == sum, "x[%d, %d] is %g, not %g", (int)t, (int)k, x_at(o, t, k), sum);
+        }
+    check_gaps(o, 0, IN);
+}
+
+static void check_gradient_of_values(const operands* o) {
+    for (int64_t n = 0; n < OUT; ++n)
+        for (int64_t k = 0; k < IN; ++k) {
+            const int64_t i = weight_at(n, k);
+            if (i < 0) continue;
+            double sum = o->desc.accumulate ? kUntouched : 0;
+            for (int64_t t = 0; t < TOKENS; ++t) sum += y_at(o, t, n) * x_at(o, t, k);
+            CHECK(get(o, 2, i) == sum, "values[%d] is %g, not %g", (int)i, get(o, 2, i), sum);
+        }
+    CHECK(get(o, 2, NNZ * BN * BK) == kUntouched, "written behind values");
+}
+
+static void test_products(int32_t dtype, int32_t x_layout, int32_t y_layout) {
+    static operands o;
+    for (int bias = 0; bias < 2; ++bias) {
+        init_operands(&o, TS_DDS_NT, dtype, x_layout, y_layout);
+        o.desc.bias = bias ? o.memory[3] : NULL;
+        o.desc.activation = bias ? TS_RELU : TS_NO_ACTIVATION;
+        SUCCEEDS(run(&o));
+        check_forward(&o);
+    }
+    init_operands(&o, TS_DDS_NN, dtype, x_layout, y_layout);
+    SUCCEEDS(run(&o));
+    check_gradient_of_x(&o);
+    for (int accumulate = 0; accumulate < 2; ++accumulate) {
+        init_operands(&o, TS_SDD_TN, dtype, x_layout, y_layout);
+        o.desc.accumulate = accumulate;
+        SUCCEEDS(run(&o));
+        check_gradient_of_values(&o);
+    }
+}
+
+/* Each CPU kernel by its number; those this processor cannot run refuse. */
+static void test_forced_kernels(void) {
+    static operands o;
+    int ran = 0;
+    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel) {
+        init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+        o.desc.kernel = kernel + 1;
+        const ts_status_t status = run(&o);
+        CHECK(status == TS_SUCCESS || status == TS_UNSUPPORTED, "kernel %d: %s", (int)kernel,
+              ts_status_string(status));
+        if (status != TS_SUCCESS) continue;
+        check_forward(&o);
+        ++ran;
+    }
+    CHECK(ran > 0, "no kernel ran");
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    o.desc.kernel = ts_kernel_count() + 1;
+    FAILS(run(&o), TS_INVALID_ARGUMENT, "kernel");
+}
+
+/* No tokens: nothing is read or written. No blocks: the output is zero. */
+static void test_empty_products(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    o.desc.tokens = 0;
+    o.desc.x.data = o.desc.y.data = NULL;
+    SUCCEEDS(run(&o));
+
+    static int32_t no_blocks[ROWS + 1];
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    o.pattern.nnz = 0;
+    o.pattern.row_ptr = o.pattern.col_ptr = no_blocks;
+    o.pattern.col_idx = o.pattern.row_slot = o.pattern.row_idx = o.pattern.col_slot = NULL;
+    o.desc.values = NULL;
+    SUCCEEDS(run(&o));
+    for (int64_t n = 0; n < OUT; ++n) CHECK(y_at(&o, 2, n) == 0, "y[2, %d] is %g", (int)n, y_at(&o, 2, n));
+}
+
+/* --- Bad descriptors ------------------------------------------------------------------------------- */
+
+/* After `change` the product fails with that status, its text mentions a word, and nothing is written. */
+#define REFUSES(op_, change, expected, mention)                                               \
+    do {                                                                                      \
+        static operands o, before;                                                            \
+        init_operands(&o, (op_), TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);                     \
+        change;                                                                               \
+        before = o;                                                                           \
+        static double workspace[1 << 16];                                                     \
+        FAILS(ts_matmul(&o.desc, workspace, sizeof workspace, NULL), expected, mention);      \
+        CHECK(memcmp(before.memory, o.memory, sizeof o.memory) == 0, "%s: written", #change); \
+    } while (0)
+
+static void test_bad_descriptors(void) {
+    FAILS(ts_matmul(NULL, NULL, 0, NULL), TS_INVALID_ARGUMENT, "desc");
+    REFUSES(TS_DDS_NT, o.desc.struct_size = 0, TS_INVALID_ARGUMENT, "struct_size");
+    REFUSES(TS_DDS_NT, o.desc.struct_size = 8, TS_INVALID_ARGUMENT, "struct_size");
+    REFUSES(TS_DDS_NT, o.desc.op = 3, TS_INVALID_ARGUMENT, "op");
+    REFUSES(TS_DDS_NT, o.desc.op = -1, TS_INVALID_ARGUMENT, "op");
+    REFUSES(TS_DDS_NT, o.desc.dtype = 4, TS_INVALID_ARGUMENT, "dtype");
+    REFUSES(TS_DDS_NT, o.desc.device = 2, TS_INVALID_ARGUMENT, "device");
+    REFUSES(TS_DDS_NT, o.desc.storage = 1, TS_INVALID_ARGUMENT, "storage");
+    REFUSES(TS_DDS_NT, o.desc.activation = 4, TS_INVALID_ARGUMENT, "activation");
+    REFUSES(TS_DDS_NT, o.desc.precision = 2, TS_INVALID_ARGUMENT, "precision");
+    REFUSES(TS_DDS_NT, o.desc.accumulate = 2, TS_INVALID_ARGUMENT, "accumulate");
+    REFUSES(TS_DDS_NT, o.desc.reserved = 1, TS_INVALID_ARGUMENT, "reserved");
+    REFUSES(TS_DDS_NT, o.desc.kernel = -1, TS_INVALID_ARGUMENT, "kernel");
+    REFUSES(TS_DDS_NT, o.desc.tokens = -1, TS_INVALID_ARGUMENT, "tokens");
+    REFUSES(TS_DDS_NT, o.desc.tokens = INT64_MAX, TS_INVALID_ARGUMENT, "tokens");
+    REFUSES(TS_DDS_NT, o.desc.accumulate = 1, TS_INVALID_ARGUMENT, "accumulate");
+    REFUSES(TS_DDS_NN, o.desc.activation = TS_RELU, TS_INVALID_ARGUMENT, "activation");
+    REFUSES(TS_SDD_TN, o.desc.bias = o.memory[3], TS_INVALID_ARGUMENT, "bias");
+    REFUSES(TS_DDS_NT, o.desc.x.layout = 2, TS_INVALID_ARGUMENT, "x.layout");
+    REFUSES(TS_DDS_NT, o.desc.y.layout = -1, TS_INVALID_ARGUMENT, "y.layout");
+}
+
+static void test_bad_operands(void) {
+    REFUSES(TS_DDS_NT, o.desc.x.data = NULL, TS_INVALID_ARGUMENT, "x");
+    REFUSES(TS_DDS_NT, o.desc.y.data = NULL, TS_INVALID_ARGUMENT, "y");
+    REFUSES(TS_DDS_NT, o.desc.values = NULL, TS_INVALID_ARGUMENT, "values");
+    REFUSES(TS_DDS_NT, o.desc.x.ld = IN - 1, TS_INVALID_ARGUMENT, "x.ld");
+    REFUSES(TS_DDS_NT, o.desc.y.ld = OUT - 1, TS_INVALID_ARGUMENT, "y.ld");
+    REFUSES(TS_DDS_NT, o.desc.x.ld = INT64_MAX, TS_INVALID_ARGUMENT, "x.ld");
+    REFUSES(TS_DDS_NT, o.desc.x.data = (char*)o.memory[0] + 1, TS_INVALID_ARGUMENT, "x");
+    REFUSES(TS_DDS_NT, o.desc.x.data = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
+    REFUSES(TS_DDS_NN, o.desc.x.data = o.desc.values, TS_INVALID_ARGUMENT, "overlap");
+    REFUSES(TS_SDD_TN, o.desc.values = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
+    REFUSES(TS_DDS_NT, o.desc.bias = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
+    /* On CUDA 16 bytes of alignment are asked for; this is found before any device is looked for. */
+    REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.x.data = (char*)o.memory[0] + 4), TS_INVALID_ARGUMENT,
+            "x");
+}
+
+static void test_bad_pattern_descriptors(void) {
+    REFUSES(TS_DDS_NT, o.desc.pattern = NULL, TS_INVALID_ARGUMENT, "pattern");
+    REFUSES(TS_DDS_NT, o.pattern.struct_size = 1, TS_INVALID_ARGUMENT, "struct_size");
+    REFUSES(TS_DDS_NT, o.pattern.block_rows = 24, TS_INVALID_ARGUMENT, "block_rows");
+    REFUSES(TS_DDS_NT, o.pattern.block_cols = 0, TS_INVALID_ARGUMENT, "block_cols");
+    REFUSES(TS_DDS_NT, o.pattern.reserved = 1, TS_INVALID_ARGUMENT, "reserved");
+    REFUSES(TS_DDS_NT, o.pattern.out_features = OUT + 1, TS_INVALID_ARGUMENT, "out_features");
+    REFUSES(TS_DDS_NT, o.pattern.in_features = -BK, TS_INVALID_ARGUMENT, "in_features");
+    REFUSES(TS_DDS_NT, o.pattern.nnz = ROWS * COLS + 1, TS_INVALID_ARGUMENT, "nnz");
+    REFUSES(TS_DDS_NT, o.pattern.nnz = -1, TS_INVALID_ARGUMENT, "nnz");
+}
+
+/* A workspace of one byte less than asked for. */
+static void test_small_workspace(void) {
+    static operands o, before;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    FAILS(ts_matmul_workspace_size(NULL, NULL), TS_INVALID_ARGUMENT, "desc");
+    FAILS(ts_matmul_workspace_size(&o.desc, NULL), TS_INVALID_ARGUMENT, "bytes");
+    for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op) {
+        init_operands(&o, op, TS_FLOAT32, TS_FEATURE_MAJOR, TS_FEATURE_MAJOR);
+        size_t bytes = 0;
+        SUCCEEDS(ts_matmul_workspace_size(&o.desc, &bytes));
+        if (bytes == 0) continue;
+        before = o;
+        void* workspace = aligned_alloc(256, (bytes / 256 + 1) * 256);
+        FAILS(ts_matmul(&o.desc, workspace, bytes - 1, NULL), TS_WORKSPACE_TOO_SMALL, "workspace_bytes");
+        FAILS(ts_matmul(&o.desc, NULL, bytes, NULL), TS_INVALID_ARGUMENT, "workspace");
+        CHECK(memcmp(before.memory, o.memory, sizeof o.memory) == 0, "op %d: written", (int)op);
+        free(workspace);
+    }
+}
+
+/* --- Patterns --------------------------------------------------------------------------------------- */
+
+static void test_pattern_validate(void) {
+    ts_pattern pattern = layer_pattern();
+    SUCCEEDS(ts_pattern_validate(&pattern));
+    pattern.col_ptr = pattern.row_idx = pattern.col_slot = NULL;
+    SUCCEEDS(ts_pattern_validate(&pattern));
+    FAILS(ts_pattern_validate(NULL), TS_INVALID_ARGUMENT, "pattern");
+    pattern.row_ptr = NULL;
+    FAILS(ts_pattern_validate(&pattern), TS_INVALID_ARGUMENT, "row_ptr");
+}
+
+/* With one number of one array changed, the pattern breaks an invariant. */
+static void check_broken(int32_t* array, int index, int32_t value, const char* mention) {
+    const ts_pattern pattern = layer_pattern();
+    const int32_t saved = array[index];
+    array[index] = value;
+    FAILS(ts_pattern_validate(&pattern), TS_INVALID_PATTERN, mention);
+    array[index] = saved;
+}
+
+static void test_broken_patterns(void) {
+    check_broken(row_ptr, 0, 1, "row_ptr");         /* does not begin at 0 */
+    check_broken(row_ptr, 1, 3, "row_ptr");         /* descends */
+    check_broken(row_ptr, 1, INT32_MAX, "row_ptr"); /* out of the arrays */
+    check_broken(row_ptr, 1, -1, "row_ptr");
+    check_broken(row_ptr, ROWS, NNZ - 1, "row_ptr"); /* does not end at nnz */
+    check_broken(col_idx, 1, COLS, "col_idx");       /* out of range */
+    check_broken(col_idx, 0, -1, "col_idx");
+    check_broken(col_idx, 0, 1, "col_idx"); /* duplicate */
+    check_broken(row_slot, 0, NNZ, "slot"); /* out of range */
+    check_broken(row_slot, 0, -1, "slot");
+    check_broken(row_slot, 0, 1, "slot");   /* used twice */
+    check_broken(col_ptr, 1, 2, "col_ptr"); /* not the transpose */
+    check_broken(row_idx, 1, 1, "row_idx");
+    check_broken(col_slot, 1, 1, "col_slot");
+}
+
+static void test_pattern_transpose(void) {
+    ts_pattern pattern = layer_pattern();
+    pattern.col_ptr = pattern.row_idx = pattern.col_slot = NULL;
+    int32_t made_ptr[COLS + 1], made_idx[NNZ], made_slot[NNZ];
+    SUCCEEDS(ts_pattern_transpose(&pattern, made_ptr, made_idx, made_slot));
+    CHECK(memcmp(made_ptr, col_ptr, sizeof col_ptr) == 0, "col_ptr differs");
+    CHECK(memcmp(made_idx, row_idx, sizeof row_idx) == 0, "row_idx differs");
+    CHECK(memcmp(made_slot, col_slot, sizeof col_slot) == 0, "col_slot differs");
+    FAILS(ts_pattern_transpose(NULL, made_ptr, made_idx, made_slot), TS_INVALID_ARGUMENT, "pattern");
+    FAILS(ts_pattern_transpose(&pattern, NULL, made_idx, made_slot), TS_INVALID_ARGUMENT, "col_ptr");
+    FAILS(ts_pattern_transpose(&pattern, made_ptr, NULL, made_slot), TS_INVALID_ARGUMENT, "row_idx");
+    FAILS(ts_pattern_transpose(&pattern, made_ptr, made_idx, NULL), TS_INVALID_ARGUMENT, "col_slot");
+    col_idx[1] = COLS;
+    made_ptr[0] = -7;
+    FAILS(ts_pattern_transpose(&pattern, made_ptr, made_idx, made_slot), TS_INVALID_PATTERN, "col_idx");
+    CHECK(made_ptr[0] == -7, "col_ptr was written");
+    col_idx[1] = 1;
+}
+
+/* --- The library, its kernels, devices and plans ------------------------------------------------------ */
+
+static void test_identity(void) {
+    CHECK(strcmp(ts_version(), TS_VERSION) == 0, "%s", ts_version());
+    CHECK(ts_abi_version() == TS_ABI_VERSION, "%d", (int)ts_abi_version());
+    CHECK(strncmp(ts_architectures(), "cpu", 3) == 0, "%s", ts_architectures());
+    for (ts_status_t a = TS_SUCCESS; a <= TS_INTERNAL_ERROR + 1; ++a)
+        for (ts_status_t b = TS_SUCCESS; b < a; ++b)
+            CHECK(strcmp(ts_status_string(a), ts_status_string(b)) != 0, "%d and %d", (int)a, (int)b);
+    CHECK(ts_status_string(-1) != NULL, "an unknown status has no text");
+}
+
+static void test_kernels(void) {
+    ts_kernel_info info = {.struct_size = sizeof info}, other = {.struct_size = sizeof other};
+    CHECK(ts_kernel_count() > 0, "the library has no kernel");
+    for (int32_t i = 0; i < ts_kernel_count(); ++i) {
+        SUCCEEDS(ts_kernel_get(i, &info));
+        CHECK(info.name[0] != '\0' && info.ops != 0 && info.dtypes != 0, "kernel %d computes nothing",
+              (int)i);
+        for (int32_t j = 0; j < i; ++j) {
+            SUCCEEDS(ts_kernel_get(j, &other));
+            CHECK(strcmp(info.name, other.name) != 0, "two kernels are named %s", info.name);
+        }
+    }
+    FAILS(ts_kernel_get(0, NULL), TS_INVALID_ARGUMENT, "info");
+    FAILS(ts_kernel_get(-1, &info), TS_INVALID_ARGUMENT, "kernel");
+    FAILS(ts_kernel_get(ts_kernel_count(), &info), TS_INVALID_ARGUMENT, "kernel");
+    info.struct_size = sizeof info - 1;
+    FAILS(ts_kernel_get(0, &info), TS_INVALID_ARGUMENT, "struct_size");
+}
+
+static void test_devices(void) {
+    ts_device_info info = {.struct_size = sizeof info};
+    SUCCEEDS(ts_device_get(TS_CPU, -1, &info));
+    CHECK(info.device == TS_CPU && info.multiprocessors > 0 && info.name[0] != '\0', "%s", info.name);
+    FAILS(ts_device_get(TS_CPU, -1, NULL), TS_INVALID_ARGUMENT, "info");
+    FAILS(ts_device_get(2, -1, &info), TS_INVALID_ARGUMENT, "device");
+    CHECK(ts_device_get(TS_CUDA, 1000, &info) != TS_SUCCESS, "there is a device 1000");
+    info.struct_size = 0;
+    FAILS(ts_device_get(TS_CPU, -1, &info), TS_INVALID_ARGUMENT, "struct_size");
+}
+
+/* Without a device, a product on it says so and the library stays usable. */
+static void test_absent_device(void) {
+    ts_device_info info = {.struct_size = sizeof info};
+    if (ts_device_get(TS_CUDA, -1, &info) == TS_SUCCESS) return;
+    FAILS(ts_device_get(TS_CUDA, -1, &info), TS_NO_DEVICE, "CUDA");
+    REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.x.ld = IN, o.desc.y.ld = OUT), TS_NO_DEVICE, "CUDA");
+}
+
+/* Kernels are chosen from numbers alone: also for GPUs this machine does not have. */
+static void test_select(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    ts_device_info cpu = {.struct_size = sizeof cpu};
+    SUCCEEDS(ts_device_get(TS_CPU, -1, &cpu));
+    int32_t kernel = -1;
+    char reason[256] = "";
+    SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, reason, sizeof reason));
+    CHECK(kernel >= 0 && kernel < ts_kernel_count(), "kernel %d", (int)kernel);
+    CHECK(reason[0] != '\0', "no reason is given");
+    char shortened[5] = "~~~~";
+    SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, shortened, 4));
+    CHECK(strncmp(shortened, reason, 3) == 0 && shortened[3] == '\0', "%s", shortened);
+    SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, NULL, 0));
+    FAILS(ts_matmul_select(NULL, &cpu, &kernel, NULL, 0), TS_INVALID_ARGUMENT, "desc");
+    FAILS(ts_matmul_select(&o.desc, NULL, &kernel, NULL, 0), TS_INVALID_ARGUMENT, "device");
+    FAILS(ts_matmul_select(&o.desc, &cpu, NULL, NULL, 0), TS_INVALID_ARGUMENT, "kernel");
+    o.desc.device = TS_CUDA;
+    FAILS(ts_matmul_select(&o.desc, &cpu, &kernel, NULL, 0), TS_INVALID_ARGUMENT, "device");
+
+    ts_device_info gpu = {.struct_size = sizeof gpu, .device = TS_CUDA};
+    gpu.compute_capability = 10; /* older than any kernel */
+    FAILS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0), TS_UNSUPPORTED, "CUDA");
+    gpu.compute_capability = 90;
+    gpu.multiprocessors = 132;
+    gpu.shared_memory = 232448;
+    const int has_cuda = strstr(ts_architectures(), "sm_") != NULL;
+    for (o.desc.op = TS_DDS_NT; o.desc.op <= TS_SDD_TN; ++o.desc.op) {
+        o.desc.dtype = TS_FLOAT16;
+        const ts_status_t status = ts_matmul_select(&o.desc, &gpu, &kernel, reason, sizeof reason);
+        CHECK(status == (has_cuda ? TS_SUCCESS : TS_UNSUPPORTED), "op %d: %s", (int)o.desc.op,
+              ts_status_string(status));
+    }
+}
+
+/* Plans are built on the host, also those of GPU kernels. */
+static void check_plan(const ts_pattern* pattern, int32_t kernel, int32_t op, int needed) {
+    size_t bytes = 0;
+    SUCCEEDS(ts_plan_size(pattern, kernel, op, &bytes));
+    CHECK((bytes > 0) == needed, "kernel %d has a plan of %d bytes", (int)kernel, (int)bytes);
+    unsigned char* plan = malloc(bytes + 1);
+    memset(plan, 0xa5, bytes + 1);
+    if (bytes > 0) {
+        FAILS(ts_plan_build(pattern, kernel, op, plan, bytes - 1), TS_WORKSPACE_TOO_SMALL, "bytes");
+        CHECK(plan[0] == 0xa5, "a plan that is too small was written");
+        FAILS(ts_plan_build(pattern, kernel, op, NULL, bytes), TS_INVALID_ARGUMENT, "plan");
+    }
+    SUCCEEDS(ts_plan_build(pattern, kernel, op, plan, bytes));
+    CHECK(plan[bytes] == 0xa5, "written behind the plan");
+    free(plan);
+}
+
+static void test_plans(void) {
+    ts_pattern pattern = layer_pattern();
+    ts_kernel_info info = {.struct_size = sizeof info};
+    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel) {
+        SUCCEEDS(ts_kernel_get(kernel, &info));
+        for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op)
+            if (info.ops >> op & 1) check_plan(&pattern, kernel, op, info.plan != 0);
+    }
+    size_t bytes = 0;
+    FAILS(ts_plan_size(NULL, 0, TS_DDS_NT, &bytes), TS_INVALID_ARGUMENT, "pattern");
+    FAILS(ts_plan_size(&pattern, 0, TS_DDS_NT, NULL), TS_INVALID_ARGUMENT, "bytes");
+    FAILS(ts_plan_size(&pattern, -1, TS_DDS_NT, &bytes), TS_INVALID_ARGUMENT, "kernel");
+    FAILS(ts_plan_size(&pattern, 0, 3, &bytes), TS_INVALID_ARGUMENT, "op");
+    pattern.col_ptr = NULL;
+    FAILS(ts_plan_build(&pattern, 0, TS_DDS_NT, NULL, 0), TS_INVALID_ARGUMENT, "col_ptr");
+}
+
+int main(void) {
+    test_identity();
+    test_kernels();
+    test_devices();
+    test_absent_device();
+    test_pattern_validate();
+    test_broken_patterns();
+    test_pattern_transpose();
+    test_bad_descriptors();
+    test_bad_operands();
+    test_bad_pattern_descriptors();
+    test_small_workspace();
+    test_select();
+    test_plans();
+    for (int32_t dtype = TS_FLOAT64; dtype <= TS_FLOAT32; ++dtype)
+        for (int32_t layouts = 0; layouts < 4; ++layouts) test_products(dtype, layouts & 1, layouts >> 1);
+    test_forced_kernels();
+    test_empty_products();
+    printf("%d failures\n", failures);
+    return failures > 0;
+}

@@ -1,0 +1,75 @@
+// The library under several threads of its caller: results stay right, and each thread has the text of its
+// own last error. The header is included as C++17, twice.
+#include <tilesparse/tilesparse.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int kBlock = 16, kTokens = 3;
+
+// One block with W[n, k] = n + seed: y[t, n] is 16 * (n + seed) for x = 1.
+bool multiply(float seed) {
+    const int32_t ptr[2] = {0, 1}, idx[1] = {0}, slot[1] = {0};
+    ts_pattern pattern{};
+    pattern.struct_size = sizeof pattern;
+    pattern.block_rows = pattern.block_cols = kBlock;
+    pattern.out_features = pattern.in_features = kBlock;
+    pattern.nnz = 1;
+    pattern.row_ptr = pattern.col_ptr = ptr;
+    pattern.col_idx = pattern.row_idx = idx;
+    pattern.row_slot = pattern.col_slot = slot;
+
+    std::vector<float> x(kTokens * kBlock, 1), y(kTokens * kBlock), values(kBlock * kBlock);
+    for (int i = 0; i < kBlock * kBlock; ++i) values[i] = static_cast<float>(i / kBlock) + seed;
+    ts_matmul_desc desc{};
+    desc.struct_size = sizeof desc;
+    desc.dtype = TS_FLOAT32;
+    desc.tokens = kTokens;
+    desc.pattern = &pattern;
+    desc.x = {x.data(), kBlock, TS_ROW_MAJOR, 0};
+    desc.y = {y.data(), kBlock, TS_ROW_MAJOR, 0};
+    desc.values = values.data();
+
+    size_t bytes = 0;
+    if (ts_matmul_workspace_size(&desc, &bytes) != TS_SUCCESS) return false;
+    void* workspace = std::aligned_alloc(256, (bytes / 256 + 1) * 256);
+    const ts_status_t status = ts_matmul(&desc, workspace, bytes, nullptr);
+    std::free(workspace);
+    if (status != TS_SUCCESS) return false;
+    for (int i = 0; i < kTokens * kBlock; ++i)
+        if (y[i] != kBlock * (static_cast<float>(i % kBlock) + seed)) return false;
+    return true;
+}
+
+// The text names the kernel this thread asked for, whatever others asked for meanwhile.
+bool fail_alone(int number) {
+    ts_kernel_info info{};
+    info.struct_size = sizeof info;
+    if (ts_kernel_get(100000 + number, &info) != TS_INVALID_ARGUMENT) return false;
+    std::this_thread::yield();
+    return std::strstr(ts_last_error(), std::to_string(100000 + number).c_str()) != nullptr;
+}
+
+}  // namespace
+
+int main() {
+    constexpr int kThreads = 8, kRounds = 200;
+    std::vector<int> failures(kThreads);
+    std::vector<std::thread> threads;
+    for (int t = 0; t < kThreads; ++t)
+        threads.emplace_back([t, &failures] {
+            for (int round = 0; round < kRounds; ++round)
+                failures[t] += !multiply(static_cast<float>(t)) + !fail_alone(t * kRounds + round);
+        });
+    for (auto& thread : threads) thread.join();
+    int total = 0;
+    for (const int count : failures) total += count;
+    std::printf("%d failures\n", total);
+    return total > 0;
+}

@@ -1,0 +1,89 @@
+"""The installed package: versions, the shared library, and a C and a C++ consumer built against it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilesparse
+from tilesparse import _C
+
+TESTS = Path(__file__).resolve().parents[1]
+PACKAGE = Path(_C.__file__).parent
+LIBRARY = PACKAGE / "lib" / "libtilesparse.so"
+HEADER = PACKAGE / "include" / "tilesparse" / "tilesparse.h"
+
+
+def run(*command: object) -> str:
+    """The standard output of a command; the test fails with all its output where it fails."""
+    parts = [str(part) for part in command]
+    result = subprocess.run(parts, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def test_versions_agree() -> None:
+    stated = re.search(r'#define TS_VERSION "([^"]+)"', HEADER.read_text())
+    assert stated is not None
+    assert stated[1] == _C.version() == importlib.metadata.version("tilesparse") == tilesparse.__version__
+    config = PACKAGE / "lib/cmake/tilesparse/tilesparseConfigVersion.cmake"
+    assert f'set(PACKAGE_VERSION "{stated[1]}")' in config.read_text()
+
+
+def test_stub_names_what_the_module_has() -> None:
+    stub = ast.parse((Path(tilesparse.__file__).parent / "_C.pyi").read_text())
+    definitions = [node for node in stub.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    assert {node.name for node in definitions} == {name for name in dir(_C) if not name.startswith("_")}
+
+
+def test_module_uses_the_stable_abi() -> None:
+    """From Python 3.12 on one wheel serves all later versions."""
+    assert ".abi3." in _C.__file__ or sys.version_info < (3, 12)
+
+
+def test_library_exports_the_abi_alone() -> None:
+    lines = run("nm", "-D", "--defined-only", LIBRARY).splitlines()
+    exported = sorted(line.split()[-1].split("@")[0] for line in lines)
+    assert exported == (TESTS / "c" / "symbols.txt").read_text().split()
+
+
+def test_header_declares_what_is_exported() -> None:
+    declared = re.findall(r"TS_API [^;(]*?(ts_\w+)\(", HEADER.read_text())
+    assert sorted(declared) == (TESTS / "c" / "symbols.txt").read_text().split()
+
+
+def test_library_loads_without_cuda_python_or_pytorch() -> None:
+    needed = re.findall(r"NEEDED.*\[(.+)\]", run("readelf", "-d", LIBRARY))
+    foreign = [name for name in needed if re.match(r"lib(cuda|cudart|python|torch|c10)\b", name)]
+    assert foreign == []
+
+
+def test_library_is_small() -> None:
+    assert LIBRARY.stat().st_size < 15 * 2**20
+
+
+def test_c_and_cpp_consumers(tmp_path: Path) -> None:
+    """find_package(tilesparse) in a project of its own; tests/c/test_abi.c covers every function."""
+    run("cmake", "-G", "Ninja", "-S", TESTS / "c", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={PACKAGE}")
+    run("cmake", "--build", tmp_path)
+    run(tmp_path / "test_abi")
+    run(tmp_path / "test_threads")
+
+
+@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="pkg-config is not installed")
+def test_pkg_config(tmp_path: Path) -> None:
+    search = f"PKG_CONFIG_PATH={PACKAGE / 'lib' / 'pkgconfig'}"
+    flags = run("env", search, "pkg-config", "--cflags", "--libs", "tilesparse").split()
+    program = tmp_path / "program.c"
+    program.write_text(
+        "#include <tilesparse/tilesparse.h>\nint main(void) { return ts_abi_version() != TS_ABI_VERSION; }\n"
+    )
+    run("cc", program, *flags, f"-Wl,-rpath,{PACKAGE / 'lib'}", "-o", tmp_path / "program")
+    run(tmp_path / "program")
