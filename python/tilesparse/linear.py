@@ -276,7 +276,8 @@ class BlockSparseLinear(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._mark_synced()
+        if "col_idx" in own:
+            self._mark_synced()
 
     def _own_names(self) -> list[str]:
         return ["weight", *(["bias"] if self.bias is not None else []), *_ARRAYS]

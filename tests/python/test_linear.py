@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError
+
+IN, OUT = 128, 96
+CPU_AND_CUDA = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def make(density: float = 0.5, seed: int = 0, **options: Any) -> BlockSparseLinear:
+    generator = torch.Generator().manual_seed(seed)
+    return BlockSparseLinear(IN, OUT, density=density, generator=generator, **options)
+
+
+def randn(*shape: int, **options: Any) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(**options)
+
+
+def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Of a fixed scalar of the output, with respect to x and the parameters."""
+    y = module(x)
+    target = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view_as(y)
+    return list(torch.autograd.grad((y * target).sum(), [x, *module.parameters()]))
+
+
+def same_layers(a: BlockSparseLinear, b: BlockSparseLinear) -> bool:
+    states = a.state_dict(), b.state_dict()
+    return (
+        a.pattern == b.pattern
+        and states[0].keys() == states[1].keys()
+        and all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    )
+
+
+def reload(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Tensor] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("leading", [(), (5,), (2, 3), (0,)])
+def test_computes_the_dense_layer_and_its_gradients(
+    device: str, bias: bool, leading: tuple[int, ...]
+) -> None:
+    layer = make(bias=bias, device=device)
+    dense = layer.to_linear()
+    x = randn(*leading, IN, device=device).requires_grad_()
+    torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
+    got, expected = gradients(layer, x), gradients(dense, x)
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-5)
+    kept = make_weight_blocks(expected[1], layer.pattern)
+    torch.testing.assert_close(got[1], kept, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got[2:], expected[2:], rtol=1e-4, atol=1e-5)
+
+
+def make_weight_blocks(dense: Tensor, pattern: BlockPattern) -> Tensor:
+    bn, bk = pattern.block_shape
+    rows, cols = pattern.block_indices()
+    places = zip(rows.tolist(), cols.tolist(), strict=True)
+    return torch.stack([dense[r * bn : (r + 1) * bn, c * bk : (c + 1) * bk] for r, c in places])
+
+
+def test_initial_values_have_the_scale_of_a_dense_layer_with_the_kept_fan_in() -> None:
+    rows = [(0, col) for col in range(0, 64, 4)] + [(1, 0)]  # 16 blocks, 1 block, none
+    pattern = BlockPattern.from_blocks(rows, shape=(96, 2048), block_shape=(32, 32))
+    layer = BlockSparseLinear(2048, 96, pattern=pattern, generator=torch.Generator().manual_seed(0))
+    assert layer.bias is not None
+    for blocks, bias, fan_in in (
+        (layer.weight[:16], layer.bias[:32], 16 * 32),
+        (layer.weight[16:], layer.bias[32:64], 32),
+    ):
+        bound = 1 / math.sqrt(fan_in)
+        assert 0.9 * bound < blocks.abs().max() <= bound
+        assert 0.5 * bound < bias.abs().max() <= bound
+        assert blocks.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
+    assert torch.equal(layer.bias[64:], torch.zeros(32))
+
+
+def test_a_generator_decides_pattern_and_values() -> None:
+    assert same_layers(make(seed=3), make(seed=3))
+    assert not same_layers(make(seed=3), make(seed=4))
+
+
+@pytest.mark.parametrize("block_shape", [(16, 16), (32, 64), (32, 32)])
+def test_from_linear_keeps_the_strongest_blocks_with_their_values(block_shape: tuple[int, int]) -> None:
+    linear = nn.Linear(IN, OUT, dtype=torch.float64).eval()
+    linear.bias.requires_grad_(False)
+    layer = BlockSparseLinear.from_linear(linear, 0.25, block_shape=block_shape)
+    bn, bk = block_shape
+    norms = linear.weight.detach().reshape(OUT // bn, bn, IN // bk, bk).square().sum((1, 3))
+    kept = layer.pattern.to_block_mask()
+    assert kept.sum() == round(0.25 * norms.numel())
+    assert norms[kept].min() > norms[~kept].max()
+    assert torch.equal(layer.to_linear().weight, linear.weight * layer.pattern.to_mask())
+    assert layer.weight.dtype == torch.float64 and not layer.training
+    assert layer.weight.requires_grad and layer.bias is not None and not layer.bias.requires_grad
+    assert torch.equal(layer.bias, linear.bias) and layer.bias is not linear.bias
+
+
+def test_from_linear_follows_given_scores_or_pattern() -> None:
+    linear = nn.Linear(IN, OUT)
+    wanted = BlockPattern.random((OUT, IN), block_shape=(32, 32), nnz=5)
+    by_block = BlockSparseLinear.from_linear(linear, 5 / 12, scores=wanted.to_block_mask().float())
+    by_weight = BlockSparseLinear.from_linear(linear, 5 / 12, scores=wanted.to_mask().half())
+    by_pattern = BlockSparseLinear.from_linear(linear, pattern=wanted)
+    assert same_layers(by_block, by_pattern) and same_layers(by_weight, by_pattern)
+    assert by_pattern.pattern == wanted
+
+
+def test_density_one_is_the_dense_layer() -> None:
+    linear = nn.Linear(IN, OUT)
+    layer = BlockSparseLinear.from_linear(linear, 1)
+    assert torch.equal(layer.to_linear().weight, linear.weight)
+    x = randn(7, IN)
+    torch.testing.assert_close(layer(x), linear(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_the_plain_twin_agrees_through_forty_adam_steps(device: str) -> None:
+    layer = make(device=device)
+    twin = PseudoBlockSparseLinear(layer)
+    optimizers = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (layer, twin)]
+    x, target = randn(64, IN, device=device), randn(64, OUT, device=device)
+    for _ in range(40):
+        for module, optimizer in zip((layer, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            (module(x) - target).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(layer(x), twin(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(layer.weight, twin.weight, rtol=0, atol=1e-5)
+
+
+def test_copies_are_equal_and_independent() -> None:
+    layer = make()
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert same_layers(layer, other)
+        assert other.pattern.handle != layer.pattern.handle
+        nn.init.zeros_(other.weight)
+        assert other(randn(2, IN)).shape == (2, OUT)
+    assert layer.weight.any()
+
+
+@pytest.mark.parametrize(
+    "other", [{"density": 0.25}, {"density": 0.75, "block_shape": (16, 32)}, {"density": 0}]
+)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_brings_its_pattern(other: dict[str, Any], assign: bool) -> None:
+    saved = make(seed=5, **other)
+    layer = make()
+    weight = layer.weight
+    layer(randn(2, IN)).sum().backward()
+    layer.load_state_dict(reload(saved.state_dict()), assign=assign)
+    assert same_layers(layer, saved)
+    assert assign or (layer.weight is weight and weight.grad is None)
+    x = randn(3, IN)
+    assert torch.equal(layer(x), saved(x))
+    layer(x).sum().backward()
+
+
+def test_loading_into_a_layer_leaves_others_with_the_same_pattern_alone() -> None:
+    layer = make()
+    sibling = BlockSparseLinear(IN, OUT, pattern=layer.pattern)
+    before = copy.deepcopy(sibling)
+    layer.load_state_dict(make(density=0.25).state_dict())
+    assert same_layers(sibling, before)
+    assert sibling(randn(2, IN)).shape == (2, OUT)
+
+
+def broken(name: str, value: Tensor | None) -> dict[str, Tensor]:
+    state = make(density=0.25).state_dict()
+    if value is None:
+        del state[name]
+    else:
+        state[name] = value
+    return dict(state)
+
+
+@pytest.mark.parametrize(
+    ("state", "field"),
+    [
+        (broken("col_idx", torch.tensor([0, 1, 9])), "col_idx"),
+        (broken("slot", torch.tensor([0, 0, 1])), "slot"),
+        (broken("slot", None), "slot"),
+        (broken("row_ptr", torch.tensor([0, 3])), "row_ptr"),
+        (broken("row_ptr", torch.empty(4, dtype=torch.int32, device="meta")), "meta"),
+        (broken("weight", torch.zeros(OUT, IN)), "weight"),
+        (broken("weight", torch.zeros(4, 32, 32)), "weight"),
+        (broken("bias", torch.zeros(OUT + 1)), "bias"),
+    ],
+)
+def test_a_broken_state_dict_changes_nothing(state: dict[str, Tensor], field: str) -> None:
+    model = nn.Sequential(make())
+    before = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=field):
+        model.load_state_dict({f"0.{name}": value for name, value in state.items()})
+    assert same_layers(model[0], before[0])
+    assert model(randn(2, IN)).shape == (2, OUT)
+
+
+def test_a_state_dict_holds_only_tensors_with_memory_of_their_own() -> None:
+    state = make().state_dict()
+    assert set(state) == {"weight", "bias", "row_ptr", "col_idx", "slot"}
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
+    assert all(tensor.is_contiguous() for tensor in state.values())
+
+
+def test_the_meta_device_costs_no_memory_and_can_be_left() -> None:
+    with torch.device("meta"):
+        layer = BlockSparseLinear(IN, OUT)
+    assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
+    layer.to_empty(device="cpu")
+    assert torch.equal(layer.col_idx, layer.pattern.col_idx)
+    layer.reset_parameters()
+    assert layer(randn(2, IN)).isfinite().all()
+
+
+def test_conversions_leave_the_indices_alone() -> None:
+    layer = make()
+    for changed in (layer.half(), layer.bfloat16(), layer.double(), layer.type(torch.float16)):
+        assert changed.col_idx.dtype == torch.int32
+        assert torch.equal(changed.col_idx, changed.pattern.col_idx)
+    assert layer.weight.dtype == torch.float16
+
+
+def test_buffers_changed_in_place_replace_the_pattern() -> None:
+    layer, other = make(seed=1), make(seed=2)
+    for name in ("row_ptr", "col_idx", "slot"):
+        getattr(layer, name).copy_(getattr(other, name))
+    layer.load_state_dict({"weight": other.weight, "bias": other.bias}, strict=False)
+    x = randn(3, IN)
+    assert torch.equal(layer(x), other(x))
+    assert layer.pattern == other.pattern
+    pattern = layer.pattern
+    layer.col_idx.copy_(layer.col_idx.clone())  # no change of content
+    layer(x)
+    assert layer.pattern is pattern
+    layer.col_idx.fill_(99)
+    with pytest.raises(InvalidPatternError, match="col_idx"):
+        layer(x)
+
+
+def test_an_updated_pattern_reaches_buffers_and_state_dict() -> None:
+    layer, other = make(seed=1), make(seed=2)
+    layer.pattern.update_(other.pattern)
+    assert torch.equal(layer.state_dict()["col_idx"], other.col_idx)
+    layer.pattern = make(seed=3).pattern
+    layer(randn(1, IN))
+    assert torch.equal(layer.col_idx, make(seed=3).col_idx)
+
+
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_autocast_computes_in_its_dtype_and_keeps_gradients_in_that_of_the_parameters(device: str) -> None:
+    layer = make(device=device)
+    x = randn(4, IN, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+
+
+def test_second_derivatives() -> None:
+    layer = BlockSparseLinear(32, 48, density=0.5, block_shape=(16, 16), dtype=torch.float64)
+    x = randn(2, 32, dtype=torch.float64).requires_grad_()
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        parameters = {"weight": weight, "bias": layer.bias}
+        return torch.func.functional_call(layer, parameters, (x,)).tanh()
+
+    assert torch.autograd.gradgradcheck(function, (x, layer.weight), fast_mode=True)
+
+
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_compiles_without_graph_breaks_and_follows_a_new_pattern(device: str) -> None:
+    layer = make(device=device)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = randn(4, IN, device=device).requires_grad_()
+    for _ in range(2):
+        torch.testing.assert_close(gradients(compiled, x), gradients(layer, x))
+        layer.load_state_dict(make(density=0.25).state_dict())
+
+
+def _train_in_two_processes(rank: int, file: str, results: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    layer = make(seed=rank)  # every process draws a pattern of its own
+    model = nn.parallel.DistributedDataParallel(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = randn(4, IN) * (rank + 1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    torch.save(layer.state_dict(), f"{results}{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_data_parallel_shares_pattern_and_gradients(tmp_path: Path) -> None:
+    arguments = (str(tmp_path / "rendezvous"), str(tmp_path / "state"))
+    torch.multiprocessing.spawn(_train_in_two_processes, arguments, nprocs=2)
+    layer = make(seed=0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses = [layer(randn(4, IN) * (rank + 1)).square().mean() for rank in range(2)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+    for rank in range(2):
+        state = torch.load(f"{arguments[1]}{rank}", weights_only=True)
+        torch.testing.assert_close(state, dict(layer.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"in_features": 100}, "in_features"),
+        ({"out_features": 100}, "out_features"),
+        ({"density": 1.5}, "density"),
+        ({"block_shape": (8, 32)}, "block_shape"),
+        ({"pattern": BlockPattern.full((IN, OUT), block_shape=(32, 32))}, "pattern"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=field):
+        BlockSparseLinear(**{"in_features": IN, "out_features": OUT, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("linear", "options", "field"),
+    [
+        (nn.Identity(), {}, "linear"),
+        (nn.Linear(IN, OUT, device="meta"), {}, "linear"),
+        (nn.Linear(IN, OUT + 1), {}, "out_features"),
+        (nn.Linear(IN, OUT), {"scores": torch.zeros(2, 2)}, "scores"),
+        (nn.Linear(IN, OUT), {"density": -1}, "density"),
+    ],
+)
+def test_from_linear_names_what_is_wrong(linear: nn.Module, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=field):
+        BlockSparseLinear.from_linear(linear, **options)
