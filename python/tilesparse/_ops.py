@@ -5,7 +5,7 @@ it. The gradients of each product are the other two products, which makes every 
 differentiation available.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ DTYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 
 
 _ALIGNMENT = 16  # bytes, of every operand and leading dimension on CUDA devices
 
-LIB = torch.library.Library("tilesparse", "DEF")
+LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped-call]
 LIB.define(
     "dds_nt(Tensor x, Tensor values, Tensor? bias, int handle, int version, "
     "int activation=0, bool feature_major=False) -> Tensor"
@@ -187,7 +187,7 @@ def _operand(matrix: Tensor) -> Operand:
     tokens, features = matrix.shape
     token_stride, feature_stride = matrix.stride()
     address = matrix.data_ptr()
-    if tokens == 0 or feature_stride == 1 and (tokens == 1 or token_stride >= features):
+    if tokens == 0 or (feature_stride == 1 and (tokens == 1 or token_stride >= features)):
         ld, layout = (token_stride if tokens > 1 else features), 0
     elif (token_stride == 1 or tokens == 1) and feature_stride >= tokens:
         ld, layout = feature_stride, 1
@@ -278,8 +278,7 @@ def _tf32_allowed() -> bool:
     return bool(torch._C._get_cublas_allow_tf32())
 
 
-@torch.library.register_fake("tilesparse::dds_nt", lib=LIB)
-def _(
+def _dds_nt_fake(
     x: Tensor,
     values: Tensor,
     bias: Tensor | None,
@@ -293,22 +292,19 @@ def _(
     return _empty(x, pattern.out_features, feature_major)
 
 
-@torch.library.register_fake("tilesparse::dds_nn", lib=LIB)
-def _(y: Tensor, values: Tensor, handle: int, version: int, feature_major: bool = False) -> Tensor:
+def _dds_nn_fake(y: Tensor, values: Tensor, handle: int, version: int, feature_major: bool = False) -> Tensor:
     pattern = _current(handle, version)
     _check_dds(pattern, "y", y, pattern.out_features, values)
     return _empty(y, pattern.in_features, feature_major)
 
 
-@torch.library.register_fake("tilesparse::sdd_tn", lib=LIB)
-def _(y: Tensor, x: Tensor, handle: int, version: int) -> Tensor:
+def _sdd_tn_fake(y: Tensor, x: Tensor, handle: int, version: int) -> Tensor:
     pattern = _current(handle, version)
     _check_sdd(pattern, y, x)
     return x.new_empty(pattern.prepared.values_shape)
 
 
-@torch.library.register_fake("tilesparse::sdd_tn_into", lib=LIB)
-def _(y: Tensor, x: Tensor, out: Tensor, handle: int, version: int, accumulate: bool) -> None:
+def _sdd_tn_into_fake(y: Tensor, x: Tensor, out: Tensor, handle: int, version: int, accumulate: bool) -> None:
     pattern = _current(handle, version)
     _check_sdd(pattern, y, x)
     _check_values("out", out, pattern, x)
@@ -372,38 +368,18 @@ def _sdd_tn_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _vmap(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    """Batching rule: one call if only the first operand of a dds is batched, else one per element."""
-
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        if (
-            op is not torch.ops.tilesparse.sdd_tn
-            and in_dims[0] is not None
-            and not any(dim is not None for dim in in_dims[1:])
-        ):
-            return op(args[0].movedim(in_dims[0], 0), *args[1:]), 0
-        rows = [
-            op(
-                *(
-                    arg if dim is None else arg.select(dim, i).contiguous()
-                    for arg, dim in zip(args, in_dims, strict=True)
-                )
-            )
-            for i in range(info.batch_size)
-        ]
-        return torch.stack(rows), 0
-
-    return rule
-
-
-for _name, _kernel, _setup, _backward in (
-    ("dds_nt", _dds_nt, _dds_nt_setup, _dds_nt_backward),
-    ("dds_nn", _dds_nn, _dds_nn_setup, _dds_nn_backward),
-    ("sdd_tn", _sdd_tn, _sdd_tn_setup, _sdd_tn_backward),
+for _name, _kernel, _fake in (
+    ("dds_nt", _dds_nt, _dds_nt_fake),
+    ("dds_nn", _dds_nn, _dds_nn_fake),
+    ("sdd_tn", _sdd_tn, _sdd_tn_fake),
+    ("sdd_tn_into", _sdd_tn_into, _sdd_tn_into_fake),
+):
+    torch.library.register_fake(f"tilesparse::{_name}", _fake, lib=LIB)
+    LIB.impl(_name, _kernel, "CPU")
+    LIB.impl(_name, _kernel, "CUDA")
+for _name, _setup, _backward in (
+    ("dds_nt", _dds_nt_setup, _dds_nt_backward),
+    ("dds_nn", _dds_nn_setup, _dds_nn_backward),
+    ("sdd_tn", _sdd_tn_setup, _sdd_tn_backward),
 ):
     torch.library.register_autograd(f"tilesparse::{_name}", _backward, setup_context=_setup, lib=LIB)
-    torch.library.register_vmap(f"tilesparse::{_name}", _vmap(getattr(torch.ops.tilesparse, _name)), lib=LIB)
-    for _key in ("CPU", "CUDA"):
-        LIB.impl(_name, _kernel, _key)
-for _key in ("CPU", "CUDA"):
-    LIB.impl("sdd_tn_into", _sdd_tn_into, _key)

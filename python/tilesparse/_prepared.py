@@ -78,7 +78,7 @@ class PreparedPattern:
     def _resolve(self, key: LaunchKey) -> Launch:
         device = HOST if key.device < 0 else torch.device("cuda", key.device)
         kernel, plan_key, workspace_bytes = _C.query(
-            self._descriptor(HOST),
+            self.descriptor(HOST),
             key.op,
             key.dtype,
             int(device != HOST),
@@ -91,7 +91,7 @@ class PreparedPattern:
         )
         plan = self._plan(device, key.op, kernel, plan_key) if plan_key else None
         launch = Launch(
-            self._descriptor(device),
+            self.descriptor(device),
             kernel + 1,
             plan.data_ptr() if plan is not None else 0,
             plan.numel() if plan is not None else 0,
@@ -107,7 +107,7 @@ class PreparedPattern:
         self._launches[key] = launch
         return launch
 
-    def _descriptor(self, device: torch.device) -> _C.Pattern:
+    def descriptor(self, device: torch.device) -> _C.Pattern:
         if device not in self._descriptors:
             self._descriptors[device] = self._describe(
                 tuple(self._keep(array, device) for array in (*self._rows, *self.columns()))
@@ -117,7 +117,7 @@ class PreparedPattern:
     def _plan(self, device: torch.device, op: int, kernel: int, plan_key: int) -> Tensor:
         key = (device, op, plan_key)
         if key not in self._plans:
-            host = self._descriptor(HOST)
+            host = self.descriptor(HOST)
             plan = torch.empty(_C.plan_size(host, kernel, op), dtype=torch.uint8, device=HOST)
             _C.plan_build(host, kernel, op, plan.data_ptr(), plan.numel())
             self._plans[key] = self._keep(plan, device)

@@ -16,7 +16,7 @@ otherwise. All functions raise InvalidArgumentError, naming the argument, for op
 fit, and UnsupportedError where no kernel computes the product.
 """
 
-from typing import TypeVar
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from torch import Tensor
 from . import _ops
 from .errors import InvalidArgumentError
 from .pattern import BlockPattern
-
-_T = TypeVar("_T", Tensor, Tensor | None)
 
 _OPS = torch.ops.tilesparse
 _DIFFERENTIABLE = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
@@ -59,7 +57,7 @@ def linear(
         raise InvalidArgumentError(
             f"activation: one of {list(_ops.ACTIVATIONS)} expected, got {activation!r}"
         )
-    x, values, bias = _autocast(x), _autocast(values), _autocast(bias)
+    x, values, bias = _autocast(x, values, bias)
     fused = activation if activation == "none" or not _records_gradient(x, values, bias) else "none"
     y: Tensor = _OPS.dds_nt(
         x, values, bias, pattern.handle, pattern.version, _ops.ACTIVATIONS[fused], feature_major_output
@@ -117,7 +115,7 @@ def sdd(
     Returns:
         [nnz, bn, bk]; ``out`` where given.
     """
-    y, x = _autocast(y), _autocast(x)
+    y, x = _autocast(y, x)
     if out is None:
         if accumulate:
             raise InvalidArgumentError("out: expected with accumulate=True, got None")
@@ -132,7 +130,7 @@ def sdd(
 
 
 def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feature_major: bool) -> Tensor:
-    a, values = _autocast(a), _autocast(values)
+    a, values = _autocast(a, values)
     y: Tensor
     if transpose:
         y = _OPS.dds_nt(a, values, None, pattern.handle, pattern.version, 0, feature_major)
@@ -141,11 +139,18 @@ def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feat
     return y
 
 
-def _autocast(tensor: _T) -> _T:
-    if tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
-        return tensor
-    device = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+def _autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """The tensors as autocast wants them on the device of the first."""
+    tensors = (first, *others)
+    device = first.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) if _is_castable(tensor) else tensor for tensor in tensors)
+
+
+def _is_castable(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    return tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def _records_gradient(*tensors: Tensor | None) -> bool:

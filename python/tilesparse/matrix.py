@@ -102,17 +102,18 @@ class BlockSparseMatrix:
             density, nnz: keep that many blocks, those of the largest Frobenius norm. Without either
                 every block with a nonzero is kept.
         """
-        if (pattern is None) == (block_shape is None):
-            raise InvalidArgumentError("pattern, block_shape: exactly one of them expected")
-        if pattern is None and density is None and nnz is None:
-            pattern = BlockPattern.from_mask(dense != 0, block_shape=block_shape)
-        if pattern is None:
-            pattern = BlockPattern.from_dense(dense, block_shape=block_shape, density=density, nnz=nnz)
+        if block_shape is not None and pattern is None:
+            if density is None and nnz is None:
+                pattern = BlockPattern.from_mask(dense, block_shape=block_shape)
+            else:
+                pattern = BlockPattern.from_dense(dense, block_shape=block_shape, density=density, nnz=nnz)
+        elif pattern is None or any(given is not None for given in (block_shape, density, nnz)):
+            raise InvalidArgumentError("pattern: expected alone, or else block_shape with density or nnz")
         return cls(_gather(dense, pattern), pattern)
 
     @classmethod
     def from_mask(cls, dense: Tensor, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockSparseMatrix":
-        """The blocks of ``dense`` in which ``mask`` (same shape) has a nonzero; the rest of them is kept too."""
+        """The blocks of ``dense`` in which ``mask`` (same shape) has a nonzero, whole."""
         return cls.from_dense(dense, BlockPattern.from_mask(mask, block_shape=block_shape))
 
     @classmethod
@@ -190,7 +191,7 @@ class BlockSparseMatrix:
 
     def to_scipy(self) -> Any:
         """A ``scipy.sparse.bsr_array`` on the host; half precision becomes float32."""
-        import scipy.sparse  # optional: only this function needs it
+        import scipy.sparse  # type: ignore[import-untyped]  # optional: only this function needs it
 
         values = self._in_row_order().cpu()
         if values.dtype in (torch.float16, torch.bfloat16):
@@ -240,7 +241,8 @@ class BlockSparseMatrix:
     def block_norm(self, p: float = 2) -> Tensor:
         """[nnz] the p-norm of every block, in slot order; half precision is summed in float32."""
         dtype = torch.promote_types(self.dtype, torch.float32)
-        return torch.linalg.vector_norm(self.values, p, dim=(1, 2), dtype=dtype)
+        norms: Tensor = torch.linalg.vector_norm(self.values, p, dim=(1, 2), dtype=dtype)
+        return norms
 
     def move_blocks_(
         self, slots: Tensor | Sequence[int], blocks: Tensor | Sequence[tuple[int, int]]
@@ -263,7 +265,7 @@ class BlockSparseMatrix:
             raise InvalidArgumentError(
                 f"blocks: {len(chosen)} places expected, one per slot, got {len(places)}"
             )
-        if len(chosen.unique()) != len(chosen) or ((chosen < 0) | (chosen >= self.nnz)).any():
+        if len(set(chosen.tolist())) != len(chosen) or ((chosen < 0) | (chosen >= self.nnz)).any():
             raise InvalidPatternError(f"slots: different numbers from 0 to {self.nnz - 1} expected")
         blocks = torch.stack(self.pattern.block_indices(), 1)
         blocks[chosen] = places

@@ -63,9 +63,7 @@ def randn(*size: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
     return torch.randn(size, generator=seeded(seed), dtype=torch.float64).to(device, dtype)
 
 
-def random_values(
-    pattern: BlockPattern, *, dtype: torch.dtype, device: str = "cpu", seed: int = 7
-) -> Tensor:
+def random_values(pattern: BlockPattern, *, dtype: torch.dtype, device: str = "cpu", seed: int = 7) -> Tensor:
     """Values [nnz, bn, bk] for a pattern."""
     return randn(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device, seed=seed)
 

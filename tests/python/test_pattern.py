@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from itertools import pairwise
 
 import pytest
 import scipy.sparse
@@ -35,7 +36,7 @@ def test_arrays_hold_the_invariants_of_bsr(pattern: BlockPattern) -> None:
     row_ptr, col_idx = pattern.row_ptr.tolist(), pattern.col_idx.tolist()
     assert row_ptr[0] == 0 and row_ptr[-1] == pattern.nnz == len(col_idx)
     assert len(row_ptr) == rows + 1
-    for begin, end in zip(row_ptr, row_ptr[1:], strict=False):
+    for begin, end in pairwise(row_ptr):
         columns = col_idx[begin:end]
         assert columns == sorted(set(columns))
         assert all(0 <= column < cols for column in columns)

@@ -1,0 +1,417 @@
+"""functional.linear, dds, dsd and sdd against float64 dense references, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import (
+    DEVICE_DTYPES,
+    DEVICES,
+    PATTERNS,
+    assert_product_close,
+    assert_within,
+    blocks_of_dense,
+    dense_weight,
+    make_pattern,
+    product_with_bound,
+    randn,
+    random_values,
+    rounded,
+    seeded,
+)
+from torch import Tensor
+
+from tilesparse import BlockPattern, PatternChangedError, functional
+
+SHAPES = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32)]
+TOKENS = [0, 1, 3, 17, 127, 1000]
+
+
+def assert_sdd_close(actual: Tensor, y: Tensor, x: Tensor, pattern: BlockPattern) -> None:
+    """Asserts that ``actual`` holds the pattern's blocks of yᵀ x."""
+    y, x = y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+    expected, tolerance = product_with_bound(y.t(), x, actual.dtype)
+    assert_within(actual, blocks_of_dense(expected, pattern), blocks_of_dense(tolerance, pattern))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_products_on_adversarial_patterns(device: str, dtype: torch.dtype, name: str) -> None:
+    pattern = make_pattern(name, (4, 6), (32, 32))
+    values = random_values(pattern, dtype=dtype, device=device)
+    x = randn(33, pattern.in_features, dtype=dtype, device=device, seed=1)
+    y = randn(33, pattern.out_features, dtype=dtype, device=device, seed=2)
+    bias = randn(pattern.out_features, dtype=dtype, device=device, seed=3)
+    weight = dense_weight(values, pattern)
+    assert_product_close(functional.linear(x, values, pattern, bias), x, weight.t(), bias)
+    assert_product_close(functional.dds(y, values, pattern, transpose=False), y, weight)
+    assert_sdd_close(functional.sdd(y, x, pattern), y, x, pattern)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("block_shape", SHAPES)
+@pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[1], DEVICE_DTYPES[-1]])
+def test_products_for_any_tokens_and_blocks(
+    device: str, dtype: torch.dtype, block_shape: tuple[int, int], tokens: int
+) -> None:
+    pattern = make_pattern("random 50%", (3, 2), block_shape)
+    values = random_values(pattern, dtype=dtype, device=device)
+    x = randn(tokens, pattern.in_features, dtype=dtype, device=device, seed=1)
+    y = randn(tokens, pattern.out_features, dtype=dtype, device=device, seed=2)
+    weight = dense_weight(values, pattern)
+    result = functional.linear(x, values, pattern)
+    assert result.is_contiguous()
+    assert_product_close(result, x, weight.t())
+    assert_product_close(functional.dds(y, values, pattern, transpose=False), y, weight)
+    assert_sdd_close(functional.sdd(y, x, pattern), y, x, pattern)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 3, 4), (2, 0, 4)])
+def test_leading_dimensions(device: str, lead: tuple[int, ...]) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
+    x = randn(*lead, pattern.in_features, dtype=torch.float32, device=device, seed=1).requires_grad_()
+    y = functional.linear(x, values, pattern)
+    assert y.shape == (*lead, pattern.out_features)
+    grad = randn(*y.shape, dtype=torch.float32, device=device, seed=2)
+    y.backward(grad)
+    flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    weight = dense_weight(values, pattern)
+    assert_product_close(y.reshape(-1, y.shape[-1]), flat_x, weight.t())
+    assert_product_close(x.grad.reshape(-1, x.shape[-1]), flat_grad, weight)
+    assert_sdd_close(values.grad, flat_grad, flat_x, pattern)
+
+
+STRIDED: dict[str, Callable[[int, int, torch.dtype, str], Tensor]] = {
+    "feature-major": lambda m, k, dtype, device: randn(k, m, dtype=dtype, device=device).t(),
+    "padded feature-major": lambda m, k, dtype, device: randn(k, m + 8, dtype=dtype, device=device).t()[:m],
+    "offset feature-major": lambda m, k, dtype, device: randn(k, m + 9, dtype=dtype, device=device).t()[
+        3 : m + 3
+    ],
+    "padded rows": lambda m, k, dtype, device: randn(m, k + 16, dtype=dtype, device=device)[:, :k],
+    "offset columns": lambda m, k, dtype, device: randn(m, k + 3, dtype=dtype, device=device)[:, 3:],
+    "every other token": lambda m, k, dtype, device: randn(2 * m, k, dtype=dtype, device=device)[::2],
+    "every other feature": lambda m, k, dtype, device: randn(m, 2 * k, dtype=dtype, device=device)[:, ::2],
+    "one token repeated": lambda m, k, dtype, device: randn(1, k, dtype=dtype, device=device).expand(m, k),
+    "one number repeated": lambda m, k, dtype, device: randn(1, 1, dtype=dtype, device=device).expand(m, k),
+    "overlapping windows": lambda m, k, dtype, device: randn(m + k, dtype=dtype, device=device).unfold(
+        0, k, 1
+    )[:m],
+    "swapped batch": lambda m, k, dtype, device: randn(3, m, k, dtype=dtype, device=device).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 37])
+@pytest.mark.parametrize("layout", STRIDED)
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_operands(device: str, layout: str, tokens: int) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (32, 16))
+    dtype = torch.bfloat16
+    values = random_values(pattern, dtype=dtype, device=device)
+    weight = dense_weight(values, pattern)
+    x = STRIDED[layout](tokens, pattern.in_features, dtype, device)
+    y = STRIDED[layout](tokens, pattern.out_features, dtype, device)
+    flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    before = x.clone(), y.clone()
+    result = functional.linear(x, values, pattern)
+    assert_product_close(result.reshape(-1, result.shape[-1]), flat_x, weight.t())
+    result = functional.dds(y, values, pattern, transpose=False)
+    assert_product_close(result.reshape(-1, result.shape[-1]), flat_y, weight)
+    assert_sdd_close(functional.sdd(y, x, pattern), flat_y, flat_x, pattern)
+    assert torch.equal(x, before[0]) and torch.equal(y, before[1])
+
+
+@pytest.mark.parametrize("lead", [(24,), (37,), (1,), (0,), (3, 5)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_feature_major_output(device: str, lead: tuple[int, ...]) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (32, 16))
+    values = random_values(pattern, dtype=torch.float32, device=device)
+    x = randn(*lead, pattern.in_features, dtype=torch.float32, device=device)
+    bias = randn(pattern.out_features, dtype=torch.float32, device=device)
+    y = functional.linear(x, values, pattern, bias, feature_major_output=True)
+    assert y.shape == (*lead, pattern.out_features)
+    flat = y.reshape(-1, y.shape[-1])
+    assert flat.t().stride(-1) == 1 or len(flat) <= 1
+    assert flat.data_ptr() == y.data_ptr()
+    assert_product_close(flat, x.reshape(-1, x.shape[-1]), dense_weight(values, pattern).t(), bias)
+
+
+@pytest.mark.parametrize("n", [1, 16, 33])
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[1], DEVICE_DTYPES[-1]])
+def test_dsd(device: str, dtype: torch.dtype, transpose: bool, n: int) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (32, 16))
+    values = random_values(pattern, dtype=dtype, device=device)
+    weight = dense_weight(values, pattern)
+    weight = weight.t() if transpose else weight
+    b = randn(weight.shape[1], n, dtype=dtype, device=device)
+    result = functional.dsd(values, pattern, b, transpose=transpose)
+    assert result.stride(-1) == 1 or n == 1
+    assert_product_close(result, weight, b)
+
+
+ACTIVATIONS = {
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+}
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["fused", "differentiable"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_activations(device: str, dtype: torch.dtype, activation: str, record: bool) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (32, 16))
+    values = random_values(pattern, dtype=dtype, device=device).requires_grad_(record)
+    x = randn(19, pattern.in_features, dtype=dtype, device=device)
+    bias = randn(pattern.out_features, dtype=dtype, device=device)
+    y = functional.linear(x, values, pattern, bias, activation)
+    assert y.requires_grad == record
+    product, tolerance = product_with_bound(x, dense_weight(values, pattern).t(), dtype, bias)
+    expected = ACTIVATIONS[activation](product)
+    # No activation's slope exceeds 1.13; the functions themselves are good to a few units.
+    accuracy = 4 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    assert_within(y, expected, rounded(expected, 1.13 * tolerance + accuracy * product.abs(), dtype))
+
+
+@pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_linear(device: str, activation: str) -> None:
+    """Against autograd through the dense layer, in the dtype training uses."""
+    pattern = make_pattern("random 50%", (3, 4), (16, 32))
+    values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
+    x = randn(2, 21, pattern.in_features, dtype=torch.float32, device=device, seed=1).requires_grad_()
+    bias = randn(pattern.out_features, dtype=torch.float32, device=device, seed=2).requires_grad_()
+    grad = randn(2, 21, pattern.out_features, dtype=torch.float32, device=device, seed=3)
+    functional.linear(x, values, pattern, bias, activation).backward(grad)
+
+    dense = dense_weight(values, pattern).requires_grad_()
+    reference_x = x.detach().cpu().double().requires_grad_()
+    reference_bias = bias.detach().cpu().double().requires_grad_()
+    y = torch.nn.functional.linear(reference_x, dense, reference_bias)
+    ACTIVATIONS.get(activation, lambda t: t)(y).backward(grad.cpu().double())
+    for actual, expected in (
+        (x.grad, reference_x.grad),
+        (values.grad, blocks_of_dense(dense.grad, pattern)),
+        (bias.grad, reference_bias.grad),
+    ):
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def double_tensors(pattern: BlockPattern) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x, y, values, bias) in float64 that require gradients."""
+    return (
+        randn(3, pattern.in_features, dtype=torch.float64, seed=1).requires_grad_(),
+        randn(3, pattern.out_features, dtype=torch.float64, seed=2).requires_grad_(),
+        random_values(pattern, dtype=torch.float64).requires_grad_(),
+        randn(pattern.out_features, dtype=torch.float64, seed=3).requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
+def test_gradients_of_every_order(check: Callable[..., bool]) -> None:
+    pattern = make_pattern("diagonal", (2, 2), (16, 16))
+    x, y, values, bias = double_tensors(pattern)
+    assert check(lambda *t: functional.linear(t[0], t[1], pattern, t[2]), (x, values, bias), fast_mode=True)
+    assert check(lambda *t: functional.dds(*t, pattern, transpose=False), (y, values), fast_mode=True)
+    assert check(lambda *t: functional.sdd(*t, pattern), (y, x), fast_mode=True)
+    assert check(
+        lambda v, b: functional.dsd(v, pattern, b), (values, x.detach().t().requires_grad_()), fast_mode=True
+    )
+
+
+def test_gradients_elementwise() -> None:
+    pattern = BlockPattern.from_blocks([(0, 1)], shape=(16, 32), block_shape=(16, 16))
+    x, y, values, bias = double_tensors(pattern)
+    assert torch.autograd.gradcheck(
+        lambda *t: functional.linear(t[0], t[1], pattern, t[2]), (x, values, bias)
+    )
+    assert torch.autograd.gradcheck(lambda *t: functional.sdd(*t, pattern), (y, x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_needed_gradients_are_computed_and_kept(device: str) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 16))
+    x = randn(8, pattern.in_features, dtype=torch.float32, device=device)
+    values = random_values(pattern, dtype=torch.float32, device=device)
+    frozen = functional.linear(x.requires_grad_(), values, pattern)
+    assert [t is None for t in frozen.grad_fn.saved_tensors] == [True, False]
+    frozen.sum().backward()
+    assert values.grad is None and x.grad is not None
+    leaf = functional.linear(x.detach(), values.requires_grad_(), pattern)
+    assert [t is None for t in leaf.grad_fn.saved_tensors] == [False, True]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sdd_out(device: str) -> None:
+    pattern = make_pattern("random 50%", (3, 4), (16, 32))
+    x = randn(40, pattern.in_features, dtype=torch.float32, device=device, seed=1)
+    y = randn(40, pattern.out_features, dtype=torch.float32, device=device, seed=2)
+    start = random_values(pattern, dtype=torch.float32, device=device)
+    out = start.clone()
+    assert functional.sdd(y, x, pattern, out=out) is out
+    assert torch.equal(out, functional.sdd(y, x, pattern))
+    out = start.clone()
+    functional.sdd(y, x, pattern, out=out, accumulate=True)
+    expected, tolerance = product_with_bound(y.t(), x, torch.float32)
+    expected = blocks_of_dense(expected, pattern) + start.cpu()
+    tolerance = blocks_of_dense(tolerance, pattern)
+    assert_within(out, expected, rounded(expected, tolerance, torch.float32))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_backward_after_an_update_is_refused(device: str) -> None:
+    pattern = make_pattern("diagonal", (3, 3), (16, 16))
+    values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
+    x = randn(4, pattern.in_features, dtype=torch.float32, device=device)
+    y = functional.linear(x, values, pattern)
+    pattern.update_(BlockPattern.from_blocks([(0, 2), (1, 0), (2, 1)], shape=(48, 48), block_shape=(16, 16)))
+    with pytest.raises(PatternChangedError, match="version"):
+        y.sum().backward()
+    assert values.grad is None
+    # The next forward pass follows the new pattern.
+    assert_product_close(functional.linear(x, values, pattern), x, dense_weight(values, pattern).t())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pattern_outlives_its_last_name_until_backward(device: str) -> None:
+    pattern = make_pattern("diagonal", (3, 3), (16, 16))
+    values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
+    y = functional.linear(randn(4, 48, dtype=torch.float32, device=device), values, pattern)
+    del pattern
+    y.sum().backward()
+    assert values.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast(device: str, dtype: torch.dtype) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 16))
+    values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
+    x = randn(9, pattern.in_features, dtype=torch.float32, device=device).requires_grad_()
+    bias = randn(pattern.out_features, dtype=torch.float32, device=device)
+    with torch.autocast(device, dtype=dtype):
+        y = functional.linear(x, values, pattern, bias)
+        assert y.dtype == dtype
+        assert functional.dds(y, values, pattern, transpose=False).dtype == dtype
+        assert functional.sdd(y, x, pattern).dtype == dtype
+    assert_product_close(y, x.to(dtype), dense_weight(values.to(dtype), pattern).t(), bias.to(dtype))
+    y.sum().backward()
+    assert x.grad.dtype == values.grad.dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    pattern = make_pattern("full", (1, 2), (16, 16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = functional.linear(
+            torch.ones(2, 32, dtype=torch.float64), random_values(pattern, dtype=torch.float64), pattern
+        )
+    assert y.dtype == torch.float64
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_results_repeat_bitwise(device: str, dtype: torch.dtype) -> None:
+    pattern = make_pattern("power-law rows", (6, 8), (32, 32))
+    values = random_values(pattern, dtype=dtype, device=device)
+    x = randn(100, pattern.in_features, dtype=dtype, device=device)
+    y = functional.linear(x, values, pattern)
+    assert torch.equal(y, functional.linear(x, values, pattern))
+    assert torch.equal(functional.sdd(y, x, pattern), functional.sdd(y, x, pattern))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_compile_without_graph_breaks(device: str, dynamic: bool) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 16))
+    values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
+    bias = randn(pattern.out_features, dtype=torch.float32, device=device).requires_grad_()
+
+    def step(x: Tensor) -> Tensor:
+        y = functional.linear(x, values, pattern, bias, "gelu", feature_major_output=True)
+        return functional.dds(y, values, pattern, transpose=False).sin()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (8, 13):
+        x = randn(tokens, pattern.in_features, dtype=torch.float32, device=device)
+        results = []
+        for function in (step, compiled):
+            y = function(x)
+            results.append((y, *torch.autograd.grad(y.sum(), (values, bias))))
+        for eager, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, eager)
+
+
+def test_compiled_code_follows_an_update() -> None:
+    pattern = make_pattern("diagonal", (3, 3), (16, 16))
+    values = random_values(pattern, dtype=torch.float32)
+    x = randn(4, 48, dtype=torch.float32)
+    compiled = torch.compile(
+        lambda x: functional.linear(x, values, pattern), fullgraph=True, backend="aot_eager"
+    )
+    for name in ("diagonal", "banded", "full", "banded", "diagonal"):
+        pattern.update_(make_pattern(name, (3, 3), (16, 16)))
+        values = random_values(pattern, dtype=torch.float32)
+        assert_product_close(compiled(x), x, dense_weight(values, pattern).t())
+
+
+def test_meta_tensors_give_shapes_only() -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    x = torch.empty(2, 5, pattern.in_features, device="meta")
+    values = torch.empty(pattern.nnz, 16, 32, device="meta", requires_grad=True)
+    y = functional.linear(x, values, pattern, activation="relu")
+    assert y.device.type == "meta" and y.shape == (2, 5, pattern.out_features)
+    y.sum().backward()
+    assert values.grad.shape == values.shape
+
+
+@pytest.mark.gpu
+def test_float32_follows_pytorchs_tf32_setting() -> None:
+    pattern = BlockPattern.full((256, 256), block_shape=(64, 64))
+    values = random_values(pattern, dtype=torch.float32, device="cuda")
+    x = randn(64, 256, dtype=torch.float32, device="cuda")
+    exact = x.double() @ dense_weight(values, pattern).t().cuda()
+    errors = {}
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        errors[precision] = (functional.linear(x, values, pattern) - exact).abs().max()
+    torch.set_float32_matmul_precision("highest")
+    assert errors["highest"] < 1e-4 < errors["high"] < 1
+
+
+@pytest.mark.gpu
+def test_streams_and_graph_capture() -> None:
+    pattern = make_pattern("random 50%", (8, 8), (64, 64))
+    values = random_values(pattern, dtype=torch.bfloat16, device="cuda")
+    x = randn(256, pattern.in_features, dtype=torch.bfloat16, device="cuda")
+    expected = functional.linear(x, values, pattern)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        assert torch.equal(functional.linear(x, values, pattern), expected)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = functional.linear(x, values, pattern)
+    x.copy_(x.roll(1, 0))
+    graph.replay()
+    assert torch.equal(y, expected.roll(1, 0))
+
+
+@pytest.mark.gpu
+def test_an_updated_pattern_leaves_launched_work_alone() -> None:
+    pattern = make_pattern("random 50%", (32, 32), (64, 64))
+    other = BlockPattern.random(pattern.shape, block_shape=(64, 64), nnz=pattern.nnz, generator=seeded(5))
+    values = random_values(pattern, dtype=torch.bfloat16, device="cuda")
+    x = randn(4096, pattern.in_features, dtype=torch.bfloat16, device="cuda")
+    expected = functional.linear(x, values, pattern)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results = [functional.linear(x, values, pattern) for _ in range(20)]
+    pattern.update_(other)
+    trash = [torch.full((1 << 20,), -1, dtype=torch.int32, device="cuda") for _ in range(20)]
+    torch.cuda.synchronize()
+    assert len(trash) == 20 and all(torch.equal(result, expected) for result in results)

@@ -1,0 +1,135 @@
+"""Plans of every kernel of the library that walks one: each block exactly once, no tile twice.
+
+The layout is that of cuda/common/plan.h. A library without CUDA kernels has no plans to check.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+from helpers import PATTERNS, make_pattern
+
+from tilesparse import _C, BlockPattern, UnsupportedError
+from tilesparse._ops import DDS_NN, DDS_NT, SDD_TN
+from tilesparse.pattern import BLOCK_SIZES
+
+BLOCK_SHAPES = list(product(BLOCK_SIZES, BLOCK_SIZES))
+DEVICE = _C.DeviceInfo(1, 90, 132, 232448)  # an H100: runs every kernel there is
+# One kernel of each plan shape.
+KERNELS = {kernel.plan: (index, kernel) for index, kernel in enumerate(_C.kernels()) if kernel.plan}
+needs_plans = pytest.mark.skipif(not KERNELS, reason="this library has no kernel with a plan")
+
+
+def build(pattern: BlockPattern, kernel: int, op: int) -> dict[str, np.ndarray]:
+    """The sections of a plan by name."""
+    descriptor = pattern.prepared.descriptor(torch.device("cpu"))
+    words = np.full(_C.plan_size(descriptor, kernel, op) // 4, -7, dtype=np.int32)
+    _C.plan_build(descriptor, kernel, op, words.ctypes.data, words.nbytes)
+    tiles, steps, groups, pieces, *offsets, total = words[:10].tolist()
+    assert total == len(words)
+    assert all(offset % 4 == 0 and 16 <= offset <= total for offset in offsets)
+    shapes = {
+        "tiles": (tiles, 2),
+        "rows": (0 if op == SDD_TN else tiles, groups),
+        "masks": (steps,),
+        "k": (tiles if op == SDD_TN else steps, pieces),
+        "slots": (tiles, pieces) if op == SDD_TN else (steps, pieces, groups),
+    }
+    sections = {}
+    for (name, shape), begin in zip(shapes.items(), offsets, strict=True):
+        assert begin + np.prod(shape) <= total
+        sections[name] = words[begin : begin + np.prod(shape)].reshape(shape)
+    return sections
+
+
+def computes(pattern: BlockPattern, index: int, op: int) -> bool:
+    """Whether a kernel accepts a product on that pattern."""
+    dtypes = _C.kernels()[index].dtypes
+    dtype = next(bit for bit in range(4) if dtypes >> bit & 1)
+    precision = _C.kernels()[index].precision
+    descriptor = pattern.prepared.descriptor(torch.device("cpu"))
+    try:
+        _C.select(descriptor, op, dtype, DEVICE, 1024, precision=precision, kernel=index + 1)
+    except UnsupportedError:
+        return False
+    return True
+
+
+@needs_plans
+@pytest.mark.parametrize("op", [DDS_NT, DDS_NN])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_dds_plans_visit_each_block_once(name: str, op: int) -> None:
+    checked = 0
+    for (key, (index, kernel)), block_shape in product(KERNELS.items(), BLOCK_SHAPES):
+        pattern = make_pattern(name, (7, 10), block_shape)
+        if kernel.ops >> op & 1 and computes(pattern, index, op):
+            checked += 1
+            check_dds_plan(pattern if op == DDS_NT else pattern.transpose(), build(pattern, index, op), key)
+    assert checked
+
+
+def check_dds_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int) -> None:
+    """Checks a plan against the pattern as seen from the output of the product."""
+    step = key & 0xFFF
+    row_block, col_block = pattern.block_shape
+    written = plan["rows"][plan["rows"] >= 0]
+    assert sorted(written) == list(range(pattern.grid[0]))
+    first, count = plan["tiles"].T
+    assert (first == np.r_[0, np.cumsum(count)[:-1]]).all() and count.sum() == len(plan["masks"])
+    assert all(before >= after for before, after in pairwise(count))
+
+    visited = {}
+    for tile, s in zip(np.repeat(np.arange(len(first)), count), range(count.sum()), strict=True):
+        mask = 0
+        for piece, k in enumerate(plan["k"][s]):
+            assert k >= 0 or (plan["slots"][s, piece] == -1).all()
+            for group, slot in enumerate(plan["slots"][s, piece]):
+                if slot >= 0:
+                    place = (int(plan["rows"][tile, group]), int(k))
+                    assert place not in visited
+                    visited[place] = int(slot)
+                    mask |= mask_of(piece, group, row_block, len(plan["k"][s]))
+        assert mask != 0, "a step without a block"
+        assert int(plan["masks"][s]) & 0xFFFFFFFF == mask
+
+    rows, cols = pattern.block_indices()
+    expected = {
+        (row, col * col_block + offset): slot
+        for slot, (row, col) in enumerate(zip(rows.tolist(), cols.tolist(), strict=True))
+        for offset in range(0, col_block, step)
+    }
+    assert visited == expected
+
+
+def mask_of(piece: int, group: int, row_block: int, pieces: int) -> int:
+    """Bit 4 i + j for the 16-feature strips i and the quarters j of the step that a block covers."""
+    strips = range(group * row_block // 16, (group + 1) * row_block // 16)
+    quarters = range(piece * 4 // pieces, (piece + 1) * 4 // pieces)
+    return sum(1 << 4 * i + j for i in strips for j in quarters)
+
+
+@needs_plans
+@pytest.mark.parametrize("name", PATTERNS)
+def test_sdd_plans_write_each_block_once(name: str) -> None:
+    checked = 0
+    for (index, kernel), block_shape in product(KERNELS.values(), BLOCK_SHAPES):
+        pattern = make_pattern(name, (7, 10), block_shape)
+        if kernel.ops >> SDD_TN & 1 and computes(pattern, index, SDD_TN):
+            checked += 1
+            check_sdd_plan(pattern, build(pattern, index, SDD_TN))
+    assert checked
+
+
+def check_sdd_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
+    written = {}
+    for (row, count), k, slots in zip(plan["tiles"], plan["k"], plan["slots"], strict=True):
+        assert 0 < count <= len(slots)
+        assert (k[count:] == -1).all() and (slots[count:] == -1).all()
+        for start, slot in zip(k[:count], slots[:count], strict=True):
+            assert int(slot) not in written
+            written[int(slot)] = (int(row), int(start) // pattern.block_shape[1])
+    rows, cols = pattern.block_indices()
+    assert written == dict(enumerate(zip(rows.tolist(), cols.tolist(), strict=True)))
