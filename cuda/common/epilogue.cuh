@@ -1,0 +1,86 @@
+// What happens to a sum before it is stored.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "common/problem.h"
+
+namespace ts {
+
+__device__ inline float activate(float value, Activation activation) {
+    switch (activation) {
+        case Activation::relu:
+            return value > 0.0f || value != value ? value : 0.0f;  // NaN stays
+        case Activation::gelu:
+            return 0.5f * value * (1.0f + erff(value * 0.70710678f));
+        case Activation::silu:
+            return value / (1.0f + __expf(-value));
+        default:
+            return value;
+    }
+}
+
+template <class Element>
+__device__ inline float to_float(Element value) {
+    return static_cast<float>(value);
+}
+
+template <class Element>
+__device__ inline Element from_float(float value);
+template <>
+__device__ inline float from_float(float value) {
+    return value;
+}
+template <>
+__device__ inline __half from_float(float value) {
+    return __float2half_rn(value);
+}
+template <>
+__device__ inline __nv_bfloat16 from_float(float value) {
+    return __float2bfloat16_rn(value);
+}
+
+template <class Element>
+struct alignas(2 * sizeof(Element)) Pair {
+    Element first, second;
+};
+
+// Stores two neighbouring sums, or adds them to what is there.
+template <class Element>
+__device__ inline void store_pair(Element* target, float2 sum, bool accumulate) {
+    auto* pair = reinterpret_cast<Pair<Element>*>(target);
+    if (accumulate) {
+        const Pair<Element> before = *pair;
+        sum.x += to_float(before.first);
+        sum.y += to_float(before.second);
+    }
+    *pair = {from_float<Element>(sum.x), from_float<Element>(sum.y)};
+}
+
+// Eight results that lie side by side in memory, stored in pieces of 16 bytes.
+template <class Element>
+class Neighbours {
+  public:
+    static constexpr int kCount = 8;
+
+    __device__ void set(int i, float value) { values_[i] = from_float<Element>(value); }
+
+    // `target` is aligned to 16 bytes.
+    __device__ void store(Element* target) const {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+            reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(values_)[i];
+    }
+    __device__ void store_first(Element* target, int count) const {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            if (i < count) target[i] = values_[i];
+    }
+
+  private:
+    static constexpr int kPieces = kCount * sizeof(Element) / sizeof(uint4);
+    alignas(16) Element values_[kCount];
+};
+
+}  // namespace ts

@@ -1,0 +1,82 @@
+// Asynchronous copies and the barriers that track them, as sm_80 has them: mbarriers without
+// try_wait, filled by cp.async of many threads.
+#pragma once
+
+#include <cstdint>
+
+namespace ts::sm80 {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies `bytes` (0 to 16) from global to shared memory past L1 and fills the rest of 16 with zeros.
+__device__ inline void copy_async(uint32_t target, const void* source, int bytes = 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes));
+}
+
+// The address of an mbarrier in shared memory.
+class Barrier {
+  public:
+    __device__ explicit Barrier(uint32_t address) : address_(address) {}
+
+    __device__ void init(int arrivals) const {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address_), "r"(arrivals));
+    }
+    __device__ void arrive() const {
+        asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address_)
+                     : "memory");
+    }
+    // Arrives once all copies this thread has started so far have landed.
+    __device__ void arrive_after_copies() const {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address_) : "memory");
+    }
+    __device__ void wait(uint32_t parity) const {
+        uint32_t done;
+        do {
+            asm volatile(
+                "{ .reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2; selp.u32 %0, 1, 0, "
+                "done; }"
+                : "=r"(done)
+                : "r"(address_), "r"(parity)
+                : "memory");
+        } while (!done);
+    }
+
+  private:
+    uint32_t address_;
+};
+
+// A position in a ring of stages and the parity of its current round.
+struct RingPosition {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ void advance(int stages) {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+// Full and empty barriers of a ring: producers fill a stage, consumer warps release it.
+class Ring {
+  public:
+    __device__ Ring(uint32_t address, int stages) : address_(address), stages_(stages) {}
+
+    static constexpr int bytes(int stages) { return stages * 16; }
+
+    __device__ void init(int producer_threads, int consumer_warps) const {
+        for (int stage = 0; stage < stages_; ++stage) {
+            full(stage).init(producer_threads);
+            empty(stage).init(consumer_warps);
+        }
+    }
+    __device__ Barrier full(int stage) const { return Barrier(address_ + 16 * stage); }
+    __device__ Barrier empty(int stage) const { return Barrier(address_ + 16 * stage + 8); }
+    __device__ int stages() const { return stages_; }
+
+  private:
+    uint32_t address_;
+    int stages_;
+};
+
+}  // namespace ts::sm80

@@ -1,0 +1,163 @@
+// One operand's tile in shared memory, its swizzle, and the fragments warps read from it.
+#pragma once
+
+#include <cstdint>
+
+#include "sm80/async.cuh"
+#include "sm80/math.cuh"
+
+namespace ts::sm80 {
+
+constexpr int kLineBytes = 128;
+constexpr int kChunkBytes = 16;
+constexpr int kChunksPerLine = kLineBytes / kChunkBytes;
+constexpr int kQuarters = 4;  // of a step: k of one mma each
+
+// `kExtent` tokens or features by one step of k, 128 bytes of it. Lines of 128 bytes in chunks of 16:
+//  - contiguous k: a line is one token or feature, its chunks are along k;
+//  - otherwise a line is one element of k and its chunks are along the extent; an extent of more
+//    than 128 bytes takes several panels of such lines.
+// Chunks are permuted in each line, so that neither the copies nor the fragment loads have bank conflicts.
+template <class Element, int kExtent, bool kContiguousK>
+struct Tile {
+    static constexpr bool kIsContiguousK = kContiguousK;
+    static constexpr int kChunk = kChunkBytes / sizeof(Element);
+    static constexpr int kStep = kLineBytes / sizeof(Element);
+    static constexpr int kPanelExtent = kContiguousK ? kExtent : kStep;
+    static constexpr int kPanels = (kExtent + kPanelExtent - 1) / kPanelExtent;
+    static constexpr int kLines = kContiguousK ? kExtent : kStep;  // of a panel
+    static constexpr int kPanelBytes = kLines * kLineBytes;
+    static constexpr int kBytes = kPanels * kPanelBytes;
+
+    __device__ static uint32_t offset(int line, int chunk) {
+        return line * kLineBytes + (chunk ^ swizzle(line)) * kChunkBytes;
+    }
+    __device__ static int swizzle(int line) {
+        // Fragments of 4-byte elements along the extent are read by 4 lines x 2 chunks at once.
+        return !kContiguousK && sizeof(Element) == 4 ? (line & 3) << 1 : line & 7;
+    }
+};
+
+enum class Side { a, b };
+
+// Reads one warp's fragments of a tile: the matrices of 8 rows (tokens or features) x 16 bytes of k that
+// mma.sync wants, 2 x 2 of them at a time. Operand A has those of one k first, operand B those of one row.
+// The part of an address that depends on the lane is computed once; a permuted chunk is reached from it
+// by exclusive or, since `first` is a multiple of the warp's extent.
+template <class Tile, class Element, Side kSide>
+class Reader {
+    static constexpr bool kWords =
+        sizeof(Element) == 4 && Tile::kPanelExtent == Tile::kStep && !Tile::kIsContiguousK;
+
+  public:
+    __device__ Reader(int first, int lane) {
+        const int panel = first / Tile::kPanelExtent, row = first % Tile::kPanelExtent;
+        const int low = lane / 8 % 2, high = lane / 16;
+        const int next_row = kSide == Side::a ? low : high, next_k = kSide == Side::a ? high : low;
+        if constexpr (kWords)
+            lane_offset_ = Tile::offset(lane % 4, (row + lane / 4) / Tile::kChunk) + lane / 4 % 4 * 4;
+        else if constexpr (Tile::kIsContiguousK)
+            lane_offset_ = Tile::offset(row + next_row * 8 + lane % 8, next_k);
+        else
+            lane_offset_ = Tile::offset(next_k * 8 + lane % 8, row / Tile::kChunk + next_row);
+        lane_offset_ += panel * Tile::kPanelBytes;
+    }
+
+    // The fragments of rows 16 * i to 16 * i + 15 after the warp's first, at a quarter of the step.
+    __device__ Fragment<4> load(uint32_t tile, int i, int quarter) const {
+        constexpr int kLinesOfQuarter = Tile::kStep / kQuarters;
+        const uint32_t start = tile + lane_offset_;
+        Fragment<4> result;
+        if constexpr (Tile::kIsContiguousK) {
+            load_matrices(result, (start ^ 2 * quarter * kChunkBytes) + 16 * i * kLineBytes);
+        } else {
+            const uint32_t row = 16 * i % Tile::kPanelExtent / Tile::kChunk * kChunkBytes;
+            const uint32_t panel = 16 * i / Tile::kPanelExtent * Tile::kPanelBytes;
+            const uint32_t k = quarter * kLinesOfQuarter * kLineBytes;
+            if constexpr (kWords)
+                load_words(result, start ^ row, panel + k);
+            else
+                load_transposed(result, (start ^ row) + panel + k);
+        }
+        return result;
+    }
+
+  private:
+    __device__ static void load_matrices(Fragment<4>& to, uint32_t address) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
+                     : "r"(address));
+    }
+    __device__ static void load_transposed(Fragment<4>& to, uint32_t address) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
+                     : "r"(address));
+    }
+    __device__ static void load_words(Fragment<4>& to, uint32_t address, uint32_t offset) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int next_row = kSide == Side::a ? i % 2 : i / 2, next_k = kSide == Side::a ? i / 2 : i % 2;
+            asm volatile("ld.shared.u32 %0, [%1];"
+                         : "=r"(to.value[i])
+                         : "r"((address ^ next_row * 2 * kChunkBytes) + offset + next_k * 4 * kLineBytes));
+        }
+    }
+
+    uint32_t lane_offset_;
+};
+
+// What one warp adds up: kMTiles x kNTiles tiles of 16 x 16.
+template <int kMTiles, int kNTiles>
+using Accumulators = float[kMTiles][kNTiles][2][4];
+
+// One quarter of a step for the 16-wide tiles of B whose bit 4 * tile is set in `present`.
+template <class Math, bool kAll, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
+__device__ inline void multiply_quarter(Accumulators<kMTiles, kNTiles>& sums, const ReaderA& read_a,
+                                        uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b, int quarter,
+                                        uint32_t present) {
+    typename Math::template Operand<4> a[kMTiles];
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) a[m] = Math::prepare(read_a.load(tile_a, m, quarter));
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+        if (!kAll && !(present >> 4 * n & 1)) continue;
+        const Fragment<4> both = read_b.load(tile_b, n, quarter);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto b = Math::prepare(Fragment<2>{both.value[2 * half], both.value[2 * half + 1]});
+#pragma unroll
+            for (int m = 0; m < kMTiles; ++m) Math::mma(sums[m][n][half], a[m], b);
+        }
+    }
+}
+
+// `present` of a step in which every tile of a warp has a block.
+template <int kNTiles>
+constexpr uint32_t kAllPresent = kNTiles == 8 ? 0xffffffffu : (1u << 4 * kNTiles % 32) - 1;
+
+// One step with every tile present: a straight line, which the compiler can pipeline.
+template <class Math, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
+__device__ inline void multiply_all(Accumulators<kMTiles, kNTiles>& sums, const ReaderA& read_a,
+                                    uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b) {
+#pragma unroll
+    for (int quarter = 0; quarter < kQuarters; ++quarter)
+        multiply_quarter<Math, true>(sums, read_a, tile_a, read_b, tile_b, quarter, 0);
+}
+
+// One step. `present` has bit 4 * tile + quarter for each 16-wide tile of B and quarter of the step.
+template <class Math, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
+__device__ inline void multiply_step(Accumulators<kMTiles, kNTiles>& sums, const ReaderA& read_a,
+                                     uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b,
+                                     uint32_t present) {
+    if (present == kAllPresent<kNTiles>) {
+        multiply_all<Math>(sums, read_a, tile_a, read_b, tile_b);
+    } else if (present != 0) {
+#pragma unroll
+        for (int quarter = 0; quarter < kQuarters; ++quarter)
+            if (present >> quarter & kAllPresent<kNTiles> & 0x11111111u)
+                multiply_quarter<Math, false>(sums, read_a, tile_a, read_b, tile_b, quarter,
+                                              present >> quarter);
+    }
+}
+
+}  // namespace ts::sm80
