@@ -186,8 +186,7 @@ class BlockSparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        if not torch.compiler.is_compiling():
-            self._sync()
+        self._sync()
         return functional.linear(x, self.weight, self.pattern, self.bias)
 
     def extra_repr(self) -> str:
@@ -206,8 +205,12 @@ class BlockSparseLinear(nn.Module):
     def _mark_synced(self) -> None:
         self._synced = self._state()
 
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _sync(self) -> None:
-        """Carries a change of the pattern to the buffers, or one of the buffers to the pattern."""
+        """Carries a change of the pattern to the buffers, or one of the buffers to the pattern.
+
+        A compiled forward does so only while it is traced.
+        """
         state = self._state()
         if state == self._synced:
             return
