@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import _C
 from .errors import InvalidArgumentError, PatternChangedError, UnsupportedError
-from .pattern import BlockPattern, lookup
+from .pattern import INT32_MAX, BlockPattern, lookup
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
@@ -59,16 +59,18 @@ def _dds_nt(
 ) -> Tensor:
     pattern = _current(handle, version)
     _check_dds(pattern, "x", x, pattern.in_features, values, bias)
+    source = _operand("x", x)
     y = _empty(x, pattern.out_features, feature_major)
-    _launch(pattern, DDS_NT, _operand(x), _operand(y), _aligned(values), bias, activation)
+    _launch(pattern, DDS_NT, source, _operand("y", y), _aligned(values), bias, activation)
     return y
 
 
 def _dds_nn(y: Tensor, values: Tensor, handle: int, version: int, feature_major: bool = False) -> Tensor:
     pattern = _current(handle, version)
     _check_dds(pattern, "y", y, pattern.out_features, values)
+    source = _operand("y", y)
     x = _empty(y, pattern.in_features, feature_major)
-    _launch(pattern, DDS_NN, _operand(x), _operand(y), _aligned(values))
+    _launch(pattern, DDS_NN, _operand("x", x), source, _aligned(values))
     return x
 
 
@@ -76,7 +78,7 @@ def _sdd_tn(y: Tensor, x: Tensor, handle: int, version: int) -> Tensor:
     pattern = _current(handle, version)
     _check_sdd(pattern, y, x)
     out = x.new_empty(pattern.prepared.values_shape)
-    _launch(pattern, SDD_TN, _operand(x), _operand(y), out)
+    _launch(pattern, SDD_TN, _operand("x", x), _operand("y", y), out)
     return out
 
 
@@ -89,7 +91,7 @@ def _sdd_tn_into(y: Tensor, x: Tensor, out: Tensor, handle: int, version: int, a
             raise InvalidArgumentError(f"out: must not share memory with {name}")
     if out.is_cuda and out.data_ptr() % _ALIGNMENT:
         raise InvalidArgumentError(f"out: must be aligned to {_ALIGNMENT} bytes")
-    _launch(pattern, SDD_TN, _operand(x), _operand(y), out, accumulate=accumulate)
+    _launch(pattern, SDD_TN, _operand("x", x), _operand("y", y), out, accumulate=accumulate)
 
 
 def _current(handle: int, version: int) -> BlockPattern:
@@ -180,11 +182,13 @@ def _empty(like: Tensor, features: int, feature_major: bool) -> Tensor:
 Operand = tuple[Tensor, int, int, int, int]  # what keeps the memory alive, address, tokens, ld, layout
 
 
-def _operand(matrix: Tensor) -> Operand:
+def _operand(name: str, matrix: Tensor) -> Operand:
     """Activations as the library takes them; a copy where their strides or alignment do not fit."""
     if matrix.dim() != 2:
         matrix = matrix.reshape(-1, matrix.shape[-1])
     tokens, features = matrix.shape
+    if tokens > INT32_MAX:
+        raise InvalidArgumentError(f"{name}: fewer than 2^31 tokens expected, got {tokens}")
     token_stride, feature_stride = matrix.stride()
     address = matrix.data_ptr()
     if tokens == 0 or (feature_stride == 1 and (tokens == 1 or token_stride >= features)):

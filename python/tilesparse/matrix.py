@@ -186,7 +186,11 @@ class BlockSparseMatrix:
         """A ``torch.sparse_bsr`` tensor with the values in row order, detached."""
         pattern, device = self.pattern, self.device
         return torch.sparse_bsr_tensor(
-            pattern.row_ptr.to(device), pattern.col_idx.to(device), self._in_row_order(), self.shape
+            pattern.row_ptr.to(device),
+            pattern.col_idx.to(device),
+            self._in_row_order(),
+            self.shape,
+            check_invariants=False,  # a pattern holds them
         )
 
     def to_scipy(self) -> Any:

@@ -1,0 +1,344 @@
+"""Arguments that do not fit: a typed error that names the argument, and nothing written."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import scipy.sparse
+import torch
+from helpers import DEVICES, make_pattern, randn, random_values
+from torch import Tensor
+
+import tilesparse
+from tilesparse import (
+    BlockPattern,
+    InvalidArgumentError,
+    InvalidPatternError,
+    PatternChangedError,
+    TileSparseError,
+    functional,
+)
+
+SHAPE, BLOCK_SHAPE = (48, 64), (16, 32)
+
+
+def pattern_of(**changes: Any) -> BlockPattern:
+    """A valid pattern with some arguments replaced: blocks (0, 0), (0, 1), (2, 1)."""
+    arguments = {
+        "row_ptr": [0, 2, 2, 3],
+        "col_idx": [0, 1, 1],
+        "slot": [0, 1, 2],
+        "shape": SHAPE,
+        "block_shape": BLOCK_SHAPE,
+    }
+    return BlockPattern(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"shape": (40, 64)}, "out_features.*multiple.*16.*40"),
+        ({"shape": (48, 63)}, "in_features.*63"),
+        ({"shape": (0, 64)}, "out_features"),
+        ({"shape": (-48, 64)}, "out_features"),
+        ({"shape": (48, 2**31)}, "in_features"),
+        ({"shape": (48,)}, "shape"),
+        ({"shape": (48, 64, 64)}, "shape"),
+        ({"block_shape": (16, 24)}, "block_shape.*24"),
+        ({"block_shape": (256, 16)}, "block_shape"),
+        ({"block_shape": (16,)}, "block_shape"),
+        ({"block_shape": (0, 16)}, "block_shape"),
+    ],
+)
+def test_shapes(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=named):
+        pattern_of(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"row_ptr": [0, 2, 3]}, "row_ptr.*4 entries"),
+        ({"row_ptr": [1, 2, 2, 3]}, "row_ptr"),
+        ({"row_ptr": [0, 2, 1, 3]}, "row_ptr"),
+        ({"row_ptr": [0, 2, 2, 2]}, "row_ptr"),
+        ({"row_ptr": [0, 2, 2, 4]}, "row_ptr"),
+        ({"row_ptr": [0, 9, 2, 3]}, "row_ptr"),
+        ({"row_ptr": [0, -1, 2, 3]}, "row_ptr"),
+        ({"row_ptr": [0, 2, 2, 2**32 + 3]}, "row_ptr"),
+        ({"row_ptr": torch.tensor([0.0, 2, 2, 3])}, "row_ptr.*integers"),
+        ({"row_ptr": torch.tensor([[0, 2, 2, 3]])}, "row_ptr.*1-D"),
+        ({"col_idx": [1, 0, 1]}, "col_idx"),
+        ({"col_idx": [1, 1, 1]}, "col_idx"),
+        ({"col_idx": [0, 2, 1]}, "col_idx"),
+        ({"col_idx": [0, -1, 1]}, "col_idx"),
+        ({"col_idx": [0, 2**32 + 1, 1]}, "col_idx"),
+        ({"col_idx": torch.tensor([True, True, True])}, "col_idx.*integers"),
+        ({"slot": [0, 1]}, "slot.*3 entries"),
+        ({"slot": [0, 1, 1]}, "slot"),
+        ({"slot": [0, 1, 3]}, "slot"),
+        ({"slot": [0, -1, 2]}, "slot"),
+    ],
+)
+def test_pattern_arrays(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidPatternError, match=named):
+        pattern_of(**changes)
+
+
+@pytest.mark.parametrize("density", [-0.1, 1.0001, 2, -1e-9, math.nan, math.inf])
+def test_density(density: float) -> None:
+    for make in (
+        lambda: BlockPattern.random(SHAPE, block_shape=BLOCK_SHAPE, density=density),
+        lambda: BlockPattern.from_scores(torch.ones(3, 2), block_shape=BLOCK_SHAPE, density=density),
+        lambda: BlockPattern.from_dense(torch.ones(SHAPE), block_shape=BLOCK_SHAPE, density=density),
+    ):
+        with pytest.raises(InvalidArgumentError, match="density"):
+            make()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"density": 0.5, "nnz": 3}])
+def test_density_or_nnz(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match="density, nnz"):
+        BlockPattern.random(SHAPE, block_shape=BLOCK_SHAPE, **arguments)
+
+
+@pytest.mark.parametrize("nnz", [-1, 7])
+def test_nnz(nnz: int) -> None:
+    with pytest.raises(InvalidArgumentError, match="nnz"):
+        BlockPattern.random(SHAPE, block_shape=BLOCK_SHAPE, nnz=nnz)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (
+            lambda: BlockPattern.from_blocks([(3, 0)], shape=SHAPE, block_shape=BLOCK_SHAPE),
+            r"blocks.*\(3, 0\)",
+        ),
+        (lambda: BlockPattern.from_blocks([(0, -1)], shape=SHAPE, block_shape=BLOCK_SHAPE), "blocks"),
+        (
+            lambda: BlockPattern.from_blocks([(1, 1), (0, 0), (1, 1)], shape=SHAPE, block_shape=BLOCK_SHAPE),
+            r"blocks.*\(1, 1\).*twice",
+        ),
+        (
+            lambda: BlockPattern.from_blocks(torch.ones(2, 3).long(), shape=SHAPE, block_shape=BLOCK_SHAPE),
+            "blocks",
+        ),
+        (
+            lambda: BlockPattern.from_blocks(torch.ones(2, 2), shape=SHAPE, block_shape=BLOCK_SHAPE),
+            "blocks.*float32",
+        ),
+        (lambda: BlockPattern.from_mask(torch.ones(48, 63), block_shape=BLOCK_SHAPE), "in_features.*63"),
+        (lambda: BlockPattern.from_mask(torch.ones(48), block_shape=BLOCK_SHAPE), "mask"),
+        (lambda: BlockPattern.from_block_mask(torch.ones(3), block_shape=BLOCK_SHAPE), "mask"),
+        (lambda: BlockPattern.from_block_mask(torch.ones(0, 3), block_shape=BLOCK_SHAPE), "out_features"),
+        (lambda: BlockPattern.from_scores(torch.ones(6), block_shape=BLOCK_SHAPE, nnz=1), "scores"),
+        (
+            lambda: BlockPattern.from_scores(torch.tensor([[math.nan, 1]]), block_shape=BLOCK_SHAPE, nnz=1),
+            "scores.*NaN",
+        ),
+        (lambda: BlockPattern.from_dense(torch.ones(48, 60), block_shape=BLOCK_SHAPE, nnz=1), "in_features"),
+        (lambda: BlockPattern.from_bsr(torch.ones(48, 64)), "matrix"),
+        (lambda: BlockPattern.from_bsr(torch.ones(48, 64).to_sparse_bsr((8, 32))), "block_shape.*8"),
+        (lambda: BlockPattern.from_scipy(scipy.sparse.csr_array((48, 64))), "block_shape"),
+        (
+            lambda: BlockPattern.from_scipy(scipy.sparse.csr_array((48, 60)), block_shape=BLOCK_SHAPE),
+            "in_features",
+        ),
+        (lambda: pattern_of().update_(BlockPattern.full((48, 64), block_shape=(16, 16))), "other"),
+        (lambda: pattern_of().update_(BlockPattern.full((64, 64), block_shape=(16, 32))), "other"),
+    ],
+)
+def test_pattern_constructors(make: Callable[[], BlockPattern], named: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=named):
+        make()
+
+
+class Call:
+    """The operands of one product each, to be changed."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.pattern = make_pattern("random 50%", (3, 4), BLOCK_SHAPE)
+        self.x = randn(8, self.pattern.in_features, dtype=torch.float32, device=device)
+        self.y = randn(8, self.pattern.out_features, dtype=torch.float32, device=device)
+        self.values = random_values(self.pattern, dtype=torch.float32, device=device)
+        self.bias = randn(self.pattern.out_features, dtype=torch.float32, device=device)
+
+    def linear(self) -> Tensor:
+        return functional.linear(self.x, self.values, self.pattern, self.bias)
+
+    def dds(self) -> Tensor:
+        return functional.dds(self.y, self.values, self.pattern, transpose=False)
+
+    def dsd(self) -> Tensor:
+        return functional.dsd(self.values, self.pattern, self.x.t())
+
+    def sdd(self) -> Tensor:
+        return functional.sdd(self.y, self.x, self.pattern)
+
+    def sdd_out(self) -> Tensor:
+        return functional.sdd(self.y, self.x, self.pattern, out=self.values, accumulate=True)
+
+
+BAD_OPERANDS: list[tuple[list[str], str, Callable[[Tensor], Tensor], str]] = [
+    (["linear", "sdd", "sdd_out"], "x", lambda x: x[:, :-1], "x.*128.*127"),
+    (["linear", "sdd", "sdd_out"], "x", lambda x: x.sum(), "x.*128"),
+    (["linear", "dsd", "sdd"], "x", lambda x: x.int(), "x.*dtype.*int32"),
+    (["linear", "dsd", "sdd"], "x", lambda x: x.to(torch.complex64), "x.*dtype.*complex64"),
+    (["linear", "dsd"], "x", lambda x: x.half(), "values.*dtype.*float16"),
+    (["sdd", "sdd_out"], "x", lambda x: x.half(), "y.*dtype.*float16"),
+    (["sdd", "sdd_out"], "x", lambda x: x[:7], "y.*leading.*7.*8"),
+    (["sdd"], "x", lambda x: x[None], "y.*leading"),
+    (["dds", "sdd"], "y", lambda y: y[:, 1:], "y.*48"),
+    (["dds"], "y", lambda y: y.double(), "values.*dtype.*float64 of y"),
+    (["sdd"], "y", lambda y: y.double(), "y.*dtype"),
+    (["linear", "dds", "dsd"], "values", lambda v: v[1:], "values.*nnz"),
+    (["linear", "dds", "dsd"], "values", lambda v: v.transpose(1, 2), "values"),
+    (["linear", "dds", "dsd"], "values", lambda v: v.flatten(), "values"),
+    (["linear", "dds"], "values", lambda v: v.mT.contiguous().mT, "values.*contiguous.*strides"),
+    (["linear", "dds"], "values", lambda v: torch.cat([v, v], 2)[..., ::2], "values.*contiguous.*strides"),
+    (["sdd_out"], "values", lambda v: v.mT.contiguous().mT, "out.*contiguous"),
+    (["sdd_out"], "values", lambda v: v[:-1], "out.*nnz"),
+    (["sdd_out"], "values", lambda v: v.double(), "out.*dtype"),
+    (["linear"], "bias", lambda b: b[1:], "bias.*48.*47"),
+    (["linear"], "bias", lambda b: b[None], "bias"),
+    (["linear"], "bias", lambda b: b.double(), "bias.*dtype"),
+]
+
+
+@pytest.mark.parametrize(
+    ("product", "operand", "change", "named"),
+    [(product, *rest) for products, *rest in BAD_OPERANDS for product in products],
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_operands(
+    device: str, product: str, operand: str, change: Callable[[Tensor], Tensor], named: str
+) -> None:
+    call = Call(device)
+    good = Call(device).linear()
+    setattr(call, operand, change(getattr(call, operand)))
+    before = {name: getattr(call, name).clone() for name in ("x", "y", "values", "bias")}
+    with pytest.raises(InvalidArgumentError, match=named):
+        getattr(call, product)()
+    assert all(torch.equal(getattr(call, name), saved) for name, saved in before.items())
+    assert torch.equal(Call(device).linear(), good)
+
+
+@pytest.mark.parametrize("product", ["linear", "dds", "dsd", "sdd", "sdd_out"])
+def test_operands_are_checked_when_compiling(product: str) -> None:
+    """The same errors reach users of fake and meta tensors, as under torch.compile."""
+    call = Call("meta")
+    call.x, call.y = call.x[:, :16], call.y[:, :16]
+    with pytest.raises(InvalidArgumentError, match=r"x|y"):
+        getattr(call, product)()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("product", "operand"),
+    [
+        ("linear", "x"),
+        ("linear", "values"),
+        ("linear", "bias"),
+        ("dds", "y"),
+        ("sdd", "x"),
+        ("sdd", "y"),
+        ("sdd_out", "values"),
+    ],
+)
+def test_mixed_devices(product: str, operand: str) -> None:
+    call = Call("cuda")
+    good = call.linear()
+    setattr(call, operand, getattr(call, operand).cpu())
+    with pytest.raises(InvalidArgumentError, match="device"):
+        getattr(call, product)()
+    assert torch.equal(Call("cuda").linear(), good)
+
+
+def test_mixed_devices_without_a_gpu() -> None:
+    call = Call()
+    call.values = call.values.to("meta")
+    with pytest.raises(InvalidArgumentError, match=r"values.*device cpu of x.*meta"):
+        call.linear()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("operand", ["x", "y"])
+def test_overlapping_memory(operand: str, device: str) -> None:
+    call = Call(device)
+    tokens, features = getattr(call, operand).shape
+    size = call.values.numel()
+    storage = randn(size + tokens * features, dtype=torch.float32, device=device)
+    call.values = storage[:size].view_as(call.values)
+    setattr(call, operand, storage[size - 4 :][: tokens * features].view(tokens, features))
+    before = storage.clone()
+    with pytest.raises(InvalidArgumentError, match=f"out.*share memory with {operand}"):
+        call.sdd_out()
+    assert torch.equal(storage, before)
+    setattr(call, operand, storage[size:].view(tokens, features))  # side by side is fine
+    call.sdd_out()
+    assert not torch.equal(storage, before)
+
+
+def test_out_is_not_differentiable() -> None:
+    for operand in ("x", "y", "values"):
+        call = Call()
+        getattr(call, operand).requires_grad_()
+        before = call.values.detach().clone()
+        with pytest.raises(InvalidArgumentError, match=r"out.*gradient"):
+            call.sdd_out()
+        assert torch.equal(call.values, before)
+        with torch.no_grad():
+            call.sdd_out()
+
+
+def test_accumulate_needs_out() -> None:
+    call = Call()
+    with pytest.raises(InvalidArgumentError, match="out"):
+        functional.sdd(call.y, call.x, call.pattern, accumulate=True)
+
+
+def test_dsd_takes_matrices() -> None:
+    call = Call()
+    with pytest.raises(InvalidArgumentError, match=r"b.*2-D"):
+        functional.dsd(call.values, call.pattern, call.x.mT[None])
+
+
+def test_activation() -> None:
+    call = Call()
+    with pytest.raises(InvalidArgumentError, match=r"activation.*relu.*'tanh'"):
+        functional.linear(call.x, call.values, call.pattern, activation="tanh")
+
+
+def test_more_tokens_than_kernels_can_count() -> None:
+    call = Call()
+    endless = torch.zeros(1, 1).expand(2**31, call.pattern.in_features)
+    with pytest.raises(InvalidArgumentError, match=r"x.*tokens"):
+        functional.linear(endless, call.values, call.pattern)
+
+
+def test_unknown_handles_and_versions() -> None:
+    call = Call()
+    dds_nt = torch.ops.tilesparse.dds_nt
+    with pytest.raises(InvalidArgumentError, match="handle"):
+        dds_nt(call.x, call.values, None, -1, 0)
+    with pytest.raises(PatternChangedError, match="version"):
+        dds_nt(call.x, call.values, None, call.pattern.handle, call.pattern.version + 1)
+
+
+@pytest.mark.parametrize("name", [name for name in tilesparse.__all__ if name.endswith("Error")])
+def test_errors_are_also_the_built_in_ones(name: str) -> None:
+    error = getattr(tilesparse, name)
+    assert issubclass(error, TileSparseError)
+    builtin = {
+        "TileSparseError": Exception,
+        "InvalidArgumentError": ValueError,
+        "InvalidPatternError": ValueError,
+        "UnsupportedError": NotImplementedError,
+    }.get(name, RuntimeError)
+    assert issubclass(error, builtin)
+    assert str(pickle.loads(pickle.dumps(error("text")))) == "text"

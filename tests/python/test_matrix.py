@@ -1,0 +1,278 @@
+"""BlockSparseMatrix: constructors, conversions, products, changes."""
+
+from __future__ import annotations
+
+import pytest
+import scipy.sparse
+import torch
+from helpers import (
+    DEVICE_DTYPES,
+    DEVICES,
+    DTYPES,
+    PATTERNS,
+    assert_product_close,
+    dense_weight,
+    make_pattern,
+    randn,
+    random_values,
+    seeded,
+    shuffled,
+)
+
+from tilesparse import BlockPattern, BlockSparseMatrix, InvalidArgumentError, InvalidPatternError
+
+BLOCK_SHAPE = (16, 32)
+
+
+def make_matrix(
+    name: str = "random 50%", *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> BlockSparseMatrix:
+    pattern = make_pattern(name, (4, 6), BLOCK_SHAPE)
+    return BlockSparseMatrix(random_values(pattern, dtype=dtype, device=device), pattern)
+
+
+def reference(matrix: BlockSparseMatrix) -> torch.Tensor:
+    """The dense float64 matrix on the host."""
+    return dense_weight(matrix.values, matrix.pattern)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_filled_constructors(device: str) -> None:
+    pattern = make_pattern("banded", (4, 6), BLOCK_SHAPE)
+    kept = pattern.to_mask().double()
+    assert torch.equal(
+        reference(BlockSparseMatrix.zeros(pattern, device=device, dtype=torch.float16)),
+        torch.zeros_like(kept),
+    )
+    ones = BlockSparseMatrix.ones(pattern, device=device, dtype=torch.bfloat16)
+    assert (ones.dtype, ones.device.type) == (torch.bfloat16, device)
+    assert torch.equal(reference(ones), kept)
+
+
+def test_randn_is_normal_and_follows_its_generator() -> None:
+    pattern = BlockPattern.full((256, 256), block_shape=(64, 64))
+    matrix = BlockSparseMatrix.randn(pattern, generator=seeded(4))
+    assert matrix.equal(BlockSparseMatrix.randn(pattern, generator=seeded(4)))
+    # Mean and variance of 65536 numbers, six standard deviations of each.
+    assert matrix.values.mean().abs() < 6 / 256
+    assert (matrix.values.var() - 1).abs() < 6 * 2**0.5 / 256
+
+
+def test_from_blocks_keeps_order_and_values() -> None:
+    values = randn(3, 16, 32, dtype=torch.float32)
+    matrix = BlockSparseMatrix.from_blocks([(1, 2), (0, 1), (1, 0)], values, shape=(32, 96))
+    assert matrix.values is values
+    dense = matrix.to_dense()
+    assert torch.equal(dense[16:, 64:], values[0])
+    assert torch.equal(dense[:16, 32:64], values[1])
+    assert torch.equal(dense[16:, :32], values[2])
+    assert dense.count_nonzero() == values.count_nonzero()
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_dense_round_trip(device: str, dtype: torch.dtype, name: str) -> None:
+    matrix = make_matrix(name, dtype=dtype, device=device)
+    dense = matrix.to_dense()
+    assert (dense.dtype, dense.device.type, dense.shape) == (dtype, device, matrix.shape)
+    assert torch.equal(dense.cpu().double(), reference(matrix))
+    assert torch.equal(BlockSparseMatrix.from_dense(dense, matrix.pattern).values, matrix.values)
+    found = BlockSparseMatrix.from_dense(dense, block_shape=BLOCK_SHAPE)
+    assert found.nnz == matrix.nnz and found.equal(matrix)
+    assert matrix.allclose(dense)
+
+
+def test_from_dense_keeps_the_largest_blocks() -> None:
+    dense = randn(64, 192, dtype=torch.float32)
+    dense[16:32, 32:64] *= 10
+    dense[48:, :32] *= 20
+    matrix = BlockSparseMatrix.from_dense(dense, block_shape=BLOCK_SHAPE, nnz=2)
+    assert [indices.tolist() for indices in matrix.pattern.block_indices()] == [[1, 3], [1, 0]]
+    assert torch.equal(matrix.values[1], dense[48:, :32])
+    assert BlockSparseMatrix.from_dense(dense, block_shape=BLOCK_SHAPE, density=0.25).nnz == 6
+
+
+def test_from_mask_keeps_whole_blocks() -> None:
+    dense = randn(64, 192, dtype=torch.float32)
+    mask = torch.zeros(64, 192)
+    mask[20, 40] = 1
+    matrix = BlockSparseMatrix.from_mask(dense, mask, block_shape=BLOCK_SHAPE)
+    assert torch.equal(matrix.values, dense[None, 16:32, 32:64])
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bsr_round_trip(dtype: torch.dtype, name: str) -> None:
+    matrix = make_matrix(name, dtype=dtype)
+    bsr = matrix.to_bsr()
+    assert bsr.layout == torch.sparse_bsr and bsr.dtype == dtype
+    assert torch.equal(bsr.to_dense().double(), reference(matrix))
+    assert BlockSparseMatrix.from_bsr(bsr).equal(matrix)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scipy_round_trip(dtype: torch.dtype, name: str) -> None:
+    matrix = make_matrix(name, dtype=dtype)
+    array = matrix.to_scipy()
+    assert isinstance(array, scipy.sparse.bsr_array)
+    assert (array.toarray() == reference(matrix).numpy()).all()
+    assert BlockSparseMatrix.from_scipy(array).to(dtype).equal(matrix)
+    other = BlockSparseMatrix.from_scipy(array.tocoo(), block_shape=BLOCK_SHAPE)
+    assert torch.equal(other.to_dense().double(), reference(matrix))
+
+
+def test_from_scipy_sums_duplicates() -> None:
+    data = randn(3, 16, 16, dtype=torch.float64).numpy()
+    array = scipy.sparse.bsr_array((data, [1, 0, 1], [0, 3]), shape=(16, 32))
+    matrix = BlockSparseMatrix.from_scipy(array)
+    assert torch.equal(matrix.values, torch.from_numpy(data[[1, 0]] + [0 * data[0], data[2]]))
+    assert array.nnz == 3 * 256  # the given one is untouched
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_to_changes_dtype_and_shares_the_pattern(device: str) -> None:
+    matrix = make_matrix()
+    moved = matrix.to(device, torch.bfloat16)
+    assert (moved.device.type, moved.dtype) == (device, torch.bfloat16)
+    assert moved.pattern is matrix.pattern
+    assert (moved.density, moved.nnz, moved.block_shape) == (matrix.density, matrix.nnz, BLOCK_SHAPE)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_transpose(name: str) -> None:
+    matrix = make_matrix(name)
+    assert torch.equal(reference(matrix.t()), reference(matrix).t())
+    assert matrix.t().t().equal(matrix)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[1], DEVICE_DTYPES[-1]])
+def test_products(device: str, dtype: torch.dtype) -> None:
+    matrix = make_matrix(dtype=dtype, device=device)
+    dense = reference(matrix)
+    out_features, in_features = matrix.shape
+    right = randn(in_features, 10, dtype=dtype, device=device, seed=1)
+    left = randn(10, out_features, dtype=dtype, device=device, seed=2)
+    assert_product_close(matrix @ right, dense, right)
+    assert_product_close(matrix.matmul(left.t(), transpose=True), dense.t(), left.t())
+    assert_product_close(left @ matrix, left, dense)
+    assert_product_close(matrix.rmatmul(right.t(), transpose=True), right.t(), dense.t())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_restricted_to_a_pattern(device: str) -> None:
+    pattern = make_pattern("banded", (4, 6), BLOCK_SHAPE)
+    y = randn(50, pattern.out_features, dtype=torch.float32, device=device, seed=1)
+    x = randn(50, pattern.in_features, dtype=torch.float32, device=device, seed=2)
+    matrix = BlockSparseMatrix.from_product(y, x, pattern)
+    expected = (y.t() @ x) * pattern.to_mask().to(device)
+    assert matrix.allclose(expected, rtol=1e-4, atol=1e-4)
+    assert matrix.add_product_(y, x) is matrix
+    assert matrix.allclose(2 * expected, rtol=1e-4, atol=1e-4)
+
+
+def test_conversions_and_products_are_differentiable() -> None:
+    pattern = make_pattern("diagonal", (2, 2), (16, 16))
+    values = random_values(pattern, dtype=torch.float64).requires_grad_()
+    dense = randn(32, 32, dtype=torch.float64).requires_grad_()
+    right = randn(32, 2, dtype=torch.float64).requires_grad_()
+    for function, inputs in (
+        (lambda v: BlockSparseMatrix(v, pattern).to_dense(), (values,)),
+        (lambda d: BlockSparseMatrix.from_dense(d, pattern).values, (dense,)),
+        (lambda v, b: BlockSparseMatrix(v, pattern) @ b, (values, right)),
+        (lambda v, b: BlockSparseMatrix(v, pattern).t() @ b, (values, right)),
+        (lambda v, b: b.t() @ BlockSparseMatrix(v, pattern), (values, right)),
+        (lambda v: BlockSparseMatrix(v, pattern).block_norm(), (values,)),
+    ):
+        assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("p", [1, 2, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_block_norm(dtype: torch.dtype, p: float) -> None:
+    matrix = make_matrix(dtype=dtype)
+    norms = matrix.block_norm(p)
+    expected = torch.stack([block.double().flatten().norm(p) for block in matrix.values])
+    assert norms.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_place_changes(device: str) -> None:
+    matrix = make_matrix(device=device)
+    values, dense = matrix.values.requires_grad_(), reference(matrix)
+    assert matrix.mul_(2) is matrix
+    assert torch.equal(reference(matrix), 2 * dense)
+    matrix.mul_(torch.zeros(matrix.nnz, 1, 1, device=device))
+    assert not reference(matrix).any()
+    new = randn(*matrix.shape, dtype=torch.float32, device=device)
+    assert matrix.copy_from_dense_(new) is matrix
+    assert torch.equal(matrix.to_dense(), new * matrix.pattern.to_mask().to(device))
+    assert matrix.values is values and values.is_leaf
+
+
+def test_move_blocks() -> None:
+    values = randn(3, 16, 16, dtype=torch.float32)
+    matrix = BlockSparseMatrix.from_blocks([(0, 0), (1, 1), (2, 2)], values, shape=(48, 48))
+    version = matrix.pattern.version
+    matrix.move_blocks_([0, 1], [(1, 1), (0, 2)])  # into the place that the other one leaves
+    dense = matrix.to_dense()
+    assert torch.equal(dense[16:32, 16:32], values[0])
+    assert torch.equal(dense[:16, 32:], values[1])
+    assert torch.equal(dense[32:, 32:], values[2])
+    assert matrix.values is values and matrix.pattern.version == version + 1
+
+
+@pytest.mark.parametrize(
+    ("slots", "blocks", "named"),
+    [
+        ([0], [(2, 2)], "blocks"),
+        ([0], [(3, 0)], "blocks"),
+        ([0, 1], [(0, 1), (0, 1)], "blocks"),
+        ([3], [(0, 1)], "slots"),
+        ([-1], [(0, 1)], "slots"),
+        ([0, 0], [(0, 1), (0, 2)], "slots"),
+        ([0, 1], [(0, 1)], "blocks"),
+    ],
+)
+def test_move_blocks_refuses_collisions(slots: list[int], blocks: list[tuple[int, int]], named: str) -> None:
+    matrix = BlockSparseMatrix.from_blocks(
+        [(0, 0), (1, 1), (2, 2)], randn(3, 16, 16, dtype=torch.float32), shape=(48, 48)
+    )
+    before, version = matrix.to_dense(), matrix.pattern.version
+    with pytest.raises(InvalidArgumentError, match=named):
+        matrix.move_blocks_(slots, blocks)
+    assert torch.equal(matrix.to_dense(), before) and matrix.pattern.version == version
+
+
+def test_equality() -> None:
+    matrix = make_matrix()
+    twin = BlockSparseMatrix(matrix.values.clone(), matrix.pattern)
+    assert matrix.equal(twin) and matrix != twin and len({matrix, twin, matrix}) == 2
+    scattered = BlockSparseMatrix.from_dense(matrix.to_dense(), shuffled(matrix.pattern, seed=9))
+    assert not torch.equal(scattered.values, matrix.values) and matrix.equal(scattered)
+    twin.values[0, 0, 0] += 1
+    assert not matrix.equal(twin)
+    assert not matrix.equal(matrix.to(torch.float64))
+    assert not matrix.equal(make_matrix("banded"))
+    assert not matrix.allclose(twin.to_dense())
+
+
+def test_values_must_fit() -> None:
+    pattern = make_pattern("diagonal", (2, 2), (16, 32))
+    for values in (torch.ones(3, 16, 32), torch.ones(2, 32, 16), torch.ones(2, 32, 16).transpose(1, 2)):
+        with pytest.raises(InvalidArgumentError, match="values"):
+            BlockSparseMatrix(values, pattern)
+    dense = torch.ones(32, 64)
+    for arguments in (
+        {},
+        {"pattern": pattern, "density": 0.5},
+        {"pattern": pattern, "block_shape": (16, 32)},
+        {"density": 0.5},
+    ):
+        with pytest.raises(InvalidArgumentError, match="pattern"):
+            BlockSparseMatrix.from_dense(dense, **arguments)
+    with pytest.raises(InvalidArgumentError, match="dense"):
+        BlockSparseMatrix.from_dense(torch.ones(64, 32), pattern)
+    with pytest.raises(InvalidPatternError, match="listed twice"):
+        BlockSparseMatrix.from_blocks([(0, 0), (0, 0)], torch.ones(2, 16, 32), shape=(32, 64))

@@ -1,0 +1,118 @@
+"""torch.ops.tilesparse.*: opcheck, schemas, launch caching and forced kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICE_DTYPES, DEVICES, make_pattern, randn, random_values
+from torch import Tensor
+
+from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError, _ops, functional
+
+OPS = torch.ops.tilesparse
+
+
+def operands(
+    pattern: BlockPattern, dtype: torch.dtype, device: str, *, tokens: int = 9
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x, y, values, bias) that require gradients."""
+    x = randn(tokens, pattern.in_features, dtype=dtype, device=device, seed=1)
+    y = randn(tokens, pattern.out_features, dtype=dtype, device=device, seed=2)
+    values = random_values(pattern, dtype=dtype, device=device)
+    bias = randn(pattern.out_features, dtype=dtype, device=device, seed=3)
+    return x.requires_grad_(), y.requires_grad_(), values.requires_grad_(), bias.requires_grad_()
+
+
+def check(op: Any, *args: Any) -> None:
+    assert set(torch.library.opcheck(op.default, args).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[-1]])
+def test_opcheck(device: str, dtype: torch.dtype) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    key = (pattern.handle, pattern.version)
+    x, y, values, bias = operands(pattern, dtype, device)
+    check(OPS.dds_nt, x, values, bias, *key)
+    check(OPS.dds_nt, x.detach(), values, None, *key)
+    check(OPS.dds_nt, x, values.detach(), None, *key, 0, True)
+    check(OPS.dds_nt, x.detach(), values.detach(), bias.detach(), *key, _ops.ACTIVATIONS["gelu"])
+    check(OPS.dds_nn, y, values, *key)
+    check(OPS.dds_nn, y, values, *key, True)
+    check(OPS.sdd_tn, y, x, *key)
+    check(OPS.sdd_tn_into, y.detach(), x.detach(), values.detach(), *key, True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_with_leading_dimensions_and_strides(device: str) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    key = (pattern.handle, pattern.version)
+    x, y, values, _ = operands(pattern, torch.float32, device, tokens=12)
+    x3 = x.detach().view(3, 4, -1).transpose(0, 1).requires_grad_()
+    y_t = y.detach().t().contiguous().t().requires_grad_()
+    check(OPS.dds_nt, x3, values, None, *key, 0, True)
+    check(OPS.dds_nn, y_t, values, *key)
+    check(OPS.sdd_tn, y_t, x, *key)
+
+
+def test_opcheck_without_blocks_or_tokens() -> None:
+    for name, tokens in (("empty", 5), ("full", 0)):
+        pattern = make_pattern(name, (2, 3), (16, 32))
+        key = (pattern.handle, pattern.version)
+        x, y, values, bias = operands(pattern, torch.float32, "cpu", tokens=tokens)
+        check(OPS.dds_nt, x, values, bias, *key)
+        check(OPS.dds_nn, y, values, *key)
+        check(OPS.sdd_tn, y, x, *key)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fused_activation_records_no_gradient(device: str) -> None:
+    pattern = make_pattern("full", (1, 1), (16, 16))
+    x, _, values, _ = operands(pattern, torch.float32, device)
+    with pytest.raises(UnsupportedError, match="activation"):
+        OPS.dds_nt(x, values, None, pattern.handle, pattern.version, _ops.ACTIVATIONS["relu"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_changing_token_counts_and_updates_use_the_right_launch(device: str) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    for name in ("random 50%", "empty", "full"):
+        pattern.update_(make_pattern(name, (2, 3), (16, 32)))
+        values = random_values(pattern, dtype=torch.float32, device=device)
+        everything = randn(70, pattern.in_features, dtype=torch.float32, device=device)
+        whole = functional.linear(everything, values, pattern)
+        for tokens in (1, 70, 3, 64, 1, 70):
+            part = functional.linear(everything[:tokens], values, pattern)
+            torch.testing.assert_close(part, whole[:tokens])
+
+
+def test_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilesparse._prepared.MAX_LAUNCHES", 4)
+    pattern = make_pattern("full", (1, 1), (16, 16))
+    values = random_values(pattern, dtype=torch.float32)
+    for tokens in range(1, 12):
+        functional.linear(torch.ones(tokens, 16), values, pattern)
+        assert len(pattern.prepared._launches) <= 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_use_kernel_forces_each_kernel(device: str) -> None:
+    pattern = make_pattern("random 50%", (4, 4), (64, 64))
+    values = random_values(pattern, dtype=torch.float32, device=device)
+    x = randn(50, pattern.in_features, dtype=torch.float32, device=device)
+    expected = functional.linear(x, values, pattern)
+    ran = 0
+    for kernel in _C.kernels():
+        try:
+            with _ops.use_kernel(kernel.name):
+                y = functional.linear(x, values, pattern)
+        except UnsupportedError as error:
+            assert kernel.name in str(error)
+        else:
+            ran += 1
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    assert ran
+    with pytest.raises(InvalidArgumentError, match="no such kernel"), _ops.use_kernel("no such kernel"):
+        pass
+    assert torch.equal(functional.linear(x, values, pattern), expected)
