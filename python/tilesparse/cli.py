@@ -61,14 +61,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--density", type=_density, default=0.25, help="fraction of blocks kept (%(default)s)"
     )
-    command.add_argument("--block", type=_block, default=(32, 32), help="32, or 32x64 for out x in (32)")
-    command.add_argument("--size", choices=demo.SIZES, help="of the model (default: small, on a GPU medium)")
-    command.add_argument("--steps", type=_count, help="of training (default: 60, on a GPU 500)")
+    command.add_argument("--block", type=_block, help="32, or 32x64 for out x in (32; on a GPU 64)")
+    command.add_argument("--size", choices=demo.SIZES, help="of the model (small; on a GPU medium or large)")
+    command.add_argument("--steps", type=_count, help="of training (60; on a GPU 300)")
     command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if there is one)")
     command.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
-        help="of products, by autocast; parameters are float32 (default: float32, on a GPU bfloat16)",
+        help="of products, by autocast; parameters are float32 (float32; on a GPU bfloat16)",
     )
     command.add_argument("--text", type=Path, help="a file to train on")
     command.set_defaults(run=_demo)
@@ -126,15 +126,19 @@ def bench(arguments: argparse.Namespace) -> None:
 
 def _demo(arguments: argparse.Namespace) -> None:
     device = arguments.device or _default_device()
-    on_gpu = device.type == "cuda"
+    size, dtype, block, steps = ("small", "float32", (32, 32), 60)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        size = "large" if memory > 32 << 30 else "medium"
+        dtype, block, steps = ("bfloat16", (64, 64), 300)
     demo.run(
         demo.Settings(
-            size=demo.SIZES[arguments.size or ("medium" if on_gpu else "small")],
+            size=demo.SIZES[arguments.size or size],
             device=device,
-            dtype=DTYPES[arguments.dtype or ("bfloat16" if on_gpu else "float32")],
+            dtype=DTYPES[arguments.dtype or dtype],
             density=arguments.density,
-            block_shape=arguments.block,
-            steps=arguments.steps or (500 if on_gpu else 60),
+            block_shape=arguments.block or block,
+            steps=arguments.steps or steps,
             text=arguments.text,
         )
     )

@@ -23,7 +23,7 @@ from .patch import BlockSparseModelPatcher, PatchReport
 
 VOCABULARY = 256  # tokens are bytes
 TEXT_BYTES = 8 << 20
-VALIDATION_BATCHES = 8
+VALIDATION_BATCHES = 16
 LEARNING_RATE = 1e-3
 
 
@@ -42,7 +42,7 @@ SIZES = {
     "tiny": Size(layers=1, width=64, heads=2, context=32, batch=4),
     "small": Size(layers=4, width=512, heads=8, context=128, batch=8),
     "medium": Size(layers=8, width=1024, heads=16, context=512, batch=16),
-    "large": Size(layers=8, width=2048, heads=16, context=1024, batch=16),
+    "large": Size(layers=8, width=2048, heads=16, context=1024, batch=8),
 }
 
 

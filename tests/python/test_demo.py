@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,23 @@ from tilesparse import cli, demo
 TINY = ["demo", "--size", "tiny", "--device", "cpu"]
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small only wait for a second thread, long where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_trains_both_models_on_the_standard_library_and_compares_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main([*TINY, "--steps", "150", "--density", "0.5"]) == 0
+    assert cli.main([*TINY, "--steps", "60", "--density", "0.5"]) == 0
     output = capsys.readouterr()
     rows = dict(re.findall(r"^(\D[^\d]*?)\s{2,}(\S.*)$", output.out, re.MULTILINE))
     losses = [float(cell) for cell in rows["validation loss (nats per byte)"].split()]
-    assert all(loss < 3.6 for loss in losses)  # it starts at ln(256) = 5.5
+    assert all(loss < 4.6 for loss in losses)  # it starts at ln(256) = 5.5
     dense, sparse = (int(cell.replace(",", "")) for cell in rows["parameters"].split())
     width = demo.SIZES["tiny"].width
     assert dense - sparse == 12 * width * width / 2

@@ -223,6 +223,10 @@ def test_the_meta_device_costs_no_memory_and_can_be_left() -> None:
     with torch.device("meta"):
         layer = BlockSparseLinear(IN, OUT)
     assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
+    saved = make()
+    loaded = copy.deepcopy(layer)
+    loaded.load_state_dict(saved.state_dict(), assign=True)
+    assert same_layers(loaded, saved)
     layer.to_empty(device="cpu")
     assert torch.equal(layer.col_idx, layer.pattern.col_idx)
     layer.reset_parameters()
