@@ -57,7 +57,7 @@ function(add_architecture architecture)
   target_link_libraries(tilesparse_${folder} PRIVATE cutlass)
   target_compile_options(tilesparse_${folder} PRIVATE --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall,-Wextra)
   set_target_properties(tilesparse_${folder} PROPERTIES
-    CUDA_ARCHITECTURES ${code} CUDA_STANDARD 17 CUDA_VISIBILITY_PRESET hidden
+    CUDA_ARCHITECTURES ${code} CUDA_VISIBILITY_PRESET hidden
     CUDA_COMPILER_LAUNCHER "sh;${PROJECT_SOURCE_DIR}/cmake/nvcc_checked.sh;${CCACHE}" JOB_POOL_COMPILE nvcc)
   target_link_libraries(tilesparse PRIVATE tilesparse_${folder})
 endfunction()
@@ -73,6 +73,7 @@ macro(enable_cuda)
     set(CMAKE_CUDA_COMPILER ${NVCC})
   endif()
   set(CMAKE_CUDA_ARCHITECTURES OFF) # stated by target
+  set(CMAKE_CUDA_STANDARD 17)
   enable_language(CUDA)
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.4)
     message(FATAL_ERROR "tilesparse needs nvcc 12.4 or newer; ${CMAKE_CUDA_COMPILER} is ${CMAKE_CUDA_COMPILER_VERSION}")
@@ -100,7 +101,8 @@ if(TILESPARSE_CUDA)
   endforeach()
   target_compile_definitions(tilesparse PRIVATE TILESPARSE_CUDA)
   target_include_directories(tilesparse SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-  set_target_properties(tilesparse PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static CUDA_ARCHITECTURES OFF)
+  set_target_properties(tilesparse PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static
+                                              CUDA_ARCHITECTURES OFF CUDA_STANDARD 17)
 endif()
 file(CONFIGURE OUTPUT generated/tilesparse_kernels.inc CONTENT "${registry}" @ONLY)
 target_include_directories(tilesparse PRIVATE ${PROJECT_BINARY_DIR}/generated)
