@@ -7,12 +7,27 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 
 from scikit_build_core import build as _skb
-from scikit_build_core.build import *  # noqa: F403  (the hooks that are not wrapped here)
+from scikit_build_core.build import (
+    build_sdist,
+    get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
 
-Settings = Mapping[str, str | list[str]] | None
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+Settings = dict[str, str | list[str]] | None
 
 # This release pins every part of the compiler to one version; older ones of 13.0 do not.
 _TOOLKIT = "cuda-toolkit[nvcc,cudart,cccl]==13.0.3.0"
