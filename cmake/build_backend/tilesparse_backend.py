@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -29,9 +30,8 @@ __all__ = [
 
 Settings = dict[str, str | list[str]] | None
 
-# This release pins every part of the compiler to one version; older ones of 13.0 do not.
-_TOOLKIT = "cuda-toolkit[nvcc,cudart,cccl]==13.0.3.0"
-_OLDEST_NVCC = (12, 4)
+# Of each release of CUDA the first whose requirements name one version of every part of the compiler.
+_TOOLKITS = {(13, 0): "13.0.3.0", (13, 2): "13.2.2"}
 _CUDA_OFF = re.compile(r"TILESPARSE_CUDA(:BOOL)?=(OFF|0|NO|FALSE)\b", re.IGNORECASE)
 
 
@@ -43,10 +43,17 @@ def _wants_cuda(settings: Settings) -> bool:
     return not _CUDA_OFF.search("\n".join(given))
 
 
+def _oldest_nvcc() -> tuple[int, int]:
+    """The first release that has what the build needs and headers that agree with those of the C library."""
+    name, version = platform.libc_ver()
+    libc = tuple(int(part) for part in version.split(".")) if name == "glibc" else ()
+    return (13, 2) if libc >= (2, 42) else (13, 0) if libc >= (2, 41) else (12, 4)
+
+
 def _is_recent(nvcc: str) -> bool:
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
     release = re.search(r"release (\d+)\.(\d+)", version)
-    return release is not None and (int(release[1]), int(release[2])) >= _OLDEST_NVCC
+    return release is not None and (int(release[1]), int(release[2])) >= _oldest_nvcc()
 
 
 def _system_has_nvcc() -> bool:
@@ -62,11 +69,14 @@ def _requires(settings: Settings) -> list[str]:
     if not _wants_cuda(settings):
         return []
     download = ["pip"]  # fetches the CUTLASS headers
-    return download if _system_has_nvcc() else [*download, _TOOLKIT]
+    if _system_has_nvcc():
+        return download
+    version = _TOOLKITS[max(_oldest_nvcc(), min(_TOOLKITS))]
+    return [*download, f"cuda-toolkit[nvcc,cudart,cccl]=={version}"]
 
 
 def _provide_nvcc(settings: Settings) -> None:
-    """Points CMake to the nvcc of _TOOLKIT if that is the one to use."""
+    """Points CMake to the nvcc of the package index if that is the one to use."""
     if not _wants_cuda(settings) or _system_has_nvcc():
         return
     try:
