@@ -3,7 +3,7 @@
 set(known_architectures
     80
 )
-set(TILESPARSE_ARCHITECTURES "${known_architectures}" CACHE STRING "CUDA architectures to build, of: ${known_architectures}")
+set(TILESPARSE_ARCHITECTURES "${known_architectures}" CACHE STRING "CUDA architectures to build")
 
 foreach(architecture IN LISTS TILESPARSE_ARCHITECTURES)
   if(NOT architecture IN_LIST known_architectures)

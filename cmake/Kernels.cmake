@@ -55,7 +55,8 @@ function(add_architecture architecture)
   add_library(tilesparse_${folder} OBJECT ${sources})
   target_include_directories(tilesparse_${folder} PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
   target_link_libraries(tilesparse_${folder} PRIVATE cutlass)
-  target_compile_options(tilesparse_${folder} PRIVATE --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall,-Wextra)
+  target_compile_options(tilesparse_${folder} PRIVATE
+    --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall,-Wextra)
   set_target_properties(tilesparse_${folder} PROPERTIES
     CUDA_ARCHITECTURES ${code} CUDA_VISIBILITY_PRESET hidden
     CUDA_COMPILER_LAUNCHER "sh;${PROJECT_SOURCE_DIR}/cmake/nvcc_checked.sh;${CCACHE}" JOB_POOL_COMPILE nvcc)
