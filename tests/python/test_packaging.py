@@ -15,10 +15,11 @@ import pytest
 import tilesparse
 from tilesparse import _C
 
-TESTS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(_C.__file__).parent
 LIBRARY = PACKAGE / "lib" / "libtilesparse.so"
 HEADER = PACKAGE / "include" / "tilesparse" / "tilesparse.h"
+SYMBOLS = (ROOT / "tests" / "c" / "symbols.txt").read_text().split()
 
 
 def run(*command: object) -> str:
@@ -51,12 +52,12 @@ def test_module_uses_the_stable_abi() -> None:
 def test_library_exports_the_abi_alone() -> None:
     lines = run("nm", "-D", "--defined-only", LIBRARY).splitlines()
     exported = sorted(line.split()[-1].split("@")[0] for line in lines)
-    assert exported == (TESTS / "c" / "symbols.txt").read_text().split()
+    assert exported == SYMBOLS
 
 
 def test_header_declares_what_is_exported() -> None:
     declared = re.findall(r"TS_API [^;(]*?(ts_\w+)\(", HEADER.read_text())
-    assert sorted(declared) == (TESTS / "c" / "symbols.txt").read_text().split()
+    assert sorted(declared) == SYMBOLS
 
 
 def test_library_loads_without_cuda_python_or_pytorch() -> None:
@@ -69,12 +70,15 @@ def test_library_is_small() -> None:
     assert LIBRARY.stat().st_size < 15 * 2**20
 
 
-def test_c_and_cpp_consumers(tmp_path: Path) -> None:
-    """find_package(tilesparse) in a project of its own; tests/c/test_abi.c covers every function."""
-    run("cmake", "-G", "Ninja", "-S", TESTS / "c", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={PACKAGE}")
+@pytest.mark.parametrize(
+    ("source", "programs"), [("tests/c", ["test_abi", "test_threads"]), ("examples/cpp", ["product"])]
+)
+def test_consumers_in_c_and_cpp(source: str, programs: list[str], tmp_path: Path) -> None:
+    """Projects that use find_package(tilesparse); tests/c/test_abi.c covers every public function."""
+    run("cmake", "-G", "Ninja", "-S", ROOT / source, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={PACKAGE}")
     run("cmake", "--build", tmp_path)
-    run(tmp_path / "test_abi")
-    run(tmp_path / "test_threads")
+    for program in programs:
+        run(tmp_path / program)
 
 
 @pytest.mark.skipif(shutil.which("pkg-config") is None, reason="pkg-config is not installed")
