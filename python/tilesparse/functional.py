@@ -58,8 +58,8 @@ def linear(
             f"activation: one of {list(_ops.ACTIVATIONS)} expected, got {activation!r}"
         )
     x, values, bias = _autocast(x, values, bias)
-    fused = activation if activation == "none" or not _records_gradient(x, values, bias) else "none"
-    y: Tensor = _OPS.dds_nt(
+    fused = activation if activation == "none" or not _ops.records_gradient(x, values, bias) else "none"
+    y: Tensor = _OPS.dds_nt.default(
         x, values, bias, pattern.handle, pattern.version, _ops.ACTIVATIONS[fused], feature_major_output
     )
     return y if fused == activation else _DIFFERENTIABLE[activation](y)
@@ -121,7 +121,7 @@ def sdd(
             raise InvalidArgumentError("out: expected with accumulate=True, got None")
         values: Tensor = _OPS.sdd_tn(y, x, pattern.handle, pattern.version)
         return values
-    if _records_gradient(y, x, out):
+    if _ops.records_gradient(y, x, out):
         raise InvalidArgumentError(
             "out: not differentiable, but an operand requires a gradient; use no_grad()"
         )
@@ -133,9 +133,9 @@ def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feat
     a, values = _autocast(a, values)
     y: Tensor
     if transpose:
-        y = _OPS.dds_nt(a, values, None, pattern.handle, pattern.version, 0, feature_major)
+        y = _OPS.dds_nt.default(a, values, None, pattern.handle, pattern.version, 0, feature_major)
     else:
-        y = _OPS.dds_nn(a, values, pattern.handle, pattern.version, feature_major)
+        y = _OPS.dds_nn.default(a, values, pattern.handle, pattern.version, feature_major)
     return y
 
 
@@ -151,7 +151,3 @@ def _autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 def _is_castable(tensor: Tensor | None) -> TypeGuard[Tensor]:
     return tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-
-
-def _records_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -223,15 +223,6 @@ def test_gradients_of_every_order(check: Callable[..., bool]) -> None:
     )
 
 
-def test_gradients_elementwise() -> None:
-    pattern = BlockPattern.from_blocks([(0, 1)], shape=(16, 32), block_shape=(16, 16))
-    x, y, values, bias = double_tensors(pattern)
-    assert torch.autograd.gradcheck(
-        lambda *t: functional.linear(t[0], t[1], pattern, t[2]), (x, values, bias)
-    )
-    assert torch.autograd.gradcheck(lambda *t: functional.sdd(*t, pattern), (y, x))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_only_needed_gradients_are_computed_and_kept(device: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 16))
