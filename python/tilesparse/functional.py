@@ -14,6 +14,13 @@ A dense operand is read in place if it is row-major (last stride 1) or feature-m
 transposed matrix), with any distance between lines, and on CUDA aligned to 16 bytes; it is copied
 otherwise. All functions raise InvalidArgumentError, naming the argument, for operands that do not
 fit, and UnsupportedError where no kernel computes the product.
+
+torch.compile specialises its code on the pattern and its version: it compiles again after an update.
+Blocks of a model that are compiled one by one count as recompilations of the same code, so raise
+``torch._dynamo.config.recompile_limit`` above their number, or compile the whole model.
+
+A product can be captured in a CUDA graph once it has run with the same shapes. The graph reads memory
+of the pattern, which must be neither dropped nor updated while the graph is in use.
 """
 
 from typing import Any, TypeGuard

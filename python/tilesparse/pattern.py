@@ -300,9 +300,8 @@ class BlockPattern:
     def block_indices(self) -> tuple[Tensor, Tensor]:
         """(rows, cols), each [nnz] int64: where the block at every slot lies."""
         rows, cols = torch.empty(2, self.nnz, dtype=torch.int64, device="cpu")
-        counts = self._row_ptr.diff().long()
-        slot = self._slot.long()
-        rows[slot] = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+        slot, entries = self._slot.long(), torch.arange(self.nnz, device="cpu")
+        rows[slot] = torch.bucketize(entries, self._row_ptr[1:].long(), right=True)
         cols[slot] = self._col_idx.long()
         return rows, cols
 
