@@ -1,11 +1,9 @@
-"""The operators ``torch.ops.tilesparse.*``: schemas, kernels, fakes and gradients.
+"""The operators ``torch.ops.tilesparse.*``: schemas, checks, kernels and fakes.
 
-A pattern travels as its ``handle`` and ``version``, two integers, so that compiled graphs can hold
-it. The gradients of each product are the other two products, which makes every order of
-differentiation available.
+A pattern travels as its ``handle`` and ``version``, two integers, so that compiled graphs can hold it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +11,8 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .errors import InvalidArgumentError, PatternChangedError, UnsupportedError
+from ._autograd import with_autograd
+from .errors import InvalidArgumentError, PatternChangedError
 from .pattern import INT32_MAX, BlockPattern, lookup
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
@@ -31,11 +30,6 @@ LIB.define("dds_nn(Tensor y, Tensor values, int handle, int version, bool featur
 LIB.define("sdd_tn(Tensor y, Tensor x, int handle, int version) -> Tensor")
 LIB.define("sdd_tn_into(Tensor y, Tensor x, Tensor(a!) out, int handle, int version, bool accumulate) -> ()")
 
-_OPS = torch.ops.tilesparse
-_PLAIN_KEYS = {
-    torch._C.DispatchKeySet(key).raw_repr() for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-}
-Run = Callable[..., Tensor]
 _forced_kernel = 0
 
 
@@ -320,104 +314,6 @@ def _sdd_tn_into_fake(y: Tensor, x: Tensor, out: Tensor, handle: int, version: i
     _check_values("out", out, pattern, "x", x)
 
 
-class _DdsNt(torch.autograd.Function):
-    """y = x Wᵀ + bias."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, x: Tensor, values: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        handle, version, *options = rest
-        if any(options[:1]):
-            raise UnsupportedError(
-                "activation: a fused one has no gradient; functional.linear applies it after the product"
-            )
-        _save(ctx, x, values, handle, version)
-        return run(x, values, bias, *rest)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, values = ctx.saved_tensors
-        _, need_x, need_values, need_bias, *rest = ctx.needs_input_grad
-        return (
-            None,
-            _OPS.dds_nn(grad, values, *ctx.key) if need_x else None,
-            _OPS.sdd_tn(grad, x, *ctx.key) if need_values else None,
-            grad.reshape(-1, grad.shape[-1]).sum(0) if need_bias else None,
-            *(None for _ in rest),
-        )
-
-
-class _DdsNn(torch.autograd.Function):
-    """x = y W."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, y: Tensor, values: Tensor, *rest: Any) -> Tensor:
-        _save(ctx, y, values, *rest[:2])
-        return run(y, values, *rest)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        y, values = ctx.saved_tensors
-        _, need_y, need_values, *rest = ctx.needs_input_grad
-        return (
-            None,
-            _OPS.dds_nt(grad, values, None, *ctx.key) if need_y else None,
-            _OPS.sdd_tn(y, grad, *ctx.key) if need_values else None,
-            *(None for _ in rest),
-        )
-
-
-class _SddTn(torch.autograd.Function):
-    """W = yᵀ x on the pattern."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, y: Tensor, x: Tensor, handle: int, version: int) -> Tensor:
-        _save(ctx, y, x, handle, version)
-        return run(y, x, handle, version)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        y, x = ctx.saved_tensors
-        _, need_y, need_x, *rest = ctx.needs_input_grad
-        values = grad.contiguous()
-        return (
-            None,
-            _OPS.dds_nt(x, values, None, *ctx.key) if need_y else None,
-            _OPS.dds_nn(y, values, *ctx.key) if need_x else None,
-            *(None for _ in rest),
-        )
-
-
-def _save(ctx: Any, first: Tensor, second: Tensor, handle: int, version: int) -> None:
-    """Keeps each factor only if the gradient of the other one is asked for."""
-    _, need_first, need_second, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(first if need_second else None, second if need_first else None)
-    ctx.pattern, ctx.key = lookup(handle), (handle, version)  # the pattern must outlive its last name
-
-
-def records_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd would record a product of these."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def _with_autograd(op: Run, kernel: Run, function: Any, tensors: int) -> Run:
-    """An operator for autograd's dispatch key. ``torch.library.register_autograd`` takes twice the time.
-
-    Where nothing but the kernel follows in the dispatcher (no mode, no transform), it is called right
-    away, which saves a second pass through the dispatcher.
-    """
-
-    def redispatch(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
-
-    def product(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-        plain = (keys & torch._C._after_autograd_keyset).raw_repr() in _PLAIN_KEYS
-        run = kernel if plain else redispatch
-        return function.apply(run, *args) if records_gradient(*args[:tensors]) else run(*args)
-
-    return product
-
-
 for _name, _kernel, _fake in (
     ("dds_nt", _dds_nt, _dds_nt_fake),
     ("dds_nn", _dds_nn, _dds_nn_fake),
@@ -427,10 +323,5 @@ for _name, _kernel, _fake in (
     torch.library.register_fake(f"tilesparse::{_name}", _fake, lib=LIB)
     LIB.impl(_name, _kernel, "CPU")
     LIB.impl(_name, _kernel, "CUDA")
-for _name, _kernel, _function, _tensors in (
-    ("dds_nt", _dds_nt, _DdsNt, 3),
-    ("dds_nn", _dds_nn, _DdsNn, 2),
-    ("sdd_tn", _sdd_tn, _SddTn, 2),
-):
-    _product = _with_autograd(getattr(_OPS, _name).default, _kernel, _function, _tensors)
-    LIB.impl(_name, _product, "Autograd", with_keyset=True)
+for _name, _kernel in (("dds_nt", _dds_nt), ("dds_nn", _dds_nn), ("sdd_tn", _sdd_tn)):
+    LIB.impl(_name, with_autograd(_name, _kernel), "Autograd", with_keyset=True)

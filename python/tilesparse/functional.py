@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
+from ._autograd import records_gradient
 from .errors import InvalidArgumentError
 from .pattern import BlockPattern
 
@@ -65,7 +66,7 @@ def linear(
             f"activation: one of {list(_ops.ACTIVATIONS)} expected, got {activation!r}"
         )
     x, values, bias = _autocast(x, values, bias)
-    fused = activation if activation == "none" or not _ops.records_gradient(x, values, bias) else "none"
+    fused = activation if activation == "none" or not records_gradient(x, values, bias) else "none"
     y: Tensor = _OPS.dds_nt.default(
         x, values, bias, pattern.handle, pattern.version, _ops.ACTIVATIONS[fused], feature_major_output
     )
@@ -128,7 +129,7 @@ def sdd(
             raise InvalidArgumentError("out: expected with accumulate=True, got None")
         values: Tensor = _OPS.sdd_tn(y, x, pattern.handle, pattern.version)
         return values
-    if _ops.records_gradient(y, x, out):
+    if records_gradient(y, x, out):
         raise InvalidArgumentError(
             "out: not differentiable, but an operand requires a gradient; use no_grad()"
         )
