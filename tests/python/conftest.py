@@ -12,13 +12,16 @@ hypothesis.settings.register_profile("tilesparse", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("tilesparse")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is no GPU; TILESPARSE_REQUIRE_GPU=1 refuses to run instead."""
+def pytest_report_header() -> str:
+    return f"GPU tests: {'selected' if torch.cuda.is_available() else 'deselected, PyTorch finds no CUDA device'}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects tests marked `gpu` where there is no GPU; TILESPARSE_REQUIRE_GPU=1 refuses to run instead."""
     if torch.cuda.is_available():
         return
     if os.environ.get("TILESPARSE_REQUIRE_GPU") == "1":
         raise pytest.UsageError("TILESPARSE_REQUIRE_GPU=1 is set, but PyTorch finds no CUDA device")
-    skip = pytest.mark.skip(reason="PyTorch finds no CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=gpu_items)
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
