@@ -1,0 +1,221 @@
+"""Prints results of bench_ops.py as Markdown.
+
+python benchmarks/report.py results.json [more.json ...]
+python benchmarks/report.py results.json --sm80-floors
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+OPS = {"dds_nt": "Forward (dds)", "dds_nn": "Gradient of x (dds)", "sdd_tn": "Gradient of W (sdd)"}
+WHO = {"triton": "PyTorch Triton BSR, tuned", "stk": "STK", "dense": "dense, cuBLAS"}
+METRICS = {
+    "efficiency": ("η = t_dense · density / t", "{:.2f}"),
+    "speedup": ("speedup over dense", "{:.2f}x"),
+    "t_us": ("time in µs", "{:.0f}"),
+    "tflops": ("TFLOP/s on non-zeros", "{:.0f}"),
+}
+FEW_TOKENS = 128  # below it a product is bound by memory, and times say more than η
+SM80_FLOORS = {16: 1.5, 32: 1.0, 64: 0.9, 128: 0.9}  # by the smaller side of a block, against Triton BSR
+
+
+class Row(NamedTuple):
+    """A measured contender and its case."""
+
+    case: dict[str, Any]
+    result: dict[str, Any]
+
+    @property
+    def who(self) -> str:
+        name: str = self.result["contender"]
+        return WHO.get(name, name)
+
+    @property
+    def block(self) -> str:
+        return "x".join(map(str, self.case["block_shape"]))
+
+    @property
+    def density(self) -> float:
+        density: float = self.case["requested_density"]
+        return density
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables; with --sm80-floors the exit status is 1 if one is missed or nothing was measured."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, nargs="+", help="written by bench_ops.py")
+    parser.add_argument("--metric", choices=METRICS, default="efficiency", help="(%(default)s)")
+    parser.add_argument(
+        "--sm80-floors",
+        action="store_true",
+        help="compare forward kernels whose names begin with sm80 with the tuned Triton BSR",
+    )
+    arguments = parser.parse_args(argv)
+    documents = [json.loads(path.read_text()) for path in arguments.results]
+    if arguments.sm80_floors:
+        return int(not _print_floors(_rows(documents)))
+    for document in documents:
+        print(f"{_environment(document['environment'])}\n")
+    _print_host(documents)
+    _print_layers([row for row in _rows(documents) if not _has_few_tokens(row)], arguments.metric)
+    _print_few_tokens([row for row in _rows(documents) if _has_few_tokens(row)])
+    return 0
+
+
+def _rows(documents: Iterable[dict[str, Any]]) -> list[Row]:
+    return [
+        Row(case, result)
+        for document in documents
+        for case in document["cases"]
+        for result in case["results"]
+        if "unavailable" not in result
+    ]
+
+
+def _has_few_tokens(row: Row) -> bool:
+    tokens: int = row.case["tokens"]
+    return tokens < FEW_TOKENS
+
+
+def _environment(environment: dict[str, Any]) -> str:
+    names = ("gpu", "driver", "cuda", "torch", "triton", "stk", "tilesparse", "commit", "date")
+    return ", ".join(f"{name} {environment[name]}" for name in names if environment.get(name))
+
+
+def _print_host(documents: Iterable[dict[str, Any]]) -> None:
+    costs: dict[str, dict[str, str]] = defaultdict(dict)
+    for document in documents:
+        for record in document["host"]:
+            if "host_us" in record:
+                costs[WHO.get(record["contender"], record["contender"])][record["op"]] = (
+                    f"{record['host_us']:.1f}"
+                )
+    if costs:
+        print("### Host time of one eager call, in µs\n")
+        _print_table(["", *OPS.values()], [[who, *map(cells.get, OPS)] for who, cells in costs.items()])
+
+
+def _print_layers(rows: Sequence[Row], metric: str) -> None:
+    title, form = METRICS[metric]
+    for heading, group in _grouped(rows, _section).items():
+        densities = sorted({row.density for row in group}, reverse=True)
+        shapes = list(dict.fromkeys(row.case["shape"] for row in group))
+        print(f"### {heading}\n\n{title} at density {_slashed(f'{density:g}' for density in densities)}\n")
+        lines = []
+        group = sorted(group, key=lambda row: row.case["block_shape"])
+        for (block, who), line in _grouped(group, lambda row: (row.block, row.who)).items():
+            cells = {
+                (row.case["shape"], row.density): _cell(row.result, form.format(row.result[metric]))
+                for row in line
+            }
+            lines.append(
+                [
+                    block,
+                    who,
+                    *(_slashed(cells.get((shape, density)) for density in densities) for shape in shapes),
+                ]
+            )
+        _print_table(["block", "", *shapes], lines)
+
+
+def _print_few_tokens(rows: Sequence[Row]) -> None:
+    for heading, group in _grouped(rows, _section).items():
+        densities = sorted({row.density for row in group}, reverse=True)
+        print(
+            f"### {heading}, few tokens\n\n"
+            "time in µs / TB/s of values and activations / speedup over dense / "
+            "time over bytes / (3 TB/s) + 6 µs\n"
+        )
+        lines = []
+        keys = _grouped(group, lambda row: (row.case["shape"], row.block, row.who))
+        for (shape, block, who), line in keys.items():
+            cells = {row.density: _cell(row.result, _memory_cell(row)) for row in line}
+            lines.append([shape, block, who, *map(cells.get, densities)])
+        _print_table(["shape", "block", "", *(f"density {density:g}" for density in densities)], lines)
+
+
+def _memory_cell(row: Row) -> str:
+    time_us, bytes_ = row.result["t_us"], row.case["bytes"]
+    return (
+        f"{time_us:.1f} / {row.result['gb_per_s'] / 1e3:.2f} / "
+        f"{row.result['speedup']:.2f}x / {time_us / (bytes_ / 3e6 + 6):.2f}"
+    )
+
+
+def _section(row: Row) -> str:
+    case = row.case
+    layout = "" if case["x_layout"] == "row" else f", {case['x_layout']}-major"
+    return f"{OPS[case['op']]}, {case['dtype']}, {case['pattern']} pattern{layout}"
+
+
+def _cell(result: dict[str, Any], text: str) -> str:
+    if result["wrong"]:
+        return f"{text} wrong"
+    return f"{text}*" if result["unsteady"] else text
+
+
+def _slashed(parts: Iterable[str | None]) -> str:
+    return " / ".join(part or "-" for part in parts)
+
+
+def _print_floors(rows: Sequence[Row]) -> bool:
+    lines, misses = [], 0
+    forward = [row for row in rows if row.case["op"] == "dds_nt" and not _has_few_tokens(row)]
+    for (heading, shape, block, density), group in _grouped(
+        forward, lambda row: (_section(row), row.case["shape"], row.block, row.density)
+    ).items():
+        ours = [
+            row
+            for row in group
+            if row.result.get("kernel", "").startswith("sm80") and not row.result["wrong"]
+        ]
+        triton = [row for row in group if row.result["contender"] == "triton"]
+        if not ours or not triton:
+            continue
+        best = max(ours, key=lambda row: float(row.result["efficiency"]))
+        ratio = best.result["efficiency"] / triton[-1].result["efficiency"]
+        floor = SM80_FLOORS[min(best.case["block_shape"])]
+        misses += ratio < floor
+        lines.append(
+            [
+                heading,
+                shape,
+                block,
+                f"{density:g}",
+                f"{best.result['efficiency']:.2f}",
+                f"{triton[-1].result['efficiency']:.2f}",
+                f"{ratio:.2f}",
+                f"{floor:g}",
+                "missed" if ratio < floor else "met",
+            ]
+        )
+    _print_table(["", "shape", "block", "density", "η tilesparse", "η Triton", "ratio", "floor", ""], lines)
+    print(f"{len(lines) - misses} of {len(lines)} floors met")
+    return bool(lines) and not misses
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    groups: dict[Any, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[key(row)].append(row)
+    return groups
+
+
+def _print_table(header: Sequence[str], lines: Iterable[Sequence[str | None]]) -> None:
+    print(f"| {' | '.join(header)} |")
+    print("|---" * len(header) + "|")
+    for line in lines:
+        print(f"| {' | '.join(cell or '-' for cell in line)} |")
+    print()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
