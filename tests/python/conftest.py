@@ -13,7 +13,8 @@ hypothesis.settings.load_profile("tilesparse")
 
 
 def pytest_report_header() -> str:
-    return f"GPU tests: {'selected' if torch.cuda.is_available() else 'deselected, PyTorch finds no CUDA device'}"
+    selected = "selected" if torch.cuda.is_available() else "deselected, PyTorch finds no CUDA device"
+    return f"GPU tests: {selected}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
