@@ -1,0 +1,420 @@
+"""Every CUDA kernel of the registry, called through the C ABI, against float64 references.
+
+All operands lie amid poison: NaNs of one bit pattern that no arithmetic gives. A kernel that reads
+outside of them computes NaN, one that writes there changes the pattern, and one that leaves a part of
+its output out leaves NaN in it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import PATTERNS, assert_within, make_pattern, rounded, rounding_unit, seeded, shuffled
+from torch import Tensor
+
+from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
+from tilesparse._ops import ACTIVATIONS, DDS_NN, DDS_NT, DTYPES, SDD_TN
+from tilesparse._prepared import Launch, LaunchKey
+from tilesparse.pattern import BLOCK_SIZES
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+CUDA, TF32 = 1, 1
+LAYOUTS = list(product((0, 1), (0, 1)))  # of x and y: row-major and feature-major
+TOKENS = [0, 1, 3, 17, 127, 1000, 4097]
+CHUNK = 16  # bytes, the alignment of operands
+GUARD = 128 * 128 * 4  # bytes of poison before and after an operand, as long as the largest block
+POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA57FA5)}  # by the size of an element
+OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
+# What each product can do besides multiplying.
+OPTIONS: dict[int, list[dict[str, Any]]] = {
+    DDS_NT: [{"bias": bias, "activation": name} for bias in (False, True) for name in ACTIVATIONS],
+    DDS_NN: [{}],
+    SDD_TN: [{"accumulate": False}, {"accumulate": True}],
+}
+FUNCTIONS = {
+    "none": lambda t: t,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+}
+
+
+class Row(NamedTuple):
+    """A kernel and one product and dtype of those it computes."""
+
+    number: int  # as callers name it: its index plus 1
+    kernel: _C.KernelInfo
+    op: int
+    dtype: torch.dtype
+
+
+ROWS = [
+    Row(index + 1, kernel, op, dtype)
+    for index, kernel in enumerate(_C.kernels())
+    if kernel.device == CUDA
+    for op in (DDS_NT, DDS_NN, SDD_TN)
+    if kernel.ops >> op & 1
+    for dtype, code in DTYPES.items()
+    if kernel.dtypes >> code & 1
+]
+checked_kernels: set[str] = set()
+
+
+def runs_here(row: Row) -> bool:
+    return row.kernel.min_compute_capability <= _C.device_info(CUDA).compute_capability
+
+
+@pytest.fixture(params=ROWS, ids=lambda row: row.kernel.name)
+def row(request: pytest.FixtureRequest) -> Row:
+    if not runs_here(request.param):
+        pytest.skip(f"needs compute capability {request.param.kernel.min_compute_capability}")
+    return request.param
+
+
+@cache
+def accepted_shapes(row: Row) -> list[tuple[int, int]]:
+    """The block shapes a kernel accepts."""
+    shapes = [shape for shape in product(BLOCK_SIZES, BLOCK_SIZES) if accepts(row, shape)]
+    assert shapes, "the kernel accepts no block shape"
+    return shapes
+
+
+def accepts(row: Row, block_shape: tuple[int, int]) -> bool:
+    pattern = BlockPattern.full(block_shape, block_shape=block_shape)
+    precision = row.kernel.precision
+    arguments = (pattern.prepared.descriptor(torch.device("cpu")), row.op, DTYPES[row.dtype])
+    try:
+        _C.select(*arguments, _C.device_info(CUDA), 1, precision=precision, kernel=row.number)
+    except UnsupportedError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Problem:
+    pattern: BlockPattern
+    tokens: int
+    x_layout: int = 0
+    y_layout: int = 0
+    gap: int = 0  # bytes between the lines of x and y
+    bias: bool = False
+    activation: str = "none"
+    accumulate: bool = False
+
+
+class Guarded:
+    """Lines of numbers amid poison, aligned to exactly `alignment` bytes."""
+
+    def __init__(
+        self, lines: int, length: int, dtype: torch.dtype, *, gap: int = 0, alignment: int = CHUNK
+    ) -> None:
+        size = dtype.itemsize
+        integer, self._poison = POISON[size]
+        guard = (GUARD + alignment) // size
+        self.ld = (length * size + gap + CHUNK - 1) // CHUNK * CHUNK // size
+        self._inside = ((lines, length), (self.ld, 1), guard)
+        self.bits = torch.full((2 * guard + lines * self.ld,), self._poison, dtype=integer, device=DEVICE)
+        self.lines = self.bits.view(dtype).as_strided(*self._inside)
+        self.address = self.bits.data_ptr() + guard * size
+
+    def poison(self) -> None:
+        self.bits.fill_(self._poison)
+
+    def is_poison(self, *, inside: bool) -> bool:
+        """Whether the poison is whole around the lines, or also inside of them."""
+        bits = self.bits.clone()
+        if not inside:
+            bits.as_strided(*self._inside).fill_(self._poison)
+        return bool((bits == self._poison).all())
+
+
+class Operands:
+    """x, y, values and bias of one problem, random but for the output, which is poison."""
+
+    def __init__(self, row: Row, problem: Problem) -> None:
+        pattern, dtype = problem.pattern, row.dtype
+        size = pattern.nnz * pattern.block_shape[0] * pattern.block_shape[1]
+        self.buffers = {
+            "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
+            "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
+            "values": Guarded(1, size, dtype),
+            "bias": Guarded(1, pattern.out_features, dtype, alignment=dtype.itemsize),
+        }
+        self.output = self.buffers[OUTPUTS[row.op]]
+        self.inputs = [buffer for buffer in self.buffers.values() if buffer is not self.output]
+        self.before = normal(self.output.lines.shape, dtype, 9) if problem.accumulate else None
+        for seed, buffer in enumerate(self.inputs):
+            buffer.lines.copy_(normal(buffer.lines.shape, dtype, seed))
+        transposed = {"x": problem.x_layout == 1, "y": problem.y_layout == 1}
+        self.x, self.y = (
+            self.buffers[name].lines.t() if transposed[name] else self.buffers[name].lines for name in "xy"
+        )
+        self.values = self.buffers["values"].lines.view(pattern.prepared.values_shape)
+        self.bias = self.buffers["bias"].lines[0] if problem.bias else None
+
+    def prepare_output(self) -> None:
+        self.output.poison()
+        if self.before is not None:
+            self.output.lines.copy_(self.before)
+
+
+def _guarded_matrix(problem: Problem, features: int, layout: int, dtype: torch.dtype) -> Guarded:
+    lines, length = (features, problem.tokens) if layout else (problem.tokens, features)
+    return Guarded(lines, length, dtype, gap=problem.gap)
+
+
+def normal(size: torch.Size, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(size, dtype=dtype, device=DEVICE, generator=generator)
+
+
+def resolve(row: Row, problem: Problem) -> Launch:
+    key = LaunchKey(
+        op=row.op,
+        dtype=DTYPES[row.dtype],
+        device=DEVICE.index,
+        stream=torch.cuda.current_stream(DEVICE).cuda_stream,
+        tokens=problem.tokens,
+        x_layout=problem.x_layout,
+        y_layout=problem.y_layout,
+        activation=ACTIVATIONS[problem.activation],
+        precision=row.kernel.precision,
+        kernel=row.number,
+    )
+    return problem.pattern.prepared.launch(key)
+
+
+def launch(row: Row, problem: Problem, operands: Operands, **changes: int) -> None:
+    """Calls the kernel with a poisoned workspace; `changes` replace arguments of the call."""
+    resolved = resolve(row, problem)
+    workspace = Guarded(1, (resolved.workspace_bytes + 3) // 4, torch.float32, alignment=256)
+    x, y = operands.buffers["x"], operands.buffers["y"]
+    arguments: dict[str, Any] = {
+        "pattern": resolved.pattern,
+        "op": row.op,
+        "dtype": DTYPES[row.dtype],
+        "device": CUDA,
+        "activation": ACTIVATIONS[problem.activation],
+        "precision": row.kernel.precision,
+        "accumulate": int(problem.accumulate),
+        "kernel": resolved.kernel,
+        "tokens": problem.tokens,
+        "x": x.address,
+        "ldx": x.ld,
+        "x_layout": problem.x_layout,
+        "y": y.address,
+        "ldy": y.ld,
+        "y_layout": problem.y_layout,
+        "values": operands.buffers["values"].address,
+        "bias": operands.buffers["bias"].address if problem.bias else 0,
+        "plan": resolved.plan,
+        "plan_bytes": resolved.plan_bytes,
+        "workspace": workspace.address,
+        "workspace_bytes": resolved.workspace_bytes,
+        "stream": torch.cuda.current_stream(DEVICE).cuda_stream,
+    }
+    _C.matmul(**(arguments | changes))
+    assert workspace.is_poison(inside=False), "memory around the workspace was written"
+
+
+def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(expected, tolerance) in float64, shaped like the output."""
+    pattern = problem.pattern
+    if row.op == SDD_TN:
+        left, right = operands.y.t(), operands.x
+    elif row.op == DDS_NT:
+        left, right = operands.x, dense_weight(operands.values, pattern).t()
+    else:
+        left, right = operands.y, dense_weight(operands.values, pattern)
+    left, right = left.double(), right.double()
+    expected, magnitude = left @ right, left.abs() @ right.abs()
+    if row.op == SDD_TN:
+        expected, magnitude = blocks_of(expected, pattern), blocks_of(magnitude, pattern)
+    added = operands.before.view_as(expected) if operands.before is not None else operands.bias
+    if added is not None:
+        expected, magnitude = expected + added.double(), magnitude + added.double().abs()
+    tolerance = relative_error(row, left.shape[-1]) * magnitude
+    if problem.activation != "none":
+        # No activation's slope exceeds 1.13; the functions themselves are good to a few units.
+        tolerance = 1.13 * tolerance + 4 * torch.finfo(torch.float32).eps * expected.abs()
+        expected = FUNCTIONS[problem.activation](expected)
+    return expected, rounded(expected, tolerance, row.dtype)
+
+
+def relative_error(row: Row, terms: int) -> float:
+    """Bound of |error| / sum of |l r| before the result is rounded.
+
+    Tensor cores multiply exactly and truncate sums to float32 or better, twice the error of rounding
+    (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021). TF32 rounds each factor to 2^-11.
+    Its threefold variant adds three products for each term, drops one below 2^-22 and keeps factors to
+    2^-23, which is 8 units together.
+    """
+    unit = rounding_unit(torch.float32)
+    if row.dtype != torch.float32:
+        return 2 * (terms + 4) * unit
+    if row.kernel.precision == TF32:
+        return 2 * (terms + 4) * unit + 2 * 2**-11 + 2**-22
+    return 2 * (3 * terms + 4) * unit + 8 * unit
+
+
+def dense_weight(values: Tensor, pattern: BlockPattern) -> Tensor:
+    """W [out_features, in_features] in float64 on the values' device."""
+    blocks = torch.zeros(*pattern.grid, *pattern.block_shape, dtype=torch.float64, device=values.device)
+    blocks[pattern.block_indices()] = values.double()
+    return blocks.transpose(1, 2).reshape(pattern.shape)
+
+
+def blocks_of(dense: Tensor, pattern: BlockPattern) -> Tensor:
+    """[nnz, bn, bk] the pattern's blocks of a dense matrix, in slot order."""
+    (rows, cols), (bn, bk) = pattern.grid, pattern.block_shape
+    return dense.reshape(rows, bn, cols, bk).transpose(1, 2)[pattern.block_indices()]
+
+
+def check(row: Row, problem: Problem) -> None:
+    """Runs a problem twice and checks everything about it."""
+    try:
+        _check(row, problem)
+    except Exception as error:
+        raise AssertionError(f"{row.kernel.name}, {problem}: {error}") from error
+    checked_kernels.add(row.kernel.name)
+
+
+def _check(row: Row, problem: Problem) -> None:
+    operands = Operands(row, problem)
+    inputs = [buffer.bits.clone() for buffer in operands.inputs]
+    results = []
+    for _ in range(2):
+        operands.prepare_output()
+        launch(row, problem, operands)
+        assert operands.output.is_poison(inside=False), "memory around the output was written"
+        results.append(operands.output.bits.clone())
+    assert torch.equal(*results), "two runs differ"
+    for before, buffer in zip(inputs, operands.inputs, strict=True):
+        assert torch.equal(buffer.bits, before), "an input was written"
+    expected, tolerance = reference(row, problem, operands)
+    actual = {DDS_NT: operands.y, DDS_NN: operands.x, SDD_TN: operands.values}[row.op]
+    assert_within(actual, expected.cpu(), tolerance.cpu())
+
+
+def random_pattern(
+    shape: tuple[int, int], block_shape: tuple[int, int], density: float, seed: int = 0
+) -> BlockPattern:
+    return shuffled(
+        BlockPattern.random(shape, block_shape=block_shape, density=density, generator=seeded(seed))
+    )
+
+
+def test_small(row: Row) -> None:
+    """Each layout, and more tokens than one CTA sums up: all there is to check for a sanitizer."""
+    pattern = make_pattern("random 50%", (2, 3), accepted_shapes(row)[0])
+    for x_layout, y_layout in LAYOUTS:
+        check(row, Problem(pattern, 17, x_layout, y_layout, gap=CHUNK, **OPTIONS[row.op][-1]))
+    check(row, Problem(pattern, 600))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_adversarial_patterns(row: Row, name: str) -> None:
+    draw = random.Random(f"{row.kernel.name} {name}")
+    shapes = accepted_shapes(row)
+    for block_shape in draw.sample(shapes, min(3, len(shapes))):
+        pattern = make_pattern(name, (7, 10), block_shape)
+        tokens, options = draw.choice((17, 130, 200)), draw.choice(OPTIONS[row.op])
+        check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), **options))
+
+
+@pytest.mark.parametrize("density", [0.01, 0.3, 0.97])
+def test_densities(row: Row, density: float) -> None:
+    """Sums long enough to go round the ring of stages several times."""
+    draw = random.Random(f"{row.kernel.name} {density}")
+    pattern = random_pattern((1152, 1536), draw.choice(accepted_shapes(row)), density)
+    check(row, Problem(pattern, draw.choice((5, 130, 257)), *draw.choice(LAYOUTS)))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
+    draw = random.Random(f"{row.kernel.name} {tokens}")
+    for block_shape in accepted_shapes(row):
+        rows, cols = draw.choice([(1, 1), (1, 3), (3, 1), (3, 2)])
+        pattern = random_pattern((rows * block_shape[0], cols * block_shape[1]), block_shape, 0.6)
+        gap, options = draw.choice((0, CHUNK, 5 * CHUNK)), draw.choice(OPTIONS[row.op])
+        check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), gap=gap, **options))
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 64])
+def test_layouts_and_strides(row: Row, tokens: int) -> None:
+    draw = random.Random(f"{row.kernel.name} {tokens} strides")
+    for gap, (x_layout, y_layout) in product((0, CHUNK, 11 * CHUNK), LAYOUTS):
+        pattern = make_pattern("random 50%", (4, 3), draw.choice(accepted_shapes(row)))
+        check(row, Problem(pattern, tokens, x_layout, y_layout, gap=gap))
+
+
+def test_options(row: Row) -> None:
+    """Bias and activation, or accumulation, for tokens and patterns with and without anything to add."""
+    draw = random.Random(f"{row.kernel.name} options")
+    for options, tokens in product(OPTIONS[row.op], (0, 45, 1100)):
+        for name in ("empty rows and columns", "empty"):
+            pattern = make_pattern(name, (3, 4), draw.choice(accepted_shapes(row)))
+            check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), **options))
+
+
+def test_more_tiles_than_multiprocessors(row: Row) -> None:
+    """CTAs that compute several tiles one after another, in several groups of tokens."""
+    shape, density, tokens = ((2048, 2560), 1.0, 260) if row.op == SDD_TN else ((1280, 1280), 0.1, 4200)
+    draw = random.Random(f"{row.kernel.name} tiles")
+    pattern = random_pattern(shape, draw.choice(accepted_shapes(row)), density)
+    check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS)))
+
+
+def test_refused_calls_write_nothing(row: Row) -> None:
+    problem = Problem(make_pattern("full", (2, 3), accepted_shapes(row)[0]), 600)
+    operands = Operands(row, problem)
+    x, values = operands.buffers["x"], operands.buffers["values"]
+    size = row.dtype.itemsize
+    refused: list[tuple[str, dict[str, int]]] = [
+        ("x is at address", {"x": x.address + size}),
+        ("x.data is null", {"x": 0}),
+        ("x.ld", {"ldx": x.ld - CHUNK // size}),
+        ("x.ld", {"ldx": x.ld + 1}),
+        ("values is at address", {"values": values.address + size}),
+        ("overlap", {"y": x.address, "values": x.address}),
+        ("kernel is", {"kernel": 1_000_000}),
+    ]
+    if row.kernel.plan:
+        refused += [("plan is null", {"plan": 0}), ("plan_bytes", {"plan_bytes": 8})]
+    for message, changes in refused:
+        with pytest.raises(InvalidArgumentError, match=message):
+            launch(row, problem, operands, **changes)
+    assert operands.output.is_poison(inside=True)
+    check(row, problem)
+
+
+def test_a_short_workspace_is_refused(row: Row) -> None:
+    """Where one is needed, as for the sum over many tokens of few blocks; elsewhere it may be null."""
+    problem = Problem(make_pattern("first block", (2, 3), accepted_shapes(row)[0]), 4097)
+    operands = Operands(row, problem)
+    needed = resolve(row, problem).workspace_bytes
+    if needed == 0:
+        launch(row, problem, operands, workspace=0)
+        return
+    for message, changes in (
+        ("workspace_bytes", {"workspace_bytes": needed - 1}),
+        ("workspace is null", {"workspace": 0}),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            launch(row, problem, operands, **changes)
+    assert operands.output.is_poison(inside=True)
+
+
+def test_every_kernel_of_this_gpu_was_checked() -> None:
+    """Comes last in this file: nothing above passes by not running."""
+    expected = {row.kernel.name for row in ROWS if runs_here(row)}
+    assert expected, "the library has no CUDA kernel that this GPU runs"
+    assert checked_kernels >= expected, f"never checked: {sorted(expected - checked_kernels)}"
