@@ -1,0 +1,412 @@
+"""What PyTorch users rely on beside the numbers: streams, graphs, memory, errors, compilation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    assert_product_close,
+    assert_within,
+    blocks_of_dense,
+    dense_weight,
+    make_pattern,
+    product_with_bound,
+    randn,
+    random_values,
+    seeded,
+)
+from torch import Tensor
+
+from tilesparse import (
+    _C,
+    BlockPattern,
+    BlockSparseLinear,
+    InvalidArgumentError,
+    UnsupportedError,
+    _ops,
+    functional,
+)
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+SLEEP = 100_000_000  # GPU cycles, far longer than it takes to launch what follows
+
+
+def make_layer(in_features: int = 256, out_features: int = 384, **options: Any) -> BlockSparseLinear:
+    options = {"density": 0.4, "device": "cuda", "dtype": BF16, "generator": seeded()} | options
+    return BlockSparseLinear(in_features, out_features, **options)
+
+
+def step(layer: torch.nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """The output of a layer and all gradients."""
+    y = layer(x)
+    return (y, *torch.autograd.grad(y, (x, *layer.parameters()), grad))
+
+
+def products(x: Tensor, y: Tensor, values: Tensor, pattern: BlockPattern) -> tuple[Tensor, ...]:
+    return (
+        functional.linear(x, values, pattern),
+        functional.dds(y, values, pattern, transpose=False),
+        functional.sdd(y, x, pattern),
+    )
+
+
+def all_equal(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+def test_a_captured_training_step_follows_its_inputs() -> None:
+    layer = make_layer()
+    x = randn(200, 256, dtype=BF16, device="cuda").requires_grad_()
+    grad = randn(200, 384, dtype=BF16, device="cuda", seed=1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(layer, x, grad)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(layer, x, grad)
+    for seed in (10, 20):
+        with torch.no_grad():
+            for offset, tensor in enumerate((x, grad, *layer.parameters())):
+                tensor.copy_(randn(*tensor.shape, dtype=BF16, device="cuda", seed=seed + offset))
+        graph.replay()
+        assert all_equal(captured, step(layer, x, grad))
+
+
+def test_captured_products_follow_their_inputs() -> None:
+    pattern = make_pattern("power-law rows", (6, 8), (32, 64))
+    values = random_values(pattern, dtype=BF16, device="cuda")
+    x = randn(1000, pattern.in_features, dtype=BF16, device="cuda", seed=1)
+    y = randn(1000, pattern.out_features, dtype=BF16, device="cuda", seed=2)
+    bias = randn(pattern.out_features, dtype=BF16, device="cuda", seed=3)
+    total = torch.zeros_like(values)
+
+    def run() -> tuple[Tensor, ...]:
+        functional.sdd(y, x, pattern, out=total, accumulate=True)
+        return (functional.linear(x, values, pattern, bias, "silu"), *products(x, y, values, pattern))
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for seed in (11, 12):
+        for tensor in (x, y, values, bias):
+            tensor.copy_(randn(*tensor.shape, dtype=BF16, device="cuda", seed=seed))
+        total.zero_()
+        graph.replay()
+        graph.replay()
+        replayed = total.clone()
+        total.zero_()
+        run()
+        assert all_equal(captured, run())
+        assert torch.equal(total, replayed)
+
+
+def test_products_run_on_the_current_stream() -> None:
+    """Their input is written late on a stream of its own; any other stream would read zeros."""
+    pattern = make_pattern("random 50%", (4, 6), (64, 64))
+    values = random_values(pattern, dtype=BF16, device="cuda")
+    late = [randn(500, size, dtype=BF16, device="cuda") for size in pattern.shape[::-1]]
+    expected = products(*late, values, pattern)
+    x, y = (torch.zeros_like(tensor) for tensor in late)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP)
+        x.copy_(late[0])
+        y.copy_(late[1])
+        results = products(x, y, values, pattern)
+    torch.cuda.current_stream().wait_stream(side)
+    assert all_equal(results, expected)
+
+
+def test_backward_runs_on_the_stream_of_forward() -> None:
+    layer = make_layer()
+    late = randn(500, 256, dtype=BF16, device="cuda")
+    grad = randn(500, 384, dtype=BF16, device="cuda", seed=1)
+    expected = step(layer, late.clone().requires_grad_(), grad)
+    x = torch.zeros_like(late).requires_grad_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP)
+        with torch.no_grad():
+            x.copy_(late)
+        results = step(layer, x, grad)
+    torch.cuda.current_stream().wait_stream(side)
+    assert all_equal(results, expected)
+
+
+def test_two_streams_share_a_pattern() -> None:
+    pattern = make_pattern("random 50%", (16, 12), (32, 32))
+    values = random_values(pattern, dtype=BF16, device="cuda")
+    inputs = [
+        [randn(1500, size, dtype=BF16, device="cuda", seed=seed) for size in pattern.shape[::-1]]
+        for seed in (1, 2)
+    ]
+    # A copy of the pattern, so that its plans are first built while both streams are at work.
+    expected = [products(x, y, values, copy.deepcopy(pattern)) for x, y in inputs]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    results: list[list[tuple[Tensor, ...]]] = [[], []]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for stream, (x, y), result in zip(streams, inputs, results, strict=True):
+            with torch.cuda.stream(stream):
+                result.append(products(x, y, values, pattern))
+    torch.cuda.synchronize()
+    for result, right in zip(results, expected, strict=True):
+        assert all(all_equal(run, right) for run in result)
+
+
+@pytest.fixture
+def sync_is_an_error() -> Iterator[Callable[[], None]]:
+    """A function after which PyTorch raises on synchronisation, until the test ends."""
+    before = torch.cuda.get_sync_debug_mode()
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode(before)
+
+
+def test_forward_and_backward_do_not_wait_for_the_gpu(sync_is_an_error: Callable[[], None]) -> None:
+    layer = make_layer()
+    x = randn(2000, 256, dtype=BF16, device="cuda").requires_grad_()
+    grad = randn(2000, 384, dtype=BF16, device="cuda", seed=1)
+    for _ in range(3):
+        step(layer, x, grad)
+    torch.cuda.synchronize()
+    sync_is_an_error()
+    # The library's own calls are beyond PyTorch's eyes, but they cannot return before the sleep ends
+    # if they wait for the stream.
+    torch.cuda._sleep(20 * SLEEP)
+    asleep = torch.cuda.Event()
+    asleep.record()
+    step(layer, x, grad)
+    assert not asleep.query(), "the host waited for the GPU"
+
+
+@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
+@pytest.mark.parametrize("block_shape", [(64, 64), (16, 32)])
+def test_no_copy_of_the_weight(block_shape: tuple[int, int], feature_major: bool) -> None:
+    layer = make_layer(4096, 4096, density=0.25, block_shape=block_shape)
+    x = randn(4096, 64, dtype=BF16, device="cuda").t()
+    x = (x if feature_major else x.contiguous()).requires_grad_()
+    grad = randn(64, 4096, dtype=BF16, device="cuda", seed=1)
+    weight_bytes = layer.weight.numel() * layer.weight.itemsize
+    step(layer, x, grad)
+    y = layer(x)
+    assert peak_bytes(lambda: layer(x)) < weight_bytes / 4
+    assert peak_bytes(lambda: torch.autograd.grad(y, x, grad, retain_graph=True)) < weight_bytes / 4
+    # The gradient itself is as large as the weight.
+    assert peak_bytes(lambda: torch.autograd.grad(y, layer.weight, grad)) < weight_bytes * 1.25
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """The most bytes PyTorch allocates at once in a call, its results included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.fixture
+def set_float32_precision() -> Iterator[Callable[[str], None]]:
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+def test_every_float32_product_follows_pytorchs_precision(
+    set_float32_precision: Callable[[str], None],
+) -> None:
+    pattern = BlockPattern.full((256, 256), block_shape=(64, 64))
+    values = random_values(pattern, dtype=torch.float32, device="cuda")
+    x = randn(256, 256, dtype=torch.float32, device="cuda", seed=1)
+    y = randn(256, 256, dtype=torch.float32, device="cuda", seed=2)
+    weight = dense_weight(values, pattern)
+    results = {}
+    for precision in ("highest", "high", "highest"):
+        set_float32_precision(precision)
+        results[precision] = products(x, y, values, pattern)
+    factors = ((x, weight.t()), (y, weight), (y.t(), x))
+    for i, (left, right) in enumerate(factors):
+        expected, tolerance = product_with_bound(left, right, torch.float32)
+        if i == 2:
+            expected, tolerance = blocks_of_dense(expected, pattern), blocks_of_dense(tolerance, pattern)
+        assert_within(results["highest"][i], expected, tolerance)
+        exact, rough = (
+            (results[precision][i].cpu() - expected).abs().max() for precision in ("highest", "high")
+        )
+        # Factors rounded to 2^-11: the sums of 256 products err by 0.005 on the average, 0.02 at most.
+        assert 20 * exact < rough < 0.2
+
+
+def test_autocast_trains_float32_parameters_in_bfloat16() -> None:
+    layer = make_layer(dtype=torch.float32)
+    twin = copy.deepcopy(layer).to(BF16)
+    x = randn(70, 256, dtype=torch.float32, device="cuda").requires_grad_()
+    grad = randn(70, 384, dtype=BF16, device="cuda", seed=1)
+    with torch.autocast("cuda", dtype=BF16):
+        y = layer(x)
+    gradients = torch.autograd.grad(y, (x, *layer.parameters()), grad)
+    expected = step(twin, x.detach().to(BF16).requires_grad_(), grad)
+    assert y.dtype == BF16 and torch.equal(y, expected[0])
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+    assert all_equal(gradients, tuple(gradient.float() for gradient in expected[1:]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_training_step(dynamic: bool) -> None:
+    torch.compiler.reset()
+    model = torch.nn.Sequential(
+        make_layer(256, 384, dtype=torch.float32), torch.nn.GELU(), make_layer(384, 256, dtype=torch.float32)
+    )
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    for tokens in (33, 64):
+        x = randn(2, tokens, 256, dtype=torch.float32, device="cuda").requires_grad_()
+        grad = randn(2, tokens, 256, dtype=torch.float32, device="cuda", seed=1)
+        parameters = (x, *model.parameters())
+        eager, fused = ((y, *torch.autograd.grad(y, parameters, grad)) for y in (model(x), compiled(x)))
+        torch.testing.assert_close(fused, eager, rtol=1e-4, atol=1e-4)
+
+
+Call = Callable[[BlockPattern, Tensor, Tensor, Tensor, Tensor], object]
+
+
+def misaligned(pattern: BlockPattern, like: Tensor) -> Tensor:
+    return like.new_zeros(like.numel() + 1)[1:].view(pattern.nnz, *pattern.block_shape)
+
+
+def with_kernel(name: str, pattern: BlockPattern, x: Tensor, values: Tensor) -> None:
+    with _ops.use_kernel(name):
+        functional.linear(x, values, pattern)
+
+
+def a_kernel(device: int, op: int) -> str:
+    return next(kernel.name for kernel in _C.kernels() if kernel.device == device and kernel.ops >> op & 1)
+
+
+# What is wrong -> (call, error, what the message names).
+BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
+    "values on the CPU": (
+        lambda p, x, y, v, b: functional.linear(x, v.cpu(), p),
+        InvalidArgumentError,
+        "values: device cuda:0 of x expected, got cpu",
+    ),
+    "x on the CPU": (
+        lambda p, x, y, v, b: functional.linear(x.cpu(), v, p),
+        InvalidArgumentError,
+        "values: device cpu of x expected, got cuda:0",
+    ),
+    "bias on the CPU": (
+        lambda p, x, y, v, b: functional.linear(x, v, p, b.cpu()),
+        InvalidArgumentError,
+        "bias: device cuda:0 of x expected, got cpu",
+    ),
+    "x of sdd on the CPU": (
+        lambda p, x, y, v, b: functional.sdd(y, x.cpu(), p),
+        InvalidArgumentError,
+        "y: device cpu of x expected, got cuda:0",
+    ),
+    "out on the CPU": (
+        lambda p, x, y, v, b: functional.sdd(y, x, p, out=v.cpu()),
+        InvalidArgumentError,
+        "out: device cuda:0 of x expected, got cpu",
+    ),
+    "misaligned out": (
+        lambda p, x, y, v, b: functional.sdd(y, x, p, out=misaligned(p, v)),
+        InvalidArgumentError,
+        "out: must be aligned to 16 bytes",
+    ),
+    "wrong in_features": (
+        lambda p, x, y, v, b: functional.linear(x[:, :-32], v, p),
+        InvalidArgumentError,
+        "x: last dimension",
+    ),
+    "float64": (
+        lambda p, x, y, v, b: functional.linear(x.double(), v.double(), p),
+        UnsupportedError,
+        "no kernel computes dds_nt in float64",
+    ),
+    "the kernel of another product": (
+        lambda p, x, y, v, b: with_kernel(a_kernel(1, _ops.SDD_TN), p, x, v),
+        UnsupportedError,
+        "it computes another product",
+    ),
+    "a kernel for the CPU": (
+        lambda p, x, y, v, b: with_kernel(a_kernel(0, _ops.DDS_NT), p, x, v),
+        UnsupportedError,
+        "it is for another kind of device",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_refused_call_leaves_the_gpu_usable(name: str) -> None:
+    call, error, message = BAD_CALLS[name]
+    pattern = make_pattern("random 50%", (4, 6), (32, 32))
+    values = random_values(pattern, dtype=BF16, device="cuda")
+    x = randn(100, pattern.in_features, dtype=BF16, device="cuda", seed=1)
+    y = randn(100, pattern.out_features, dtype=BF16, device="cuda", seed=2)
+    bias = randn(pattern.out_features, dtype=BF16, device="cuda", seed=3)
+    with pytest.raises(error, match=message):
+        call(pattern, x, y, values, bias)
+    torch.cuda.synchronize()
+    assert_product_close(
+        functional.linear(x, values, pattern, bias), x, dense_weight(values, pattern).t(), bias
+    )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device_than_the_current_one() -> None:
+    layer = make_layer()
+    x, grad = randn(100, 256, dtype=BF16, device="cuda"), randn(100, 384, dtype=BF16, device="cuda")
+    expected = step(layer, x.requires_grad_(), grad)
+    twin = copy.deepcopy(layer).to("cuda:1")
+    results = step(twin, x.detach().to("cuda:1").requires_grad_(), grad.to("cuda:1"))
+    assert torch.cuda.current_device() == 0
+    assert all(result.device == torch.device("cuda", 1) for result in results)
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.cpu(), right.cpu())
+    with pytest.raises(InvalidArgumentError, match="values: device cuda:0 of x expected, got cuda:1"):
+        twin(x)
+
+
+@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
+def test_more_than_2_to_the_31_elements(feature_major: bool) -> None:
+    """The last tokens alone are not zero, so that little is enough to know the results."""
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    pattern = make_pattern("random 50%", (2, 64), (32, 32))
+    tokens, last = 2**31 // pattern.in_features + 104, slice(-100, None)
+    values = random_values(pattern, dtype=BF16, device="cuda")
+    weight = dense_weight(values, pattern)
+    x, y = (big_matrix(tokens, size, feature_major) for size in pattern.shape[::-1])
+    assert x.numel() > 2**31
+    x[last] = randn(100, pattern.in_features, dtype=BF16, device="cuda", seed=1)
+    y[last] = randn(100, pattern.out_features, dtype=BF16, device="cuda", seed=2)
+    assert_product_close(functional.linear(x, values, pattern)[last], x[last], weight.t())
+    expected, tolerance = product_with_bound(y[last].t(), x[last], BF16)
+    assert_within(
+        functional.sdd(y, x, pattern),
+        blocks_of_dense(expected, pattern),
+        blocks_of_dense(tolerance, pattern),
+    )
+    del x
+    key = (pattern.handle, pattern.version)
+    dx = torch.ops.tilesparse.dds_nn(y, values, *key, feature_major)
+    assert_product_close(dx[last], y[last], weight)
+    assert not dx[:-100].any()
+
+
+def big_matrix(tokens: int, features: int, feature_major: bool) -> Tensor:
+    """Zeros, tokens x features."""
+    if feature_major:
+        return torch.zeros(features, tokens, dtype=BF16, device="cuda").t()
+    return torch.zeros(tokens, features, dtype=BF16, device="cuda")
