@@ -57,9 +57,10 @@ function(add_architecture architecture)
   target_link_libraries(tilesparse_${folder} PRIVATE cutlass)
   target_compile_options(tilesparse_${folder} PRIVATE
     --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall,-Wextra)
+  set(launcher sh ${PROJECT_SOURCE_DIR}/cmake/nvcc_checked.sh ${CMAKE_CXX_COMPILER_LAUNCHER})
   set_target_properties(tilesparse_${folder} PROPERTIES
-    CUDA_ARCHITECTURES ${code} CUDA_VISIBILITY_PRESET hidden
-    CUDA_COMPILER_LAUNCHER "sh;${PROJECT_SOURCE_DIR}/cmake/nvcc_checked.sh;${CCACHE}" JOB_POOL_COMPILE nvcc)
+    CUDA_ARCHITECTURES ${code} CUDA_VISIBILITY_PRESET hidden CUDA_COMPILER_LAUNCHER "${launcher}"
+    JOB_POOL_COMPILE nvcc)
   target_link_libraries(tilesparse PRIVATE tilesparse_${folder})
 endfunction()
 
