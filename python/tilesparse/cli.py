@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--block", type=_block, help="32, or 32x64 for out x in (32; on a GPU 64)")
     command.add_argument("--size", choices=demo.SIZES, help="of the model (small; on a GPU medium or large)")
-    command.add_argument("--steps", type=_count, help="of training (60; on a GPU 300)")
+    command.add_argument("--steps", type=_count, help="of training (80; on a GPU 300)")
     command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if there is one)")
     command.add_argument(
         "--dtype",
@@ -126,7 +126,7 @@ def bench(arguments: argparse.Namespace) -> None:
 
 def _demo(arguments: argparse.Namespace) -> None:
     device = arguments.device or _default_device()
-    size, dtype, block, steps = ("small", "float32", (32, 32), 60)
+    size, dtype, block, steps = ("small", "float32", (32, 32), 80)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         size = "large" if memory > 32 << 30 else "medium"
