@@ -1,7 +1,7 @@
 // The three steps of every CPU product, written once over vectors of any length:
 //
 //   pack      copies an operand into panels that the multiplication reads front to back,
-//   multiply  sums one strip of 16 features x some columns over the kept blocks,
+//   multiply  sums one strip of 16 or 32 features x some columns over the kept blocks,
 //   finish    adds the bias, applies the activation, rounds and writes the output's layout.
 //
 // Everything is inlined into functions compiled for one instruction set (see steps.cpp). Vectors are
@@ -19,7 +19,9 @@
 
 namespace ts::cpu {
 
-constexpr int kStrip = 16;  // features of a strip; divides every block size
+constexpr int kMinRows = 16, kMaxRows = 32;     // features summed at once, a strip
+constexpr int kGroup = 64;                      // features written at once: whole lines of memory
+constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a strip pass over in turn
 
 // A copy of a row-major matrix [rows, cols], or its transpose, zero-filled up to the padded size.
 // Elements that are multiplied in pairs are copied as pairs, which lie along the rows or the columns
@@ -37,8 +39,7 @@ struct Pack {
 
 // sums[i][c] = sum over entries e and depths d of A(e, i, d) * B(e, d, c), where
 //   A(e, i, d) = a[slot[e] * a_entry + i * a_row + d * a_step]; one of a_row and a_step is 1
-//   B(e, d, c): panels of `tile` columns, the last one narrower; within a panel of w columns that
-//               starts at column p, b[p * b_depth + (idx[e] * depth + d) * w + c - p].
+//   B(e, d, c) = b[(idx[e] * depth + d) * columns + c]
 // Elements are pairs where the kernel multiplies pairs. Where slot or idx is null it is e itself.
 struct Strip {
     const void* a;
@@ -46,21 +47,20 @@ struct Strip {
     int64_t a_entry, a_row, a_step;
     const void* b;
     const int32_t* idx;
-    int64_t b_depth;
     int64_t entries, depth;
-    int64_t columns;  // padded to whole vectors
-    void* sums;       // [kStrip, columns]
+    int64_t rows, columns;  // 16 or 32; whole vectors, at most a tile
+    void* sums;             // [rows, columns]
 };
 
 // Element (i, c) of a strip goes to data[i * ld + c], or to data[c * ld + i] if transposed.
 struct Output {
-    const void* sums;
+    void* sums;  // changed in place
     int64_t sums_ld;
-    int64_t columns;
+    int64_t rows, columns;  // rows at most kGroup; columns without padding
     void* data;
     int64_t ld;
     bool transposed;
-    const void* bias;  // [kStrip] or null
+    const void* bias;  // [rows] or null
     Activation activation;
     bool accumulate;  // only if not transposed
 };
@@ -312,17 +312,39 @@ TS_INLINE void pack(const Pack& p) {
 
 // ---- multiply ----
 
-// Rows x Vectors sums stay in registers over all entries. AcrossRows: a_row is 1, otherwise a_step is.
+// Touches the values of an entry before they are needed: blocks are too short for the processor to
+// notice that they are read in order.
+template <int Rows, bool AcrossRows, class E>
+TS_INLINE void prefetch_rows(const Strip& s, const E* a, int row) {
+    constexpr int line = 64 / sizeof(E);
+    if constexpr (AcrossRows) {
+        if (row % line == 0)
+            for (int64_t d = 0; d < s.depth; ++d) __builtin_prefetch(a + d * s.a_step);
+    } else {
+        for (int i = 0; i < Rows; ++i)
+            for (int64_t d = 0; d < s.depth; d += line) __builtin_prefetch(a + i * s.a_row + d);
+    }
+}
+
+// Adds entries [first, last) to Rows x Vectors sums in registers; entry 0 starts from zero.
+// AcrossRows: a_row is 1, otherwise a_step is.
 template <class V, int Rows, int Vectors, bool AcrossRows>
-TS_INLINE void multiply_tile(const Strip& s, int64_t column, int row) {
+TS_INLINE void multiply_rows(const Strip& s, int row, int64_t first, int64_t last) {
     using E = element_t<V>;
     constexpr int lanes = lanes_of<V>, width = Vectors * lanes;
-    const E* a_strip = static_cast<const E*>(s.a) + row * s.a_row;
-    const E* panel = static_cast<const E*>(s.b) + column * s.b_depth;
-    V sums[Rows][Vectors] = {};
-    for (int64_t e = 0; e < s.entries; ++e) {
-        const E* a = a_strip + (s.slot ? s.slot[e] : e) * s.a_entry;
-        const E* b = panel + (s.idx ? s.idx[e] : e) * s.depth * width;
+    const E* a_rows = static_cast<const E*>(s.a) + row * s.a_row;
+    E* to = static_cast<E*>(s.sums) + row * width;
+    V sums[Rows][Vectors];
+    TS_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+        TS_UNROLL
+        for (int v = 0; v < Vectors; ++v) sums[i][v] = first ? load<V>(to + i * width + v * lanes) : V{};
+    }
+    for (int64_t e = first; e < last; ++e) {
+        if (e + 1 < s.entries)
+            prefetch_rows<Rows, AcrossRows>(s, a_rows + (s.slot ? s.slot[e + 1] : e + 1) * s.a_entry, row);
+        const E* a = a_rows + (s.slot ? s.slot[e] : e) * s.a_entry;
+        const E* b = static_cast<const E*>(s.b) + (s.idx ? s.idx[e] : e) * s.depth * width;
         for (int64_t d = 0; d < s.depth; ++d, b += width) {
             V x[Vectors];
             TS_UNROLL
@@ -335,34 +357,41 @@ TS_INLINE void multiply_tile(const Strip& s, int64_t column, int row) {
             }
         }
     }
-    E* to = static_cast<E*>(s.sums) + row * s.columns + column;
     TS_UNROLL
     for (int i = 0; i < Rows; ++i) {
         TS_UNROLL
-        for (int v = 0; v < Vectors; ++v) store(to + i * s.columns + v * lanes, sums[i][v]);
+        for (int v = 0; v < Vectors; ++v) store(to + i * width + v * lanes, sums[i][v]);
     }
 }
 
+// All rows pass over as many entries as the first-level cache holds panels of, then over the next.
 template <class V, int Rows, int Vectors>
-TS_INLINE void multiply_columns(const Strip& s, int64_t column) {
-    for (int row = 0; row < kStrip; row += Rows) {
-        if (s.a_row == 1)
-            multiply_tile<V, Rows, Vectors, true>(s, column, row);
-        else
-            multiply_tile<V, Rows, Vectors, false>(s, column, row);
-    }
+TS_INLINE void multiply_tile(const Strip& s) {
+    const int64_t panel_bytes = s.depth * Vectors * static_cast<int64_t>(sizeof(V));
+    const int64_t batch = std::max<int64_t>(1, kFirstCacheBytes / panel_bytes);
+    int64_t first = 0;
+    do {
+        const int64_t last = std::min(first + batch, s.entries);
+        for (int row = 0; row < s.rows; row += Rows) {
+            if (s.a_row == 1)
+                multiply_rows<V, Rows, Vectors, true>(s, row, first, last);
+            else
+                multiply_rows<V, Rows, Vectors, false>(s, row, first, last);
+        }
+        first = last;
+    } while (first < s.entries);
 }
 
-// Whole tiles of Vectors, then the narrower last one.
-template <class V, int Rows, int Vectors>
+template <class V, int Rows>
 TS_INLINE void multiply(const Strip& s) {
-    constexpr int lanes = lanes_of<V>;
-    int64_t column = 0;
-    for (; column + Vectors * lanes <= s.columns; column += Vectors * lanes)
-        multiply_columns<V, Rows, Vectors>(s, column);
-    const int64_t left = (s.columns - column) / lanes;
-    if (Vectors > 2 && left == 2) multiply_columns<V, Rows, 2>(s, column);
-    if (left == 1) multiply_columns<V, Rows, 1>(s, column);
+    switch (s.columns / lanes_of<V>) {
+        case 1:
+            return multiply_tile<V, Rows, 1>(s);
+        case 2:
+            return multiply_tile<V, Rows, 2>(s);
+        case 3:
+            return multiply_tile<V, Rows, 3>(s);
+    }
 }
 
 // ---- finish ----
@@ -419,42 +448,55 @@ TS_INLINE V normal_cdf(const V& x) {
     }
 }
 
-template <class V>
-TS_INLINE V activate(const V& x, Activation activation) {
-    switch (activation) {
-        case Activation::relu: {
-            const V zero{};
-            const V result = x < zero ? zero : x;  // keeps NaN
-            return result;
-        }
-        case Activation::gelu:
-            return x * normal_cdf(x);
-        case Activation::silu:
-            return x / (1 + exp_vector(-x));
-        case Activation::none:
-            break;
+template <Activation activation, class V>
+TS_INLINE V activate(const V& x) {
+    if constexpr (activation == Activation::relu) {
+        const V result = x < 0 ? V{} : x;  // keeps NaN
+        return result;
     }
+    if constexpr (activation == Activation::gelu) return x * normal_cdf(x);
+    if constexpr (activation == Activation::silu) return x / (1 + exp_vector(-x));
     return x;
 }
 
-// The vector of sums at (row, column), after bias and activation.
-template <class Codec>
-TS_INLINE typename Codec::V finished(const Output& o, int64_t row, int64_t column,
-                                     const element_t<typename Codec::V>* bias) {
-    using V = typename Codec::V;
-    const V sum = load<V>(static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld + column);
-    return activate<V>(sum + bias[row], o.activation);
+template <Activation activation, class V>
+TS_INLINE void activate_sums(const Output& o, const element_t<V>* bias) {
+    for (int64_t row = 0; row < o.rows; ++row) {
+        auto* sums = static_cast<element_t<V>*>(o.sums) + row * o.sums_ld;
+        for (int64_t column = 0; column < o.sums_ld; column += lanes_of<V>)
+            store(sums + column, activate<activation>(load<V>(sums + column) + bias[row]));
+    }
 }
 
 template <class Codec>
-TS_INLINE void finish_rows(const Output& o, const element_t<typename Codec::V>* bias) {
+TS_INLINE void activate_sums(const Output& o) {
     using S = typename Codec::S;
-    constexpr int lanes = lanes_of<S>;
-    for (int64_t row = 0; row < kStrip; ++row) {
+    using V = typename Codec::V;
+    element_t<V> bias[kGroup] = {};
+    for (int i = 0; o.bias && i < o.rows; i += lanes_of<V>)
+        store(bias + i, Codec::decode(load<S>(static_cast<const typename Codec::Stored*>(o.bias) + i)));
+    switch (o.activation) {
+        case Activation::none:
+            return activate_sums<Activation::none, V>(o, bias);
+        case Activation::relu:
+            return activate_sums<Activation::relu, V>(o, bias);
+        case Activation::gelu:
+            return activate_sums<Activation::gelu, V>(o, bias);
+        case Activation::silu:
+            return activate_sums<Activation::silu, V>(o, bias);
+    }
+}
+
+template <class Codec>
+TS_INLINE void store_rows(const Output& o) {
+    using S = typename Codec::S;
+    using V = typename Codec::V;
+    for (int64_t row = 0; row < o.rows; ++row) {
+        const auto* sums = static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld;
         auto* to = static_cast<typename Codec::Stored*>(o.data) + row * o.ld;
-        for (int64_t column = 0; column < o.columns; column += lanes) {
+        for (int64_t column = 0; column < o.columns; column += lanes_of<V>) {
             const int64_t count = o.columns - column;
-            auto value = finished<Codec>(o, row, column, bias);
+            V value = load<V>(sums + column);
             if (o.accumulate) value += Codec::decode(load<S>(to + column, count));
             store(to + column, Codec::encode(value), count);
         }
@@ -462,35 +504,31 @@ TS_INLINE void finish_rows(const Output& o, const element_t<typename Codec::V>* 
 }
 
 template <class Codec>
-TS_INLINE void finish_transposed(const Output& o, const element_t<typename Codec::V>* bias) {
+TS_INLINE void store_transposed(const Output& o) {
     using V = typename Codec::V;
     constexpr int lanes = lanes_of<V>;
     for (int64_t column = 0; column < o.columns; column += lanes)
-        for (int64_t row = 0; row < kStrip; row += lanes) {
+        for (int64_t row = 0; row < o.rows; row += lanes) {
+            const auto* sums = static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld + column;
+            auto* to = static_cast<typename Codec::Stored*>(o.data) + column * o.ld + row;
             V square[lanes];
             TS_UNROLL
-            for (int i = 0; i < lanes; ++i) square[i] = finished<Codec>(o, row + i, column, bias);
+            for (int i = 0; i < lanes; ++i) square[i] = load<V>(sums + i * o.sums_ld);
             transpose(square);
-            auto* to = static_cast<typename Codec::Stored*>(o.data) + column * o.ld + row;
+            const int64_t count = o.columns - column;
             TS_UNROLL
             for (int i = 0; i < lanes; ++i)
-                if (column + i < o.columns) store(to + i * o.ld, Codec::encode(square[i]));
+                if (i < count) store(to + i * o.ld, Codec::encode(square[i]));
         }
 }
 
 template <class Codec>
 TS_INLINE void finish(const Output& o) {
-    using S = typename Codec::S;
-    using V = typename Codec::V;
-    element_t<V> bias[kStrip] = {};
-    if (o.bias) {
-        for (int i = 0; i < kStrip; i += lanes_of<V>)
-            store(bias + i, Codec::decode(load<S>(static_cast<const typename Codec::Stored*>(o.bias) + i)));
-    }
+    if (o.bias || o.activation != Activation::none) activate_sums<Codec>(o);
     if (o.transposed)
-        finish_transposed<Codec>(o, bias);
+        store_transposed<Codec>(o);
     else
-        finish_rows<Codec>(o, bias);
+        store_rows<Codec>(o);
 }
 
 // ---- instruction sets, defined in steps.cpp ----
@@ -502,5 +540,8 @@ struct InstructionSet {
 };
 
 extern const InstructionSet portable;
+#ifdef __x86_64__
+extern const InstructionSet avx2, avx512;
+#endif
 
 }  // namespace ts::cpu
