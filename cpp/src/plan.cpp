@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "error.h"
 #include "problem.h"
 
 namespace ts {
@@ -97,7 +98,8 @@ std::vector<Group> group_rows(const View& view, int32_t size) {
     return groups;
 }
 
-// The blocks of one column of a macro-tile: a slot for each row of the group, or -1.
+// The blocks of one column of a macro-tile: a slot for each row of the group, or -1. `col` is -1 for a
+// column that none of the rows has.
 struct Column {
     int32_t col;
     std::vector<int32_t> slots;
@@ -116,6 +118,28 @@ std::vector<Column> columns_of(const View& view, const Group& group, int32_t siz
         columns.back().slots[block.first] = block.second;
     }
     return columns;
+}
+
+// Fills a tile's columns up to whole steps of `pieces` neighbouring columns, where that is cheaper than
+// gathering just the columns there are: a line of 128 contiguous bytes loads faster than the same
+// bytes from several places.
+std::vector<Column> align_columns(std::vector<Column> columns, int32_t pieces) {
+    // Relative time of a step gathered from 2 or 4 places, measured on an H200.
+    const double penalty = pieces == 4 ? 2.0 : pieces == 2 ? 1.15 : 1.0;
+    size_t aligned_steps = 0;
+    for (size_t i = 0; i < columns.size(); ++i)
+        aligned_steps += i == 0 || columns[i].col / pieces != columns[i - 1].col / pieces;
+    const double gathered_steps = static_cast<double>((columns.size() + pieces - 1) / pieces);
+    if (static_cast<double>(aligned_steps) > penalty * gathered_steps) return columns;
+    std::vector<Column> aligned;
+    size_t steps = 0;
+    int32_t last = -1;
+    for (Column& column : columns) {
+        if (column.col / pieces != last) last = column.col / pieces, ++steps;
+        aligned.resize((steps - 1) * pieces + column.col % pieces, {-1, {}});
+        aligned.push_back(std::move(column));
+    }
+    return aligned;
 }
 
 std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<int32_t>>& sections) {
@@ -145,7 +169,7 @@ class DdsPlanBuilder {
     std::vector<int32_t> build() {
         std::vector<std::pair<Group, std::vector<Column>>> tiles;
         for (Group& group : group_rows(view_, groups_)) {
-            auto columns = columns_of(view_, group, groups_);
+            auto columns = align_columns(columns_of(view_, group, groups_), pieces_);
             tiles.emplace_back(std::move(group), std::move(columns));
         }
         std::stable_sort(tiles.begin(), tiles.end(),
@@ -176,7 +200,7 @@ class DdsPlanBuilder {
     void add_step(const std::vector<Column>& columns, size_t first, int32_t k) {
         uint32_t mask = 0;
         for (int32_t p = 0; p < pieces_; ++p) {
-            const bool present = first + p < columns.size();
+            const bool present = first + p < columns.size() && columns[first + p].col >= 0;
             k_.push_back(present ? columns[first + p].col * view_.col_block + k : -1);
             for (int32_t g = 0; g < groups_; ++g) {
                 const int32_t slot = present ? columns[first + p].slots[g] : -1;
@@ -228,6 +252,9 @@ std::vector<int32_t> build_sdd_plan(const Pattern& pattern, PlanShape shape) {
 
 std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape) {
     if (shape.tile == 0) return {};
+    const int32_t block = op == Op::dds_nt ? pattern.block_rows : pattern.block_cols;
+    require(block <= shape.tile, "the kernel's tile of ", shape.tile, " features is less than the block of ",
+            block);
     if (op == Op::sdd_tn) return build_sdd_plan(pattern, shape);
     return DdsPlanBuilder(view_of(pattern, op), shape).build();
 }

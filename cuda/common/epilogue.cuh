@@ -64,23 +64,41 @@ class Neighbours {
   public:
     static constexpr int kCount = 8;
 
-    __device__ void set(int i, float value) { values_[i] = from_float<Element>(value); }
+    __device__ Neighbours(const float* sums, int stride) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums_[i] = sums[i * stride];
+    }
+
+    __device__ void finish(const float (&bias)[kCount], Activation activation) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums_[i] += bias[i];
+        if (activation == Activation::none) return;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums_[i] = activate(sums_[i], activation);
+    }
 
     // `target` is aligned to 16 bytes.
     __device__ void store(Element* target) const {
+        alignas(16) Element results[kCount];
+        round(results);
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
-            reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(values_)[i];
+            reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(results)[i];
     }
     __device__ void store_first(Element* target, int count) const {
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
-            if (i < count) target[i] = values_[i];
+            if (i < count) target[i] = from_float<Element>(sums_[i]);
     }
 
   private:
+    __device__ void round(Element (&results)[kCount]) const {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) results[i] = from_float<Element>(sums_[i]);
+    }
+
     static constexpr int kPieces = kCount * sizeof(Element) / sizeof(uint4);
-    alignas(16) Element values_[kCount];
+    float sums_[kCount];
 };
 
 }  // namespace ts

@@ -15,6 +15,13 @@ __device__ inline void copy_async(uint32_t target, const void* source, int bytes
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes));
 }
 
+__device__ inline void copy_async_if(bool condition, uint32_t target, const void* source, int bytes = 16) {
+    asm volatile(
+        "{ .reg .pred copy; setp.ne.b32 copy, %2, 0; @copy cp.async.cg.shared.global [%0], [%1], 16, %3; }" ::
+            "r"(target),
+        "l"(source), "r"(static_cast<int>(condition)), "r"(bytes));
+}
+
 // The address of an mbarrier in shared memory.
 class Barrier {
   public:

@@ -194,21 +194,22 @@ __device__ inline void sdd_store(const SddArguments& arguments, const SddPlan& p
     using Element = typename Traits::Element;
     const int block_cols = arguments.block_cols;
 #pragma unroll
-    for (int n = 0; n < 2 * Traits::kNTiles; ++n) {
-        const int column = first_column + 8 * n + lane % 4 * 2;
+    for (int n = 0; n < Traits::kNTiles; ++n) {
+        const int column = first_column + 16 * n;
         const int slot = __ldg(plan.slots + work.tile * plan.pieces + column / block_cols);
         if (slot < 0) continue;
-        const int64_t block = int64_t{slot} * Traits::kBlockRows * block_cols + (column & (block_cols - 1));
+        const int64_t block = int64_t{slot} * Traits::kBlockRows * block_cols;
 #pragma unroll
-        for (int m = 0; m < 2 * Traits::kMTiles; ++m) {
-            const int row = first_row + 8 * m + lane / 4;
-            const int64_t at = block + row * block_cols;
-            float2 sum = {sums[m / 2][n / 2][n % 2][m % 2 * 2], sums[m / 2][n / 2][n % 2][m % 2 * 2 + 1]};
-            if (arguments.splits > 1) {
+        for (int i = 0; i < 4 * Traits::kMTiles; ++i) {
+            const int row = first_row + i / 2 * 8 + lane / 4;
+            const int64_t at =
+                block + row * block_cols + (column & (block_cols - 1)) + i % 2 * 8 + lane % 4 * 2;
+            const float (&tile)[4] = sums[i / 4][n][i % 2];
+            const float2 sum = {tile[i / 2 % 2 * 2], tile[i / 2 % 2 * 2 + 1]};
+            if (arguments.splits > 1)
                 *reinterpret_cast<float2*>(arguments.partial + work.split * arguments.value_count + at) = sum;
-            } else {
+            else
                 store_pair(static_cast<Element*>(arguments.values) + at, sum, arguments.accumulate);
-            }
         }
     }
 }
@@ -245,8 +246,8 @@ __device__ inline void sdd_consume(const SddArguments& arguments, const Ring& ri
     const SddPlan plan(arguments.plan);
     const int warp_row = warp / Traits::kColumnWarps * 16 * kMTiles;
     const int warp_column = warp % Traits::kColumnWarps * Traits::kWarpColumns;
-    const Reader<YTile, Element, Side::a> read_y(warp_row, lane);
-    const Reader<XTile, Element, Side::b> read_x(warp_column, lane);
+    const Reader<YTile, Element, Side::a, kMTiles> read_y(warp_row, lane);
+    const Reader<XTile, Element, Side::b, kNTiles> read_x(warp_column, lane);
     RingPosition position;
     for (int index = blockIdx.x; index < plan.tile_count * arguments.splits; index += gridDim.x) {
         const SddWork work(arguments, plan, index);

@@ -40,44 +40,44 @@ struct Tile {
 
 enum class Side { a, b };
 
-// Reads one warp's fragments of a tile: the matrices of 8 rows (tokens or features) x 16 bytes of k that
-// mma.sync wants, 2 x 2 of them at a time. Operand A has those of one k first, operand B those of one row.
-// The part of an address that depends on the lane is computed once; a permuted chunk is reached from it
-// by exclusive or, since `first` is a multiple of the warp's extent.
-template <class Tile, class Element, Side kSide>
+// Reads a warp's fragments of a tile, kTiles of 16 rows (tokens or features): the matrices of 8 rows x
+// 16 bytes of k that mma.sync wants, 2 x 2 of them at a time. Operand A has those of one k first,
+// operand B those of one row. What depends on the lane is computed once.
+template <class Tile, class Element, Side kSide, int kTiles>
 class Reader {
-    static constexpr bool kWords =
-        sizeof(Element) == 4 && Tile::kPanelExtent == Tile::kStep && !Tile::kIsContiguousK;
+    static constexpr bool kContiguousK = Tile::kIsContiguousK;
+    static constexpr bool kWords = !kContiguousK && sizeof(Element) == 4;  // cannot be transposed by ldmatrix
 
   public:
     __device__ Reader(int first, int lane) {
-        const int panel = first / Tile::kPanelExtent, row = first % Tile::kPanelExtent;
         const int low = lane / 8 % 2, high = lane / 16;
         const int next_row = kSide == Side::a ? low : high, next_k = kSide == Side::a ? high : low;
-        if constexpr (kWords)
-            lane_offset_ = Tile::offset(lane % 4, (row + lane / 4) / Tile::kChunk) + lane / 4 % 4 * 4;
-        else if constexpr (Tile::kIsContiguousK)
-            lane_offset_ = Tile::offset(row + next_row * 8 + lane % 8, next_k);
-        else
-            lane_offset_ = Tile::offset(next_k * 8 + lane % 8, row / Tile::kChunk + next_row);
-        lane_offset_ += panel * Tile::kPanelBytes;
+#pragma unroll
+        for (int i = 0; i < (kContiguousK ? 1 : kTiles); ++i) {
+            const int panel = (first + 16 * i) / Tile::kPanelExtent,
+                      row = (first + 16 * i) % Tile::kPanelExtent;
+            if constexpr (kWords)
+                offsets_[i] = Tile::offset(lane % 4, (row + lane / 4) / Tile::kChunk) + lane / 4 % 4 * 4;
+            else if constexpr (kContiguousK)
+                offsets_[i] = Tile::offset(row + next_row * 8 + lane % 8, next_k);
+            else
+                offsets_[i] = Tile::offset(next_k * 8 + lane % 8, row / Tile::kChunk + next_row);
+            offsets_[i] += panel * Tile::kPanelBytes;
+        }
     }
 
     // The fragments of rows 16 * i to 16 * i + 15 after the warp's first, at a quarter of the step.
     __device__ Fragment<4> load(uint32_t tile, int i, int quarter) const {
-        constexpr int kLinesOfQuarter = Tile::kStep / kQuarters;
-        const uint32_t start = tile + lane_offset_;
         Fragment<4> result;
-        if constexpr (Tile::kIsContiguousK) {
-            load_matrices(result, (start ^ 2 * quarter * kChunkBytes) + 16 * i * kLineBytes);
+        if constexpr (kContiguousK) {
+            // The two chunks of a quarter are reached by exclusive or, as the lines' permutation is one.
+            load_matrices(result, (tile + offsets_[0] ^ 2 * quarter * kChunkBytes) + 16 * i * kLineBytes);
         } else {
-            const uint32_t row = 16 * i % Tile::kPanelExtent / Tile::kChunk * kChunkBytes;
-            const uint32_t panel = 16 * i / Tile::kPanelExtent * Tile::kPanelBytes;
-            const uint32_t k = quarter * kLinesOfQuarter * kLineBytes;
+            const uint32_t k = quarter * (Tile::kStep / kQuarters) * kLineBytes;
             if constexpr (kWords)
-                load_words(result, start ^ row, panel + k);
+                load_words(result, tile + offsets_[i], k);
             else
-                load_transposed(result, (start ^ row) + panel + k);
+                load_transposed(result, tile + offsets_[i] + k);
         }
         return result;
     }
@@ -103,7 +103,7 @@ class Reader {
         }
     }
 
-    uint32_t lane_offset_;
+    uint32_t offsets_[kContiguousK ? 1 : kTiles];
 };
 
 // What one warp adds up: kMTiles x kNTiles tiles of 16 x 16.
@@ -131,10 +131,6 @@ __device__ inline void multiply_quarter(Accumulators<kMTiles, kNTiles>& sums, co
     }
 }
 
-// `present` of a step in which every tile of a warp has a block.
-template <int kNTiles>
-constexpr uint32_t kAllPresent = kNTiles == 8 ? 0xffffffffu : (1u << 4 * kNTiles % 32) - 1;
-
 // One step with every tile present: a straight line, which the compiler can pipeline.
 template <class Math, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
 __device__ inline void multiply_all(Accumulators<kMTiles, kNTiles>& sums, const ReaderA& read_a,
@@ -143,6 +139,10 @@ __device__ inline void multiply_all(Accumulators<kMTiles, kNTiles>& sums, const 
     for (int quarter = 0; quarter < kQuarters; ++quarter)
         multiply_quarter<Math, true>(sums, read_a, tile_a, read_b, tile_b, quarter, 0);
 }
+
+// `present` of a step in which every tile of a warp has a block.
+template <int kNTiles>
+constexpr uint32_t kAllPresent = kNTiles == 8 ? 0xffffffffu : (1u << 4 * kNTiles % 32) - 1;
 
 // One step. `present` has bit 4 * tile + quarter for each 16-wide tile of B and quarter of the step.
 template <class Math, int kMTiles, int kNTiles, class ReaderA, class ReaderB>

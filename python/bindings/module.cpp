@@ -190,6 +190,7 @@ void matmul(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device
 
 NB_MODULE(_C, m) {
     m.doc() = "The C ABI of TileSparse in integers and plain objects.";
+    nb::set_leak_warnings(false);  // a descriptor may live as long as the interpreter
 
     nb::class_<ts_pattern>(m, "Pattern")
         .def(
