@@ -365,12 +365,12 @@ constexpr Kernel row(const char* name, uint32_t dtypes) {
             refuses<set>, workspace_size<set>, launch<set>};
 }
 
-constexpr uint32_t kEveryDType = 0b1111;
+constexpr uint32_t kEveryDType = 0b1111, kBFloat16 = 0b1000;
 
 constexpr Kernel kKernels[] = {
 #ifdef __x86_64__
-    row<avx512>("cpu_avx512", kEveryDType),
-    row<avx2>("cpu_avx2", kEveryDType),
+    row<amx_bf16>("cpu_amx_bf16", kBFloat16),   row<avx512_bf16>("cpu_avx512_bf16", kBFloat16),
+    row<avx512>("cpu_avx512", kEveryDType),     row<avx2>("cpu_avx2", kEveryDType),
 #endif
     row<portable>("cpu_portable", kEveryDType),
 };

@@ -8,6 +8,14 @@
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 #include "cpu/steps.h"
 
 namespace ts::cpu {
@@ -25,7 +33,7 @@ constexpr Steps steps_of() {
             sizeof(element_t<V>),
             T == DType::float64 || T == DType::float32,
             &Set::template pack_with<Single<C>>,
-            &Set::template multiply_with<V>,
+            &Set::template multiply_with<Products<V>>,
             &Set::template finish_with<C>};
 }
 
@@ -45,9 +53,9 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
         TARGET static void pack_with(const Pack& p) {      \
             pack<Reader>(p);                               \
         }                                                  \
-        template <class V>                                 \
+        template <class P>                                 \
         TARGET static void multiply_with(const Strip& s) { \
-            multiply<V, ROWS>(s);                          \
+            multiply<P, ROWS>(s);                          \
         }                                                  \
         template <class C>                                 \
         TARGET static void finish_with(const Output& o) {  \
@@ -60,11 +68,132 @@ TS_INSTRUCTION_SET(Portable, , 16, 4);
 TS_INSTRUCTION_SET(Avx2, __attribute__((target("avx2,fma"))), 32, 4);
 TS_INSTRUCTION_SET(Avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), 64, 8);
 
+#define TS_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+
+TS_AVX512_BF16 void pack_pairs(const Pack& p) {
+    if (p.pair_rows)
+        pack<RowPairs<64>>(p);
+    else
+        pack<ColumnPairs<64>>(p);
+}
+
+TS_AVX512_BF16 void multiply_pairs(const Strip& s) { multiply<PairProducts<64>, 8>(s); }
+
+constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int32_t tile,
+                                  void (*multiply)(const Strip&)) {
+    const Steps steps = {tile, 16,         2,        4,
+                         true, pack_pairs, multiply, Avx512::finish_with<Codec<DType::bfloat16, 64>>};
+    return {available, missing, {{}, {}, {}, steps}};
+}
+
+// ---- AMX: registers of 16 rows of 64 bytes, multiplied as [16, 32] x [32, 16] ----
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+template <int Tile>
+TS_INLINE void tile_load(const void* from, int64_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(Tile) : "memory");
+}
+template <int Tile>
+TS_INLINE void tile_store(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(Tile) : "memory");
+}
+template <int Tile>
+TS_INLINE void tile_zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
+}
+template <int Sum, int A, int B>
+TS_INLINE void tile_multiply() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
+}
+
+// Sums of 16 * Rows rows and 16 * (J, ...) columns stay in tiles 0 to 3; A follows, then B.
+template <int Rows, int... J>
+void multiply_tiles(const Strip& s, int64_t row, int64_t column, int64_t depth,
+                    std::integer_sequence<int, J...>) {
+    constexpr int cols = sizeof...(J), a_tile = 4, b_tile = 4 + Rows, b_tiles = 4 - Rows;
+    const auto* a_rows = static_cast<const uint32_t*>(s.a) + row * s.a_row;
+    const auto* panel = static_cast<const uint32_t*>(s.b) + column;
+    const int64_t a_stride = s.a_row * 4, stride = s.columns * 4;
+    (tile_zero<J>(), ...);
+    if constexpr (Rows == 2) (tile_zero<cols + J>(), ...);
+    for (int64_t e = 0; e < s.entries; ++e) {
+        const uint32_t* a = a_rows + (s.slot ? s.slot[e] : e) * s.a_entry;
+        const uint32_t* b = panel + (s.idx ? s.idx[e] : e) * s.depth * s.columns;
+        for (int64_t d = 0; d < s.depth; d += depth) {
+            tile_load<a_tile>(a + d, a_stride);
+            if constexpr (Rows == 2) tile_load<a_tile + 1>(a + d + 16 * s.a_row, a_stride);
+            const auto column_products = [&]<int j>() {
+                constexpr int b_j = b_tile + j % b_tiles;
+                tile_load<b_j>(b + d * s.columns + 16 * j, stride);
+                tile_multiply<j, a_tile, b_j>();
+                if constexpr (Rows == 2) tile_multiply<cols + j, a_tile + 1, b_j>();
+            };
+            (column_products.template operator()<J>(), ...);
+        }
+    }
+    auto* to = static_cast<float*>(s.sums) + row * s.columns + column;
+    (tile_store<J>(to + 16 * J, stride), ...);
+    if constexpr (Rows == 2) (tile_store<cols + J>(to + 16 * s.columns + 16 * J, stride), ...);
+}
+
+template <int Rows, int Cols>
+int64_t multiply_columns(const Strip& s, int64_t row, int64_t column, int64_t depth) {
+    for (; column + 16 * Cols <= s.columns; column += 16 * Cols)
+        multiply_tiles<Rows>(s, row, column, depth, std::make_integer_sequence<int, Cols>{});
+    return column;
+}
+
+void multiply_amx(const Strip& s) {
+    const int64_t depth = std::min<int64_t>(s.depth, 16);
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) {
+        config.rows[tile] = 16;
+        config.row_bytes[tile] = 64;
+    }
+    const int first_b = s.rows == 32 ? 6 : 5;
+    for (int tile = 4; tile < first_b; ++tile) config.row_bytes[tile] = 4 * depth;
+    for (int tile = first_b; tile < 8; ++tile) config.rows[tile] = depth;
+    asm volatile("ldtilecfg %0" ::"m"(config));
+    if (s.rows == 32) {
+        const int64_t column = multiply_columns<2, 2>(s, 0, 0, depth);
+        multiply_columns<2, 1>(s, 0, column, depth);
+    } else {
+        int64_t column = multiply_columns<1, 4>(s, 0, 0, depth);
+        column = multiply_columns<1, 2>(s, 0, column, depth);
+        multiply_columns<1, 1>(s, 0, column, depth);
+    }
+    asm volatile("tilerelease");
+}
+
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+// Linux lets a process use the tile registers once it has asked for them.
+bool request_amx_bf16() {
+#ifdef __linux__
+    constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24, kTileData = 18, kRequestPermission = 0x1023;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & kBf16 && d & kTiles &&
+           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+bool has_amx_bf16() {
+    static const bool available = has_avx512_bf16() && request_amx_bf16();
+    return available;
 }
 #endif
 
@@ -74,6 +203,10 @@ const InstructionSet portable = set_of<Portable>([] { return true; }, nullptr);
 #ifdef __x86_64__
 const InstructionSet avx2 = set_of<Avx2>(has_avx2, "the processor lacks AVX2 or FMA");
 const InstructionSet avx512 = set_of<Avx512>(has_avx512, "the processor lacks AVX-512 F, BW, DQ or VL");
+const InstructionSet avx512_bf16 =
+    pair_set(has_avx512_bf16, "the processor lacks AVX-512 BF16", kVectors * 16, multiply_pairs);
+const InstructionSet amx_bf16 =
+    pair_set(has_amx_bf16, "the processor lacks AMX BF16, or the system does not grant it", 64, multiply_amx);
 #endif
 
 }  // namespace ts::cpu

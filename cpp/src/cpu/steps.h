@@ -312,6 +312,25 @@ TS_INLINE void pack(const Pack& p) {
 
 // ---- multiply ----
 
+template <class V>
+struct Products {
+    using Operand = V;
+    using Sum = V;
+    static TS_INLINE void add(Sum& sum, const Operand& x, element_t<V> w) { sum += x * w; }
+};
+
+// Adds the products of both bfloat16 of each pair. In assembly, because intrinsics could not be inlined
+// into code that is written for every instruction set.
+template <int Bytes>
+struct PairProducts {
+    using Operand = Vector<uint32_t, Bytes>;
+    using Sum = Vector<float, Bytes>;
+    static TS_INLINE void add(Sum& sum, const Operand& x, uint32_t w) {
+        const Operand pair = Operand{} + w;
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(pair));
+    }
+};
+
 // Touches the values of an entry before they are needed: blocks are too short for the processor to
 // notice that they are read in order.
 template <int Rows, bool AcrossRows, class E>
@@ -328,12 +347,14 @@ TS_INLINE void prefetch_rows(const Strip& s, const E* a, int row) {
 
 // Adds entries [first, last) to Rows x Vectors sums in registers; entry 0 starts from zero.
 // AcrossRows: a_row is 1, otherwise a_step is.
-template <class V, int Rows, int Vectors, bool AcrossRows>
+template <class P, int Rows, int Vectors, bool AcrossRows>
 TS_INLINE void multiply_rows(const Strip& s, int row, int64_t first, int64_t last) {
-    using E = element_t<V>;
+    using X = typename P::Operand;
+    using V = typename P::Sum;
+    using E = element_t<X>;
     constexpr int lanes = lanes_of<V>, width = Vectors * lanes;
     const E* a_rows = static_cast<const E*>(s.a) + row * s.a_row;
-    E* to = static_cast<E*>(s.sums) + row * width;
+    auto* to = static_cast<element_t<V>*>(s.sums) + row * width;
     V sums[Rows][Vectors];
     TS_UNROLL
     for (int i = 0; i < Rows; ++i) {
@@ -346,14 +367,14 @@ TS_INLINE void multiply_rows(const Strip& s, int row, int64_t first, int64_t las
         const E* a = a_rows + (s.slot ? s.slot[e] : e) * s.a_entry;
         const E* b = static_cast<const E*>(s.b) + (s.idx ? s.idx[e] : e) * s.depth * width;
         for (int64_t d = 0; d < s.depth; ++d, b += width) {
-            V x[Vectors];
+            X x[Vectors];
             TS_UNROLL
-            for (int v = 0; v < Vectors; ++v) x[v] = load<V>(b + v * lanes);
+            for (int v = 0; v < Vectors; ++v) x[v] = load<X>(b + v * lanes);
             TS_UNROLL
             for (int i = 0; i < Rows; ++i) {
                 const E w = AcrossRows ? a[d * s.a_step + i] : a[i * s.a_row + d];
                 TS_UNROLL
-                for (int v = 0; v < Vectors; ++v) sums[i][v] += x[v] * w;
+                for (int v = 0; v < Vectors; ++v) P::add(sums[i][v], x[v], w);
             }
         }
     }
@@ -365,32 +386,32 @@ TS_INLINE void multiply_rows(const Strip& s, int row, int64_t first, int64_t las
 }
 
 // All rows pass over as many entries as the first-level cache holds panels of, then over the next.
-template <class V, int Rows, int Vectors>
+template <class P, int Rows, int Vectors>
 TS_INLINE void multiply_tile(const Strip& s) {
-    const int64_t panel_bytes = s.depth * Vectors * static_cast<int64_t>(sizeof(V));
+    const int64_t panel_bytes = s.depth * Vectors * static_cast<int64_t>(sizeof(typename P::Operand));
     const int64_t batch = std::max<int64_t>(1, kFirstCacheBytes / panel_bytes);
     int64_t first = 0;
     do {
         const int64_t last = std::min(first + batch, s.entries);
         for (int row = 0; row < s.rows; row += Rows) {
             if (s.a_row == 1)
-                multiply_rows<V, Rows, Vectors, true>(s, row, first, last);
+                multiply_rows<P, Rows, Vectors, true>(s, row, first, last);
             else
-                multiply_rows<V, Rows, Vectors, false>(s, row, first, last);
+                multiply_rows<P, Rows, Vectors, false>(s, row, first, last);
         }
         first = last;
     } while (first < s.entries);
 }
 
-template <class V, int Rows>
+template <class P, int Rows>
 TS_INLINE void multiply(const Strip& s) {
-    switch (s.columns / lanes_of<V>) {
+    switch (s.columns / lanes_of<typename P::Sum>) {
         case 1:
-            return multiply_tile<V, Rows, 1>(s);
+            return multiply_tile<P, Rows, 1>(s);
         case 2:
-            return multiply_tile<V, Rows, 2>(s);
+            return multiply_tile<P, Rows, 2>(s);
         case 3:
-            return multiply_tile<V, Rows, 3>(s);
+            return multiply_tile<P, Rows, 3>(s);
     }
 }
 
@@ -541,7 +562,7 @@ struct InstructionSet {
 
 extern const InstructionSet portable;
 #ifdef __x86_64__
-extern const InstructionSet avx2, avx512;
+extern const InstructionSet avx2, avx512, avx512_bf16, amx_bf16;
 #endif
 
 }  // namespace ts::cpu
