@@ -12,7 +12,7 @@
 namespace ts {
 namespace {
 
-// A pattern seen from the output of a dds product.
+// A pattern seen from the features that are grouped into macro-tiles.
 struct View {
     Adjacency rows;
     int64_t row_count;
@@ -98,8 +98,7 @@ std::vector<Group> group_rows(const View& view, int32_t size) {
     return groups;
 }
 
-// The blocks of one column of a macro-tile: a slot for each row of the group, or -1. `col` is -1 for a
-// column that none of the rows has.
+// The blocks of one column of a macro-tile: a slot for each row of the group, or -1.
 struct Column {
     int32_t col;
     std::vector<int32_t> slots;
@@ -118,28 +117,6 @@ std::vector<Column> columns_of(const View& view, const Group& group, int32_t siz
         columns.back().slots[block.first] = block.second;
     }
     return columns;
-}
-
-// Fills a tile's columns up to whole steps of `pieces` neighbouring columns, where that is cheaper than
-// gathering just the columns there are: a line of 128 contiguous bytes loads faster than the same
-// bytes from several places.
-std::vector<Column> align_columns(std::vector<Column> columns, int32_t pieces) {
-    // Relative time of a step gathered from 2 or 4 places, measured on an H200.
-    const double penalty = pieces == 4 ? 2.0 : pieces == 2 ? 1.15 : 1.0;
-    size_t aligned_steps = 0;
-    for (size_t i = 0; i < columns.size(); ++i)
-        aligned_steps += i == 0 || columns[i].col / pieces != columns[i - 1].col / pieces;
-    const double gathered_steps = static_cast<double>((columns.size() + pieces - 1) / pieces);
-    if (static_cast<double>(aligned_steps) > penalty * gathered_steps) return columns;
-    std::vector<Column> aligned;
-    size_t steps = 0;
-    int32_t last = -1;
-    for (Column& column : columns) {
-        if (column.col / pieces != last) last = column.col / pieces, ++steps;
-        aligned.resize((steps - 1) * pieces + column.col % pieces, {-1, {}});
-        aligned.push_back(std::move(column));
-    }
-    return aligned;
 }
 
 std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<int32_t>>& sections) {
@@ -169,7 +146,7 @@ class DdsPlanBuilder {
     std::vector<int32_t> build() {
         std::vector<std::pair<Group, std::vector<Column>>> tiles;
         for (Group& group : group_rows(view_, groups_)) {
-            auto columns = align_columns(columns_of(view_, group, groups_), pieces_);
+            auto columns = columns_of(view_, group, groups_);
             tiles.emplace_back(std::move(group), std::move(columns));
         }
         std::stable_sort(tiles.begin(), tiles.end(),
@@ -200,7 +177,7 @@ class DdsPlanBuilder {
     void add_step(const std::vector<Column>& columns, size_t first, int32_t k) {
         uint32_t mask = 0;
         for (int32_t p = 0; p < pieces_; ++p) {
-            const bool present = first + p < columns.size() && columns[first + p].col >= 0;
+            const bool present = first + p < columns.size();
             k_.push_back(present ? columns[first + p].col * view_.col_block + k : -1);
             for (int32_t g = 0; g < groups_; ++g) {
                 const int32_t slot = present ? columns[first + p].slots[g] : -1;
@@ -226,27 +203,52 @@ class DdsPlanBuilder {
     std::vector<int32_t> tiles_, rows_, masks_, k_, slots_;
 };
 
-std::vector<int32_t> build_sdd_plan(const Pattern& pattern, PlanShape shape) {
-    const int32_t pieces = shape.tile / pattern.block_cols;
-    std::vector<int32_t> tiles, k, slots;
-    const auto& rows = pattern.rows;
-    for (int32_t row = 0; row < block_row_count(pattern); ++row) {
-        for (int32_t first = rows.ptr[row]; first < rows.ptr[row + 1]; first += pieces) {
-            const int32_t count = std::min(pieces, rows.ptr[row + 1] - first);
-            tiles.push_back(row);
-            tiles.push_back(count);
-            for (int32_t p = 0; p < pieces; ++p) {
-                k.push_back(p < count ? rows.idx[first + p] * pattern.block_cols : -1);
-                slots.push_back(p < count ? rows.slot[first + p] : -1);
-            }
+class SddPlanBuilder {
+  public:
+    SddPlanBuilder(const View& view, PlanShape shape)
+        : view_(view), groups_(shape.tile / view.row_block), pieces_(shape.step / view.col_block) {}
+
+    std::vector<int32_t> build() {
+        for (const Group& group : group_rows(view_, groups_)) {
+            const auto columns = columns_of(view_, group, groups_);
+            for (size_t first = 0; first < columns.size(); first += pieces_) add_tile(group, columns, first);
+        }
+        PlanHeader header{};
+        header.tiles = static_cast<int32_t>(counts_.size());
+        header.groups = groups_;
+        header.pieces = pieces_;
+        return assemble(header, {counts_, rows_, masks_, k_, slots_});
+    }
+
+  private:
+    void add_tile(const Group& group, const std::vector<Column>& columns, size_t first) {
+        const int32_t count = std::min<int32_t>(pieces_, static_cast<int32_t>(columns.size() - first));
+        counts_.push_back(count);
+        for (int32_t g = 0; g < groups_; ++g) {
+            rows_.push_back(g < static_cast<int32_t>(group.size()) ? group[g] : -1);
+            const int32_t mask = row_mask(columns, first, count, g);
+            masks_.insert(masks_.end(), view_.row_block / 16, mask);
+        }
+        for (int32_t p = 0; p < pieces_; ++p) {
+            k_.push_back(p < count ? columns[first + p].col * view_.col_block : -1);
+            for (int32_t g = 0; g < groups_; ++g)
+                slots_.push_back(p < count ? columns[first + p].slots[g] : -1);
         }
     }
-    PlanHeader header{};
-    header.tiles = static_cast<int32_t>(tiles.size() / 2);
-    header.groups = 1;
-    header.pieces = pieces;
-    return assemble(header, {tiles, {}, {}, k, slots});
-}
+
+    int32_t row_mask(const std::vector<Column>& columns, size_t first, int32_t count, int32_t group) const {
+        const int32_t tiles = view_.col_block / 16;
+        int32_t mask = 0;
+        for (int32_t p = 0; p < count; ++p)
+            if (columns[first + p].slots[group] >= 0) mask |= ((1 << tiles) - 1) << p * tiles;
+        return mask;
+    }
+
+    View view_;
+    int32_t groups_;
+    int32_t pieces_;
+    std::vector<int32_t> counts_, rows_, masks_, k_, slots_;
+};
 
 }  // namespace
 

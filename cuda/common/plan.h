@@ -10,10 +10,13 @@
 //     step k      [steps][pieces]         first element of k, -1 where there is none slots
 //     [steps][pieces][groups] block in values, -1 where there is none
 //
-// sdd: blocks of one block row are gathered into macro-tiles of `pieces` blocks.
-//     tiles  [tiles][2]              block row, number of blocks
-//     k      [tiles][pieces]         first element of the block's columns, -1 where there is none
-//     slots  [tiles][pieces]         block in values, -1 where there is none
+// sdd: block rows are grouped likewise, into `groups` of `tile` features of y; the columns of a group in
+// which some row has a block are gathered into macro-tiles of `pieces` blocks (`step` features of x).
+//     tiles  [tiles]                 number of pieces used
+//     rows   [tiles][groups]         block rows, -1 where there is none
+//     masks  [tiles][tile / 16]      bit j: the 16 features of y have a block at features 16 j .. 16 j + 15
+//     of x k      [tiles][pieces]         first feature of x, -1 where there is none slots
+//     [tiles][pieces][groups] block in values, -1 where there is none
 #pragma once
 
 #include <cstdint>

@@ -66,8 +66,8 @@ struct Device {
 };
 
 // The geometry a plan is built for. Kernels of one shape share plans.
-// dds: macro-tiles of `tile` features of the sparse side, walked in steps of `step` elements.
-// sdd: macro-tiles of blocks of one block row that are `tile` columns wide together; step is 0.
+// dds: macro-tiles of `tile` output features, walked in steps of `step` elements of k.
+// sdd: macro-tiles of `tile` features of y by `step` features of x.
 struct PlanShape {
     int32_t tile;  // 0: the kernel needs no plan
     int32_t step;

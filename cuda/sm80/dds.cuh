@@ -521,9 +521,6 @@ struct Dds {
     struct Occupancy {
         int resident;  // CTAs on a multiprocessor
         int stages;
-
-        // One stage is left free, so that a warp can start the next copies before the last one is done.
-        int lookahead() const { return stages > 2 ? stages - 2 : 1; }
     };
 
     // As many CTAs as registers allow, if shared memory holds enough stages of each.
@@ -543,10 +540,6 @@ struct Dds {
     }
 
     static size_t workspace_size(const Problem&, const Device&) { return 0; }
-
-    static int log2_of_block(int extent) {
-        return extent == 16 ? 4 : extent == 32 ? 5 : extent == 64 ? 6 : 7;
-    }
 
     static int32_t launch(const Problem& problem, const Device& device, void*, void* stream) {
         const Pattern& pattern = problem.pattern;
@@ -575,7 +568,7 @@ struct Dds {
                                      log2_of_block(row_block),
                                      log2_of_block(k_block),
                                      fit.stages,
-                                     fit.lookahead()};
+                                     lookahead(fit.stages)};
         const auto start = input.layout == Layout::row_major
                                ? ts::sm80::launch<dds_kernel<Traits, true>, DdsArguments>
                                : ts::sm80::launch<dds_kernel<Traits, false>, DdsArguments>;

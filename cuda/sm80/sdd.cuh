@@ -1,10 +1,12 @@
 // sdd, the gradient of the block-sparse weight: W[n, k] = sum over tokens t of y[t, n] x[t, k], for the
 // kept blocks only, written (or added) to their slots in values.
 //
-// A CTA computes macro-tiles of kBlockRows x kTileColumns, one after another: neighbouring blocks of
-// one block row (see common/plan.h), for which y is loaded once and the columns of x are gathered.
-// Tokens are walked in steps of 128 bytes. Where there are too few tiles for the GPU, tokens are split
-// over several CTAs; their partial sums go to the workspace, and a second kernel adds them in a fixed order.
+// A CTA computes macro-tiles of kTileRows features of y by kTileColumns of x, one after another: some
+// block rows and columns that have blocks in common (see common/plan.h), both gathered. Tokens are
+// walked in steps of 128 bytes through a ring of stages that all threads fill with cp.async, on into
+// the next tile. Each warp multiplies its part of the tile with mma.sync, skipping what is not kept.
+// Where there are too few tiles for the GPU, tokens are split over several CTAs; their partial sums go
+// to the workspace, and a second kernel adds them in a fixed order.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -29,22 +31,24 @@ struct SddArguments {
     int tokens;
     int splits;
     int split_tokens;  // a multiple of a step
-    int block_cols;
+    int row_shift;     // log2 of bn
+    int col_shift;     // log2 of bk
     int stages;
+    int lookahead;  // steps whose copies are under way while one is multiplied
     bool accumulate;
 };
 
-template <class Math_, int kBlockRows_, int kTileColumns_, int kWarpRows, int kWarpColumns_>
+template <class Math_, int kTileRows_, int kTileColumns_, int kWarpRows_, int kWarpColumns_>
 struct SddTraits {
     using Math = Math_;
     using Element = typename Math::Element;
-    static constexpr int kBlockRows = kBlockRows_;
+    static constexpr int kTileRows = kTileRows_;
     static constexpr int kTileColumns = kTileColumns_;
+    static constexpr int kWarpRows = kWarpRows_;
     static constexpr int kWarpColumns = kWarpColumns_;
-    static constexpr int kProducerThreads = 128;
-    static constexpr int kColumnWarps = kTileColumns / kWarpColumns;
-    static constexpr int kConsumerWarps = kBlockRows / kWarpRows * kColumnWarps;
-    static constexpr int kThreads = 32 * kConsumerWarps + kProducerThreads;
+    static constexpr int kRowWarps = kTileRows / kWarpRows;
+    static constexpr int kWarps = kRowWarps * (kTileColumns / kWarpColumns);
+    static constexpr int kThreads = 32 * kWarps;
     static constexpr int kMTiles = kWarpRows / 16;
     static constexpr int kNTiles = kWarpColumns / 16;
     static constexpr int kStep = kLineBytes / sizeof(Element);
@@ -52,30 +56,30 @@ struct SddTraits {
 
     // In a row-major operand the tokens, which are summed over, are not contiguous.
     template <bool kRowMajor>
-    using YTile = Tile<Element, kBlockRows, !kRowMajor>;
+    using YTile = Tile<Element, kTileRows, !kRowMajor>;
     template <bool kRowMajor>
     using XTile = Tile<Element, kTileColumns, !kRowMajor>;
 
-    template <bool kRowMajorY, bool kRowMajorX>
-    static constexpr int kStageBytes = YTile<kRowMajorY>::kBytes + XTile<kRowMajorX>::kBytes;
+    // Both layouts of an operand take the same room.
+    static constexpr int kYBytes = YTile<true>::kBytes;
+    static constexpr int kStageBytes = kYBytes + XTile<true>::kBytes;
+    static_assert(kYBytes == YTile<false>::kBytes && XTile<true>::kBytes == XTile<false>::kBytes);
 
     static constexpr int kMinStages = 2;
     static constexpr int kMaxStages = 6;
-    template <bool kRowMajorY, bool kRowMajorX>
-    static constexpr int shared_bytes(int stages) {
-        return stages * kStageBytes<kRowMajorY, kRowMajorX> + Ring::bytes(stages);
-    }
+    static constexpr int shared_bytes(int stages) { return stages * kStageBytes + Ring::bytes(stages); }
 };
 
+// A plan's arrays on the device.
 struct SddPlan {
-    int tile_count, pieces;
-    const int2* tiles;
-    const int *k, *slots;
+    int tile_count, groups, pieces;
+    const int *rows, *masks, *k, *slots;
 
     __device__ explicit SddPlan(const PlanHeader* header)
-        : tile_count(header->tiles), pieces(header->pieces) {
+        : tile_count(header->tiles), groups(header->groups), pieces(header->pieces) {
         const int* words = reinterpret_cast<const int*>(header);
-        tiles = reinterpret_cast<const int2*>(words + header->tiles_at);
+        rows = words + header->rows_at;
+        masks = words + header->masks_at;
         k = words + header->k_at;
         slots = words + header->slots_at;
     }
@@ -95,96 +99,160 @@ struct SddWork {
     }
 };
 
-// Fills the ring. A thread's chunk of 16 bytes in a line is fixed; it copies every 16th line.
-template <class Traits, bool kRowMajorY, bool kRowMajorX>
-class SddProducer {
-    using Element = typename Traits::Element;
-    using YTile = typename Traits::template YTile<kRowMajorY>;
-    using XTile = typename Traits::template XTile<kRowMajorX>;
-    static constexpr int kLinesAtOnce = Traits::kProducerThreads / kChunksPerLine;
-    static constexpr int kChunk = Traits::kChunk;
+// One thread's share in copying one operand: its chunk of 16 bytes in a line is fixed, the lines are
+// kLinesAtOnce apart.
+template <class Tile, class Element, bool kRowMajor, int kThreads>
+class SddOperand {
+    static constexpr int kChunk = Tile::kChunk;
+    static constexpr int kLinesAtOnce = kThreads / kChunksPerLine;
+    static constexpr int kLineParts = Tile::kLines / kLinesAtOnce;
+    // Row-major: lines are tokens, and each panel's chunk lies in some block.
+    // Feature-major: lines are features, and each lies in some block.
+    static constexpr int kParts = kRowMajor ? Tile::kPanels : kLineParts;
 
   public:
-    __device__ SddProducer(const SddArguments& arguments, int thread)
-        : arguments_(arguments), line_(thread / kChunksPerLine), chunk_(thread % kChunksPerLine) {}
+    __device__ SddOperand(const void* data, int64_t ld)
+        : data_(static_cast<const Element*>(data)),
+          ld_(ld),
+          line_(threadIdx.x / kChunksPerLine),
+          chunk_(threadIdx.x % kChunksPerLine) {}
 
-    // Reads where a tile's blocks lie.
-    __device__ void begin(const SddPlan& plan, const SddWork& work) {
-        row_ = __ldg(&plan.tiles[work.tile].x) * Traits::kBlockRows;
-        last_token_ = work.last_token;
-        const int* k = plan.k + work.tile * plan.pieces;
+    // `first` gives the first feature of each block of a tile, -1 where there is none.
+    template <class First>
+    __device__ void begin(int block_shift, First first) {
 #pragma unroll
         for (int i = 0; i < kParts; ++i) {
-            const int column =
-                kRowMajorX ? i * XTile::kPanelExtent + chunk_ * kChunk : i * kLinesAtOnce + line_;
-            const int first = __ldg(k + column / arguments_.block_cols);
-            columns_[i] = first < 0 ? -1 : first + (column & (arguments_.block_cols - 1));
+            const int within =
+                kRowMajor ? i * Tile::kPanelExtent + chunk_ * kChunk : i * kLinesAtOnce + line_;
+            const int start = first(within >> block_shift);
+            features_[i] = start < 0 ? -1 : start + (within & ((1 << block_shift) - 1));
         }
     }
 
-    __device__ void copy_y(uint32_t tile, int token) const {
-        const auto* y = static_cast<const Element*>(arguments_.y);
-        if constexpr (kRowMajorY) {
+    // Tokens from `last` on count as zero.
+    __device__ void copy(uint32_t tile, int token, int last) const {
+        if constexpr (kRowMajor) {
 #pragma unroll
-            for (int panel = 0; panel < YTile::kPanels; ++panel) {
-                const int feature = panel * YTile::kPanelExtent + chunk_ * kChunk;
-                if (feature < Traits::kBlockRows)
-                    copy_feature_chunk<YTile>(tile, panel, y, arguments_.y_ld, row_ + feature, token);
+            for (int i = 0; i < kLineParts; ++i) {
+                const int line = line_ + i * kLinesAtOnce;
+                const bool inside = token + line < last;
+                const Element* source = data_ + (inside ? token + line : 0) * ld_;
+#pragma unroll
+                for (int panel = 0; panel < kParts; ++panel)
+                    copy_async_if(features_[panel] >= 0,
+                                  tile + panel * Tile::kPanelBytes + Tile::offset(line, chunk_),
+                                  source + features_[panel], inside ? kChunkBytes : 0);
             }
         } else {
+            const int first = token + chunk_ * kChunk;
+            const int valid = min(max(last - first, 0), kChunk);
 #pragma unroll
-            for (int i = 0; i < YTile::kLines / kLinesAtOnce; ++i) {
-                const int line = line_ + i * kLinesAtOnce;
-                copy_token_chunk<YTile>(tile, line, y + (row_ + line) * arguments_.y_ld, token);
-            }
-        }
-    }
-
-    __device__ void copy_x(uint32_t tile, int token) const {
-        const auto* x = static_cast<const Element*>(arguments_.x);
-#pragma unroll
-        for (int i = 0; i < kParts; ++i) {
-            if (columns_[i] < 0) continue;
-            if constexpr (kRowMajorX)
-                copy_feature_chunk<XTile>(tile, i, x, arguments_.x_ld, columns_[i], token);
-            else
-                copy_token_chunk<XTile>(tile, line_ + i * kLinesAtOnce, x + columns_[i] * arguments_.x_ld,
-                                        token);
+            for (int i = 0; i < kParts; ++i)
+                copy_async_if(features_[i] >= 0, tile + Tile::offset(line_ + i * kLinesAtOnce, chunk_),
+                              data_ + features_[i] * ld_ + (valid > 0 ? first : 0),
+                              valid * static_cast<int>(sizeof(Element)));
         }
     }
 
   private:
-    static constexpr int kParts = kRowMajorX ? XTile::kPanels : XTile::kLines / kLinesAtOnce;
+    const Element* data_;
+    int64_t ld_;
+    int line_, chunk_;
+    int features_[kParts];
+};
 
-    // Lines are tokens: the chunk of 16 bytes of features from `feature` on, of every token of the step.
-    template <class Tile>
-    __device__ void copy_feature_chunk(uint32_t tile, int panel, const Element* from, int64_t ld, int feature,
-                                       int token) const {
-        const Element* source = from + (token + line_) * ld + feature;
-#pragma unroll
-        for (int i = 0; i < Tile::kLines / kLinesAtOnce; ++i) {
-            const int line = line_ + i * kLinesAtOnce;
-            const bool inside = token + line < last_token_;
-            copy_async(tile + panel * Tile::kPanelBytes + Tile::offset(line, chunk_), inside ? source : from,
-                       inside ? kChunkBytes : 0);
-            source += kLinesAtOnce * ld;
+// Fills the ring, walking the steps of all tiles of this CTA.
+template <class Traits, bool kRowMajorY, bool kRowMajorX>
+class SddLoader {
+    using Element = typename Traits::Element;
+
+  public:
+    __device__ SddLoader(const SddArguments& arguments, const SddPlan& plan, const Ring& ring,
+                         uint32_t stages)
+        : arguments_(arguments),
+          plan_(plan),
+          ring_(ring),
+          stages_(stages),
+          index_(blockIdx.x),
+          y_(arguments.y, arguments.y_ld),
+          x_(arguments.x, arguments.x_ld) {
+        find_step();
+    }
+
+    // Starts the copies of the next step, if there is one, as soon as its stage is free.
+    __device__ void load() {
+        if (token_ >= last_token_) return;
+        ring_.empty(position_.stage).wait(position_.parity ^ 1);
+        const uint32_t stage = stages_ + position_.stage * Traits::kStageBytes;
+        y_.copy(stage, token_, last_token_);
+        x_.copy(stage + Traits::kYBytes, token_, last_token_);
+        ring_.full(position_.stage).arrive_after_copies();
+        position_.advance(ring_.stages());
+        token_ += Traits::kStep;
+        if (token_ < last_token_) return;
+        index_ += gridDim.x;
+        find_step();
+    }
+
+  private:
+    // The first step from the tile `index_` on; a split can have no tokens.
+    __device__ void find_step() {
+        token_ = last_token_ = 0;
+        for (; index_ < plan_.tile_count * arguments_.splits; index_ += gridDim.x) {
+            const SddWork work(arguments_, plan_, index_);
+            token_ = work.first_token;
+            last_token_ = work.last_token;
+            if (token_ >= last_token_) continue;
+            const int* rows = plan_.rows + work.tile * plan_.groups;
+            const int* k = plan_.k + work.tile * plan_.pieces;
+            const int row_shift = arguments_.row_shift;
+            y_.begin(row_shift, [&](int group) {
+                const int row = __ldg(rows + group);
+                return row < 0 ? -1 : row << row_shift;
+            });
+            x_.begin(arguments_.col_shift, [&](int piece) { return __ldg(k + piece); });
+            return;
         }
     }
 
-    // Lines are features: this thread's chunk of the step's tokens.
-    template <class Tile>
-    __device__ void copy_token_chunk(uint32_t tile, int line, const Element* feature, int token) const {
-        const int first = token + chunk_ * kChunk;
-        const int valid = min(max(last_token_ - first, 0), kChunk);
-        copy_async(tile + Tile::offset(line, chunk_), valid > 0 ? feature + first : feature,
-                   valid * static_cast<int>(sizeof(Element)));
-    }
-
     const SddArguments& arguments_;
-    int line_, chunk_;
-    int row_ = 0, last_token_ = 0;
-    int columns_[kParts];  // of x, for each panel or each 16 lines; -1 where there is no block
+    const SddPlan& plan_;
+    const Ring& ring_;
+    uint32_t stages_;
+    RingPosition position_;
+    int index_, token_, last_token_;
+    SddOperand<typename Traits::template YTile<kRowMajorY>, Element, kRowMajorY, Traits::kThreads> y_;
+    SddOperand<typename Traits::template XTile<kRowMajorX>, Element, kRowMajorX, Traits::kThreads> x_;
 };
+
+// One step for the 16 x 16 tiles whose bit row * kNTiles + column is set in `present`.
+template <class Math, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
+__device__ inline void multiply_present(Accumulators<kMTiles, kNTiles>& sums, const ReaderA& read_a,
+                                        uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b,
+                                        uint32_t present) {
+    constexpr uint32_t kRow = (1u << kNTiles) - 1;
+    for (int quarter = 0; quarter < kQuarters; ++quarter) {
+        typename Math::template Operand<2> b[kNTiles][2];
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) {
+            const Fragment<4> both = read_b.load(tile_b, n, quarter);
+            b[n][0] = Math::prepare(Fragment<2>{both.value[0], both.value[1]});
+            b[n][1] = Math::prepare(Fragment<2>{both.value[2], both.value[3]});
+        }
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+            const uint32_t row = present >> m * kNTiles & kRow;
+            if (row == 0) continue;
+            const auto a = Math::prepare(read_a.load(tile_a, m, quarter));
+#pragma unroll
+            for (int n = 0; n < kNTiles; ++n) {
+                if (!(row >> n & 1)) continue;
+                Math::mma(sums[m][n][0], a, b[n][0]);
+                Math::mma(sums[m][n][1], a, b[n][1]);
+            }
+        }
+    }
+}
 
 // Stores a warp's sums to the blocks' slots, or as partial sums.
 template <class Traits>
@@ -192,20 +260,22 @@ __device__ inline void sdd_store(const SddArguments& arguments, const SddPlan& p
                                  const Accumulators<Traits::kMTiles, Traits::kNTiles>& sums, int first_row,
                                  int first_column, int lane) {
     using Element = typename Traits::Element;
-    const int block_cols = arguments.block_cols;
+    const int row_mask = (1 << arguments.row_shift) - 1, col_mask = (1 << arguments.col_shift) - 1;
 #pragma unroll
-    for (int n = 0; n < Traits::kNTiles; ++n) {
-        const int column = first_column + 16 * n;
-        const int slot = __ldg(plan.slots + work.tile * plan.pieces + column / block_cols);
+    for (int tile = 0; tile < Traits::kMTiles * Traits::kNTiles; ++tile) {
+        const int m = tile / Traits::kNTiles, n = tile % Traits::kNTiles;
+        const int row = first_row + 16 * m, column = first_column + 16 * n;
+        const int piece = column >> arguments.col_shift, group = row >> arguments.row_shift;
+        const int slot = __ldg(plan.slots + (work.tile * plan.pieces + piece) * plan.groups + group);
         if (slot < 0) continue;
-        const int64_t block = int64_t{slot} * Traits::kBlockRows * block_cols;
+        const int64_t block = int64_t{slot} << arguments.row_shift + arguments.col_shift;
 #pragma unroll
-        for (int i = 0; i < 4 * Traits::kMTiles; ++i) {
-            const int row = first_row + i / 2 * 8 + lane / 4;
-            const int64_t at =
-                block + row * block_cols + (column & (block_cols - 1)) + i % 2 * 8 + lane % 4 * 2;
-            const float (&tile)[4] = sums[i / 4][n][i % 2];
-            const float2 sum = {tile[i / 2 % 2 * 2], tile[i / 2 % 2 * 2 + 1]};
+        for (int i = 0; i < 4; ++i) {
+            const int line = (row & row_mask) + i / 2 * 8 + lane / 4;
+            const int within = (column & col_mask) + i % 2 * 8 + lane % 4 * 2;
+            const int64_t at = block + (line << arguments.col_shift) + within;
+            const float* pair = sums[m][n][i % 2] + i / 2 * 2;
+            const float2 sum = make_float2(pair[0], pair[1]);
             if (arguments.splits > 1)
                 *reinterpret_cast<float2*>(arguments.partial + work.split * arguments.value_count + at) = sum;
             else
@@ -215,74 +285,53 @@ __device__ inline void sdd_store(const SddArguments& arguments, const SddPlan& p
 }
 
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
-__device__ inline void sdd_produce(const SddArguments& arguments, const Ring& ring, uint32_t stages,
-                                   int thread) {
-    constexpr int kYBytes = Traits::template YTile<kRowMajorY>::kBytes;
-    const SddPlan plan(arguments.plan);
-    SddProducer<Traits, kRowMajorY, kRowMajorX> producer(arguments, thread);
-    RingPosition position;
-    for (int index = blockIdx.x; index < plan.tile_count * arguments.splits; index += gridDim.x) {
-        const SddWork work(arguments, plan, index);
-        producer.begin(plan, work);
-        for (int token = work.first_token; token < work.last_token; token += Traits::kStep) {
-            ring.empty(position.stage).wait(position.parity ^ 1);
-            const uint32_t stage =
-                stages + position.stage * Traits::template kStageBytes<kRowMajorY, kRowMajorX>;
-            producer.copy_y(stage, token);
-            producer.copy_x(stage + kYBytes, token);
-            ring.full(position.stage).arrive_after_copies();
-            position.advance(ring.stages());
-        }
-    }
-}
-
-template <class Traits, bool kRowMajorY, bool kRowMajorX>
-__device__ inline void sdd_consume(const SddArguments& arguments, const Ring& ring, uint32_t stages, int warp,
-                                   int lane) {
-    using Element = typename Traits::Element;
-    using YTile = typename Traits::template YTile<kRowMajorY>;
-    using XTile = typename Traits::template XTile<kRowMajorX>;
-    constexpr int kMTiles = Traits::kMTiles, kNTiles = Traits::kNTiles;
-    const SddPlan plan(arguments.plan);
-    const int warp_row = warp / Traits::kColumnWarps * 16 * kMTiles;
-    const int warp_column = warp % Traits::kColumnWarps * Traits::kWarpColumns;
-    const Reader<YTile, Element, Side::a, kMTiles> read_y(warp_row, lane);
-    const Reader<XTile, Element, Side::b, kNTiles> read_x(warp_column, lane);
-    RingPosition position;
-    for (int index = blockIdx.x; index < plan.tile_count * arguments.splits; index += gridDim.x) {
-        const SddWork work(arguments, plan, index);
-        const int columns = __ldg(&plan.tiles[work.tile].y) * arguments.block_cols;
-        const uint32_t present = warp_column < columns ? kAllPresent<kNTiles> : 0;
-        Accumulators<kMTiles, kNTiles> sums = {};
-        for (int token = work.first_token; token < work.last_token; token += Traits::kStep) {
-            ring.full(position.stage).wait(position.parity);
-            const uint32_t stage =
-                stages + position.stage * Traits::template kStageBytes<kRowMajorY, kRowMajorX>;
-            if (present != 0)
-                multiply_all<typename Traits::Math>(sums, read_y, stage, read_x, stage + YTile::kBytes);
-            __syncwarp();
-            if (lane == 0) ring.empty(position.stage).arrive();
-            position.advance(ring.stages());
-        }
-        sdd_store<Traits>(arguments, plan, work, sums, warp_row, warp_column, lane);
-    }
-}
-
-template <class Traits, bool kRowMajorY, bool kRowMajorX>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     sdd_kernel(const __grid_constant__ SddArguments arguments) {
+    constexpr int kMTiles = Traits::kMTiles, kNTiles = Traits::kNTiles;
+    constexpr uint32_t kAll = kMTiles * kNTiles == 32 ? 0xffffffffu : (1u << kMTiles * kNTiles % 32) - 1;
+    using Math = typename Traits::Math;
+    using Element = typename Traits::Element;
     extern __shared__ __align__(128) char shared[];
     const uint32_t stages = shared_address(shared);
-    const Ring ring(stages + arguments.stages * Traits::template kStageBytes<kRowMajorY, kRowMajorX>,
-                    arguments.stages);
-    if (threadIdx.x == 0) ring.init(Traits::kProducerThreads, Traits::kConsumerWarps);
+    const Ring ring(stages + arguments.stages * Traits::kStageBytes, arguments.stages);
+    if (threadIdx.x == 0) ring.init(Traits::kThreads, Traits::kWarps);
     __syncthreads();
-    const int warp = threadIdx.x / 32;
-    if (warp < Traits::kConsumerWarps) {
-        sdd_consume<Traits, kRowMajorY, kRowMajorX>(arguments, ring, stages, warp, threadIdx.x % 32);
-    } else {
-        const int thread = threadIdx.x - 32 * Traits::kConsumerWarps;
-        sdd_produce<Traits, kRowMajorY, kRowMajorX>(arguments, ring, stages, thread);
+
+    const SddPlan plan(arguments.plan);
+    SddLoader<Traits, kRowMajorY, kRowMajorX> loader(arguments, plan, ring, stages);
+    for (int ahead = 0; ahead < arguments.lookahead; ++ahead) loader.load();
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp_row = warp % Traits::kRowWarps * Traits::kWarpRows;
+    const int warp_column = warp / Traits::kRowWarps * Traits::kWarpColumns;
+    const Reader<typename Traits::template YTile<kRowMajorY>, Element, Side::a, kMTiles> read_y(warp_row,
+                                                                                                lane);
+    const Reader<typename Traits::template XTile<kRowMajorX>, Element, Side::b, kNTiles> read_x(warp_column,
+                                                                                                lane);
+    RingPosition position;
+    for (int index = blockIdx.x; index < plan.tile_count * arguments.splits; index += gridDim.x) {
+        const SddWork work(arguments, plan, index);
+        uint32_t present = 0;
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+            const uint32_t mask =
+                __ldg(plan.masks + work.tile * (Traits::kTileRows / 16) + warp_row / 16 + m);
+            present |= (mask >> warp_column / 16 & (1u << kNTiles) - 1) << m * kNTiles;
+        }
+        Accumulators<kMTiles, kNTiles> sums = {};
+        for (int token = work.first_token; token < work.last_token; token += Traits::kStep) {
+            loader.load();
+            ring.full(position.stage).wait(position.parity);
+            const uint32_t stage = stages + position.stage * Traits::kStageBytes;
+            if (present == kAll)
+                multiply_all<Math>(sums, read_y, stage, read_x, stage + Traits::kYBytes);
+            else if (present != 0)
+                multiply_present<Math>(sums, read_y, stage, read_x, stage + Traits::kYBytes, present);
+            __syncwarp();
+            if (lane == 0) ring.empty(position.stage).arrive();
+            position.advance(arguments.stages);
+        }
+        if (present != 0) sdd_store<Traits>(arguments, plan, work, sums, warp_row, warp_column, lane);
     }
 }
 
@@ -303,48 +352,54 @@ __global__ void sdd_reduce(const __grid_constant__ SddArguments arguments) {
 }
 
 // Host side: one row of the registry.
-template <class Math, int kBlockRows, int kTileColumns, int kWarpRows, int kWarpColumns>
+template <class Math, int kTileRows, int kTileColumns, int kWarpRows, int kWarpColumns>
 struct Sdd {
-    using Traits = SddTraits<Math, kBlockRows, kTileColumns, kWarpRows, kWarpColumns>;
+    using Traits = SddTraits<Math, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
     using Element = typename Math::Element;
 
-    template <bool kRowMajorY, bool kRowMajorX>
     static int stages(const Device& device) {
         int stages = Traits::kMaxStages;
-        while (stages > 0 &&
-               Traits::template shared_bytes<kRowMajorY, kRowMajorX>(stages) > device.shared_memory)
-            --stages;
+        while (stages > 0 && Traits::shared_bytes(stages) > device.shared_memory) --stages;
         return stages;
     }
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (problem.pattern.block_rows != kBlockRows) return "it is for blocks of other rows";
-        return stages<true, true>(device) < Traits::kMinStages ? "the device has too little shared memory"
-                                                               : nullptr;
+        if (problem.pattern.block_rows > kTileRows) return "its tile has fewer rows than a block";
+        return stages(device) < Traits::kMinStages ? "the device has too little shared memory" : nullptr;
     }
 
     static int64_t value_count(const Problem& problem) {
         return problem.pattern.nnz * problem.pattern.block_rows * problem.pattern.block_cols;
     }
 
+    // Tiles if blocks were spread at random; the plan, which knows, is on the device.
+    static double expected_tiles(const Pattern& pattern) {
+        const double rows = static_cast<double>(pattern.out_features / pattern.block_rows);
+        const double columns = static_cast<double>(pattern.in_features / pattern.block_cols);
+        const double groups = kTileRows / pattern.block_rows;
+        double absent = 1;  // probability that a column has no block in a group
+        for (int i = 0; i < groups; ++i) absent *= 1 - static_cast<double>(pattern.nnz) / (rows * columns);
+        const double group_columns = columns * (1 - absent);
+        // Half a tile is lost in each group on the average.
+        return rows / groups * (group_columns * pattern.block_cols / kTileColumns + 0.5);
+    }
+
     // The number of splits with the least estimated time. Units: one step of one tile.
     static int splits(const Problem& problem, const Device& device) {
-        const Pattern& pattern = problem.pattern;
-        const int64_t steps = (problem.tokens + Traits::kStep - 1) / Traits::kStep;
-        // Half a tile is lost in each block row on the average.
-        const double tiles = static_cast<double>(pattern.nnz * pattern.block_cols) / kTileColumns +
-                             0.5 * static_cast<double>(pattern.out_features / kBlockRows);
         constexpr double kTileOverhead = 6;        // filling the ring, storing the sums
         constexpr double kStepsPerPartial = 4e-6;  // writing, reading and adding one partial sum
+        const int64_t steps = (problem.tokens + Traits::kStep - 1) / Traits::kStep;
+        const double tiles = expected_tiles(problem.pattern);
         int best = 1;
         double least = 0;
-        for (int count = 1; count <= kMaxSplits && count * kMinStepsOfSplit <= steps + kMinStepsOfSplit - 1;
+        for (int count = 1; count == 1 || (count <= kMaxSplits && count * kMinStepsOfSplit <= steps);
              ++count) {
-            const double waves = static_cast<double>(
-                (static_cast<int64_t>(tiles * count) + device.multiprocessors) / device.multiprocessors);
+            const auto waves =
+                (static_cast<int64_t>(tiles * count) + device.multiprocessors) / device.multiprocessors;
             const double reduction =
                 count > 1 ? kStepsPerPartial * count * static_cast<double>(value_count(problem)) : 0;
-            const double time = waves * (static_cast<double>(steps) / count + kTileOverhead) + reduction;
+            const double time =
+                static_cast<double>(waves) * (static_cast<double>(steps) / count + kTileOverhead) + reduction;
             if (count == 1 || time < least) best = count, least = time;
         }
         return best;
@@ -355,14 +410,6 @@ struct Sdd {
         return count > 1 ? count * value_count(problem) * sizeof(float) : 0;
     }
 
-    template <bool kRowMajorY, bool kRowMajorX>
-    static cudaError_t start(SddArguments arguments, const Device& device, void* stream) {
-        arguments.stages = stages<kRowMajorY, kRowMajorX>(device);
-        const int bytes = Traits::template shared_bytes<kRowMajorY, kRowMajorX>(arguments.stages);
-        return ts::sm80::launch<sdd_kernel<Traits, kRowMajorY, kRowMajorX>, SddArguments>(
-            arguments, device.multiprocessors, Traits::kThreads, bytes, bytes, stream);
-    }
-
     static cudaError_t reduce(const SddArguments& arguments, const Device& device, void* stream) {
         constexpr int kThreads = 256;
         return ts::sm80::launch<sdd_reduce<Element>, SddArguments>(arguments, 8 * device.multiprocessors,
@@ -371,28 +418,37 @@ struct Sdd {
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         if (problem.pattern.nnz == 0) return cudaSuccess;
-        const int count = splits(problem, device);
+        const int split_count = splits(problem, device), stage_count = stages(device);
         const int64_t steps = (problem.tokens + Traits::kStep - 1) / Traits::kStep;
-        const SddArguments arguments{problem.y.data,
-                                     problem.y.ld,
-                                     problem.x.data,
-                                     problem.x.ld,
-                                     problem.values,
-                                     static_cast<float*>(workspace),
-                                     static_cast<const PlanHeader*>(problem.plan),
-                                     value_count(problem),
-                                     static_cast<int>(problem.tokens),
-                                     count,
-                                     static_cast<int>((steps + count - 1) / count * Traits::kStep),
-                                     problem.pattern.block_cols,
-                                     0,
-                                     problem.accumulate};
+        const SddArguments arguments{
+            problem.y.data,
+            problem.y.ld,
+            problem.x.data,
+            problem.x.ld,
+            problem.values,
+            static_cast<float*>(workspace),
+            static_cast<const PlanHeader*>(problem.plan),
+            value_count(problem),
+            static_cast<int>(problem.tokens),
+            split_count,
+            static_cast<int>((steps + split_count - 1) / split_count * Traits::kStep),
+            log2_of_block(problem.pattern.block_rows),
+            log2_of_block(problem.pattern.block_cols),
+            stage_count,
+            lookahead(stage_count),
+            problem.accumulate};
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
-        const auto run = row_major_y ? (row_major_x ? start<true, true> : start<true, false>)
-                                     : (row_major_x ? start<false, true> : start<false, false>);
-        if (const cudaError_t error = run(arguments, device, stream)) return error;
-        return count > 1 ? reduce(arguments, device, stream) : cudaSuccess;
+        const auto start =
+            row_major_y ? (row_major_x ? ts::sm80::launch<sdd_kernel<Traits, true, true>, SddArguments>
+                                       : ts::sm80::launch<sdd_kernel<Traits, true, false>, SddArguments>)
+                        : (row_major_x ? ts::sm80::launch<sdd_kernel<Traits, false, true>, SddArguments>
+                                       : ts::sm80::launch<sdd_kernel<Traits, false, false>, SddArguments>);
+        const int bytes = Traits::shared_bytes(stage_count);
+        if (const cudaError_t error =
+                start(arguments, device.multiprocessors, Traits::kThreads, bytes, bytes, stream))
+            return error;
+        return split_count > 1 ? reduce(arguments, device, stream) : cudaSuccess;
     }
 
     static constexpr Kernel row(const char* name) {
@@ -402,9 +458,9 @@ struct Sdd {
                 1u << static_cast<int>(Op::sdd_tn),
                 1u << static_cast<int>(Math::kDType),
                 Math::kPrecision,
-                {kTileColumns, 0},
+                {kTileRows, kTileColumns},
                 0,
-                kTileColumns,
+                kTileRows,
                 refuses,
                 workspace_size,
                 launch};
@@ -417,11 +473,11 @@ struct Sdd {
 
 }  // namespace ts::sm80
 
-#define TS_INSTANCE(name, kernel, math, block_rows, tile_columns, warp_rows, warp_columns) \
-    namespace ts::sm80 {                                                                   \
-    const Kernel& name() {                                                                 \
-        static constexpr Kernel kRow =                                                     \
-            Sdd<math, block_rows, tile_columns, warp_rows, warp_columns>::row(#name);      \
-        return kRow;                                                                       \
-    }                                                                                      \
+#define TS_INSTANCE(name, kernel, math, tile_rows, tile_columns, warp_rows, warp_columns) \
+    namespace ts::sm80 {                                                                  \
+    const Kernel& name() {                                                                \
+        static constexpr Kernel kRow =                                                    \
+            Sdd<math, tile_rows, tile_columns, warp_rows, warp_columns>::row(#name);      \
+        return kRow;                                                                      \
+    }                                                                                     \
     }
