@@ -254,11 +254,11 @@ class SddPlanBuilder {
 
 std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape) {
     if (shape.tile == 0) return {};
-    const int32_t block = op == Op::dds_nt ? pattern.block_rows : pattern.block_cols;
-    require(block <= shape.tile, "the kernel's tile of ", shape.tile, " features is less than the block of ",
-            block);
-    if (op == Op::sdd_tn) return build_sdd_plan(pattern, shape);
-    return DdsPlanBuilder(view_of(pattern, op), shape).build();
+    const View view = view_of(pattern, op);
+    require(view.row_block <= shape.tile, "the kernel's tile of ", shape.tile,
+            " features is less than the block's ", view.row_block);
+    if (op == Op::sdd_tn) return SddPlanBuilder(view, shape).build();
+    return DdsPlanBuilder(view, shape).build();
 }
 
 }  // namespace ts
