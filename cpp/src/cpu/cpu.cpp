@@ -31,6 +31,23 @@ std::byte* offset(const void* base, int64_t bytes) {
     return const_cast<std::byte*>(static_cast<const std::byte*>(base)) + bytes;
 }
 
+// Fetches the lines that `finish` will change, which would otherwise hold up the sums that come next.
+// In assembly: the compiler's own hint asks only to read where its baseline lacks this instruction,
+// which older processors ignore.
+void prefetch_to_write(const Output& output, int element_bytes) {
+    const int64_t lines = output.transposed ? output.columns : output.rows;
+    const int64_t bytes = (output.transposed ? output.rows : output.columns) * element_bytes;
+    for (int64_t i = 0; i < lines; ++i)
+        for (int64_t byte = 0; byte < bytes; byte += 64) {
+            const std::byte* line = offset(output.data, i * output.ld * element_bytes + byte);
+#ifdef __x86_64__
+            asm volatile("prefetchw (%0)" ::"r"(line));
+#else
+            __builtin_prefetch(line, 1);
+#endif
+        }
+}
+
 // Hands out parts of the workspace; with no memory behind it, it counts.
 class Workspace {
   public:
@@ -99,41 +116,51 @@ class Dds {
           direct_(steps_.values_direct && (forward_ || steps_.pair == 1)),
           threads_(std::min(omp_get_max_threads(), device.multiprocessors)),
           value_bytes_(direct_ ? 0 : rows_ * depth_ * steps_.packed_size),
-          workspace_(memory),
-          panels_(workspace_.take(depth_ * round_up(p_.tokens, steps_.lanes) * steps_.packed_size)),
-          values_(workspace_.take(device.multiprocessors * (kGroup / rows_) * value_bytes_)) {}
+          workspace_(memory) {
+        choose_parts(4 * device.multiprocessors);
+        panels_ =
+            workspace_.take(std::min(wave_, round_up(p_.tokens, steps_.lanes)) * depth_ * steps_.packed_size);
+        values_ = workspace_.take(device.multiprocessors * (kGroup / rows_) * value_bytes_);
+    }
 
     size_t workspace_size() const { return workspace_.size(); }
 
     void run() const {
-        // Panels of a chunk stay in the cache while the values pass by, unless threads would be idle.
-        const int64_t panel_bytes = depth_ * steps_.tile * steps_.packed_size;
-        int64_t chunk =
-            std::clamp<int64_t>(kCacheBytes / panel_bytes, 1, kChunkTokens / steps_.tile) * steps_.tile;
-        int64_t group = kGroup;
-        if (ceil_div(features_, group) * ceil_div(p_.tokens, chunk) < 4 * threads_) {
-            group = rows_;
-            chunk = steps_.tile;
-        }
 #pragma omp parallel num_threads(threads_)
-        {
+        for (int64_t wave = 0; wave < p_.tokens; wave += wave_) {
+            const int64_t end = std::min(wave + wave_, p_.tokens);
 #pragma omp for collapse(2)
-            for (int64_t token = 0; token < p_.tokens; token += steps_.tile)
+            for (int64_t token = wave; token < end; token += steps_.tile)
                 for (int64_t feature = 0; feature < input_features_; feature += kPackedFeatures)
                     pack_input(token, feature);
 #pragma omp for collapse(2) schedule(dynamic)
-            for (int64_t token = 0; token < p_.tokens; token += chunk)
-                for (int64_t feature = 0; feature < features_; feature += group)
-                    compute(feature, std::min(feature + group, features_), token,
-                            std::min(token + chunk, p_.tokens));
+            for (int64_t token = wave; token < end; token += chunk_)
+                for (int64_t feature = 0; feature < features_; feature += group_)
+                    compute(feature, std::min(feature + group_, features_), token,
+                            std::min(token + chunk_, end));
         }
     }
 
   private:
+    // Panels of a chunk of tokens stay in the cache while the values pass by. A wave of chunks is packed
+    // and then computed in at least `units` units of work, if there are tokens enough.
+    void choose_parts(int64_t units) {
+        const int64_t panel_bytes = depth_ * steps_.tile * steps_.packed_size;
+        chunk_ = std::clamp<int64_t>(kCacheBytes / panel_bytes, 1, kChunkTokens / steps_.tile) * steps_.tile;
+        group_ = kGroup;
+        if (ceil_div(features_, group_) * ceil_div(p_.tokens, chunk_) < units) {
+            group_ = rows_;
+            chunk_ = steps_.tile;
+        }
+        wave_ = chunk_ * ceil_div(units, ceil_div(features_, group_));
+    }
+
     int64_t tile_tokens(int64_t token) const { return std::min<int64_t>(steps_.tile, p_.tokens - token); }
 
-    // Panels [tokens / tile][depth][tile], the last of fewer tokens.
-    std::byte* panel(int64_t token) const { return offset(panels_, token * depth_ * steps_.packed_size); }
+    // Panels [tokens / tile][depth][tile] of the present wave, the last of fewer tokens.
+    std::byte* panel(int64_t token) const {
+        return offset(panels_, token % wave_ * depth_ * steps_.packed_size);
+    }
 
     void pack_input(int64_t token, int64_t feature) const {
         const int64_t width = round_up(tile_tokens(token), steps_.lanes);
@@ -150,14 +177,15 @@ class Dds {
         const int64_t count = (feature_end - feature) / rows_;
         for (int64_t i = 0; i < count; ++i) strips[i] = strip_of(feature + i * rows_, i);
         for (; token < token_end; token += steps_.tile) {
-            const int64_t columns = round_up(tile_tokens(token), steps_.lanes);
+            const Output output = output_of(feature, feature_end - feature, token, sums);
+            prefetch_to_write(output, element_size(p_.dtype));
             for (int64_t i = 0; i < count; ++i) {
                 strips[i].b = panel(token);
-                strips[i].columns = columns;
-                strips[i].sums = offset(sums, i * rows_ * columns * steps_.packed_size);
+                strips[i].columns = output.sums_ld;
+                strips[i].sums = offset(sums, i * rows_ * output.sums_ld * steps_.packed_size);
                 steps_.multiply(strips[i]);
             }
-            write(feature, feature_end - feature, token, sums, columns);
+            steps_.finish(output);
         }
     }
 
@@ -206,13 +234,21 @@ class Dds {
                      depth_block_, !forward_, !forward_});
     }
 
-    void write(int64_t feature, int64_t features, int64_t token, void* sums, int64_t columns) const {
-        const int size = element_size(p_.dtype);
+    Output output_of(int64_t feature, int64_t features, int64_t token, void* sums) const {
         const bool row_major = output_.layout == Layout::row_major;
         const int64_t first = row_major ? token * output_.ld + feature : feature * output_.ld + token;
+        const int64_t columns = tile_tokens(token), size = element_size(p_.dtype);
         const void* bias = forward_ && p_.bias ? offset(p_.bias, feature * size) : nullptr;
-        steps_.finish({sums, columns, features, tile_tokens(token), offset(output_.data, first * size),
-                       output_.ld, row_major, bias, forward_ ? p_.activation : Activation::none, false});
+        return {sums,
+                round_up(columns, steps_.lanes),
+                features,
+                columns,
+                offset(output_.data, first * size),
+                output_.ld,
+                row_major,
+                bias,
+                forward_ ? p_.activation : Activation::none,
+                false};
     }
 
     const Steps& steps_;
@@ -227,9 +263,10 @@ class Dds {
     const bool direct_;  // values are read where they lie
     const int threads_;
     const int64_t value_bytes_;
+    int64_t chunk_, group_, wave_;  // tokens, features and tokens
     Workspace workspace_;
-    std::byte* const panels_;
-    std::byte* const values_;  // of each thread
+    std::byte* panels_;
+    std::byte* values_;  // of each thread
 };
 
 // ---- sdd ----
@@ -316,10 +353,21 @@ class Sdd {
             for (int64_t k = 0; k < block_cols_; k += tile_) {
                 strip.a = offset(y_panels_, (row * block_rows_ + n) * feature_bytes_);
                 strip.b = offset(x_panels_, (col * block_cols_ + k) * feature_bytes_);
+                const int64_t first = (slot * block_rows_ + n) * block_cols_ + k,
+                              size = element_size(p_.dtype);
+                const Output output{sums,
+                                    tile_,
+                                    rows_,
+                                    tile_,
+                                    offset(p_.values, first * size),
+                                    block_cols_,
+                                    false,
+                                    nullptr,
+                                    Activation::none,
+                                    p_.accumulate};
+                prefetch_to_write(output, size);
                 steps_.multiply(strip);
-                const int64_t first = (slot * block_rows_ + n) * block_cols_ + k;
-                steps_.finish({sums, tile_, rows_, tile_, offset(p_.values, first * element_size(p_.dtype)),
-                               block_cols_, false, nullptr, Activation::none, p_.accumulate});
+                steps_.finish(output);
             }
     }
 
