@@ -31,12 +31,13 @@ def build(pattern: BlockPattern, kernel: int, op: int) -> dict[str, np.ndarray]:
     tiles, steps, groups, pieces, *offsets, total = words[:10].tolist()
     assert total == len(words)
     assert all(offset % 4 == 0 and 16 <= offset <= total for offset in offsets)
+    walked = tiles if op == SDD_TN else steps
     shapes = {
-        "tiles": (tiles, 2),
-        "rows": (0 if op == SDD_TN else tiles, groups),
-        "masks": (steps,),
-        "k": (tiles if op == SDD_TN else steps, pieces),
-        "slots": (tiles, pieces) if op == SDD_TN else (steps, pieces, groups),
+        "tiles": (tiles,) if op == SDD_TN else (tiles, 2),
+        "rows": (tiles, groups),
+        "masks": (tiles, (_C.kernels()[kernel].plan >> 12) // 16) if op == SDD_TN else (steps,),
+        "k": (walked, pieces),
+        "slots": (walked, pieces, groups),
     }
     sections = {}
     for (name, shape), begin in zip(shapes.items(), offsets, strict=True):
@@ -124,12 +125,21 @@ def test_sdd_plans_write_each_block_once(name: str) -> None:
 
 
 def check_sdd_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
+    row_block, col_block = pattern.block_shape
     written = {}
-    for (row, count), k, slots in zip(plan["tiles"], plan["k"], plan["slots"], strict=True):
+    for count, rows, masks, k, slots in zip(*plan.values(), strict=True):
         assert 0 < count <= len(slots)
         assert (k[count:] == -1).all() and (slots[count:] == -1).all()
-        for start, slot in zip(k[:count], slots[:count], strict=True):
-            assert int(slot) not in written
-            written[int(slot)] = (int(row), int(start) // pattern.block_shape[1])
+        expected_masks = [0] * len(masks)
+        for piece, group in product(range(count), range(len(rows))):
+            slot = int(slots[piece, group])
+            if slot < 0:
+                continue
+            assert slot not in written
+            written[slot] = (int(rows[group]), int(k[piece]) // col_block)
+            for strip in range(group * row_block // 16, (group + 1) * row_block // 16):
+                expected_masks[strip] |= ((1 << col_block // 16) - 1) << piece * col_block // 16
+        assert masks.tolist() == expected_masks
+        assert all((slots[piece] >= 0).any() for piece in range(count)), "a column without a block"
     rows, cols = pattern.block_indices()
     assert written == dict(enumerate(zip(rows.tolist(), cols.tolist(), strict=True)))

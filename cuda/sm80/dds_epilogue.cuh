@@ -1,0 +1,156 @@
+// How the sums of a dds kernel become results.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "sm80/dds_traits.cuh"
+
+namespace ts::sm80 {
+
+// Adds the bias, applies the activation and stores a warp's sums through its staging memory.
+template <class Traits>
+class DdsEpilogue {
+    using Element = typename Traits::Element;
+    using Sums = Accumulators<Traits::kMTiles, Traits::kNTiles>;
+    static constexpr int kTokens = 8;      // staged at a time
+    static constexpr int kNeighbours = 8;  // features or tokens that a lane stores
+
+  public:
+    __device__ DdsEpilogue(const DdsArguments& arguments, const int* rows, char* staging, int lane)
+        : arguments_(arguments), rows_(rows), staging_(staging), lane_(lane) {}
+
+    // `token` and `feature`: of the warp's first sum in the output and in the tile.
+    __device__ void store(const Sums& sums, int token, int feature) const {
+        if (arguments_.output_layout == Layout::feature_major)
+            store_feature_major(sums, token, feature);
+        else if (arguments_.activation == Activation::none)
+            store_plain(sums, token, feature);
+        else
+            store_activated(sums, token, feature);
+    }
+
+  private:
+    static constexpr int kLanesOfToken = Traits::kWarpFeatures / kNeighbours;
+    static constexpr int kTokensAtOnce = 32 / kLanesOfToken;
+
+    // Row-major without activation: rounded before it is staged, and all unrolled.
+    __device__ void store_plain(const Sums& sums, int token, int first_feature) const {
+        constexpr int kLine = Traits::kWarpFeatures * static_cast<int>(sizeof(Element)) + kChunkBytes;
+        const int column = lane_ % kLanesOfToken * kNeighbours, line = lane_ / kLanesOfToken;
+        const int64_t feature = output_feature(first_feature + column);
+        Element* target = output() + (token + line) * arguments_.output_ld + feature;
+        char* const staged = staging_ + lane_ / 4 * kLine + lane_ % 4 * 2 * static_cast<int>(sizeof(Element));
+        float2 bias[2 * Traits::kNTiles];
+#pragma unroll
+        for (int n = 0; n < 2 * Traits::kNTiles; ++n) {
+            const int64_t at = output_feature(first_feature + 8 * n + lane_ % 4 * 2);
+            bias[n] = make_float2(bias_at(at), bias_at(at < 0 ? at : at + 1));
+        }
+#pragma unroll
+        for (int part = 0; part < 2 * Traits::kMTiles; ++part) {
+#pragma unroll
+            for (int n = 0; n < 2 * Traits::kNTiles; ++n) {
+                const float* sum = sums[part / 2][n / 2][n % 2] + part % 2 * 2;
+                *reinterpret_cast<Pair<Element>*>(staged + 8 * n * sizeof(Element)) = {
+                    from_float<Element>(sum[0] + bias[n].x), from_float<Element>(sum[1] + bias[n].y)};
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < kTokens; i += kTokensAtOnce) {
+                if (feature >= 0 && line + i < kTokens &&
+                    token + part * kTokens + line + i < arguments_.tokens)
+                    copy_neighbours(target + i * arguments_.output_ld,
+                                    staging_ + (line + i) * kLine + column * sizeof(Element));
+            }
+            __syncwarp();
+            target += kTokens * arguments_.output_ld;
+        }
+    }
+
+    __device__ static void copy_neighbours(Element* target, const char* source) {
+        constexpr int kPieces = kNeighbours * sizeof(Element) / sizeof(uint4);
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+            reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(source)[i];
+    }
+
+    // Row-major: a lane takes 8 features of one token at a time, the same features for every token.
+    __device__ void store_activated(const Sums& sums, int token, int first_feature) const {
+        const int column = lane_ % kLanesOfToken * kNeighbours;
+        const int64_t feature = output_feature(first_feature + column);
+        float bias[kNeighbours];
+#pragma unroll
+        for (int j = 0; j < kNeighbours; ++j) bias[j] = bias_at(feature < 0 ? feature : feature + j);
+#pragma unroll 1
+        for (int part = 0; part < 2 * Traits::kMTiles; ++part) {
+            stage(sums, part);
+            for (int line = lane_ / kLanesOfToken; line < kTokens; line += kTokensAtOnce) {
+                const int64_t at = token + part * kTokens + line;
+                if (at >= arguments_.tokens || feature < 0) continue;
+                Neighbours<Element> results(floats() + line * Traits::kStagingLine + column, 1);
+                results.finish(bias, arguments_.activation);
+                results.store(output() + at * arguments_.output_ld + feature);
+            }
+            __syncwarp();
+        }
+    }
+
+    // A lane takes 8 tokens of one feature at a time.
+    __device__ void store_feature_major(const Sums& sums, int token, int first_feature) const {
+#pragma unroll 1
+        for (int part = 0; part < 2 * Traits::kMTiles; ++part) {
+            stage(sums, part);
+            const int first = token + part * kTokens, valid = arguments_.tokens - first;
+            for (int column = lane_; column < Traits::kWarpFeatures; column += 32) {
+                const int64_t feature = output_feature(first_feature + column);
+                if (feature < 0 || valid <= 0) continue;
+                const float one = bias_at(feature);
+                const float bias[kNeighbours] = {one, one, one, one, one, one, one, one};
+                Neighbours<Element> results(floats() + column, Traits::kStagingLine);
+                results.finish(bias, arguments_.activation);
+                Element* target = output() + feature * arguments_.output_ld + first;
+                if (valid >= kTokens)
+                    results.store(target);
+                else
+                    results.store_first(target, valid);
+            }
+            __syncwarp();
+        }
+    }
+
+    // Puts the sums of 8 tokens into shared memory. Registers can only be chosen by branches.
+    __device__ void stage(const Sums& sums, int part) const {
+        float* target = floats() + lane_ / 4 * Traits::kStagingLine + lane_ % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 2 * Traits::kMTiles; ++i) {
+            if (part != i) continue;
+#pragma unroll
+            for (int n = 0; n < 2 * Traits::kNTiles; ++n) {
+                const float* sum = sums[i / 2][n / 2][n % 2] + i % 2 * 2;
+                *reinterpret_cast<float2*>(target + 8 * n) = make_float2(sum[0], sum[1]);
+            }
+        }
+        __syncwarp();
+    }
+
+    // The output feature of one in the tile, or -1 beyond the matrix.
+    __device__ int64_t output_feature(int feature) const {
+        const int64_t row = __ldg(rows_ + (feature >> arguments_.row_shift));
+        const int within = feature & ((1 << arguments_.row_shift) - 1);
+        return row < 0 ? -1 : (row << arguments_.row_shift) + within;
+    }
+
+    __device__ float bias_at(int64_t feature) const {
+        const auto* bias = static_cast<const Element*>(arguments_.bias);
+        return bias == nullptr || feature < 0 ? 0.0f : to_float(bias[feature]);
+    }
+
+    __device__ Element* output() const { return static_cast<Element*>(arguments_.output); }
+    __device__ float* floats() const { return reinterpret_cast<float*>(staging_); }
+
+    const DdsArguments& arguments_;
+    const int* rows_;
+    char* staging_;
+    int lane_;
+};
+
+}  // namespace ts::sm80

@@ -1,0 +1,244 @@
+// Which tiles and steps a CTA of a dds kernel walks, and how the operands of a step come into the ring.
+#pragma once
+
+#include "sm80/dds_traits.cuh"
+
+namespace ts::sm80 {
+
+// Tiles in the order CTAs take them: tokens in groups whose input stays in L2 while the rows of W pass.
+class DdsSchedule {
+  public:
+    struct Work {
+        int row_tile;
+        int first_token;
+    };
+
+    __device__ DdsSchedule(int tile_tokens, int tokens, int row_tiles)
+        : tile_tokens_(tile_tokens),
+          token_tiles_((tokens + tile_tokens - 1) / tile_tokens),
+          row_tiles_(row_tiles),
+          width_(kGroupTokens / tile_tokens) {}
+
+    __device__ int size() const { return token_tiles_ * row_tiles_; }
+    __device__ Work at(int index) const {
+        const int group = index / (width_ * row_tiles_), within = index % (width_ * row_tiles_);
+        const int width = min(width_, token_tiles_ - group * width_);
+        return {within / width, (group * width_ + within % width) * tile_tokens_};
+    }
+
+  private:
+    static constexpr int kGroupTokens = 1024;
+
+    int tile_tokens_, token_tiles_, row_tiles_, width_;
+};
+
+// A plan's arrays on the device.
+struct DdsPlan {
+    int groups, pieces;
+    const int2* tiles;
+    const int *rows, *masks, *k, *slots;
+
+    __device__ explicit DdsPlan(const PlanHeader* header) : groups(header->groups), pieces(header->pieces) {
+        const int* words = reinterpret_cast<const int*>(header);
+        tiles = reinterpret_cast<const int2*>(words + header->tiles_at);
+        rows = words + header->rows_at;
+        masks = words + header->masks_at;
+        k = words + header->k_at;
+        slots = words + header->slots_at;
+    }
+};
+
+// Walks the steps of all tiles of this CTA.
+class DdsCursor {
+  public:
+    __device__ DdsCursor(const DdsSchedule& schedule, const DdsPlan& plan)
+        : schedule_(schedule), plan_(plan), index_(blockIdx.x) {
+        find_step();
+    }
+    __device__ bool done() const { return step_ >= last_; }
+    __device__ int step() const { return step_; }
+    __device__ int first_token() const { return first_token_; }
+    __device__ void next() {
+        if (++step_ < last_) return;
+        index_ += gridDim.x;
+        find_step();
+    }
+
+  private:
+    // The first step from the tile `index_` on; tiles without blocks have none.
+    __device__ void find_step() {
+        step_ = last_ = 0;
+        for (; index_ < schedule_.size(); index_ += gridDim.x) {
+            const auto work = schedule_.at(index_);
+            const int2 steps = __ldg(plan_.tiles + work.row_tile);
+            step_ = steps.x;
+            last_ = steps.x + steps.y;
+            first_token_ = work.first_token;
+            if (steps.y > 0) return;
+        }
+    }
+
+    const DdsSchedule& schedule_;
+    const DdsPlan& plan_;
+    int index_, step_, last_, first_token_;
+};
+
+// One thread's share in filling the ring: its chunk of 16 bytes in a line is fixed, the lines are
+// kLinesAtOnce apart. What does not depend on the step is computed once. Offsets are in chunks, so
+// that 32 bits reach 64 GiB.
+template <class Traits, bool kRowMajorInput>
+class DdsLoader {
+    using Element = typename Traits::Element;
+    using InputTile = typename Traits::template InputTile<kRowMajorInput>;
+    using WeightTile = typename Traits::WeightTile;
+    static constexpr int kChunk = Traits::kChunk;
+    static constexpr int kLinesAtOnce = Traits::kThreads / kChunksPerLine;
+    static constexpr int kWeightParts = WeightTile::kLines / kLinesAtOnce;
+    static constexpr int kPanels = WeightTile::kPanels;
+    static constexpr int kStepParts = Traits::kStep / kLinesAtOnce;
+
+  public:
+    __device__ DdsLoader(const DdsArguments& arguments, const DdsSchedule& schedule, const DdsPlan& plan,
+                         const Ring& ring, uint32_t stages)
+        : arguments_(arguments),
+          plan_(plan),
+          ring_(ring),
+          stages_(stages),
+          cursor_(schedule, plan),
+          line_(threadIdx.x / kChunksPerLine),
+          chunk_(threadIdx.x % kChunksPerLine),
+          piece_shift_(min(arguments.k_shift, Traits::kStepShift)) {
+        const int row_mask = (1 << arguments.row_shift) - 1;
+#pragma unroll
+        for (int i = 0; i < kWeightParts; ++i) {
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel) {
+                const int line = line_ + i * kLinesAtOnce;
+                const int feature =
+                    Traits::kTransposed ? panel * WeightTile::kPanelExtent + chunk_ * kChunk : line;
+                const int k = Traits::kTransposed ? line : chunk_ * kChunk;
+                slot_index_[i][panel] = (k >> piece_shift_) * plan.groups + (feature >> arguments.row_shift);
+                feature_offset_[i][panel] =
+                    (feature & row_mask) * (Traits::kTransposed ? 1 : 1 << arguments.k_shift) / kChunk;
+            }
+        }
+        if (!cursor_.done()) fetch();
+    }
+
+    // Starts the copies of the next step, if there is one, as soon as its stage is free.
+    __device__ void load() {
+        if (cursor_.done()) return;
+        ring_.empty(position_.stage).wait(position_.parity ^ 1);
+        const uint32_t stage = stages_ + position_.stage * Traits::kStageBytes;
+        if constexpr (kRowMajorInput)
+            copy_row_major(stage);
+        else
+            copy_feature_major(stage);
+        copy_weight(stage + Traits::kInputBytes);
+        ring_.full(position_.stage).arrive_after_copies();
+        position_.advance(ring_.stages());
+        cursor_.next();
+        if (!cursor_.done()) fetch();
+    }
+
+  private:
+    // Reads where the operands of the step lie; done one step ahead, to hide its latency.
+    __device__ void fetch() {
+        const int* k = plan_.k + cursor_.step() * plan_.pieces;
+        const int* slots = plan_.slots + cursor_.step() * plan_.pieces * plan_.groups;
+        if constexpr (kRowMajorInput || !Traits::kTransposed)
+            chunk_k_ = __ldg(k + (chunk_ * kChunk >> piece_shift_));
+        if constexpr (!kRowMajorInput || Traits::kTransposed) {
+#pragma unroll
+            for (int i = 0; i < kStepParts; ++i)
+                line_k_[i] = __ldg(k + (line_ + i * kLinesAtOnce >> piece_shift_));
+        }
+#pragma unroll
+        for (int i = 0; i < kWeightParts; ++i)
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel)
+                slots_[i][panel] = __ldg(slots + slot_index_[i][panel]);
+    }
+
+    // Where this thread's chunk or line lies in its piece.
+    __device__ int chunk_in_piece() const { return chunk_ * kChunk & ((1 << piece_shift_) - 1); }
+    __device__ int line_in_piece(int i) const { return line_ + i * kLinesAtOnce & ((1 << piece_shift_) - 1); }
+
+    // Lines beyond the last token repeat it: their results are not stored.
+    __device__ void copy_row_major(uint32_t tile) const {
+        const int token = cursor_.first_token() + line_, last = arguments_.tokens - 1;
+        const char* source = address(arguments_.input, min(token, last), arguments_.input_ld) +
+                             (chunk_k_ + chunk_in_piece()) * static_cast<int>(sizeof(Element));
+        const uint32_t target = tile + InputTile::offset(line_, chunk_);
+        const int left = max(last - token, 0);
+#pragma unroll
+        for (int i = 0; i < InputTile::kLines / kLinesAtOnce; ++i) {
+            const uint32_t chunks = min(i * kLinesAtOnce, left) * kChunkBytes;
+            copy_async_if(chunk_k_ >= 0, target + i * kLinesAtOnce * kLineBytes,
+                          source + uint64_t{chunks} * arguments_.input_ld);
+        }
+    }
+
+    __device__ void copy_feature_major(uint32_t tile) const {
+#pragma unroll
+        for (int i = 0; i < kStepParts; ++i) {
+            const char* source =
+                address(arguments_.input, line_k_[i] + line_in_piece(i), arguments_.input_ld);
+#pragma unroll
+            for (int panel = 0; panel < InputTile::kPanels; ++panel) {
+                const int within = panel * InputTile::kPanelExtent + chunk_ * kChunk;
+                if (InputTile::kPanelExtent > Traits::kTileTokens && within >= Traits::kTileTokens) continue;
+                const int token = cursor_.first_token() + within;
+                const int bytes =
+                    min(max((arguments_.tokens - token) * static_cast<int>(sizeof(Element)), 0), kChunkBytes);
+                const uint32_t target = tile + panel * InputTile::kPanelBytes +
+                                        InputTile::offset(line_ + i * kLinesAtOnce, chunk_);
+                copy_async_if(line_k_[i] >= 0 && bytes > 0, target,
+                              source + token * static_cast<int64_t>(sizeof(Element)), bytes);
+            }
+        }
+    }
+
+    __device__ void copy_weight(uint32_t tile) const {
+        const int k_mask = (1 << arguments_.k_shift) - 1;
+        const uint32_t block_chunks = (1 << arguments_.row_shift + arguments_.k_shift) / kChunk;
+        const uint32_t target = tile + WeightTile::offset(line_, chunk_);
+#pragma unroll
+        for (int i = 0; i < kWeightParts; ++i) {
+            const int k_offset =
+                Traits::kTransposed
+                    ? ((line_k_[i] + line_in_piece(i) & k_mask) << arguments_.row_shift) / kChunk
+                    : (chunk_k_ + chunk_in_piece() & k_mask) / kChunk;
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel) {
+                const uint32_t chunk = slots_[i][panel] * block_chunks + feature_offset_[i][panel] + k_offset;
+                copy_async_if(slots_[i][panel] >= 0,
+                              target + panel * WeightTile::kPanelBytes + i * kLinesAtOnce * kLineBytes,
+                              static_cast<const char*>(arguments_.values) + uint64_t{chunk} * kChunkBytes);
+            }
+        }
+    }
+
+    __device__ static const char* address(const void* matrix, int line, uint32_t ld) {
+        return static_cast<const char*>(matrix) + static_cast<uint64_t>(line) * ld * kChunkBytes;
+    }
+
+    const DdsArguments& arguments_;
+    const DdsPlan& plan_;
+    const Ring& ring_;
+    uint32_t stages_;
+    RingPosition position_;
+    DdsCursor cursor_;
+    int line_, chunk_;
+    int piece_shift_;  // log2 of the k that one piece contributes to a step
+    int slot_index_[kWeightParts][kPanels];
+    int feature_offset_[kWeightParts][kPanels];
+    // Of the next step, -1 where there is none:
+    int chunk_k_;             // k of the piece this thread's chunk lies in, where k runs along lines
+    int line_k_[kStepParts];  // k of the pieces this thread's lines lie in, where they run along k
+    int slots_[kWeightParts][kPanels];
+    const char* row_;  // of this thread's first line of the input
+    int lines_left_;   // tokens after it
+};
+
+}  // namespace ts::sm80
