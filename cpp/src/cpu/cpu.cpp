@@ -281,53 +281,71 @@ class Sdd {
           rows_(std::min<int64_t>(block_rows_, kMaxRows)),
           tile_(std::min<int64_t>(block_cols_, int64_t{steps_.lanes} * std::bit_floor(static_cast<uint32_t>(
                                                                            steps_.tile / steps_.lanes)))),
+          y_tokens_first_(steps_.pair == 1 && tile_ == steps_.lanes),
           slab_(std::clamp<int64_t>(std::bit_ceil<uint64_t>(p_.tokens), 16, kSlab)),
           slabs_(ceil_div(p_.tokens, slab_)),
           feature_bytes_(slabs_ * slab_ / steps_.pair * steps_.packed_size),
           threads_(std::min(omp_get_max_threads(), device.multiprocessors)),
-          workspace_(memory),
-          x_panels_(workspace_.take(p_.pattern.in_features * feature_bytes_)),
-          y_panels_(workspace_.take(p_.pattern.out_features * feature_bytes_)) {}
+          workspace_(memory) {
+        choose_parts(4 * device.multiprocessors);
+        x_panels_ = workspace_.take(x_wave_ * feature_bytes_);
+        y_panels_ = workspace_.take(y_wave_ * feature_bytes_);
+    }
 
     size_t workspace_size() const { return workspace_.size(); }
 
     void run() const {
-        const int64_t x_tiles = p_.pattern.in_features / tile_, y_strips = p_.pattern.out_features / rows_;
-        const int64_t cols = p_.pattern.in_features / block_cols_,
-                      rows = p_.pattern.out_features / block_rows_;
-        const int64_t chunk = chunk_columns(cols * rows), chunks = ceil_div(cols, chunk);
+        const int64_t outs = p_.pattern.out_features, ins = p_.pattern.in_features;
 #pragma omp parallel num_threads(threads_)
-        {
-#pragma omp for collapse(2) nowait
-            for (int64_t slab = 0; slab < slabs_; ++slab)
-                for (int64_t tile = 0; tile < x_tiles; ++tile)
-                    pack_slab(p_.x, slab, tile, tile_, true, x_panels_);
-#pragma omp for collapse(2)
-            for (int64_t slab = 0; slab < slabs_; ++slab)
-                for (int64_t strip = 0; strip < y_strips; ++strip)
-                    pack_slab(p_.y, slab, strip, rows_, false, y_panels_);
+        for (int64_t y = 0; y < outs; y += y_wave_) {
+            const int64_t y_end = std::min(y + y_wave_, outs);
+            pack_features(p_.y, y, y_end, rows_, y_tokens_first_, y_panels_, y_wave_);
+            for (int64_t x = 0; x < ins; x += x_wave_) {
+                const int64_t x_end = std::min(x + x_wave_, ins);
+                if (y == 0) pack_features(p_.x, x, x_end, tile_, true, x_panels_, x_wave_);
+#pragma omp barrier
 #pragma omp for collapse(2) schedule(dynamic)
-            for (int64_t c = 0; c < chunks; ++c)
-                for (int64_t row = 0; row < rows; ++row) compute(row, c * chunk, (c + 1) * chunk);
+                for (int64_t col = x; col < x_end; col += chunk_)
+                    for (int64_t row = y; row < y_end; row += block_rows_)
+                        compute(row / block_rows_, col / block_cols_,
+                                std::min(col + chunk_, x_end) / block_cols_);
+            }
         }
     }
 
   private:
-    // Block columns whose panels stay in the cache while block rows pass by, unless threads would be idle.
-    int64_t chunk_columns(int64_t blocks) const {
-        const int64_t panel_bytes = std::max<int64_t>(1, block_cols_ * feature_bytes_);
-        return std::max<int64_t>(1, std::min(kCacheBytes / panel_bytes, blocks / (8 * threads_)));
+    // A unit of work is a block row and a chunk of columns whose panels stay in the cache. The operand of
+    // more features is packed in waves that stay there too, but give at least `units` units; the other
+    // one is packed whole.
+    void choose_parts(int64_t units) {
+        const int64_t rows = p_.pattern.out_features / block_rows_,
+                      cols = p_.pattern.in_features / block_cols_;
+        const int64_t cached_features = feature_bytes_ ? kCacheBytes / feature_bytes_ : kCacheBytes;
+        int64_t chunk = std::clamp<int64_t>(cached_features / block_cols_, 1, cols);
+        if (rows * ceil_div(cols, chunk) < units) chunk = 1;
+        chunk_ = chunk * block_cols_;
+        x_wave_ = p_.pattern.in_features;
+        y_wave_ = p_.pattern.out_features;
+        if (x_wave_ > y_wave_)
+            x_wave_ = std::min(x_wave_, chunk_ * ceil_div(units, rows));
+        else
+            y_wave_ = std::min(y_wave_, block_rows_ * std::max(cached_features / block_rows_,
+                                                               ceil_div(units, ceil_div(cols, chunk))));
     }
 
-    // Panels [features / width][slab], each [tokens of a slab, width] or [width, tokens of a slab].
-    void pack_slab(const Matrix& from, int64_t slab, int64_t panel, int64_t width, bool tokens_first,
-                   std::byte* panels) const {
-        const int64_t token = slab * slab_, feature = panel * width;
-        pack_part(steps_, p_.dtype, from, {feature, width, token, std::min(slab_, p_.tokens - token), slab_},
-                  tokens_first, true, offset(panels, feature * feature_bytes_ + slab * width * slab_bytes()));
+    // Packs features [feature, end) as panels [features / width][slab], each [tokens of a slab, width] or
+    // [width, tokens of a slab]; threads share the work and do not wait for each other.
+    void pack_features(const Matrix& from, int64_t feature, int64_t end, int64_t width, bool tokens_first,
+                       std::byte* panels, int64_t wave) const {
+#pragma omp for collapse(2) nowait
+        for (int64_t token = 0; token < p_.tokens; token += slab_)
+            for (int64_t f = feature; f < end; f += width) {
+                const int64_t slab_bytes = slab_ / steps_.pair * width * steps_.packed_size;
+                pack_part(steps_, p_.dtype, from,
+                          {f, width, token, std::min(slab_, p_.tokens - token), slab_}, tokens_first, true,
+                          offset(panels, f % wave * feature_bytes_ + token / slab_ * slab_bytes));
+            }
     }
-
-    int64_t slab_bytes() const { return slab_ / steps_.pair * steps_.packed_size; }
 
     // Computes the kept blocks of a block row in block columns [first, last).
     void compute(int64_t row, int64_t first, int64_t last) const {
@@ -344,15 +362,15 @@ class Sdd {
         strip.entries = slabs_;
         strip.depth = slab_ / steps_.pair;
         strip.a_entry = rows_ * strip.depth;
-        strip.a_row = strip.depth;
-        strip.a_step = 1;
+        strip.a_row = y_tokens_first_ ? 1 : strip.depth;
+        strip.a_step = y_tokens_first_ ? rows_ : 1;
         strip.rows = rows_;
         strip.columns = tile_;
         strip.sums = sums;
         for (int64_t n = 0; n < block_rows_; n += rows_)
             for (int64_t k = 0; k < block_cols_; k += tile_) {
-                strip.a = offset(y_panels_, (row * block_rows_ + n) * feature_bytes_);
-                strip.b = offset(x_panels_, (col * block_cols_ + k) * feature_bytes_);
+                strip.a = offset(y_panels_, (row * block_rows_ + n) % y_wave_ * feature_bytes_);
+                strip.b = offset(x_panels_, (col * block_cols_ + k) % x_wave_ * feature_bytes_);
                 const int64_t first = (slot * block_rows_ + n) * block_cols_ + k,
                               size = element_size(p_.dtype);
                 const Output output{sums,
@@ -375,12 +393,14 @@ class Sdd {
     const Problem& p_;
     const int64_t block_rows_, block_cols_;
     const int64_t rows_, tile_;
+    const bool y_tokens_first_;   // the faster order for tiles of one vector, but not for pairs
     const int64_t slab_, slabs_;  // tokens of a slab; the last one is padded with zeros
     const int64_t feature_bytes_;
     const int threads_;
+    int64_t chunk_, x_wave_, y_wave_;  // features
     Workspace workspace_;
-    std::byte* const x_panels_;
-    std::byte* const y_panels_;
+    std::byte* x_panels_;
+    std::byte* y_panels_;
 };
 
 // ---- registry ----

@@ -385,20 +385,27 @@ TS_INLINE void multiply_rows(const Strip& s, int row, int64_t first, int64_t las
     }
 }
 
+// All rows of the strip, Rows at a time, over entries [first, last).
+template <class P, int Rows, int Vectors, bool AcrossRows>
+TS_INLINE void multiply_entries(const Strip& s, int64_t first, int64_t last) {
+    for (int row = 0; row < s.rows; row += Rows)
+        multiply_rows<P, Rows, Vectors, AcrossRows>(s, row, first, last);
+}
+
 // All rows pass over as many entries as the first-level cache holds panels of, then over the next.
 template <class P, int Rows, int Vectors>
 TS_INLINE void multiply_tile(const Strip& s) {
+    // A single vector leaves registers for twice the rows, but not for as many addresses.
+    constexpr int across_rows = Vectors == 1 ? 2 * Rows : Rows;
     const int64_t panel_bytes = s.depth * Vectors * static_cast<int64_t>(sizeof(typename P::Operand));
     const int64_t batch = std::max<int64_t>(1, kFirstCacheBytes / panel_bytes);
     int64_t first = 0;
     do {
         const int64_t last = std::min(first + batch, s.entries);
-        for (int row = 0; row < s.rows; row += Rows) {
-            if (s.a_row == 1)
-                multiply_rows<P, Rows, Vectors, true>(s, row, first, last);
-            else
-                multiply_rows<P, Rows, Vectors, false>(s, row, first, last);
-        }
+        if (s.a_row == 1)
+            multiply_entries<P, across_rows, Vectors, true>(s, first, last);
+        else
+            multiply_entries<P, Rows, Vectors, false>(s, first, last);
         first = last;
     } while (first < s.entries);
 }
