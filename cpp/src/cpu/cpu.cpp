@@ -31,21 +31,30 @@ std::byte* offset(const void* base, int64_t bytes) {
     return const_cast<std::byte*>(static_cast<const std::byte*>(base)) + bytes;
 }
 
-// Fetches the lines that `finish` will change, which would otherwise hold up the sums that come next.
+void prefetch(const void* address) { __builtin_prefetch(address); }
+
 // In assembly: the compiler's own hint asks only to read where its baseline lacks this instruction,
 // which older processors ignore.
-void prefetch_to_write(const Output& output, int element_bytes) {
-    const int64_t lines = output.transposed ? output.columns : output.rows;
-    const int64_t bytes = (output.transposed ? output.rows : output.columns) * element_bytes;
-    for (int64_t i = 0; i < lines; ++i)
-        for (int64_t byte = 0; byte < bytes; byte += 64) {
-            const std::byte* line = offset(output.data, i * output.ld * element_bytes + byte);
+void prefetch_to_write(const void* address) {
 #ifdef __x86_64__
-            asm volatile("prefetchw (%0)" ::"r"(line));
+    asm volatile("prefetchw (%0)" ::"r"(address));
 #else
-            __builtin_prefetch(line, 1);
+    __builtin_prefetch(address, 1);
 #endif
-        }
+}
+
+// Fetches the lines of a rectangle of `rows` times `bytes`.
+template <void (*fetch)(const void*)>
+void prefetch_rectangle(const void* data, int64_t rows, int64_t row_stride, int64_t bytes) {
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t byte = 0; byte < bytes; byte += 64) fetch(offset(data, row * row_stride + byte));
+}
+
+// Fetches what `finish` will change, which would otherwise hold up the sums that come next.
+void prefetch_output(const Output& output, int element_bytes) {
+    prefetch_rectangle<prefetch_to_write>(output.data, output.transposed ? output.columns : output.rows,
+                                          output.ld * element_bytes,
+                                          (output.transposed ? output.rows : output.columns) * element_bytes);
 }
 
 // Hands out parts of the workspace; with no memory behind it, it counts.
@@ -178,7 +187,7 @@ class Dds {
         for (int64_t i = 0; i < count; ++i) strips[i] = strip_of(feature + i * rows_, i);
         for (; token < token_end; token += steps_.tile) {
             const Output output = output_of(feature, feature_end - feature, token, sums);
-            prefetch_to_write(output, element_size(p_.dtype));
+            prefetch_output(output, element_size(p_.dtype));
             for (int64_t i = 0; i < count; ++i) {
                 strips[i].b = panel(token);
                 strips[i].columns = output.sums_ld;
@@ -214,8 +223,7 @@ class Dds {
             strip.a_entry = rows_ * depth_block_;
             strip.a_row = depth_block_;
             strip.a_step = 1;
-            for (int64_t e = 0; e < strip.entries; ++e)
-                pack_values(slots[e], within, offset(strip.a, e * strip.a_entry * steps_.packed_size));
+            pack_values(slots, strip.entries, within, strip.a);
         }
     }
 
@@ -226,12 +234,19 @@ class Dds {
                       (slot * rows * cols + within * (forward_ ? cols : 1)) * element_size(p_.dtype));
     }
 
-    // Copies those features of a block to [rows, depth_block].
-    void pack_values(int64_t slot, int64_t within, void* target) const {
-        const int64_t depths = depth_block_ * steps_.pair;
+    // Copies those features of blocks to [entries, rows, depth_block].
+    void pack_values(const int32_t* slots, int64_t entries, int64_t within, const void* target) const {
+        constexpr int64_t ahead = 4;  // blocks are too small for the processor to see where they lie
+        const int64_t depths = depth_block_ * steps_.pair, size = element_size(p_.dtype);
         const int64_t rows = forward_ ? rows_ : depths, cols = forward_ ? depths : rows_;
-        steps_.pack({block_rows(slot, within), p_.pattern.block_cols, rows, cols, rows, cols, target,
-                     depth_block_, !forward_, !forward_});
+        for (int64_t e = 0; e < entries; ++e) {
+            if (e + ahead < entries)
+                prefetch_rectangle<prefetch>(block_rows(slots[e + ahead], within), rows,
+                                             p_.pattern.block_cols * size, cols * size);
+            steps_.pack({block_rows(slots[e], within), p_.pattern.block_cols, rows, cols, rows, cols,
+                         offset(target, e * rows_ * depth_block_ * steps_.packed_size), depth_block_,
+                         !forward_, !forward_});
+        }
     }
 
     Output output_of(int64_t feature, int64_t features, int64_t token, void* sums) const {
@@ -383,7 +398,7 @@ class Sdd {
                                     nullptr,
                                     Activation::none,
                                     p_.accumulate};
-                prefetch_to_write(output, size);
+                prefetch_output(output, size);
                 steps_.multiply(strip);
                 steps_.finish(output);
             }

@@ -104,12 +104,14 @@ TS_INLINE To bit_cast_vector(const From& from) {
     return to;
 }
 
-// The first `count` lanes, the others zero.
+// The first `count` lanes, the others zero. Half a vector is common: pairs of the smallest blocks.
 template <class V>
 TS_INLINE V load(const void* from, int64_t count = lanes_of<V>) {
     V v{};
     if (count >= lanes_of<V>)
         std::memcpy(&v, from, sizeof v);
+    else if (2 * count == lanes_of<V>)
+        std::memcpy(&v, from, sizeof v / 2);
     else if (count > 0)
         std::memcpy(&v, from, count * sizeof(element_t<V>));
     return v;
@@ -119,6 +121,8 @@ template <class V>
 TS_INLINE void store(void* to, const V& v, int64_t count = lanes_of<V>) {
     if (count >= lanes_of<V>)
         std::memcpy(to, &v, sizeof v);
+    else if (2 * count == lanes_of<V>)
+        std::memcpy(to, &v, sizeof v / 2);
     else if (count > 0)
         std::memcpy(to, &v, count * sizeof(element_t<V>));
 }
