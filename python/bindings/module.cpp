@@ -160,30 +160,57 @@ void plan_build(const ts_pattern& pattern, int32_t kernel, int32_t op, uintptr_t
     check(ts_plan_build(&pattern, kernel, op, pointer<void>(address), bytes));
 }
 
+// One product but for the addresses of its operands: what stays the same from call to call.
+class Launch {
+  public:
+    Launch(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int32_t activation,
+           int32_t precision, int32_t accumulate, int32_t kernel, int64_t tokens, int64_t ldx,
+           int32_t x_layout, int64_t ldy, int32_t y_layout, uintptr_t plan, size_t plan_bytes,
+           size_t workspace_bytes, uintptr_t stream)
+        : pattern_(pattern),
+          desc_(make_desc(pattern, op, dtype, device, activation, precision, kernel, tokens, x_layout,
+                          y_layout)),
+          workspace_bytes_(workspace_bytes),
+          stream_(device == TS_CPU ? nullptr : pointer<CUstream_st>(stream)) {
+        desc_.accumulate = accumulate;
+        desc_.x.ld = ldx;
+        desc_.y.ld = ldy;
+        desc_.plan = pointer<void>(plan);
+        desc_.plan_bytes = plan_bytes;
+    }
+
+    void run(uintptr_t x, uintptr_t y, uintptr_t values, uintptr_t bias, uintptr_t workspace) const {
+        ts_matmul_desc desc = desc_;
+        desc.pattern = &pattern_;
+        desc.x.data = pointer<void>(x);
+        desc.y.data = pointer<void>(y);
+        desc.values = pointer<void>(values);
+        desc.bias = pointer<void>(bias);
+        ts_status_t status;
+        if (desc.device == TS_CPU) {
+            const nb::gil_scoped_release release;  // a product on the CPU takes long; a launch does not
+            status = ts_matmul(&desc, pointer<void>(workspace), workspace_bytes_, stream_);
+        } else {
+            status = ts_matmul(&desc, pointer<void>(workspace), workspace_bytes_, stream_);
+        }
+        check(status);
+    }
+
+  private:
+    ts_pattern pattern_;
+    ts_matmul_desc desc_;
+    size_t workspace_bytes_;
+    ts_stream_t stream_;
+};
+
 void matmul(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int32_t activation,
             int32_t precision, int32_t accumulate, int32_t kernel, int64_t tokens, uintptr_t x, int64_t ldx,
             int32_t x_layout, uintptr_t y, int64_t ldy, int32_t y_layout, uintptr_t values, uintptr_t bias,
             uintptr_t plan, size_t plan_bytes, uintptr_t workspace, size_t workspace_bytes,
             uintptr_t stream) {
-    auto desc =
-        make_desc(pattern, op, dtype, device, activation, precision, kernel, tokens, x_layout, y_layout);
-    desc.accumulate = accumulate;
-    desc.x.data = pointer<void>(x);
-    desc.x.ld = ldx;
-    desc.y.data = pointer<void>(y);
-    desc.y.ld = ldy;
-    desc.values = pointer<void>(values);
-    desc.bias = pointer<void>(bias);
-    desc.plan = pointer<void>(plan);
-    desc.plan_bytes = plan_bytes;
-    ts_status_t status;
-    if (device == TS_CPU) {
-        const nb::gil_scoped_release release;  // a product on the CPU takes long; a launch does not
-        status = ts_matmul(&desc, pointer<void>(workspace), workspace_bytes, nullptr);
-    } else {
-        status = ts_matmul(&desc, pointer<void>(workspace), workspace_bytes, pointer<CUstream_st>(stream));
-    }
-    check(status);
+    Launch(pattern, op, dtype, device, activation, precision, accumulate, kernel, tokens, ldx, x_layout, ldy,
+           y_layout, plan, plan_bytes, workspace_bytes, stream)
+        .run(x, y, values, bias, workspace);
 }
 
 }  // namespace
@@ -229,6 +256,14 @@ NB_MODULE(_C, m) {
         .def_ro("tile_tokens", &ts_kernel_info::tile_tokens)
         .def_ro("tile_features", &ts_kernel_info::tile_features)
         .def_prop_ro("name", [](const ts_kernel_info& self) { return std::string(self.name); });
+
+    nb::class_<Launch>(m, "Launch")
+        .def(nb::init<const ts_pattern&, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t,
+                      int64_t, int64_t, int32_t, int64_t, int32_t, uintptr_t, size_t, size_t, uintptr_t>(),
+             "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a, "accumulate"_a,
+             "kernel"_a, "tokens"_a, "ldx"_a, "x_layout"_a, "ldy"_a, "y_layout"_a, "plan"_a, "plan_bytes"_a,
+             "workspace_bytes"_a, "stream"_a)
+        .def("run", &Launch::run, "x"_a, "y"_a, "values"_a, "bias"_a, "workspace"_a);
 
     m.def("version", [] { return std::string(ts_version()); });
     m.def("abi_version", &ts_abi_version);
