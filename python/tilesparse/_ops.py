@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import _C
 from ._autograd import with_autograd
+from ._prepared import Call, LaunchKey, PreparedPattern, Run
 from .errors import InvalidArgumentError, PatternChangedError
 from .pattern import INT32_MAX, BlockPattern, lookup
 
@@ -29,6 +30,9 @@ LIB.define(
 LIB.define("dds_nn(Tensor y, Tensor values, int handle, int version, bool feature_major=False) -> Tensor")
 LIB.define("sdd_tn(Tensor y, Tensor x, int handle, int version) -> Tensor")
 LIB.define("sdd_tn_into(Tensor y, Tensor x, Tensor(a!) out, int handle, int version, bool accumulate) -> ()")
+
+Context = tuple[int, int, int, int]  # kernel asked for, stream, current device, precision
+Lines = tuple[int, int, int]  # of activations: tokens, elements from line to line, layout
 
 _forced_kernel = 0
 
@@ -56,28 +60,17 @@ def _dds_nt(
     activation: int = 0,
     feature_major: bool = False,
 ) -> Tensor:
-    pattern = _current(handle, version)
-    _check_dds(pattern, "x", x, pattern.in_features, values, bias)
-    source = _operand("x", x)
-    y = _empty(x, pattern.out_features, feature_major)
-    _launch(pattern, DDS_NT, source, _result(y, source[1], feature_major), _aligned(values), bias, activation)
-    return y
+    return _dds(DDS_NT, x, values, bias, _current(handle, version), activation, feature_major)
 
 
 def _dds_nn(y: Tensor, values: Tensor, handle: int, version: int, feature_major: bool = False) -> Tensor:
-    pattern = _current(handle, version)
-    _check_dds(pattern, "y", y, pattern.out_features, values)
-    source = _operand("y", y)
-    x = _empty(y, pattern.in_features, feature_major)
-    _launch(pattern, DDS_NN, _result(x, source[1], feature_major), source, _aligned(values))
-    return x
+    return _dds(DDS_NN, y, values, None, _current(handle, version), 0, feature_major)
 
 
 def _sdd_tn(y: Tensor, x: Tensor, handle: int, version: int) -> Tensor:
     pattern = _current(handle, version)
-    _check_sdd(pattern, y, x)
-    out = x.new_empty(pattern.prepared.values_shape)
-    _launch(pattern, SDD_TN, _operand("x", x), _operand("y", y), out)
+    out = x.new_empty(*pattern.prepared.values_shape)
+    _sdd(y, x, out, pattern)
     return out
 
 
@@ -88,9 +81,96 @@ def _sdd_tn_into(y: Tensor, x: Tensor, out: Tensor, handle: int, version: int, a
     for name, operand in (("y", y), ("x", x)):
         if _overlap(operand, out):
             raise InvalidArgumentError(f"out: must not share memory with {name}")
-    if out.is_cuda and out.data_ptr() % _ALIGNMENT:
+    if _is_misaligned(out):
         raise InvalidArgumentError(f"out: must be aligned to {_ALIGNMENT} bytes")
-    _launch(pattern, SDD_TN, _operand("x", x), _operand("y", y), out, accumulate=accumulate)
+    _sdd(y, x, out, pattern, accumulate)
+
+
+# All that decides whether a product can run, and how, makes up a key, but for the alignment of its
+# operands. What a key stands for is checked and resolved once, so that later calls cost one look-up.
+
+
+def _dds(
+    op: int,
+    source: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    pattern: BlockPattern,
+    activation: int,
+    feature_major: bool,
+) -> Tensor:
+    prepared, context = pattern.prepared, _context(source)
+    bias_form = None if bias is None else _form(bias)
+    key = (op, _form(source), _form(values), bias_form, activation, feature_major, context)
+    call = prepared.find(key)
+    source_at, values_at = source.data_ptr(), values.data_ptr()
+    if call is None or ((source_at | values_at) % _ALIGNMENT and source.is_cuda):
+        name, features = ("x", pattern.in_features) if op == DDS_NT else ("y", pattern.out_features)
+        _check_dds(pattern, name, source, features, values, bias)
+        (usable, lines), aligned = _usable(name, source), _aligned(values)
+        if usable is not source or aligned is not values:
+            return _dds(op, usable, aligned, bias, pattern, activation, feature_major)
+        call = _dds_call(op, source, lines, pattern, activation, feature_major, context)
+        prepared.remember(key, call)
+    run, workspace_size, shape, strides = call
+    result = _empty(source, shape, strides)
+    bias = None if bias is None else bias.contiguous()
+    bias_at = 0 if bias is None else bias.data_ptr()
+    workspace = source.new_empty(workspace_size) if workspace_size else None
+    workspace_at = 0 if workspace is None else workspace.data_ptr()
+    if op == DDS_NT:
+        run(source_at, result.data_ptr(), values_at, bias_at, workspace_at)
+    else:
+        run(result.data_ptr(), source_at, values_at, bias_at, workspace_at)
+    return result
+
+
+def _sdd(y: Tensor, x: Tensor, out: Tensor, pattern: BlockPattern, accumulate: bool = False) -> None:
+    prepared, context = pattern.prepared, _context(x)
+    key = (SDD_TN, _form(y), _form(x), accumulate, context)
+    call = prepared.find(key)
+    y_at, x_at = y.data_ptr(), x.data_ptr()
+    if call is None or ((y_at | x_at) % _ALIGNMENT and x.is_cuda):
+        _check_sdd(pattern, y, x)
+        (usable_y, y_lines), (usable_x, x_lines) = _usable("y", y), _usable("x", x)
+        if usable_y is not y or usable_x is not x:
+            return _sdd(usable_y, usable_x, out, pattern, accumulate)
+        bound = _bind(SDD_TN, x, x_lines, y_lines, prepared, context, accumulate=accumulate)
+        call = Call(*bound, prepared.values_shape)
+        prepared.remember(key, call)
+    workspace = x.new_empty(call.workspace) if call.workspace else None
+    call.run(x_at, y_at, out.data_ptr(), 0, 0 if workspace is None else workspace.data_ptr())
+
+
+def _context(operand: Tensor) -> Context:
+    """What decides on a call besides its arguments."""
+    device = operand.get_device()
+    if device < 0:
+        return _forced_kernel, 0, device, 0
+    tf32 = operand.dtype == torch.float32 and _tf32_allowed()
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    return _forced_kernel, stream, torch._C._cuda_getDevice(), int(tf32)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """All of a tensor but its memory. The dispatcher lets no devices but CPU (-1) and CUDA come here."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
+def _dds_call(
+    op: int,
+    source: Tensor,
+    lines: Lines,
+    pattern: BlockPattern,
+    activation: int,
+    feature_major: bool,
+    context: Context,
+) -> Call:
+    features = pattern.out_features if op == DDS_NT else pattern.in_features
+    shape, strides = _result(source, features, feature_major)
+    result_lines = (lines[0], features, 0) if strides is None else (lines[0], strides[-1], 1)
+    x, y = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
+    return Call(*_bind(op, source, x, y, pattern.prepared, context, activation), shape, strides)
 
 
 def _current(handle: int, version: int) -> BlockPattern:
@@ -162,54 +242,66 @@ def _names(dtypes: dict[torch.dtype, int]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _empty(like: Tensor, features: int, feature_major: bool) -> Tensor:
-    """An uninitialised [..., features] beside ``like`` [..., other features]."""
+def _result(
+    like: Tensor, features: int, feature_major: bool
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Shape and strides, None if contiguous, of [..., features] beside ``like`` [..., other features]."""
     shape = (*like.shape[:-1], features)
     if not feature_major:
-        return like.new_empty(*shape)  # a sequence takes longer to parse
+        return shape, None
+    strides: list[int] = []
     tokens = 1
-    for size in shape[:-1]:
+    for size in reversed(shape[:-1]):
+        strides.insert(0, tokens)
         tokens *= size
-    ld = tokens
-    if like.is_cuda:
-        step = _ALIGNMENT // like.itemsize
-        ld = (tokens + step - 1) // step * step
-    return like.new_empty_strided((tokens, features), (1, ld)).view(shape)
+    step = _ALIGNMENT // like.itemsize if like.is_cuda else 1
+    return shape, (*strides, (tokens + step - 1) // step * step)
 
 
-Operand = tuple[Tensor, int, int, int]  # the memory, tokens, ld, layout
+def _empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Tensor:
+    if strides is None:
+        return like.new_empty(*shape)  # a sequence takes longer to parse
+    return like.new_empty_strided(shape, strides)
 
 
-def _operand(name: str, matrix: Tensor) -> Operand:
-    """Activations as the library takes them; a copy where their strides or alignment do not fit."""
-    if matrix.dim() != 2:
-        matrix = matrix.reshape(-1, matrix.shape[-1])
-    tokens, features = matrix.shape
-    if tokens > INT32_MAX:
-        raise InvalidArgumentError(f"{name}: fewer than 2^31 tokens expected, got {tokens}")
-    token_stride, feature_stride = matrix.stride()
+def _lines(matrix: Tensor, tokens: int) -> Lines | None:
+    """How activations lie in memory; None: in no way that the library reads."""
+    features = matrix.shape[-1]
+    try:
+        token_stride, feature_stride = matrix.view(-1, features).stride()
+    except RuntimeError:  # tokens at varying distances
+        return None
     if tokens == 0 or (feature_stride == 1 and (tokens == 1 or token_stride >= features)):
         ld, layout = (token_stride if tokens > 1 else features), 0
     elif (token_stride == 1 or tokens == 1) and feature_stride >= tokens:
         ld, layout = feature_stride, 1
     else:
-        return _dense(matrix), tokens, features, 0
-    if matrix.is_cuda and (matrix.data_ptr() | ld * matrix.itemsize) % _ALIGNMENT:
-        return _dense(matrix), tokens, features, 0
-    return matrix, tokens, ld, layout
+        return None
+    return None if matrix.is_cuda and ld * matrix.itemsize % _ALIGNMENT else (tokens, ld, layout)
 
 
-def _result(matrix: Tensor, tokens: int, feature_major: bool) -> Operand:
-    """What `_empty` made, of any dimensions."""
-    return matrix, tokens, matrix.stride(-1) if feature_major else matrix.shape[-1], int(feature_major)
+def _usable(name: str, matrix: Tensor) -> tuple[Tensor, Lines]:
+    """Activations as the library takes them; a copy where their strides or alignment do not fit."""
+    features = matrix.shape[-1]
+    tokens = matrix.numel() // features
+    if tokens > INT32_MAX:
+        raise InvalidArgumentError(f"{name}: fewer than 2^31 tokens expected, got {tokens}")
+    lines = _lines(matrix, tokens)
+    if lines is None or _is_misaligned(matrix):
+        return _dense(matrix), (tokens, features, 0)
+    return matrix, lines
 
 
-def _dense(matrix: Tensor) -> Tensor:
-    return matrix.clone(memory_format=torch.contiguous_format)
+def _aligned(tensor: Tensor) -> Tensor:
+    return _dense(tensor) if _is_misaligned(tensor) else tensor
 
 
-def _aligned(values: Tensor) -> Tensor:
-    return values.clone() if values.is_cuda and values.data_ptr() % _ALIGNMENT else values
+def _is_misaligned(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.data_ptr() % _ALIGNMENT != 0
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _overlap(operand: Tensor, out: Tensor) -> bool:
@@ -225,54 +317,52 @@ def _range(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def _launch(
-    pattern: BlockPattern,
+def _bind(
     op: int,
-    x: Operand,
-    y: Operand,
-    values: Tensor,
-    bias: Tensor | None = None,
+    like: Tensor,
+    x: Lines,
+    y: Lines,
+    prepared: PreparedPattern,
+    context: Context,
     activation: int = 0,
     accumulate: bool = False,
-) -> None:
-    dtype, device, stream, precision = DTYPES[values.dtype], values.get_device(), 0, 0
-    if device >= 0:
-        if device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                return _launch(pattern, op, x, y, values, bias, activation, accumulate)
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        precision = int(dtype == DTYPES[torch.float32] and _tf32_allowed())
-    x_memory, tokens, ldx, x_layout = x
-    y_memory, _, ldy, y_layout = y
-    descriptor, kernel, plan, plan_bytes, workspace_bytes = pattern.prepared.launch(
-        (op, dtype, device, stream, tokens, x_layout, y_layout, activation, precision, _forced_kernel)
-    )
-    workspace = values.new_empty(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None
-    bias = bias.contiguous() if bias is not None else None
-    _C.matmul(
-        descriptor,
+) -> tuple[Run, int]:
+    """How to run a product, and the elements of its workspace."""
+    (tokens, ldx, x_layout), (_, ldy, y_layout) = x, y
+    kernel, stream, current_device, precision = context
+    dtype, device = DTYPES[like.dtype], like.get_device()
+    key = LaunchKey(op, dtype, device, stream, tokens, x_layout, y_layout, activation, precision, kernel)
+    with torch.cuda.device(device):  # -1 changes nothing
+        launch = prepared.launch(key)
+    run = _C.Launch(
+        launch.pattern,
         op,
         dtype,
         int(device >= 0),
         activation,
         precision,
         int(accumulate),
-        kernel,
+        launch.kernel,
         tokens,
-        x_memory.data_ptr(),
         ldx,
         x_layout,
-        y_memory.data_ptr(),
         ldy,
         y_layout,
-        values.data_ptr(),
-        bias.data_ptr() if bias is not None else 0,
-        plan,
-        plan_bytes,
-        workspace.data_ptr() if workspace is not None else 0,
-        workspace_bytes,
+        launch.plan,
+        launch.plan_bytes,
+        launch.workspace_bytes,
         stream,
-    )
+    ).run
+    workspace_size = -(-launch.workspace_bytes // like.itemsize)
+    return run if device == current_device else _on_device(device, run), workspace_size
+
+
+def _on_device(device: int, run: Run) -> Run:
+    def guarded(*addresses: int) -> None:
+        with torch.cuda.device(device):
+            run(*addresses)
+
+    return guarded
 
 
 def _tf32_allowed() -> bool:
@@ -293,13 +383,13 @@ def _dds_nt_fake(
 ) -> Tensor:
     pattern = _current(handle, version)
     _check_dds(pattern, "x", x, pattern.in_features, values, bias)
-    return _empty(x, pattern.out_features, feature_major)
+    return _empty(x, *_result(x, pattern.out_features, feature_major))
 
 
 def _dds_nn_fake(y: Tensor, values: Tensor, handle: int, version: int, feature_major: bool = False) -> Tensor:
     pattern = _current(handle, version)
     _check_dds(pattern, "y", y, pattern.out_features, values)
-    return _empty(y, pattern.in_features, feature_major)
+    return _empty(y, *_result(y, pattern.in_features, feature_major))
 
 
 def _sdd_tn_fake(y: Tensor, x: Tensor, handle: int, version: int) -> Tensor:

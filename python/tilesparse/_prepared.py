@@ -1,5 +1,6 @@
 """What the native library needs of a pattern: descriptors, plans and resolved launches."""
 
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from . import _C
 
 HOST = torch.device("cpu")
-MAX_LAUNCHES = 4096  # a program whose token counts never repeat must not grow without bound
+MAX_LAUNCHES = 1024  # a program whose token counts never repeat must not grow without bound
 
 
 class LaunchKey(NamedTuple):
@@ -27,13 +28,25 @@ class LaunchKey(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Arguments of ``_C.matmul`` that follow from a LaunchKey."""
+    """Arguments of ``_C.Launch`` that follow from a LaunchKey."""
 
     pattern: _C.Pattern
     kernel: int
     plan: int
     plan_bytes: int
     workspace_bytes: int
+
+
+Run = Callable[[int, int, int, int, int], None]  # of the addresses of x, y, values, bias and workspace
+
+
+class Call(NamedTuple):
+    """How to run a product whose operands were checked."""
+
+    run: Run
+    workspace: int  # elements
+    shape: tuple[int, ...]  # of the result
+    strides: tuple[int, ...] | None = None  # None: contiguous
 
 
 class PreparedPattern:
@@ -54,7 +67,8 @@ class PreparedPattern:
         self._descriptors: dict[torch.device, _C.Pattern] = {}
         self._tensors: dict[torch.device, list[Tensor]] = {}
         self._plans: dict[tuple[torch.device, int, int], Tensor] = {}
-        self._launches: dict[tuple[int, ...], Launch] = {}
+        self._launches: dict[Hashable, Call] = {}
+        self.find: Callable[[Hashable], Call | None] = self._launches.get
 
     def validate(self) -> None:
         """Raises InvalidPatternError if the arrays break an invariant."""
@@ -70,12 +84,14 @@ class PreparedPattern:
             self._columns = columns
         return self._columns
 
-    def launch(self, key: tuple[int, ...]) -> Launch:
-        """The launch for a LaunchKey, given as a plain tuple because those are made faster."""
-        found = self._launches.get(key)
-        return self._resolve(LaunchKey(*key)) if found is None else found
+    def remember(self, key: Hashable, call: Call) -> None:
+        """Lets ``find`` return the call for that key."""
+        if len(self._launches) >= MAX_LAUNCHES:
+            self._launches.clear()
+        self._launches[key] = call
 
-    def _resolve(self, key: LaunchKey) -> Launch:
+    def launch(self, key: LaunchKey) -> Launch:
+        """The kernel for a product and what it needs, on the current device and stream."""
         device = HOST if key.device < 0 else torch.device("cuda", key.device)
         kernel, plan_key, workspace_bytes = _C.query(
             self.descriptor(HOST),
@@ -102,9 +118,6 @@ class PreparedPattern:
             # updated or dropped right after the launch.
             for tensor in self._tensors[device]:
                 tensor.record_stream(torch.cuda.current_stream(device))
-        if len(self._launches) >= MAX_LAUNCHES:
-            self._launches.clear()
-        self._launches[key] = launch
         return launch
 
     def descriptor(self, device: torch.device) -> _C.Pattern:

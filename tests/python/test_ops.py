@@ -87,6 +87,39 @@ def test_changing_token_counts_and_updates_use_the_right_launch(device: str) -> 
             torch.testing.assert_close(part, whole[:tokens])
 
 
+BAD_ARGUMENTS: dict[str, Any] = {
+    "x of another dtype": lambda x, values, bias: (x.double(), values, bias),
+    "x of other features": lambda x, values, bias: (x[:, 16:], values, bias),
+    "values of another dtype": lambda x, values, bias: (x, values.double(), bias),
+    "values of other strides": lambda x, values, bias: (x, values.mT.contiguous().mT, bias),
+    "values of another shape": lambda x, values, bias: (x, values[1:], bias),
+    "bias of another dtype": lambda x, values, bias: (x, values, bias.double()),
+    "bias of another shape": lambda x, values, bias: (x, values, bias[1:]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_product_that_ran_lets_no_other_operands_pass(device: str, name: str) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (32, 32))
+    x, _, values, bias = (t.detach() for t in operands(pattern, torch.float32, device))
+    key = (pattern.handle, pattern.version)
+    OPS.dds_nt(x, values, bias, *key)
+    with pytest.raises(InvalidArgumentError, match=name.split()[0]):
+        OPS.dds_nt(*BAD_ARGUMENTS[name](x, values, bias), *key)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operands_may_change_their_alignment(device: str) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    key = (pattern.handle, pattern.version)
+    x, y, values, _ = (t.detach() for t in operands(pattern, torch.float32, device))
+    expected = OPS.dds_nt(x, values, None, *key), OPS.dds_nn(y, values, *key), OPS.sdd_tn(y, x, *key)
+    x, y, values = (t.new_empty(t.numel() + 1)[1:].view_as(t).copy_(t) for t in (x, y, values))
+    results = OPS.dds_nt(x, values, None, *key), OPS.dds_nn(y, values, *key), OPS.sdd_tn(y, x, *key)
+    assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
+
+
 def test_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilesparse._prepared.MAX_LAUNCHES", 4)
     pattern = make_pattern("full", (1, 1), (16, 16))
