@@ -150,6 +150,8 @@ def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feat
 def _autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """The tensors as autocast wants them on the device of the first."""
     tensors = (first, *others)
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = first.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
