@@ -14,7 +14,7 @@ from .errors import (
 )
 from .linear import BlockSparseLinear, PseudoBlockSparseLinear
 from .matrix import BlockSparseMatrix
-from .patch import BlockSparseModelPatcher
+from .patch import BlockSparseModelPatcher, PatchReport
 from .pattern import BlockPattern
 
 __version__ = _version()
@@ -29,6 +29,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidPatternError",
     "NoDeviceError",
+    "PatchReport",
     "PatternChangedError",
     "PseudoBlockSparseLinear",
     "TileSparseError",

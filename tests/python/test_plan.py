@@ -17,9 +17,8 @@ from tilesparse._ops import DDS_NN, DDS_NT, SDD_TN
 from tilesparse.pattern import BLOCK_SIZES
 
 BLOCK_SHAPES = list(product(BLOCK_SIZES, BLOCK_SIZES))
-DEVICE = _C.DeviceInfo(1, 90, 132, 232448)  # an H100: runs every kernel there is
-# One kernel of each plan shape.
-KERNELS = {kernel.plan: (index, kernel) for index, kernel in enumerate(_C.kernels()) if kernel.plan}
+# One kernel of each plan shape, and the products it computes.
+KERNELS = {kernel.plan: (index, kernel.ops) for index, kernel in enumerate(_C.kernels()) if kernel.plan}
 needs_plans = pytest.mark.skipif(not KERNELS, reason="this library has no kernel with a plan")
 
 
@@ -48,12 +47,12 @@ def build(pattern: BlockPattern, kernel: int, op: int) -> dict[str, np.ndarray]:
 
 def computes(pattern: BlockPattern, index: int, op: int) -> bool:
     """Whether a kernel accepts a product on that pattern."""
-    dtypes = _C.kernels()[index].dtypes
-    dtype = next(bit for bit in range(4) if dtypes >> bit & 1)
-    precision = _C.kernels()[index].precision
+    kernel = _C.kernels()[index]
+    dtype = next(bit for bit in range(4) if kernel.dtypes >> bit & 1)
     descriptor = pattern.prepared.descriptor(torch.device("cpu"))
+    h100 = _C.DeviceInfo(1, 90, 132, 232448)  # runs every kernel there is
     try:
-        _C.select(descriptor, op, dtype, DEVICE, 1024, precision=precision, kernel=index + 1)
+        _C.select(descriptor, op, dtype, h100, 1024, precision=kernel.precision, kernel=index + 1)
     except UnsupportedError:
         return False
     return True
@@ -64,9 +63,9 @@ def computes(pattern: BlockPattern, index: int, op: int) -> bool:
 @pytest.mark.parametrize("name", PATTERNS)
 def test_dds_plans_visit_each_block_once(name: str, op: int) -> None:
     checked = 0
-    for (key, (index, kernel)), block_shape in product(KERNELS.items(), BLOCK_SHAPES):
+    for (key, (index, ops)), block_shape in product(KERNELS.items(), BLOCK_SHAPES):
         pattern = make_pattern(name, (7, 10), block_shape)
-        if kernel.ops >> op & 1 and computes(pattern, index, op):
+        if ops >> op & 1 and computes(pattern, index, op):
             checked += 1
             check_dds_plan(pattern if op == DDS_NT else pattern.transpose(), build(pattern, index, op), key)
     assert checked
@@ -116,9 +115,9 @@ def mask_of(piece: int, group: int, row_block: int, pieces: int) -> int:
 @pytest.mark.parametrize("name", PATTERNS)
 def test_sdd_plans_write_each_block_once(name: str) -> None:
     checked = 0
-    for (index, kernel), block_shape in product(KERNELS.values(), BLOCK_SHAPES):
+    for (index, ops), block_shape in product(KERNELS.values(), BLOCK_SHAPES):
         pattern = make_pattern(name, (7, 10), block_shape)
-        if kernel.ops >> SDD_TN & 1 and computes(pattern, index, SDD_TN):
+        if ops >> SDD_TN & 1 and computes(pattern, index, SDD_TN):
             checked += 1
             check_sdd_plan(pattern, build(pattern, index, SDD_TN))
     assert checked
