@@ -17,8 +17,8 @@ from tilesparse._ops import DDS_NN, DDS_NT, SDD_TN
 from tilesparse.pattern import BLOCK_SIZES
 
 BLOCK_SHAPES = list(product(BLOCK_SIZES, BLOCK_SIZES))
-# One kernel of each plan shape, and the products it computes.
-KERNELS = {kernel.plan: (index, kernel.ops) for index, kernel in enumerate(_C.kernels()) if kernel.plan}
+# The index of one kernel for each plan shape and set of products.
+KERNELS = {(kernel.plan, kernel.ops): index for index, kernel in enumerate(_C.kernels()) if kernel.plan}
 needs_plans = pytest.mark.skipif(not KERNELS, reason="this library has no kernel with a plan")
 
 
@@ -63,7 +63,7 @@ def computes(pattern: BlockPattern, index: int, op: int) -> bool:
 @pytest.mark.parametrize("name", PATTERNS)
 def test_dds_plans_visit_each_block_once(name: str, op: int) -> None:
     checked = 0
-    for (key, (index, ops)), block_shape in product(KERNELS.items(), BLOCK_SHAPES):
+    for ((key, ops), index), block_shape in product(KERNELS.items(), BLOCK_SHAPES):
         pattern = make_pattern(name, (7, 10), block_shape)
         if ops >> op & 1 and computes(pattern, index, op):
             checked += 1
@@ -115,7 +115,7 @@ def mask_of(piece: int, group: int, row_block: int, pieces: int) -> int:
 @pytest.mark.parametrize("name", PATTERNS)
 def test_sdd_plans_write_each_block_once(name: str) -> None:
     checked = 0
-    for (index, ops), block_shape in product(KERNELS.values(), BLOCK_SHAPES):
+    for ((_, ops), index), block_shape in product(KERNELS.items(), BLOCK_SHAPES):
         pattern = make_pattern(name, (7, 10), block_shape)
         if ops >> SDD_TN & 1 and computes(pattern, index, SDD_TN):
             checked += 1
