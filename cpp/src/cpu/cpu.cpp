@@ -448,7 +448,8 @@ constexpr Kernel row(const char* name, uint32_t dtypes) {
             refuses<set>, workspace_size<set>, launch<set>};
 }
 
-constexpr uint32_t kEveryDType = 0b1111, kBFloat16 = 0b1000;
+constexpr uint32_t kEveryDType = 0b1111;
+[[maybe_unused]] constexpr uint32_t kBFloat16 = 1u << static_cast<int>(DType::bfloat16);
 
 constexpr Kernel kKernels[] = {
 #ifdef __x86_64__
@@ -463,6 +464,9 @@ constexpr Kernel kKernels[] = {
 std::span<const Kernel> kernels() { return kKernels; }
 
 // Fixed for the process, unlike the number of threads, so that the size of a workspace stays valid.
-int32_t processors() { return omp_get_num_procs(); }
+int32_t processors() {
+    static const int32_t count = omp_get_num_procs();
+    return count;
+}
 
 }  // namespace ts::cpu

@@ -376,7 +376,8 @@ TS_INLINE void multiply_rows(const Strip& s, int row, int64_t first, int64_t las
             for (int v = 0; v < Vectors; ++v) x[v] = load<X>(b + v * lanes);
             TS_UNROLL
             for (int i = 0; i < Rows; ++i) {
-                const E w = AcrossRows ? a[d * s.a_step + i] : a[i * s.a_row + d];
+                E w;
+                std::memcpy(&w, AcrossRows ? a + d * s.a_step + i : a + i * s.a_row + d, sizeof w);
                 TS_UNROLL
                 for (int v = 0; v < Vectors; ++v) P::add(sums[i][v], x[v], w);
             }
