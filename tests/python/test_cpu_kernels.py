@@ -1,0 +1,410 @@
+"""Every CPU kernel of the registry, called through the C ABI, against float64 references.
+
+All operands lie amid NaNs of one bit pattern that no arithmetic gives: a kernel that reads outside of
+them computes NaN, one that writes there changes the pattern, and one that leaves a part of its output
+out leaves NaN in it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import (
+    PATTERNS,
+    assert_within,
+    blocks_of_dense,
+    dense_weight,
+    make_pattern,
+    rounded,
+    rounding_unit,
+    seeded,
+    shuffled,
+)
+from torch import Tensor
+
+from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
+from tilesparse._ops import ACTIVATIONS, DDS_NN, DDS_NT, DTYPES, SDD_TN
+from tilesparse._prepared import Launch, LaunchKey
+from tilesparse.pattern import BLOCK_SIZES
+
+CPU = 0
+LAYOUTS = list(product((0, 1), (0, 1)))  # of x and y: row-major and feature-major
+# By the size of an element.
+POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA57FA5), 8: (torch.int64, 0x7FF57FA57FA57FA5)}
+GUARD = 4096  # elements of poison before and after an operand
+OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
+OPTIONS: dict[int, list[dict[str, Any]]] = {
+    DDS_NT: [{"bias": bias, "activation": name} for bias in (False, True) for name in ACTIVATIONS],
+    DDS_NN: [{}],
+    SDD_TN: [{"accumulate": False}, {"accumulate": True}],
+}
+FUNCTIONS = {
+    "none": lambda t: t,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+}
+
+
+class Row(NamedTuple):
+    """A kernel and one product and dtype of those it computes."""
+
+    number: int  # as callers name it: its index plus 1
+    name: str
+    op: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        op = {DDS_NT: "dds_nt", DDS_NN: "dds_nn", SDD_TN: "sdd_tn"}[self.op]
+        return f"{self.name}-{op}-{self.dtype}".replace("torch.", "")
+
+
+ROWS = [
+    Row(index + 1, kernel.name, op, dtype)
+    for index, kernel in enumerate(_C.kernels())
+    if kernel.device == CPU
+    for op in (DDS_NT, DDS_NN, SDD_TN)
+    if kernel.ops >> op & 1
+    for dtype, code in DTYPES.items()
+    if kernel.dtypes >> code & 1
+]
+checked_kernels: set[str] = set()
+
+
+@pytest.fixture(params=ROWS, ids=str)
+def row(request: pytest.FixtureRequest) -> Row:
+    row: Row = request.param
+    reason = refusal(row)
+    if reason:
+        pytest.skip(reason)
+    return row
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restores PyTorch's number of threads, which the kernels use too."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def refusal(row: Row) -> str:
+    """Why this machine cannot run a kernel; empty if it can."""
+    pattern = BlockPattern.full((16, 16), block_shape=(16, 16))
+    descriptor = pattern.prepared.descriptor(torch.device("cpu"))
+    try:
+        _C.select(descriptor, row.op, DTYPES[row.dtype], _C.device_info(CPU), 1, kernel=row.number)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    pattern: BlockPattern
+    tokens: int
+    x_layout: int = 0
+    y_layout: int = 0
+    gap: int = 0  # elements between the lines of x and y
+    bias: bool = False
+    activation: str = "none"
+    accumulate: bool = False
+
+
+class Guarded:
+    """Lines of numbers amid poison, aligned to no more than an element."""
+
+    def __init__(self, lines: int, length: int, dtype: torch.dtype, *, gap: int = 0) -> None:
+        integer, self._poison = POISON[dtype.itemsize]
+        self.ld = length + gap
+        self._inside = ((lines, length), (self.ld, 1), GUARD + 1)
+        size = 2 * GUARD + 1 + lines * self.ld
+        self.bits = torch.full((size,), self._poison, dtype=integer)
+        self.lines = self.bits.view(dtype).as_strided(*self._inside)
+        self.address = self.lines.data_ptr() if self.lines.numel() else self.bits.data_ptr()
+
+    def poison(self) -> None:
+        self.bits.fill_(self._poison)
+
+    def is_whole_outside(self) -> bool:
+        bits = self.bits.clone()
+        bits.as_strided(*self._inside).fill_(self._poison)
+        return bool((bits == self._poison).all())
+
+
+class Operands:
+    """x, y, values and bias of one problem, random but for the output, which is poison."""
+
+    def __init__(self, row: Row, problem: Problem) -> None:
+        pattern, dtype = problem.pattern, row.dtype
+        bn, bk = pattern.block_shape
+        self.buffers = {
+            "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
+            "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
+            "values": Guarded(1, pattern.nnz * bn * bk, dtype),
+            "bias": Guarded(1, pattern.out_features, dtype),
+        }
+        self.output = self.buffers[OUTPUTS[row.op]]
+        self.inputs = [buffer for buffer in self.buffers.values() if buffer is not self.output]
+        for seed, buffer in enumerate(self.inputs):
+            buffer.lines.copy_(_normal(buffer, seed))
+        self.before = _normal(self.output, 9).to(dtype) if problem.accumulate else None
+        x, y = self.buffers["x"].lines, self.buffers["y"].lines
+        self.x = x.t() if problem.x_layout else x
+        self.y = y.t() if problem.y_layout else y
+        self.values = self.buffers["values"].lines.view(pattern.nnz, bn, bk)
+        self.bias = self.buffers["bias"].lines[0] if problem.bias else None
+
+    def prepare_output(self) -> None:
+        self.output.poison()
+        if self.before is not None:
+            self.output.lines.copy_(self.before)
+
+
+def _guarded_matrix(problem: Problem, features: int, layout: int, dtype: torch.dtype) -> Guarded:
+    lines, length = (features, problem.tokens) if layout else (problem.tokens, features)
+    return Guarded(lines, length, dtype, gap=problem.gap)
+
+
+def _normal(buffer: Guarded, seed: int) -> Tensor:
+    return torch.randn(buffer.lines.shape, generator=seeded(seed))
+
+
+def resolve(row: Row, problem: Problem) -> Launch:
+    return problem.pattern.prepared.launch(
+        LaunchKey(
+            op=row.op,
+            dtype=DTYPES[row.dtype],
+            device=-1,
+            stream=0,
+            tokens=problem.tokens,
+            x_layout=problem.x_layout,
+            y_layout=problem.y_layout,
+            activation=ACTIVATIONS[problem.activation],
+            precision=0,
+            kernel=row.number,
+        )
+    )
+
+
+def launch(row: Row, problem: Problem, operands: Operands, **changes: int) -> None:
+    """Calls the kernel with a poisoned workspace; `changes` replace arguments of the call."""
+    resolved = resolve(row, problem)
+    poison = POISON[4][1]
+    workspace = torch.full((resolved.workspace_bytes // 4 + 1024,), poison, dtype=torch.int32)
+    first = -workspace.data_ptr() // 4 % 64  # the alignment of a workspace is 256 bytes
+    x, y = operands.buffers["x"], operands.buffers["y"]
+    arguments: dict[str, Any] = {
+        "pattern": resolved.pattern,
+        "op": row.op,
+        "dtype": DTYPES[row.dtype],
+        "device": CPU,
+        "activation": ACTIVATIONS[problem.activation],
+        "precision": 0,
+        "accumulate": int(problem.accumulate),
+        "kernel": resolved.kernel,
+        "tokens": problem.tokens,
+        "x": x.address,
+        "ldx": x.ld,
+        "x_layout": problem.x_layout,
+        "y": y.address,
+        "ldy": y.ld,
+        "y_layout": problem.y_layout,
+        "values": operands.buffers["values"].address,
+        "bias": operands.buffers["bias"].address if problem.bias else 0,
+        "plan": resolved.plan,
+        "plan_bytes": resolved.plan_bytes,
+        "workspace": workspace[first:].data_ptr(),
+        "workspace_bytes": resolved.workspace_bytes,
+        "stream": 0,
+    }
+    _C.matmul(**(arguments | changes))
+    after = workspace[first + (resolved.workspace_bytes + 3) // 4 :]
+    assert bool((workspace[:first] == poison).all()), "memory before the workspace was written"
+    assert bool((after == poison).all()), "memory after the workspace was written"
+
+
+def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(expected, tolerance) in float64, shaped like the output."""
+    pattern = problem.pattern
+    if row.op == SDD_TN:
+        left, right = operands.y.double().t(), operands.x.double()
+    else:
+        weight = dense_weight(operands.values, pattern)
+        left, right = (operands.x, weight.t()) if row.op == DDS_NT else (operands.y, weight)
+        left = left.double()
+    expected, magnitude = left @ right, left.abs() @ right.abs()
+    if row.op == SDD_TN:
+        expected, magnitude = blocks_of_dense(expected, pattern), blocks_of_dense(magnitude, pattern)
+    added = operands.before.view_as(expected) if operands.before is not None else operands.bias
+    if added is not None:
+        expected, magnitude = expected + added.double(), magnitude + added.double().abs()
+    sums = torch.float64 if row.dtype == torch.float64 else torch.float32
+    # Higham, "Accuracy and Stability of Numerical Algorithms", 3.1, doubled for instructions that round
+    # the sum of two products on the way.
+    tolerance = 2 * (left.shape[-1] + 4) * rounding_unit(sums) * magnitude
+    if problem.activation != "none":
+        # No activation's slope exceeds 1.13; the functions themselves are good to a few units.
+        tolerance = 1.13 * tolerance + 8 * rounding_unit(sums) * expected.abs()
+        expected = FUNCTIONS[problem.activation](expected)
+    return expected, rounded(expected, tolerance, row.dtype)
+
+
+def check(row: Row, problem: Problem) -> None:
+    """Runs a problem twice and checks everything about it."""
+    try:
+        _check(row, problem)
+    except Exception as error:
+        raise AssertionError(f"{row}, {problem}: {error}") from error
+    checked_kernels.add(row.name)
+
+
+def _check(row: Row, problem: Problem) -> None:
+    operands = Operands(row, problem)
+    inputs = [buffer.bits.clone() for buffer in operands.inputs]
+    results = []
+    for _ in range(2):
+        operands.prepare_output()
+        launch(row, problem, operands)
+        assert operands.output.is_whole_outside(), "memory around the output was written"
+        results.append(operands.output.bits.clone())
+    assert torch.equal(*results), "two runs differ"
+    for before, buffer in zip(inputs, operands.inputs, strict=True):
+        assert torch.equal(buffer.bits, before), "an input was written"
+    actual = {DDS_NT: operands.y, DDS_NN: operands.x, SDD_TN: operands.values}[row.op]
+    assert_within(actual, *reference(row, problem, operands))
+
+
+def random_pattern(grid: tuple[int, int], block_shape: tuple[int, int], density: float) -> BlockPattern:
+    shape = (grid[0] * block_shape[0], grid[1] * block_shape[1])
+    pattern = BlockPattern.random(shape, block_shape=block_shape, density=density, generator=seeded())
+    return shuffled(pattern)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 17, 127])
+def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
+    draw = random.Random(f"{row} {tokens}")
+    for block_shape in product(BLOCK_SIZES, BLOCK_SIZES):
+        pattern = random_pattern(draw.choice([(1, 1), (1, 3), (3, 1), (3, 2)]), block_shape, 0.6)
+        gap, options = draw.choice((0, 1, 5)), draw.choice(OPTIONS[row.op])
+        check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), gap=gap, **options))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_adversarial_patterns(row: Row, name: str) -> None:
+    draw = random.Random(f"{row} {name}")
+    for block_shape in draw.sample(list(product(BLOCK_SIZES[:3], BLOCK_SIZES[:3])), 2):
+        pattern = make_pattern(name, (7, 10), block_shape)
+        options = draw.choice(OPTIONS[row.op])
+        check(row, Problem(pattern, draw.choice((8, 40, 130)), *draw.choice(LAYOUTS), **options))
+
+
+def test_layouts_and_options(row: Row) -> None:
+    draw = random.Random(f"{row} layouts")
+    for (x_layout, y_layout), options in product(LAYOUTS, OPTIONS[row.op]):
+        pattern = make_pattern("random 50%", (4, 3), draw.choice([(16, 32), (32, 16), (64, 16)]))
+        tokens, gap = draw.choice((5, 37, 64)), draw.choice((0, 3))
+        check(row, Problem(pattern, tokens, x_layout, y_layout, gap, **options))
+
+
+def test_more_than_one_wave(row: Row) -> None:
+    """More tokens and features than are packed at a time, in every order of sizes."""
+    draw = random.Random(f"{row} waves")
+    for grid in ((3, 40), (40, 3), (20, 20)):
+        check(row, Problem(random_pattern(grid, (32, 32), 0.1), 1000, *draw.choice(LAYOUTS)))
+    check(row, Problem(random_pattern((65, 70), (16, 16), 0.05), 600, *draw.choice(LAYOUTS)))
+
+
+@pytest.mark.usefixtures("threads")
+def test_results_do_not_depend_on_threads(row: Row) -> None:
+    problem = Problem(make_pattern("power-law rows", (9, 12), (32, 16)), 200, **OPTIONS[row.op][-1])
+    operands, results = Operands(row, problem), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        operands.prepare_output()
+        launch(row, problem, operands)
+        results.append(operands.output.bits.clone())
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def product_of(row: Row, x: Tensor, y: Tensor, values: Tensor, **options: Any) -> Tensor:
+    """The output of one block W [16, 16], x and y being [tokens, 16]."""
+    problem = Problem(BlockPattern.full((16, 16), block_shape=(16, 16)), len(x), **options)
+    operands = Operands(row, problem)
+    for name, operand in (("x", x), ("y", y), ("values", values.reshape(1, -1))):
+        operands.buffers[name].lines.copy_(operand)
+    launch(row, problem, operands)
+    return {DDS_NT: operands.y, DDS_NN: operands.x, SDD_TN: operands.values[0]}[row.op]
+
+
+def only(*dtypes: torch.dtype) -> pytest.MarkDecorator:
+    """Takes the rows of these dtypes alone."""
+    return pytest.mark.parametrize(
+        "row", [row for row in ROWS if row.dtype in dtypes], ids=str, indirect=True
+    )
+
+
+@only(torch.float16, torch.bfloat16)
+def test_results_are_rounded_once_to_nearest_even(row: Row) -> None:
+    """Sums of a number and parts that are each too small to change it."""
+    unit, ones = rounding_unit(row.dtype), torch.ones(16, 16)
+    for first, parts in product((1, 1 + 2 * unit), range(16)):
+        terms = torch.zeros(16, 16, dtype=torch.float64)
+        terms[:, 0], terms[:, 1 : parts + 1] = first, unit / 8
+        expected = (terms.sum(1, keepdim=True)).to(row.dtype)
+        actual = _sum_of_terms(row, terms, ones)
+        assert bool((actual == expected).all()), (
+            f"{first} + {parts} units / 8: {actual[0, 0]} instead of {expected[0]}"
+        )
+
+
+def _sum_of_terms(row: Row, terms: Tensor, ones: Tensor) -> Tensor:
+    """The product whose every result is the sum of one row of terms."""
+    if row.op == DDS_NT:
+        return product_of(row, terms, ones, ones)
+    if row.op == DDS_NN:
+        return product_of(row, ones, terms, ones)
+    return product_of(row, ones, terms.t(), ones)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_stay(row: Row, value: float) -> None:
+    terms = torch.zeros(16, 16)
+    terms[:, 3] = value
+    result = _sum_of_terms(row, terms, torch.ones(16, 16))
+    torch.testing.assert_close(result, torch.full_like(result, value), equal_nan=True)
+
+
+def test_results_beyond_the_range_become_infinite(row: Row) -> None:
+    terms = torch.full((16, 16), torch.finfo(row.dtype).max / 8, dtype=torch.float64)
+    assert bool(_sum_of_terms(row, terms, torch.ones(16, 16)).isinf().all())
+
+
+@only(torch.float16)
+def test_subnormal_results(row: Row) -> None:
+    terms = torch.zeros(16, 16)
+    terms[:, :3] = 2.0**-24
+    assert bool((_sum_of_terms(row, terms, torch.ones(16, 16)) == 3 * 2.0**-24).all())
+
+
+def test_a_short_workspace_is_refused(row: Row) -> None:
+    problem = Problem(make_pattern("full", (2, 3), (16, 16)), 40)
+    operands = Operands(row, problem)
+    needed = resolve(row, problem).workspace_bytes
+    before = operands.output.bits.clone()
+    for changes in ({"workspace_bytes": needed - 1}, {"workspace": 0}):
+        with pytest.raises(InvalidArgumentError, match="workspace"):
+            launch(row, problem, operands, **changes)
+    assert torch.equal(operands.output.bits, before)
+
+
+def test_every_kernel_of_this_machine_was_checked() -> None:
+    """Comes last in this file: nothing above passes by not running."""
+    assert "cpu_portable" in checked_kernels
+    assert checked_kernels == {row.name for row in ROWS if not refusal(row)}
