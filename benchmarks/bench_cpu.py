@@ -1,0 +1,191 @@
+"""Times block-sparse products on a CPU against dense PyTorch.
+
+    python benchmarks/bench_cpu.py --output benchmarks/results/cpu.json
+
+Forward, gradient of x and gradient of W, by PyTorch's threads, on normal random numbers. A dense
+product and the sparse ones of all densities and blocks take turns, so that they meet the same state of
+the machine and none finds its operands in a cache; times are medians. Results are checked against
+the dense product of the expanded weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import environment, write_json
+from torch import Tensor
+
+from tilesparse import _C, BlockPattern, BlockSparseMatrix
+from tilesparse._ops import DTYPES as CODES
+from tilesparse.functional import dds, linear, sdd
+
+OPS = ("forward", "dgrad", "wgrad")  # numbered as in ts_matmul_desc.op
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative, Frobenius norm
+LAYERS = ((768, 3072), (4096, 4096))  # in_features, out_features
+BLOCKS = (16, 32, 64)
+DENSITIES = (0.25, 0.5)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A dense product that sparse ones are compared with."""
+
+    op: str
+    dtype: torch.dtype
+    tokens: int
+    in_features: int
+    out_features: int
+
+
+class Dense:
+    """The dense product of a task."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.x, self.y = _activations(task)
+        self.weight = torch.randn(task.out_features, task.in_features).to(task.dtype)
+
+    def __call__(self) -> Tensor:
+        if self.task.op == "forward":
+            return torch.nn.functional.linear(self.x, self.weight)
+        return self.y @ self.weight if self.task.op == "dgrad" else self.y.t() @ self.x
+
+
+class Contender:
+    """One sparse product of a task, with operands of its own."""
+
+    def __init__(self, task: Task, block: int, density: float) -> None:
+        self.task, self.block, self.density = task, block, density
+        shape = (task.out_features, task.in_features)
+        self.pattern = BlockPattern.random(shape, block_shape=(block, block), density=density)
+        self.values = torch.randn(self.pattern.nnz, block, block).to(task.dtype)
+        self.x, self.y = _activations(task)
+
+    def __call__(self) -> Tensor:
+        if self.task.op == "forward":
+            return linear(self.x, self.values, self.pattern)
+        if self.task.op == "dgrad":
+            return dds(self.y, self.values, self.pattern, transpose=False)
+        return sdd(self.y, self.x, self.pattern)
+
+    def error(self) -> float:
+        """Frobenius norm of the difference from the dense product over that of the result."""
+        weight = BlockSparseMatrix(self.values.float(), self.pattern).to_dense()
+        x, y = self.x.float(), self.y.float()
+        if self.task.op == "wgrad":
+            expected = BlockSparseMatrix.from_dense(y.t() @ x, self.pattern).values
+        else:
+            expected = x @ weight.t() if self.task.op == "forward" else y @ weight
+        return float((self().float() - expected).norm() / expected.norm())
+
+    def kernel(self) -> str:
+        descriptor = self.pattern.prepared.descriptor(torch.device("cpu"))
+        op, dtype = OPS.index(self.task.op), CODES[self.task.dtype]
+        index, _ = _C.select(descriptor, op, dtype, _C.device_info(0), self.task.tokens)
+        return _C.kernels()[index].name
+
+
+def _activations(task: Task) -> tuple[Tensor, Tensor]:
+    """x [tokens, in_features] and y [tokens, out_features], that no other product reads."""
+    x, y = torch.randn(task.tokens, task.in_features), torch.randn(task.tokens, task.out_features)
+    return x.to(task.dtype), y.to(task.dtype)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; exit status 1 if a result was wrong."""
+    arguments = _parser().parse_args(argv)
+    torch.manual_seed(arguments.seed)
+    document: dict[str, Any] = {
+        "environment": environment(arguments.commit) | {"threads": torch.get_num_threads()},
+        "repetitions": arguments.repetitions,
+        "cases": [],
+    }
+    with torch.inference_mode():
+        for task in _tasks(arguments.dtypes):
+            document["cases"] += _measure(task, arguments.repetitions)
+            if arguments.output:
+                write_json(arguments.output, document)
+    wrong = [case for case in document["cases"] if case["wrong"]]
+    print(f"{len(document['cases'])} cases, {len(wrong)} wrong results")
+    return int(bool(wrong))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="results as JSON, kept up to date")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=("float32", "bfloat16"))
+    parser.add_argument("--repetitions", type=int, default=41, help="of every product (%(default)s)")
+    parser.add_argument("--quick", dest="repetitions", action="store_const", const=7, help="7 repetitions")
+    parser.add_argument("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
+    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    return parser
+
+
+def _tasks(dtypes: Sequence[str]) -> Iterator[Task]:
+    """Every product of many tokens, and the forward one of few."""
+    for name in dtypes:
+        for in_features, out_features in LAYERS:
+            for op in OPS:
+                yield Task(op, DTYPES[name], 512, in_features, out_features)
+            yield Task("forward", DTYPES[name], 8, in_features, out_features)
+
+
+def _measure(task: Task, repetitions: int) -> list[dict[str, Any]]:
+    print(f"{task.op} {task.dtype}, {task.tokens} x {task.in_features} -> {task.out_features}", flush=True)
+    contenders = [Contender(task, block, density) for block in BLOCKS for density in DENSITIES]
+    dense, *times = _medians([Dense(task), *contenders], repetitions)
+    cases = []
+    for contender, median in zip(contenders, times, strict=True):
+        error = contender.error()
+        case = {
+            "op": task.op,
+            "dtype": str(task.dtype).removeprefix("torch."),
+            "tokens": task.tokens,
+            "in_features": task.in_features,
+            "out_features": task.out_features,
+            "block": contender.block,
+            "density": contender.pattern.density,
+            "kernel": contender.kernel(),
+            "ms": round(1e3 * median, 4),
+            "dense_ms": round(1e3 * dense, 4),
+            "speedup": round(dense / median, 3),
+            "error": error,
+            "wrong": not error < TOLERANCES[task.dtype],
+        }
+        cases.append(case)
+        print(
+            f"  block {case['block']:3} density {case['density']:.2f}  {case['ms']:8.3f} ms"
+            f"  dense {case['dense_ms']:8.3f} ms  {case['speedup']:5.2f}x  {case['kernel']}"
+            + ("  WRONG" if case["wrong"] else ""),
+            flush=True,
+        )
+    return cases
+
+
+def _medians(calls: Sequence[Callable[[], Tensor]], repetitions: int) -> list[float]:
+    """Median seconds of each call; they take turns, each round beginning with another one."""
+    for call in calls:
+        call()
+    seconds: list[list[float]] = [[] for _ in calls]
+    for repetition in range(repetitions):
+        for position in range(len(calls)):
+            index = (repetition + position) % len(calls)
+            start = time.perf_counter()
+            calls[index]()
+            seconds[index].append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
