@@ -64,17 +64,17 @@ struct RingPosition {
     }
 };
 
-// Full and empty barriers of a ring: producers fill a stage, consumer warps release it.
+// Full and empty barriers of a ring of stages that the same threads fill and release.
 class Ring {
   public:
     __device__ Ring(uint32_t address, int stages) : address_(address), stages_(stages) {}
 
     static constexpr int bytes(int stages) { return stages * 16; }
 
-    __device__ void init(int producer_threads, int consumer_warps) const {
+    __device__ void init(int threads) const {
         for (int stage = 0; stage < stages_; ++stage) {
-            full(stage).init(producer_threads);
-            empty(stage).init(consumer_warps);
+            full(stage).init(threads);
+            empty(stage).init(threads);
         }
     }
     __device__ Barrier full(int stage) const { return Barrier(address_ + 16 * stage); }

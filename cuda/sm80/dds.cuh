@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     const uint32_t stages = shared_address(shared);
     char* const staging = shared + arguments.stages * Traits::kStageBytes;
     const Ring ring(shared_address(staging + Traits::kStagingBytes), arguments.stages);
-    if (threadIdx.x == 0) ring.init(Traits::kThreads, Traits::kWarps);
+    if (threadIdx.x == 0) ring.init(Traits::kThreads);
     __syncthreads();
 
     const DdsPlan plan(arguments.plan);
@@ -52,11 +52,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
             loader.load();
             ring.full(position.stage).wait(position.parity);
             const uint32_t stage = stages + position.stage * Traits::kStageBytes;
-            multiply_step<typename Traits::Math>(sums, read_input, stage, read_weight,
-                                                 stage + Traits::kInputBytes,
-                                                 mask >> warp_feature / 4 & kAllPresent<kNTiles>);
-            __syncwarp();
-            if (lane == 0) ring.empty(position.stage).arrive();
+            const uint32_t present = mask >> warp_feature / 4 & kAllPresent<kNTiles>;
+            accumulate<typename Traits::Math>(sums, [&](Accumulators<kMTiles, kNTiles>& to) {
+                multiply_step<typename Traits::Math>(to, read_input, stage, read_weight,
+                                                     stage + Traits::kInputBytes, present);
+            });
+            ring.empty(position.stage).arrive();
             position.advance(arguments.stages);
         }
         const DdsEpilogue<Traits> epilogue(arguments, plan.rows + work.row_tile * plan.groups,

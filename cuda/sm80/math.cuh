@@ -28,6 +28,7 @@ struct HalfMath {
     using Element = Element_;
     static constexpr DType kDType = kDType_;
     static constexpr Precision kPrecision = Precision::highest;
+    static constexpr bool kRoundedSteps = false;
 
     template <int kRegisters>
     using Operand = Fragment<kRegisters>;
@@ -54,6 +55,7 @@ struct tf32 {
     using Element = float;
     static constexpr DType kDType = DType::float32;
     static constexpr Precision kPrecision = Precision::tf32;
+    static constexpr bool kRoundedSteps = false;
 
     template <int kRegisters>
     using Operand = Fragment<kRegisters>;
@@ -75,6 +77,7 @@ struct tf32x3 {
     using Element = float;
     static constexpr DType kDType = DType::float32;
     static constexpr Precision kPrecision = Precision::highest;
+    static constexpr bool kRoundedSteps = true;
 
     template <int kRegisters>
     struct Operand {

@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     extern __shared__ __align__(128) char shared[];
     const uint32_t stages = shared_address(shared);
     const Ring ring(stages + arguments.stages * Traits::kStageBytes, arguments.stages);
-    if (threadIdx.x == 0) ring.init(Traits::kThreads, Traits::kWarps);
+    if (threadIdx.x == 0) ring.init(Traits::kThreads);
     __syncthreads();
 
     const SddPlan plan(arguments.plan);
@@ -323,12 +323,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
             loader.load();
             ring.full(position.stage).wait(position.parity);
             const uint32_t stage = stages + position.stage * Traits::kStageBytes;
-            if (present == kAll)
-                multiply_all<Math>(sums, read_y, stage, read_x, stage + Traits::kYBytes);
-            else if (present != 0)
-                multiply_present<Math>(sums, read_y, stage, read_x, stage + Traits::kYBytes, present);
-            __syncwarp();
-            if (lane == 0) ring.empty(position.stage).arrive();
+            accumulate<Math>(sums, [&](Accumulators<kMTiles, kNTiles>& to) {
+                if (present == kAll)
+                    multiply_all<Math>(to, read_y, stage, read_x, stage + Traits::kYBytes);
+                else if (present != 0)
+                    multiply_present<Math>(to, read_y, stage, read_x, stage + Traits::kYBytes, present);
+            });
+            ring.empty(position.stage).arrive();
             position.advance(arguments.stages);
         }
         if (present != 0) sdd_store<Traits>(arguments, plan, work, sums, warp_row, warp_column, lane);

@@ -131,6 +131,23 @@ __device__ inline void multiply_quarter(Accumulators<kMTiles, kNTiles>& sums, co
     }
 }
 
+// Runs `multiply(sums)` for one step. Tensor cores cut off what they add instead of rounding it; where
+// that would show, each step is summed on its own and then added with rounding.
+template <class Math, int kMTiles, int kNTiles, class Multiply>
+__device__ inline void accumulate(Accumulators<kMTiles, kNTiles>& sums, Multiply multiply) {
+    if constexpr (!Math::kRoundedSteps) {
+        multiply(sums);
+    } else {
+        Accumulators<kMTiles, kNTiles> step = {};
+        multiply(step);
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+            for (int i = 0; i < 8 * kNTiles; ++i)
+                sums[m][i / 8][i / 4 % 2][i % 4] += step[m][i / 8][i / 4 % 2][i % 4];
+    }
+}
+
 // One step with every tile present: a straight line, which the compiler can pipeline.
 template <class Math, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
 __device__ inline void multiply_all(Accumulators<kMTiles, kNTiles>& sums, const ReaderA& read_a,
