@@ -4,19 +4,19 @@
 //   Block rows are grouped into macro-tiles of `tile` features: `groups` block rows each. A tile is
 //   walked in steps of `step` elements of k, cut into `pieces` of one block each (one piece where
 //   blocks are wider). Only columns in which some row of the group has a block are walked.
-//     tiles  [tiles][2]              first step, number of steps; longest first
-//     rows   [tiles][groups]         block rows, -1 where there is none
-//     masks  [steps]                 bit 4 i + j: features 16 i .. 16 i + 15 have a block at quarter j of the
-//     step k      [steps][pieces]         first element of k, -1 where there is none slots
-//     [steps][pieces][groups] block in values, -1 where there is none
+//     - tiles [tiles][2]: first step, number of steps; longest first
+//     - rows [tiles][groups]: block rows, -1 where there is none
+//     - masks [steps]: bit 4 i + j says that features 16 i to 16 i + 15 have a block at quarter j
+//     - k [steps][pieces]: first element of k, -1 where there is none
+//     - slots [steps][pieces][groups]: block in values, -1 where there is none
 //
 // sdd: block rows are grouped likewise, into `groups` of `tile` features of y; the columns of a group in
 // which some row has a block are gathered into macro-tiles of `pieces` blocks (`step` features of x).
-//     tiles  [tiles]                 number of pieces used
-//     rows   [tiles][groups]         block rows, -1 where there is none
-//     masks  [tiles][tile / 16]      bit j: the 16 features of y have a block at features 16 j .. 16 j + 15
-//     of x k      [tiles][pieces]         first feature of x, -1 where there is none slots
-//     [tiles][pieces][groups] block in values, -1 where there is none
+//     - tiles [tiles]: number of pieces used
+//     - rows [tiles][groups]: block rows, -1 where there is none
+//     - masks [tiles][tile / 16]: bit j says that these 16 features of y have a block at features 16 j of x
+//     - k [tiles][pieces]: first feature of x, -1 where there is none
+//     - slots [tiles][pieces][groups]: block in values, -1 where there is none
 #pragma once
 
 #include <cstdint>
