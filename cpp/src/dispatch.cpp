@@ -39,7 +39,11 @@ int64_t dds_cost(const Kernel& kernel, const Problem& problem, const Device& dev
         divide_up(problem.tokens, kernel.tile_tokens) * divide_up(features, kernel.tile_features);
     const int64_t tile_cost = int64_t{kernel.tile_tokens} * kernel.tile_features +
                               kOperandWeight * (kernel.tile_tokens + kernel.tile_features);
-    return divide_up(tiles, device.multiprocessors) * tile_cost;
+    // Blocks narrower than the 64 features of a large tile's warp break its products into short runs,
+    // whose latency the more numerous warps of a small tile hide better.
+    const int32_t block = problem.op == Op::dds_nt ? problem.pattern.block_rows : problem.pattern.block_cols;
+    const int64_t percent = block < 64 && kernel.tile_tokens > 128 ? 133 : 100;
+    return divide_up(tiles, device.multiprocessors) * tile_cost * percent / 100;
 }
 
 // For sdd, whose tiles hold several block rows: wide tiles share loads between the many rows of the

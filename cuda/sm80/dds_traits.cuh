@@ -40,8 +40,9 @@ struct DdsTraits {
     static constexpr int kTokenWarps = kTileTokens / kWarpTokens;
     static constexpr int kWarps = kTokenWarps * kFeatureWarps;
     static constexpr int kThreads = 32 * kWarps;
-    // Registers allow a CTA of 8 warps on a multiprocessor, or two of 4.
-    static constexpr int kResident = 8 / kWarps;
+    // CTAs on a multiprocessor: its registers hold 8 warps of 64 x 64 sums, or 16 of half as many.
+    static constexpr bool kSmallWarps = sizeof(Element) == 2 && kWarpTokens * kWarpFeatures <= 64 * 32;
+    static constexpr int kResident = (kSmallWarps ? 16 : 8) / kWarps;
     static constexpr int kMTiles = kWarpTokens / 16;
     static constexpr int kNTiles = kWarpFeatures / 16;
     static constexpr int kStep = kLineBytes / sizeof(Element);
