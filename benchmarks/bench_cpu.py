@@ -2,10 +2,10 @@
 
     python benchmarks/bench_cpu.py --output benchmarks/results/cpu.json
 
-Forward, gradient of x and gradient of W, by PyTorch's threads, on normal random numbers. A dense
+Forward, gradient of x and gradient of W, by PyTorch's threads, on normal random numbers. The dense
 product and the sparse ones of all densities and blocks take turns, so that they meet the same state of
-the machine and none finds its operands in a cache; times are medians. Results are checked against
-the dense product of the expanded weight.
+the machine; they share activations, but find neither weights nor results in a cache. Times are medians.
+Results are checked against dense products of the expanded weight.
 """
 
 from __future__ import annotations
@@ -46,29 +46,32 @@ class Task:
     out_features: int
 
 
-class Dense:
-    """The dense product of a task."""
+class Operands:
+    """x [tokens, in_features], y [tokens, out_features] and a dense weight [out_features, in_features]."""
 
     def __init__(self, task: Task) -> None:
-        self.task = task
-        self.x, self.y = _activations(task)
-        self.weight = torch.randn(task.out_features, task.in_features).to(task.dtype)
+        def randn(*size: int) -> Tensor:
+            return torch.randn(size).to(task.dtype)
 
-    def __call__(self) -> Tensor:
-        if self.task.op == "forward":
+        self.x = randn(task.tokens, task.in_features)
+        self.y = randn(task.tokens, task.out_features)
+        self.weight = randn(task.out_features, task.in_features)
+
+    def dense(self, op: str) -> Tensor:
+        if op == "forward":
             return torch.nn.functional.linear(self.x, self.weight)
-        return self.y @ self.weight if self.task.op == "dgrad" else self.y.t() @ self.x
+        return self.y @ self.weight if op == "dgrad" else self.y.t() @ self.x
 
 
 class Contender:
-    """One sparse product of a task, with operands of its own."""
+    """One sparse product of a task, of the activations that the others multiply too."""
 
-    def __init__(self, task: Task, block: int, density: float) -> None:
-        self.task, self.block, self.density = task, block, density
+    def __init__(self, task: Task, operands: Operands, block: int, density: float) -> None:
+        self.task, self.block = task, block
+        self.x, self.y = operands.x, operands.y
         shape = (task.out_features, task.in_features)
         self.pattern = BlockPattern.random(shape, block_shape=(block, block), density=density)
         self.values = torch.randn(self.pattern.nnz, block, block).to(task.dtype)
-        self.x, self.y = _activations(task)
 
     def __call__(self) -> Tensor:
         if self.task.op == "forward":
@@ -92,12 +95,6 @@ class Contender:
         op, dtype = OPS.index(self.task.op), CODES[self.task.dtype]
         index, _ = _C.select(descriptor, op, dtype, _C.device_info(0), self.task.tokens)
         return _C.kernels()[index].name
-
-
-def _activations(task: Task) -> tuple[Tensor, Tensor]:
-    """x [tokens, in_features] and y [tokens, out_features], that no other product reads."""
-    x, y = torch.randn(task.tokens, task.in_features), torch.randn(task.tokens, task.out_features)
-    return x.to(task.dtype), y.to(task.dtype)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,8 +140,9 @@ def _tasks(dtypes: Sequence[str]) -> Iterator[Task]:
 
 def _measure(task: Task, repetitions: int) -> list[dict[str, Any]]:
     print(f"{task.op} {task.dtype}, {task.tokens} x {task.in_features} -> {task.out_features}", flush=True)
-    contenders = [Contender(task, block, density) for block in BLOCKS for density in DENSITIES]
-    dense, *times = _medians([Dense(task), *contenders], repetitions)
+    operands = Operands(task)
+    contenders = [Contender(task, operands, block, density) for block in BLOCKS for density in DENSITIES]
+    dense, *times = _medians([lambda: operands.dense(task.op), *contenders], repetitions)
     cases = []
     for contender, median in zip(contenders, times, strict=True):
         error = contender.error()

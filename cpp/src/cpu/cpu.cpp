@@ -8,6 +8,7 @@
 #include "cpu/cpu.h"
 
 #include <omp.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -18,7 +19,6 @@
 namespace ts::cpu {
 namespace {
 
-constexpr int64_t kCacheBytes = 1 << 20;        // of panels that should stay in a core's own cache
 constexpr int64_t kChunkTokens = 256;           // most tokens whose panels are visited together
 constexpr int64_t kPackedFeatures = 512;        // features one unit of packing covers
 constexpr int64_t kSlab = 64;                   // most tokens of a slab
@@ -55,6 +55,16 @@ void prefetch_output(const Output& output, int element_bytes) {
     prefetch_rectangle<prefetch_to_write>(output.data, output.transposed ? output.columns : output.rows,
                                           output.ld * element_bytes,
                                           (output.transposed ? output.rows : output.columns) * element_bytes);
+}
+
+// Bytes of panels that should stay in a core's own cache beside what passes through it.
+int64_t cache_bytes() {
+#ifdef __GLIBC__
+    static const int64_t second_level = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return std::clamp<int64_t>(second_level, 1 << 20, 2 << 20) * 3 / 4;
+#else
+    return 768 << 10;
+#endif
 }
 
 // Hands out parts of the workspace; with no memory behind it, it counts.
@@ -155,7 +165,8 @@ class Dds {
     // and then computed in at least `units` units of work, if there are tokens enough.
     void choose_parts(int64_t units) {
         const int64_t panel_bytes = depth_ * steps_.tile * steps_.packed_size;
-        chunk_ = std::clamp<int64_t>(kCacheBytes / panel_bytes, 1, kChunkTokens / steps_.tile) * steps_.tile;
+        chunk_ =
+            std::clamp<int64_t>(cache_bytes() / panel_bytes, 1, kChunkTokens / steps_.tile) * steps_.tile;
         group_ = kGroup;
         if (ceil_div(features_, group_) * ceil_div(p_.tokens, chunk_) < units) {
             group_ = rows_;
@@ -335,7 +346,7 @@ class Sdd {
     void choose_parts(int64_t units) {
         const int64_t rows = p_.pattern.out_features / block_rows_,
                       cols = p_.pattern.in_features / block_cols_;
-        const int64_t cached_features = feature_bytes_ ? kCacheBytes / feature_bytes_ : kCacheBytes;
+        const int64_t cached_features = feature_bytes_ ? cache_bytes() / feature_bytes_ : cache_bytes();
         int64_t chunk = std::clamp<int64_t>(cached_features / block_cols_, 1, cols);
         if (rows * ceil_div(cols, chunk) < units) chunk = 1;
         chunk_ = chunk * block_cols_;

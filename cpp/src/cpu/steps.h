@@ -38,7 +38,8 @@ struct Pack {
 };
 
 // sums[i][c] = sum over entries e and depths d of A(e, i, d) * B(e, d, c), where
-//   A(e, i, d) = a[slot[e] * a_entry + i * a_row + d * a_step]; one of a_row and a_step is 1
+//   A(e, i, d) = a[slot[e] * a_entry + i * a_row + d * a_step], where a_row is 1, or else a_step is 1
+//                and a_row is depth
 //   B(e, d, c) = b[(idx[e] * depth + d) * columns + c]
 // Elements are pairs where the kernel multiplies pairs. Where slot or idx is null it is e itself.
 struct Strip {
@@ -335,20 +336,6 @@ struct PairProducts {
     }
 };
 
-// Touches the values of an entry before they are needed: blocks are too short for the processor to
-// notice that they are read in order.
-template <int Rows, bool AcrossRows, class E>
-TS_INLINE void prefetch_rows(const Strip& s, const E* a, int row) {
-    constexpr int line = 64 / sizeof(E);
-    if constexpr (AcrossRows) {
-        if (row % line == 0)
-            for (int64_t d = 0; d < s.depth; ++d) __builtin_prefetch(a + d * s.a_step);
-    } else {
-        for (int i = 0; i < Rows; ++i)
-            for (int64_t d = 0; d < s.depth; d += line) __builtin_prefetch(a + i * s.a_row + d);
-    }
-}
-
 // Adds entries [first, last) to Rows x Vectors sums in registers; entry 0 starts from zero.
 // AcrossRows: a_row is 1, otherwise a_step is.
 template <class P, int Rows, int Vectors, bool AcrossRows>
@@ -366,11 +353,14 @@ TS_INLINE void multiply_rows(const Strip& s, int row, int64_t first, int64_t las
         for (int v = 0; v < Vectors; ++v) sums[i][v] = first ? load<V>(to + i * width + v * lanes) : V{};
     }
     for (int64_t e = first; e < last; ++e) {
-        if (e + 1 < s.entries)
-            prefetch_rows<Rows, AcrossRows>(s, a_rows + (s.slot ? s.slot[e + 1] : e + 1) * s.a_entry, row);
+        // Blocks are too short for the processor to notice how they are read, so each one's values are
+        // fetched while those before are multiplied.
+        const int64_t next_entry = e + 1 < s.entries ? e + 1 : e;
+        const E* next = a_rows + (s.slot ? s.slot[next_entry] : next_entry) * s.a_entry;
         const E* a = a_rows + (s.slot ? s.slot[e] : e) * s.a_entry;
         const E* b = static_cast<const E*>(s.b) + (s.idx ? s.idx[e] : e) * s.depth * width;
         for (int64_t d = 0; d < s.depth; ++d, b += width) {
+            __builtin_prefetch(next + d * (AcrossRows ? s.a_step : Rows));
             X x[Vectors];
             TS_UNROLL
             for (int v = 0; v < Vectors; ++v) x[v] = load<X>(b + v * lanes);
