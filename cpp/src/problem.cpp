@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <string>
 
 #include "error.h"
 
@@ -64,9 +65,9 @@ bool overlap(const Span& a, const Span& b) {
     return offset < low.length || offset + high.length > low.pitch;
 }
 
-Matrix check_matrix(const ts_matrix& source, const char* name) {
+Matrix check_matrix(const ts_matrix& source, const std::string& name) {
     require(source.reserved == 0, name, ".reserved is ", source.reserved, "; it must be 0");
-    return {source.data, source.ld, check_enum<Layout>(source.layout, 2, name)};
+    return {source.data, source.ld, check_enum<Layout>(source.layout, 2, (name + ".layout").c_str())};
 }
 
 void check_alignment(const void* data, const char* name, const Problem& problem) {
@@ -159,8 +160,8 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
             kMaxExtent);
     problem.tokens = desc.tokens;
     problem.pattern = check_pattern(desc.pattern);
-    problem.x = check_matrix(desc.x, "x.layout");
-    problem.y = check_matrix(desc.y, "y.layout");
+    problem.x = check_matrix(desc.x, "x");
+    problem.y = check_matrix(desc.y, "y");
     problem.values = desc.values;
     problem.bias = desc.bias;
     problem.plan = desc.plan;

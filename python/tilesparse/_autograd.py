@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .errors import UnsupportedError
 from .pattern import lookup
@@ -105,6 +106,14 @@ def records_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raises where forward-mode differentiation would silently lose a tangent."""
+    unpack_dual: Callable[..., Any] = forward_ad.unpack_dual
+    for tensor in tensors:
+        if tensor is not None and unpack_dual(tensor).tangent is not None:
+            raise UnsupportedError("forward-mode differentiation of block-sparse products is not supported")
+
+
 def with_autograd(name: str, kernel: Run) -> Run:
     """The kernel of an operator as autograd's dispatch key takes it.
 
@@ -122,6 +131,8 @@ def with_autograd(name: str, kernel: Run) -> Run:
         return result
 
     def product(keys: torch._C.DispatchKeySet, *args: Any) -> Tensor:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(*args[:tensors])
         plain = keys.raw_repr() & _AFTER_AUTOGRAD in _PLAIN_KEYS
         run, apply = (kernel, plain_apply) if plain else (redispatch, function.apply)
         if not records_gradient(*args[:tensors]):

@@ -149,3 +149,17 @@ def test_use_kernel_forces_each_kernel(device: str) -> None:
     with pytest.raises(InvalidArgumentError, match="no such kernel"), _ops.use_kernel("no such kernel"):
         pass
     assert torch.equal(functional.linear(x, values, pattern), expected)
+
+
+@pytest.mark.parametrize("operand", range(2))
+def test_forward_mode_is_refused(operand: int) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    operands = [
+        randn(4, pattern.in_features, dtype=torch.float32),
+        random_values(pattern, dtype=torch.float32),
+    ]
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode"):
+        operands[operand] = torch.autograd.forward_ad.make_dual(
+            operands[operand], torch.ones_like(operands[operand])
+        )
+        torch.ops.tilesparse.dds_nt(*operands, None, pattern.handle, pattern.version)
