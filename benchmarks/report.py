@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, nargs="+", help="written by bench_ops.py")
+    parser.add_argument(
+        "results", type=Path, nargs="+", help="written by bench_ops.py, or one by bench_cpu.py"
+    )
     parser.add_argument("--metric", choices=METRICS, default="efficiency", help="(%(default)s)")
     parser.add_argument(
         "--sm80-floors",
@@ -64,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(not _print_floors(_rows(documents)))
     for document in documents:
         print(f"{_environment(document['environment'])}\n")
+    if "speedup" in documents[0]["cases"][0]:  # of bench_cpu.py
+        _print_cpu(documents[0]["cases"])
+        return 0
     _print_host(documents)
     _print_layers([row for row in _rows(documents) if not _has_few_tokens(row)], arguments.metric)
     _print_few_tokens([row for row in _rows(documents) if _has_few_tokens(row)])
@@ -78,6 +83,24 @@ def _rows(documents: Iterable[dict[str, Any]]) -> list[Row]:
         for result in case["results"]
         if "unavailable" not in result
     ]
+
+
+def _print_cpu(cases: Sequence[dict[str, Any]]) -> None:
+    """Speedups over dense at both densities, a line for each product and a column for each block."""
+    print("Speedup over dense PyTorch at density .25 / .5\n")
+    lines: dict[tuple[str, str], dict[int, list[str]]] = {}
+    for case in cases:
+        product = (
+            f"{case['dtype']} {case['op']}",
+            f"{case['tokens']} × {case['in_features']} → {case['out_features']}",
+        )
+        cells = lines.setdefault(product, {})
+        cells.setdefault(case["block"], []).append(f"{case['speedup']:.2f}")
+    blocks = sorted({case["block"] for case in cases})
+    _print_table(
+        ["", "tokens × in → out", *(f"{block}x{block}" for block in blocks)],
+        ([*product, *(" / ".join(cells[block]) for block in blocks)] for product, cells in lines.items()),
+    )
 
 
 def _has_few_tokens(row: Row) -> bool:
