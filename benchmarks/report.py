@@ -92,13 +92,13 @@ def _print_cpu(cases: Sequence[dict[str, Any]]) -> None:
     for case in cases:
         product = (
             f"{case['dtype']} {case['op']}",
-            f"{case['tokens']} × {case['in_features']} → {case['out_features']}",
+            f"{case['tokens']} x {case['in_features']} → {case['out_features']}",
         )
         cells = lines.setdefault(product, {})
         cells.setdefault(case["block"], []).append(f"{case['speedup']:.2f}")
     blocks = sorted({case["block"] for case in cases})
     _print_table(
-        ["", "tokens × in → out", *(f"{block}x{block}" for block in blocks)],
+        ["", "tokens x in → out", *(f"{block}x{block}" for block in blocks)],
         ([*product, *(" / ".join(cells[block]) for block in blocks)] for product, cells in lines.items()),
     )
 
