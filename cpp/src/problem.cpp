@@ -99,8 +99,7 @@ void check_operands(const Problem& problem) {
     }
     const Span x = span_of(problem.x, problem.tokens, pattern.in_features, size);
     const Span y = span_of(problem.y, problem.tokens, pattern.out_features, size);
-    const Span values =
-        span_of(problem.values, pattern.nnz * pattern.block_rows * int64_t{pattern.block_cols} * size);
+    const Span values = span_of(problem.values, pattern.value_count() * size);
     const Span bias = span_of(problem.bias, problem.bias ? pattern.out_features * size : 0);
     // Only pairs in which one side is written.
     const bool writes_x = problem.op == Op::dds_nn, writes_y = problem.op == Op::dds_nt,

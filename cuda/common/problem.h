@@ -32,6 +32,8 @@ struct Pattern {
     int64_t nnz;
     Adjacency rows;  // of each block row (out)
     Adjacency cols;  // of each block column (in)
+
+    int64_t value_count() const { return nnz * block_rows * block_cols; }
 };
 
 // Element (t, f) of a tokens x features matrix is at t * ld + f (row-major) or f * ld + t.

@@ -10,11 +10,8 @@ __device__ inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies `bytes` (0 to 16) from global to shared memory past L1 and fills the rest of 16 with zeros.
-__device__ inline void copy_async(uint32_t target, const void* source, int bytes = 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes));
-}
-
+// Unless the condition is false, copies `bytes` (0 to 16) from global to shared memory past L1 and fills
+// the rest of 16 with zeros. Without a branch, which would split the code around it.
 __device__ inline void copy_async_if(bool condition, uint32_t target, const void* source, int bytes = 16) {
     asm volatile(
         "{ .reg .pred copy; setp.ne.b32 copy, %2, 0; @copy cp.async.cg.shared.global [%0], [%1], 16, %3; }" ::

@@ -81,16 +81,15 @@ struct Dds {
         constexpr int kReservedBytes = 1024;  // of each CTA, by the system
         for (int resident = Traits::kResident; resident > 0; --resident) {
             const int bytes = (device.shared_memory + kReservedBytes) / resident - kReservedBytes;
-            int stages = Traits::kMaxStages;
-            while (stages > 0 && Traits::shared_bytes(stages) > bytes) --stages;
+            const int stages = stages_within<Traits>(bytes);
             if (stages >= Traits::kMinStages) return {resident, stages};
         }
         return {0, 0};
     }
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        const int64_t values = problem.pattern.nnz * problem.pattern.block_rows * problem.pattern.block_cols;
-        if (values / Traits::kChunk > UINT32_MAX) return "values of more than 64 GiB are out of its reach";
+        if (problem.pattern.value_count() / Traits::kChunk > UINT32_MAX)
+            return "values of more than 64 GiB are out of its reach";
         return occupancy(device).resident == 0 ? "the device has too little shared memory" : nullptr;
     }
 

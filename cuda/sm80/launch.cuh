@@ -14,6 +14,14 @@ inline int log2_of_block(int extent) { return extent == 16 ? 4 : extent == 32 ? 
 // copies before the slowest one is done with the step before: 20 % faster on an H200 than one fewer.
 inline int lookahead(int stages) { return stages > 2 ? stages - 2 : 1; }
 
+// The most stages of a kernel, up to Traits::kMaxStages, that fit into some bytes of shared memory.
+template <class Traits>
+int stages_within(int bytes) {
+    int stages = Traits::kMaxStages;
+    while (stages > 0 && Traits::shared_bytes(stages) > bytes) --stages;
+    return stages;
+}
+
 // Raises a kernel's limit of dynamic shared memory, once for each device.
 inline cudaError_t allow_shared_memory(const void* kernel, int bytes, std::atomic<uint64_t>& devices_done) {
     int device = 0;

@@ -358,19 +358,11 @@ struct Sdd {
     using Traits = SddTraits<Math, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
     using Element = typename Math::Element;
 
-    static int stages(const Device& device) {
-        int stages = Traits::kMaxStages;
-        while (stages > 0 && Traits::shared_bytes(stages) > device.shared_memory) --stages;
-        return stages;
-    }
+    static int stages(const Device& device) { return stages_within<Traits>(device.shared_memory); }
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (problem.pattern.block_rows > kTileRows) return "its tile has fewer rows than a block";
         return stages(device) < Traits::kMinStages ? "the device has too little shared memory" : nullptr;
-    }
-
-    static int64_t value_count(const Problem& problem) {
-        return problem.pattern.nnz * problem.pattern.block_rows * problem.pattern.block_cols;
     }
 
     // Tiles if blocks were spread at random; the plan, which knows, is on the device.
@@ -398,7 +390,7 @@ struct Sdd {
             const auto waves =
                 (static_cast<int64_t>(tiles * count) + device.multiprocessors) / device.multiprocessors;
             const double reduction =
-                count > 1 ? kStepsPerPartial * count * static_cast<double>(value_count(problem)) : 0;
+                count > 1 ? kStepsPerPartial * count * static_cast<double>(problem.pattern.value_count()) : 0;
             const double time =
                 static_cast<double>(waves) * (static_cast<double>(steps) / count + kTileOverhead) + reduction;
             if (count == 1 || time < least) best = count, least = time;
@@ -408,7 +400,7 @@ struct Sdd {
 
     static size_t workspace_size(const Problem& problem, const Device& device) {
         const int count = splits(problem, device);
-        return count > 1 ? count * value_count(problem) * sizeof(float) : 0;
+        return count > 1 ? count * problem.pattern.value_count() * sizeof(float) : 0;
     }
 
     static cudaError_t reduce(const SddArguments& arguments, const Device& device, void* stream) {
@@ -429,7 +421,7 @@ struct Sdd {
             problem.values,
             static_cast<float*>(workspace),
             static_cast<const PlanHeader*>(problem.plan),
-            value_count(problem),
+            problem.pattern.value_count(),
             static_cast<int>(problem.tokens),
             split_count,
             static_cast<int>((steps + split_count - 1) / split_count * Traits::kStep),
