@@ -2,6 +2,7 @@
 # and PTX, which every later GPU runs; with the suffix "a" into native code for that GPU alone.
 set(known_architectures
     80
+    90a
 )
 set(TILESPARSE_ARCHITECTURES "${known_architectures}" CACHE STRING "CUDA architectures to build")
 

@@ -13,6 +13,8 @@ namespace ts {
 std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape);
 
 // A number for the ABI that is equal for equal shapes and 0 where no plan is needed.
-inline int32_t plan_key(PlanShape shape) { return shape.tile << 12 | shape.step; }
+inline int32_t plan_key(PlanShape shape) {
+    return shape.tile == 0 ? 0 : shape.ranks << 24 | shape.tile << 12 | shape.step;
+}
 
 }  // namespace ts

@@ -68,11 +68,13 @@ struct Device {
 };
 
 // The geometry a plan is built for. Kernels of one shape share plans.
-// dds: macro-tiles of `tile` output features, walked in steps of `step` elements of k.
+// dds: macro-tiles of `tile` output features, walked in steps of `step` elements of k; `ranks` of them
+// are walked together.
 // sdd: macro-tiles of `tile` features of y by `step` features of x.
 struct PlanShape {
     int32_t tile;  // 0: the kernel needs no plan
     int32_t step;
+    int32_t ranks = 1;
 };
 
 // One row of the registry.

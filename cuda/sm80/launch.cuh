@@ -1,14 +1,9 @@
 // Launching a kernel with all the shared memory it can use.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <atomic>
-#include <cstdint>
+#include "common/launch.cuh"
 
 namespace ts::sm80 {
-
-inline int log2_of_block(int extent) { return extent == 16 ? 4 : extent == 32 ? 5 : extent == 64 ? 6 : 7; }
 
 // How many steps ahead a ring is filled. Two stages fewer than there are let a warp start the next
 // copies before the slowest one is done with the step before: 20 % faster on an H200 than one fewer.
@@ -20,18 +15,6 @@ int stages_within(int bytes) {
     int stages = Traits::kMaxStages;
     while (stages > 0 && Traits::shared_bytes(stages) > bytes) --stages;
     return stages;
-}
-
-// Raises a kernel's limit of dynamic shared memory, once for each device.
-inline cudaError_t allow_shared_memory(const void* kernel, int bytes, std::atomic<uint64_t>& devices_done) {
-    int device = 0;
-    if (const cudaError_t error = cudaGetDevice(&device)) return error;
-    const uint64_t bit = uint64_t{1} << device % 64;
-    if (devices_done.load(std::memory_order_relaxed) & bit) return cudaSuccess;
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error == cudaSuccess) devices_done.fetch_or(bit, std::memory_order_relaxed);
-    return error;
 }
 
 // `kKernel` takes one argument by value.

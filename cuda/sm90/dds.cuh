@@ -1,0 +1,311 @@
+// dds, the product of dense activations and the block-sparse weight, in both directions:
+//   nt: y[t, f] = sum over k of x[t, k] W[f, k]      nn: x[t, f] = sum over k of y[t, k] W[k, f]
+// with "features" f of the result and k summed over, whichever of out and in features they are.
+//
+// CTAs come in clusters of two and stay on their multiprocessors. A CTA computes tiles of 256 tokens x 128
+// features, 64 features in each of two warpgroups: features are the rows of wgmma, so that a warpgroup skips
+// the steps in which its features have no block. It walks the steps of k in which one of the tile's block
+// rows has a block (see common/plan.h). Three warps load through TMA: the activations, and the weight of
+// each warpgroup in a ring of its own, so that neither waits for steps that only the other needs. What the
+// two CTAs have in common is loaded once, by multicast: the weight if their tiles differ in tokens, the
+// activations of the columns they share if they differ in block rows.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "sm90/dds_epilogue.cuh"
+#include "sm90/dds_producer.cuh"
+#include "sm90/dds_traits.cuh"
+#include "sm90/launch.cuh"
+#include "sm90/tensor_map.h"
+
+namespace ts::sm90 {
+
+// One warpgroup's products of all its tiles.
+template <class Traits, bool kRowMajorInput>
+class DdsConsumer {
+  public:
+    __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared, const DdsPlan& plan,
+                           int rank, int group)
+        : arguments_(arguments), shared_(shared), plan_(plan), rank_(rank), group_(group) {}
+
+    __device__ void run() {
+        const int lane = threadIdx.x % 32;
+        const DdsEpilogue<Traits> epilogue(arguments_, shared_, group_);
+        typename Ring<Schedule::kQueue>::Position next;
+        float sums[kSums];
+        while (true) {
+            const Work work = shared_.schedule.pop(next, lane);
+            if (work.tile < 0) break;
+            sum_up(sums, work.steps);
+            const int row_rank = Traits::kRowRanks > 1 ? rank_ : 0;
+            const int token_rank = Traits::kTokenRanks > 1 ? rank_ : 0;
+            epilogue.store(sums, plan_.rows + (work.tile * Traits::kRowRanks + row_rank) * plan_.groups,
+                           (work.unit * Traits::kTokenRanks + token_rank) * Traits::kTileTokens);
+        }
+        epilogue.finish_stores();
+    }
+
+  private:
+    using InputPosition = typename Ring<Traits::kInputStages>::Position;
+    using WeightPosition = typename Ring<Traits::kWeightStages>::Position;
+
+    __device__ void sum_up(float (&sums)[kSums], int steps) {
+        bool any = false;
+        for (int step = 0; step < steps; ++step) {
+            wait(shared_.input_ring.full[input_.stage], input_.parity);
+            const int present =
+                __shfl_sync(~0u, *const_cast<const volatile int*>(&shared_.present[input_.stage]), 0);
+            if (present >> group_ & 1) {
+                multiply(sums, any);
+                any = true;
+            } else {
+                release_multiplied();
+                release_input(input_.stage);
+            }
+            input_.advance();
+        }
+        release_multiplied();
+        if (any) return;
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+    }
+
+    __device__ void multiply(float (&sums)[kSums], bool add) {
+        wait(shared_.weight_ring[group_].full[weight_.stage], weight_.parity);
+        multiply_step<typename Traits::template Atom<kRowMajorInput>>(
+            sums, arguments_.weight, units(shared_.weight[group_][weight_.stage]), arguments_.tokens_by_k,
+            units(shared_.input[input_.stage]), add);
+        if (multiplied_) {
+            cute::warpgroup_wait<1>();
+            release(multiplied_input_, multiplied_weight_);
+        }
+        multiplied_ = true;
+        multiplied_input_ = input_.stage;
+        multiplied_weight_ = weight_.stage;
+        weight_.advance();
+    }
+
+    // Waits for the products under way and gives their stages back.
+    __device__ void release_multiplied() {
+        cute::warpgroup_wait<0>();  // outside of the condition, or the compiler serialises wgmma
+        if (!multiplied_) return;
+        release(multiplied_input_, multiplied_weight_);
+        multiplied_ = false;
+    }
+
+    __device__ void release(int input, int weight) const {
+        release_input(input);
+        const int thread = threadIdx.x % 128;
+        if (Traits::kTokenRanks > 1) {
+            if (thread < Traits::kRanks) shared_.weight_ring[group_].empty[weight].arrive(thread);
+        } else if (thread == 0) {
+            shared_.weight_ring[group_].empty[weight].arrive();
+        }
+    }
+    __device__ void release_input(int stage) const {
+        const int thread = threadIdx.x % 128;
+        if (Traits::kRowRanks > 1) {
+            if (thread < Traits::kRanks) shared_.input_ring.empty[stage].arrive(thread);
+        } else if (thread == 0) {
+            shared_.input_ring.empty[stage].arrive();
+        }
+    }
+
+    __device__ static uint32_t units(const char* address) { return cute::cast_smem_ptr_to_uint(address) / 16; }
+
+    const DdsArguments& arguments_;
+    typename Traits::Shared& shared_;
+    const DdsPlan& plan_;
+    int rank_;
+    int group_;
+    InputPosition input_;
+    WeightPosition weight_;
+    bool multiplied_ = false;
+    int multiplied_input_ = 0;
+    int multiplied_weight_ = 0;
+};
+
+template <class Traits, bool kRowMajorInput>
+__global__ void __launch_bounds__(Traits::kThreads, 1) dds_kernel(const __grid_constant__ DdsArguments arguments) {
+    extern __shared__ __align__(1024) char memory[];
+    auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const auto rank = static_cast<int>(cute::block_rank_in_cluster());
+    if (threadIdx.x == 0) {
+        shared.input_ring.init(Traits::kGroups * Traits::kRowRanks);
+        for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks);
+        shared.schedule.init(1 + Traits::kGroups + 4 * Traits::kGroups);
+        cutlass::arch::fence_barrier_init();
+    }
+    cute::cluster_sync();
+
+    const DdsPlan plan(arguments.plan);
+    if (warp < 4) {
+        cutlass::arch::warpgroup_reg_dealloc<40>();
+        const DdsProducer<Traits> producer{arguments, shared, plan, rank, lane};
+        if (warp == 0)
+            producer.template load_input<kRowMajorInput>();
+        else if (warp <= Traits::kGroups)
+            producer.load_weight(warp - 1);
+        else
+            shared.schedule.run(arguments.schedule, plan.tiles, blockIdx.x / Traits::kRanks,
+                                gridDim.x / Traits::kRanks, lane);
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<232>();
+        DdsConsumer<Traits, kRowMajorInput>(arguments, shared, plan, rank, warp / 4 - 1).run();
+    }
+    cute::cluster_sync();  // the other CTA may still write here
+}
+
+// Host side: one row of the registry.
+template <Op kOp, class Math, int kTokenRanks, int kRowRanks>
+struct Dds {
+    using Traits = DdsTraits<kOp, Math, kTokenRanks, kRowRanks>;
+    static constexpr bool kForward = kOp == Op::dds_nt;
+    static constexpr int kUnitTokens = kTokenRanks * Traits::kTileTokens;
+    static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
+
+    static const char* refuses(const Problem& problem, const Device& device) {
+        if (device.shared_memory < Traits::kSharedBytes) return "the device has too little shared memory";
+        const int64_t rows = problem.pattern.nnz * problem.pattern.block_rows;
+        if (rows > INT32_MAX - 128) return "values of 2^31 rows or more are out of its reach";
+        return nullptr;
+    }
+
+    static size_t workspace_size(const Problem&, const Device&) { return 0; }
+
+    static int32_t launch(const Problem& problem, const Device&, void*, void* stream) {
+        const Pattern& pattern = problem.pattern;
+        const int row_block = kForward ? pattern.block_rows : pattern.block_cols;
+        const int64_t features = kForward ? pattern.out_features : pattern.in_features;
+        const int64_t groups = kClusterFeatures / row_block;
+        const int64_t tiles = (features / row_block + groups - 1) / groups;
+        const int64_t units = (problem.tokens + kUnitTokens - 1) / kUnitTokens;
+        if (tiles * units == 0) return cudaSuccess;
+        DdsArguments arguments{};
+        if (const cudaError_t error = describe(arguments, problem, tiles, units)) return error;
+        const auto start = input(problem).layout == Layout::row_major
+                               ? ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch
+                               : ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
+        const int64_t clusters = std::min<int64_t>(tiles * units, Schedule::kMaxClusters);
+        return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream);
+    }
+
+    static constexpr Kernel row(const char* name) {
+        return {name,
+                DeviceType::cuda,
+                90,
+                1u << static_cast<int>(kOp),
+                1u << static_cast<int>(Math::kDType),
+                Precision::highest,
+                {Traits::kTileFeatures, Traits::kStep, kRowRanks},
+                kUnitTokens,
+                kClusterFeatures,
+                refuses,
+                workspace_size,
+                launch};
+    }
+
+  private:
+    static const Matrix& input(const Problem& problem) { return kForward ? problem.x : problem.y; }
+    static const Matrix& output(const Problem& problem) { return kForward ? problem.y : problem.x; }
+
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units) {
+        const Pattern& pattern = problem.pattern;
+        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.bias = problem.bias;
+        arguments.tokens = static_cast<int>(problem.tokens);
+        arguments.k_size = static_cast<int>(kForward ? pattern.in_features : pattern.out_features);
+        arguments.row_block = kForward ? pattern.block_rows : pattern.block_cols;
+        arguments.k_block = kForward ? pattern.block_cols : pattern.block_rows;
+        arguments.value_rows = pattern.nnz * pattern.block_rows;
+        arguments.output_layout = output(problem).layout;
+        arguments.activation = problem.activation;
+        arguments.schedule = {static_cast<int>(tiles), static_cast<int>(units),
+                              group_units(arguments.k_size)};
+        describe_shared_memory(arguments, input(problem).layout);
+        if (const cudaError_t error = map_input(arguments, problem)) return error;
+        if (const cudaError_t error = map_output(arguments, problem)) return error;
+        return map_values(arguments, problem);
+    }
+
+    // So many tokens that their activations take a third of L2.
+    static int group_units(int k_size) {
+        constexpr int64_t kPanelBytes = 16 << 20;
+        return static_cast<int>(std::max<int64_t>(1, kPanelBytes / (int64_t{kUnitTokens} * k_size * 2)));
+    }
+
+    static int k_width(const DdsArguments& arguments) { return std::min(arguments.k_block, Traits::kStep); }
+    static int row_width(const DdsArguments& arguments) {
+        return std::min(arguments.row_block, Traits::kGroupFeatures);
+    }
+
+    // How the pieces of a step and the block rows of a warpgroup follow one another in shared memory.
+    static void describe_shared_memory(DdsArguments& arguments, Layout input_layout) {
+        const int width = k_width(arguments), rows = row_width(arguments);
+        const bool row_major = input_layout == Layout::row_major;
+        Operand& tokens = arguments.tokens_by_k;
+        tokens = row_major ? operand(2 * width, 0) : operand(128, 128 * width);
+        Operand& weight = arguments.weight;
+        weight = Traits::kTransposed ? operand(2 * rows, Traits::kStep * 2 * rows) : operand(2 * width, 0);
+        for (int i = 0; i < 4; ++i) {
+            const int piece = 16 * i / width, within = 16 * i % width;
+            const int input_offset =
+                piece * width * Traits::kTileTokens * 2 + within * (row_major ? 2 : 128);
+            const int weight_offset = Traits::kTransposed
+                                          ? 16 * i * 2 * rows
+                                          : piece * width * Traits::kGroupFeatures * 2 + within * 2;
+            tokens.step[i] = static_cast<uint32_t>(input_offset / 16);
+            weight.step[i] = static_cast<uint32_t>(weight_offset / 16);
+        }
+    }
+
+    static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {
+        const Matrix& matrix = input(problem);
+        const int width = k_width(arguments);
+        const int64_t k_size = arguments.k_size, tokens = problem.tokens;
+        if (matrix.layout == Layout::row_major)
+            return encode(arguments.input, problem.dtype, matrix.data,
+                          {{k_size, 1, width}, {tokens, matrix.ld, Traits::kTileTokens}});
+        constexpr int kAtom = 64;
+        const int64_t atoms = std::max<int64_t>(1, tokens / kAtom);
+        if (const cudaError_t error = encode(
+                arguments.input, problem.dtype, matrix.data,
+                {{kAtom, 1, kAtom}, {k_size, matrix.ld, width}, {atoms, kAtom, Traits::kTileTokens / kAtom}}))
+            return error;
+        return encode(arguments.input_tail, problem.dtype, matrix.data,
+                      {{tokens, 1, kAtom}, {k_size, matrix.ld, width}});
+    }
+
+    static cudaError_t map_output(DdsArguments& arguments, const Problem& problem) {
+        const Matrix& matrix = output(problem);
+        const int64_t features = kForward ? problem.pattern.out_features : problem.pattern.in_features;
+        const int rows = row_width(arguments);
+        if (matrix.layout == Layout::row_major)
+            return encode(arguments.output, problem.dtype, matrix.data,
+                          {{features, 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});
+        return encode(arguments.output, problem.dtype, matrix.data,
+                      {{problem.tokens, 1, Traits::kChunkTokens}, {features, matrix.ld, rows}});
+    }
+
+    static cudaError_t map_values(DdsArguments& arguments, const Problem& problem) {
+        const int width = k_width(arguments), rows = row_width(arguments);
+        const int64_t columns = problem.pattern.block_cols;
+        // A pattern without blocks has steps nowhere; the map is never used but must be valid.
+        if (arguments.value_rows == 0) return cudaSuccess;
+        return encode(arguments.values, problem.dtype, problem.values,
+                      {{columns, 1, Traits::kTransposed ? rows : width},
+                       {arguments.value_rows, columns, Traits::kTransposed ? width : rows}});
+    }
+};
+
+}  // namespace ts::sm90
+
+#define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks)                               \
+    namespace ts::sm90 {                                                                          \
+    const Kernel& name() {                                                                        \
+        static constexpr Kernel kRow = Dds<Op::op, math, token_ranks, row_ranks>::row(#name);     \
+        return kRow;                                                                              \
+    }                                                                                             \
+    }

@@ -1,0 +1,100 @@
+// The arguments of a dds kernel and what follows from its tile.
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include "common/plan.h"
+#include "common/problem.h"
+#include "sm90/pipeline.cuh"
+#include "sm90/schedule.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace ts::sm90 {
+
+struct DdsArguments {
+    CUtensorMap input;
+    CUtensorMap input_tail;  // feature-major: the tokens that do not fill 64
+    CUtensorMap values;
+    CUtensorMap output;
+    const PlanHeader* plan;
+    const void* bias;
+    ScheduleArguments schedule;
+    Operand weight;  // as the products read it from shared memory
+    Operand tokens_by_k;
+    int tokens;
+    int k_size;     // features summed over
+    int row_block;  // features of a block
+    int k_block;    // k of a block
+    int64_t value_rows;
+    Layout output_layout;
+    Activation activation;
+};
+
+// A cluster computes kTokenRanks x kRowRanks tiles of 256 tokens x 128 features, one of them a CTA. With
+// two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
+template <Op kOp, class Math_, int kTokenRanks_, int kRowRanks_>
+struct DdsTraits {
+    using Math = Math_;
+    using Element = typename Math::Element;
+    static constexpr bool kTransposed = kOp == Op::dds_nn;
+    static constexpr int kTokenRanks = kTokenRanks_;
+    static constexpr int kRowRanks = kRowRanks_;
+    static constexpr int kRanks = kTokenRanks * kRowRanks;
+    static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
+
+    static constexpr int kTileTokens = 256;
+    static constexpr int kGroups = 2;  // warpgroups that multiply, each 64 features
+    static constexpr int kGroupFeatures = 64;
+    static constexpr int kTileFeatures = kGroups * kGroupFeatures;
+    static constexpr int kStep = 64;
+    static constexpr int kThreads = 128 * (1 + kGroups);
+
+    static constexpr int kInputBytes = kTileTokens * kStep * 2;
+    static constexpr int kWeightBytes = kGroupFeatures * kStep * 2;
+    static constexpr int kInputStages = 4;
+    static constexpr int kWeightStages = 4;
+
+    static constexpr int kChunkTokens = 64;  // stored at a time
+    static constexpr int kChunkBytes = kChunkTokens * kGroupFeatures * 2;
+    static constexpr int kChunks = 2;  // buffers of a warpgroup
+
+    template <bool kRowMajorInput>
+    using Atom =
+        typename Math::template Atom<kTransposed ? cute::SM90::GMMA::Major::MN : cute::SM90::GMMA::Major::K,
+                                     kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>;
+
+    struct Shared {
+        alignas(1024) char input[kInputStages][kInputBytes];
+        alignas(1024) char weight[kGroups][kWeightStages][kWeightBytes];
+        alignas(1024) char output[kGroups][kChunks][kChunkBytes];
+        Ring<kInputStages> input_ring;
+        Ring<kWeightStages> weight_ring[kGroups];
+        int present[kInputStages];  // bit g: warpgroup g has blocks in the step
+        Schedule schedule;
+    };
+    static constexpr int kSharedBytes = sizeof(Shared);
+};
+
+// The plan's arrays; see common/plan.h.
+struct DdsPlan {
+    const int2* tiles;
+    const int* rows;
+    const int* masks;
+    const int* k;
+    const int* slots;
+    int groups;
+    int pieces;
+
+    __device__ explicit DdsPlan(const PlanHeader* plan) {
+        const auto* words = reinterpret_cast<const int*>(plan);
+        tiles = reinterpret_cast<const int2*>(words + plan->tiles_at);
+        rows = words + plan->rows_at;
+        masks = words + plan->masks_at;
+        k = words + plan->k_at;
+        slots = words + plan->slots_at;
+        groups = plan->groups;
+        pieces = plan->pieces;
+    }
+};
+
+}  // namespace ts::sm90

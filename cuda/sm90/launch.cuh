@@ -1,0 +1,54 @@
+// Launching clusters of thread blocks that stay on their multiprocessors.
+#pragma once
+
+#include <array>
+
+#include "common/launch.cuh"
+
+namespace ts::sm90 {
+
+// `kKernel` takes one argument by value.
+template <auto kKernel, class Arguments>
+class ClusterLauncher {
+  public:
+    // At most as many clusters are launched as the device holds at a time.
+    static cudaError_t launch(const Arguments& arguments, int64_t clusters, int cluster_size, int threads,
+                              int shared_bytes, void* stream) {
+        const auto kernel = reinterpret_cast<const void*>(kKernel);
+        static std::atomic<uint64_t> devices_done{0};
+        if (const cudaError_t error = allow_shared_memory(kernel, shared_bytes, devices_done)) return error;
+        cudaLaunchAttribute cluster;
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(cluster_size);
+        config.blockDim = dim3(threads);
+        config.dynamicSmemBytes = shared_bytes;
+        config.stream = static_cast<cudaStream_t>(stream);
+        config.attrs = &cluster;
+        config.numAttrs = 1;
+        int resident = 0;
+        if (const cudaError_t error = resident_clusters(config, resident)) return error;
+        config.gridDim.x *= static_cast<unsigned>(clusters < resident ? clusters : resident);
+        void* parameters[] = {const_cast<Arguments*>(&arguments)};
+        return cudaLaunchKernelExC(&config, kernel, parameters);
+    }
+
+  private:
+    // Asked once for each device.
+    static cudaError_t resident_clusters(const cudaLaunchConfig_t& config, int& count) {
+        constexpr int kMaxDevices = 64;
+        static std::array<std::atomic<int>, kMaxDevices> known{};
+        int device = 0;
+        if (const cudaError_t error = cudaGetDevice(&device)) return error;
+        count = known[device % kMaxDevices].load(std::memory_order_relaxed);
+        if (count > 0) return cudaSuccess;
+        const cudaError_t error =
+            cudaOccupancyMaxActiveClusters(&count, reinterpret_cast<const void*>(kKernel), &config);
+        if (error == cudaSuccess && count == 0) return cudaErrorLaunchOutOfResources;
+        known[device % kMaxDevices].store(count, std::memory_order_relaxed);
+        return error;
+    }
+};
+
+}  // namespace ts::sm90

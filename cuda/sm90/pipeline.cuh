@@ -1,0 +1,75 @@
+// Barriers in shared memory, rings of stages guarded by them, and copies that complete on them.
+#pragma once
+
+#include <cstdint>
+
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cutlass/arch/barrier.h>
+
+namespace ts::sm90 {
+
+using Barrier = cutlass::arch::ClusterTransactionBarrier;
+
+// Waits for a phase. CUTLASS's wait lets the compiler move memory accesses across it.
+__device__ inline void wait(const Barrier& barrier, uint32_t parity) {
+    barrier.wait(parity);
+    asm volatile("" ::: "memory");
+}
+
+// A position in a ring of stages and the parity of its current round.
+template <int kStages>
+struct RingPosition {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ void advance() {
+        if (++stage == kStages) stage = 0, parity ^= 1;
+    }
+};
+
+// Full and empty barriers of a ring of stages, in shared memory.
+template <int kStages>
+struct Ring {
+    using Position = RingPosition<kStages>;
+    Barrier full[kStages];
+    Barrier empty[kStages];
+
+    // `releases`: arrivals that make a stage empty.
+    __device__ void init(int releases) {
+        for (int stage = 0; stage < kStages; ++stage) {
+            full[stage].init(1);
+            empty[stage].init(releases);
+        }
+    }
+    __device__ void wait_full(Position at) const { wait(full[at.stage], at.parity); }
+    __device__ void wait_empty(Position at) const { wait(empty[at.stage], at.parity ^ 1); }
+};
+
+// Which CTAs of a cluster receive a copy.
+struct Multicast {
+    uint16_t mask;
+    __device__ bool many() const { return (mask & (mask - 1)) != 0; }
+};
+
+constexpr uint64_t kNormalPriority = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+
+__device__ inline void load_box(const void* map, const Barrier& barrier, Multicast to, void* target, int x,
+                                int y) {
+    auto* const signal = reinterpret_cast<uint64_t*>(const_cast<Barrier*>(&barrier));
+    if (to.many())
+        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(map, signal, to.mask, kNormalPriority, target, x, y);
+    else
+        cute::SM90_TMA_LOAD_2D::copy(map, signal, kNormalPriority, target, x, y);
+}
+
+__device__ inline void load_box(const void* map, const Barrier& barrier, Multicast to, void* target, int x, int y,
+                                int z) {
+    auto* const signal = reinterpret_cast<uint64_t*>(const_cast<Barrier*>(&barrier));
+    if (to.many())
+        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, signal, to.mask, kNormalPriority, target, x, y, z);
+    else
+        cute::SM90_TMA_LOAD_3D::copy(map, signal, kNormalPriority, target, x, y, z);
+}
+
+}  // namespace ts::sm90

@@ -1,0 +1,75 @@
+// Products of a warpgroup: 64 x 256 sums from operands in shared memory.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "common/problem.h"
+
+namespace ts::sm90 {
+
+// The element types by the names that rows use.
+struct bf16 {
+    using Element = __nv_bfloat16;
+    using Pair = __nv_bfloat162;
+    static constexpr DType kDType = DType::bfloat16;
+    template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB>
+    using Atom = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<kA, kB>;
+    __device__ static Pair round(float first, float second) { return __floats2bfloat162_rn(first, second); }
+};
+struct f16 {
+    using Element = __half;
+    using Pair = __half2;
+    static constexpr DType kDType = DType::float16;
+    template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB>
+    using Atom = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<kA, kB>;
+    __device__ static Pair round(float first, float second) { return __floats2half2_rn(first, second); }
+};
+
+constexpr int kSums = 128;  // of a thread
+
+// The matrix descriptor of an operand but for its address, which is added to `low`. All addresses and
+// distances are in units of 16 bytes.
+struct Operand {
+    uint32_t low;
+    uint32_t high;
+    uint32_t step[4];  // from the operand's beginning to each 16 elements of k
+
+    __device__ uint64_t at(uint32_t address, int k16) const {
+        return uint64_t{high} << 32 | (low + address + step[k16]);
+    }
+};
+
+// Lines of `width` bytes (128, 64 or 32), swizzled over that width. With k along the lines, `outer` is
+// unused; with k across the lines it is the distance in bytes from one line-wide column to the next.
+inline Operand operand(int width, int outer) {
+    const uint32_t layout = width == 128 ? 1 : width == 64 ? 2 : 3;
+    const uint32_t eight_lines = 8 * width / 16;
+    return {static_cast<uint32_t>(outer / 16) << 16, eight_lines | layout << 30, {}};
+}
+
+template <class Atom, size_t... kIndex>
+__device__ inline void multiply(float (&sums)[kSums], uint64_t a, uint64_t b, bool add,
+                                std::index_sequence<kIndex...>) {
+    Atom::fma(a, b, sums[kIndex]..., add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+// sums (+)= a b for 64 elements of k.
+template <class Atom>
+__device__ inline void multiply_step(float (&sums)[kSums], const Operand& a, uint32_t a_address, const Operand& b,
+                                     uint32_t b_address, bool add) {
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k16 = 0; k16 < 4; ++k16)
+        multiply<Atom>(sums, a.at(a_address, k16), b.at(b_address, k16), add || k16 > 0,
+                       std::make_index_sequence<kSums>());
+    cute::warpgroup_commit_batch();
+}
+
+}  // namespace ts::sm90
