@@ -112,7 +112,10 @@ class DdsConsumer {
         }
     }
 
-    __device__ static uint32_t units(const char* address) { return cute::cast_smem_ptr_to_uint(address) / 16; }
+    // As descriptors want it: without the bits that name the CTA of the cluster, in units of 16 bytes.
+    __device__ static uint32_t units(const char* address) {
+        return (cute::cast_smem_ptr_to_uint(address) & 0x3ffff) / 16;
+    }
 
     const DdsArguments& arguments_;
     typename Traits::Shared& shared_;
@@ -143,7 +146,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) dds_kernel(const __grid_c
     const DdsPlan plan(arguments.plan);
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
-        const DdsProducer<Traits> producer{arguments, shared, plan, rank, lane};
+        const DdsProducer<Traits> producer{arguments, shared, plan, rank, lane, cute::elect_one_sync() != 0};
         if (warp == 0)
             producer.template load_input<kRowMajorInput>();
         else if (warp <= Traits::kGroups)
@@ -222,8 +225,8 @@ struct Dds {
         arguments.value_rows = pattern.nnz * pattern.block_rows;
         arguments.output_layout = output(problem).layout;
         arguments.activation = problem.activation;
-        arguments.schedule = {static_cast<int>(tiles), static_cast<int>(units),
-                              group_units(arguments.k_size)};
+        arguments.schedule =
+            schedule_arguments(static_cast<int>(tiles), static_cast<int>(units), group_units(arguments.k_size));
         describe_shared_memory(arguments, input(problem).layout);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
         if (const cudaError_t error = map_output(arguments, problem)) return error;

@@ -45,7 +45,7 @@ class DdsEpilogue {
     __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + group_); }
 
     __device__ void wait_for_buffers() const {
-        if (thread_ < parts_) cute::tma_store_wait<0>();
+        if (thread_ == 0) cute::tma_store_wait<0>();
         sync();
     }
 
@@ -108,20 +108,22 @@ class DdsEpilogue {
                     *reinterpret_cast<cute::uint128_t*>(buffer + offset));
     }
 
-    // Stores all buffers, up to `chunk`; every block row by a thread of its own.
+    // One thread stores all buffers, the last of which holds `chunk`: a box for each block row.
     __device__ void store_chunks(const int* rows, int token, int chunk) const {
-        if (thread_ >= parts_) return;
-        const int part_features = Traits::kGroupFeatures / parts_;
-        const int feature = output_feature(rows, thread_ * part_features);
-        if (feature < 0) return;
+        if (thread_ != 0) return;
+        const int features = Traits::kGroupFeatures / parts_;
+        for (int part = 0; part < parts_; ++part) {
+            const int feature = output_feature(rows, part * features);
+            if (feature < 0) continue;
 #pragma unroll
-        for (int i = 0; i < Traits::kChunks; ++i) {
-            const int first = token + (chunk - Traits::kChunks + 1 + i) * Traits::kChunkTokens;
-            const char* const source = buffers_[i] + thread_ * (Traits::kChunkBytes / parts_);
-            if (arguments_.output_layout == Layout::row_major)
-                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, source, feature, first);
-            else
-                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, source, first, feature);
+            for (int i = 0; i < Traits::kChunks; ++i) {
+                const int first = token + (chunk - Traits::kChunks + 1 + i) * Traits::kChunkTokens;
+                const char* const source = buffers_[i] + part * (Traits::kChunkBytes / parts_);
+                if (arguments_.output_layout == Layout::row_major)
+                    cute::SM90_TMA_STORE_2D::copy(&arguments_.output, source, feature, first);
+                else
+                    cute::SM90_TMA_STORE_2D::copy(&arguments_.output, source, first, feature);
+            }
         }
         cute::tma_store_arrive();
     }

@@ -7,7 +7,10 @@
 // prepared for a launch and every run gives the same schedule.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+
+#include <cutlass/fast_math.h>
 
 #include "sm90/pipeline.cuh"
 
@@ -21,10 +24,26 @@ struct Work {
 };
 
 struct ScheduleArguments {
+    int size;         // tiles of the plan times units of tokens
     int tiles;        // of the plan
-    int units;        // of tokens
-    int group_units;  // of a group of tokens
+    int group_units;  // units of a group of tokens
+    cutlass::FastDivmod by_group;       // tiles of a group
+    cutlass::FastDivmod by_units;       // units of a group
+    cutlass::FastDivmod by_last_units;  // units of the last group
+    int whole_groups;
 };
+
+inline ScheduleArguments schedule_arguments(int tiles, int units, int group_units) {
+    group_units = std::min(group_units, units);
+    const int last = units % group_units;
+    return {tiles * units,
+            tiles,
+            group_units,
+            cutlass::FastDivmod(tiles * group_units),
+            cutlass::FastDivmod(group_units),
+            cutlass::FastDivmod(last == 0 ? group_units : last),
+            units / group_units};
+}
 
 struct Schedule {
     static constexpr int kMaxClusters = 96;
@@ -33,9 +52,9 @@ struct Schedule {
 
     Ring<kQueue> ring;
     Work queue[kQueue];
-    int loads[kMaxClusters];
-    int costs[kMaxClusters];
-    uint8_t by_cost[kMaxClusters];
+    uint2 keys[kMaxClusters];  // of the clusters by their work so far, of the round's tiles by their cost
+    uint8_t by_load[kMaxClusters];  // the rank of a cluster
+    uint8_t by_cost[kMaxClusters];  // the tile of a rank
 
     // `readers`: warps that take work.
     __device__ void init(int readers) { ring.init(readers); }
@@ -43,27 +62,14 @@ struct Schedule {
     // Called by one warp: fills the queue for this cluster.
     __device__ void run(const ScheduleArguments& arguments, const int2* tiles, int cluster, int clusters,
                         int lane) {
-        const int size = arguments.tiles * arguments.units;
         Ring<kQueue>::Position position;
-        int item = cluster;
-        for (int round = 0; round * clusters < size; ++round) {
-            const int first = round * clusters;
-            if (round == 0) {
-                if (item < size) push(work_at(arguments, tiles, item), position, lane);
-                for (int c = lane; c < clusters; c += 32)
-                    loads[c] = c < size ? cost(work_at(arguments, tiles, c)) : 0;
-                __syncwarp();
-                continue;
-            }
-            const int count = min(clusters, size - first);
-            for (int c = lane; c < clusters; c += 32)
-                costs[c] = c < count ? cost(work_at(arguments, tiles, first + c)) : -1;
-            __syncwarp();
-            for (int c = lane; c < clusters; c += 32) by_cost[rank(costs, clusters, c, -1)] = static_cast<uint8_t>(c);
-            __syncwarp();
-            item = by_cost[rank(loads, clusters, cluster, 1)];
-            if (item < count) push(work_at(arguments, tiles, first + item), position, lane);
-            add_costs(clusters, lane);
+        uint32_t loads[kPerLane] = {};
+        if (cluster < arguments.size) push(work_at(arguments, tiles, cluster), position, lane);
+        for (int first = 0; first < arguments.size; first += clusters) {
+            // The first round has been begun with tiles in order, which is nearly always what it gives.
+            rank(loads, arguments, tiles, first, clusters, lane);
+            const int item = first + by_cost[by_load[cluster]];
+            if (first > 0 && item < arguments.size) push(work_at(arguments, tiles, item), position, lane);
         }
         push({-1, 0, 0, 0}, position, lane);
     }
@@ -74,6 +80,8 @@ struct Schedule {
         Work work = queue[position.stage];
         // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
         work.tile = __shfl_sync(~0u, work.tile, 0);
+        work.unit = __shfl_sync(~0u, work.unit, 0);
+        work.step = __shfl_sync(~0u, work.step, 0);
         work.steps = __shfl_sync(~0u, work.steps, 0);
         if (lane == 0) ring.empty[position.stage].arrive();
         position.advance();
@@ -81,40 +89,53 @@ struct Schedule {
     }
 
   private:
+    static constexpr int kPerLane = kMaxClusters / 32;  // clusters, or tiles of a round, that a lane cares for
+
     __device__ static Work work_at(const ScheduleArguments& arguments, const int2* tiles, int item) {
-        const int group = item / (arguments.tiles * arguments.group_units);
-        const int first_unit = group * arguments.group_units;
-        const int units = min(arguments.group_units, arguments.units - first_unit);
-        const int within = item - first_unit * arguments.tiles;
-        const int tile = within / units;
+        int group, within, tile, unit;
+        arguments.by_group(group, within, item);
+        (group < arguments.whole_groups ? arguments.by_units : arguments.by_last_units)(tile, unit, within);
         const int2 steps = __ldg(tiles + tile);
-        return {tile, first_unit + within % units, steps.x, steps.y};
+        return {tile, group * arguments.group_units + unit, steps.x, steps.y};
     }
 
-    __device__ static int cost(const Work& work) { return work.steps + kTileCost; }
-
-    // The place of entry `which` in ascending (1) or descending (-1) order.
-    __device__ static int rank(const int* values, int count, int which, int order) {
-        const int mine = order * values[which];
-        int before = 0;
-        for (int i = 0; i < count; ++i) {
-            const int other = order * values[i];
-            before += other < mine || (other == mine && i < which);
-        }
-        return before;
-    }
-
-    __device__ void add_costs(int clusters, int lane) {
-        int sums[kMaxClusters / 32];
+    // Ranks the clusters by their work and the tiles of the round that begins with item `first` by theirs,
+    // and adds to each cluster's load, of which lane l holds those of clusters l + 32 i, what it gets.
+    __device__ void rank(uint32_t (&loads)[kPerLane], const ScheduleArguments& arguments, const int2* tiles,
+                         int first, int clusters, int lane) {
+        // Keys differ in their last bits, which are the place.
+        uint2 mine[kPerLane];
+        uint2 ranks[kPerLane] = {};
 #pragma unroll
-        for (int i = 0; i < kMaxClusters / 32; ++i) {
-            const int c = lane + 32 * i;
-            if (c < clusters) sums[i] = loads[c] + max(0, costs[by_cost[rank(loads, clusters, c, 1)]]);
+        for (int i = 0; i < kPerLane; ++i) {
+            const uint32_t place = lane + 32 * i;
+            const int item = first + place;
+            const int steps = item < arguments.size ? work_at(arguments, tiles, item).steps : -kTileCost;
+            mine[i] = make_uint2(loads[i] * 128 + place, (kMostSteps - steps) * 128 + place);
+            keys[place] = mine[i];
+        }
+        __syncwarp();
+#pragma unroll 4
+        for (int place = 0; place < clusters; ++place) {
+            const uint2 other = keys[place];
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) {
+                ranks[i].x += other.x < mine[i].x;
+                ranks[i].y += other.y < mine[i].y;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const int place = lane + 32 * i;
+            if (place >= clusters) continue;
+            by_load[place] = static_cast<uint8_t>(ranks[i].x);
+            by_cost[ranks[i].y] = static_cast<uint8_t>(place);
         }
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < kMaxClusters / 32; ++i)
-            if (lane + 32 * i < clusters) loads[lane + 32 * i] = sums[i];
+        for (int i = 0; i < kPerLane; ++i)
+            if (lane + 32 * i < clusters)
+                loads[i] += kMostSteps - keys[by_cost[ranks[i].x]].y / 128 + kTileCost;
         __syncwarp();
     }
 
@@ -127,6 +148,8 @@ struct Schedule {
         __syncwarp();
         position.advance();
     }
+
+    static constexpr uint32_t kMostSteps = 1 << 24;
 };
 
 }  // namespace ts::sm90
