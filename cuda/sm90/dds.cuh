@@ -27,21 +27,28 @@ class DdsConsumer {
   public:
     __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared, const DdsPlan& plan,
                            int rank, int group)
-        : arguments_(arguments), shared_(shared), plan_(plan), rank_(rank), group_(group) {}
+        : arguments_(arguments),
+          shared_(shared),
+          plan_(plan),
+          rank_(rank),
+          group_(group),
+          lane_(threadIdx.x % kWarpSize) {}
 
     __device__ void run() {
-        const int lane = threadIdx.x % 32;
         const DdsEpilogue<Traits> epilogue(arguments_, shared_, group_);
         typename Ring<Schedule::kQueue>::Position next;
         float sums[kSums];
-        while (true) {
-            const Work work = shared_.schedule.pop(next, lane);
-            if (work.tile < 0) break;
-            sum_up(sums, work.steps);
+        Work work = shared_.schedule.pop(next, lane_);
+        uint32_t present = present_from(work, 0);
+        while (work.tile >= 0) {
+            sum_up(sums, work, present);
+            const Work done = work;
+            work = shared_.schedule.pop(next, lane_);
+            present = present_from(work, 0);  // arrives during the epilogue
             const int row_rank = Traits::kRowRanks > 1 ? rank_ : 0;
             const int token_rank = Traits::kTokenRanks > 1 ? rank_ : 0;
-            epilogue.store(sums, plan_.rows + (work.tile * Traits::kRowRanks + row_rank) * plan_.groups,
-                           (work.unit * Traits::kTokenRanks + token_rank) * Traits::kTileTokens);
+            epilogue.store(sums, plan_.rows + (done.tile * Traits::kRowRanks + row_rank) * plan_.groups,
+                           (done.unit * Traits::kTokenRanks + token_rank) * Traits::kTileTokens);
         }
         epilogue.finish_stores();
     }
@@ -49,21 +56,32 @@ class DdsConsumer {
   private:
     using InputPosition = typename Ring<Traits::kInputStages>::Position;
     using WeightPosition = typename Ring<Traits::kWeightStages>::Position;
+    static constexpr int kWarpSize = 32;
 
-    __device__ void sum_up(float (&sums)[kSums], int steps) {
+    // Whether the warpgroup has blocks in the lane's step, of 32 from the tile's step `first`.
+    __device__ uint32_t present_from(const Work& work, int first) const {
+        const int step = first + lane_, row_rank = Traits::kRowRanks > 1 ? rank_ : 0;
+        if (step >= work.steps) return 0;
+        return __ldg(plan_.masks + (work.step + step) * Traits::kRowRanks + row_rank) >> 16 * group_ & 0xffff;
+    }
+
+    __device__ void sum_up(float (&sums)[kSums], const Work& work, uint32_t present) {
         bool any = false;
-        for (int step = 0; step < steps; ++step) {
-            wait(shared_.input_ring.full[input_.stage], input_.parity);
-            const int present =
-                __shfl_sync(~0u, *const_cast<const volatile int*>(&shared_.present[input_.stage]), 0);
-            if (present >> group_ & 1) {
-                multiply(sums, any);
-                any = true;
-            } else {
-                release_multiplied();
-                release_input(input_.stage);
+        for (int first = 0; first < work.steps; first += kWarpSize) {
+            const uint32_t steps_present = __ballot_sync(~0u, present != 0);
+            present = present_from(work, first + kWarpSize);
+            const int count = min(kWarpSize, work.steps - first);
+            for (int step = 0; step < count; ++step) {
+                wait(shared_.input_ring.full[input_.stage], input_.parity);
+                if (steps_present >> step & 1) {
+                    multiply(sums, any);
+                    any = true;
+                } else {
+                    release_multiplied();
+                    release_input(input_.stage);
+                }
+                input_.advance();
             }
-            input_.advance();
         }
         release_multiplied();
         if (any) return;
@@ -122,6 +140,7 @@ class DdsConsumer {
     const DdsPlan& plan_;
     int rank_;
     int group_;
+    int lane_;
     InputPosition input_;
     WeightPosition weight_;
     bool multiplied_ = false;
@@ -221,6 +240,9 @@ struct Dds {
         arguments.tokens = static_cast<int>(problem.tokens);
         arguments.k_size = static_cast<int>(kForward ? pattern.in_features : pattern.out_features);
         arguments.row_block = kForward ? pattern.block_rows : pattern.block_cols;
+        arguments.row_shift = log2_of_block(arguments.row_block);
+        arguments.row_width = std::min(arguments.row_block, Traits::kGroupFeatures);
+        arguments.row_parts = Traits::kGroupFeatures / arguments.row_width;
         arguments.k_block = kForward ? pattern.block_cols : pattern.block_rows;
         arguments.value_rows = pattern.nnz * pattern.block_rows;
         arguments.output_layout = output(problem).layout;
@@ -233,20 +255,17 @@ struct Dds {
         return map_values(arguments, problem);
     }
 
-    // So many tokens that their activations take a third of L2.
+    // So many tokens that their activations take a sixth of L2.
     static int group_units(int k_size) {
-        constexpr int64_t kPanelBytes = 16 << 20;
+        constexpr int64_t kPanelBytes = 8 << 20;
         return static_cast<int>(std::max<int64_t>(1, kPanelBytes / (int64_t{kUnitTokens} * k_size * 2)));
     }
 
     static int k_width(const DdsArguments& arguments) { return std::min(arguments.k_block, Traits::kStep); }
-    static int row_width(const DdsArguments& arguments) {
-        return std::min(arguments.row_block, Traits::kGroupFeatures);
-    }
 
     // How the pieces of a step and the block rows of a warpgroup follow one another in shared memory.
     static void describe_shared_memory(DdsArguments& arguments, Layout input_layout) {
-        const int width = k_width(arguments), rows = row_width(arguments);
+        const int width = k_width(arguments), rows = arguments.row_width;
         const bool row_major = input_layout == Layout::row_major;
         Operand& tokens = arguments.tokens_by_k;
         tokens = row_major ? operand(2 * width, 0) : operand(128, 128 * width);
@@ -284,7 +303,7 @@ struct Dds {
     static cudaError_t map_output(DdsArguments& arguments, const Problem& problem) {
         const Matrix& matrix = output(problem);
         const int64_t features = kForward ? problem.pattern.out_features : problem.pattern.in_features;
-        const int rows = row_width(arguments);
+        const int rows = arguments.row_width;
         if (matrix.layout == Layout::row_major)
             return encode(arguments.output, problem.dtype, matrix.data,
                           {{features, 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});
@@ -293,7 +312,7 @@ struct Dds {
     }
 
     static cudaError_t map_values(DdsArguments& arguments, const Problem& problem) {
-        const int width = k_width(arguments), rows = row_width(arguments);
+        const int width = k_width(arguments), rows = arguments.row_width;
         const int64_t columns = problem.pattern.block_cols;
         // A pattern without blocks has steps nowhere; the map is never used but must be valid.
         if (arguments.value_rows == 0) return cudaSuccess;

@@ -35,13 +35,7 @@ struct DdsProducer {
                 const Multicast to = receivers(step, k, other_k);
                 shared.input_ring.wait_empty(position);
                 const Barrier& full = shared.input_ring.full[position.stage];
-                if (elected) {
-                    shared.present[position.stage] = ((mask & 0xffff) != 0) | ((mask & ~0xffff) != 0) << 1;
-                    if (mask != 0)
-                        full.arrive_and_expect_tx(Traits::kInputBytes);
-                    else
-                        full.arrive();
-                }
+                if (elected) full.arrive_and_expect_tx(mask != 0 ? Traits::kInputBytes : 0);
                 if (mask != 0 && to.mask != 0)
                     for (int i = 0; i < plan.pieces; ++i)
                         load_piece<kRowMajorInput>(
@@ -55,7 +49,7 @@ struct DdsProducer {
 
     // One warp for each warpgroup: the weight of its 64 features.
     __device__ void load_weight(int group) const {
-        const int parts = max(1, Traits::kGroupFeatures / arguments.row_block);  // blocks across the features
+        const int parts = arguments.row_parts;
         const int piece = lane / parts, part = lane % parts;
         const bool active = piece < plan.pieces;
         // A block wider than a warpgroup is shared by both.
@@ -64,7 +58,7 @@ struct DdsProducer {
         const bool loads = Traits::kTokenRanks == 1 || group % Traits::kTokenRanks == rank;
         const Multicast to{Traits::kTokenRanks == 1 ? uint16_t{1} : Traits::kAllRanks};
         const int k_width = min(arguments.k_block, Traits::kStep);
-        const int line = 2 * (Traits::kTransposed ? min(arguments.row_block, Traits::kGroupFeatures) : k_width);
+        const int line = 2 * (Traits::kTransposed ? arguments.row_width : k_width);
         const int offset = Traits::kTransposed
                                ? (part * Traits::kStep + piece * k_width) * line
                                : (piece * Traits::kGroupFeatures + part * arguments.row_block) * line;

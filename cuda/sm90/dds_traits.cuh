@@ -24,6 +24,9 @@ struct DdsArguments {
     int tokens;
     int k_size;     // features summed over
     int row_block;  // features of a block
+    int row_shift;  // their log2
+    int row_width;  // features of a block in a warpgroup
+    int row_parts;  // blocks across the features of a warpgroup
     int k_block;    // k of a block
     int64_t value_rows;
     Layout output_layout;
@@ -52,11 +55,11 @@ struct DdsTraits {
     static constexpr int kInputBytes = kTileTokens * kStep * 2;
     static constexpr int kWeightBytes = kGroupFeatures * kStep * 2;
     static constexpr int kInputStages = 4;
-    static constexpr int kWeightStages = 4;
+    static constexpr int kWeightStages = 3;
 
     static constexpr int kChunkTokens = 64;  // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kGroupFeatures * 2;
-    static constexpr int kChunks = 2;  // buffers of a warpgroup
+    static constexpr int kChunks = 3;  // buffers of a warpgroup
 
     template <bool kRowMajorInput>
     using Atom =
@@ -69,7 +72,6 @@ struct DdsTraits {
         alignas(1024) char output[kGroups][kChunks][kChunkBytes];
         Ring<kInputStages> input_ring;
         Ring<kWeightStages> weight_ring[kGroups];
-        int present[kInputStages];  // bit g: warpgroup g has blocks in the step
         Schedule schedule;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
