@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "error.h"
+#include "narrow_plan.h"
 #include "problem.h"
 
 namespace ts {
@@ -172,22 +173,6 @@ std::vector<Column> columns_of(const View& view, const Group& group, int32_t siz
     return columns;
 }
 
-std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<int32_t>>& sections) {
-    int32_t* const offsets[] = {&header.tiles_at, &header.rows_at, &header.masks_at, &header.k_at,
-                                &header.slots_at};
-    int32_t at = sizeof(PlanHeader) / sizeof(int32_t);
-    for (size_t i = 0; i < sections.size(); ++i) {
-        *offsets[i] = at;
-        at += static_cast<int32_t>((sections[i].size() + 3) / 4 * 4);  // each section 16-byte aligned
-    }
-    header.words = at;
-    std::vector<int32_t> plan(at, -1);
-    std::memcpy(plan.data(), &header, sizeof header);
-    for (size_t i = 0; i < sections.size(); ++i)
-        std::copy(sections[i].begin(), sections[i].end(), plan.begin() + *offsets[i]);
-    return plan;
-}
-
 class DdsPlanBuilder {
   public:
     DdsPlanBuilder(const View& view, PlanShape shape)
@@ -344,8 +329,25 @@ class SddPlanBuilder {
 
 }  // namespace
 
+std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<int32_t>>& sections) {
+    int32_t* const offsets[] = {&header.tiles_at, &header.rows_at, &header.masks_at, &header.k_at,
+                                &header.slots_at};
+    int32_t at = sizeof(PlanHeader) / sizeof(int32_t);
+    for (size_t i = 0; i < sections.size(); ++i) {
+        *offsets[i] = at;
+        at += static_cast<int32_t>((sections[i].size() + 3) / 4 * 4);  // each section 16-byte aligned
+    }
+    header.words = at;
+    std::vector<int32_t> plan(at, -1);
+    std::memcpy(plan.data(), &header, sizeof header);
+    for (size_t i = 0; i < sections.size(); ++i)
+        std::copy(sections[i].begin(), sections[i].end(), plan.begin() + *offsets[i]);
+    return plan;
+}
+
 std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape) {
     if (shape.tile == 0) return {};
+    if (shape.kind == PlanKind::narrow) return build_narrow_plan(pattern, op, shape);
     const View view = view_of(pattern, op);
     require(view.row_block <= shape.tile, "the kernel's tile of ", shape.tile,
             " features is less than the block's ", view.row_block);

@@ -67,6 +67,8 @@ struct Device {
     int32_t shared_memory;       // bytes a thread block may use
 };
 
+enum class PlanKind : int32_t { tiles = 0, narrow = 1 };
+
 // The geometry a plan is built for. Kernels of one shape share plans.
 // dds: macro-tiles of `tile` output features, walked in steps of `step` elements of k; `ranks` of them
 // are walked together.
@@ -75,6 +77,7 @@ struct PlanShape {
     int32_t tile;  // 0: the kernel needs no plan
     int32_t step;
     int32_t ranks = 1;
+    PlanKind kind = PlanKind::tiles;
 };
 
 // One row of the registry.
