@@ -101,7 +101,7 @@ class NarrowProducer {
             oldest_.advance();
             --stages_;
         }
-        if (skipped > 0) head_ = 0;
+        if (head_ + units > Traits::kStageUnits) head_ = 0;
         used_ += skipped + units;
         ++stages_;
         __syncwarp();
