@@ -1,6 +1,7 @@
 #include "narrow_plan.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <numeric>
 
 #include "error.h"
@@ -20,9 +21,12 @@ struct Unit {
     int32_t slots[2];
 };
 
+using Profile = std::vector<int32_t>;  // units in each stage
+
 struct Row {
     std::vector<int32_t> block_rows;
     std::vector<Unit> units;  // by column
+    Profile profile;
 };
 
 class NarrowPlanBuilder {
@@ -45,7 +49,7 @@ class NarrowPlanBuilder {
         const int64_t tile_rows = int64_t{group_rows_} * kGroups * shape_.ranks;
         const int64_t tiles = (count + tile_rows - 1) / tile_rows;
         for (int64_t tile = 0; tile < tiles; ++tile)
-            add_tile({rows.begin() + tile * count / tiles, rows.begin() + (tile + 1) * count / tiles});
+            add_tile(deal(rows, (tile + 1) * count / tiles - tile * count / tiles));
         starts_.push_back(units_);
         PlanHeader header{};
         header.tiles = static_cast<int32_t>(tiles);
@@ -98,7 +102,7 @@ class NarrowPlanBuilder {
     }
 
     Row make_row(std::vector<int32_t> block_rows) const {
-        Row row{std::move(block_rows), {}};
+        Row row{std::move(block_rows), {}, Profile(stages_)};
         for (size_t part = 0; part < row.block_rows.size(); ++part)
             for (int32_t e = blocks_.ptr[row.block_rows[part]]; e < blocks_.ptr[row.block_rows[part] + 1]; ++e) {
                 Unit unit{blocks_.idx[e], {-1, -1}};
@@ -111,7 +115,7 @@ class NarrowPlanBuilder {
     }
 
     // Units of two block rows in one column become one.
-    static Row merge(Row row) {
+    Row merge(Row row) const {
         std::vector<Unit> merged;
         for (const Unit& unit : row.units) {
             if (!merged.empty() && merged.back().col == unit.col)
@@ -120,17 +124,45 @@ class NarrowPlanBuilder {
                 merged.push_back(unit);
         }
         row.units = std::move(merged);
+        for (const Unit& unit : row.units) ++row.profile[unit.col * block_ / shape_.step];
         return row;
     }
 
-    // `rows` have ever fewer units: dealt out to and fro, all warpgroups get nearly as many.
-    void add_tile(const Rows& rows) {
+    // Takes `count` of the longest rows and deals them out to the warpgroups of a tile. These wait for one
+    // another now and then, so that each should have as many units in one stage as in the next.
+    std::vector<Rows> deal(Rows& rows, int64_t count) const {
+        constexpr int64_t kCandidates = 64;
         const int32_t lists = shape_.ranks * kGroups;
         std::vector<Rows> dealt(lists);
-        for (size_t i = 0; i < rows.size(); ++i) {
-            const auto place = static_cast<int32_t>(i % (2 * lists));
-            dealt[place < lists ? place : 2 * lists - 1 - place].push_back(rows[i]);
+        std::vector<Profile> sums(lists, Profile(stages_));
+        for (int64_t i = 0; i < count; ++i) {
+            Profile& sum = sums[i % lists];
+            const auto candidates = rows.begin() + std::min<int64_t>(kCandidates, static_cast<int64_t>(rows.size()));
+            auto best = rows.begin();
+            int64_t least = INT64_MAX;
+            for (auto row = rows.begin(); row != candidates; ++row) {
+                const int64_t now = unevenness(sum, row->profile);
+                if (now < least) best = row, least = now;
+            }
+            for (int32_t stage = 0; stage < stages_; ++stage) sum[stage] += best->profile[stage];
+            dealt[i % lists].push_back(std::move(*best));
+            rows.erase(best);
         }
+        return dealt;
+    }
+
+    // The variance of a sum of profiles, times the square of the number of stages.
+    static int64_t unevenness(const Profile& a, const Profile& b) {
+        int64_t sum = 0, squares = 0;
+        for (size_t stage = 0; stage < a.size(); ++stage) {
+            const int64_t units = a[stage] + b[stage];
+            sum += units;
+            squares += units * units;
+        }
+        return squares * static_cast<int64_t>(a.size()) - sum * sum;
+    }
+
+    void add_tile(const std::vector<Rows>& dealt) {
         size_t most = 0;
         for (const Rows& list : dealt) {
             size_t units = 0;

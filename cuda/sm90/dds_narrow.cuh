@@ -94,14 +94,14 @@ class NarrowProducer {
         int skipped;
         while (true) {
             if (stages_ == 0) head_ = used_ = 0;
-            skipped = head_ + units > Traits::kStageUnits ? Traits::kStageUnits - head_ : 0;
-            if (stages_ < Traits::kStages && used_ + skipped + units <= Traits::kStageUnits) break;
+            skipped = head_ + units > Traits::kUnits ? Traits::kUnits - head_ : 0;
+            if (stages_ < Traits::kStages && used_ + skipped + units <= Traits::kUnits) break;
             wait(shared_.ring.empty[oldest_.stage], oldest_.parity);
             used_ -= shared_.taken_units[oldest_.stage];
             oldest_.advance();
             --stages_;
         }
-        if (head_ + units > Traits::kStageUnits) head_ = 0;
+        if (head_ + units > Traits::kUnits) head_ = 0;
         used_ += skipped + units;
         ++stages_;
         __syncwarp();
@@ -218,15 +218,21 @@ class NarrowConsumer {
         for (int k16 = 0; k16 < Traits::kBlock / 16; ++k16)
 #pragma unroll
             for (int half = 0; half < Traits::kHalves; ++half)
-                fma(sums[half],
-                    arguments_.tokens_by_k.at(input + half * (Traits::kHalfBytes / 16) + k16 * kInputStep, 0),
-                    arguments_.weight.at(weight + k16 * 2, 0), std::make_index_sequence<Traits::kRowSums>());
+                fma(sums[half], descriptor(input + half * (Traits::kHalfBytes / 16) + k16 * kInputStep, 128),
+                    descriptor(weight + k16 * 2, 2 * Traits::kBlock),
+                    std::make_index_sequence<Traits::kRowSums>());
     }
 
     template <size_t... kIndex>
     __device__ static void fma(float (&sums)[Traits::kRowSums], uint64_t a, uint64_t b,
                                std::index_sequence<kIndex...>) {
         Atom::fma(a, b, sums[kIndex]..., cute::SM90::GMMA::ScaleOut::One);
+    }
+
+    // Of an operand with lines of `width` bytes, swizzled over them.
+    __device__ static uint64_t descriptor(uint32_t address, uint32_t width) {
+        const uint32_t layout = width == 128 ? 1 : width == 64 ? 2 : 3, eight_lines = 8 * width / 16;
+        return uint64_t{eight_lines | layout << 30} << 32 | address;
     }
 
     // As descriptors want it: without the bits that name the CTA of the cluster, in units of 16 bytes.
@@ -273,11 +279,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Host side: one row of the registry.
-template <class Math>
+template <class Math, int kStep, int kStages, int kWeightKilobytes, int kBuffers>
 struct DdsNarrow {
     using Element = typename Math::Element;
     template <int kBlock>
-    using Traits = NarrowTraits<Math, kBlock>;
+    using Traits = NarrowTraits<Math, kBlock, kStep, kStages, kWeightKilobytes * 1024, kBuffers>;
     static constexpr int kTileTokens = Traits<32>::kTileTokens;
     static constexpr int kClusterFeatures = Traits<32>::kRanks * Traits<32>::kTileFeatures;
 
@@ -308,7 +314,7 @@ struct DdsNarrow {
                 1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
                 1u << static_cast<int>(Math::kDType),
                 Precision::highest,
-                {Traits<32>::kTileFeatures, Traits<32>::kStep, Traits<32>::kRanks, PlanKind::narrow},
+                {Traits<32>::kTileFeatures, kStep, Traits<32>::kRanks, PlanKind::narrow},
                 kTileTokens,
                 kClusterFeatures,
                 refuses,
@@ -363,8 +369,6 @@ struct DdsNarrow {
         arguments.activation = problem.activation;
         arguments.schedule =
             schedule_arguments(static_cast<int>(tiles), static_cast<int>(units), group_units(k_size));
-        arguments.weight = operand(2 * kBlock, 0);
-        arguments.tokens_by_k = operand(128, 0);
         if (const cudaError_t error = map_input(arguments, problem, k_size)) return error;
         return map_output<kBlock>(arguments, problem);
     }
@@ -376,7 +380,7 @@ struct DdsNarrow {
     }
 
     static cudaError_t map_input(NarrowArguments& arguments, const Problem& problem, int64_t k_size) {
-        constexpr int kHalf = Traits<32>::kHalfTokens, kStep = Traits<32>::kStep;
+        constexpr int kHalf = Traits<32>::kHalfTokens;
         const Matrix& matrix = input(problem);
         if (matrix.layout == Layout::row_major)
             return encode(arguments.input, problem.dtype, matrix.data,
@@ -400,10 +404,10 @@ struct DdsNarrow {
 
 }  // namespace ts::sm90
 
-#define TS_INSTANCE(name, kernel, math)                             \
-    namespace ts::sm90 {                                            \
-    const Kernel& name() {                                          \
-        static constexpr Kernel kRow = DdsNarrow<math>::row(#name); \
-        return kRow;                                                \
-    }                                                               \
+#define TS_INSTANCE(name, kernel, math, step, stages, weight_kilobytes, buffers)                              \
+    namespace ts::sm90 {                                                                                     \
+    const Kernel& name() {                                                                                   \
+        static constexpr Kernel kRow = DdsNarrow<math, step, stages, weight_kilobytes, buffers>::row(#name); \
+        return kRow;                                                                                         \
+    }                                                                                                        \
     }

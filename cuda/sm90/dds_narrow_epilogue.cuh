@@ -26,21 +26,21 @@ class NarrowEpilogue {
 
     // `rows`: the block rows of the warpgroup.
     __device__ void store(Sums& sums, const int* rows, int token) const {
-        constexpr int kRowsAtOnce = Traits::kBuffers / Traits::kHalves;
-        static_assert(Traits::kRows % kRowsAtOnce == 0);
+        constexpr int kAll = Traits::kRows * Traits::kHalves;
+        static_assert(kAll % Traits::kBuffers == 0);
 #pragma unroll
-        for (int first = 0; first < Traits::kRows; first += kRowsAtOnce) {
+        for (int first = 0; first < kAll; first += Traits::kBuffers) {
             if (thread_ == 0) cute::tma_store_wait<0>();
             sync();
 #pragma unroll
             for (int i = 0; i < Traits::kBuffers; ++i) {
-                auto& half = sums[first + i / Traits::kHalves][i % Traits::kHalves];
-                finish(half, rows + (first + i / Traits::kHalves) * Traits::kParts);
+                auto& half = sums[(first + i) / Traits::kHalves][(first + i) % Traits::kHalves];
+                finish(half, rows + (first + i) / Traits::kHalves * Traits::kParts);
                 stage(half, buffers_[i]);
             }
             cutlass::arch::fence_view_async_shared();
             sync();
-            if (thread_ == 0) store_boxes(rows + first * Traits::kParts, token);
+            if (thread_ == 0) store_boxes(rows, token, first);
         }
     }
 
@@ -108,15 +108,15 @@ class NarrowEpilogue {
         Store::copy(words[0], words[1], words[2], words[3], *reinterpret_cast<cute::uint128_t*>(target));
     }
 
-    // All that is in the buffers, a box for each block row.
-    __device__ void store_boxes(const int* rows, int first_token) const {
+    // All that is in the buffers, a box for each block row. `first`: what the first buffer holds.
+    __device__ void store_boxes(const int* rows, int first_token, int first) const {
         for (int i = 0; i < Traits::kBuffers * Traits::kParts; ++i) {
             const int buffer = i / Traits::kParts, part = i % Traits::kParts;
-            const int row = __ldg(rows + buffer / Traits::kHalves * Traits::kParts + part);
-            if (row < 0) continue;
+            const int row = (first + buffer) / Traits::kHalves, half = (first + buffer) % Traits::kHalves;
+            const int block_row = __ldg(rows + row * Traits::kParts + part);
+            if (block_row < 0) continue;
             const char* const source = buffers_[buffer] + part * (Traits::kBufferBytes / Traits::kParts);
-            const int token = first_token + buffer % Traits::kHalves * Traits::kHalfTokens;
-            const int feature = row * Traits::kBlock;
+            const int token = first_token + half * Traits::kHalfTokens, feature = block_row * Traits::kBlock;
             if (row_major_)
                 cute::SM90_TMA_STORE_2D::copy(&arguments_.output, source, feature, token);
             else

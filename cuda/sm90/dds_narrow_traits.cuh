@@ -20,8 +20,6 @@ struct NarrowArguments {
     const void* bias;
     const char* units;  // the packed weight
     ScheduleArguments schedule;
-    Operand weight;  // as the products read it from shared memory
-    Operand tokens_by_k;
     Layout output_layout;
     Activation activation;
 };
@@ -39,7 +37,7 @@ struct NarrowAtom<f16, kInput> {
 };
 
 // A cluster of two CTAs computes 128 tokens x 768 features, half of the features each.
-template <class Math_, int kBlock_>
+template <class Math_, int kBlock_, int kStep_, int kStages_, int kWeightBytes_, int kBuffers_>
 struct NarrowTraits {
     using Math = Math_;
     using Element = typename Math::Element;
@@ -56,19 +54,20 @@ struct NarrowTraits {
     static constexpr int kRows = 6;                       // of a warpgroup
     static constexpr int kRowSums = kHalfTokens * kRowFeatures / 128;
     static constexpr int kTileFeatures = kGroups * kRows * kRowFeatures;
-    static constexpr int kStep = 128;  // k of a stage
+    static constexpr int kStep = kStep_;  // k of a stage
     static constexpr int kThreads = 128 * (1 + kGroups);
 
-    static constexpr int kStages = 3;
+    static constexpr int kStages = kStages_;
     static constexpr int kHalfBytes = kHalfTokens * kStep * 2;
     static constexpr int kUnitBytes = kRowFeatures * kBlock * 2;
-    static constexpr int kStageUnits = kGroups * kRows * kStep / kBlock;  // at most
+    static constexpr int kUnits = kWeightBytes_ / kUnitBytes;  // in shared memory
+    static_assert(kUnits >= kGroups * kRows * kStep / kBlock);  // as many as a stage can have
     static constexpr int kBufferBytes = kHalfTokens * kRowFeatures * 2;
-    static constexpr int kBuffers = 4;  // of results, for each warpgroup
+    static constexpr int kBuffers = kBuffers_;  // of results, for each warpgroup
 
     struct Shared {
         alignas(1024) char input[kStages][kHalves][kHalfBytes];
-        alignas(1024) char weight[kStageUnits][kUnitBytes];
+        alignas(1024) char weight[kUnits][kUnitBytes];
         alignas(1024) char output[kGroups][kBuffers][kBufferBytes];
         Ring<kStages> ring;
         int first_unit[kStages];  // where a stage's units begin in `weight`
