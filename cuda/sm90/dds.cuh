@@ -181,9 +181,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) dds_kernel(const __grid_c
 }
 
 // Host side: one row of the registry.
-template <Op kOp, class Math, int kTokenRanks, int kRowRanks>
+template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kWeightStages>
 struct Dds {
-    using Traits = DdsTraits<kOp, Math, kTokenRanks, kRowRanks>;
+    using Traits = DdsTraits<kOp, Math, kTokenRanks, kRowRanks, kWeightStages>;
     static constexpr bool kForward = kOp == Op::dds_nt;
     static constexpr int kUnitTokens = kTokenRanks * Traits::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
@@ -324,10 +324,10 @@ struct Dds {
 
 }  // namespace ts::sm90
 
-#define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks)                               \
+#define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks, ws)                               \
     namespace ts::sm90 {                                                                          \
     const Kernel& name() {                                                                        \
-        static constexpr Kernel kRow = Dds<Op::op, math, token_ranks, row_ranks>::row(#name);     \
+        static constexpr Kernel kRow = Dds<Op::op, math, token_ranks, row_ranks, ws>::row(#name);     \
         return kRow;                                                                              \
     }                                                                                             \
     }
