@@ -181,9 +181,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) dds_kernel(const __grid_c
 }
 
 // Host side: one row of the registry.
-template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kWeightStages>
+template <Op kOp, class Math, int kTokenRanks, int kRowRanks>
 struct Dds {
-    using Traits = DdsTraits<kOp, Math, kTokenRanks, kRowRanks, kWeightStages>;
+    using Traits = DdsTraits<kOp, Math, kTokenRanks, kRowRanks>;
     static constexpr bool kForward = kOp == Op::dds_nt;
     static constexpr int kUnitTokens = kTokenRanks * Traits::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
@@ -224,6 +224,7 @@ struct Dds {
                 {Traits::kTileFeatures, Traits::kStep, kRowRanks},
                 kUnitTokens,
                 kClusterFeatures,
+                0,
                 refuses,
                 workspace_size,
                 launch};
@@ -324,10 +325,10 @@ struct Dds {
 
 }  // namespace ts::sm90
 
-#define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks, ws)                               \
+#define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks)                               \
     namespace ts::sm90 {                                                                          \
     const Kernel& name() {                                                                        \
-        static constexpr Kernel kRow = Dds<Op::op, math, token_ranks, row_ranks, ws>::row(#name);     \
+        static constexpr Kernel kRow = Dds<Op::op, math, token_ranks, row_ranks>::row(#name);     \
         return kRow;                                                                              \
     }                                                                                             \
     }

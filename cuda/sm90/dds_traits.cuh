@@ -35,7 +35,7 @@ struct DdsArguments {
 
 // A cluster computes kTokenRanks x kRowRanks tiles of 256 tokens x 128 features, one of them a CTA. With
 // two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
-template <Op kOp, class Math_, int kTokenRanks_, int kRowRanks_, int kWeightStages_>
+template <Op kOp, class Math_, int kTokenRanks_, int kRowRanks_>
 struct DdsTraits {
     using Math = Math_;
     using Element = typename Math::Element;
@@ -55,11 +55,11 @@ struct DdsTraits {
     static constexpr int kInputBytes = kTileTokens * kStep * 2;
     static constexpr int kWeightBytes = kGroupFeatures * kStep * 2;
     static constexpr int kInputStages = 4;
-    static constexpr int kWeightStages = kWeightStages_;
+    static constexpr int kWeightStages = 4;
 
     static constexpr int kChunkTokens = 64;  // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kGroupFeatures * 2;
-    static constexpr int kChunks = 6 - kWeightStages;  // buffers of a warpgroup
+    static constexpr int kChunks = 2;  // buffers of a warpgroup
 
     template <bool kRowMajorInput>
     using Atom =

@@ -2,9 +2,10 @@
 //
 // Tiles are numbered by groups of tokens small enough that the group's activations stay in L2 while all
 // features are computed from them; inside a group by their steps, longest first. In every round each
-// cluster gets one tile: the clusters with the least work so far get the tiles with most steps. Each
-// cluster finds that out for itself, in a warp that has nothing else to do, so that no memory needs to be
-// prepared for a launch and every run gives the same schedule.
+// cluster gets one tile: the clusters with the least work so far get the tiles with most steps, which is
+// within 2 % of handing tiles out one by one. Each cluster finds that out for itself, in a warp that has
+// nothing else to do, so that no memory needs to be prepared for a launch and every run gives the same
+// schedule. That has to take less time than a tile: ranking by counting took longer.
 #pragma once
 
 #include <algorithm>
