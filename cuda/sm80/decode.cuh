@@ -1,12 +1,10 @@
 // The forward product of few tokens, y = x W^T, which can take no less time than reading W takes.
 //
-// A CTA computes kRows features of one block row for all tokens; its warps share the row's blocks
-// evenly and add up their sums in the end. A warp walks its part in slices of 64 elements of k. It
-// copies them, W and x, through a ring of its own in shared memory, so that more bytes are under way
-// than registers could hold and no warp waits for another.
-//
-// A lane reads 16 bytes of a row at a time, k 8i to 8i + 7, where mma.sync wants k 2i, 2i + 1, 2i + 8
-// and 2i + 9: W and x are permuted alike, which leaves their product what it is.
+// A CTA computes kRows features of one block row for all tokens. Its warps share the row's blocks evenly
+// and add up their sums in the end; where many tokens make copies of x a burden, they do so in teams
+// that share what they copy. A team walks its part of the row in slices of 64 elements of k and copies
+// them, W and x, through a ring of its own in shared memory: that keeps more bytes under way than
+// registers could hold, and no team waits for another.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -39,23 +37,37 @@ struct DecodeTraits {
     using Element = typename Math::Element;
     static constexpr int kRows = kRows_;
     static constexpr int kTokenTiles = kTokenTiles_;  // of 8 tokens
-    static constexpr int kChunks = kChunks_;
     static constexpr int kTokens = 8 * kTokenTiles;
-    static constexpr int kRowTiles = kRows / 16;
+    static constexpr int kChunks = kChunks_;
     static constexpr int kSlice = 64;                // elements of k
-    static constexpr int kHalf = kSlice / 2;         // what two mma.sync take
     static constexpr int kBlocks = 8 / kChunks;      // of a slice
     static constexpr int kLineBytes = 16 * kChunks;  // a row of a block in shared memory, or a token's k
-    static constexpr int kCopyLines = 32 / kChunks;  // that a warp copies at a time
-    static constexpr int kCopyBytes = 32 * 16;
+
+    // The warps of a team multiply different rows and halves of each slice.
+    static constexpr int kTeam = kRows == 64 ? 4 : 1;
+    static constexpr int kHalves = kTeam == 1 ? 1 : 2;
+    static constexpr int kWarpRows = kRows * kHalves / kTeam;
+    static constexpr int kRowTiles = kWarpRows / 16;
+
+    static constexpr int kCopyLines = 32 * kTeam / kChunks;  // that a team copies at a time
+    static constexpr int kCopyBytes = 32 * kTeam * 16;
     static constexpr int kValueBytes = kRows * kSlice * static_cast<int>(sizeof(Element));
     static constexpr int kStageBytes = kValueBytes + kTokens * kSlice * static_cast<int>(sizeof(Element));
-    // Measured on an H200: more, smaller rings are better than fewer, deeper ones.
-    static constexpr int kStages = kStageBytes <= 4096 ? 3 : 2;
+    // Many short rings in a multiprocessor are better than few long ones (measured on an H200).
+    static constexpr int kStages = kTeam > 1 || kStageBytes <= 4096 ? 3 : 2;
     static constexpr int kRingBytes = kStages * kStageBytes;
-    static constexpr int kSumLine = kRows + 4;  // of a token; the padding avoids bank conflicts
-    static_assert(sizeof(Element) == 2);
-    static_assert(kTokens * kSumLine * sizeof(float) <= kRingBytes, "a warp's sums take its ring's place");
+    static constexpr int kSumLine = kRows + 4;              // of a token; the padding avoids bank conflicts
+    static constexpr int kSumBytes = kRingBytes / kHalves;  // the sums of all rows take the ring's place
+    static_assert(sizeof(Element) == 2 && kRows % kCopyLines == 0);
+    static_assert(kTokens * kSumLine * static_cast<int>(sizeof(float)) <= kSumBytes);
+
+    // Where a chunk of a row (or token) lies: permuted among the 128 bytes around it, so that ldmatrix finds
+    // the same chunk of 8 rows in different banks.
+    __device__ static uint32_t offset(int row, int chunk) {
+        return (row * kChunks + (chunk ^ (row * kChunks / 8 & (kChunks - 1)))) * 16;
+    }
+    // What is to be added by exclusive or to the offset of the row i * kCopyLines after another.
+    __device__ static constexpr uint32_t swap(int i) { return i * kCopyLines * kChunks / 8 % kChunks * 16; }
 };
 
 template <int kPending>
@@ -63,16 +75,7 @@ __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-__device__ inline uint4 load_chunk(uint32_t address) {
-    uint4 chunk;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
-                 : "r"(address)
-                 : "memory");
-    return chunk;
-}
-
-// Copies the slices of a warp's part of a block row into its ring, one after another.
+// Copies the slices of a team's part of a block row into its ring, one after another.
 template <class Traits>
 class DecodeLoader {
     static constexpr int kChunks = Traits::kChunks, kCopyLines = Traits::kCopyLines;
@@ -80,8 +83,8 @@ class DecodeLoader {
 
   public:
     __device__ DecodeLoader(const DecodeArguments& arguments, int feature, int part, int parts, uint32_t ring,
-                            int lane)
-        : arguments_(arguments), lane_(lane) {
+                            int thread)
+        : arguments_(arguments), thread_(thread) {
         const int row = feature >> arguments.row_shift, k_shift = arguments.k_shift;
         const int first = __ldg(arguments.rows.ptr + row);
         last_entry_ = __ldg(arguments.rows.ptr + row + 1);
@@ -93,13 +96,12 @@ class DecodeLoader {
         current_ = fetch(batch_);
         next_ = fetch(batch_ + kBatch);
 
-        const int line = lane / kChunks, chunk = lane % kChunks;
+        const int line = thread / kChunks, chunk = thread % kChunks;
         const int64_t row_in_block = (feature & ((1 << arguments.row_shift) - 1)) + line;
         values_ =
             static_cast<const char*>(arguments.values) + (row_in_block << k_shift) * kElement + chunk * 16;
         input_ = static_cast<const char*>(arguments.input) + line * arguments.input_ld + chunk * 16;
-        // Lines of 128 bytes are stored with their halves swapped at every other one: see DecodeReader.
-        stage_ = ring + (kChunks == 8 ? (lane ^ (line & 1) << 2) : lane) * 16;
+        stage_ = ring + Traits::offset(line, chunk);
         first_stage_ = stage_;
     }
 
@@ -138,28 +140,27 @@ class DecodeLoader {
         const char* w = values_ + ((slot << (arguments_.row_shift + k_shift)) + k) * kElement;
         const char* x = input_ + ((col << k_shift) + k) * kElement;
         const int64_t w_step = (int64_t{kCopyLines} << k_shift) * kElement;
-        // Lines of 32 bytes are stored with the halves of 128 bytes swapped in every other block.
-        const uint32_t stage = kChunks == 2 ? stage_ ^ j % 2 * 64 : stage_;
-        const uint32_t w_target = stage + j * Traits::kRows * Traits::kLineBytes;
-        const uint32_t x_target = stage + Traits::kValueBytes + j * Traits::kTokens * Traits::kLineBytes;
+        const uint32_t w_target = stage_ + j * Traits::kRows * Traits::kLineBytes;
+        const uint32_t x_target = stage_ + Traits::kValueBytes + j * Traits::kTokens * Traits::kLineBytes;
 #pragma unroll
         for (int i = 0; i < Traits::kRows / kCopyLines; ++i)
-            copy_async_if(true, w_target + i * Traits::kCopyBytes, w + i * w_step, bytes);
+            copy_async_if(true, (w_target ^ Traits::swap(i)) + i * Traits::kCopyBytes, w + i * w_step, bytes);
 #pragma unroll
         for (int i = 0; i < (Traits::kTokens + kCopyLines - 1) / kCopyLines; ++i)
-            copy_async_if(lane_ / kChunks + i * kCopyLines < arguments_.tokens,
-                          x_target + i * Traits::kCopyBytes, x + i * kCopyLines * arguments_.input_ld, bytes);
+            copy_async_if(thread_ / kChunks + i * kCopyLines < arguments_.tokens,
+                          (x_target ^ Traits::swap(i)) + i * Traits::kCopyBytes,
+                          x + i * kCopyLines * arguments_.input_ld, bytes);
     }
 
     // A lane's column and slot of a batch.
     __device__ int2 fetch(int batch) const {
-        const int entry = batch + lane_;
+        const int entry = batch + thread_ % 32;
         if (entry >= last_entry_) return {0, 0};
         return {__ldg(arguments_.rows.idx + entry), __ldg(arguments_.rows.slot + entry)};
     }
 
     const DecodeArguments& arguments_;
-    const int lane_;
+    const int thread_;
     int slice_, last_slice_;
     int entry_, last_entry_;
     int batch_;  // first entry of the current batch
@@ -169,38 +170,39 @@ class DecodeLoader {
     uint32_t stage_, first_stage_;
 };
 
-// Where a lane finds its chunks in a stage: line g of 8, with chunks t and t + 4 of 8 in the slice, for
-// lane 4 g + t. Eight lanes at a time read 128 bytes from different banks.
+__device__ inline Fragment<4> load_matrices(uint32_t address) {
+    Fragment<4> to;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
+                 : "r"(address)
+                 : "memory");
+    return to;
+}
+
+// Reads a warp's fragments of a stage, 16 of k at a time.
 template <class Traits>
 class DecodeReader {
   public:
-    __device__ explicit DecodeReader(int lane) {
-        const int g = lane / 4, t = lane % 4;
-        if constexpr (Traits::kChunks == 8) {
-            values_ = g * 128 + (t ^ g % 2 * 4) * 16;
-            input_ = values_ + Traits::kValueBytes;
-        } else if constexpr (Traits::kChunks == 4) {
-            values_ = lane * 16;
-            input_ = values_ + Traits::kValueBytes;
-        } else {
-            const int at = g * 32 + t % 2 * 16 ^ t / 2 * 64;
-            values_ = at + t / 2 * Traits::kRows * Traits::kLineBytes;
-            input_ = at + t / 2 * Traits::kTokens * Traits::kLineBytes + Traits::kValueBytes;
-        }
-    }
+    __device__ DecodeReader(int lane, int first_row)
+        : values_(Traits::offset(lane % 16, lane / 16) + first_row * Traits::kLineBytes),
+          input_(Traits::offset((Traits::kTokens > 8 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2) +
+                 Traits::kValueBytes) {}
 
-    // Of the rows 8 * i to 8 * i + 7, in half a slice.
-    __device__ uint4 values(uint32_t stage, int half, int i) const {
-        return load_chunk(stage + half_of(values_, half, Traits::kRows) + i * 8 * Traits::kLineBytes);
+    // Of the rows 16 * i to 16 * i + 15.
+    __device__ Fragment<4> values(uint32_t stage, int quarter, int i) const {
+        return load_matrices(stage + quarter_of(values_, quarter, Traits::kRows) +
+                             i * 16 * Traits::kLineBytes);
     }
-    // Of the tokens 8 * i to 8 * i + 7.
-    __device__ uint4 input(uint32_t stage, int half, int i) const {
-        return load_chunk(stage + half_of(input_, half, Traits::kTokens) + i * 8 * Traits::kLineBytes);
+    // Of the tokens 16 * i to 16 * i + 7 in the first half, and 8 more in the second.
+    __device__ Fragment<4> input(uint32_t stage, int quarter, int i) const {
+        return load_matrices(stage + quarter_of(input_, quarter, Traits::kTokens) +
+                             i * 16 * Traits::kLineBytes);
     }
 
   private:
-    __device__ static uint32_t half_of(uint32_t offset, int half, int lines) {
-        return Traits::kChunks == 8 ? offset ^ half * 64 : offset + half * lines * 64;
+    __device__ static uint32_t quarter_of(uint32_t offset, int quarter, int lines) {
+        constexpr int kQuarters = Traits::kChunks / 2;  // of a block
+        return (offset ^ quarter % kQuarters * 32) + quarter / kQuarters * lines * Traits::kLineBytes;
     }
 
     uint32_t values_, input_;
@@ -211,30 +213,26 @@ using DecodeSums = float[Traits::kRowTiles][Traits::kTokenTiles][4];
 
 template <class Traits>
 __device__ inline void multiply_slice(DecodeSums<Traits>& sums, const DecodeReader<Traits>& reader,
-                                      uint32_t stage) {
+                                      uint32_t stage, int half) {
+    constexpr int kTokenTiles = Traits::kTokenTiles, kQuarters = 4 / Traits::kHalves;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        uint4 w[2 * Traits::kRowTiles], x[Traits::kTokenTiles];
+    for (int i = 0; i < kQuarters; ++i) {
+        const int quarter = half * kQuarters + i;
+        Fragment<4> a[Traits::kRowTiles], b[(kTokenTiles + 1) / 2];
 #pragma unroll
-        for (int i = 0; i < 2 * Traits::kRowTiles; ++i) w[i] = reader.values(stage, half, i);
+        for (int m = 0; m < Traits::kRowTiles; ++m) a[m] = reader.values(stage, quarter, m);
 #pragma unroll
-        for (int n = 0; n < Traits::kTokenTiles; ++n) x[n] = reader.input(stage, half, n);
+        for (int n = 0; n < (kTokenTiles + 1) / 2; ++n) b[n] = reader.input(stage, quarter, n);
 #pragma unroll
-        for (int n = 0; n < Traits::kTokenTiles; ++n)
-#pragma unroll
-            for (int m = 0; m < Traits::kRowTiles; ++m)
-                Traits::Math::mma(sums[m][n], {w[2 * m].x, w[2 * m + 1].x, w[2 * m].y, w[2 * m + 1].y},
-                                  {x[n].x, x[n].y});
-#pragma unroll
-        for (int n = 0; n < Traits::kTokenTiles; ++n)
+        for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
             for (int m = 0; m < Traits::kRowTiles; ++m)
-                Traits::Math::mma(sums[m][n], {w[2 * m].z, w[2 * m + 1].z, w[2 * m].w, w[2 * m + 1].w},
-                                  {x[n].z, x[n].w});
+                Traits::Math::mma(sums[m][n], a[m],
+                                  {b[n / 2].value[n % 2 * 2], b[n / 2].value[n % 2 * 2 + 1]});
     }
 }
 
-// Puts a warp's sums into shared memory, token by token.
+// Puts a warp's sums into shared memory, token by token from its first row on.
 template <class Traits>
 __device__ inline void stage_sums(const DecodeSums<Traits>& sums, float* to, int lane) {
     float* const first = to + lane % 4 * 2 * Traits::kSumLine + lane / 4;
@@ -247,12 +245,12 @@ __device__ inline void stage_sums(const DecodeSums<Traits>& sums, float* to, int
                 first[(8 * n + i % 2) * Traits::kSumLine + 16 * m + i / 2 * 8] = sums[m][n][i];
 }
 
-// Adds the sums of all warps, always in the same order, and stores the results.
+// Adds the sums of all teams and halves, always in the same order, and stores the results.
 template <class Traits>
 __device__ inline void store_sums(const DecodeArguments& arguments, const char* sums, int first_feature) {
     using Element = typename Traits::Element;
     const auto* const bias = static_cast<const Element*>(arguments.bias);
-    const int warps = blockDim.x / 32;
+    const int parts = blockDim.x / (32 * Traits::kTeam) * Traits::kHalves;
     constexpr int kPairs = Traits::kRows / 2;
     for (int i = threadIdx.x; i < kPairs * arguments.tokens; i += blockDim.x) {
         const int row = i % kPairs * 2, token = i / kPairs;
@@ -260,7 +258,7 @@ __device__ inline void store_sums(const DecodeArguments& arguments, const char* 
         float2 sum = bias == nullptr ? make_float2(0.0f, 0.0f)
                                      : make_float2(to_float(bias[feature]), to_float(bias[feature + 1]));
         const char* part = sums + (token * Traits::kSumLine + row) * sizeof(float);
-        for (int warp = 0; warp < warps; ++warp, part += Traits::kRingBytes) {
+        for (int p = 0; p < parts; ++p, part += Traits::kSumBytes) {
             const float2 added = *reinterpret_cast<const float2*>(part);
             sum.x += added.x;
             sum.y += added.y;
@@ -278,34 +276,44 @@ __device__ inline void store_sums(const DecodeArguments& arguments, const char* 
 
 constexpr int kMaxDecodeWarps = 8;
 
+// Waits for the warps of a team.
+template <int kTeam>
+__device__ inline void sync_team(int team) {
+    if constexpr (kTeam == 1)
+        __syncwarp();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * kTeam) : "memory");
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     decode_kernel(const __grid_constant__ DecodeArguments arguments) {
+    constexpr int kTeam = Traits::kTeam, kHalves = Traits::kHalves;
     extern __shared__ __align__(128) char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int team = warp / kTeam, member = warp % kTeam, teams = blockDim.x / (32 * kTeam);
+    const int half = member % kHalves, first_row = member / kHalves * Traits::kWarpRows;
     const int feature = blockIdx.x * Traits::kRows;
-    char* const own = shared + warp * Traits::kRingBytes;
-    const uint32_t ring = shared_address(own);
-    DecodeLoader<Traits> loader(arguments, feature, warp, blockDim.x / 32, ring, lane);
+    const uint32_t ring = shared_address(shared) + team * Traits::kRingBytes;
+    DecodeLoader<Traits> loader(arguments, feature, team, teams, ring, threadIdx.x % (32 * kTeam));
     const int slices = loader.slices();
 #pragma unroll 1
     for (int i = 0; i < Traits::kStages; ++i) loader.load();
 
-    const DecodeReader<Traits> reader(lane);
+    const DecodeReader<Traits> reader(lane, first_row);
     DecodeSums<Traits> sums = {};
     uint32_t stage = ring;
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
         wait_for_copies<Traits::kStages - 1>();
-        __syncwarp();
-        multiply_slice<Traits>(sums, reader, stage);
-        __syncwarp();
+        sync_team<kTeam>(team);
+        multiply_slice<Traits>(sums, reader, stage, half);
+        sync_team<kTeam>(team);
         loader.load();
         stage = stage == ring + Traits::kRingBytes - Traits::kStageBytes ? ring : stage + Traits::kStageBytes;
     }
-    wait_for_copies<0>();
-    __syncwarp();
-    stage_sums<Traits>(sums, reinterpret_cast<float*>(own), lane);
+    char* const own = shared + (team * kHalves + half) * Traits::kSumBytes;
+    stage_sums<Traits>(sums, reinterpret_cast<float*>(own) + first_row, lane);
     __syncthreads();
     store_sums<Traits>(arguments, shared, feature);
 }
@@ -325,10 +333,14 @@ struct Decode {
     static int32_t launch(const Problem& problem, const Device& device, void*, void* stream) {
         const Pattern& pattern = problem.pattern;
         if (problem.tokens == 0 || pattern.out_features == 0) return cudaSuccess;
-        // More features in a CTA read x less often; fewer give each multiprocessor something to do.
-        const bool wide = pattern.block_rows >= 32 && problem.tokens > 8 &&
-                          pattern.out_features >= 32 * int64_t{device.multiprocessors};
-        return wide ? launch_rows<32>(problem, stream) : launch_rows<16>(problem, stream);
+        // More features in a CTA read x less often; fewer give every multiprocessor something to do.
+        const int32_t block_rows = pattern.block_rows;
+        const int64_t features = pattern.out_features / device.multiprocessors;
+        if (problem.tokens > 32 && block_rows >= 64 && features >= 64)
+            return launch_chunks<64, 8>(problem, device, stream);
+        if (problem.tokens > 8 && block_rows >= 32 && features >= 32)
+            return launch_tokens<32>(problem, device, stream);
+        return launch_tokens<16>(problem, device, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -351,27 +363,27 @@ struct Decode {
     static constexpr int kSharedBytes = 96 << 10;  // of a CTA, at most: two of them on large devices
 
     template <int kRows>
-    static int32_t launch_rows(const Problem& problem, void* stream) {
-        if (problem.tokens <= 8) return launch_tokens<kRows, 1>(problem, stream);
-        if (problem.tokens <= 16) return launch_tokens<kRows, 2>(problem, stream);
-        if (problem.tokens <= 32) return launch_tokens<kRows, 4>(problem, stream);
-        return launch_tokens<kRows, 8>(problem, stream);
+    static int32_t launch_tokens(const Problem& problem, const Device& device, void* stream) {
+        if (problem.tokens > 32) return launch_chunks<kRows, 8>(problem, device, stream);
+        if (problem.tokens > 16) return launch_chunks<kRows, 4>(problem, device, stream);
+        if (kRows > 16 || problem.tokens > 8) return launch_chunks<kRows, 2>(problem, device, stream);
+        return launch_chunks<16, 1>(problem, device, stream);
     }
 
     template <int kRows, int kTokenTiles>
-    static int32_t launch_tokens(const Problem& problem, void* stream) {
+    static int32_t launch_chunks(const Problem& problem, const Device& device, void* stream) {
         switch (problem.pattern.block_cols) {
             case 16:
-                return start<DecodeTraits<Math, kRows, kTokenTiles, 2>>(problem, stream);
+                return start<DecodeTraits<Math, kRows, kTokenTiles, 2>>(problem, device, stream);
             case 32:
-                return start<DecodeTraits<Math, kRows, kTokenTiles, 4>>(problem, stream);
+                return start<DecodeTraits<Math, kRows, kTokenTiles, 4>>(problem, device, stream);
             default:
-                return start<DecodeTraits<Math, kRows, kTokenTiles, 8>>(problem, stream);
+                return start<DecodeTraits<Math, kRows, kTokenTiles, 8>>(problem, device, stream);
         }
     }
 
     template <class Traits>
-    static int32_t start(const Problem& problem, void* stream) {
+    static int32_t start(const Problem& problem, const Device& device, void* stream) {
         const Pattern& pattern = problem.pattern;
         const DecodeArguments arguments{problem.x.data,
                                         problem.x.ld * static_cast<int64_t>(sizeof(typename Traits::Element)),
@@ -385,23 +397,23 @@ struct Decode {
                                         static_cast<int>(problem.tokens),
                                         log2_of_block(pattern.block_rows),
                                         log2_of_block(pattern.block_cols)};
-        const int warps = warps_of<Traits>(pattern);
-        return ts::sm80::launch<decode_kernel<Traits>>(
-            arguments, static_cast<int>(pattern.out_features / Traits::kRows), 32 * warps,
-            warps * Traits::kRingBytes, kSharedBytes, stream);
+        const auto blocks = static_cast<int>(pattern.out_features / Traits::kRows);
+        const int teams = teams_of<Traits>(pattern, blocks < 2 * device.multiprocessors);
+        return ts::sm80::launch<decode_kernel<Traits>>(arguments, blocks, 32 * Traits::kTeam * teams,
+                                                       teams * Traits::kRingBytes, kSharedBytes, stream);
     }
 
-    // Enough slices for each warp to fill its ring, in the mean of all rows.
+    // Enough slices for each team to fill its ring, in the mean of all rows; or, where there are few CTAs,
+    // as many teams as possible.
     template <class Traits>
-    static int warps_of(const Pattern& pattern) {
-        constexpr int kSlices = 4;
-        const int64_t slices =
-            pattern.value_count() / pattern.out_features / Traits::kSlice;  // of a row, in the mean
-        int warps = 1;
-        while (warps < kMaxDecodeWarps && 2 * warps * kSlices <= slices &&
-               2 * warps * Traits::kRingBytes <= kSharedBytes)
-            warps *= 2;
-        return warps;
+    static int teams_of(const Pattern& pattern, bool few_blocks) {
+        const int64_t slices = pattern.value_count() / pattern.out_features / Traits::kSlice;
+        const int64_t most = few_blocks ? slices : slices / 3;
+        int teams = 1;
+        while (2 * teams <= most && 2 * teams * Traits::kTeam <= kMaxDecodeWarps &&
+               2 * teams * Traits::kRingBytes <= kSharedBytes)
+            teams *= 2;
+        return teams;
     }
 };
 
