@@ -43,11 +43,14 @@ struct DecodeTraits {
     static constexpr int kBlocks = 8 / kChunks;      // of a slice
     static constexpr int kLineBytes = 16 * kChunks;  // a row of a block in shared memory, or a token's k
 
-    // The warps of a team multiply different rows and halves of each slice.
-    static constexpr int kTeam = kRows == 64 ? 4 : 1;
+    // The warps of a team multiply different halves of each slice, and different rows or tokens.
+    static constexpr int kTeam = kTokenTiles == 8 && kRows >= 32 ? 4 : 1;
     static constexpr int kHalves = kTeam == 1 ? 1 : 2;
-    static constexpr int kWarpRows = kRows * kHalves / kTeam;
-    static constexpr int kRowTiles = kWarpRows / 16;
+    static constexpr int kWarpRows = kRows > 32 ? 32 : kRows;
+    static constexpr int kRowParts = kRows / kWarpRows;
+    static constexpr int kWarpTokens = kTokens * kRowParts * kHalves / kTeam;
+    static constexpr int kWarpRowTiles = kWarpRows / 16;
+    static constexpr int kWarpTokenTiles = kWarpTokens / 8;
 
     static constexpr int kCopyLines = 32 * kTeam / kChunks;  // that a team copies at a time
     static constexpr int kCopyBytes = 32 * kTeam * 16;
@@ -58,7 +61,7 @@ struct DecodeTraits {
     static constexpr int kRingBytes = kStages * kStageBytes;
     static constexpr int kSumLine = kRows + 4;              // of a token; the padding avoids bank conflicts
     static constexpr int kSumBytes = kRingBytes / kHalves;  // the sums of all rows take the ring's place
-    static_assert(sizeof(Element) == 2 && kRows % kCopyLines == 0);
+    static_assert(sizeof(Element) == 2);
     static_assert(kTokens * kSumLine * static_cast<int>(sizeof(float)) <= kSumBytes);
 
     // Where a chunk of a row (or token) lies: permuted among the 128 bytes around it, so that ldmatrix finds
@@ -84,7 +87,7 @@ class DecodeLoader {
   public:
     __device__ DecodeLoader(const DecodeArguments& arguments, int feature, int part, int parts, uint32_t ring,
                             int thread)
-        : arguments_(arguments), thread_(thread) {
+        : arguments_(arguments), lane_(thread % 32), line_(thread / kChunks) {
         const int row = feature >> arguments.row_shift, k_shift = arguments.k_shift;
         const int first = __ldg(arguments.rows.ptr + row);
         last_entry_ = __ldg(arguments.rows.ptr + row + 1);
@@ -96,12 +99,12 @@ class DecodeLoader {
         current_ = fetch(batch_);
         next_ = fetch(batch_ + kBatch);
 
-        const int line = thread / kChunks, chunk = thread % kChunks;
-        const int64_t row_in_block = (feature & ((1 << arguments.row_shift) - 1)) + line;
+        const int chunk = thread % kChunks;
+        const int64_t row_in_block = (feature & ((1 << arguments.row_shift) - 1)) + line_;
         values_ =
             static_cast<const char*>(arguments.values) + (row_in_block << k_shift) * kElement + chunk * 16;
-        input_ = static_cast<const char*>(arguments.input) + line * arguments.input_ld + chunk * 16;
-        stage_ = ring + Traits::offset(line, chunk);
+        input_ = static_cast<const char*>(arguments.input) + line_ * arguments.input_ld + chunk * 16;
+        stage_ = ring + Traits::offset(line_, chunk);
         first_stage_ = stage_;
     }
 
@@ -143,24 +146,26 @@ class DecodeLoader {
         const uint32_t w_target = stage_ + j * Traits::kRows * Traits::kLineBytes;
         const uint32_t x_target = stage_ + Traits::kValueBytes + j * Traits::kTokens * Traits::kLineBytes;
 #pragma unroll
-        for (int i = 0; i < Traits::kRows / kCopyLines; ++i)
-            copy_async_if(true, (w_target ^ Traits::swap(i)) + i * Traits::kCopyBytes, w + i * w_step, bytes);
+        for (int i = 0; i < (Traits::kRows + kCopyLines - 1) / kCopyLines; ++i)
+            copy_async_if(Traits::kRows % kCopyLines == 0 || line_ < Traits::kRows,
+                          (w_target ^ Traits::swap(i)) + i * Traits::kCopyBytes, w + i * w_step, bytes);
 #pragma unroll
         for (int i = 0; i < (Traits::kTokens + kCopyLines - 1) / kCopyLines; ++i)
-            copy_async_if(thread_ / kChunks + i * kCopyLines < arguments_.tokens,
+            copy_async_if(line_ + i * kCopyLines < arguments_.tokens,
                           (x_target ^ Traits::swap(i)) + i * Traits::kCopyBytes,
                           x + i * kCopyLines * arguments_.input_ld, bytes);
     }
 
     // A lane's column and slot of a batch.
     __device__ int2 fetch(int batch) const {
-        const int entry = batch + thread_ % 32;
+        const int entry = batch + lane_;
         if (entry >= last_entry_) return {0, 0};
         return {__ldg(arguments_.rows.idx + entry), __ldg(arguments_.rows.slot + entry)};
     }
 
     const DecodeArguments& arguments_;
-    const int thread_;
+    const int lane_;
+    const int line_;  // of the rows and tokens copied at a time, the one this thread copies a chunk of
     int slice_, last_slice_;
     int entry_, last_entry_;
     int batch_;  // first entry of the current batch
@@ -183,10 +188,10 @@ __device__ inline Fragment<4> load_matrices(uint32_t address) {
 template <class Traits>
 class DecodeReader {
   public:
-    __device__ DecodeReader(int lane, int first_row)
+    __device__ DecodeReader(int lane, int first_row, int first_token)
         : values_(Traits::offset(lane % 16, lane / 16) + first_row * Traits::kLineBytes),
           input_(Traits::offset((Traits::kTokens > 8 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2) +
-                 Traits::kValueBytes) {}
+                 first_token * Traits::kLineBytes + Traits::kValueBytes) {}
 
     // Of the rows 16 * i to 16 * i + 15.
     __device__ Fragment<4> values(uint32_t stage, int quarter, int i) const {
@@ -209,37 +214,37 @@ class DecodeReader {
 };
 
 template <class Traits>
-using DecodeSums = float[Traits::kRowTiles][Traits::kTokenTiles][4];
+using DecodeSums = float[Traits::kWarpRowTiles][Traits::kWarpTokenTiles][4];
 
 template <class Traits>
 __device__ inline void multiply_slice(DecodeSums<Traits>& sums, const DecodeReader<Traits>& reader,
                                       uint32_t stage, int half) {
-    constexpr int kTokenTiles = Traits::kTokenTiles, kQuarters = 4 / Traits::kHalves;
+    constexpr int kTokenTiles = Traits::kWarpTokenTiles, kQuarters = 4 / Traits::kHalves;
 #pragma unroll
     for (int i = 0; i < kQuarters; ++i) {
         const int quarter = half * kQuarters + i;
-        Fragment<4> a[Traits::kRowTiles], b[(kTokenTiles + 1) / 2];
+        Fragment<4> a[Traits::kWarpRowTiles], b[(kTokenTiles + 1) / 2];
 #pragma unroll
-        for (int m = 0; m < Traits::kRowTiles; ++m) a[m] = reader.values(stage, quarter, m);
+        for (int m = 0; m < Traits::kWarpRowTiles; ++m) a[m] = reader.values(stage, quarter, m);
 #pragma unroll
         for (int n = 0; n < (kTokenTiles + 1) / 2; ++n) b[n] = reader.input(stage, quarter, n);
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
-            for (int m = 0; m < Traits::kRowTiles; ++m)
+            for (int m = 0; m < Traits::kWarpRowTiles; ++m)
                 Traits::Math::mma(sums[m][n], a[m],
                                   {b[n / 2].value[n % 2 * 2], b[n / 2].value[n % 2 * 2 + 1]});
     }
 }
 
-// Puts a warp's sums into shared memory, token by token from its first row on.
+// Puts a warp's sums into shared memory, token by token from its first row and token on.
 template <class Traits>
 __device__ inline void stage_sums(const DecodeSums<Traits>& sums, float* to, int lane) {
     float* const first = to + lane % 4 * 2 * Traits::kSumLine + lane / 4;
 #pragma unroll
-    for (int m = 0; m < Traits::kRowTiles; ++m)
+    for (int m = 0; m < Traits::kWarpRowTiles; ++m)
 #pragma unroll
-        for (int n = 0; n < Traits::kTokenTiles; ++n)
+        for (int n = 0; n < Traits::kWarpTokenTiles; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 first[(8 * n + i % 2) * Traits::kSumLine + 16 * m + i / 2 * 8] = sums[m][n][i];
@@ -292,7 +297,9 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     extern __shared__ __align__(128) char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int team = warp / kTeam, member = warp % kTeam, teams = blockDim.x / (32 * kTeam);
-    const int half = member % kHalves, first_row = member / kHalves * Traits::kWarpRows;
+    const int half = member % kHalves, rows_and_tokens = member / kHalves;
+    const int first_row = rows_and_tokens % Traits::kRowParts * Traits::kWarpRows;
+    const int first_token = rows_and_tokens / Traits::kRowParts * Traits::kWarpTokens;
     const int feature = blockIdx.x * Traits::kRows;
     const uint32_t ring = shared_address(shared) + team * Traits::kRingBytes;
     DecodeLoader<Traits> loader(arguments, feature, team, teams, ring, threadIdx.x % (32 * kTeam));
@@ -300,7 +307,7 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
 #pragma unroll 1
     for (int i = 0; i < Traits::kStages; ++i) loader.load();
 
-    const DecodeReader<Traits> reader(lane, first_row);
+    const DecodeReader<Traits> reader(lane, first_row, first_token);
     DecodeSums<Traits> sums = {};
     uint32_t stage = ring;
 #pragma unroll 1
@@ -313,7 +320,8 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
         stage = stage == ring + Traits::kRingBytes - Traits::kStageBytes ? ring : stage + Traits::kStageBytes;
     }
     char* const own = shared + (team * kHalves + half) * Traits::kSumBytes;
-    stage_sums<Traits>(sums, reinterpret_cast<float*>(own) + first_row, lane);
+    stage_sums<Traits>(sums, reinterpret_cast<float*>(own) + first_token * Traits::kSumLine + first_row,
+                       lane);
     __syncthreads();
     store_sums<Traits>(arguments, shared, feature);
 }
