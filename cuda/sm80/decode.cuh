@@ -411,12 +411,12 @@ struct Decode {
                                                        teams * Traits::kRingBytes, kSharedBytes, stream);
     }
 
-    // Enough slices for each team to fill its ring, in the mean of all rows; or, where there are few CTAs,
-    // as many teams as possible.
+    // Enough slices for each team to keep its ring full for a while, in the mean of all rows (measured on an
+    // H200); where there are few CTAs, one slice.
     template <class Traits>
     static int teams_of(const Pattern& pattern, bool few_blocks) {
         const int64_t slices = pattern.value_count() / pattern.out_features / Traits::kSlice;
-        const int64_t most = few_blocks ? slices : slices / 3;
+        const int64_t most = few_blocks ? 2 * slices - 1 : slices / (Traits::kTeam == 1 ? 3 : 8);
         int teams = 1;
         while (2 * teams <= most && 2 * teams * Traits::kTeam <= kMaxDecodeWarps &&
                2 * teams * Traits::kRingBytes <= kSharedBytes)
