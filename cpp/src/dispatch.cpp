@@ -24,6 +24,7 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
         if (device.compute_capability < kernel.min_compute_capability)
             return "the device's compute capability is lower";
     }
+    if (kernel.max_tokens > 0 && problem.tokens > kernel.max_tokens) return "it is for fewer tokens";
     return kernel.refuses(problem, device);
 }
 
@@ -55,12 +56,14 @@ int64_t sdd_cost(const Kernel& kernel, const Problem& problem) {
 }
 
 int64_t cost(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (device.type == DeviceType::cpu) return 0;
+    if (kernel.tile_features == 0) return 0;  // the only one of its kind
     return problem.op == Op::sdd_tn ? sdd_cost(kernel, problem) : dds_cost(kernel, problem, device);
 }
 
-// The kernels of the newest architecture the device can run come first, then the cheapest.
+// Kernels made for few tokens come first, then those of the newest architecture the device can run, then
+// the cheapest.
 bool better(const Kernel& a, const Kernel& b, const Problem& problem, const Device& device) {
+    if ((a.max_tokens > 0) != (b.max_tokens > 0)) return a.max_tokens > 0;
     if (a.min_compute_capability != b.min_compute_capability)
         return a.min_compute_capability > b.min_compute_capability;
     return cost(a, problem, device) < cost(b, problem, device);
@@ -78,6 +81,12 @@ Choice best(const Problem& problem, const Device& device, std::string_view prefi
             choice = {static_cast<int32_t>(i), &kernel, nullptr};
     }
     return choice;
+}
+
+const char* reason_for(const Kernel& kernel) {
+    if (kernel.device == DeviceType::cpu) return "the best instruction set of this processor for the dtype";
+    if (kernel.max_tokens > 0) return "made for so few tokens";
+    return "the newest architecture this device runs, and the tile with the least estimated time";
 }
 
 Choice force(const Problem& problem, const Device& device, int32_t forced) {
@@ -114,10 +123,7 @@ Choice choose(const Problem& problem, const Device& device, int32_t forced) {
     }
     Choice choice = best(problem, device, "");
     if (choice.kernel == nullptr) fail_unsupported(problem, device);
-    choice.reason =
-        device.type == DeviceType::cpu
-            ? "the best instruction set of this processor for the dtype"
-            : "the newest architecture this device runs, and the tile with the least estimated time";
+    choice.reason = reason_for(*choice.kernel);
     return choice;
 }
 

@@ -88,6 +88,7 @@ struct Kernel {
     PlanShape plan;
     int32_t tile_tokens;
     int32_t tile_features;
+    int32_t max_tokens;  // 0: any number
     // nullptr if the kernel computes the problem on the device, otherwise why not.
     const char* (*refuses)(const Problem&, const Device&);
     size_t (*workspace_size)(const Problem&, const Device&);

@@ -142,6 +142,7 @@ struct Dds {
                 {kTileFeatures, Traits::kStep},
                 kTileTokens,
                 kTileFeatures,
+                0,
                 refuses,
                 workspace_size,
                 launch};

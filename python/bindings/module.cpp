@@ -255,6 +255,7 @@ NB_MODULE(_C, m) {
         .def_ro("plan", &ts_kernel_info::plan)
         .def_ro("tile_tokens", &ts_kernel_info::tile_tokens)
         .def_ro("tile_features", &ts_kernel_info::tile_features)
+        .def_ro("max_tokens", &ts_kernel_info::max_tokens)
         .def_prop_ro("name", [](const ts_kernel_info& self) { return std::string(self.name); });
 
     nb::class_<Launch>(m, "Launch")

@@ -49,6 +49,9 @@ class KernelInfo:
     def tile_features(self) -> int: ...
 
     @property
+    def max_tokens(self) -> int: ...
+
+    @property
     def name(self) -> str: ...
 
 class Launch:

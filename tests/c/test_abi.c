@@ -463,6 +463,36 @@ static void test_select(void) {
     }
 }
 
+/* Kernels for few tokens come before the others and refuse more tokens. */
+static void test_select_few_tokens(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    const ts_device_info gpu = {.struct_size = sizeof gpu,
+                                .device = TS_CUDA,
+                                .compute_capability = 90,
+                                .multiprocessors = 132,
+                                .shared_memory = 232448};
+    ts_kernel_info few = {.struct_size = sizeof few}, chosen = {.struct_size = sizeof chosen};
+    o.desc.device = TS_CUDA;
+    for (int32_t i = 0; i < ts_kernel_count(); ++i) {
+        SUCCEEDS(ts_kernel_get(i, &few));
+        if (few.max_tokens == 0) continue;
+        int32_t kernel = -1;
+        o.desc.dtype = few.dtypes >> TS_FLOAT16 & 1 ? TS_FLOAT16 : TS_BFLOAT16;
+        o.desc.tokens = few.max_tokens;
+        SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
+        SUCCEEDS(ts_kernel_get(kernel, &chosen));
+        CHECK(chosen.max_tokens >= few.max_tokens, "%s instead of %s", chosen.name, few.name);
+        o.desc.tokens = few.max_tokens + 1;
+        SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
+        SUCCEEDS(ts_kernel_get(kernel, &chosen));
+        CHECK(chosen.max_tokens == 0 || chosen.max_tokens > few.max_tokens, "%s", chosen.name);
+        o.desc.kernel = i + 1;
+        FAILS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0), TS_UNSUPPORTED, "fewer tokens");
+        o.desc.kernel = 0;
+    }
+}
+
 /* Plans are built on the host, also those of GPU kernels. */
 static void check_plan(const ts_pattern* pattern, int32_t kernel, int32_t op, int needed) {
     size_t bytes = 0;
@@ -510,6 +540,7 @@ int main(void) {
     test_bad_pattern_descriptors();
     test_small_workspace();
     test_select();
+    test_select_few_tokens();
     test_plans();
     for (int32_t dtype = TS_FLOAT64; dtype <= TS_FLOAT32; ++dtype)
         for (int32_t layouts = 0; layouts < 4; ++layouts) test_products(dtype, layouts & 1, layouts >> 1);

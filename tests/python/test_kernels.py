@@ -55,12 +55,22 @@ class Row(NamedTuple):
     capability: int  # the lowest compute capability that runs it
     precision: int
     plan: int
+    max_tokens: int  # 0: any number
     op: int
     dtype: torch.dtype
 
 
 ROWS = [
-    Row(index + 1, kernel.name, kernel.min_compute_capability, kernel.precision, kernel.plan, op, dtype)
+    Row(
+        index + 1,
+        kernel.name,
+        kernel.min_compute_capability,
+        kernel.precision,
+        kernel.plan,
+        kernel.max_tokens,
+        op,
+        dtype,
+    )
     for index, kernel in enumerate(_C.kernels())
     if kernel.device == CUDA
     for op in (DDS_NT, DDS_NN, SDD_TN)
@@ -68,6 +78,7 @@ ROWS = [
     for dtype, code in DTYPES.items()
     if kernel.dtypes >> code & 1
 ]
+ROWS_OF_FEW_TOKENS = [row for row in ROWS if row.max_tokens]
 checked_kernels: set[str] = set()
 
 
@@ -90,15 +101,37 @@ def accepted_shapes(row: Row) -> list[tuple[int, int]]:
     return shapes
 
 
-def accepts(row: Row, block_shape: tuple[int, int]) -> bool:
+@cache
+def accepted_layouts(row: Row) -> list[tuple[int, int]]:
+    """The layouts of x and y a kernel accepts."""
+    layouts = [layouts for layouts in LAYOUTS if accepts(row, accepted_shapes(row)[0], *layouts)]
+    assert (0, 0) in layouts, "the kernel refuses row-major activations"
+    return layouts
+
+
+def accepts(row: Row, block_shape: tuple[int, int], x_layout: int = 0, y_layout: int = 0) -> bool:
     pattern = BlockPattern.full(block_shape, block_shape=block_shape)
-    precision = row.precision
-    arguments = (pattern.prepared.descriptor(torch.device("cpu")), row.op, DTYPES[row.dtype])
+    descriptor = pattern.prepared.descriptor(torch.device("cpu"))
     try:
-        _C.select(*arguments, _C.device_info(CUDA), 1, precision=precision, kernel=row.number)
+        _C.select(
+            descriptor,
+            row.op,
+            DTYPES[row.dtype],
+            _C.device_info(CUDA),
+            1,
+            precision=row.precision,
+            x_layout=x_layout,
+            y_layout=y_layout,
+            kernel=row.number,
+        )
     except UnsupportedError:
         return False
     return True
+
+
+def within(row: Row, tokens: int) -> int:
+    """The number of tokens itself, or one that a kernel for few tokens computes in its place."""
+    return (tokens - 1) % row.max_tokens + 1 if row.max_tokens and tokens else tokens
 
 
 @dataclass(frozen=True)
@@ -318,9 +351,9 @@ def random_pattern(
 def test_small(row: Row) -> None:
     """Each layout, and more tokens than one CTA sums up: all there is to check for a sanitizer."""
     pattern = make_pattern("random 50%", (2, 3), accepted_shapes(row)[0])
-    for x_layout, y_layout in LAYOUTS:
+    for x_layout, y_layout in accepted_layouts(row):
         check(row, Problem(pattern, 17, x_layout, y_layout, gap=CHUNK, **OPTIONS[row.op][-1]))
-    check(row, Problem(pattern, 600))
+    check(row, Problem(pattern, within(row, 600)))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -329,8 +362,8 @@ def test_adversarial_patterns(row: Row, name: str) -> None:
     shapes = accepted_shapes(row)
     for block_shape in draw.sample(shapes, min(3, len(shapes))):
         pattern = make_pattern(name, (7, 10), block_shape)
-        tokens, options = draw.choice((17, 130, 200)), draw.choice(OPTIONS[row.op])
-        check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), **options))
+        tokens, options = within(row, draw.choice((17, 130, 200))), draw.choice(OPTIONS[row.op])
+        check(row, Problem(pattern, tokens, *draw.choice(accepted_layouts(row)), **options))
 
 
 @pytest.mark.parametrize("density", [0.01, 0.3, 0.97])
@@ -338,7 +371,8 @@ def test_densities(row: Row, density: float) -> None:
     """Sums long enough to go round the ring of stages several times."""
     draw = random.Random(f"{row.name} {density}")
     pattern = random_pattern((1152, 1536), draw.choice(accepted_shapes(row)), density)
-    check(row, Problem(pattern, draw.choice((5, 130, 257)), *draw.choice(LAYOUTS)))
+    tokens = within(row, draw.choice((5, 130, 257)))
+    check(row, Problem(pattern, tokens, *draw.choice(accepted_layouts(row))))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -348,13 +382,14 @@ def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
         rows, cols = draw.choice([(1, 1), (1, 3), (3, 1), (3, 2)])
         pattern = random_pattern((rows * block_shape[0], cols * block_shape[1]), block_shape, 0.6)
         gap, options = draw.choice((0, CHUNK, 5 * CHUNK)), draw.choice(OPTIONS[row.op])
-        check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), gap=gap, **options))
+        layouts = draw.choice(accepted_layouts(row))
+        check(row, Problem(pattern, within(row, tokens), *layouts, gap=gap, **options))
 
 
 @pytest.mark.parametrize("tokens", [1, 37, 64])
 def test_layouts_and_strides(row: Row, tokens: int) -> None:
     draw = random.Random(f"{row.name} {tokens} strides")
-    for gap, (x_layout, y_layout) in product((0, CHUNK, 11 * CHUNK), LAYOUTS):
+    for gap, (x_layout, y_layout) in product((0, CHUNK, 11 * CHUNK), accepted_layouts(row)):
         pattern = make_pattern("random 50%", (4, 3), draw.choice(accepted_shapes(row)))
         check(row, Problem(pattern, tokens, x_layout, y_layout, gap=gap))
 
@@ -365,7 +400,8 @@ def test_options(row: Row) -> None:
     for options, tokens in product(OPTIONS[row.op], (0, 45, 1100)):
         for name in ("empty rows and columns", "empty"):
             pattern = make_pattern(name, (3, 4), draw.choice(accepted_shapes(row)))
-            check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), **options))
+            layouts = draw.choice(accepted_layouts(row))
+            check(row, Problem(pattern, within(row, tokens), *layouts, **options))
 
 
 def test_more_tiles_than_multiprocessors(row: Row) -> None:
@@ -373,11 +409,33 @@ def test_more_tiles_than_multiprocessors(row: Row) -> None:
     shape, density, tokens = ((2048, 2560), 1.0, 260) if row.op == SDD_TN else ((1280, 1280), 0.1, 4200)
     draw = random.Random(f"{row.name} tiles")
     pattern = random_pattern(shape, draw.choice(accepted_shapes(row)), density)
-    check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS)))
+    check(row, Problem(pattern, within(row, tokens), *draw.choice(accepted_layouts(row))))
+
+
+@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=lambda row: row.name, indirect=True)
+def test_every_number_of_few_tokens(row: Row) -> None:
+    draw = random.Random(f"{row.name} few tokens")
+    for tokens in range(1, row.max_tokens + 1):
+        pattern = make_pattern("power-law rows", (9, 12), draw.choice(accepted_shapes(row)))
+        check(row, Problem(pattern, tokens, **draw.choice(OPTIONS[row.op])))
+    with pytest.raises(UnsupportedError, match="fewer tokens"):
+        resolve(row, Problem(pattern, row.max_tokens + 1))
+
+
+@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=lambda row: row.name, indirect=True)
+def test_many_rows_and_a_long_one(row: Row) -> None:
+    """More rows than multiprocessors, and a row of many more blocks than the others."""
+    draw = random.Random(f"{row.name} rows")
+    for block_shape in accepted_shapes(row):
+        for tokens in (8, 16, 32, 64):
+            pattern = random_pattern((5120, 640), block_shape, 0.3)
+            check(row, Problem(pattern, within(row, tokens - draw.randrange(8))))
+        pattern = make_pattern("one full row", (3, 600), block_shape)
+        check(row, Problem(pattern, draw.randint(1, row.max_tokens)))
 
 
 def test_refused_calls_write_nothing(row: Row) -> None:
-    problem = Problem(make_pattern("full", (2, 3), accepted_shapes(row)[0]), 600)
+    problem = Problem(make_pattern("full", (2, 3), accepted_shapes(row)[0]), within(row, 600))
     operands = Operands(row, problem)
     x, values = operands.buffers["x"], operands.buffers["values"]
     size = row.dtype.itemsize
@@ -401,7 +459,7 @@ def test_refused_calls_write_nothing(row: Row) -> None:
 
 def test_a_short_workspace_is_refused(row: Row) -> None:
     """Where one is needed, as for the sum over many tokens of few blocks; elsewhere it may be null."""
-    problem = Problem(make_pattern("first block", (2, 3), accepted_shapes(row)[0]), 4097)
+    problem = Problem(make_pattern("first block", (2, 3), accepted_shapes(row)[0]), within(row, 4097))
     operands = Operands(row, problem)
     needed = resolve(row, problem).workspace_bytes
     if needed == 0:

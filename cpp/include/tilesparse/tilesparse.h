@@ -139,7 +139,7 @@ typedef struct ts_kernel_info {
     int32_t plan;                   /* kernels with equal, nonzero `plan` share plans; 0: needs none */
     int32_t tile_tokens;            /* 0 where the kernel has no fixed tile */
     int32_t tile_features;
-    int32_t reserved;
+    int32_t max_tokens; /* 0: any number */
     char name[64];
 } ts_kernel_info;
 

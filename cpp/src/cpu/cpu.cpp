@@ -455,7 +455,7 @@ int32_t launch(const Problem& problem, const Device& device, void* memory, void*
 
 template <const InstructionSet& set>
 constexpr Kernel row(const char* name, uint32_t dtypes) {
-    return {name,         DeviceType::cpu,     0,          0b111, dtypes, Precision::highest, {0, 0}, 0, 0,
+    return {name,         DeviceType::cpu,     0,          0b111, dtypes, Precision::highest, {0, 0}, 0, 0, 0,
             refuses<set>, workspace_size<set>, launch<set>};
 }
 
