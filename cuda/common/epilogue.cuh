@@ -77,6 +77,21 @@ class Neighbours {
         for (int i = 0; i < kCount; ++i) sums_[i] = activate(sums_[i], activation);
     }
 
+    // Neighbours of another matrix, aligned to 16 bytes.
+    __device__ void add(const Element* from) {
+        alignas(16) Element others[kCount];
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+            reinterpret_cast<uint4*>(others)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums_[i] += to_float(others[i]);
+    }
+    __device__ void add_first(const Element* from, int count) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            if (i < count) sums_[i] += to_float(from[i]);
+    }
+
     // `target` is aligned to 16 bytes.
     __device__ void store(Element* target) const {
         alignas(16) Element results[kCount];

@@ -114,6 +114,8 @@ struct Dds {
                                      output.ld,
                                      problem.values,
                                      problem.bias,
+                                     problem.residual.data,
+                                     problem.residual.ld,
                                      static_cast<const PlanHeader*>(problem.plan),
                                      output.layout,
                                      problem.activation,

@@ -6,7 +6,8 @@
 
 namespace ts::sm80 {
 
-// Adds the bias, applies the activation and stores a warp's sums through its staging memory.
+// Adds the bias, applies the activation, adds the residual and stores a warp's sums through its staging
+// memory.
 template <class Traits>
 class DdsEpilogue {
     using Element = typename Traits::Element;
@@ -22,7 +23,7 @@ class DdsEpilogue {
     __device__ void store(const Sums& sums, int token, int feature) const {
         if (arguments_.output_layout == Layout::feature_major)
             store_feature_major(sums, token, feature);
-        else if (arguments_.activation == Activation::none)
+        else if (arguments_.activation == Activation::none && residual() == nullptr)
             store_plain(sums, token, feature);
         else
             store_activated(sums, token, feature);
@@ -32,7 +33,7 @@ class DdsEpilogue {
     static constexpr int kLanesOfToken = Traits::kWarpFeatures / kNeighbours;
     static constexpr int kTokensAtOnce = 32 / kLanesOfToken;
 
-    // Row-major without activation: rounded before it is staged, and all unrolled.
+    // Row-major with nothing but a bias: rounded before it is staged, and all unrolled.
     __device__ void store_plain(const Sums& sums, int token, int first_feature) const {
         constexpr int kLine = Traits::kWarpFeatures * static_cast<int>(sizeof(Element)) + kChunkBytes;
         const int column = lane_ % kLanesOfToken * kNeighbours, line = lane_ / kLanesOfToken;
@@ -75,19 +76,25 @@ class DdsEpilogue {
 
     // Row-major: a lane takes 8 features of one token at a time, the same features for every token.
     __device__ void store_activated(const Sums& sums, int token, int first_feature) const {
-        const int column = lane_ % kLanesOfToken * kNeighbours;
+        const int column = lane_ % kLanesOfToken * kNeighbours, first_line = lane_ / kLanesOfToken;
         const int64_t feature = output_feature(first_feature + column);
+        if (residual() != nullptr && feature >= 0) {
+            const int end = min(token + Traits::kWarpTokens, arguments_.tokens);
+            for (int at = token + first_line; at < end; at += kTokensAtOnce)
+                prefetch(residual() + at * arguments_.residual_ld + feature);
+        }
         float bias[kNeighbours];
 #pragma unroll
         for (int j = 0; j < kNeighbours; ++j) bias[j] = bias_at(feature < 0 ? feature : feature + j);
 #pragma unroll 1
         for (int part = 0; part < 2 * Traits::kMTiles; ++part) {
             stage(sums, part);
-            for (int line = lane_ / kLanesOfToken; line < kTokens; line += kTokensAtOnce) {
+            for (int line = first_line; line < kTokens; line += kTokensAtOnce) {
                 const int64_t at = token + part * kTokens + line;
                 if (at >= arguments_.tokens || feature < 0) continue;
                 Neighbours<Element> results(floats() + line * Traits::kStagingLine + column, 1);
                 results.finish(bias, arguments_.activation);
+                if (residual() != nullptr) results.add(residual() + at * arguments_.residual_ld + feature);
                 results.store(output() + at * arguments_.output_ld + feature);
             }
             __syncwarp();
@@ -96,6 +103,12 @@ class DdsEpilogue {
 
     // A lane takes 8 tokens of one feature at a time.
     __device__ void store_feature_major(const Sums& sums, int token, int first_feature) const {
+        for (int column = lane_; residual() != nullptr && column < Traits::kWarpFeatures; column += 32) {
+            const int64_t feature = output_feature(first_feature + column);
+            const int end = feature < 0 ? 0 : min(token + Traits::kWarpTokens, arguments_.tokens);
+            for (int at = token; at < end; at += kTokens)
+                prefetch(residual() + feature * arguments_.residual_ld + at);
+        }
 #pragma unroll 1
         for (int part = 0; part < 2 * Traits::kMTiles; ++part) {
             stage(sums, part);
@@ -108,13 +121,22 @@ class DdsEpilogue {
                 Neighbours<Element> results(floats() + column, Traits::kStagingLine);
                 results.finish(bias, arguments_.activation);
                 Element* target = output() + feature * arguments_.output_ld + first;
-                if (valid >= kTokens)
+                const Element* others = residual() + feature * arguments_.residual_ld + first;
+                if (valid >= kTokens) {
+                    if (residual() != nullptr) results.add(others);
                     results.store(target);
-                else
+                } else {
+                    if (residual() != nullptr) results.add_first(others, valid);
                     results.store_first(target, valid);
+                }
             }
             __syncwarp();
         }
+    }
+
+    // Residuals are asked for all at once, before the first of them is waited for.
+    __device__ static void prefetch(const Element* address) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
     }
 
     // Puts the sums of 8 tokens into shared memory. Registers can only be chosen by branches.
@@ -145,6 +167,7 @@ class DdsEpilogue {
     }
 
     __device__ Element* output() const { return static_cast<Element*>(arguments_.output); }
+    __device__ const Element* residual() const { return static_cast<const Element*>(arguments_.residual); }
     __device__ float* floats() const { return reinterpret_cast<float*>(staging_); }
 
     const DdsArguments& arguments_;
