@@ -37,7 +37,8 @@ class Launch(NamedTuple):
     workspace_bytes: int
 
 
-Run = Callable[[int, int, int, int, int], None]  # of the addresses of x, y, values, bias and workspace
+# Of the addresses of x, y, values, bias, residual and workspace.
+Run = Callable[[int, int, int, int, int, int], None]
 
 
 class Call(NamedTuple):
