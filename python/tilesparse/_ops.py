@@ -162,7 +162,7 @@ def _context(operand: Tensor) -> Context:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """All of a tensor but its memory. The dispatcher lets no devices but CPU (-1) and CUDA come here."""
+    """All of a tensor but its memory. Only tensors of the CPU (-1) and of CUDA devices come here."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
