@@ -14,6 +14,9 @@ class DdsEpilogue {
     using Sums = Accumulators<Traits::kMTiles, Traits::kNTiles>;
     static constexpr int kTokens = 8;      // staged at a time
     static constexpr int kNeighbours = 8;  // features or tokens that a lane stores
+    static constexpr int kParts = Traits::kWarpTokens / kTokens;
+    using Results = Neighbours<Element>;
+    using Others = typename Results::Others;
 
   public:
     __device__ DdsEpilogue(const DdsArguments& arguments, const int* rows, char* staging, int lane)
@@ -32,6 +35,8 @@ class DdsEpilogue {
   private:
     static constexpr int kLanesOfToken = Traits::kWarpFeatures / kNeighbours;
     static constexpr int kTokensAtOnce = 32 / kLanesOfToken;
+    static constexpr int kLines = (kTokens + kTokensAtOnce - 1) / kTokensAtOnce;
+    static constexpr int kColumns = (Traits::kWarpFeatures + 31) / 32;
 
     // Row-major with nothing but a bias: rounded before it is staged, and all unrolled.
     __device__ void store_plain(const Sums& sums, int token, int first_feature) const {
@@ -74,69 +79,99 @@ class DdsEpilogue {
             reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(source)[i];
     }
 
-    // Row-major: a lane takes 8 features of one token at a time, the same features for every token.
+    // Row-major: a lane takes 8 features of one token at a time, the same features for every token. The
+    // residual is asked for as a whole first and then read 8 tokens ahead.
     __device__ void store_activated(const Sums& sums, int token, int first_feature) const {
-        const int column = lane_ % kLanesOfToken * kNeighbours, first_line = lane_ / kLanesOfToken;
+        const int column = lane_ % kLanesOfToken * kNeighbours;
         const int64_t feature = output_feature(first_feature + column);
-        if (residual() != nullptr && feature >= 0) {
-            const int end = min(token + Traits::kWarpTokens, arguments_.tokens);
-            for (int at = token + first_line; at < end; at += kTokensAtOnce)
-                prefetch(residual() + at * arguments_.residual_ld + feature);
-        }
+        prefetch_residual(token, feature);
         float bias[kNeighbours];
 #pragma unroll
         for (int j = 0; j < kNeighbours; ++j) bias[j] = bias_at(feature < 0 ? feature : feature + j);
+        Others others[kLines];
+        read_lines(others, token, 0, feature);
 #pragma unroll 1
-        for (int part = 0; part < 2 * Traits::kMTiles; ++part) {
+        for (int part = 0; part < kParts; ++part) {
             stage(sums, part);
-            for (int line = first_line; line < kTokens; line += kTokensAtOnce) {
+#pragma unroll
+            for (int i = 0; i < kLines; ++i) {
+                const int line = line_of(i);
                 const int64_t at = token + part * kTokens + line;
-                if (at >= arguments_.tokens || feature < 0) continue;
-                Neighbours<Element> results(floats() + line * Traits::kStagingLine + column, 1);
+                if (line >= kTokens || at >= arguments_.tokens || feature < 0) continue;
+                Results results(floats() + line * Traits::kStagingLine + column, 1);
                 results.finish(bias, arguments_.activation);
-                if (residual() != nullptr) results.add(residual() + at * arguments_.residual_ld + feature);
+                if (arguments_.residual != nullptr) results.add(others[i]);
                 results.store(output() + at * arguments_.output_ld + feature);
             }
+            read_lines(others, token, part + 1, feature);
             __syncwarp();
         }
     }
 
-    // A lane takes 8 tokens of one feature at a time.
-    __device__ void store_feature_major(const Sums& sums, int token, int first_feature) const {
-        for (int column = lane_; residual() != nullptr && column < Traits::kWarpFeatures; column += 32) {
-            const int64_t feature = output_feature(first_feature + column);
-            const int end = feature < 0 ? 0 : min(token + Traits::kWarpTokens, arguments_.tokens);
-            for (int at = token; at < end; at += kTokens)
-                prefetch(residual() + feature * arguments_.residual_ld + at);
+    __device__ int line_of(int i) const { return lane_ / kLanesOfToken + i * kTokensAtOnce; }
+
+    __device__ void prefetch_residual(int token, int64_t feature) const {
+        if (arguments_.residual == nullptr || feature < 0) return;
+        const int end = min(token + Traits::kWarpTokens, arguments_.tokens);
+        for (int64_t at = token + line_of(0); at < end; at += kTokensAtOnce)
+            asm volatile(
+                "prefetch.global.L2 [%0];" ::"l"(residual() + at * arguments_.residual_ld + feature));
+    }
+
+    __device__ void read_lines(Others (&others)[kLines], int token, int part, int64_t feature) const {
+        if (arguments_.residual == nullptr || part == kParts || feature < 0) return;
+#pragma unroll
+        for (int i = 0; i < kLines; ++i) {
+            const int64_t at = token + part * kTokens + line_of(i);
+            if (line_of(i) < kTokens && at < arguments_.tokens)
+                others[i] = Results::read(residual() + at * arguments_.residual_ld + feature);
         }
+    }
+
+    // A lane takes 8 tokens of one feature at a time. The residual is read 8 tokens ahead.
+    __device__ void store_feature_major(const Sums& sums, int token, int first_feature) const {
+        int64_t features[kColumns];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            const int column = lane_ + 32 * i;
+            features[i] = column < Traits::kWarpFeatures ? output_feature(first_feature + column) : -1;
+        }
+        Others others[kColumns];
+        read_columns(others, token, 0, features);
 #pragma unroll 1
-        for (int part = 0; part < 2 * Traits::kMTiles; ++part) {
+        for (int part = 0; part < kParts; ++part) {
             stage(sums, part);
             const int first = token + part * kTokens, valid = arguments_.tokens - first;
-            for (int column = lane_; column < Traits::kWarpFeatures; column += 32) {
-                const int64_t feature = output_feature(first_feature + column);
-                if (feature < 0 || valid <= 0) continue;
-                const float one = bias_at(feature);
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) {
+                if (features[i] < 0 || valid <= 0) continue;
+                const float one = bias_at(features[i]);
                 const float bias[kNeighbours] = {one, one, one, one, one, one, one, one};
-                Neighbours<Element> results(floats() + column, Traits::kStagingLine);
+                Results results(floats() + lane_ + 32 * i, Traits::kStagingLine);
                 results.finish(bias, arguments_.activation);
-                Element* target = output() + feature * arguments_.output_ld + first;
-                const Element* others = residual() + feature * arguments_.residual_ld + first;
+                Element* target = output() + features[i] * arguments_.output_ld + first;
                 if (valid >= kTokens) {
-                    if (residual() != nullptr) results.add(others);
+                    if (arguments_.residual != nullptr) results.add(others[i]);
                     results.store(target);
                 } else {
-                    if (residual() != nullptr) results.add_first(others, valid);
+                    if (arguments_.residual != nullptr)
+                        results.add_first(residual() + features[i] * arguments_.residual_ld + first, valid);
                     results.store_first(target, valid);
                 }
             }
+            read_columns(others, token, part + 1, features);
             __syncwarp();
         }
     }
 
-    // Residuals are asked for all at once, before the first of them is waited for.
-    __device__ static void prefetch(const Element* address) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+    __device__ void read_columns(Others (&others)[kColumns], int token, int part,
+                                 const int64_t (&features)[kColumns]) const {
+        const int first = token + part * kTokens;
+        if (arguments_.residual == nullptr || part == kParts || arguments_.tokens - first < kTokens) return;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i)
+            if (features[i] >= 0)
+                others[i] = Results::read(residual() + features[i] * arguments_.residual_ld + first);
     }
 
     // Puts the sums of 8 tokens into shared memory. Registers can only be chosen by branches.

@@ -289,14 +289,16 @@ def _empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...] | None
 def _lines(matrix: Tensor, tokens: int, layouts: tuple[int, ...]) -> Lines | None:
     """How activations lie in memory; None: in none of these layouts, or not as the library reads it."""
     features = matrix.shape[-1]
+    if tokens == 0:
+        return 0, features, layouts[0]
     try:
         token_stride, feature_stride = matrix.view(-1, features).stride()
     except RuntimeError:  # tokens at varying distances
         return None
     # The stride of a single token may be anything.
-    if 0 in layouts and (tokens == 0 or (feature_stride == 1 and (tokens == 1 or token_stride >= features))):
+    if 0 in layouts and feature_stride == 1 and (tokens == 1 or token_stride >= features):
         ld, layout = (token_stride if tokens > 1 else features), 0
-    elif 1 in layouts and (token_stride == 1 or tokens <= 1) and feature_stride >= tokens:
+    elif 1 in layouts and (token_stride == 1 or tokens == 1) and feature_stride >= tokens:
         ld, layout = feature_stride, 1
     else:
         return None
