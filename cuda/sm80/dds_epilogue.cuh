@@ -19,8 +19,11 @@ class DdsEpilogue {
     using Others = typename Results::Others;
 
   public:
-    __device__ DdsEpilogue(const DdsArguments& arguments, const int* rows, char* staging, int lane)
-        : arguments_(arguments), rows_(rows), staging_(staging), lane_(lane) {}
+    // Reads the lane anew: what follows from it would otherwise take registers while tiles are multiplied.
+    __device__ DdsEpilogue(const DdsArguments& arguments, const int* rows, char* staging)
+        : arguments_(arguments), rows_(rows), staging_(staging) {
+        asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_));
+    }
 
     // `token` and `feature`: of the warp's first sum in the output and in the tile.
     __device__ void store(const Sums& sums, int token, int feature) const {
