@@ -130,10 +130,11 @@ std::pair<int32_t, std::string> select_kernel(const ts_pattern& pattern, int32_t
 
 std::tuple<int32_t, int32_t, size_t> query(const ts_pattern& pattern, int32_t op, int32_t dtype,
                                            int32_t device, int32_t activation, int32_t precision,
-                                           int32_t kernel, int64_t tokens, int32_t x_layout,
-                                           int32_t y_layout) {
+                                           int32_t kernel, int64_t tokens, int32_t x_layout, int32_t y_layout,
+                                           bool residual) {
     auto desc =
         make_desc(pattern, op, dtype, device, activation, precision, kernel, tokens, x_layout, y_layout);
+    if (residual) desc.residual = {&desc, 0, y_layout, 0};  // any address: it is not followed
     const auto info = device_info(device, -1);
     int32_t index = -1;
     check(ts_matmul_select(&desc, &info, &index, nullptr, 0));
@@ -283,7 +284,7 @@ NB_MODULE(_C, m) {
           nb::kw_only(), "activation"_a = 0, "precision"_a = 0, "x_layout"_a = 0, "y_layout"_a = 0,
           "kernel"_a = 0);
     m.def("query", &query, "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a,
-          "kernel"_a, "tokens"_a, "x_layout"_a, "y_layout"_a);
+          "kernel"_a, "tokens"_a, "x_layout"_a, "y_layout"_a, "residual"_a);
     m.def("plan_size", &plan_size, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_build", &plan_build, "pattern"_a, "kernel"_a, "op"_a, "address"_a, "bytes"_a);
     m.def("matmul", &matmul, "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a,

@@ -366,7 +366,10 @@ def _bind(
     (tokens, ldx, x_layout), (_, ldy, y_layout) = x, y
     kernel, stream, current_device, precision = context
     dtype, device = DTYPES[like.dtype], like.get_device()
-    key = LaunchKey(op, dtype, device, stream, tokens, x_layout, y_layout, activation, precision, kernel)
+    residual = ldr > 0
+    key = LaunchKey(
+        op, dtype, device, stream, tokens, x_layout, y_layout, activation, precision, kernel, residual
+    )
     with torch.cuda.device(device):  # -1 changes nothing
         launch = prepared.launch(key)
     run = _C.Launch(

@@ -198,6 +198,7 @@ def resolve(row: Row, problem: Problem) -> Launch:
             activation=ACTIVATIONS[problem.activation],
             precision=0,
             kernel=row.number,
+            residual=problem.residual,
         )
     )
 

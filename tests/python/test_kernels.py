@@ -200,6 +200,7 @@ def resolve(row: Row, problem: Problem) -> Launch:
         activation=ACTIVATIONS[problem.activation],
         precision=row.precision,
         kernel=row.number,
+        residual=problem.residual,
     )
     return problem.pattern.prepared.launch(key)
 
