@@ -47,7 +47,7 @@ void copy_name(char (&target)[size], const std::string& source) {
     source.copy(target, size - 1);
 }
 
-Device device_of(const Problem& problem) {
+const Device& device_of(const Problem& problem) {
     return problem.device == DeviceType::cpu ? cpu_device().properties : cuda_device(-1).properties;
 }
 
@@ -92,7 +92,7 @@ void check_workspace(const Kernel& kernel, size_t needed, const void* workspace,
 
 void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* stream) {
     const Problem problem = check_problem(desc, true);
-    const Device device = device_of(problem);
+    const Device& device = device_of(problem);
     const Choice choice = choose(problem, device, desc.kernel);
     check_plan(desc, problem, *choice.kernel);
     check_workspace(*choice.kernel, choice.kernel->workspace_size(problem, device), workspace, bytes);
@@ -160,7 +160,7 @@ ts_status_t ts_device_get(int32_t device, int32_t ordinal, ts_device_info* info)
     return guard([&] {
         read_struct(info, "info");
         require(device == TS_CPU || device == TS_CUDA, "device is ", device, "; allowed are 0 and 1");
-        const NamedDevice found = device == TS_CPU ? cpu_device() : cuda_device(ordinal);
+        const NamedDevice& found = device == TS_CPU ? cpu_device() : cuda_device(ordinal);
         ts_device_info result{};
         result.struct_size = sizeof result;
         result.device = device;
@@ -231,7 +231,7 @@ ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* source, size_t* bytes
         const ts_matmul_desc desc = read_struct(source, "desc");
         require(bytes != nullptr, "bytes is null");
         const Problem problem = check_problem(desc, false);
-        const Device device = device_of(problem);
+        const Device& device = device_of(problem);
         *bytes = choose(problem, device, desc.kernel).kernel->workspace_size(problem, device);
     });
 }

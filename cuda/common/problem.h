@@ -58,6 +58,7 @@ struct Problem {
     void* values;
     const void* bias;
     const void* plan;
+    Matrix residual;  // data is null where nothing is added; otherwise its layout is that of y
 };
 
 struct Device {

@@ -35,7 +35,10 @@ POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA57FA5)}  # by the size
 OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
 # What each product can do besides multiplying.
 OPTIONS: dict[int, list[dict[str, Any]]] = {
-    DDS_NT: [{"bias": bias, "activation": name} for bias in (False, True) for name in ACTIVATIONS],
+    DDS_NT: [
+        {"bias": bias, "activation": name, "residual": residual}
+        for bias, name, residual in product((False, True), ACTIVATIONS, (False, True))
+    ],
     DDS_NN: [{}],
     SDD_TN: [{"accumulate": False}, {"accumulate": True}],
 }
@@ -143,6 +146,7 @@ class Problem:
     gap: int = 0  # bytes between the lines of x and y
     bias: bool = False
     activation: str = "none"
+    residual: bool = False
     accumulate: bool = False
 
 
@@ -173,7 +177,7 @@ class Guarded:
 
 
 class Operands:
-    """x, y, values and bias of one problem, random but for the output, which is poison."""
+    """x, y, values, bias and residual of one problem, random but for the output, which is poison."""
 
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
@@ -183,6 +187,7 @@ class Operands:
             "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
             "values": Guarded(1, size, dtype),
             "bias": Guarded(1, pattern.out_features, dtype, alignment=dtype.itemsize),
+            "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=CHUNK),
         }
         self.output = self.buffers[OUTPUTS[row.op]]
         self.inputs = [buffer for buffer in self.buffers.values() if buffer is not self.output]
@@ -195,6 +200,8 @@ class Operands:
         )
         self.values = self.buffers["values"].lines.view(pattern.prepared.values_shape)
         self.bias = self.buffers["bias"].lines[0] if problem.bias else None
+        residual = self.buffers["residual"].lines if problem.residual else None
+        self.residual = residual.t() if problem.y_layout and residual is not None else residual
 
     def prepare_output(self) -> None:
         self.output.poison()
@@ -202,9 +209,11 @@ class Operands:
             self.output.lines.copy_(self.before)
 
 
-def _guarded_matrix(problem: Problem, features: int, layout: int, dtype: torch.dtype) -> Guarded:
+def _guarded_matrix(
+    problem: Problem, features: int, layout: int, dtype: torch.dtype, more: int = 0
+) -> Guarded:
     lines, length = (features, problem.tokens) if layout else (problem.tokens, features)
-    return Guarded(lines, length, dtype, gap=problem.gap)
+    return Guarded(lines, length, dtype, gap=problem.gap + more)
 
 
 def normal(size: torch.Size, dtype: torch.dtype, seed: int) -> Tensor:
@@ -224,6 +233,7 @@ def resolve(row: Row, problem: Problem) -> Launch:
         activation=ACTIVATIONS[problem.activation],
         precision=row.precision,
         kernel=row.number,
+        residual=problem.residual,
     )
     return problem.pattern.prepared.launch(key)
 
@@ -232,7 +242,7 @@ def launch(row: Row, problem: Problem, operands: Operands, **changes: int) -> No
     """Calls the kernel with a poisoned workspace; `changes` replace arguments of the call."""
     resolved = resolve(row, problem)
     workspace = Guarded(1, (resolved.workspace_bytes + 3) // 4, torch.float32, alignment=256)
-    x, y = operands.buffers["x"], operands.buffers["y"]
+    x, y, residual = (operands.buffers[name] for name in ("x", "y", "residual"))
     arguments: dict[str, Any] = {
         "pattern": resolved.pattern,
         "op": row.op,
@@ -251,6 +261,8 @@ def launch(row: Row, problem: Problem, operands: Operands, **changes: int) -> No
         "y_layout": problem.y_layout,
         "values": operands.buffers["values"].address,
         "bias": operands.buffers["bias"].address if problem.bias else 0,
+        "residual": residual.address if problem.residual else 0,
+        "ldr": residual.ld,
         "plan": resolved.plan,
         "plan_bytes": resolved.plan_bytes,
         "workspace": workspace.address,
@@ -282,6 +294,9 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
         # No activation's slope exceeds 1.13; the functions themselves are good to a few units.
         tolerance = 1.13 * tolerance + 4 * torch.finfo(torch.float32).eps * expected.abs()
         expected = FUNCTIONS[problem.activation](expected)
+    if operands.residual is not None:
+        expected = expected + operands.residual.double()
+        tolerance = tolerance + rounding_unit(torch.float32) * (expected.abs() + tolerance)
     return expected, rounded(expected, tolerance, row.dtype)
 
 
@@ -446,6 +461,7 @@ def test_refused_calls_write_nothing(row: Row) -> None:
         ("x.ld", {"ldx": x.ld + 1}),
         ("values is at address", {"values": values.address + size}),
         ("overlap", {"y": x.address, "values": x.address}),
+        *_bad_residuals(row, operands),
         ("kernel is", {"kernel": 1_000_000}),
     ]
     if row.plan:
@@ -455,6 +471,19 @@ def test_refused_calls_write_nothing(row: Row) -> None:
             launch(row, problem, operands, **changes)
     assert operands.output.is_poison(inside=True)
     check(row, problem)
+
+
+def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, int]]]:
+    residual, size = operands.buffers["residual"], row.dtype.itemsize
+    good = {"residual": residual.address}
+    if row.op != DDS_NT:
+        return [("residual is given", good)]
+    return [
+        ("residual is at address", {"residual": residual.address + size}),
+        ("residual.ld", good | {"ldr": operands.y.shape[1] - CHUNK // size}),
+        ("residual.ld", good | {"ldr": residual.ld + 1}),
+        ("y and residual overlap", {"residual": operands.output.address}),
+    ]
 
 
 def test_a_short_workspace_is_refused(row: Row) -> None:
