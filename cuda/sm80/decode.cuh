@@ -22,6 +22,8 @@ struct DecodeArguments {
     int64_t output_ld;
     const void* values;
     const void* bias;
+    const void* residual;  // in the output's layout
+    int64_t residual_ld;
     Adjacency rows;
     Layout output_layout;
     Activation activation;
@@ -270,7 +272,15 @@ __device__ inline void store_sums(const DecodeArguments& arguments, const char* 
         }
         sum = {activate(sum.x, arguments.activation), activate(sum.y, arguments.activation)};
         auto* const output = static_cast<Element*>(arguments.output);
-        if (arguments.output_layout == Layout::row_major) {
+        const auto* const residual = static_cast<const Element*>(arguments.residual);
+        const bool row_major = arguments.output_layout == Layout::row_major;
+        if (residual != nullptr) {
+            const int64_t ld = arguments.residual_ld;
+            const int64_t at = row_major ? token * ld + feature : feature * ld + token;
+            sum.x += to_float(residual[at]);
+            sum.y += to_float(residual[at + (row_major ? 1 : ld)]);
+        }
+        if (row_major) {
             store_pair(output + token * arguments.output_ld + feature, sum, false);
         } else {
             output[feature * arguments.output_ld + token] = from_float<Element>(sum.x);
@@ -399,6 +409,8 @@ struct Decode {
                                         problem.y.ld,
                                         problem.values,
                                         problem.bias,
+                                        problem.residual.data,
+                                        problem.residual.ld,
                                         pattern.rows,
                                         problem.y.layout,
                                         problem.activation,
