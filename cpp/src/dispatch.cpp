@@ -30,23 +30,23 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Blocks the features of a dds product's result are cut into.
-int32_t feature_block(const Problem& problem) {
-    return problem.op == Op::dds_nt ? problem.pattern.block_rows : problem.pattern.block_cols;
-}
-
 // What a tile costs in percent of its multiply-adds and operands, measured on an H200.
 int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
-    const bool wide_block = feature_block(problem) >= 64;
+    const Pattern& pattern = problem.pattern;
+    const bool forward = problem.op == Op::dds_nt;
+    const int32_t row_block = forward ? pattern.block_rows : pattern.block_cols;
+    const int32_t k_block = forward ? pattern.block_cols : pattern.block_rows;
     if (kernel.min_compute_capability == 90) {
-        // wgmma is twice as fast as mma.sync. CTAs share the weight of wide blocks best; narrow ones have
-        // more columns in common between many block rows.
+        // wgmma is twice as fast as mma.sync, but blocks of 16 x 16 come in too many copies. Of large blocks
+        // it is best to share the weight between CTAs; small ones have columns in common with many others.
+        if (row_block + k_block <= 32) return 160;
+        const bool large = row_block == 128 || (row_block == 64 && k_block >= 64);
         const bool shares_weight = kernel.tile_tokens > 256;
-        return wide_block == shares_weight ? 50 : wide_block ? 54 : 75;
+        return large == shares_weight ? 50 : large ? 54 : 75;
     }
     // Blocks narrower than the 64 features of a large tile's warp break its products into short runs,
     // whose latency the more numerous warps of a small tile hide better.
-    return !wide_block && kernel.tile_tokens > 128 ? 133 : 100;
+    return row_block < 64 && kernel.tile_tokens > 128 ? 133 : 100;
 }
 
 // Time of a dds product in arbitrary units: waves of tiles over the multiprocessors, each tile costing

@@ -15,7 +15,7 @@ __device__ inline float activate(float value, Activation activation) {
         case Activation::gelu:
             return 0.5f * value * (1.0f + erff(value * 0.70710678f));
         case Activation::silu:
-            return value / (1.0f + __expf(-value));
+            return __fdividef(value, 1.0f + __expf(-value));
         default:
             return value;
     }

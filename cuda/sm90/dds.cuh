@@ -194,6 +194,9 @@ struct Dds {
         if (device.shared_memory < Traits::kSharedBytes) return "the device has too little shared memory";
         const int64_t rows = problem.pattern.nnz * problem.pattern.block_rows;
         if (rows > INT32_MAX - 128) return "values of 2^31 rows or more are out of its reach";
+        // TMA writes whole 16 bytes of a line, also past its end.
+        if (output(problem).layout == Layout::feature_major && problem.tokens % 8 != 0)
+            return "it stores feature-major results of a multiple of 8 tokens only";
         return nullptr;
     }
 

@@ -87,9 +87,23 @@ class DdsEpilogue {
 #pragma unroll
             for (int i = 0; i < kSums; ++i) sums[i] += bias[i / 2 % 2];
         }
-        if (arguments_.activation == Activation::none) return;
+        // One loop for each: a choice for each sum would take longer than the products.
+        switch (arguments_.activation) {
+            case Activation::relu:
+                return activate_all<Activation::relu>(sums);
+            case Activation::gelu:
+                return activate_all<Activation::gelu>(sums);
+            case Activation::silu:
+                return activate_all<Activation::silu>(sums);
+            default:
+                return;
+        }
+    }
+
+    template <Activation kActivation>
+    __device__ static void activate_all(float (&sums)[kSums]) {
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[i] = activate(sums[i], arguments_.activation);
+        for (int i = 0; i < kSums; ++i) sums[i] = activate(sums[i], kActivation);
     }
 
     __device__ float bias_at(int feature) const {
