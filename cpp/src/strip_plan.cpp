@@ -1,6 +1,7 @@
 #include "strip_plan.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <map>
 #include <numeric>
@@ -52,95 +53,95 @@ struct Tile {
     int32_t second_begin;   // units from this one on belong to the second
     int32_t second_window;  // where the second half's window begins
 
-    int64_t features(int32_t unit) const {
-        return kStripFeatures * (strips[1] < 0 ? 1 : 2) + static_cast<int64_t>(units.size()) * unit;
-    }
+    int32_t strip_count() const { return strips[1] < 0 ? 1 : 2; }
+    int32_t unit_count() const { return static_cast<int32_t>(units.size()); }
+    int32_t features(int32_t unit) const { return kStripFeatures * strip_count() + unit_count() * unit; }
+    // Whether units can change places: each belongs to both halves, or the halves have one strip.
+    bool is_unordered() const { return strips[1] < 0 || second_begin == 0; }
 };
 
+using TilePair = std::array<Tile, 2>;
+
+// A row is a strip or, where blocks are taller, the strips of a block row.
 class StripPlanBuilder {
   public:
     explicit StripPlanBuilder(const Pattern& pattern)
         : pattern_(pattern),
           unit_(strip_unit(pattern)),
           window_(kStripWindow / unit_),
-          strips_((pattern.out_features + kStripFeatures - 1) / kStripFeatures),
-          left_(strips_, UnitSet((pattern.in_features + unit_ - 1) / unit_)),
-          slots_(strips_),
+          row_strips_(std::max(1, pattern.block_rows / kStripFeatures)),
+          rows_(static_cast<int32_t>((pattern.out_features - 1) / (row_strips_ * kStripFeatures) + 1)),
           row_parts_(std::max(1, kStripFeatures / pattern.block_rows)),
-          col_parts_(std::max(1, unit_ / pattern.block_cols)) {
-        for (int32_t strip = 0; strip < strips_; ++strip) find_units(strip);
+          col_parts_(std::max(1, unit_ / pattern.block_cols)),
+          left_(rows_, UnitSet((pattern.in_features - 1) / unit_ + 1)),
+          slots_(rows_) {
+        for (int32_t row = 0; row < rows_; ++row) find_units(row);
     }
 
     StripPlan build() {
-        if (pattern_.block_rows > kStripFeatures)
-            add_halves_of_blocks();
-        else
-            add_rows();
-        std::stable_sort(tiles_.begin(), tiles_.end(),
-                         [&](const Tile& a, const Tile& b) { return a.features(unit_) > b.features(unit_); });
+        // Two strips cost less than one with twice the units if they share more units than fill a strip.
+        const int32_t least_common = row_strips_ > 1 ? window_ : kStripFeatures / unit_ + 1;
+        for (int32_t common = window_; common >= least_common; --common)
+            for (const int32_t row : longest_first()) add_pairs(row, common);
+        for (int32_t row = 0; row < rows_; ++row)
+            while (left_[row].size() > window_) add(row, -1, left_[row].take(2 * window_), {}, {});
+        add_rests();
+        std::stable_sort(tiles_.begin(), tiles_.end(), [&](const Tile& a, const Tile& b) { return before(a, b); });
+        pair_tiles();
+        std::stable_sort(pairs_.begin(), pairs_.end(),
+                         [&](const TilePair& a, const TilePair& b) { return before(a[0], b[0]); });
         StripPlan plan{};
-        plan.header.tiles = static_cast<int32_t>(tiles_.size());
+        plan.header.tiles = static_cast<int32_t>(pairs_.size());
         plan.header.groups = row_parts_ * col_parts_;
         plan.header.pieces = 2 * window_;
-        for (const Tile& tile : tiles_) write(tile, plan);
+        for (const TilePair& pair : pairs_)
+            for (const Tile& tile : pair) write(tile, plan);
         return plan;
     }
 
   private:
-    void find_units(int32_t strip) {
-        const int32_t feature = strip * kStripFeatures;
+    void find_units(int32_t row) {
+        const int32_t bn = pattern_.block_rows, bk = pattern_.block_cols;
         for (int32_t part = 0; part < row_parts_; ++part) {
-            const int32_t row = feature / pattern_.block_rows + part;
-            if (int64_t{row} * pattern_.block_rows >= pattern_.out_features) break;
-            for (int32_t e = pattern_.rows.ptr[row]; e < pattern_.rows.ptr[row + 1]; ++e) {
-                const int32_t first = pattern_.rows.idx[e] * pattern_.block_cols;
-                for (int32_t k = first; k < first + pattern_.block_cols; k += std::min(unit_, pattern_.block_cols))
-                    add_block(strip, k / unit_, part * col_parts_ + k % unit_ / pattern_.block_cols,
-                              pattern_.rows.slot[e]);
+            const int32_t block_row = row * row_parts_ + part;
+            if (int64_t{block_row} * bn >= pattern_.out_features) break;
+            for (int32_t e = pattern_.rows.ptr[block_row]; e < pattern_.rows.ptr[block_row + 1]; ++e) {
+                const int32_t first = pattern_.rows.idx[e] * bk;
+                for (int32_t k = first; k < first + bk; k += std::min(unit_, bk))
+                    add_block(row, k / unit_, part * col_parts_ + k % unit_ / bk, pattern_.rows.slot[e]);
             }
         }
     }
 
-    void add_block(int32_t strip, int32_t unit, int32_t part, int32_t slot) {
-        auto [it, is_new] = slots_[strip].try_emplace(unit, row_parts_ * col_parts_, -1);
-        if (is_new) left_[strip].insert(unit);
+    void add_block(int32_t row, int32_t unit, int32_t part, int32_t slot) {
+        const auto [it, is_new] = slots_[row].try_emplace(unit, row_parts_ * col_parts_, -1);
+        if (is_new) left_[row].insert(unit);
         it->second[part] = slot;
     }
 
-    // Blocks of two strips: both halves share all units.
-    void add_halves_of_blocks() {
-        for (int32_t strip = 0; strip < strips_; strip += 2)
-            while (left_[strip].size() > 0) add_tile(strip, strip + 1, left_[strip].take(window_), {}, {});
-    }
-
-    void add_rows() {
-        std::vector<int32_t> order(strips_);
+    std::vector<int32_t> longest_first() const {
+        std::vector<int32_t> order(rows_);
         std::iota(order.begin(), order.end(), 0);
         std::stable_sort(order.begin(), order.end(),
                          [&](int32_t a, int32_t b) { return left_[a].size() > left_[b].size(); });
-        // Two strips cost less than one with twice the units if they share more units than fill a strip.
-        for (int32_t common = window_; common > kStripFeatures / unit_; --common)
-            for (const int32_t strip : order) add_pairs(strip, common);
-        for (int32_t strip = 0; strip < strips_; ++strip)
-            while (left_[strip].size() > window_) add_tile(strip, -1, left_[strip].take(2 * window_), {}, {});
-        add_rests();
+        return order;
     }
 
-    // Tiles of this strip and others that have `common` or more units in common with it.
-    void add_pairs(int32_t strip, int32_t common) {
-        while (left_[strip].size() >= window_) {
+    // Tiles of this row and others that have `common` or more units in common with it.
+    void add_pairs(int32_t row, int32_t common) {
+        while (left_[row].size() >= window_) {
             int32_t partner = -1, most = common - 1;
-            for (int32_t other = 0; other < strips_; ++other) {
-                if (other == strip || left_[other].size() < window_) continue;
-                const int32_t count = left_[strip].count_common(left_[other]);
+            for (int32_t other = 0; other < rows_; ++other) {
+                if (other == row || left_[other].size() < window_) continue;
+                const int32_t count = left_[row].count_common(left_[other]);
                 if (count > most) partner = other, most = count;
             }
             if (partner < 0) return;
-            const UnitSet &a = left_[strip], &b = left_[partner];
+            const UnitSet &a = left_[row], &b = left_[partner];
             const Units shared = a.take_common(b, common);
             const int32_t rest = window_ - common;
-            add_tile(strip, partner, shared, without(shared, a).take_private(b, rest),
-                     without(shared, b).take_private(a, rest));
+            add(row, partner, shared, without(shared, a).take_private(b, rest),
+                without(shared, b).take_private(a, rest));
         }
     }
 
@@ -149,60 +150,143 @@ class StripPlanBuilder {
         return set;
     }
 
-    // Strips with at most a window of units left, the longest with the shortest.
+    // Rows with at most a window of units left, the longest with the shortest.
     void add_rests() {
         std::vector<int32_t> rests;
-        for (int32_t strip = 0; strip < strips_; ++strip)
-            if (left_[strip].size() > 0) rests.push_back(strip);
+        for (int32_t row = 0; row < rows_; ++row)
+            if (left_[row].size() > 0) rests.push_back(row);
         std::stable_sort(rests.begin(), rests.end(),
                          [&](int32_t a, int32_t b) { return left_[a].size() > left_[b].size(); });
-        const int32_t limit = (kStripTileFeatures - 2 * kStripFeatures) / unit_;
+        const int32_t limit = row_strips_ > 1 ? 2 * window_ : room_of_two_strips();
         for (size_t i = 0, end = rests.size(); i < end; ++i) {
             const UnitSet& first = left_[rests[i]];
             const bool paired = i + 1 < end && first.size() + left_[rests[end - 1]].size() <= limit;
             const int32_t second = paired ? rests[--end] : -1;
-            add_tile(rests[i], second, {}, first.take(window_), paired ? left_[second].take(window_) : Units{});
+            if (paired)
+                add(rests[i], second, {}, first.take(window_), left_[second].take(window_));
+            else
+                add(rests[i], -1, first.take(window_), {}, {});
         }
     }
 
-    // For a single strip, both halves' units are `shared`. For two, these lie between those of the
-    // first alone and those of the second alone.
-    void add_tile(int32_t first, int32_t second, const Units& shared, const Units& of_first, const Units& of_second) {
-        Tile tile{{first, second}, of_first, window_, window_, window_};
-        tile.units.insert(tile.units.end(), shared.begin(), shared.end());
-        if (second >= 0) {
-            constexpr int32_t kRoom = kStripTileFeatures - 2 * kStripFeatures;
-            tile.first_end = static_cast<int32_t>(tile.units.size());
-            tile.second_begin = static_cast<int32_t>(of_first.size());
-            tile.second_window = std::min(tile.second_begin, kRoom / unit_ - window_);
+    int32_t room_of_two_strips() const { return (kStripTileFeatures - 2 * kStripFeatures) / unit_; }
+
+    // Up to two windows of units for one row, all of them `shared`, or a window for each of two rows.
+    void add(int32_t first, int32_t second, const Units& shared, const Units& of_first, const Units& of_second) {
+        if (row_strips_ > 1)
+            pairs_.push_back(blocks(first, second, shared, of_first, of_second));
+        else
+            tiles_.push_back(strips(first, second, shared, of_first, of_second));
+        remove(first, shared);
+        remove(first, of_first);
+        if (second < 0) return;
+        remove(second, shared);
+        remove(second, of_second);
+    }
+
+    void remove(int32_t row, const Units& units) {
+        for (const int32_t unit : units) left_[row].erase(unit);
+    }
+
+    // The shared units lie between those of the first strip alone and those of the second alone.
+    Tile strips(int32_t first, int32_t second, const Units& shared, const Units& of_first,
+                const Units& of_second) const {
+        if (second < 0) return {{first, -1}, shared, window_, window_, window_};
+        Tile tile{{first, second}, joined(joined(of_first, shared), of_second), 0, 0, 0};
+        tile.first_end = static_cast<int32_t>(of_first.size() + shared.size());
+        tile.second_begin = static_cast<int32_t>(of_first.size());
+        tile.second_window = std::min(tile.second_begin, room_of_two_strips() - window_);
+        return tile;
+    }
+
+    TilePair blocks(int32_t first, int32_t second, const Units& shared, const Units& of_first,
+                    const Units& of_second) const {
+        if (second >= 0) return {block(first, joined(shared, of_first)), block(second, joined(shared, of_second))};
+        const auto half = shared.begin() + std::min<int64_t>(window_, static_cast<int64_t>(shared.size()));
+        return {block(first, {shared.begin(), half}), block(first, {half, shared.end()})};
+    }
+
+    Tile block(int32_t row, const Units& units) const { return {{2 * row, 2 * row + 1}, units, window_, 0, 0}; }
+
+    static Units joined(Units a, const Units& b) {
+        a.insert(a.end(), b.begin(), b.end());
+        return a;
+    }
+
+    // Tiles that run at a time take equally long, and lie close along the longer side of the weight.
+    bool before(const Tile& a, const Tile& b) const {
+        const int32_t a_features = a.features(unit_), b_features = b.features(unit_);
+        if (a_features != b_features) return a_features > b_features;
+        if (pattern_.in_features > pattern_.out_features) return a.units[0] < b.units[0];
+        return a.strips[0] < b.strips[0];
+    }
+
+    // Each tile with that of the next ones with which it has most in common.
+    void pair_tiles() {
+        constexpr size_t kReach = 128;
+        std::vector<bool> used(tiles_.size());
+        for (size_t i = 0; i < tiles_.size(); ++i) {
+            if (used[i]) continue;
+            size_t partner = 0;
+            int32_t most = -1;
+            for (size_t j = i + 1; j < std::min(i + kReach, tiles_.size()); ++j) {
+                if (used[j]) continue;
+                const int32_t common = features_in_common(tiles_[i], tiles_[j]);
+                if (common > most) partner = j, most = common;
+            }
+            Tile second{{tiles_[i].strips[0], tiles_[i].strips[1]}, {}, 0, 0, 0};
+            if (most >= 0) {
+                used[partner] = true;
+                second = tiles_[partner];
+                align(tiles_[i], second);
+            }
+            pairs_.push_back({tiles_[i], second});
         }
-        tile.units.insert(tile.units.end(), of_second.begin(), of_second.end());
-        for (const int32_t unit : of_first) left_[first].erase(unit);
-        for (const int32_t unit : of_second) left_[second].erase(unit);
-        for (const int32_t unit : shared) {
-            left_[first].erase(unit);
-            if (second >= 0) left_[second].erase(unit);
+    }
+
+    int32_t features_in_common(const Tile& a, const Tile& b) const {
+        if (a.strip_count() != b.strip_count()) return 0;
+        const int32_t strips = (a.strips[0] == b.strips[0]) + (a.strips[1] >= 0 && a.strips[1] == b.strips[1]);
+        return strips * kStripFeatures + static_cast<int32_t>(units_in_common(a, b).size()) * unit_;
+    }
+
+    static Units units_in_common(const Tile& a, const Tile& b) {
+        Units common;
+        if (!a.is_unordered() || !b.is_unordered()) return common;
+        for (const int32_t unit : a.units)
+            if (std::find(b.units.begin(), b.units.end(), unit) != b.units.end()) common.push_back(unit);
+        return common;
+    }
+
+    // Moves the units that tiles have in common to the same places.
+    static void align(Tile& a, Tile& b) {
+        if (a.strip_count() != b.strip_count()) return;
+        const Units common = units_in_common(a, b);
+        for (size_t i = 0; i < common.size(); ++i) {
+            std::iter_swap(a.units.begin() + i, std::find(a.units.begin(), a.units.end(), common[i]));
+            std::iter_swap(b.units.begin() + i, std::find(b.units.begin(), b.units.end(), common[i]));
         }
-        tiles_.push_back(std::move(tile));
     }
 
     void write(const Tile& tile, StripPlan& plan) const {
-        const int32_t count = static_cast<int32_t>(tile.units.size()), parts = row_parts_ * col_parts_;
+        const int32_t second = tile.strips[1] < 0 ? -1 : tile.strips[1] * kStripFeatures;
         plan.tiles.insert(plan.tiles.end(),
-                          {tile.strips[0] * kStripFeatures, tile.strips[1] < 0 ? -1 : tile.strips[1] * kStripFeatures,
-                           count, tile.second_window});
-        for (int32_t i = 0; i < 2 * window_; ++i) plan.units.push_back(i < count ? tile.units[i] * unit_ : -1);
-        for (int32_t half = 0; half < 2; ++half) {
-            const auto& slots = slots_[tile.strips[1] < 0 ? tile.strips[0] : tile.strips[half]];
-            const int32_t begin = half == 0 ? 0 : tile.second_begin;
-            const int32_t end = half == 0 ? std::min(tile.first_end, count) : count;
-            for (int32_t i = 0; i < window_; ++i) {
-                const int32_t at = half * tile.second_window + i;
-                const auto found = begin <= at && at < end ? slots.find(tile.units[at]) : slots.end();
-                if (found == slots.end())
-                    plan.slots.insert(plan.slots.end(), parts, -1);
-                else
-                    plan.slots.insert(plan.slots.end(), found->second.begin(), found->second.end());
+                          {tile.strips[0] * kStripFeatures, second, tile.unit_count(), tile.second_window});
+        for (int32_t i = 0; i < 2 * window_; ++i)
+            plan.units.push_back(i < tile.unit_count() ? tile.units[i] * unit_ : -1);
+        const int32_t second_strip = tile.strips[second < 0 ? 0 : 1];
+        write_slots(tile, tile.strips[0], 0, 0, std::min(tile.first_end, tile.unit_count()), plan.slots);
+        write_slots(tile, second_strip, tile.second_window, tile.second_begin, tile.unit_count(), plan.slots);
+    }
+
+    // Those of the units from `begin` to `end`, as seen through a window.
+    void write_slots(const Tile& tile, int32_t strip, int32_t window, int32_t begin, int32_t end, Units& to) const {
+        for (int32_t i = window; i < window + window_; ++i) {
+            if (begin <= i && i < end) {
+                const Units& blocks = slots_[strip / row_strips_].at(tile.units[i]);
+                to.insert(to.end(), blocks.begin(), blocks.end());
+            } else {
+                to.insert(to.end(), row_parts_ * col_parts_, -1);
             }
         }
     }
@@ -210,12 +294,14 @@ class StripPlanBuilder {
     const Pattern& pattern_;
     int32_t unit_;
     int32_t window_;  // in units
-    int32_t strips_;
-    std::vector<UnitSet> left_;
-    std::vector<std::map<int32_t, Units>> slots_;  // of each strip: unit to its blocks
-    int32_t row_parts_;
+    int32_t row_strips_;
+    int32_t rows_;
+    int32_t row_parts_;  // blocks in a strip by a unit
     int32_t col_parts_;
-    std::vector<Tile> tiles_;
+    std::vector<UnitSet> left_;                    // of each row: the units in no tile yet
+    std::vector<std::map<int32_t, Units>> slots_;  // of each row: a unit's blocks
+    std::vector<Tile> tiles_;                      // to be paired
+    std::vector<TilePair> pairs_;
 };
 
 }  // namespace

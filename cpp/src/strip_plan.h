@@ -1,10 +1,10 @@
-// Plans of sdd by strips. See common/plan.h for their layout.
+// Plans of sdd by strips. See common/strip_plan.h for their layout.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "common/plan.h"
+#include "common/strip_plan.h"
 
 namespace ts {
 

@@ -3,9 +3,10 @@
 //
 // A CTA computes tiles of two halves, one for each of two warpgroups: 64 features of y, the rows of wgmma, by
 // 256 gathered features of x. One warp loads the tokens in steps of 64 through TMA: the strips of y and the
-// units of x that the halves need, which the plan chose to have many units in common, so that few bytes are
-// loaded for what is multiplied. Blocks smaller than a strip by a unit are rounded up to it; sums that belong
-// to no block are not stored. sdd_schedule.cuh says which CTA computes what.
+// units of x that the halves need. Loading takes longer than multiplying, so the plan chooses halves with many
+// units in common (see common/strip_plan.h), and CTAs come in clusters of two, whose tiles have strips or units
+// in common that are loaded once, by multicast. Blocks smaller than a strip by a unit are rounded up to it; sums that belong
+// to no block are not stored. sdd_schedule.cuh says which cluster computes what.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -19,94 +20,138 @@
 
 namespace ts::sm90 {
 
-// The warp that fills the ring.
+// The warp that fills the rings.
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
-__device__ inline void sdd_produce(const SddArguments& arguments, typename Traits::Shared& shared, const SddPlan& plan,
-                                   const SddSchedule& schedule) {
-    const int lane = threadIdx.x % 32, unit_bytes = Traits::kFeatureBytes << arguments.unit_shift;
-    const int room = 2 * Traits::kWindow >> arguments.unit_shift;
-    typename Ring<Traits::kMaxStages>::Position position;
-    for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
-        const SddWork work = schedule.work(index);
-        const int4 tile = plan.tile(work.tile);
-        const int strips = tile.y < 0 ? 1 : 2, unit = lane - strips;
-        const int bytes = strips * Traits::kStripBytes + tile.z * unit_bytes;
-        const bool is_strip = unit < 0, active = unit < tile.z;
-        const int feature = is_strip ? (lane == 0 ? tile.x : tile.y) : active ? __ldg(plan.units + work.tile * room + unit) : 0;
-        const int offset = is_strip ? lane * Traits::kStripBytes : strips * Traits::kStripBytes + unit * unit_bytes;
-        const CUtensorMap* const map = is_strip ? &arguments.y : &arguments.x;
-        const bool row_major = is_strip ? kRowMajorY : kRowMajorX;
-        // Back and forth: the tokens that the tile before used last are still in L2.
-        const bool backwards = index / gridDim.x % 2 != 0;
-        for (int step = work.first_step; step < work.last_step; ++step) {
-            const int token = Traits::kStep * (backwards ? work.first_step + work.last_step - 1 - step : step);
-            shared.ring.wait_empty(position);
-            const Barrier& full = shared.ring.full[position.stage];
-            if (lane == 0) full.arrive_and_expect_tx(bytes);
-            __syncwarp();
-            if (active)
-                load_box(map, full, Multicast{1}, shared.stages + position.stage * arguments.stage_bytes + offset,
-                         row_major ? feature : token, row_major ? token : feature);
-            __syncwarp();
-            position.advance(arguments.stages);
+class SddProducer {
+  public:
+    __device__ SddProducer(const SddArguments& arguments, typename Traits::Shared& shared, int rank)
+        : arguments_(arguments), shared_(shared), rank_(rank), lane_(threadIdx.x % 32) {}
+
+    __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
+        const int clusters = gridDim.x / Traits::kRanks, cluster = blockIdx.x / Traits::kRanks;
+        for (int index = cluster; index < schedule.size(); index += clusters) {
+            const SddWork work = schedule.work(index);
+            const SddTile tile = plan.tile(work.pair, rank_), other = plan.tile(work.pair, rank_ ^ 1);
+            select(is_large(arguments_, tile, other));
+            const int feature = my_feature(plan, work.pair, rank_);
+            const bool shared = feature >= 0 && tile.strips() == other.strips() &&
+                                feature == my_feature(plan, work.pair, rank_ ^ 1);
+            // Back and forth: the tokens that the tile before used last are still in L2.
+            load(work, tile, feature, shared, index / clusters % 2 != 0);
         }
     }
-}
+
+  private:
+    // Lanes load the strips and then the units of a tile, one each.
+    __device__ int my_feature(const SddPlan& plan, int pair, int rank) const {
+        const SddTile tile = plan.tile(pair, rank);
+        const int unit = lane_ - tile.strips();
+        if (unit < 0) return tile.strip(lane_);
+        const int room = 2 * Traits::kWindow >> arguments_.unit_shift;
+        return unit < tile.units() ? __ldg(plan.units + (2 * pair + rank) * room + unit) : -1;
+    }
+
+    // Before stages of another size are filled, those that lie there must be empty.
+    __device__ void select(bool large) {
+        if (large == cursor_.large) return;
+        auto position = cursor_.position;
+        for (int i = 0; i < cursor_.stages(); ++i) {
+            shared_.rings[cursor_.large].wait_empty(position);
+            position.advance(cursor_.stages());
+        }
+        cursor_.select(large);
+    }
+
+    // Both CTAs receive what they share, and take turns in loading it.
+    __device__ void load(const SddWork& work, const SddTile& tile, int feature, bool shared, bool backwards) {
+        const bool is_strip = lane_ < tile.strips();
+        const bool row_major = is_strip ? kRowMajorY : kRowMajorX;
+        const CUtensorMap* const map = is_strip ? &arguments_.y : &arguments_.x;
+        const int unit_bytes = Traits::kFeatureBytes << arguments_.unit_shift;
+        const int offset = is_strip ? lane_ * Traits::kStripBytes
+                                    : tile.strips() * (Traits::kStripBytes - unit_bytes) + lane_ * unit_bytes;
+        const int bytes = tile.features(arguments_.unit_shift) * Traits::kFeatureBytes;
+        const int turn = __popc(__ballot_sync(~0u, shared) & (1u << lane_) - 1);
+        Ring<Traits::kMaxStages>& ring = shared_.rings[cursor_.large];
+        for (int step = work.first_step; step < work.last_step; ++step) {
+            const int token = Traits::kStep * (backwards ? work.first_step + work.last_step - 1 - step : step);
+            ring.wait_empty(cursor_.position);
+            const Barrier& full = ring.full[cursor_.position.stage];
+            if (lane_ == 0) full.arrive_and_expect_tx(bytes);
+            __syncwarp();
+            if (feature >= 0 && (!shared || (turn + step) % 2 == rank_))
+                load_box(map, full, Multicast{static_cast<uint16_t>(shared ? 3 : 1 << rank_)},
+                         shared_.stages + cursor_.stage_offset() + offset, row_major ? feature : token,
+                         row_major ? token : feature);
+            __syncwarp();
+            cursor_.advance();
+        }
+    }
+
+    const SddArguments& arguments_;
+    typename Traits::Shared& shared_;
+    int rank_;
+    int lane_;
+    SddCursor<Traits> cursor_;
+};
 
 // One warpgroup's products of its half of all tiles.
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddConsumer {
   public:
-    __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int half)
-        : arguments_(arguments), shared_(shared), half_(half) {}
+    __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int rank, int half)
+        : arguments_(arguments), shared_(shared), rank_(rank), half_(half) {}
 
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
         float sums[kSums];
-        for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
+        const int clusters = gridDim.x / Traits::kRanks, cluster = blockIdx.x / Traits::kRanks;
+        for (int index = cluster; index < schedule.size(); index += clusters) {
             const SddWork work = schedule.work(index);
-            const int4 tile = plan.tile(work.tile);
-            const int strips = tile.y < 0 ? 1 : 2, window = half_ == 0 ? 0 : tile.w << arguments_.unit_shift;
-            sum_up(sums, half_ < strips ? half_ * Traits::kStripBytes : 0,
-                   strips * Traits::kStripBytes + window * Traits::kFeatureBytes, work.last_step - work.first_step);
+            const SddTile tile = plan.tile(work.pair, rank_);
+            cursor_.select(is_large(arguments_, tile, plan.tile(work.pair, rank_ ^ 1)));
+            const int strip = half_ < tile.strips() ? half_ * Traits::kStripBytes : 0;
+            const int window = tile.window(half_) << arguments_.unit_shift;
+            sum_up(sums, strip, tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes,
+                   work.last_step - work.first_step);
             if (work.partial < 0)
-                SddEpilogue<Traits>(arguments_, plan, work.tile, half_).store(sums, 0);
+                SddEpilogue<Traits>(arguments_, plan, work.pair, rank_, half_).store(sums, 0);
             else
-                store_partial<Traits>(arguments_, sums, work.partial, half_);
+                store_partial<Traits>(partial_sums<Traits>(arguments_, work.partial, rank_, half_), sums);
         }
     }
 
   private:
     // `strip`, `window`: where they lie in a stage.
     __device__ void sum_up(float (&sums)[kSums], int strip, int window, int steps) {
-        int multiplied = -1;
-        for (int step = 0; step < steps; ++step) {
-            wait(shared_.ring.full[position_.stage], position_.parity);
-            const uint32_t stage =
-                cute::cast_smem_ptr_to_uint(shared_.stages) + position_.stage * arguments_.stage_bytes;
-            multiply_step<typename Traits::template Atom<kRowMajorY, kRowMajorX>>(
-                sums, arguments_.y_operand, (stage + strip) / 16, arguments_.x_operand, (stage + window) / 16, step > 0);
-            cute::warpgroup_wait<1>();
-            if (multiplied >= 0) release(multiplied);
-            multiplied = position_.stage;
-            position_.advance(arguments_.stages);
-        }
-        cute::warpgroup_wait<0>();
-        if (multiplied >= 0) {
-            release(multiplied);
-            return;
-        }
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+        Ring<Traits::kMaxStages>& ring = shared_.rings[cursor_.large];
+        int multiplied = -1;
+        for (int step = 0; step < steps; ++step) {
+            ring.wait_full(cursor_.position);
+            const uint32_t stage = cute::cast_smem_ptr_to_uint(shared_.stages) + cursor_.stage_offset();
+            multiply_step<typename Traits::template Atom<kRowMajorY, kRowMajorX>>(
+                sums, arguments_.y_operand, (stage + strip) / 16, arguments_.x_operand, (stage + window) / 16, true);
+            cute::warpgroup_wait<1>();
+            if (multiplied >= 0) release(ring, multiplied);
+            multiplied = cursor_.position.stage;
+            cursor_.advance();
+        }
+        cute::warpgroup_wait<0>();
+        if (multiplied >= 0) release(ring, multiplied);
     }
 
-    __device__ void release(int stage) const {
-        if (threadIdx.x % 128 == 0) shared_.ring.empty[stage].arrive();
+    // To both CTAs, each of which may fill it.
+    __device__ static void release(const Ring<Traits::kMaxStages>& ring, int stage) {
+        const int thread = threadIdx.x % 128;
+        if (thread < Traits::kRanks) ring.empty[stage].arrive(thread);
     }
 
     const SddArguments& arguments_;
     typename Traits::Shared& shared_;
+    int rank_;
     int half_;
-    typename Ring<Traits::kMaxStages>::Position position_;
+    SddCursor<Traits> cursor_;
 };
 
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
@@ -114,21 +159,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sdd_kernel(const __grid_c
     extern __shared__ __align__(1024) char memory[];
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const auto rank = static_cast<int>(cute::block_rank_in_cluster());
     if (threadIdx.x == 0) {
-        shared.ring.init(Traits::kHalves);
+        for (auto& ring : shared.rings) ring.init(Traits::kHalves * Traits::kRanks);
         cutlass::arch::fence_barrier_init();
     }
-    __syncthreads();
+    cute::cluster_sync();
 
     const SddPlan plan(arguments.plan);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas);
+    const SddSchedule schedule(plan.pairs, arguments.steps, arguments.clusters);
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
-        if (warp == 0) sdd_produce<Traits, kRowMajorY, kRowMajorX>(arguments, shared, plan, schedule);
+        if (warp == 0) SddProducer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank).run(plan, schedule);
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
-        SddConsumer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, warp / 4 - 1).run(plan, schedule);
+        SddConsumer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank, warp / 4 - 1).run(plan, schedule);
     }
+    cute::cluster_sync();  // the other CTA may still write here
 }
 
 // Host side: one row of the registry.
@@ -143,7 +190,8 @@ struct Sdd {
     static size_t workspace_size(const Problem& problem, const Device& device) {
         if (problem.pattern.nnz == 0) return 0;
         return size_t{sizeof(float)} * Traits::kHalves * Traits::kStrip * Traits::kWindow *
-               SddSchedule::max_partials(step_count(problem), device.multiprocessors);
+               Traits::kRanks *
+               SddSchedule::max_partials(step_count(problem), cluster_count(device));
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
@@ -155,9 +203,9 @@ struct Sdd {
         const auto start = row_major_y ? (row_major_x ? start_on<true, true> : start_on<true, false>)
                                        : (row_major_x ? start_on<false, true> : start_on<false, false>);
         if (const cudaError_t error = start(arguments, stream)) return error;
-        if (SddSchedule::max_partials(arguments.steps, arguments.ctas) == 0) return cudaSuccess;
+        if (SddSchedule::max_partials(arguments.steps, arguments.clusters) == 0) return cudaSuccess;
         void* parameters[] = {&arguments};
-        return cudaLaunchKernel(reinterpret_cast<const void*>(sdd_reduce<Traits>), dim3(8 * arguments.ctas), dim3(128),
+        return cudaLaunchKernel(reinterpret_cast<const void*>(sdd_reduce<Traits>), dim3(16 * arguments.clusters), dim3(128),
                                 parameters, 0, static_cast<cudaStream_t>(stream));
     }
 
@@ -177,6 +225,7 @@ struct Sdd {
     }
 
   private:
+    static int cluster_count(const Device& device) { return std::max(1, device.multiprocessors / Traits::kRanks); }
     static int step_count(const Problem& problem) {
         return static_cast<int>((problem.tokens + Traits::kStep - 1) / Traits::kStep);
     }
@@ -184,7 +233,7 @@ struct Sdd {
     template <bool kRowMajorY, bool kRowMajorX>
     static cudaError_t start_on(const SddArguments& arguments, void* stream) {
         return ClusterLauncher<sdd_kernel<Traits, kRowMajorY, kRowMajorX>, SddArguments>::launch(
-            arguments, arguments.ctas, 1, Traits::kThreads, Traits::kSharedBytes, stream);
+            arguments, arguments.clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream);
     }
 
     static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device,
@@ -197,9 +246,7 @@ struct Sdd {
         arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
         arguments.x_operand = describe_operand(problem.x, unit);
         arguments.steps = step_count(problem);
-        arguments.ctas = device.multiprocessors;
-        arguments.stages = Traits::stages(pattern.block_rows);
-        arguments.stage_bytes = Traits::stage_bytes(pattern.block_rows);
+        arguments.clusters = cluster_count(device);
         arguments.unit_shift = log2_of_block(unit);
         arguments.row_shift = log2_of_block(pattern.block_rows);
         arguments.col_shift = log2_of_block(pattern.block_cols);

@@ -14,53 +14,54 @@ class SddEpilogue {
     using Math = typename Traits::Math;
 
   public:
-    __device__ SddEpilogue(const SddArguments& arguments, const SddPlan& plan, int tile, int half)
+    __device__ SddEpilogue(const SddArguments& arguments, const SddPlan& plan, int pair, int rank, int half)
         : arguments_(arguments), plan_(plan) {
-        const int4 shape = plan.tile(tile);
-        const int unit_shift = arguments.unit_shift;
-        const int window = Traits::kWindow >> unit_shift;
-        units_ = plan.units + 2 * window * tile + (half == 0 ? 0 : shape.w);
-        slots_ = plan.slots + (2 * tile + half) * window * plan.parts;
-        feature_ = half == 0 || shape.y < 0 ? shape.x : shape.y;
+        const SddTile tile = plan.tile(pair, rank);
+        const int place = 2 * pair + rank, window = Traits::kWindow >> arguments.unit_shift;
+        units_ = plan.units + 2 * window * place + tile.window(half);
+        slots_ = plan.slots + (2 * place + half) * window * plan.parts;
+        feature_ = tile.strip(half);
         line_ = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     }
 
     // `first`: column of the window at which these sums begin.
     template <int kCount>
-    __device__ void store(float (&sums)[kCount], int first) const {
+    __device__ void store(const float (&sums)[kCount], int first) const {
 #pragma unroll
         for (int i = 0; i < kCount / 16; ++i) {
 #pragma unroll
-            for (int below = 0; below < 2; ++below) store_line(sums + 16 * i + 2 * below, line_ + 8 * below, first + 32 * i);
+            for (int below = 0; below < 2; ++below) {
+                asm volatile("" ::: "memory");
+                store_line(sums + 16 * i + 2 * below, line_ + 8 * below, first + 32 * i);
+            }
         }
     }
 
   private:
     // 32 columns of a line that four lanes hold. Each of them stores eight neighbours, which it gets from the
     // others.
-    __device__ void store_line(float* sums, int line, int column) const {
+    __device__ void store_line(const float* sums, int line, int column) const {
         const int lane = threadIdx.x % 4;
-        if (arguments_.accumulate) {
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-                const Element* before = target(line, column + 8 * q, 2 * lane);
-                if (before == nullptr) continue;
-                sums[4 * q] += to_float(before[0]);
-                sums[4 * q + 1] += to_float(before[1]);
-            }
-        }
         uint32_t words[4];
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            const auto rounded = Math::round(sums[4 * q], sums[4 * q + 1]);
+            float2 sum = make_float2(sums[4 * q], sums[4 * q + 1]);
+            if (arguments_.accumulate) add_stored(sum, target(line, column + 8 * q), 2 * lane);
+            const auto rounded = Math::round(sum.x, sum.y);
             words[q] = reinterpret_cast<const uint32_t&>(rounded);
         }
         exchange(words[0], words[1], 1);
         exchange(words[2], words[3], 1);
         exchange(words[0], words[2], 2);
         exchange(words[1], words[3], 2);
-        Element* const to = target(line, column + 8 * lane, 0);
+        Element* const to = target(line, column + 8 * lane);
         if (to != nullptr) *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+
+    __device__ static void add_stored(float2& sum, const Element* chunk, int offset) {
+        if (chunk == nullptr) return;
+        sum.x += to_float(chunk[offset]);
+        sum.y += to_float(chunk[offset + 1]);
     }
 
     // Transposes 2 x 2 words over lanes whose numbers differ in one bit.
@@ -70,18 +71,17 @@ class SddEpilogue {
         (upper ? low : high) = other;
     }
 
-    // An element of the block at some line and column of this half, nullptr if there is none. `column` is a
-    // multiple of 8.
-    __device__ Element* target(int line, int column, int offset) const {
+    // Eight elements of the block at some line and column of this half, nullptr if there is none.
+    __device__ Element* target(int line, int column) const {
         const int unit_shift = arguments_.unit_shift, row_shift = arguments_.row_shift, col_shift = arguments_.col_shift;
         const int unit = column >> unit_shift, within = column & (1 << unit_shift) - 1;
         const int part = (line >> row_shift) * max(1, 1 << unit_shift >> col_shift) + (within >> col_shift);
-        const int slot = __ldg(slots_ + unit * plan_.parts + part);
+        const int slot = slots_[unit * plan_.parts + part];
         if (slot < 0) return nullptr;
         const int block_line = (feature_ + line) & (1 << row_shift) - 1;
-        const int block_column = (__ldg(units_ + unit) + within) & (1 << col_shift) - 1;
+        const int block_column = (units_[unit] + within) & (1 << col_shift) - 1;
         return static_cast<Element*>(arguments_.values) + (int64_t{slot} << row_shift + col_shift) +
-               (block_line << col_shift) + block_column + offset;
+               (block_line << col_shift) + block_column;
     }
 
     const SddArguments& arguments_;
@@ -94,44 +94,43 @@ class SddEpilogue {
 
 // Partial sums: each thread's in pieces of 16 bytes, those of a warpgroup side by side.
 template <class Traits>
-__device__ inline float4* partial_sums(const SddArguments& arguments, int partial, int half) {
-    return arguments.partial + (int64_t{partial} * 2 + half) * (kSums / 4 * 128) + threadIdx.x % 128;
+__device__ inline float4* partial_sums(const SddArguments& arguments, int partial, int rank, int half) {
+    return arguments.partial + ((2 * int64_t{partial} + rank) * 2 + half) * (kSums / 4 * 128) + threadIdx.x % 128;
 }
 
 template <class Traits>
-__device__ inline void store_partial(const SddArguments& arguments, const float (&sums)[kSums], int partial, int half) {
-    float4* const to = partial_sums<Traits>(arguments, partial, half);
+__device__ inline void store_partial(float4* to, const float (&sums)[kSums]) {
 #pragma unroll
     for (int i = 0; i < kSums / 4; ++i)
         to[128 * i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
 }
 
-// Adds the partial sums of the tiles that were split, always in the same order. A CTA of a warpgroup for each
-// 64 columns of half a tile.
+// Adds the partial sums of the pairs that were split, always in the same order. A CTA is a warpgroup for 32
+// columns of half a tile.
 template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
-    constexpr int kQuarter = kSums / 4;
+    constexpr int kColumns = 32, kPieces = kColumns / 8, kParts = Traits::kWindow / kColumns;
     const SddPlan plan(arguments.plan);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas);
+    const SddSchedule schedule(plan.pairs, arguments.steps, arguments.clusters);
     if (schedule.splits == 1) return;
-    for (int index = blockIdx.x; index < 8 * schedule.split; index += gridDim.x) {
-        const int tile = index / 8, half = index / 4 % 2, quarter = index % 4;
-        float sums[kQuarter] = {};
+    for (int index = blockIdx.x; index < 4 * kParts * schedule.split; index += gridDim.x) {
+        const int part = index % kParts, half = index / kParts % 2, rank = index / kParts / 2 % 2;
+        const int pair = index / kParts / 4;
+        float sums[kColumns / 2] = {};
+#pragma unroll 4
         for (int split = 0; split < schedule.splits; ++split) {
-            const float4* const from = partial_sums<Traits>(arguments, split * schedule.split + tile, half) +
-                                       quarter * (kQuarter / 4 * 128);
-            float4 next[kQuarter / 4];
+            const float4* const from =
+                partial_sums<Traits>(arguments, split * schedule.split + pair, rank, half) + part * kPieces * 128;
 #pragma unroll
-            for (int i = 0; i < kQuarter / 4; ++i) next[i] = __ldcs(from + 128 * i);
-#pragma unroll
-            for (int i = 0; i < kQuarter / 4; ++i) {
-                sums[4 * i] += next[i].x;
-                sums[4 * i + 1] += next[i].y;
-                sums[4 * i + 2] += next[i].z;
-                sums[4 * i + 3] += next[i].w;
+            for (int i = 0; i < kPieces; ++i) {
+                const float4 next = __ldcs(from + 128 * i);
+                sums[4 * i] += next.x;
+                sums[4 * i + 1] += next.y;
+                sums[4 * i + 2] += next.z;
+                sums[4 * i + 3] += next.w;
             }
         }
-        SddEpilogue<Traits>(arguments, plan, schedule.whole + tile, half).store(sums, 64 * quarter);
+        SddEpilogue<Traits>(arguments, plan, schedule.whole + pair, rank, half).store(sums, kColumns * part);
     }
 }
 

@@ -3,13 +3,15 @@
 
 #include <cudaTypedefs.h>
 
-#include "common/plan.h"
+#include "common/strip_plan.h"
 #include "common/problem.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/sdd_schedule.cuh"
 #include "sm90/wgmma.cuh"
 
 namespace ts::sm90 {
+
+constexpr int kSmallTileFeatures = 2 * kStripFeatures + kStripWindow;
 
 struct SddArguments {
     CUtensorMap y;
@@ -19,10 +21,8 @@ struct SddArguments {
     float4* partial;
     Operand y_operand;  // as the products read them from shared memory
     Operand x_operand;
-    int steps;        // of 64 tokens
-    int ctas;         // of the kernel that multiplies
-    int stages;       // of the ring
-    int stage_bytes;
+    int steps;       // of 64 tokens
+    int clusters;    // of the kernel that multiplies
     int unit_shift;  // log2 of a unit's features
     int row_shift;   // log2 of bn
     int col_shift;   // log2 of bk
@@ -33,6 +33,7 @@ template <class Math_>
 struct SddTraits {
     using Math = Math_;
     using Element = typename Math::Element;
+    static constexpr int kRanks = 2;   // CTAs of a cluster, each with a tile of a pair
     static constexpr int kHalves = 2;  // warpgroups that multiply
     static constexpr int kStrip = kStripFeatures;
     static constexpr int kWindow = kStripWindow;
@@ -41,12 +42,8 @@ struct SddTraits {
     static constexpr int kFeatureBytes = kStep * 2;  // of a feature in a stage
     static constexpr int kStripBytes = kStrip * kFeatureBytes;
 
-    // Where blocks fill two strips their tiles have no more than two strips and one window.
+    // Most tiles leave room for a fourth stage.
     static constexpr int kMaxStages = 4;
-    static constexpr int stage_bytes(int block_rows) {
-        return kFeatureBytes * (block_rows > kStrip ? 2 * kStrip + kWindow : kStripTileFeatures);
-    }
-    static constexpr int stages(int block_rows) { return block_rows > kStrip ? 4 : 3; }
 
     template <bool kRowMajor>
     static constexpr cute::SM90::GMMA::Major kMajor = kRowMajor ? cute::SM90::GMMA::Major::MN
@@ -56,32 +53,70 @@ struct SddTraits {
 
     struct Shared {
         alignas(1024) char stages[3 * kStripTileFeatures * kFeatureBytes];
-        Ring<kMaxStages> ring;
+        Ring<kMaxStages> rings[2];  // of the stages of small and of large tiles
     };
-    static_assert(sizeof(Shared::stages) >= 4 * kFeatureBytes * (2 * kStrip + kWindow));
+    static_assert(sizeof(Shared::stages) >= kMaxStages * kSmallTileFeatures * kFeatureBytes);
     static constexpr int kSharedBytes = sizeof(Shared);
 };
 
-// The plan's arrays; see common/plan.h.
+// See the plan's `tiles`.
+struct SddTile {
+    int4 words;
+
+    __device__ int strip(int half) const { return half == 0 || words.y < 0 ? words.x : words.y; }
+    __device__ int strips() const { return words.y < 0 ? 1 : 2; }
+    __device__ int units() const { return words.z; }
+    __device__ int window(int half) const { return half == 0 ? 0 : words.w; }
+    __device__ int features(int unit_shift) const { return kStripFeatures * strips() + (units() << unit_shift); }
+};
+
+// The plan's arrays; see common/strip_plan.h.
 struct SddPlan {
-    int tile_count;
+    int pairs;
     int parts;  // blocks of a strip by a unit
-    const int4* tiles;
+    const int4* tiles;  // [pairs][2]
     const int* units;
     const int* slots;
 
     __device__ explicit SddPlan(const PlanHeader* plan) {
         const auto* words = reinterpret_cast<const int*>(plan);
-        // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
-        tile_count = __shfl_sync(~0u, plan->tiles, 0);
+        // Lets the compiler see that all lanes have the same, without which it would serialise wgmma.
+        pairs = __shfl_sync(~0u, plan->tiles, 0);
         parts = plan->groups;
         tiles = reinterpret_cast<const int4*>(words + plan->tiles_at);
         units = words + plan->k_at;
         slots = words + plan->slots_at;
     }
 
-    // First features of the strips, the second -1 if there is one; number of units; start of the second window.
-    __device__ int4 tile(int index) const { return __ldg(tiles + index); }
+    __device__ SddTile tile(int pair, int rank) const { return {__ldg(tiles + 2 * pair + rank)}; }
 };
+
+// A position in the ring of the current tile's stages.
+template <class Traits>
+struct SddCursor {
+    typename Ring<Traits::kMaxStages>::Position position;
+    bool large = false;
+
+    __device__ int stages() const { return large ? 3 : 4; }
+    __device__ int stage_offset() const {
+        return position.stage * Traits::kFeatureBytes * (large ? kStripTileFeatures : kSmallTileFeatures);
+    }
+    __device__ void advance() { position.advance(stages()); }
+    __device__ void select(bool now_large) {
+        if (now_large == large) return;
+        const auto before = position;
+        position = other_;
+        other_ = before;
+        large = now_large;
+    }
+
+  private:
+    typename Ring<Traits::kMaxStages>::Position other_;
+};
+
+// Whether a pair of tiles takes the ring of large tiles.
+__device__ inline bool is_large(const SddArguments& arguments, const SddTile& tile, const SddTile& other) {
+    return max(tile.features(arguments.unit_shift), other.features(arguments.unit_shift)) > kSmallTileFeatures;
+}
 
 }  // namespace ts::sm90
