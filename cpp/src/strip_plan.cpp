@@ -57,7 +57,7 @@ struct Tile {
     int32_t unit_count() const { return static_cast<int32_t>(units.size()); }
     int32_t features(int32_t unit) const { return kStripFeatures * strip_count() + unit_count() * unit; }
     // Whether units can change places: each belongs to both halves, or the halves have one strip.
-    bool is_unordered() const { return strips[1] < 0 || second_begin == 0; }
+    bool is_unordered() const { return strips[1] < 0 || (second_begin == 0 && first_end >= unit_count()); }
 };
 
 using TilePair = std::array<Tile, 2>;
@@ -162,10 +162,13 @@ class StripPlanBuilder {
             const UnitSet& first = left_[rests[i]];
             const bool paired = i + 1 < end && first.size() + left_[rests[end - 1]].size() <= limit;
             const int32_t second = paired ? rests[--end] : -1;
-            if (paired)
-                add(rests[i], second, {}, first.take(window_), left_[second].take(window_));
-            else
+            if (!paired) {
                 add(rests[i], -1, first.take(window_), {}, {});
+                continue;
+            }
+            const UnitSet& other = left_[second];
+            const Units shared = first.take_common(other, window_);
+            add(rests[i], second, shared, first.take_private(other, window_), other.take_private(first, window_));
         }
     }
 

@@ -131,7 +131,8 @@ class SddConsumer {
             ring.wait_full(cursor_.position);
             const uint32_t stage = cute::cast_smem_ptr_to_uint(shared_.stages) + cursor_.stage_offset();
             multiply_step<typename Traits::template Atom<kRowMajorY, kRowMajorX>>(
-                sums, arguments_.y_operand, (stage + strip) / 16, arguments_.x_operand, (stage + window) / 16, true);
+                sums, arguments_.y_operand, operand_address(stage + strip), arguments_.x_operand,
+                operand_address(stage + window), true);
             cute::warpgroup_wait<1>();
             if (multiplied >= 0) release(ring, multiplied);
             multiplied = cursor_.position.stage;
