@@ -4,16 +4,14 @@
 // y is cut into strips of 64 features and x into units of strip_unit() features, whatever the blocks. A half
 // of a tile is a strip by a window of 256 gathered features of x. A tile is two halves, whose one or two
 // strips and whose units are loaded together: the windows are runs of the tile's units and may overlap.
-// Strips and units have at most 576 features. Two tiles are computed side by side and may have strips and
-// units in common as well; these have the same place in both. In the plan,
-//   `tiles` counts these pairs, `groups` the blocks in a strip by a unit, at least 1, and `pieces` the units
-//   of two windows:
-//     - tiles [tiles][2][4]: first feature of y of the first strip, and of the second or -1 if both halves
-//       use the first; number of units; the unit at which the second half's window begins. Largest first.
+// Strips and units have at most 576 features. `groups` counts the blocks in a strip by a unit, at least 1, and
+// `pieces` the units of two windows:
+//     - tiles [tiles][4]: first feature of y of the first strip, and of the second or -1 if both halves use
+//       the first; number of units; the unit at which the second half's window begins. Largest first.
 //     - rows, masks: nothing
-//     - k [tiles][2][pieces]: first feature of x of each unit, -1 where there is none
-//     - slots [tiles][2][2][pieces / 2][groups]: block in values, row by row, for the units of the first
-//       half's window and of the second's, -1 where there is none
+//     - k [tiles][pieces]: first feature of x of each unit, -1 where there is none
+//     - slots [tiles][2][pieces / 2][groups]: block in values, row by row, for the units of the first half's
+//       window and of the second's, -1 where there is none
 #pragma once
 
 #include <cstdint>

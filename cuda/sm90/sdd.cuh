@@ -3,10 +3,9 @@
 //
 // A CTA computes tiles of two halves, one for each of two warpgroups: 64 features of y, the rows of wgmma, by
 // 256 gathered features of x. One warp loads the tokens in steps of 64 through TMA: the strips of y and the
-// units of x that the halves need. Loading takes longer than multiplying, so the plan chooses halves with many
-// units in common (see common/strip_plan.h), and CTAs come in clusters of two, whose tiles have strips or units
-// in common that are loaded once, by multicast. Blocks smaller than a strip by a unit are rounded up to it; sums that belong
-// to no block are not stored. sdd_schedule.cuh says which cluster computes what.
+// units of x that the halves need, which the plan chose to have many units in common (see common/strip_plan.h), so
+// that few bytes are loaded for what is multiplied. Blocks smaller than a strip by a unit are rounded up to it; sums that belong
+// to no block are not stored. sdd_schedule.cuh says which CTA computes what.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -24,31 +23,27 @@ namespace ts::sm90 {
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddProducer {
   public:
-    __device__ SddProducer(const SddArguments& arguments, typename Traits::Shared& shared, int rank)
-        : arguments_(arguments), shared_(shared), rank_(rank), lane_(threadIdx.x % 32) {}
+    __device__ SddProducer(const SddArguments& arguments, typename Traits::Shared& shared)
+        : arguments_(arguments), shared_(shared), lane_(threadIdx.x % 32) {}
 
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
-        const int clusters = gridDim.x / Traits::kRanks, cluster = blockIdx.x / Traits::kRanks;
-        for (int index = cluster; index < schedule.size(); index += clusters) {
+        for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
             const SddWork work = schedule.work(index);
-            const SddTile tile = plan.tile(work.pair, rank_), other = plan.tile(work.pair, rank_ ^ 1);
-            select(is_large(arguments_, tile, other));
-            const int feature = my_feature(plan, work.pair, rank_);
-            const bool shared = feature >= 0 && tile.strips() == other.strips() &&
-                                feature == my_feature(plan, work.pair, rank_ ^ 1);
+            const SddTile tile = plan.tile(work.tile);
+            select(tile.is_large(arguments_.unit_shift));
             // Back and forth: the tokens that the tile before used last are still in L2.
-            load(work, tile, feature, shared, index / clusters % 2 != 0);
+            load(work, tile, my_feature(plan, work.tile), index / gridDim.x % 2 != 0);
         }
     }
 
   private:
     // Lanes load the strips and then the units of a tile, one each.
-    __device__ int my_feature(const SddPlan& plan, int pair, int rank) const {
-        const SddTile tile = plan.tile(pair, rank);
+    __device__ int my_feature(const SddPlan& plan, int index) const {
+        const SddTile tile = plan.tile(index);
         const int unit = lane_ - tile.strips();
         if (unit < 0) return tile.strip(lane_);
         const int room = 2 * Traits::kWindow >> arguments_.unit_shift;
-        return unit < tile.units() ? __ldg(plan.units + (2 * pair + rank) * room + unit) : -1;
+        return unit < tile.units() ? __ldg(plan.units + index * room + unit) : -1;
     }
 
     // Before stages of another size are filled, those that lie there must be empty.
@@ -62,8 +57,7 @@ class SddProducer {
         cursor_.select(large);
     }
 
-    // Both CTAs receive what they share, and take turns in loading it.
-    __device__ void load(const SddWork& work, const SddTile& tile, int feature, bool shared, bool backwards) {
+    __device__ void load(const SddWork& work, const SddTile& tile, int feature, bool backwards) {
         const bool is_strip = lane_ < tile.strips();
         const bool row_major = is_strip ? kRowMajorY : kRowMajorX;
         const CUtensorMap* const map = is_strip ? &arguments_.y : &arguments_.x;
@@ -71,7 +65,6 @@ class SddProducer {
         const int offset = is_strip ? lane_ * Traits::kStripBytes
                                     : tile.strips() * (Traits::kStripBytes - unit_bytes) + lane_ * unit_bytes;
         const int bytes = tile.features(arguments_.unit_shift) * Traits::kFeatureBytes;
-        const int turn = __popc(__ballot_sync(~0u, shared) & (1u << lane_) - 1);
         Ring<Traits::kMaxStages>& ring = shared_.rings[cursor_.large];
         for (int step = work.first_step; step < work.last_step; ++step) {
             const int token = Traits::kStep * (backwards ? work.first_step + work.last_step - 1 - step : step);
@@ -79,10 +72,9 @@ class SddProducer {
             const Barrier& full = ring.full[cursor_.position.stage];
             if (lane_ == 0) full.arrive_and_expect_tx(bytes);
             __syncwarp();
-            if (feature >= 0 && (!shared || (turn + step) % 2 == rank_))
-                load_box(map, full, Multicast{static_cast<uint16_t>(shared ? 3 : 1 << rank_)},
-                         shared_.stages + cursor_.stage_offset() + offset, row_major ? feature : token,
-                         row_major ? token : feature);
+            if (feature >= 0)
+                load_box(map, full, Multicast{1}, shared_.stages + cursor_.stage_offset() + offset,
+                         row_major ? feature : token, row_major ? token : feature);
             __syncwarp();
             cursor_.advance();
         }
@@ -90,7 +82,6 @@ class SddProducer {
 
     const SddArguments& arguments_;
     typename Traits::Shared& shared_;
-    int rank_;
     int lane_;
     SddCursor<Traits> cursor_;
 };
@@ -99,24 +90,23 @@ class SddProducer {
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddConsumer {
   public:
-    __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int rank, int half)
-        : arguments_(arguments), shared_(shared), rank_(rank), half_(half) {}
+    __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int half)
+        : arguments_(arguments), shared_(shared), half_(half) {}
 
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
         float sums[kSums];
-        const int clusters = gridDim.x / Traits::kRanks, cluster = blockIdx.x / Traits::kRanks;
-        for (int index = cluster; index < schedule.size(); index += clusters) {
+        for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
             const SddWork work = schedule.work(index);
-            const SddTile tile = plan.tile(work.pair, rank_);
-            cursor_.select(is_large(arguments_, tile, plan.tile(work.pair, rank_ ^ 1)));
+            const SddTile tile = plan.tile(work.tile);
+            cursor_.select(tile.is_large(arguments_.unit_shift));
             const int strip = half_ < tile.strips() ? half_ * Traits::kStripBytes : 0;
             const int window = tile.window(half_) << arguments_.unit_shift;
             sum_up(sums, strip, tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes,
                    work.last_step - work.first_step);
             if (work.partial < 0)
-                SddEpilogue<Traits>(arguments_, plan, work.pair, rank_, half_).store(sums, 0);
+                SddEpilogue<Traits>(arguments_, plan, work.tile, half_).store(sums, 0);
             else
-                store_partial<Traits>(partial_sums<Traits>(arguments_, work.partial, rank_, half_), sums);
+                store_partial<Traits>(partial_sums<Traits>(arguments_, work.partial, half_), sums);
         }
     }
 
@@ -142,15 +132,12 @@ class SddConsumer {
         if (multiplied >= 0) release(ring, multiplied);
     }
 
-    // To both CTAs, each of which may fill it.
     __device__ static void release(const Ring<Traits::kMaxStages>& ring, int stage) {
-        const int thread = threadIdx.x % 128;
-        if (thread < Traits::kRanks) ring.empty[stage].arrive(thread);
+        if (threadIdx.x % 128 == 0) ring.empty[stage].arrive();
     }
 
     const SddArguments& arguments_;
     typename Traits::Shared& shared_;
-    int rank_;
     int half_;
     SddCursor<Traits> cursor_;
 };
@@ -160,23 +147,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sdd_kernel(const __grid_c
     extern __shared__ __align__(1024) char memory[];
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const auto rank = static_cast<int>(cute::block_rank_in_cluster());
     if (threadIdx.x == 0) {
-        for (auto& ring : shared.rings) ring.init(Traits::kHalves * Traits::kRanks);
+        for (auto& ring : shared.rings) ring.init(Traits::kHalves);
         cutlass::arch::fence_barrier_init();
     }
-    cute::cluster_sync();
+    __syncthreads();
 
     const SddPlan plan(arguments.plan);
-    const SddSchedule schedule(plan.pairs, arguments.steps, arguments.clusters);
+    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas);
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
-        if (warp == 0) SddProducer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank).run(plan, schedule);
+        if (warp == 0) SddProducer<Traits, kRowMajorY, kRowMajorX>(arguments, shared).run(plan, schedule);
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
-        SddConsumer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank, warp / 4 - 1).run(plan, schedule);
+        SddConsumer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, warp / 4 - 1).run(plan, schedule);
     }
-    cute::cluster_sync();  // the other CTA may still write here
 }
 
 // Host side: one row of the registry.
@@ -191,8 +176,7 @@ struct Sdd {
     static size_t workspace_size(const Problem& problem, const Device& device) {
         if (problem.pattern.nnz == 0) return 0;
         return size_t{sizeof(float)} * Traits::kHalves * Traits::kStrip * Traits::kWindow *
-               Traits::kRanks *
-               SddSchedule::max_partials(step_count(problem), cluster_count(device));
+               SddSchedule::max_partials(step_count(problem), device.multiprocessors);
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
@@ -204,9 +188,9 @@ struct Sdd {
         const auto start = row_major_y ? (row_major_x ? start_on<true, true> : start_on<true, false>)
                                        : (row_major_x ? start_on<false, true> : start_on<false, false>);
         if (const cudaError_t error = start(arguments, stream)) return error;
-        if (SddSchedule::max_partials(arguments.steps, arguments.clusters) == 0) return cudaSuccess;
+        if (SddSchedule::max_partials(arguments.steps, arguments.ctas) == 0) return cudaSuccess;
         void* parameters[] = {&arguments};
-        return cudaLaunchKernel(reinterpret_cast<const void*>(sdd_reduce<Traits>), dim3(16 * arguments.clusters), dim3(128),
+        return cudaLaunchKernel(reinterpret_cast<const void*>(sdd_reduce<Traits>), dim3(16 * arguments.ctas), dim3(128),
                                 parameters, 0, static_cast<cudaStream_t>(stream));
     }
 
@@ -226,7 +210,6 @@ struct Sdd {
     }
 
   private:
-    static int cluster_count(const Device& device) { return std::max(1, device.multiprocessors / Traits::kRanks); }
     static int step_count(const Problem& problem) {
         return static_cast<int>((problem.tokens + Traits::kStep - 1) / Traits::kStep);
     }
@@ -234,7 +217,7 @@ struct Sdd {
     template <bool kRowMajorY, bool kRowMajorX>
     static cudaError_t start_on(const SddArguments& arguments, void* stream) {
         return ClusterLauncher<sdd_kernel<Traits, kRowMajorY, kRowMajorX>, SddArguments>::launch(
-            arguments, arguments.clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream);
+            arguments, arguments.ctas, 1, Traits::kThreads, Traits::kSharedBytes, stream);
     }
 
     static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device,
@@ -247,7 +230,7 @@ struct Sdd {
         arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
         arguments.x_operand = describe_operand(problem.x, unit);
         arguments.steps = step_count(problem);
-        arguments.clusters = cluster_count(device);
+        arguments.ctas = device.multiprocessors;
         arguments.unit_shift = log2_of_block(unit);
         arguments.row_shift = log2_of_block(pattern.block_rows);
         arguments.col_shift = log2_of_block(pattern.block_cols);
@@ -257,6 +240,9 @@ struct Sdd {
             return error;
         return map(arguments.x, problem, problem.x, pattern.in_features, unit);
     }
+
+    // What lies beside a line may not be needed before it leaves L2 again.
+    static constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
     // Row-major: tokens are lines of `width` features. Feature-major: features are lines of 64 tokens.
     static Operand describe_operand(const Matrix& matrix, int width) {
@@ -270,9 +256,9 @@ struct Sdd {
                            int width) {
         if (matrix.layout == Layout::row_major)
             return encode(map, problem.dtype, matrix.data,
-                          {{features, 1, width}, {problem.tokens, matrix.ld, Traits::kStep}});
+                          {{features, 1, width}, {problem.tokens, matrix.ld, Traits::kStep}}, kPromotion);
         return encode(map, problem.dtype, matrix.data,
-                      {{problem.tokens, 1, Traits::kStep}, {features, matrix.ld, width}});
+                      {{problem.tokens, 1, Traits::kStep}, {features, matrix.ld, width}}, kPromotion);
     }
 };
 

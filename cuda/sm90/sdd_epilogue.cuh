@@ -14,12 +14,12 @@ class SddEpilogue {
     using Math = typename Traits::Math;
 
   public:
-    __device__ SddEpilogue(const SddArguments& arguments, const SddPlan& plan, int pair, int rank, int half)
+    __device__ SddEpilogue(const SddArguments& arguments, const SddPlan& plan, int index, int half)
         : arguments_(arguments), plan_(plan) {
-        const SddTile tile = plan.tile(pair, rank);
-        const int place = 2 * pair + rank, window = Traits::kWindow >> arguments.unit_shift;
-        units_ = plan.units + 2 * window * place + tile.window(half);
-        slots_ = plan.slots + (2 * place + half) * window * plan.parts;
+        const SddTile tile = plan.tile(index);
+        const int window = Traits::kWindow >> arguments.unit_shift;
+        units_ = plan.units + 2 * window * index + tile.window(half);
+        slots_ = plan.slots + (2 * index + half) * window * plan.parts;
         feature_ = tile.strip(half);
         line_ = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     }
@@ -94,8 +94,8 @@ class SddEpilogue {
 
 // Partial sums: each thread's in pieces of 16 bytes, those of a warpgroup side by side.
 template <class Traits>
-__device__ inline float4* partial_sums(const SddArguments& arguments, int partial, int rank, int half) {
-    return arguments.partial + ((2 * int64_t{partial} + rank) * 2 + half) * (kSums / 4 * 128) + threadIdx.x % 128;
+__device__ inline float4* partial_sums(const SddArguments& arguments, int partial, int half) {
+    return arguments.partial + (2 * int64_t{partial} + half) * (kSums / 4 * 128) + threadIdx.x % 128;
 }
 
 template <class Traits>
@@ -105,22 +105,21 @@ __device__ inline void store_partial(float4* to, const float (&sums)[kSums]) {
         to[128 * i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
 }
 
-// Adds the partial sums of the pairs that were split, always in the same order. A CTA is a warpgroup for 32
+// Adds the partial sums of the tiles that were split, always in the same order. A CTA is a warpgroup for 32
 // columns of half a tile.
 template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
     constexpr int kColumns = 32, kPieces = kColumns / 8, kParts = Traits::kWindow / kColumns;
     const SddPlan plan(arguments.plan);
-    const SddSchedule schedule(plan.pairs, arguments.steps, arguments.clusters);
+    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas);
     if (schedule.splits == 1) return;
-    for (int index = blockIdx.x; index < 4 * kParts * schedule.split; index += gridDim.x) {
-        const int part = index % kParts, half = index / kParts % 2, rank = index / kParts / 2 % 2;
-        const int pair = index / kParts / 4;
+    for (int index = blockIdx.x; index < 2 * kParts * schedule.split; index += gridDim.x) {
+        const int part = index % kParts, half = index / kParts % 2, tile = index / kParts / 2;
         float sums[kColumns / 2] = {};
 #pragma unroll 4
         for (int split = 0; split < schedule.splits; ++split) {
             const float4* const from =
-                partial_sums<Traits>(arguments, split * schedule.split + pair, rank, half) + part * kPieces * 128;
+                partial_sums<Traits>(arguments, split * schedule.split + tile, half) + part * kPieces * 128;
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
                 const float4 next = __ldcs(from + 128 * i);
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArg
                 sums[4 * i + 3] += next.w;
             }
         }
-        SddEpilogue<Traits>(arguments, plan, schedule.whole + pair, rank, half).store(sums, kColumns * part);
+        SddEpilogue<Traits>(arguments, plan, schedule.whole + tile, half).store(sums, kColumns * part);
     }
 }
 

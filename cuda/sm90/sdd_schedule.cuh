@@ -1,9 +1,8 @@
-// Which pairs of tiles and which tokens a cluster of an sdd kernel sums up. Clusters stay on their
-// multiprocessors.
+// Which tiles and tokens a CTA of an sdd kernel sums up. CTAs stay on their multiprocessors.
 //
-// All walk the tokens at the same pace, so that what one reads from memory the others find in L2. Pairs
-// are dealt out in rounds of one for each cluster; those of the last, partial round are split over the tokens, all pairs of one
-// split before the next, and a second kernel adds the partial sums.
+// All walk the tokens at the same pace, so that what one reads from memory the others find in L2. Tiles
+// are dealt out in rounds of one for each CTA; those of the last, partial round are split over the tokens, all
+// tiles of one split before the next, and a second kernel adds the partial sums.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@
 namespace ts::sm90 {
 
 struct SddWork {
-    int pair;
+    int tile;
     int first_step;  // 64 tokens each
     int last_step;
     int partial;  // where its partial sums go, -1 if it is not split
@@ -23,14 +22,14 @@ struct SddSchedule {
     static constexpr int kMinSteps = 4;   // of a split
 
     int steps;
-    int whole;   // pairs that are not split, the first ones
-    int split;   // pairs that are
+    int whole;   // tiles that are not split, the first ones
+    int split;   // tiles that are
     int splits;  // of each
 
-    __device__ SddSchedule(int pairs, int steps, int clusters) : steps(steps) {
-        whole = pairs / clusters * clusters;
-        split = pairs - whole;
-        splits = best_splits(clusters);
+    __device__ SddSchedule(int tiles, int steps, int ctas) : steps(steps) {
+        whole = tiles / ctas * ctas;
+        split = tiles - whole;
+        splits = best_splits(ctas);
     }
 
     __device__ int size() const { return whole + split * splits; }
@@ -42,19 +41,19 @@ struct SddSchedule {
                 splits > 1 ? part : -1};
     }
 
-    // Upper bound of the pairs of tiles whose partial sums are stored.
-    static int max_partials(int steps, int clusters) { return steps < 2 * kMinSteps ? 0 : kMaxRounds * clusters; }
+    // Upper bound of the tiles whose partial sums are stored.
+    static int max_partials(int steps, int ctas) { return steps < 2 * kMinSteps ? 0 : kMaxRounds * ctas; }
 
   private:
     // The number with the least estimated time. Units: a sixteenth of a step. Fitted on an H200.
-    __device__ int best_splits(int clusters) const {
+    __device__ int best_splits(int ctas) const {
         constexpr int kStep = 16, kTile = 3 * kStep;  // storing the sums
         constexpr int kReduction = 5 * kStep;         // starting the second kernel
         int best = 1, least = 0;
-        for (int count = 1; count == 1 || (count * kMinSteps <= steps && split * count <= kMaxRounds * clusters);
+        for (int count = 1; count == 1 || (count * kMinSteps <= steps && split * count <= kMaxRounds * ctas);
              ++count) {
-            const int rounds = (split * count + clusters - 1) / clusters;
-            const int reduction = count == 1 ? 0 : kReduction + 2 * split * count;
+            const int rounds = (split * count + ctas - 1) / ctas;
+            const int reduction = count == 1 ? 0 : kReduction + split * count;
             const int time = rounds * (kStep * steps / count + kTile) + reduction;
             if (count == 1 || time < least) best = count, least = time;
         }

@@ -22,7 +22,7 @@ struct SddArguments {
     Operand y_operand;  // as the products read them from shared memory
     Operand x_operand;
     int steps;       // of 64 tokens
-    int clusters;    // of the kernel that multiplies
+    int ctas;        // of the kernel that multiplies
     int unit_shift;  // log2 of a unit's features
     int row_shift;   // log2 of bn
     int col_shift;   // log2 of bk
@@ -33,7 +33,6 @@ template <class Math_>
 struct SddTraits {
     using Math = Math_;
     using Element = typename Math::Element;
-    static constexpr int kRanks = 2;   // CTAs of a cluster, each with a tile of a pair
     static constexpr int kHalves = 2;  // warpgroups that multiply
     static constexpr int kStrip = kStripFeatures;
     static constexpr int kWindow = kStripWindow;
@@ -68,27 +67,29 @@ struct SddTile {
     __device__ int units() const { return words.z; }
     __device__ int window(int half) const { return half == 0 ? 0 : words.w; }
     __device__ int features(int unit_shift) const { return kStripFeatures * strips() + (units() << unit_shift); }
+    // Whether it takes the ring of large tiles.
+    __device__ bool is_large(int unit_shift) const { return features(unit_shift) > kSmallTileFeatures; }
 };
 
 // The plan's arrays; see common/strip_plan.h.
 struct SddPlan {
-    int pairs;
+    int tile_count;
     int parts;  // blocks of a strip by a unit
-    const int4* tiles;  // [pairs][2]
+    const int4* tiles;
     const int* units;
     const int* slots;
 
     __device__ explicit SddPlan(const PlanHeader* plan) {
         const auto* words = reinterpret_cast<const int*>(plan);
         // Lets the compiler see that all lanes have the same, without which it would serialise wgmma.
-        pairs = __shfl_sync(~0u, plan->tiles, 0);
+        tile_count = __shfl_sync(~0u, plan->tiles, 0);
         parts = plan->groups;
         tiles = reinterpret_cast<const int4*>(words + plan->tiles_at);
         units = words + plan->k_at;
         slots = words + plan->slots_at;
     }
 
-    __device__ SddTile tile(int pair, int rank) const { return {__ldg(tiles + 2 * pair + rank)}; }
+    __device__ SddTile tile(int index) const { return {__ldg(tiles + index)}; }
 };
 
 // A position in the ring of the current tile's stages.
@@ -113,10 +114,5 @@ struct SddCursor {
   private:
     typename Ring<Traits::kMaxStages>::Position other_;
 };
-
-// Whether a pair of tiles takes the ring of large tiles.
-__device__ inline bool is_large(const SddArguments& arguments, const SddTile& tile, const SddTile& other) {
-    return max(tile.features(arguments.unit_shift), other.features(arguments.unit_shift)) > kSmallTileFeatures;
-}
 
 }  // namespace ts::sm90

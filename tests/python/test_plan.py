@@ -62,11 +62,11 @@ def walks_strips(kernel: int) -> bool:
 
 def strip_shapes(tiles: int, pieces: int, groups: int) -> dict[str, tuple[int, ...]]:
     return {
-        "tiles": (tiles, 2, 4),
+        "tiles": (tiles, 4),
         "rows": (0,),
         "masks": (0,),
-        "k": (tiles, 2, pieces),
-        "slots": (tiles, 2, 2, pieces // 2, groups),
+        "k": (tiles, pieces),
+        "slots": (tiles, 2, pieces // 2, groups),
     }
 
 
@@ -179,14 +179,13 @@ def check_strip_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None
     rows, cols = pattern.block_indices()
     places = list(zip(rows.tolist(), cols.tolist(), strict=True))
     written = set()
-    for tile, place in product(range(len(plan["tiles"])), (0, 1)):
-        first, second, units, begin = plan["tiles"][tile, place].tolist()
-        k = plan["k"][tile, place].tolist()
+    for tile, (first, second, units, begin) in enumerate(plan["tiles"].tolist()):
+        k = plan["k"][tile].tolist()
         strips = [first] if second < 0 else [first, second]
         assert all(x % unit == 0 and x >= 0 for x in k[:units]) and set(k[units:]) <= {-1}
         assert strip * len(strips) + unit * max(units, begin) <= most_features
         for half, feature, start in ((0, first, 0), (1, strips[-1], begin)):
-            for (i, part), slot in np.ndenumerate(plan["slots"][tile, place, half]):
+            for (i, part), slot in np.ndenumerate(plan["slots"][tile, half]):
                 if slot < 0:
                     continue
                 row, col = places[slot]
