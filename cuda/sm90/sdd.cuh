@@ -32,7 +32,7 @@ class SddProducer {
             const SddTile tile = plan.tile(work.tile);
             select(tile.is_large(arguments_.unit_shift));
             // Back and forth: the tokens that the tile before used last are still in L2.
-            load(work, tile, my_feature(plan, work.tile), index / gridDim.x % 2 != 0);
+            load(work, tile, my_feature(plan, work.tile), index / gridDim.x % 2 != 0, index < schedule.whole);
         }
     }
 
@@ -57,7 +57,7 @@ class SddProducer {
         cursor_.select(large);
     }
 
-    __device__ void load(const SddWork& work, const SddTile& tile, int feature, bool backwards) {
+    __device__ void load(const SddWork& work, const SddTile& tile, int feature, bool backwards, bool paced) {
         const bool is_strip = lane_ < tile.strips();
         const bool row_major = is_strip ? kRowMajorY : kRowMajorX;
         const CUtensorMap* const map = is_strip ? &arguments_.y : &arguments_.x;
@@ -68,6 +68,7 @@ class SddProducer {
         Ring<Traits::kMaxStages>& ring = shared_.rings[cursor_.large];
         for (int step = work.first_step; step < work.last_step; ++step) {
             const int token = Traits::kStep * (backwards ? work.first_step + work.last_step - 1 - step : step);
+            if (paced && arguments_.pace != nullptr && step % Pace::kSteps == 0) keep_pace();
             ring.wait_empty(cursor_.position);
             const Barrier& full = ring.full[cursor_.position.stage];
             if (lane_ == 0) full.arrive_and_expect_tx(bytes);
@@ -80,9 +81,16 @@ class SddProducer {
         }
     }
 
+    __device__ void keep_pace() {
+        if (lane_ == 0) Pace{arguments_.pace, arguments_.ctas}.begin(groups_);
+        ++groups_;
+        __syncwarp();
+    }
+
     const SddArguments& arguments_;
     typename Traits::Shared& shared_;
     int lane_;
+    int groups_ = 0;
     SddCursor<Traits> cursor_;
 };
 
@@ -173,22 +181,30 @@ struct Sdd {
         return device.shared_memory < Traits::kSharedBytes ? "the device has too little shared memory" : nullptr;
     }
 
+    // Counters of the pace and partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        if (problem.pattern.nnz == 0) return 0;
-        return size_t{sizeof(float)} * Traits::kHalves * Traits::kStrip * Traits::kWindow *
-               SddSchedule::max_partials(step_count(problem), device.multiprocessors);
+        const int tiles = SddSchedule::max_partials(step_count(problem), device.multiprocessors);
+        return problem.pattern.nnz == 0 || tiles == 0 ? 0 : kPaceBytes + tiles * kPartialBytes;
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         if (problem.pattern.nnz == 0) return cudaSuccess;
+        const bool splits = workspace_size(problem, device) > 0;
         SddArguments arguments{};
-        if (const cudaError_t error = describe(arguments, problem, device, workspace)) return error;
+        if (const cudaError_t error = describe(arguments, problem, device)) return error;
+        if (splits) {
+            arguments.pace = static_cast<int*>(workspace);
+            arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPaceBytes);
+            if (const cudaError_t error =
+                    cudaMemsetAsync(workspace, 0, kPaceBytes, static_cast<cudaStream_t>(stream)))
+                return error;
+        }
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
         const auto start = row_major_y ? (row_major_x ? start_on<true, true> : start_on<true, false>)
                                        : (row_major_x ? start_on<false, true> : start_on<false, false>);
         if (const cudaError_t error = start(arguments, stream)) return error;
-        if (SddSchedule::max_partials(arguments.steps, arguments.ctas) == 0) return cudaSuccess;
+        if (!splits) return cudaSuccess;
         void* parameters[] = {&arguments};
         return cudaLaunchKernel(reinterpret_cast<const void*>(sdd_reduce<Traits>), dim3(16 * arguments.ctas), dim3(128),
                                 parameters, 0, static_cast<cudaStream_t>(stream));
@@ -210,6 +226,9 @@ struct Sdd {
     }
 
   private:
+    static constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
+    static constexpr size_t kPartialBytes = Traits::kHalves * Traits::kStrip * Traits::kWindow * sizeof(float);
+
     static int step_count(const Problem& problem) {
         return static_cast<int>((problem.tokens + Traits::kStep - 1) / Traits::kStep);
     }
@@ -220,13 +239,11 @@ struct Sdd {
             arguments, arguments.ctas, 1, Traits::kThreads, Traits::kSharedBytes, stream);
     }
 
-    static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device,
-                                void* workspace) {
+    static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device) {
         const Pattern& pattern = problem.pattern;
         const int unit = strip_unit(pattern);
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.values = problem.values;
-        arguments.partial = static_cast<float4*>(workspace);
         arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
         arguments.x_operand = describe_operand(problem.x, unit);
         arguments.steps = step_count(problem);
@@ -241,9 +258,6 @@ struct Sdd {
         return map(arguments.x, problem, problem.x, pattern.in_features, unit);
     }
 
-    // What lies beside a line may not be needed before it leaves L2 again.
-    static constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-
     // Row-major: tokens are lines of `width` features. Feature-major: features are lines of 64 tokens.
     static Operand describe_operand(const Matrix& matrix, int width) {
         const bool row_major = matrix.layout == Layout::row_major;
@@ -254,11 +268,15 @@ struct Sdd {
 
     static cudaError_t map(CUtensorMap& map, const Problem& problem, const Matrix& matrix, int64_t features,
                            int width) {
-        if (matrix.layout == Layout::row_major)
+        const bool row_major = matrix.layout == Layout::row_major;
+        // What lies beside a line may not be needed before it leaves L2 again.
+        const auto promotion =
+            row_major && width == 32 ? CU_TENSOR_MAP_L2_PROMOTION_L2_64B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+        if (row_major)
             return encode(map, problem.dtype, matrix.data,
-                          {{features, 1, width}, {problem.tokens, matrix.ld, Traits::kStep}}, kPromotion);
+                          {{features, 1, width}, {problem.tokens, matrix.ld, Traits::kStep}}, promotion);
         return encode(map, problem.dtype, matrix.data,
-                      {{problem.tokens, 1, Traits::kStep}, {features, matrix.ld, width}}, kPromotion);
+                      {{problem.tokens, 1, Traits::kStep}, {features, matrix.ld, width}}, promotion);
     }
 };
 

@@ -61,4 +61,25 @@ struct SddSchedule {
     }
 };
 
+// Keeps CTAs at the same pace. A CTA tells the others when it begins 16 steps, and waits for those that have
+// not begun the 16 before. Not for long, since nothing but speed depends on it: CTAs need not all be resident.
+struct Pace {
+    static constexpr int kSteps = 16;
+    static constexpr int kCounters = 64;  // used in turn
+    static constexpr int kMaxPolls = 64;
+
+    int* counters;  // zero at first
+    int ctas;
+
+    // Called by one thread; `group`: how many have begun before.
+    __device__ void begin(int group) const {
+        atomicAdd(counters + group % kCounters, 1);
+        if (group == 0) return;
+        const int before = group - 1;
+        const volatile int* const counter = counters + before % kCounters;
+        const int all = (before / kCounters + 1) * ctas;
+        for (int poll = 0; poll < kMaxPolls && *counter < all; ++poll) __nanosleep(200);
+    }
+};
+
 }  // namespace ts::sm90

@@ -19,6 +19,7 @@ struct SddArguments {
     const PlanHeader* plan;
     void* values;
     float4* partial;
+    int* pace;  // the counters, or nullptr
     Operand y_operand;  // as the products read them from shared memory
     Operand x_operand;
     int steps;       // of 64 tokens
