@@ -32,7 +32,7 @@ class SddProducer {
             const SddTile tile = plan.tile(work.tile);
             select(tile.is_large(arguments_.unit_shift));
             // Back and forth: the tokens that the tile before used last are still in L2.
-            load(work, tile, my_feature(plan, work.tile), index / gridDim.x % 2 != 0, index < schedule.whole);
+            load(work, tile, my_feature(plan, work.tile), index / gridDim.x % 2 != 0, schedule.is_whole(index));
         }
     }
 
@@ -193,11 +193,13 @@ struct Sdd {
         SddArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem, device)) return error;
         if (splits) {
-            arguments.pace = static_cast<int*>(workspace);
             arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPaceBytes);
-            if (const cudaError_t error =
-                    cudaMemsetAsync(workspace, 0, kPaceBytes, static_cast<cudaStream_t>(stream)))
-                return error;
+            if (is_paced(problem, device)) {
+                arguments.pace = static_cast<int*>(workspace);
+                if (const cudaError_t error =
+                        cudaMemsetAsync(workspace, 0, kPaceBytes, static_cast<cudaStream_t>(stream)))
+                    return error;
+            }
         }
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
@@ -228,6 +230,12 @@ struct Sdd {
   private:
     static constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
     static constexpr size_t kPartialBytes = Traits::kHalves * Traits::kStrip * Traits::kWindow * sizeof(float);
+
+    // Only where there is a round of tiles that are not split.
+    static bool is_paced(const Problem& problem, const Device& device) {
+        constexpr int64_t kTileValues = Traits::kHalves * Traits::kStrip * Traits::kWindow;
+        return problem.pattern.value_count() > device.multiprocessors * kTileValues;
+    }
 
     static int step_count(const Problem& problem) {
         return static_cast<int>((problem.tokens + Traits::kStep - 1) / Traits::kStep);

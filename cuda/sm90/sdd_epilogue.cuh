@@ -112,14 +112,14 @@ __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArg
     constexpr int kColumns = 32, kPieces = kColumns / 8, kParts = Traits::kWindow / kColumns;
     const SddPlan plan(arguments.plan);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas);
-    if (schedule.splits == 1) return;
-    for (int index = blockIdx.x; index < 2 * kParts * schedule.split; index += gridDim.x) {
-        const int part = index % kParts, half = index / kParts % 2, tile = index / kParts / 2;
+    for (int index = blockIdx.x; index < 2 * kParts * schedule.split_tiles(); index += gridDim.x) {
+        const int part = index % kParts, half = index / kParts % 2;
+        const int4 partials = schedule.partials(index / kParts / 2);
         float sums[kColumns / 2] = {};
 #pragma unroll 4
-        for (int split = 0; split < schedule.splits; ++split) {
+        for (int split = 0; split < partials.w; ++split) {
             const float4* const from =
-                partial_sums<Traits>(arguments, split * schedule.split + tile, half) + part * kPieces * 128;
+                partial_sums<Traits>(arguments, partials.y + split * partials.z, half) + part * kPieces * 128;
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
                 const float4 next = __ldcs(from + 128 * i);
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArg
                 sums[4 * i + 3] += next.w;
             }
         }
-        SddEpilogue<Traits>(arguments, plan, schedule.whole + tile, half).store(sums, kColumns * part);
+        SddEpilogue<Traits>(arguments, plan, partials.x, half).store(sums, kColumns * part);
     }
 }
 

@@ -1,12 +1,12 @@
 // Which tiles and tokens a CTA of an sdd kernel sums up. CTAs stay on their multiprocessors.
 //
-// All walk the tokens at the same pace, so that what one reads from memory the others find in L2. Tiles
-// are dealt out in rounds of one for each CTA; those of the last, partial round are split over the tokens, all
-// tiles of one split before the next, and a second kernel adds the partial sums.
+// All walk the tokens at the same pace, so that what one reads from memory the others find in L2. Tiles are
+// dealt out in rounds of one for each CTA. Those of the last, partial round are split over the tokens into two
+// more rounds: as many as fill one round with few splits, and the rest with more splits. A second kernel adds the
+// partial sums.
 #pragma once
 
 #include <cstdint>
-
 
 namespace ts::sm90 {
 
@@ -17,48 +17,85 @@ struct SddWork {
     int partial;  // where its partial sums go, -1 if it is not split
 };
 
-struct SddSchedule {
-    static constexpr int kMaxRounds = 2;  // of splits
-    static constexpr int kMinSteps = 4;   // of a split
+class SddSchedule {
+  public:
+    static constexpr int kMaxSplits = 16;
+    static constexpr int kMinSteps = 4;  // of a split
 
-    int steps;
-    int whole;   // tiles that are not split, the first ones
-    int split;   // tiles that are
-    int splits;  // of each
-
-    __device__ SddSchedule(int tiles, int steps, int ctas) : steps(steps) {
-        whole = tiles / ctas * ctas;
-        split = tiles - whole;
-        splits = best_splits(ctas);
+    // Called by whole warps, whose lanes try different numbers of splits.
+    __device__ SddSchedule(int tiles, int steps, int ctas) : steps_(steps), whole_(tiles / ctas * ctas) {
+        const int rest = tiles - whole_, lane = threadIdx.x % 32;
+        divide(rest, lane + 1, ctas);
+        const int time = cost(first_) + cost(second_);
+        const bool allowed = lane == 0 || may_split(lane + 1);
+        const unsigned best = __reduce_min_sync(~0u, allowed ? static_cast<unsigned>(time) * 32 + lane : ~0u);
+        divide(rest, static_cast<int>(best % 32) + 1, ctas);
     }
 
-    __device__ int size() const { return whole + split * splits; }
+    __device__ int size() const { return whole_ + first_.size() + second_.size(); }
+    __device__ bool is_whole(int index) const { return index < whole_; }
 
     __device__ SddWork work(int index) const {
-        if (index < whole) return {index, 0, steps, -1};
-        const int part = index - whole, place = part / split;
-        return {whole + part % split, place * steps / splits, (place + 1) * steps / splits,
-                splits > 1 ? part : -1};
+        if (index < whole_) return {index, 0, steps_, -1};
+        const int part = index - whole_;
+        return part < first_.size() ? work_of(first_, 0, 0, part)
+                                    : work_of(second_, first_.tiles, first_.size(), part - first_.size());
+    }
+
+    // Tiles that have partial sums.
+    __device__ int split_tiles() const {
+        return (first_.splits > 1 ? first_.tiles : 0) + (second_.splits > 1 ? second_.tiles : 0);
+    }
+    // The tile, where the partial sums of its first split are, how far apart the next are, and how many.
+    __device__ int4 partials(int place) const {
+        if (first_.splits == 1) place += first_.tiles;
+        if (place < first_.tiles) return make_int4(whole_ + place, place, first_.tiles, first_.splits);
+        return make_int4(whole_ + place, first_.size() + place - first_.tiles, second_.tiles, second_.splits);
     }
 
     // Upper bound of the tiles whose partial sums are stored.
-    static int max_partials(int steps, int ctas) { return steps < 2 * kMinSteps ? 0 : kMaxRounds * ctas; }
+    static int max_partials(int steps, int ctas) { return steps < 2 * kMinSteps ? 0 : 2 * ctas; }
 
   private:
-    // The number with the least estimated time. Units: a sixteenth of a step. Fitted on an H200.
-    __device__ int best_splits(int ctas) const {
-        constexpr int kStep = 16, kTile = 3 * kStep;  // storing the sums
-        constexpr int kReduction = 5 * kStep;         // starting the second kernel
-        int best = 1, least = 0;
-        for (int count = 1; count == 1 || (count * kMinSteps <= steps && split * count <= kMaxRounds * ctas);
-             ++count) {
-            const int rounds = (split * count + ctas - 1) / ctas;
-            const int reduction = count == 1 ? 0 : kReduction + split * count;
-            const int time = rounds * (kStep * steps / count + kTile) + reduction;
-            if (count == 1 || time < least) best = count, least = time;
-        }
-        return best;
+    // All tiles of one split come before the next.
+    struct Round {
+        int tiles;
+        int splits;
+        __device__ int size() const { return tiles * splits; }
+    };
+
+    __device__ SddWork work_of(const Round& round, int first_place, int first_part, int part) const {
+        const int split = part / round.tiles, place = part % round.tiles;
+        return {whole_ + first_place + place, split * steps_ / round.splits, (split + 1) * steps_ / round.splits,
+                round.splits > 1 ? first_part + part : -1};
     }
+
+    // As many tiles as fill a round are split that often, the others as often as they can.
+    __device__ void divide(int tiles, int splits, int ctas) {
+        first_ = {min(tiles, ctas / splits), splits};
+        second_ = most_splits(tiles - first_.tiles, ctas);
+    }
+
+    __device__ bool may_split(int splits) const { return splits <= kMaxSplits && splits * kMinSteps <= steps_; }
+
+    __device__ Round most_splits(int tiles, int ctas) const {
+        if (tiles == 0) return {0, 1};
+        const int splits = min(min(ctas / tiles, kMaxSplits), steps_ / kMinSteps);
+        return {tiles, max(splits, 1)};
+    }
+
+    // Estimated time in sixteenths of a step. Fitted on an H200.
+    __device__ int cost(const Round& round) const {
+        constexpr int kStep = 16, kTile = 3 * kStep;  // storing the sums
+        constexpr int kReduction = 5 * kStep, kPartial = 1;
+        if (round.tiles == 0) return 0;
+        const int reduction = round.splits == 1 ? 0 : kReduction + kPartial * round.size();
+        return kStep * steps_ / round.splits + kTile + reduction;
+    }
+
+    int steps_;
+    int whole_;  // tiles that are not split, the first ones
+    Round first_, second_;
 };
 
 // Keeps CTAs at the same pace. A CTA tells the others when it begins 16 steps, and waits for those that have
@@ -68,7 +105,7 @@ struct Pace {
     static constexpr int kCounters = 64;  // used in turn
     static constexpr int kMaxPolls = 64;
 
-    int* counters;  // zero at first
+    int* counters;  // of arrivals, zero at first
     int ctas;
 
     // Called by one thread; `group`: how many have begun before.
