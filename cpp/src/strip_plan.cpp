@@ -28,7 +28,9 @@ class UnitSet {
     // Up to `limit` units that are also in `other`, or that are not.
     Units take_common(const UnitSet& other, int32_t limit) const { return take(other, 0, limit); }
     Units take_private(const UnitSet& other, int32_t limit) const { return take(other, ~uint64_t{0}, limit); }
-    Units take(int32_t limit) const { return take(UnitSet(64 * static_cast<int64_t>(words_.size())), ~uint64_t{0}, limit); }
+    Units take(int32_t limit) const {
+        return take(UnitSet(64 * static_cast<int64_t>(words_.size())), ~uint64_t{0}, limit);
+    }
 
   private:
     Units take(const UnitSet& other, uint64_t inverse, int32_t limit) const {
@@ -78,7 +80,8 @@ class StripPlanBuilder {
             add_block_rows();
         else
             add_strips();
-        std::stable_sort(tiles_.begin(), tiles_.end(), [&](const Tile& a, const Tile& b) { return before(a, b); });
+        std::stable_sort(tiles_.begin(), tiles_.end(),
+                         [&](const Tile& a, const Tile& b) { return before(a, b); });
         StripPlan plan{};
         plan.header.tiles = static_cast<int32_t>(tiles_.size());
         plan.header.groups = row_parts_ * col_parts_;
@@ -159,7 +162,8 @@ class StripPlanBuilder {
                          [&](int32_t a, int32_t b) { return left_[a].size() > left_[b].size(); });
         for (size_t i = 0, end = rests.size(); i < end; ++i) {
             const UnitSet& first = left_[rests[i]];
-            const bool paired = i + 1 < end && first.size() + left_[rests[end - 1]].size() <= room_of_two_strips();
+            const bool paired =
+                i + 1 < end && first.size() + left_[rests[end - 1]].size() <= room_of_two_strips();
             if (!paired) {
                 add_tile(rests[i], -1, first.take(window_), {}, {});
                 continue;
@@ -175,7 +179,8 @@ class StripPlanBuilder {
 
     // Up to two windows of units for one strip, all of them `shared`, or a window for each of two strips. The
     // shared units lie between those of the first strip alone and those of the second alone.
-    void add_tile(int32_t first, int32_t second, const Units& shared, const Units& of_first, const Units& of_second) {
+    void add_tile(int32_t first, int32_t second, const Units& shared, const Units& of_first,
+                  const Units& of_second) {
         Tile tile{{first, second}, of_first, window_, window_, window_};
         tile.units.insert(tile.units.end(), shared.begin(), shared.end());
         if (second >= 0) {
@@ -215,7 +220,8 @@ class StripPlanBuilder {
     }
 
     // Those of the units from `begin` to `end`, as seen through a window.
-    void write_slots(const Tile& tile, int32_t strip, int32_t window, int32_t begin, int32_t end, Units& to) const {
+    void write_slots(const Tile& tile, int32_t strip, int32_t window, int32_t begin, int32_t end,
+                     Units& to) const {
         for (int32_t i = window; i < window + window_; ++i) {
             if (begin <= i && i < end) {
                 const Units& blocks = slots_[strip / row_strips_].at(tile.units[i]);

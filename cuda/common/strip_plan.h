@@ -4,8 +4,8 @@
 // y is cut into strips of 64 features and x into units of strip_unit() features, whatever the blocks. A half
 // of a tile is a strip by a window of 256 gathered features of x. A tile is two halves, whose one or two
 // strips and whose units are loaded together: the windows are runs of the tile's units and may overlap.
-// Strips and units have at most 576 features. `groups` counts the blocks in a strip by a unit, at least 1, and
-// `pieces` the units of two windows:
+// Strips and units have at most 576 features. `groups` counts the blocks in a strip by a unit, at least 1,
+// and `pieces` the units of two windows:
 //     - tiles [tiles][4]: first feature of y of the first strip, and of the second or -1 if both halves use
 //       the first; number of units; the unit at which the second half's window begins. Largest first.
 //     - rows, masks: nothing

@@ -3,9 +3,10 @@
 //
 // A CTA computes tiles of two halves, one for each of two warpgroups: 64 features of y, the rows of wgmma, by
 // 256 gathered features of x. One warp loads the tokens in steps of 64 through TMA: the strips of y and the
-// units of x that the halves need, which the plan chose to have many units in common (see common/strip_plan.h), so
-// that few bytes are loaded for what is multiplied. Blocks smaller than a strip by a unit are rounded up to it; sums that belong
-// to no block are not stored. sdd_schedule.cuh says which CTA computes what.
+// units of x that the halves need, which the plan chose to have many units in common (see
+// common/strip_plan.h), so that few bytes are loaded for what is multiplied. Blocks smaller than a strip by a
+// unit are rounded up to it; sums that belong to no block are not stored. sdd_schedule.cuh says which CTA
+// computes what.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -32,7 +33,8 @@ class SddProducer {
             const SddTile tile = plan.tile(work.tile);
             select(tile.is_large(arguments_.unit_shift));
             // Back and forth: the tokens that the tile before used last are still in L2.
-            load(work, tile, my_feature(plan, work.tile), index / gridDim.x % 2 != 0, schedule.is_whole(index));
+            load(work, tile, my_feature(plan, work.tile), index / gridDim.x % 2 != 0,
+                 arguments_.pace != nullptr && schedule.is_whole(index));
         }
     }
 
@@ -67,8 +69,11 @@ class SddProducer {
         const int bytes = tile.features(arguments_.unit_shift) * Traits::kFeatureBytes;
         Ring<Traits::kMaxStages>& ring = shared_.rings[cursor_.large];
         for (int step = work.first_step; step < work.last_step; ++step) {
-            const int token = Traits::kStep * (backwards ? work.first_step + work.last_step - 1 - step : step);
-            if (paced && arguments_.pace != nullptr && step % Pace::kSteps == 0) keep_pace();
+            const int token =
+                Traits::kStep * (backwards ? work.first_step + work.last_step - 1 - step : step);
+            if (paced && step % Pace::kSteps == 0 && lane_ == 0)
+                pace_.begin(arguments_.pace, static_cast<int>(gridDim.x));
+            __syncwarp();
             ring.wait_empty(cursor_.position);
             const Barrier& full = ring.full[cursor_.position.stage];
             if (lane_ == 0) full.arrive_and_expect_tx(bytes);
@@ -81,16 +86,10 @@ class SddProducer {
         }
     }
 
-    __device__ void keep_pace() {
-        if (lane_ == 0) Pace{arguments_.pace, arguments_.ctas}.begin(groups_);
-        ++groups_;
-        __syncwarp();
-    }
-
     const SddArguments& arguments_;
     typename Traits::Shared& shared_;
     int lane_;
-    int groups_ = 0;
+    Pace pace_;
     SddCursor<Traits> cursor_;
 };
 
@@ -151,7 +150,8 @@ class SddConsumer {
 };
 
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
-__global__ void __launch_bounds__(Traits::kThreads, 1) sdd_kernel(const __grid_constant__ SddArguments arguments) {
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    sdd_kernel(const __grid_constant__ SddArguments arguments) {
     extern __shared__ __align__(1024) char memory[];
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -178,7 +178,8 @@ struct Sdd {
     using Traits = SddTraits<Math>;
 
     static const char* refuses(const Problem&, const Device& device) {
-        return device.shared_memory < Traits::kSharedBytes ? "the device has too little shared memory" : nullptr;
+        return device.shared_memory < Traits::kSharedBytes ? "the device has too little shared memory"
+                                                           : nullptr;
     }
 
     // Counters of the pace and partial sums.
@@ -208,8 +209,8 @@ struct Sdd {
         if (const cudaError_t error = start(arguments, stream)) return error;
         if (!splits) return cudaSuccess;
         void* parameters[] = {&arguments};
-        return cudaLaunchKernel(reinterpret_cast<const void*>(sdd_reduce<Traits>), dim3(16 * arguments.ctas), dim3(128),
-                                parameters, 0, static_cast<cudaStream_t>(stream));
+        return cudaLaunchKernel(reinterpret_cast<const void*>(sdd_reduce<Traits>), dim3(16 * arguments.ctas),
+                                dim3(128), parameters, 0, static_cast<cudaStream_t>(stream));
     }
 
     static constexpr Kernel row(const char* name) {
@@ -229,7 +230,8 @@ struct Sdd {
 
   private:
     static constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
-    static constexpr size_t kPartialBytes = Traits::kHalves * Traits::kStrip * Traits::kWindow * sizeof(float);
+    static constexpr size_t kPartialBytes =
+        Traits::kHalves * Traits::kStrip * Traits::kWindow * sizeof(float);
 
     // Only where there is a round of tiles that are not split.
     static bool is_paced(const Problem& problem, const Device& device) {
@@ -261,7 +263,8 @@ struct Sdd {
         arguments.col_shift = log2_of_block(pattern.block_cols);
         arguments.accumulate = problem.accumulate;
         if (problem.tokens == 0) return cudaSuccess;  // nothing is loaded
-        if (const cudaError_t error = map(arguments.y, problem, problem.y, pattern.out_features, Traits::kStrip))
+        if (const cudaError_t error =
+                map(arguments.y, problem, problem.y, pattern.out_features, Traits::kStrip))
             return error;
         return map(arguments.x, problem, problem.x, pattern.in_features, unit);
     }
@@ -269,8 +272,10 @@ struct Sdd {
     // Row-major: tokens are lines of `width` features. Feature-major: features are lines of 64 tokens.
     static Operand describe_operand(const Matrix& matrix, int width) {
         const bool row_major = matrix.layout == Layout::row_major;
-        Operand result = row_major ? operand(2 * width, width * Traits::kFeatureBytes) : operand(2 * Traits::kStep, 0);
-        for (int i = 0; i < 4; ++i) result.step[i] = static_cast<uint32_t>(16 * i * (row_major ? 2 * width : 2) / 16);
+        Operand result =
+            row_major ? operand(2 * width, width * Traits::kFeatureBytes) : operand(2 * Traits::kStep, 0);
+        for (int i = 0; i < 4; ++i)
+            result.step[i] = static_cast<uint32_t>(16 * i * (row_major ? 2 * width : 2) / 16);
         return result;
     }
 
@@ -290,10 +295,10 @@ struct Sdd {
 
 }  // namespace ts::sm90
 
-#define TS_INSTANCE(name, kernel, math)                        \
-    namespace ts::sm90 {                                       \
-    const Kernel& name() {                                     \
-        static constexpr Kernel kRow = Sdd<math>::row(#name);  \
-        return kRow;                                           \
-    }                                                          \
+#define TS_INSTANCE(name, kernel, math)                       \
+    namespace ts::sm90 {                                      \
+    const Kernel& name() {                                    \
+        static constexpr Kernel kRow = Sdd<math>::row(#name); \
+        return kRow;                                          \
+    }                                                         \
     }

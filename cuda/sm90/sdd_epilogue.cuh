@@ -73,7 +73,8 @@ class SddEpilogue {
 
     // Eight elements of the block at some line and column of this half, nullptr if there is none.
     __device__ Element* target(int line, int column) const {
-        const int unit_shift = arguments_.unit_shift, row_shift = arguments_.row_shift, col_shift = arguments_.col_shift;
+        const int unit_shift = arguments_.unit_shift, row_shift = arguments_.row_shift,
+                  col_shift = arguments_.col_shift;
         const int unit = column >> unit_shift, within = column & (1 << unit_shift) - 1;
         const int part = (line >> row_shift) * max(1, 1 << unit_shift >> col_shift) + (within >> col_shift);
         const int slot = slots_[unit * plan_.parts + part];

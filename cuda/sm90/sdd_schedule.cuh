@@ -1,9 +1,9 @@
 // Which tiles and tokens a CTA of an sdd kernel sums up. CTAs stay on their multiprocessors.
 //
 // All walk the tokens at the same pace, so that what one reads from memory the others find in L2. Tiles are
-// dealt out in rounds of one for each CTA. Those of the last, partial round are split over the tokens into two
-// more rounds: as many as fill one round with few splits, and the rest with more splits. A second kernel adds the
-// partial sums.
+// dealt out in rounds of one for each CTA. Those of the last, partial round are split over the tokens into
+// two more rounds: as many as fill one round with few splits, and the rest with more splits. A second kernel
+// adds the partial sums.
 #pragma once
 
 #include <cstdint>
@@ -66,8 +66,8 @@ class SddSchedule {
 
     __device__ SddWork work_of(const Round& round, int first_place, int first_part, int part) const {
         const int split = part / round.tiles, place = part % round.tiles;
-        return {whole_ + first_place + place, split * steps_ / round.splits, (split + 1) * steps_ / round.splits,
-                round.splits > 1 ? first_part + part : -1};
+        return {whole_ + first_place + place, split * steps_ / round.splits,
+                (split + 1) * steps_ / round.splits, round.splits > 1 ? first_part + part : -1};
     }
 
     // As many tiles as fill a round are split that often, the others as often as they can.
@@ -76,7 +76,9 @@ class SddSchedule {
         second_ = most_splits(tiles - first_.tiles, ctas);
     }
 
-    __device__ bool may_split(int splits) const { return splits <= kMaxSplits && splits * kMinSteps <= steps_; }
+    __device__ bool may_split(int splits) const {
+        return splits <= kMaxSplits && splits * kMinSteps <= steps_;
+    }
 
     __device__ Round most_splits(int tiles, int ctas) const {
         if (tiles == 0) return {0, 1};
@@ -98,25 +100,31 @@ class SddSchedule {
     Round first_, second_;
 };
 
-// Keeps CTAs at the same pace. A CTA tells the others when it begins 16 steps, and waits for those that have
-// not begun the 16 before. Not for long, since nothing but speed depends on it: CTAs need not all be resident.
-struct Pace {
+// Keeps CTAs at the same pace. Each counts when it begins 16 steps, and waits for those that have not begun
+// the 16 before. Nothing but speed depends on it: where other work keeps some CTAs from starting, the
+// others wait once and no more.
+class Pace {
+  public:
     static constexpr int kSteps = 16;
     static constexpr int kCounters = 64;  // used in turn
-    static constexpr int kMaxPolls = 64;
 
-    int* counters;  // of arrivals, zero at first
-    int ctas;
-
-    // Called by one thread; `group`: how many have begun before.
-    __device__ void begin(int group) const {
-        atomicAdd(counters + group % kCounters, 1);
-        if (group == 0) return;
-        const int before = group - 1;
+    // The counters are zero at first. Called by one thread.
+    __device__ void begin(int* counters, int ctas) {
+        atomicAdd(counters + begun_ % kCounters, 1);
+        const int before = begun_++ - 1;
+        if (before < 0 || gave_up_) return;
         const volatile int* const counter = counters + before % kCounters;
         const int all = (before / kCounters + 1) * ctas;
-        for (int poll = 0; poll < kMaxPolls && *counter < all; ++poll) __nanosleep(200);
+        int polls = 0;
+        while (*counter < all && ++polls < kMaxPolls) __nanosleep(200);
+        gave_up_ = polls == kMaxPolls;
     }
+
+  private:
+    static constexpr int kMaxPolls = 64;
+
+    int begun_ = 0;
+    bool gave_up_ = false;
 };
 
 }  // namespace ts::sm90

@@ -3,8 +3,8 @@
 
 #include <cudaTypedefs.h>
 
-#include "common/strip_plan.h"
 #include "common/problem.h"
+#include "common/strip_plan.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/sdd_schedule.cuh"
 #include "sm90/wgmma.cuh"
@@ -19,7 +19,7 @@ struct SddArguments {
     const PlanHeader* plan;
     void* values;
     float4* partial;
-    int* pace;  // the counters, or nullptr
+    int* pace;          // the counters, or nullptr
     Operand y_operand;  // as the products read them from shared memory
     Operand x_operand;
     int steps;       // of 64 tokens
@@ -46,8 +46,8 @@ struct SddTraits {
     static constexpr int kMaxStages = 4;
 
     template <bool kRowMajor>
-    static constexpr cute::SM90::GMMA::Major kMajor = kRowMajor ? cute::SM90::GMMA::Major::MN
-                                                                : cute::SM90::GMMA::Major::K;
+    static constexpr cute::SM90::GMMA::Major kMajor =
+        kRowMajor ? cute::SM90::GMMA::Major::MN : cute::SM90::GMMA::Major::K;
     template <bool kRowMajorY, bool kRowMajorX>
     using Atom = typename Math::template Atom<kMajor<kRowMajorY>, kMajor<kRowMajorX>>;
 
@@ -67,7 +67,9 @@ struct SddTile {
     __device__ int strips() const { return words.y < 0 ? 1 : 2; }
     __device__ int units() const { return words.z; }
     __device__ int window(int half) const { return half == 0 ? 0 : words.w; }
-    __device__ int features(int unit_shift) const { return kStripFeatures * strips() + (units() << unit_shift); }
+    __device__ int features(int unit_shift) const {
+        return kStripFeatures * strips() + (units() << unit_shift);
+    }
     // Whether it takes the ring of large tiles.
     __device__ bool is_large(int unit_shift) const { return features(unit_shift) > kSmallTileFeatures; }
 };

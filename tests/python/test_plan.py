@@ -6,6 +6,7 @@ The layout is that of cuda/common/plan.h. A library without CUDA kernels has no 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise, product
 
 import numpy as np
@@ -45,7 +46,7 @@ def build(pattern: BlockPattern, kernel: int, op: int) -> dict[str, np.ndarray]:
 
 
 def sections_of(
-    words: np.ndarray, offsets: list[int], shapes: dict[str, tuple[int, ...]]
+    words: np.ndarray, offsets: list[int], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
     sections = {}
     for (name, shape), begin in zip(shapes.items(), offsets, strict=True):
