@@ -42,11 +42,17 @@ class ColumnSets {
                 bits_[row * words_ + view.rows.idx[e] / 64] |= uint64_t{1} << view.rows.idx[e] % 64;
     }
 
+    std::vector<uint64_t> empty_set() const { return std::vector<uint64_t>(words_); }
     std::vector<uint64_t> set_of(int32_t row) const {
         return {bits_.begin() + row * words_, bits_.begin() + (row + 1) * words_};
     }
     void add(int32_t row, std::vector<uint64_t>& set) const {
         for (int64_t w = 0; w < words_; ++w) set[w] |= bits_[row * words_ + w];
+    }
+    int64_t overlap(const std::vector<uint64_t>& a, const std::vector<uint64_t>& b) const {
+        int64_t both = 0;
+        for (int64_t w = 0; w < words_; ++w) both += std::popcount(a[w] & b[w]);
+        return both;
     }
     // |row and set| / |row or set|; two empty sets are alike.
     double similarity(int32_t row, const std::vector<uint64_t>& set) const {
@@ -99,6 +105,51 @@ std::vector<Group> group_rows(const View& view, int32_t size) {
     return groups;
 }
 
+// Pairs the groups that share most columns, greedily; one that is left over stays alone. A pair is the
+// first group's places, then the second's.
+std::vector<Group> pair_groups(const ColumnSets& sets, const std::vector<Group>& groups) {
+    std::vector<std::vector<uint64_t>> columns;
+    for (const Group& group : groups) {
+        columns.push_back(sets.empty_set());
+        for (const int32_t row : group)
+            if (row >= 0) sets.add(row, columns.back());
+    }
+    struct Candidate {
+        int64_t overlap;
+        size_t first, second;
+    };
+    std::vector<Candidate> candidates;
+    for (size_t i = 0; i < groups.size(); ++i)
+        for (size_t j = i + 1; j < groups.size(); ++j)
+            candidates.push_back({sets.overlap(columns[i], columns[j]), i, j});
+    std::stable_sort(candidates.begin(), candidates.end(),
+                     [](const Candidate& a, const Candidate& b) { return a.overlap > b.overlap; });
+    std::vector<bool> taken(groups.size());
+    std::vector<Group> pairs;
+    for (const auto& [overlap, first, second] : candidates) {
+        if (taken[first] || taken[second]) continue;
+        taken[first] = taken[second] = true;
+        pairs.push_back(groups[first]);
+        pairs.back().insert(pairs.back().end(), groups[second].begin(), groups[second].end());
+    }
+    for (size_t i = 0; i < groups.size(); ++i) {
+        if (taken[i]) continue;
+        pairs.push_back(groups[i]);
+        pairs.back().resize(2 * groups[i].size(), -1);
+    }
+    return pairs;
+}
+
+// Groups of a power of two: rows are paired by the columns they share, pairs are paired again, and so on.
+// Neighbours in a group have most in common, as do its halves.
+std::vector<Group> pair_rows(const View& view, int32_t size) {
+    std::vector<Group> groups(view.row_count);
+    for (int32_t row = 0; row < view.row_count; ++row) groups[row] = {row};
+    const ColumnSets sets(view);
+    for (int32_t paired = 1; paired < size; paired *= 2) groups = pair_groups(sets, groups);
+    return groups;
+}
+
 // The blocks of one column of a macro-tile: a slot for each row of the group, or -1.
 struct Column {
     int32_t col;
@@ -107,9 +158,11 @@ struct Column {
 
 std::vector<Column> columns_of(const View& view, const Group& group, int32_t size) {
     std::vector<std::pair<int32_t, std::pair<int32_t, int32_t>>> entries;  // column, (place, slot)
-    for (size_t g = 0; g < group.size(); ++g)
+    for (size_t g = 0; g < group.size(); ++g) {
+        if (group[g] < 0) continue;
         for (int32_t e = view.rows.ptr[group[g]]; e < view.rows.ptr[group[g] + 1]; ++e)
             entries.push_back({view.rows.idx[e], {static_cast<int32_t>(g), view.rows.slot[e]}});
+    }
     std::sort(entries.begin(), entries.end());
     std::vector<Column> columns;
     for (const auto& [col, block] : entries) {
@@ -145,45 +198,84 @@ class DdsPlanBuilder {
           pieces_(std::max(1, shape.step / view.col_block)) {}
 
     std::vector<int32_t> build() {
-        std::vector<std::pair<Group, std::vector<Column>>> tiles;
-        for (Group& group : group_rows(view_, groups_)) {
-            auto columns = columns_of(view_, group, groups_);
-            tiles.emplace_back(std::move(group), std::move(columns));
+        struct Tile {
+            Group group;
+            std::vector<Columns> ranks;  // what each rank walks, equally long
+        };
+        std::vector<Tile> tiles;
+        for (Group& group : shape_.ranks == 1 ? group_rows(view_, groups_)
+                                              : pair_rows(view_, groups_ * shape_.ranks)) {
+            group.resize(groups_ * shape_.ranks, -1);
+            auto ranks = columns_of_ranks(group);
+            tiles.push_back({std::move(group), std::move(ranks)});
         }
-        std::stable_sort(tiles.begin(), tiles.end(),
-                         [](const auto& a, const auto& b) { return a.second.size() > b.second.size(); });
-        for (const auto& [group, columns] : tiles) add_tile(group, columns);
+        std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) {
+            return a.ranks[0].size() > b.ranks[0].size();
+        });
+        for (const Tile& tile : tiles) add_tile(tile.group, tile.ranks);
         PlanHeader header{};
         header.tiles = static_cast<int32_t>(tiles.size());
-        header.steps = static_cast<int32_t>(masks_.size());
+        header.steps = static_cast<int32_t>(masks_.size()) / shape_.ranks;
         header.groups = groups_;
         header.pieces = pieces_;
         return assemble(header, {tiles_, rows_, masks_, k_, slots_});
     }
 
   private:
-    void add_tile(const Group& group, const std::vector<Column>& columns) {
-        const auto first = static_cast<int32_t>(masks_.size());
-        for (size_t c = 0; c < columns.size(); c += pieces_) {
-            // A block wider than a step takes several, with one piece each.
-            for (int32_t k = 0; k < std::max(view_.col_block, shape_.step); k += shape_.step)
-                add_step(columns, c, k);
+    using Columns = std::vector<Column>;
+
+    // The columns of each rank's rows, padded to whole steps, in an order in which the ranks walk together
+    // those that they share; only the last steps of one of them may be empty.
+    std::vector<Columns> columns_of_ranks(const Group& group) const {
+        std::vector<Columns> ranks;
+        for (int32_t rank = 0; rank < shape_.ranks; ++rank) {
+            const auto first = group.begin() + rank * groups_;
+            ranks.push_back(columns_of(view_, Group(first, first + groups_), groups_));
         }
-        tiles_.push_back(first);
-        tiles_.push_back(static_cast<int32_t>(masks_.size()) - first);
-        for (int32_t g = 0; g < groups_; ++g)
-            rows_.push_back(g < static_cast<int32_t>(group.size()) ? group[g] : -1);
+        if (shape_.ranks == 2) share_columns(ranks[0], ranks[1]);
+        size_t longest = 0;
+        for (const Columns& columns : ranks) longest = std::max(longest, columns.size());
+        const size_t padded = (longest + pieces_ - 1) / pieces_ * pieces_;
+        for (Columns& columns : ranks) columns.resize(padded, {-1, std::vector<int32_t>(groups_, -1)});
+        return ranks;
     }
 
-    void add_step(const std::vector<Column>& columns, size_t first, int32_t k) {
+    // Moves the columns that both have to the front, as many as fill whole steps.
+    void share_columns(Columns& a, Columns& b) const {
+        std::vector<int32_t> shared;
+        for (size_t i = 0, j = 0; i < a.size() && j < b.size();) {
+            if (a[i].col == b[j].col) shared.push_back(a[i].col);
+            const bool first = a[i].col <= b[j].col, second = b[j].col <= a[i].col;
+            i += first;
+            j += second;
+        }
+        shared.resize(shared.size() / pieces_ * pieces_);
+        for (Columns* columns : {&a, &b})
+            std::stable_partition(columns->begin(), columns->end(), [&](const Column& column) {
+                return std::binary_search(shared.begin(), shared.end(), column.col);
+            });
+    }
+
+    void add_tile(const Group& group, const std::vector<Columns>& ranks) {
+        const auto first = static_cast<int32_t>(masks_.size()) / shape_.ranks;
+        for (size_t c = 0; c < ranks[0].size(); c += pieces_) {
+            // A block wider than a step takes several, with one piece each.
+            for (int32_t k = 0; k < std::max(view_.col_block, shape_.step); k += shape_.step)
+                for (const Columns& columns : ranks) add_step(columns, c, k);
+        }
+        tiles_.push_back(first);
+        tiles_.push_back(static_cast<int32_t>(masks_.size()) / shape_.ranks - first);
+        rows_.insert(rows_.end(), group.begin(), group.end());
+    }
+
+    void add_step(const Columns& columns, size_t first, int32_t k) {
         uint32_t mask = 0;
         for (int32_t p = 0; p < pieces_; ++p) {
-            const bool present = first + p < columns.size();
-            k_.push_back(present ? columns[first + p].col * view_.col_block + k : -1);
+            const Column& column = columns[first + p];
+            k_.push_back(column.col < 0 ? -1 : column.col * view_.col_block + k);
             for (int32_t g = 0; g < groups_; ++g) {
-                const int32_t slot = present ? columns[first + p].slots[g] : -1;
-                slots_.push_back(slot);
-                if (slot >= 0) mask |= block_mask(p, g);
+                slots_.push_back(column.slots[g]);
+                if (column.slots[g] >= 0) mask |= block_mask(p, g);
             }
         }
         masks_.push_back(static_cast<int32_t>(mask));

@@ -3,12 +3,14 @@
 // dds (both directions; "features" are those of the output, k those that are summed over):
 //   Block rows are grouped into macro-tiles of `tile` features: `groups` block rows each. A tile is
 //   walked in steps of `step` elements of k, cut into `pieces` of one block each (one piece where
-//   blocks are wider). Only columns in which some row of the group has a block are walked.
+//   blocks are wider). Only columns in which some row of the group has a block are walked. With two
+//   `ranks`, two such groups form a tile and walk as many steps, first the columns that both have, at
+//   the same time; then each its own, where the steps of one may end early.
 //     - tiles [tiles][2]: first step, number of steps; longest first
-//     - rows [tiles][groups]: block rows, -1 where there is none
-//     - masks [steps]: bit 4 i + j says that features 16 i to 16 i + 15 have a block at quarter j
-//     - k [steps][pieces]: first element of k, -1 where there is none
-//     - slots [steps][pieces][groups]: block in values, -1 where there is none
+//     - rows [tiles][ranks][groups]: block rows, -1 where there is none
+//     - masks [steps][ranks]: bit 4 i + j says that features 16 i to 16 i + 15 have a block at quarter j
+//     - k [steps][ranks][pieces]: first element of k, -1 where there is none
+//     - slots [steps][ranks][pieces][groups]: block in values, -1 where there is none
 //
 // sdd: block rows are grouped likewise, into `groups` of `tile` features of y; the columns of a group in
 // which some row has a block are gathered into macro-tiles of `pieces` blocks (`step` features of x).

@@ -27,21 +27,28 @@ class DdsConsumer {
   public:
     __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared, const DdsPlan& plan,
                            int rank, int group)
-        : arguments_(arguments), shared_(shared), plan_(plan), rank_(rank), group_(group) {}
+        : arguments_(arguments),
+          shared_(shared),
+          plan_(plan),
+          rank_(rank),
+          group_(group),
+          lane_(threadIdx.x % kWarpSize) {}
 
     __device__ void run() {
-        const int lane = threadIdx.x % 32;
-        const DdsEpilogue<Traits> epilogue(arguments_, shared_, group_);
+        DdsEpilogue<Traits> epilogue(arguments_, shared_, group_);
         typename Ring<Schedule::kQueue>::Position next;
         float sums[kSums];
-        while (true) {
-            const Work work = shared_.schedule.pop(next, lane);
-            if (work.tile < 0) break;
-            sum_up(sums, work.steps);
+        Work work = shared_.schedule.pop(next, lane_);
+        uint32_t present = present_from(work, 0);
+        while (work.tile >= 0) {
             const int row_rank = Traits::kRowRanks > 1 ? rank_ : 0;
             const int token_rank = Traits::kTokenRanks > 1 ? rank_ : 0;
-            epilogue.store(sums, plan_.rows + (work.tile * Traits::kRowRanks + row_rank) * plan_.groups,
+            epilogue.begin(plan_.rows + (work.tile * Traits::kRowRanks + row_rank) * plan_.groups,
                            (work.unit * Traits::kTokenRanks + token_rank) * Traits::kTileTokens);
+            sum_up(sums, work, present);
+            work = shared_.schedule.pop(next, lane_);
+            present = present_from(work, 0);  // arrives during the epilogue
+            epilogue.store(sums);
         }
         epilogue.finish_stores();
     }
@@ -49,21 +56,32 @@ class DdsConsumer {
   private:
     using InputPosition = typename Ring<Traits::kInputStages>::Position;
     using WeightPosition = typename Ring<Traits::kWeightStages>::Position;
+    static constexpr int kWarpSize = 32;
 
-    __device__ void sum_up(float (&sums)[kSums], int steps) {
+    // Whether the warpgroup has blocks in the lane's step, of 32 from the tile's step `first`.
+    __device__ uint32_t present_from(const Work& work, int first) const {
+        const int step = first + lane_, row_rank = Traits::kRowRanks > 1 ? rank_ : 0;
+        if (step >= work.steps) return 0;
+        return __ldg(plan_.masks + (work.step + step) * Traits::kRowRanks + row_rank) >> 16 * group_ & 0xffff;
+    }
+
+    __device__ void sum_up(float (&sums)[kSums], const Work& work, uint32_t present) {
         bool any = false;
-        for (int step = 0; step < steps; ++step) {
-            wait(shared_.input_ring.full[input_.stage], input_.parity);
-            const int present =
-                __shfl_sync(~0u, *const_cast<const volatile int*>(&shared_.present[input_.stage]), 0);
-            if (present >> group_ & 1) {
-                multiply(sums, any);
-                any = true;
-            } else {
-                release_multiplied();
-                release_input(input_.stage);
+        for (int first = 0; first < work.steps; first += kWarpSize) {
+            const uint32_t steps_present = __ballot_sync(~0u, present != 0);
+            present = present_from(work, first + kWarpSize);
+            const int count = min(kWarpSize, work.steps - first);
+            for (int step = 0; step < count; ++step) {
+                wait(shared_.input_ring.full[input_.stage], input_.parity);
+                if (steps_present >> step & 1) {
+                    multiply(sums, any);
+                    any = true;
+                } else {
+                    release_multiplied();
+                    release_input(input_.stage);
+                }
+                input_.advance();
             }
-            input_.advance();
         }
         release_multiplied();
         if (any) return;
@@ -112,13 +130,17 @@ class DdsConsumer {
         }
     }
 
-    __device__ static uint32_t units(const char* address) { return cute::cast_smem_ptr_to_uint(address) / 16; }
+    // As descriptors want it: without the bits that name the CTA of the cluster, in units of 16 bytes.
+    __device__ static uint32_t units(const char* address) {
+        return (cute::cast_smem_ptr_to_uint(address) & 0x3ffff) / 16;
+    }
 
     const DdsArguments& arguments_;
     typename Traits::Shared& shared_;
     const DdsPlan& plan_;
     int rank_;
     int group_;
+    int lane_;
     InputPosition input_;
     WeightPosition weight_;
     bool multiplied_ = false;
@@ -135,6 +157,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) dds_kernel(const __grid_c
     if (threadIdx.x == 0) {
         shared.input_ring.init(Traits::kGroups * Traits::kRowRanks);
         for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks);
+        for (auto& group : shared.residual)
+            for (const Barrier& arrived : group) arrived.init(1);
         shared.schedule.init(1 + Traits::kGroups + 4 * Traits::kGroups);
         cutlass::arch::fence_barrier_init();
     }
@@ -143,7 +167,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) dds_kernel(const __grid_c
     const DdsPlan plan(arguments.plan);
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
-        const DdsProducer<Traits> producer{arguments, shared, plan, rank, lane};
+        const DdsProducer<Traits> producer{arguments, shared, plan, rank, lane, cute::elect_one_sync() != 0};
         if (warp == 0)
             producer.template load_input<kRowMajorInput>();
         else if (warp <= Traits::kGroups)
@@ -202,6 +226,7 @@ struct Dds {
                 {Traits::kTileFeatures, Traits::kStep, kRowRanks},
                 kUnitTokens,
                 kClusterFeatures,
+                0,
                 refuses,
                 workspace_size,
                 launch};
@@ -218,32 +243,36 @@ struct Dds {
         arguments.tokens = static_cast<int>(problem.tokens);
         arguments.k_size = static_cast<int>(kForward ? pattern.in_features : pattern.out_features);
         arguments.row_block = kForward ? pattern.block_rows : pattern.block_cols;
+        arguments.row_shift = log2_of_block(arguments.row_block);
+        arguments.row_width = std::min(arguments.row_block, Traits::kGroupFeatures);
+        arguments.row_parts = Traits::kGroupFeatures / arguments.row_width;
         arguments.k_block = kForward ? pattern.block_cols : pattern.block_rows;
         arguments.value_rows = pattern.nnz * pattern.block_rows;
         arguments.output_layout = output(problem).layout;
         arguments.activation = problem.activation;
-        arguments.schedule = {static_cast<int>(tiles), static_cast<int>(units),
-                              group_units(arguments.k_size)};
+        arguments.has_residual = problem.residual.data != nullptr;
+        arguments.schedule =
+            schedule_arguments(static_cast<int>(tiles), static_cast<int>(units), group_units(arguments.k_size));
         describe_shared_memory(arguments, input(problem).layout);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
-        if (const cudaError_t error = map_output(arguments, problem)) return error;
+        if (const cudaError_t error = map_output(arguments.output, output(problem), problem)) return error;
+        if (arguments.has_residual)
+            if (const cudaError_t error = map_output(arguments.residual, problem.residual, problem))
+                return error;
         return map_values(arguments, problem);
     }
 
-    // So many tokens that their activations take a third of L2.
+    // So many tokens that their activations take a sixth of L2.
     static int group_units(int k_size) {
-        constexpr int64_t kPanelBytes = 16 << 20;
+        constexpr int64_t kPanelBytes = 8 << 20;
         return static_cast<int>(std::max<int64_t>(1, kPanelBytes / (int64_t{kUnitTokens} * k_size * 2)));
     }
 
     static int k_width(const DdsArguments& arguments) { return std::min(arguments.k_block, Traits::kStep); }
-    static int row_width(const DdsArguments& arguments) {
-        return std::min(arguments.row_block, Traits::kGroupFeatures);
-    }
 
     // How the pieces of a step and the block rows of a warpgroup follow one another in shared memory.
     static void describe_shared_memory(DdsArguments& arguments, Layout input_layout) {
-        const int width = k_width(arguments), rows = row_width(arguments);
+        const int width = k_width(arguments), rows = arguments.row_width;
         const bool row_major = input_layout == Layout::row_major;
         Operand& tokens = arguments.tokens_by_k;
         tokens = row_major ? operand(2 * width, 0) : operand(128, 128 * width);
@@ -278,19 +307,20 @@ struct Dds {
                       {{tokens, 1, kAtom}, {k_size, matrix.ld, width}});
     }
 
-    static cudaError_t map_output(DdsArguments& arguments, const Problem& problem) {
-        const Matrix& matrix = output(problem);
-        const int64_t features = kForward ? problem.pattern.out_features : problem.pattern.in_features;
-        const int rows = row_width(arguments);
+    // The output, or the residual, which is laid out like it.
+    static cudaError_t map_output(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
+        const Pattern& pattern = problem.pattern;
+        const int64_t features = kForward ? pattern.out_features : pattern.in_features;
+        const int rows = std::min(kForward ? pattern.block_rows : pattern.block_cols, Traits::kGroupFeatures);
         if (matrix.layout == Layout::row_major)
-            return encode(arguments.output, problem.dtype, matrix.data,
+            return encode(map, problem.dtype, matrix.data,
                           {{features, 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});
-        return encode(arguments.output, problem.dtype, matrix.data,
+        return encode(map, problem.dtype, matrix.data,
                       {{problem.tokens, 1, Traits::kChunkTokens}, {features, matrix.ld, rows}});
     }
 
     static cudaError_t map_values(DdsArguments& arguments, const Problem& problem) {
-        const int width = k_width(arguments), rows = row_width(arguments);
+        const int width = k_width(arguments), rows = arguments.row_width;
         const int64_t columns = problem.pattern.block_cols;
         // A pattern without blocks has steps nowhere; the map is never used but must be valid.
         if (arguments.value_rows == 0) return cudaSuccess;

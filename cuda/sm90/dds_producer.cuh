@@ -12,6 +12,7 @@ struct DdsProducer {
     const DdsPlan& plan;
     int rank;  // of the CTA in its cluster
     int lane;
+    bool elected;  // the one lane that starts copies, from values that all lanes have
 
     __device__ int row_rank() const { return Traits::kRowRanks > 1 ? rank : 0; }
     __device__ int token_rank() const { return Traits::kTokenRanks > 1 ? rank : 0; }
@@ -22,28 +23,24 @@ struct DdsProducer {
     __device__ void load_input() const {
         typename Ring<Schedule::kQueue>::Position next;
         typename Ring<Traits::kInputStages>::Position position;
-        const int piece = min(lane, plan.pieces - 1);
+        const int piece = min(lane, plan.pieces - 1), width = Traits::kStep / plan.pieces;
         while (true) {
             const Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
             const int token = (work.unit * Traits::kTokenRanks + token_rank()) * Traits::kTileTokens;
+            InputStep next_step = input_step(work.step, piece, work.steps > 0);
             for (int step = work.step; step < work.step + work.steps; ++step) {
-                const int mask = __ldg(plan.masks + step_index(step));
-                const int k = __ldg(plan.k + step_index(step) * plan.pieces + piece);
-                const Multicast to = receivers(step, k);
+                const auto [mask, k, other_k] = next_step;
+                next_step = input_step(step + 1, piece, step + 1 < work.step + work.steps);
+                const Multicast to = receivers(step, k, other_k);
                 shared.input_ring.wait_empty(position);
                 const Barrier& full = shared.input_ring.full[position.stage];
-                if (lane == 0) {
-                    shared.present[position.stage] = ((mask & 0xffff) != 0) | ((mask & ~0xffff) != 0) << 1;
-                    if (mask != 0)
-                        full.arrive_and_expect_tx(Traits::kInputBytes);
-                    else
-                        full.arrive();
-                }
-                __syncwarp();
-                if (mask != 0 && to.mask != 0 && lane < plan.pieces)
-                    load_piece<kRowMajorInput>(full, to, shared.input[position.stage], piece,
-                                               k < 0 ? arguments.k_size : k, token);
+                if (elected) full.arrive_and_expect_tx(mask != 0 ? Traits::kInputBytes : 0);
+                if (mask != 0 && to.mask != 0)
+                    for (int i = 0; i < plan.pieces; ++i)
+                        load_piece<kRowMajorInput>(
+                            full, to, shared.input[position.stage] + i * width * Traits::kTileTokens * 2,
+                            __shfl_sync(~0u, k, i), width, token);
                 __syncwarp();
                 position.advance();
             }
@@ -52,7 +49,7 @@ struct DdsProducer {
 
     // One warp for each warpgroup: the weight of its 64 features.
     __device__ void load_weight(int group) const {
-        const int parts = max(1, Traits::kGroupFeatures / arguments.row_block);  // blocks across the features
+        const int parts = arguments.row_parts;
         const int piece = lane / parts, part = lane % parts;
         const bool active = piece < plan.pieces;
         // A block wider than a warpgroup is shared by both.
@@ -61,7 +58,7 @@ struct DdsProducer {
         const bool loads = Traits::kTokenRanks == 1 || group % Traits::kTokenRanks == rank;
         const Multicast to{Traits::kTokenRanks == 1 ? uint16_t{1} : Traits::kAllRanks};
         const int k_width = min(arguments.k_block, Traits::kStep);
-        const int line = 2 * (Traits::kTransposed ? min(arguments.row_block, Traits::kGroupFeatures) : k_width);
+        const int line = 2 * (Traits::kTransposed ? arguments.row_width : k_width);
         const int offset = Traits::kTransposed
                                ? (part * Traits::kStep + piece * k_width) * line
                                : (piece * Traits::kGroupFeatures + part * arguments.row_block) * line;
@@ -70,26 +67,31 @@ struct DdsProducer {
         while (true) {
             const Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
-            for (int step = work.step; step < work.step + work.steps; ++step) {
-                const int mask = __ldg(plan.masks + step_index(step)) >> 16 * group & 0xffff;
-                if (mask == 0) continue;
+            const auto read = [&](int step) -> WeightStep {
+                if (step == work.step + work.steps) return {};
                 const int at = step_index(step) * plan.pieces + piece;
-                const int slot = active ? __ldg(plan.slots + at * plan.groups + plan_group) : -1;
-                const int k = active ? __ldg(plan.k + at) & arguments.k_block - 1 : 0;
+                return {__ldg(plan.masks + step_index(step)),
+                        active ? __ldg(plan.slots + at * plan.groups + plan_group) : -1,
+                        active ? __ldg(plan.k + at) : 0};
+            };
+            WeightStep next_step = read(work.step);
+            for (int step = work.step; step < work.step + work.steps; ++step) {
+                const auto [mask, slot, column] = next_step;
+                next_step = read(step + 1);
+                if ((mask >> 16 * group & 0xffff) == 0) continue;
+                const int k = slot < 0 ? 0 : column & arguments.k_block - 1;
                 shared.weight_ring[group].wait_empty(position);
                 const Barrier& full = shared.weight_ring[group].full[position.stage];
-                if (lane == 0) full.arrive_and_expect_tx(Traits::kWeightBytes);
-                __syncwarp();
-                if (active && loads) {
+                if (elected) full.arrive_and_expect_tx(Traits::kWeightBytes);
+                if (loads) {
                     // An absent block reads as zero, being outside of the values.
-                    const int first = slot < 0 ? static_cast<int>(arguments.value_rows)
-                                               : slot * (Traits::kTransposed ? arguments.k_block
-                                                                             : arguments.row_block);
-                    char* const target = shared.weight[group][position.stage] + offset;
-                    if (Traits::kTransposed)
-                        load_box(&arguments.values, full, to, target, feature, first + k);
-                    else
-                        load_box(&arguments.values, full, to, target, k, first + feature);
+                    const int block = Traits::kTransposed ? arguments.k_block : arguments.row_block;
+                    const int first = slot < 0 ? static_cast<int>(arguments.value_rows) : slot * block;
+                    const int x = Traits::kTransposed ? feature : k;
+                    const int y = first + (Traits::kTransposed ? k : feature);
+                    for (int i = 0; i < parts * plan.pieces; ++i)
+                        load_block(full, to, shared.weight[group][position.stage] + __shfl_sync(~0u, offset, i),
+                                   __shfl_sync(~0u, x, i), __shfl_sync(~0u, y, i));
                 }
                 __syncwarp();
                 position.advance();
@@ -98,21 +100,42 @@ struct DdsProducer {
     }
 
   private:
+    // What the plan says of a step, read one step ahead.
+    struct InputStep {
+        int mask;
+        int k;        // of the lane's piece
+        int other_k;  // for the other CTA, if they differ in block rows
+    };
+    __device__ InputStep input_step(int step, int piece, bool exists) const {
+        if (!exists) return {};
+        const int at = step_index(step) * plan.pieces + piece;
+        const int other = (step * Traits::kRowRanks + (rank ^ 1)) * plan.pieces + piece;
+        return {__ldg(plan.masks + step_index(step)), __ldg(plan.k + at),
+                Traits::kRowRanks > 1 ? __ldg(plan.k + other) : 0};
+    }
+    struct WeightStep {
+        int mask;
+        int slot;  // of the lane's block
+        int k;
+    };
+
     // Steps that both CTAs walk in the same columns are loaded by one of them, in turn.
-    __device__ Multicast receivers(int step, int k) const {
-        if (Traits::kRowRanks == 1) return {uint16_t{1} };
-        const int piece = min(lane, plan.pieces - 1);
-        const int other = __ldg(plan.k + (step * Traits::kRowRanks + (rank ^ 1)) * plan.pieces + piece);
-        const bool same = __all_sync(~0u, k == other);
+    __device__ Multicast receivers(int step, int k, int other_k) const {
+        if (Traits::kRowRanks == 1) return {uint16_t{1}};
+        const bool same = __all_sync(~0u, k == other_k);
         if (!same) return {static_cast<uint16_t>(1 << rank)};
         return {step % Traits::kRowRanks == rank ? Traits::kAllRanks : uint16_t{0}};
     }
 
-    // 256 tokens of one piece's k.
+    __device__ void load_block(const Barrier& full, Multicast to, char* target, int x, int y) const {
+        if (elected) load_box(&arguments.values, full, to, target, x, y);
+    }
+
+    // 256 tokens of one piece's k, zero where there is none.
     template <bool kRowMajorInput>
-    __device__ void load_piece(const Barrier& full, Multicast to, char* stage, int piece, int k, int token) const {
-        const int width = Traits::kStep / plan.pieces;
-        char* const target = stage + piece * width * Traits::kTileTokens * 2;
+    __device__ void load_piece(const Barrier& full, Multicast to, char* target, int k, int width, int token) const {
+        if (!elected) return;
+        if (k < 0) k = arguments.k_size;
         constexpr int kAtom = 64;  // tokens that lie side by side
         if (kRowMajorInput) {
             load_box(&arguments.input, full, to, target, k, token);

@@ -16,6 +16,7 @@ struct DdsArguments {
     CUtensorMap input_tail;  // feature-major: the tokens that do not fill 64
     CUtensorMap values;
     CUtensorMap output;
+    CUtensorMap residual;
     const PlanHeader* plan;
     const void* bias;
     ScheduleArguments schedule;
@@ -24,10 +25,14 @@ struct DdsArguments {
     int tokens;
     int k_size;     // features summed over
     int row_block;  // features of a block
+    int row_shift;  // their log2
+    int row_width;  // features of a block in a warpgroup
+    int row_parts;  // blocks across the features of a warpgroup
     int k_block;    // k of a block
     int64_t value_rows;
-    Layout output_layout;
+    Layout output_layout;  // also the residual's
     Activation activation;
+    bool has_residual;
 };
 
 // A cluster computes kTokenRanks x kRowRanks tiles of 256 tokens x 128 features, one of them a CTA. With
@@ -69,7 +74,7 @@ struct DdsTraits {
         alignas(1024) char output[kGroups][kChunks][kChunkBytes];
         Ring<kInputStages> input_ring;
         Ring<kWeightStages> weight_ring[kGroups];
-        int present[kInputStages];  // bit g: warpgroup g has blocks in the step
+        Barrier residual[kGroups][kChunks];
         Schedule schedule;
     };
     static constexpr int kSharedBytes = sizeof(Shared);

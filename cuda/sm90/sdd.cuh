@@ -223,6 +223,7 @@ struct Sdd {
                 {Traits::kStrip, Traits::kWindow, Traits::kHalves},
                 0,
                 Traits::kHalves * Traits::kStrip,
+                0,
                 refuses,
                 workspace_size,
                 launch};

@@ -32,16 +32,26 @@ def build(pattern: BlockPattern, kernel: int, op: int) -> dict[str, np.ndarray]:
     tiles, steps, groups, pieces, *offsets, total = words[:10].tolist()
     assert total == len(words)
     assert all(offset % 4 == 0 and 16 <= offset <= total for offset in offsets)
-    if op == SDD_TN and walks_strips(kernel):
-        return sections_of(words, offsets, strip_shapes(tiles, pieces, groups))
-    walked = tiles if op == SDD_TN else steps
-    shapes = {
-        "tiles": (tiles,) if op == SDD_TN else (tiles, 2),
-        "rows": (tiles, groups),
-        "masks": (tiles, (_C.kernels()[kernel].plan >> 12 & 0xFFF) // 16) if op == SDD_TN else (steps,),
-        "k": (walked, pieces),
-        "slots": (walked, pieces, groups),
-    }
+    tile, ranks = _C.kernels()[kernel].plan >> 12 & 0xFFF, _C.kernels()[kernel].plan >> 24
+    shapes: dict[str, tuple[int, ...]]
+    if op == SDD_TN and ranks > 1:
+        shapes = strip_shapes(tiles, pieces, groups)
+    elif op == SDD_TN:
+        shapes = {
+            "tiles": (tiles,),
+            "rows": (tiles, groups),
+            "masks": (tiles, tile // 16),
+            "k": (tiles, pieces),
+            "slots": (tiles, pieces, groups),
+        }
+    else:
+        shapes = {
+            "tiles": (tiles, 2),
+            "rows": (tiles, ranks, groups),
+            "masks": (steps, ranks),
+            "k": (steps, ranks, pieces),
+            "slots": (steps, ranks, pieces, groups),
+        }
     return sections_of(words, offsets, shapes)
 
 
@@ -107,19 +117,12 @@ def check_dds_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int)
     assert (first == np.r_[0, np.cumsum(count)[:-1]]).all() and count.sum() == len(plan["masks"])
     assert all(before >= after for before, after in pairwise(count))
 
-    visited = {}
+    visited: dict[tuple[int, int], int] = {}
+    ranks = plan["masks"].shape[1]
     for tile, s in zip(np.repeat(np.arange(len(first)), count), range(count.sum()), strict=True):
-        mask = 0
-        for piece, k in enumerate(plan["k"][s]):
-            assert k >= 0 or (plan["slots"][s, piece] == -1).all()
-            for group, slot in enumerate(plan["slots"][s, piece]):
-                if slot >= 0:
-                    place = (int(plan["rows"][tile, group]), int(k))
-                    assert place not in visited
-                    visited[place] = int(slot)
-                    mask |= mask_of(piece, group, row_block, len(plan["k"][s]))
-        assert mask != 0, "a step without a block"
-        assert int(plan["masks"][s]) & 0xFFFFFFFF == mask
+        masks = [visit_step(visited, plan, tile, s, rank, row_block) for rank in range(ranks)]
+        assert any(masks), "a step without a block"
+        assert plan["masks"][s].view(np.uint32).tolist() == masks
 
     rows, cols = pattern.block_indices()
     expected = {
@@ -128,6 +131,24 @@ def check_dds_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int)
         for offset in range(0, col_block, step)
     }
     assert visited == expected
+
+
+def visit_step(
+    visited: dict[tuple[int, int], int], plan: dict[str, np.ndarray], tile: int, s: int, rank: int, row_block: int
+) -> int:
+    """Notes the blocks that one rank multiplies in a step, and gives their mask."""
+    mask = 0
+    for piece, k in enumerate(plan["k"][s, rank]):
+        slots = plan["slots"][s, rank, piece]
+        assert k >= 0 or (slots == -1).all()
+        assert k < 0 or (slots >= 0).any(), "a column without a block"
+        for group, slot in enumerate(slots):
+            if slot >= 0:
+                place = (int(plan["rows"][tile, rank, group]), int(k))
+                assert place not in visited
+                visited[place] = int(slot)
+                mask |= mask_of(piece, group, row_block, len(plan["k"][s, rank]))
+    return mask
 
 
 def mask_of(piece: int, group: int, row_block: int, pieces: int) -> int:
