@@ -8,6 +8,7 @@
 
 #include "error.h"
 #include "problem.h"
+#include "strip_plan.h"
 
 namespace ts {
 namespace {
@@ -346,6 +347,10 @@ class SddPlanBuilder {
 
 std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape) {
     if (shape.tile == 0) return {};
+    if (op == Op::sdd_tn && shape.ranks > 1) {
+        const StripPlan plan = build_strip_plan(pattern);
+        return assemble(plan.header, {plan.tiles, {}, {}, plan.units, plan.slots});
+    }
     const View view = view_of(pattern, op);
     require(view.row_block <= shape.tile, "the kernel's tile of ", shape.tile,
             " features is less than the block's ", view.row_block);

@@ -5,6 +5,8 @@ The layout is that of cuda/common/plan.h. A library without CUDA kernels has no 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from itertools import pairwise, product
 
 import numpy as np
@@ -31,8 +33,11 @@ def build(pattern: BlockPattern, kernel: int, op: int) -> dict[str, np.ndarray]:
     assert total == len(words)
     assert all(offset % 4 == 0 and 16 <= offset <= total for offset in offsets)
     tile, ranks = _C.kernels()[kernel].plan >> 12 & 0xFFF, _C.kernels()[kernel].plan >> 24
-    if op == SDD_TN:
-        shapes: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]]
+    if op == SDD_TN and ranks > 1:
+        shapes = strip_shapes(tiles, pieces, groups)
+    elif op == SDD_TN:
+        shapes = {
             "tiles": (tiles,),
             "rows": (tiles, groups),
             "masks": (tiles, tile // 16),
@@ -47,11 +52,33 @@ def build(pattern: BlockPattern, kernel: int, op: int) -> dict[str, np.ndarray]:
             "k": (steps, ranks, pieces),
             "slots": (steps, ranks, pieces, groups),
         }
+    return sections_of(words, offsets, shapes)
+
+
+def sections_of(
+    words: np.ndarray, offsets: list[int], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
     sections = {}
     for (name, shape), begin in zip(shapes.items(), offsets, strict=True):
-        assert begin + np.prod(shape) <= total
-        sections[name] = words[begin : begin + np.prod(shape)].reshape(shape)
+        end = begin + math.prod(shape)
+        assert end <= len(words)
+        sections[name] = words[begin:end].reshape(shape)
     return sections
+
+
+def walks_strips(kernel: int) -> bool:
+    """Whether the kernel's plans of sdd are those of cuda/common/strip_plan.h."""
+    return _C.kernels()[kernel].plan >> 24 > 1
+
+
+def strip_shapes(tiles: int, pieces: int, groups: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "tiles": (tiles, 4),
+        "rows": (0,),
+        "masks": (0,),
+        "k": (tiles, pieces),
+        "slots": (tiles, 2, pieces // 2, groups),
+    }
 
 
 def computes(pattern: BlockPattern, index: int, op: int) -> bool:
@@ -139,7 +166,8 @@ def test_sdd_plans_write_each_block_once(name: str) -> None:
         pattern = make_pattern(name, (7, 10), block_shape)
         if ops >> SDD_TN & 1 and computes(pattern, index, SDD_TN):
             checked += 1
-            check_sdd_plan(pattern, build(pattern, index, SDD_TN))
+            check = check_strip_plan if walks_strips(index) else check_sdd_plan
+            check(pattern, build(pattern, index, SDD_TN))
     assert checked
 
 
@@ -162,3 +190,36 @@ def check_sdd_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
         assert all((slots[piece] >= 0).any() for piece in range(count)), "a column without a block"
     rows, cols = pattern.block_indices()
     assert written == dict(enumerate(zip(rows.tolist(), cols.tolist(), strict=True)))
+
+
+def check_strip_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
+    """Every part of a block that a strip and a unit cut out is in one half of one tile, at its place."""
+    strip, window, most_features = 64, 256, 576
+    row_block, col_block = pattern.block_shape
+    unit = 2 * window // plan["k"].shape[-1]
+    col_parts = max(1, unit // col_block)
+    rows, cols = pattern.block_indices()
+    places = list(zip(rows.tolist(), cols.tolist(), strict=True))
+    written = set()
+    for tile, (first, second, units, begin) in enumerate(plan["tiles"].tolist()):
+        k = plan["k"][tile].tolist()
+        strips = [first] if second < 0 else [first, second]
+        assert all(x % unit == 0 and x >= 0 for x in k[:units]) and set(k[units:]) <= {-1}
+        assert strip * len(strips) + unit * max(units, begin) <= most_features
+        for half, feature, start in ((0, first, 0), (1, strips[-1], begin)):
+            for (i, part), slot in np.ndenumerate(plan["slots"][tile, half]):
+                if slot < 0:
+                    continue
+                row, col = places[slot]
+                y = feature + part // col_parts * row_block
+                x = k[start + i] + part % col_parts * col_block
+                assert y // row_block == row and x // col_block == col and start + i < units
+                assert (slot, y, x) not in written
+                written.add((int(slot), y, x))
+    expected = {
+        (slot, row * row_block + y, col * col_block + x)
+        for slot, (row, col) in enumerate(places)
+        for y in range(0, row_block, strip)
+        for x in range(0, col_block, unit)
+    }
+    assert written == expected
