@@ -47,7 +47,7 @@ void copy_name(char (&target)[size], const std::string& source) {
     source.copy(target, size - 1);
 }
 
-Device device_of(const Problem& problem) {
+const Device& device_of(const Problem& problem) {
     return problem.device == DeviceType::cpu ? cpu_device().properties : cuda_device(-1).properties;
 }
 
@@ -61,8 +61,18 @@ std::vector<int32_t> plan_of(const ts_pattern* source, int32_t kernel, int32_t o
     return build_plan(pattern, static_cast<Op>(op), kernel_at(kernel).plan);
 }
 
-void check_plan(const ts_matmul_desc& desc, const Kernel& kernel) {
-    if (kernel.plan.tile == 0) return;
+// A CUDA kernel without a plan walks the rows of the pattern.
+void check_rows(const Pattern& pattern, const Kernel& kernel) {
+    const Adjacency& rows = pattern.rows;
+    require(rows.ptr != nullptr && (pattern.nnz == 0 || (rows.idx != nullptr && rows.slot != nullptr)),
+            "pattern.row_ptr, col_idx or row_slot is null; kernel ", kernel.name, " reads them");
+}
+
+void check_plan(const ts_matmul_desc& desc, const Problem& problem, const Kernel& kernel) {
+    if (kernel.plan.tile == 0) {
+        if (kernel.device == DeviceType::cuda) check_rows(problem.pattern, kernel);
+        return;
+    }
     require(desc.plan != nullptr, "plan is null; kernel ", kernel.name, " needs one from ts_plan_build");
     if (desc.plan_bytes < sizeof(PlanHeader))
         fail(TS_WORKSPACE_TOO_SMALL, "plan_bytes is ", desc.plan_bytes, ", less than a plan's header of ",
@@ -82,9 +92,9 @@ void check_workspace(const Kernel& kernel, size_t needed, const void* workspace,
 
 void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* stream) {
     const Problem problem = check_problem(desc, true);
-    const Device device = device_of(problem);
+    const Device& device = device_of(problem);
     const Choice choice = choose(problem, device, desc.kernel);
-    check_plan(desc, *choice.kernel);
+    check_plan(desc, problem, *choice.kernel);
     check_workspace(*choice.kernel, choice.kernel->workspace_size(problem, device), workspace, bytes);
     log_choice(problem, choice);
     check_launch(choice.kernel->launch(problem, device, workspace, stream), choice.kernel->name);
@@ -140,6 +150,7 @@ ts_status_t ts_kernel_get(int32_t index, ts_kernel_info* info) {
         result.plan = plan_key(kernel.plan);
         result.tile_tokens = kernel.tile_tokens;
         result.tile_features = kernel.tile_features;
+        result.max_tokens = kernel.max_tokens;
         copy_name(result.name, kernel.name);
         *info = result;
     });
@@ -149,7 +160,7 @@ ts_status_t ts_device_get(int32_t device, int32_t ordinal, ts_device_info* info)
     return guard([&] {
         read_struct(info, "info");
         require(device == TS_CPU || device == TS_CUDA, "device is ", device, "; allowed are 0 and 1");
-        const NamedDevice found = device == TS_CPU ? cpu_device() : cuda_device(ordinal);
+        const NamedDevice& found = device == TS_CPU ? cpu_device() : cuda_device(ordinal);
         ts_device_info result{};
         result.struct_size = sizeof result;
         result.device = device;
@@ -220,7 +231,7 @@ ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* source, size_t* bytes
         const ts_matmul_desc desc = read_struct(source, "desc");
         require(bytes != nullptr, "bytes is null");
         const Problem problem = check_problem(desc, false);
-        const Device device = device_of(problem);
+        const Device& device = device_of(problem);
         *bytes = choose(problem, device, desc.kernel).kernel->workspace_size(problem, device);
     });
 }

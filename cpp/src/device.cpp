@@ -12,7 +12,10 @@
 
 namespace ts {
 
-NamedDevice cpu_device() { return {{DeviceType::cpu, 0, cpu::processors(), 0}, "CPU"}; }
+const NamedDevice& cpu_device() {
+    static const NamedDevice cpu{{DeviceType::cpu, 0, cpu::processors(), 0}, "CPU"};
+    return cpu;
+}
 
 #ifdef TILESPARSE_CUDA
 

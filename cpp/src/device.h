@@ -12,7 +12,7 @@ struct NamedDevice {
     std::string name;
 };
 
-NamedDevice cpu_device();
+const NamedDevice& cpu_device();
 
 // Properties of a CUDA device, -1 for the current one; read once per device. Throws TS_NO_DEVICE
 // where there is no driver, no such device or no CUDA in the library.

@@ -24,10 +24,36 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
         if (device.compute_capability < kernel.min_compute_capability)
             return "the device's compute capability is lower";
     }
+    if (kernel.max_tokens > 0 && problem.tokens > kernel.max_tokens) return "it is for fewer tokens";
     return kernel.refuses(problem, device);
 }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What a tile costs in percent of its multiply-adds and operands, measured on an H200.
+int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
+    const Pattern& pattern = problem.pattern;
+    const bool forward = problem.op == Op::dds_nt;
+    const int32_t row_block = forward ? pattern.block_rows : pattern.block_cols;
+    const int32_t k_block = forward ? pattern.block_cols : pattern.block_rows;
+    if (kernel.plan.kind == PlanKind::narrow) {
+        // It walks blocks one by one, the others rows of tiles that are nearly full from a density of .5 on.
+        const double density = static_cast<double>(pattern.value_count()) /
+                               (static_cast<double>(pattern.out_features) * pattern.in_features);
+        return row_block == 16 || density <= 0.6 ? 60 : 120;
+    }
+    if (kernel.min_compute_capability == 90) {
+        // wgmma is twice as fast as mma.sync, but blocks of 16 x 16 come in too many copies. Of large blocks
+        // it is best to share the weight between CTAs; small ones have columns in common with many others.
+        if (row_block + k_block <= 32) return 160;
+        const bool large = row_block == 128 || (row_block == 64 && k_block >= 64);
+        const bool shares_weight = kernel.tile_tokens > 256;
+        return large == shares_weight ? 50 : large ? 54 : 75;
+    }
+    // Blocks narrower than the 64 features of a large tile's warp break its products into short runs,
+    // whose latency the more numerous warps of a small tile hide better.
+    return row_block < 64 && kernel.tile_tokens > 128 ? 133 : 100;
+}
 
 // Time of a dds product in arbitrary units: waves of tiles over the multiprocessors, each tile costing
 // its multiply-adds and the operands it brings in. The weight of the operands was fitted on an H200.
@@ -37,13 +63,12 @@ int64_t dds_cost(const Kernel& kernel, const Problem& problem, const Device& dev
         problem.op == Op::dds_nt ? problem.pattern.out_features : problem.pattern.in_features;
     const int64_t tiles =
         divide_up(problem.tokens, kernel.tile_tokens) * divide_up(features, kernel.tile_features);
+    // A cluster of two multiprocessors computes a tile of compute capability 9.0 in half the time of one.
+    const int64_t multiprocessors = kernel.min_compute_capability == 90 ? 2 : 1;
     const int64_t tile_cost = int64_t{kernel.tile_tokens} * kernel.tile_features +
                               kOperandWeight * (kernel.tile_tokens + kernel.tile_features);
-    // Blocks narrower than the 64 features of a large tile's warp break its products into short runs,
-    // whose latency the more numerous warps of a small tile hide better.
-    const int32_t block = problem.op == Op::dds_nt ? problem.pattern.block_rows : problem.pattern.block_cols;
-    const int64_t percent = block < 64 && kernel.tile_tokens > 128 ? 133 : 100;
-    return divide_up(tiles, device.multiprocessors) * tile_cost * percent / 100;
+    const int64_t waves = divide_up(tiles * multiprocessors, device.multiprocessors);
+    return waves * tile_cost * tile_percent(kernel, problem) / (100 * multiprocessors);
 }
 
 // For sdd, whose tiles hold several block rows: wide tiles share loads between the many rows of the
@@ -55,13 +80,15 @@ int64_t sdd_cost(const Kernel& kernel, const Problem& problem) {
 }
 
 int64_t cost(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (device.type == DeviceType::cpu) return 0;
+    if (kernel.tile_features == 0) return 0;  // the only one of its kind
     return problem.op == Op::sdd_tn ? sdd_cost(kernel, problem) : dds_cost(kernel, problem, device);
 }
 
-// The kernels of the newest architecture the device can run come first, then the cheapest.
+// Kernels made for few tokens come first, then the cheapest. Costs of sdd compare within an architecture,
+// of which the newest that the device can run is best.
 bool better(const Kernel& a, const Kernel& b, const Problem& problem, const Device& device) {
-    if (a.min_compute_capability != b.min_compute_capability)
+    if ((a.max_tokens > 0) != (b.max_tokens > 0)) return a.max_tokens > 0;
+    if (problem.op == Op::sdd_tn && a.min_compute_capability != b.min_compute_capability)
         return a.min_compute_capability > b.min_compute_capability;
     return cost(a, problem, device) < cost(b, problem, device);
 }
@@ -78,6 +105,12 @@ Choice best(const Problem& problem, const Device& device, std::string_view prefi
             choice = {static_cast<int32_t>(i), &kernel, nullptr};
     }
     return choice;
+}
+
+const char* reason_for(const Kernel& kernel) {
+    if (kernel.device == DeviceType::cpu) return "the best instruction set of this processor for the dtype";
+    if (kernel.max_tokens > 0) return "made for so few tokens";
+    return "the least estimated time on this device";
 }
 
 Choice force(const Problem& problem, const Device& device, int32_t forced) {
@@ -114,10 +147,7 @@ Choice choose(const Problem& problem, const Device& device, int32_t forced) {
     }
     Choice choice = best(problem, device, "");
     if (choice.kernel == nullptr) fail_unsupported(problem, device);
-    choice.reason =
-        device.type == DeviceType::cpu
-            ? "the best instruction set of this processor for the dtype"
-            : "the newest architecture this device runs, and the tile with the least estimated time";
+    choice.reason = reason_for(*choice.kernel);
     return choice;
 }
 

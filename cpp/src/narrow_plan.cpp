@@ -104,7 +104,8 @@ class NarrowPlanBuilder {
     Row make_row(std::vector<int32_t> block_rows) const {
         Row row{std::move(block_rows), {}, Profile(stages_)};
         for (size_t part = 0; part < row.block_rows.size(); ++part)
-            for (int32_t e = blocks_.ptr[row.block_rows[part]]; e < blocks_.ptr[row.block_rows[part] + 1]; ++e) {
+            for (int32_t e = blocks_.ptr[row.block_rows[part]]; e < blocks_.ptr[row.block_rows[part] + 1];
+                 ++e) {
                 Unit unit{blocks_.idx[e], {-1, -1}};
                 unit.slots[part] = blocks_.slot[e];
                 row.units.push_back(unit);
@@ -137,7 +138,8 @@ class NarrowPlanBuilder {
         std::vector<Profile> sums(lists, Profile(stages_));
         for (int64_t i = 0; i < count; ++i) {
             Profile& sum = sums[i % lists];
-            const auto candidates = rows.begin() + std::min<int64_t>(kCandidates, static_cast<int64_t>(rows.size()));
+            const auto candidates =
+                rows.begin() + std::min<int64_t>(kCandidates, static_cast<int64_t>(rows.size()));
             auto best = rows.begin();
             int64_t least = INT64_MAX;
             for (auto row = rows.begin(); row != candidates; ++row) {
@@ -171,14 +173,17 @@ class NarrowPlanBuilder {
         }
         for (int32_t rank = 0; rank < shape_.ranks; ++rank) add_rank(&dealt[rank * kGroups]);
         tiles_.push_back(0);
-        tiles_.push_back(kTileCost + kStageCost * stages_ + static_cast<int32_t>(most) * block_ / kRowFeatures);
+        tiles_.push_back(kTileCost + kStageCost * stages_ +
+                         static_cast<int32_t>(most) * block_ / kRowFeatures);
     }
 
     void add_rank(const Rows* groups) {
         for (int32_t group = 0; group < kGroups; ++group)
             for (int32_t i = 0; i < group_rows_; ++i)
-                for (int32_t part = 0; part < parts_; ++part) rows_.push_back(block_row(groups[group], i, part));
-        const size_t first_word = words_.size(), padded = (stages_ + kStagesAtOnce - 1) / kStagesAtOnce * kStagesAtOnce;
+                for (int32_t part = 0; part < parts_; ++part)
+                    rows_.push_back(block_row(groups[group], i, part));
+        const size_t first_word = words_.size(),
+                     padded = (stages_ + kStagesAtOnce - 1) / kStagesAtOnce * kStagesAtOnce;
         words_.resize(first_word + kGroups * padded * kWords);
         for (int32_t stage = 0; stage < stages_; ++stage) {
             starts_.push_back(units_);
@@ -199,7 +204,8 @@ class NarrowPlanBuilder {
             auto unit = std::lower_bound(units.begin(), units.end(), stage * columns,
                                          [](const Unit& u, int32_t column) { return u.col < column; });
             uint32_t word = 0;
-            for (int32_t shift = 0; unit != units.end() && unit->col < (stage + 1) * columns; ++unit, shift += 4) {
+            for (int32_t shift = 0; unit != units.end() && unit->col < (stage + 1) * columns;
+                 ++unit, shift += 4) {
                 const int32_t k16 = (unit->col - stage * columns) * block_ / 16;
                 word |= static_cast<uint32_t>(2 * k16 + 1) << shift;
                 slots_.insert(slots_.end(), unit->slots, unit->slots + parts_);
@@ -229,7 +235,8 @@ class NarrowPlanBuilder {
 
 std::vector<int32_t> build_narrow_plan(const Pattern& pattern, Op op, PlanShape shape) {
     require(pattern.block_rows == pattern.block_cols && pattern.block_rows <= kRowFeatures,
-            "the kernel's blocks are 16 x 16 or 32 x 32, not ", pattern.block_rows, " x ", pattern.block_cols);
+            "the kernel's blocks are 16 x 16 or 32 x 32, not ", pattern.block_rows, " x ",
+            pattern.block_cols);
     return NarrowPlanBuilder(pattern, op, shape).build();
 }
 

@@ -9,6 +9,7 @@
 #include "error.h"
 #include "narrow_plan.h"
 #include "problem.h"
+#include "strip_plan.h"
 
 namespace ts {
 namespace {
@@ -187,15 +188,14 @@ class DdsPlanBuilder {
             std::vector<Columns> ranks;  // what each rank walks, equally long
         };
         std::vector<Tile> tiles;
-        for (Group& group : shape_.ranks == 1 ? group_rows(view_, groups_)
-                                              : pair_rows(view_, groups_ * shape_.ranks)) {
+        for (Group& group :
+             shape_.ranks == 1 ? group_rows(view_, groups_) : pair_rows(view_, groups_ * shape_.ranks)) {
             group.resize(groups_ * shape_.ranks, -1);
             auto ranks = columns_of_ranks(group);
             tiles.push_back({std::move(group), std::move(ranks)});
         }
-        std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) {
-            return a.ranks[0].size() > b.ranks[0].size();
-        });
+        std::stable_sort(tiles.begin(), tiles.end(),
+                         [](const Tile& a, const Tile& b) { return a.ranks[0].size() > b.ranks[0].size(); });
         for (const Tile& tile : tiles) add_tile(tile.group, tile.ranks);
         PlanHeader header{};
         header.tiles = static_cast<int32_t>(tiles.size());
@@ -348,6 +348,10 @@ std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<i
 std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape) {
     if (shape.tile == 0) return {};
     if (shape.kind == PlanKind::narrow) return build_narrow_plan(pattern, op, shape);
+    if (op == Op::sdd_tn && shape.ranks > 1) {
+        const StripPlan plan = build_strip_plan(pattern);
+        return assemble(plan.header, {plan.tiles, {}, {}, plan.units, plan.slots});
+    }
     const View view = view_of(pattern, op);
     require(view.row_block <= shape.tile, "the kernel's tile of ", shape.tile,
             " features is less than the block's ", view.row_block);

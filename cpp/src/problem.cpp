@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <string>
 
 #include "error.h"
 
@@ -15,9 +14,9 @@ constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
 constexpr std::array<const char*, 3> kOps{"dds_nt", "dds_nn", "sdd_tn"};
 constexpr std::array<const char*, 4> kDTypes{"float64", "float32", "float16", "bfloat16"};
 
-template <class Enum>
-Enum check_enum(int32_t value, int32_t count, const char* name) {
-    require(value >= 0 && value < count, name, " is ", value, "; allowed are 0 to ", count - 1);
+template <class Enum, class... Name>
+Enum check_enum(int32_t value, int32_t count, const Name&... name) {
+    require(value >= 0 && value < count, name..., " is ", value, "; allowed are 0 to ", count - 1);
     return static_cast<Enum>(value);
 }
 
@@ -65,9 +64,9 @@ bool overlap(const Span& a, const Span& b) {
     return offset < low.length || offset + high.length > low.pitch;
 }
 
-Matrix check_matrix(const ts_matrix& source, const std::string& name) {
+Matrix check_matrix(const ts_matrix& source, const char* name) {
     require(source.reserved == 0, name, ".reserved is ", source.reserved, "; it must be 0");
-    return {source.data, source.ld, check_enum<Layout>(source.layout, 2, (name + ".layout").c_str())};
+    return {source.data, source.ld, check_enum<Layout>(source.layout, 2, name, ".layout")};
 }
 
 void check_alignment(const void* data, const char* name, const Problem& problem) {
@@ -93,6 +92,8 @@ void check_operands(const Problem& problem) {
     const int size = element_size(problem.dtype);
     check_matrix_operand(problem.x, pattern.in_features, "x", problem);
     check_matrix_operand(problem.y, pattern.out_features, "y", problem);
+    const bool has_residual = problem.residual.data != nullptr;
+    if (has_residual) check_matrix_operand(problem.residual, pattern.out_features, "residual", problem);
     if (pattern.nnz > 0) {
         require(problem.values != nullptr, "values is null");
         check_alignment(problem.values, "values", problem);
@@ -101,6 +102,8 @@ void check_operands(const Problem& problem) {
     const Span y = span_of(problem.y, problem.tokens, pattern.out_features, size);
     const Span values = span_of(problem.values, pattern.value_count() * size);
     const Span bias = span_of(problem.bias, problem.bias ? pattern.out_features * size : 0);
+    const Span residual =
+        span_of(problem.residual, has_residual ? problem.tokens : 0, pattern.out_features, size);
     // Only pairs in which one side is written.
     const bool writes_x = problem.op == Op::dds_nn, writes_y = problem.op == Op::dds_nt,
                writes_values = problem.op == Op::sdd_tn;
@@ -108,6 +111,7 @@ void check_operands(const Problem& problem) {
     require(!((writes_x || writes_values) && overlap(x, values)), "x and values overlap in memory");
     require(!((writes_y || writes_values) && overlap(y, values)), "y and values overlap in memory");
     require(!(writes_y && overlap(y, bias)), "y and bias overlap in memory");
+    require(!(writes_y && overlap(y, residual)), "y and residual overlap in memory");
 }
 
 }  // namespace
@@ -164,11 +168,16 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.values = desc.values;
     problem.bias = desc.bias;
     problem.plan = desc.plan;
+    problem.residual = check_matrix(desc.residual, "residual");
 
     const bool forward = problem.op == Op::dds_nt;
     require(forward || problem.activation == Activation::none, "activation is ", desc.activation,
             "; only dds_nt has an activation");
     require(forward || problem.bias == nullptr, "bias is given; only dds_nt has a bias");
+    const bool has_residual = problem.residual.data != nullptr;
+    require(forward || !has_residual, "residual is given; only dds_nt has a residual");
+    require(!has_residual || problem.residual.layout == problem.y.layout, "residual.layout is ",
+            desc.residual.layout, "; it must be y.layout, ", desc.y.layout);
     require(problem.op == Op::sdd_tn || !problem.accumulate, "accumulate is 1; only sdd_tn accumulates");
     if (operands) check_operands(problem);
     return problem;

@@ -15,7 +15,7 @@ __device__ inline float activate(float value, Activation activation) {
         case Activation::gelu:
             return 0.5f * value * (1.0f + erff(value * 0.70710678f));
         case Activation::silu:
-            return value / (1.0f + __expf(-value));
+            return __fdividef(value, 1.0f + __expf(-value));
         default:
             return value;
     }
@@ -63,6 +63,7 @@ template <class Element>
 class Neighbours {
   public:
     static constexpr int kCount = 8;
+    static constexpr int kPieces = kCount * sizeof(Element) / sizeof(uint4);
 
     __device__ Neighbours(const float* sums, int stride) {
 #pragma unroll
@@ -75,6 +76,27 @@ class Neighbours {
         if (activation == Activation::none) return;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) sums_[i] = activate(sums_[i], activation);
+    }
+
+    // As many elements of another matrix, aligned to 16 bytes. They may be read well before they are added.
+    struct Others {
+        uint4 pieces[kPieces];
+    };
+    __device__ static Others read(const Element* from) {
+        Others others;
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) others.pieces[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+        return others;
+    }
+    __device__ void add(const Others& others) {
+        const auto* elements = reinterpret_cast<const Element*>(others.pieces);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums_[i] += to_float(elements[i]);
+    }
+    __device__ void add_first(const Element* from, int count) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            if (i < count) sums_[i] += to_float(from[i]);
     }
 
     // `target` is aligned to 16 bytes.
@@ -97,7 +119,6 @@ class Neighbours {
         for (int i = 0; i < kCount; ++i) results[i] = from_float<Element>(sums_[i]);
     }
 
-    static constexpr int kPieces = kCount * sizeof(Element) / sizeof(uint4);
     float sums_[kCount];
 };
 

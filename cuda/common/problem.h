@@ -58,6 +58,7 @@ struct Problem {
     void* values;
     const void* bias;
     const void* plan;
+    Matrix residual;  // data is null where nothing is added; otherwise its layout is that of y
 };
 
 struct Device {
@@ -91,6 +92,7 @@ struct Kernel {
     PlanShape plan;
     int32_t tile_tokens;
     int32_t tile_features;
+    int32_t max_tokens;  // 0: any number
     // nullptr if the kernel computes the problem on the device, otherwise why not.
     const char* (*refuses)(const Problem&, const Device&);
     size_t (*workspace_size)(const Problem&, const Device&);

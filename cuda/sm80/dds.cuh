@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
             position.advance(arguments.stages);
         }
         const DdsEpilogue<Traits> epilogue(arguments, plan.rows + work.row_tile * plan.groups,
-                                           staging + warp * Traits::kStagingFloats * sizeof(float), lane);
+                                           staging + warp * Traits::kStagingFloats * sizeof(float));
         epilogue.store(sums, work.first_token + warp_token, warp_feature);
     }
 }
@@ -114,6 +114,8 @@ struct Dds {
                                      output.ld,
                                      problem.values,
                                      problem.bias,
+                                     problem.residual.data,
+                                     problem.residual.ld,
                                      static_cast<const PlanHeader*>(problem.plan),
                                      output.layout,
                                      problem.activation,
@@ -142,6 +144,7 @@ struct Dds {
                 {kTileFeatures, Traits::kStep},
                 kTileTokens,
                 kTileFeatures,
+                0,
                 refuses,
                 workspace_size,
                 launch};

@@ -6,23 +6,30 @@
 
 namespace ts::sm80 {
 
-// Adds the bias, applies the activation and stores a warp's sums through its staging memory.
+// Adds the bias, applies the activation, adds the residual and stores a warp's sums through its staging
+// memory.
 template <class Traits>
 class DdsEpilogue {
     using Element = typename Traits::Element;
     using Sums = Accumulators<Traits::kMTiles, Traits::kNTiles>;
     static constexpr int kTokens = 8;      // staged at a time
     static constexpr int kNeighbours = 8;  // features or tokens that a lane stores
+    static constexpr int kParts = Traits::kWarpTokens / kTokens;
+    using Results = Neighbours<Element>;
+    using Others = typename Results::Others;
 
   public:
-    __device__ DdsEpilogue(const DdsArguments& arguments, const int* rows, char* staging, int lane)
-        : arguments_(arguments), rows_(rows), staging_(staging), lane_(lane) {}
+    // Reads the lane anew: what follows from it would otherwise take registers while tiles are multiplied.
+    __device__ DdsEpilogue(const DdsArguments& arguments, const int* rows, char* staging)
+        : arguments_(arguments), rows_(rows), staging_(staging) {
+        asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_));
+    }
 
     // `token` and `feature`: of the warp's first sum in the output and in the tile.
     __device__ void store(const Sums& sums, int token, int feature) const {
         if (arguments_.output_layout == Layout::feature_major)
             store_feature_major(sums, token, feature);
-        else if (arguments_.activation == Activation::none)
+        else if (arguments_.activation == Activation::none && residual() == nullptr)
             store_plain(sums, token, feature);
         else
             store_activated(sums, token, feature);
@@ -31,8 +38,10 @@ class DdsEpilogue {
   private:
     static constexpr int kLanesOfToken = Traits::kWarpFeatures / kNeighbours;
     static constexpr int kTokensAtOnce = 32 / kLanesOfToken;
+    static constexpr int kLines = (kTokens + kTokensAtOnce - 1) / kTokensAtOnce;
+    static constexpr int kColumns = (Traits::kWarpFeatures + 31) / 32;
 
-    // Row-major without activation: rounded before it is staged, and all unrolled.
+    // Row-major with nothing but a bias: rounded before it is staged, and all unrolled.
     __device__ void store_plain(const Sums& sums, int token, int first_feature) const {
         constexpr int kLine = Traits::kWarpFeatures * static_cast<int>(sizeof(Element)) + kChunkBytes;
         const int column = lane_ % kLanesOfToken * kNeighbours, line = lane_ / kLanesOfToken;
@@ -73,48 +82,99 @@ class DdsEpilogue {
             reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(source)[i];
     }
 
-    // Row-major: a lane takes 8 features of one token at a time, the same features for every token.
+    // Row-major: a lane takes 8 features of one token at a time, the same features for every token. The
+    // residual is asked for as a whole first and then read 8 tokens ahead.
     __device__ void store_activated(const Sums& sums, int token, int first_feature) const {
         const int column = lane_ % kLanesOfToken * kNeighbours;
         const int64_t feature = output_feature(first_feature + column);
+        prefetch_residual(token, feature);
         float bias[kNeighbours];
 #pragma unroll
         for (int j = 0; j < kNeighbours; ++j) bias[j] = bias_at(feature < 0 ? feature : feature + j);
+        Others others[kLines];
+        read_lines(others, token, 0, feature);
 #pragma unroll 1
-        for (int part = 0; part < 2 * Traits::kMTiles; ++part) {
+        for (int part = 0; part < kParts; ++part) {
             stage(sums, part);
-            for (int line = lane_ / kLanesOfToken; line < kTokens; line += kTokensAtOnce) {
+#pragma unroll
+            for (int i = 0; i < kLines; ++i) {
+                const int line = line_of(i);
                 const int64_t at = token + part * kTokens + line;
-                if (at >= arguments_.tokens || feature < 0) continue;
-                Neighbours<Element> results(floats() + line * Traits::kStagingLine + column, 1);
+                if (line >= kTokens || at >= arguments_.tokens || feature < 0) continue;
+                Results results(floats() + line * Traits::kStagingLine + column, 1);
                 results.finish(bias, arguments_.activation);
+                if (arguments_.residual != nullptr) results.add(others[i]);
                 results.store(output() + at * arguments_.output_ld + feature);
             }
+            read_lines(others, token, part + 1, feature);
             __syncwarp();
         }
     }
 
-    // A lane takes 8 tokens of one feature at a time.
+    __device__ int line_of(int i) const { return lane_ / kLanesOfToken + i * kTokensAtOnce; }
+
+    __device__ void prefetch_residual(int token, int64_t feature) const {
+        if (arguments_.residual == nullptr || feature < 0) return;
+        const int end = min(token + Traits::kWarpTokens, arguments_.tokens);
+        for (int64_t at = token + line_of(0); at < end; at += kTokensAtOnce)
+            asm volatile(
+                "prefetch.global.L2 [%0];" ::"l"(residual() + at * arguments_.residual_ld + feature));
+    }
+
+    __device__ void read_lines(Others (&others)[kLines], int token, int part, int64_t feature) const {
+        if (arguments_.residual == nullptr || part == kParts || feature < 0) return;
+#pragma unroll
+        for (int i = 0; i < kLines; ++i) {
+            const int64_t at = token + part * kTokens + line_of(i);
+            if (line_of(i) < kTokens && at < arguments_.tokens)
+                others[i] = Results::read(residual() + at * arguments_.residual_ld + feature);
+        }
+    }
+
+    // A lane takes 8 tokens of one feature at a time. The residual is read 8 tokens ahead.
     __device__ void store_feature_major(const Sums& sums, int token, int first_feature) const {
+        int64_t features[kColumns];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            const int column = lane_ + 32 * i;
+            features[i] = column < Traits::kWarpFeatures ? output_feature(first_feature + column) : -1;
+        }
+        Others others[kColumns];
+        read_columns(others, token, 0, features);
 #pragma unroll 1
-        for (int part = 0; part < 2 * Traits::kMTiles; ++part) {
+        for (int part = 0; part < kParts; ++part) {
             stage(sums, part);
             const int first = token + part * kTokens, valid = arguments_.tokens - first;
-            for (int column = lane_; column < Traits::kWarpFeatures; column += 32) {
-                const int64_t feature = output_feature(first_feature + column);
-                if (feature < 0 || valid <= 0) continue;
-                const float one = bias_at(feature);
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) {
+                if (features[i] < 0 || valid <= 0) continue;
+                const float one = bias_at(features[i]);
                 const float bias[kNeighbours] = {one, one, one, one, one, one, one, one};
-                Neighbours<Element> results(floats() + column, Traits::kStagingLine);
+                Results results(floats() + lane_ + 32 * i, Traits::kStagingLine);
                 results.finish(bias, arguments_.activation);
-                Element* target = output() + feature * arguments_.output_ld + first;
-                if (valid >= kTokens)
+                Element* target = output() + features[i] * arguments_.output_ld + first;
+                if (valid >= kTokens) {
+                    if (arguments_.residual != nullptr) results.add(others[i]);
                     results.store(target);
-                else
+                } else {
+                    if (arguments_.residual != nullptr)
+                        results.add_first(residual() + features[i] * arguments_.residual_ld + first, valid);
                     results.store_first(target, valid);
+                }
             }
+            read_columns(others, token, part + 1, features);
             __syncwarp();
         }
+    }
+
+    __device__ void read_columns(Others (&others)[kColumns], int token, int part,
+                                 const int64_t (&features)[kColumns]) const {
+        const int first = token + part * kTokens;
+        if (arguments_.residual == nullptr || part == kParts || arguments_.tokens - first < kTokens) return;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i)
+            if (features[i] >= 0)
+                others[i] = Results::read(residual() + features[i] * arguments_.residual_ld + first);
     }
 
     // Puts the sums of 8 tokens into shared memory. Registers can only be chosen by branches.
@@ -145,6 +205,7 @@ class DdsEpilogue {
     }
 
     __device__ Element* output() const { return static_cast<Element*>(arguments_.output); }
+    __device__ const Element* residual() const { return static_cast<const Element*>(arguments_.residual); }
     __device__ float* floats() const { return reinterpret_cast<float*>(staging_); }
 
     const DdsArguments& arguments_;

@@ -16,6 +16,8 @@ struct DdsArguments {
     int64_t output_ld;
     const void* values;
     const void* bias;
+    const void* residual;  // in the output's layout
+    int64_t residual_ld;
     const PlanHeader* plan;
     Layout output_layout;
     Activation activation;

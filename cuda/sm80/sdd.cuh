@@ -454,6 +454,7 @@ struct Sdd {
                 {kTileRows, kTileColumns},
                 0,
                 kTileRows,
+                0,
                 refuses,
                 workspace_size,
                 launch};

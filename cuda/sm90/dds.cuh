@@ -35,20 +35,20 @@ class DdsConsumer {
           lane_(threadIdx.x % kWarpSize) {}
 
     __device__ void run() {
-        const DdsEpilogue<Traits> epilogue(arguments_, shared_, group_);
+        DdsEpilogue<Traits> epilogue(arguments_, shared_, group_);
         typename Ring<Schedule::kQueue>::Position next;
         float sums[kSums];
         Work work = shared_.schedule.pop(next, lane_);
         uint32_t present = present_from(work, 0);
         while (work.tile >= 0) {
-            sum_up(sums, work, present);
-            const Work done = work;
-            work = shared_.schedule.pop(next, lane_);
-            present = present_from(work, 0);  // arrives during the epilogue
             const int row_rank = Traits::kRowRanks > 1 ? rank_ : 0;
             const int token_rank = Traits::kTokenRanks > 1 ? rank_ : 0;
-            epilogue.store(sums, plan_.rows + (done.tile * Traits::kRowRanks + row_rank) * plan_.groups,
-                           (done.unit * Traits::kTokenRanks + token_rank) * Traits::kTileTokens);
+            epilogue.begin(plan_.rows + (work.tile * Traits::kRowRanks + row_rank) * plan_.groups,
+                           (work.unit * Traits::kTokenRanks + token_rank) * Traits::kTileTokens);
+            sum_up(sums, work, present);
+            work = shared_.schedule.pop(next, lane_);
+            present = present_from(work, 0);  // arrives during the epilogue
+            epilogue.store(sums);
         }
         epilogue.finish_stores();
     }
@@ -157,6 +157,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) dds_kernel(const __grid_c
     if (threadIdx.x == 0) {
         shared.input_ring.init(Traits::kGroups * Traits::kRowRanks);
         for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks);
+        for (auto& group : shared.residual)
+            for (const Barrier& arrived : group) arrived.init(1);
         shared.schedule.init(1 + Traits::kGroups + 4 * Traits::kGroups);
         cutlass::arch::fence_barrier_init();
     }
@@ -192,6 +194,9 @@ struct Dds {
         if (device.shared_memory < Traits::kSharedBytes) return "the device has too little shared memory";
         const int64_t rows = problem.pattern.nnz * problem.pattern.block_rows;
         if (rows > INT32_MAX - 128) return "values of 2^31 rows or more are out of its reach";
+        // TMA writes whole 16 bytes of a line, also past its end.
+        if (output(problem).layout == Layout::feature_major && problem.tokens % 8 != 0)
+            return "it stores feature-major results of a multiple of 8 tokens only";
         return nullptr;
     }
 
@@ -224,6 +229,7 @@ struct Dds {
                 {Traits::kTileFeatures, Traits::kStep, kRowRanks},
                 kUnitTokens,
                 kClusterFeatures,
+                0,
                 refuses,
                 workspace_size,
                 launch};
@@ -247,11 +253,15 @@ struct Dds {
         arguments.value_rows = pattern.nnz * pattern.block_rows;
         arguments.output_layout = output(problem).layout;
         arguments.activation = problem.activation;
+        arguments.has_residual = problem.residual.data != nullptr;
         arguments.schedule =
             schedule_arguments(static_cast<int>(tiles), static_cast<int>(units), group_units(arguments.k_size));
         describe_shared_memory(arguments, input(problem).layout);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
-        if (const cudaError_t error = map_output(arguments, problem)) return error;
+        if (const cudaError_t error = map_output(arguments.output, output(problem), problem)) return error;
+        if (arguments.has_residual)
+            if (const cudaError_t error = map_output(arguments.residual, problem.residual, problem))
+                return error;
         return map_values(arguments, problem);
     }
 
@@ -300,14 +310,15 @@ struct Dds {
                       {{tokens, 1, kAtom}, {k_size, matrix.ld, width}});
     }
 
-    static cudaError_t map_output(DdsArguments& arguments, const Problem& problem) {
-        const Matrix& matrix = output(problem);
-        const int64_t features = kForward ? problem.pattern.out_features : problem.pattern.in_features;
-        const int rows = arguments.row_width;
+    // The output, or the residual, which is laid out like it.
+    static cudaError_t map_output(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
+        const Pattern& pattern = problem.pattern;
+        const int64_t features = kForward ? pattern.out_features : pattern.in_features;
+        const int rows = std::min(kForward ? pattern.block_rows : pattern.block_cols, Traits::kGroupFeatures);
         if (matrix.layout == Layout::row_major)
-            return encode(arguments.output, problem.dtype, matrix.data,
+            return encode(map, problem.dtype, matrix.data,
                           {{features, 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});
-        return encode(arguments.output, problem.dtype, matrix.data,
+        return encode(map, problem.dtype, matrix.data,
                       {{problem.tokens, 1, Traits::kChunkTokens}, {features, matrix.ld, rows}});
     }
 

@@ -66,10 +66,9 @@ class NarrowProducer {
             load_input(full, shared_.input[position_.stage][rank_], stage * Traits::kStep,
                        token + rank_ * Traits::kHalfTokens);
             if (units > 0)
-                cute::SM90_BULK_COPY_G2S::copy(
-                    arguments_.units + int64_t{unit} * Traits::kUnitBytes,
-                    reinterpret_cast<uint64_t*>(const_cast<Barrier*>(&full)), shared_.weight[head_],
-                    units * Traits::kUnitBytes);
+                cute::SM90_BULK_COPY_G2S::copy(arguments_.units + int64_t{unit} * Traits::kUnitBytes,
+                                               reinterpret_cast<uint64_t*>(const_cast<Barrier*>(&full)),
+                                               shared_.weight[head_], units * Traits::kUnitBytes);
         }
         __syncwarp();
         head_ += units;
@@ -155,8 +154,9 @@ class NarrowConsumer {
     }
 
   private:
-    using Atom = typename NarrowAtom<typename Traits::Math, kRowMajorInput ? cute::SM90::GMMA::Major::K
-                                                                            : cute::SM90::GMMA::Major::MN>::Type;
+    using Atom =
+        typename NarrowAtom<typename Traits::Math,
+                            kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>::Type;
     static constexpr int kStagesAtOnce = 32 / NarrowPlan::kWords;
 
     // The warpgroup's number in all tiles of the plan.
@@ -172,7 +172,8 @@ class NarrowConsumer {
 
     __device__ void sum_up(Sums& sums, const Work& work, int words) {
 #pragma unroll
-        for (int i = 0; i < Traits::kRows * Traits::kHalves * Traits::kRowSums; ++i) (&sums[0][0][0])[i] = 0.0f;
+        for (int i = 0; i < Traits::kRows * Traits::kHalves * Traits::kRowSums; ++i)
+            (&sums[0][0][0])[i] = 0.0f;
         for (int first = 0; first < plan_.stages; first += kStagesAtOnce) {
             const int current = words;
             words = words_from(work, first + kStagesAtOnce);
@@ -279,32 +280,40 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Host side: one row of the registry.
-template <class Math, int kStep, int kStages, int kWeightKilobytes, int kBuffers>
+template <class Math>
 struct DdsNarrow {
     using Element = typename Math::Element;
+    // Stages with many units need more memory for them than a third stage leaves.
     template <int kBlock>
-    using Traits = NarrowTraits<Math, kBlock, kStep, kStages, kWeightKilobytes * 1024, kBuffers>;
-    static constexpr int kTileTokens = Traits<32>::kTileTokens;
-    static constexpr int kClusterFeatures = Traits<32>::kRanks * Traits<32>::kTileFeatures;
+    using Thin = NarrowTraits<Math, kBlock, 128, 3, 112 << 10, 2>;
+    template <int kBlock>
+    using Full = NarrowTraits<Math, kBlock, 128, 2, 152 << 10, 1>;
+    using Common = Thin<32>;  // for what all have in common
+    static constexpr int kClusterFeatures = Common::kRanks * Common::kTileFeatures;
 
     static const char* refuses(const Problem& problem, const Device& device) {
         const Pattern& pattern = problem.pattern;
         if (pattern.block_rows != pattern.block_cols || pattern.block_rows > 32)
             return "its blocks are 16 x 16 or 32 x 32";
-        if (device.shared_memory < std::max(Traits<16>::kSharedBytes, Traits<32>::kSharedBytes))
+        if (device.shared_memory < std::max(Thin<32>::kSharedBytes, Full<32>::kSharedBytes))
             return "the device has too little shared memory";
+        // TMA writes whole 16 bytes of a line, also past its end.
+        if (output(problem).layout == Layout::feature_major && problem.tokens % 8 != 0)
+            return "it stores feature-major results of a multiple of 8 tokens only";
         return nullptr;
     }
 
     // At most a unit for each block.
     static size_t workspace_size(const Problem& problem, const Device&) {
-        return static_cast<size_t>(problem.pattern.nnz) * Traits<32>::kRowFeatures *
-               problem.pattern.block_rows * sizeof(Element);
+        return static_cast<size_t>(problem.pattern.nnz) * Common::kRowFeatures * problem.pattern.block_rows *
+               sizeof(Element);
     }
 
     static int32_t launch(const Problem& problem, const Device&, void* workspace, void* stream) {
-        return problem.pattern.block_rows == 32 ? launch_block<32>(problem, workspace, stream)
-                                                : launch_block<16>(problem, workspace, stream);
+        const bool full = bytes_of_stage(problem) > kFullBytes;
+        if (problem.pattern.block_rows == 32)
+            return (full ? launch_as<Full<32>> : launch_as<Thin<32>>)(problem, workspace, stream);
+        return (full ? launch_as<Full<16>> : launch_as<Thin<16>>)(problem, workspace, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -314,35 +323,47 @@ struct DdsNarrow {
                 1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
                 1u << static_cast<int>(Math::kDType),
                 Precision::highest,
-                {Traits<32>::kTileFeatures, kStep, Traits<32>::kRanks, PlanKind::narrow},
-                kTileTokens,
+                {Common::kTileFeatures, Common::kStep, Common::kRanks, PlanKind::narrow},
+                Common::kTileTokens,
                 kClusterFeatures,
+                0,
                 refuses,
                 workspace_size,
                 launch};
     }
 
   private:
+    static constexpr double kFullBytes = 30 << 10;  // of a stage's units, measured on an H200
+
+    // How many to expect of a pattern without structure; one unit of two blocks may lack one of them.
+    static double bytes_of_stage(const Problem& problem) {
+        const Pattern& pattern = problem.pattern;
+        const double density = static_cast<double>(pattern.value_count()) /
+                               (static_cast<double>(pattern.out_features) * pattern.in_features);
+        const double present = pattern.block_rows == 32 ? density : density * (2 - density);
+        return present * Common::kTileFeatures * Common::kStep * sizeof(Element);
+    }
+
     static bool forward(const Problem& problem) { return problem.op == Op::dds_nt; }
     static const Matrix& input(const Problem& problem) { return forward(problem) ? problem.x : problem.y; }
     static const Matrix& output(const Problem& problem) { return forward(problem) ? problem.y : problem.x; }
 
-    template <int kBlock>
-    static cudaError_t launch_block(const Problem& problem, void* workspace, void* stream) {
+    template <class Traits>
+    static int32_t launch_as(const Problem& problem, void* workspace, void* stream) {
         const Pattern& pattern = problem.pattern;
         const int64_t features = forward(problem) ? pattern.out_features : pattern.in_features;
         const int64_t tiles = (features + kClusterFeatures - 1) / kClusterFeatures;
-        const int64_t units = (problem.tokens + kTileTokens - 1) / kTileTokens;
+        const int64_t units = (problem.tokens + Traits::kTileTokens - 1) / Traits::kTileTokens;
         if (tiles * units == 0) return cudaSuccess;
         NarrowArguments arguments{};
-        if (const cudaError_t error = describe<kBlock>(arguments, problem, workspace, tiles, units)) return error;
-        if (const cudaError_t error = pack<kBlock>(problem, workspace, stream)) return error;
+        if (const cudaError_t error = describe<Traits::kBlock>(arguments, problem, workspace, tiles, units))
+            return error;
+        if (const cudaError_t error = pack<Traits::kBlock>(problem, workspace, stream)) return error;
         const auto start = input(problem).layout == Layout::row_major
-                               ? ClusterLauncher<dds_narrow_kernel<Traits<kBlock>, true>, NarrowArguments>::launch
-                               : ClusterLauncher<dds_narrow_kernel<Traits<kBlock>, false>, NarrowArguments>::launch;
+                               ? ClusterLauncher<dds_narrow_kernel<Traits, true>, NarrowArguments>::launch
+                               : ClusterLauncher<dds_narrow_kernel<Traits, false>, NarrowArguments>::launch;
         const int64_t clusters = std::min<int64_t>(tiles * units, Schedule::kMaxClusters);
-        return start(arguments, clusters, Traits<kBlock>::kRanks, Traits<kBlock>::kThreads,
-                     Traits<kBlock>::kSharedBytes, stream);
+        return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream);
     }
 
     template <int kBlock>
@@ -365,6 +386,9 @@ struct DdsNarrow {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.bias = problem.bias;
         arguments.units = static_cast<const char*>(workspace);
+        arguments.residual = problem.residual.data;
+        arguments.residual_ld = problem.residual.ld;
+        arguments.tokens = static_cast<int>(problem.tokens);
         arguments.output_layout = output(problem).layout;
         arguments.activation = problem.activation;
         arguments.schedule =
@@ -376,24 +400,26 @@ struct DdsNarrow {
     // So many tokens that their activations take a sixth of L2.
     static int group_units(int64_t k_size) {
         constexpr int64_t kPanelBytes = 8 << 20;
-        return static_cast<int>(std::max<int64_t>(1, kPanelBytes / (int64_t{kTileTokens} * k_size * 2)));
+        return static_cast<int>(
+            std::max<int64_t>(1, kPanelBytes / (int64_t{Common::kTileTokens} * k_size * 2)));
     }
 
     static cudaError_t map_input(NarrowArguments& arguments, const Problem& problem, int64_t k_size) {
-        constexpr int kHalf = Traits<32>::kHalfTokens;
+        constexpr int kHalf = Common::kHalfTokens;
         const Matrix& matrix = input(problem);
         if (matrix.layout == Layout::row_major)
             return encode(arguments.input, problem.dtype, matrix.data,
                           {{k_size, 1, 64}, {problem.tokens, matrix.ld, kHalf}});
         return encode(arguments.input, problem.dtype, matrix.data,
-                      {{problem.tokens, 1, kHalf}, {k_size, matrix.ld, kStep}});
+                      {{problem.tokens, 1, kHalf}, {k_size, matrix.ld, Common::kStep}});
     }
 
     template <int kBlock>
     static cudaError_t map_output(NarrowArguments& arguments, const Problem& problem) {
-        constexpr int kHalf = Traits<kBlock>::kHalfTokens;
+        constexpr int kHalf = Common::kHalfTokens;
         const Matrix& matrix = output(problem);
-        const int64_t features = forward(problem) ? problem.pattern.out_features : problem.pattern.in_features;
+        const int64_t features =
+            forward(problem) ? problem.pattern.out_features : problem.pattern.in_features;
         if (matrix.layout == Layout::row_major)
             return encode(arguments.output, problem.dtype, matrix.data,
                           {{features, 1, kBlock}, {problem.tokens, matrix.ld, kHalf}});
@@ -404,10 +430,10 @@ struct DdsNarrow {
 
 }  // namespace ts::sm90
 
-#define TS_INSTANCE(name, kernel, math, step, stages, weight_kilobytes, buffers)                              \
-    namespace ts::sm90 {                                                                                     \
-    const Kernel& name() {                                                                                   \
-        static constexpr Kernel kRow = DdsNarrow<math, step, stages, weight_kilobytes, buffers>::row(#name); \
-        return kRow;                                                                                         \
-    }                                                                                                        \
+#define TS_INSTANCE(name, kernel, math)                             \
+    namespace ts::sm90 {                                            \
+    const Kernel& name() {                                          \
+        static constexpr Kernel kRow = DdsNarrow<math>::row(#name); \
+        return kRow;                                                \
+    }                                                               \
     }

@@ -35,7 +35,11 @@ class NarrowEpilogue {
 #pragma unroll
             for (int i = 0; i < Traits::kBuffers; ++i) {
                 auto& half = sums[(first + i) / Traits::kHalves][(first + i) % Traits::kHalves];
-                finish(half, rows + (first + i) / Traits::kHalves * Traits::kParts);
+                const int* const block_rows = rows + (first + i) / Traits::kHalves * Traits::kParts;
+                finish(half, block_rows);
+                if (arguments_.residual != nullptr)
+                    add_residual(half, block_rows,
+                                 token + (first + i) % Traits::kHalves * Traits::kHalfTokens);
                 stage(half, buffers_[i]);
             }
             cutlass::arch::fence_view_async_shared();
@@ -62,9 +66,39 @@ class NarrowEpilogue {
                 sums[i + 2] += bias;
             }
         }
-        if (arguments_.activation == Activation::none) return;
+        // One loop for each: a choice for each sum would take long.
+        switch (arguments_.activation) {
+            case Activation::relu:
+                return activate_all<Activation::relu>(sums);
+            case Activation::gelu:
+                return activate_all<Activation::gelu>(sums);
+            case Activation::silu:
+                return activate_all<Activation::silu>(sums);
+            default:
+                return;
+        }
+    }
+
+    template <Activation kActivation>
+    __device__ static void activate_all(float (&sums)[Traits::kRowSums]) {
 #pragma unroll
-        for (int i = 0; i < Traits::kRowSums; ++i) sums[i] = activate(sums[i], arguments_.activation);
+        for (int i = 0; i < Traits::kRowSums; ++i) sums[i] = activate(sums[i], kActivation);
+    }
+
+    __device__ void add_residual(float (&sums)[Traits::kRowSums], const int* rows, int first_token) const {
+        const auto* const residual = static_cast<const Element*>(arguments_.residual);
+        const int64_t ld = arguments_.residual_ld;
+#pragma unroll
+        for (int i = 0; i < Traits::kRowSums; i += 2) {
+            const int within = i / 4 * 8 + thread_ % 4 * 2;
+            const int row = __ldg(rows + within / Traits::kBlock);
+            const int token = first_token + thread_ / 32 * 16 + thread_ % 32 / 4 + i / 2 % 2 * 8;
+            if (row < 0 || token >= arguments_.tokens) continue;
+            const int64_t feature = row * Traits::kBlock + within % Traits::kBlock;
+            const Element* const from = residual + (row_major_ ? token * ld + feature : feature * ld + token);
+            sums[i] += to_float(from[0]);
+            sums[i + 1] += to_float(from[row_major_ ? 1 : ld]);
+        }
     }
 
     __device__ float bias_at(int row, int feature) const {
@@ -95,9 +129,9 @@ class NarrowEpilogue {
 
     __device__ static int row_major_place(int feature, int token) {
         constexpr int kWidth = 2 * Traits::kBlock;
-        return swizzled((feature / Traits::kBlock * Traits::kHalfTokens + token) * kWidth +
-                            feature % Traits::kBlock * 2,
-                        kWidth);
+        return swizzled(
+            (feature / Traits::kBlock * Traits::kHalfTokens + token) * kWidth + feature % Traits::kBlock * 2,
+            kWidth);
     }
     __device__ static int swizzled(int offset, int line) {
         return offset ^ (offset / kLine & line / 16 - 1) * 16;

@@ -9,9 +9,9 @@ namespace ts::sm90 {
 // One warp for each unit; lines of k are swizzled over their width. A lane moves pieces of 16 bytes, which it
 // reads side by side with the other lanes.
 template <class Element, int kBlock, bool kTransposed>
-__global__ void __launch_bounds__(256) pack_narrow_kernel(const PlanHeader* header,
-                                                          const Element* __restrict__ values,
-                                                          char* __restrict__ packed) {
+__global__ void __launch_bounds__(256)
+    pack_narrow_kernel(const PlanHeader* header, const Element* __restrict__ values,
+                       char* __restrict__ packed) {
     constexpr int kParts = 32 / kBlock, kLine = 2 * kBlock, kPiece = 8, kPieces = kBlock / kPiece;
     const NarrowPlan plan(header);
     const int unit = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -18,9 +18,12 @@ struct NarrowArguments {
     CUtensorMap output;
     const PlanHeader* plan;
     const void* bias;
-    const char* units;  // the packed weight
+    const char* units;     // the packed weight
+    const void* residual;  // may be null
+    int64_t residual_ld;
+    int tokens;
     ScheduleArguments schedule;
-    Layout output_layout;
+    Layout output_layout;  // also the residual's
     Activation activation;
 };
 
@@ -60,7 +63,7 @@ struct NarrowTraits {
     static constexpr int kStages = kStages_;
     static constexpr int kHalfBytes = kHalfTokens * kStep * 2;
     static constexpr int kUnitBytes = kRowFeatures * kBlock * 2;
-    static constexpr int kUnits = kWeightBytes_ / kUnitBytes;  // in shared memory
+    static constexpr int kUnits = kWeightBytes_ / kUnitBytes;   // in shared memory
     static_assert(kUnits >= kGroups * kRows * kStep / kBlock);  // as many as a stage can have
     static constexpr int kBufferBytes = kHalfTokens * kRowFeatures * 2;
     static constexpr int kBuffers = kBuffers_;  // of results, for each warpgroup
@@ -70,7 +73,7 @@ struct NarrowTraits {
         alignas(1024) char weight[kUnits][kUnitBytes];
         alignas(1024) char output[kGroups][kBuffers][kBufferBytes];
         Ring<kStages> ring;
-        int first_unit[kStages];  // where a stage's units begin in `weight`
+        int first_unit[kStages];   // where a stage's units begin in `weight`
         int taken_units[kStages];  // what becomes free with a stage
         Schedule schedule;
     };

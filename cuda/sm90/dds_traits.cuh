@@ -16,6 +16,7 @@ struct DdsArguments {
     CUtensorMap input_tail;  // feature-major: the tokens that do not fill 64
     CUtensorMap values;
     CUtensorMap output;
+    CUtensorMap residual;
     const PlanHeader* plan;
     const void* bias;
     ScheduleArguments schedule;
@@ -29,8 +30,9 @@ struct DdsArguments {
     int row_parts;  // blocks across the features of a warpgroup
     int k_block;    // k of a block
     int64_t value_rows;
-    Layout output_layout;
+    Layout output_layout;  // also the residual's
     Activation activation;
+    bool has_residual;
 };
 
 // A cluster computes kTokenRanks x kRowRanks tiles of 256 tokens x 128 features, one of them a CTA. With
@@ -55,11 +57,11 @@ struct DdsTraits {
     static constexpr int kInputBytes = kTileTokens * kStep * 2;
     static constexpr int kWeightBytes = kGroupFeatures * kStep * 2;
     static constexpr int kInputStages = 4;
-    static constexpr int kWeightStages = 3;
+    static constexpr int kWeightStages = 4;
 
     static constexpr int kChunkTokens = 64;  // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kGroupFeatures * 2;
-    static constexpr int kChunks = 3;  // buffers of a warpgroup
+    static constexpr int kChunks = 2;  // buffers of a warpgroup
 
     template <bool kRowMajorInput>
     using Atom =
@@ -72,6 +74,7 @@ struct DdsTraits {
         alignas(1024) char output[kGroups][kChunks][kChunkBytes];
         Ring<kInputStages> input_ring;
         Ring<kWeightStages> weight_ring[kGroups];
+        Barrier residual[kGroups][kChunks];
         Schedule schedule;
     };
     static constexpr int kSharedBytes = sizeof(Shared);

@@ -23,8 +23,9 @@ struct RingPosition {
     int stage = 0;
     uint32_t parity = 0;
 
-    __device__ void advance() {
-        if (++stage == kStages) stage = 0, parity ^= 1;
+    // `stages`: of those there are, if not all are used.
+    __device__ void advance(int stages = kStages) {
+        if (++stage == stages) stage = 0, parity ^= 1;
     }
 };
 

@@ -40,7 +40,8 @@ inline CUtensorMapSwizzle swizzle_of(int bytes) {
 // Describes a tensor of 2-byte elements. The innermost box is 16, 32 or 64 elements wide, and shared memory
 // is swizzled over its width. What lies outside of the tensor reads as zero and is not written.
 inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
-                          std::initializer_list<Extent> extents) {
+                          std::initializer_list<Extent> extents,
+                          CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
     constexpr int kMaxRank = 3;
     constexpr int kSize = 2;
     cuuint64_t sizes[kMaxRank], strides[kMaxRank];
@@ -57,7 +58,7 @@ inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
     const CUresult result = encode_tiled(
         &map, dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
         const_cast<void*>(data), sizes, strides + 1, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle_of(static_cast<int>(boxes[0]) * kSize), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        swizzle_of(static_cast<int>(boxes[0]) * kSize), promotion,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

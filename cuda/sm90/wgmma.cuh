@@ -46,6 +46,9 @@ struct Operand {
     }
 };
 
+// An address in shared memory as operands take it: the bits above name the CTA of a cluster.
+__device__ inline uint32_t operand_address(uint32_t address) { return address / 16 & 0x3fff; }
+
 // Lines of `width` bytes (128, 64 or 32), swizzled over that width. With k along the lines, `outer` is
 // unused; with k across the lines it is the distance in bytes from one line-wide column to the next.
 inline Operand operand(int width, int outer) {

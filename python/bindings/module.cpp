@@ -130,10 +130,11 @@ std::pair<int32_t, std::string> select_kernel(const ts_pattern& pattern, int32_t
 
 std::tuple<int32_t, int32_t, size_t> query(const ts_pattern& pattern, int32_t op, int32_t dtype,
                                            int32_t device, int32_t activation, int32_t precision,
-                                           int32_t kernel, int64_t tokens, int32_t x_layout,
-                                           int32_t y_layout) {
+                                           int32_t kernel, int64_t tokens, int32_t x_layout, int32_t y_layout,
+                                           bool residual) {
     auto desc =
         make_desc(pattern, op, dtype, device, activation, precision, kernel, tokens, x_layout, y_layout);
+    if (residual) desc.residual = {&desc, 0, y_layout, 0};  // any address: it is not followed
     const auto info = device_info(device, -1);
     int32_t index = -1;
     check(ts_matmul_select(&desc, &info, &index, nullptr, 0));
@@ -165,7 +166,7 @@ class Launch {
   public:
     Launch(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int32_t activation,
            int32_t precision, int32_t accumulate, int32_t kernel, int64_t tokens, int64_t ldx,
-           int32_t x_layout, int64_t ldy, int32_t y_layout, uintptr_t plan, size_t plan_bytes,
+           int32_t x_layout, int64_t ldy, int32_t y_layout, int64_t ldr, uintptr_t plan, size_t plan_bytes,
            size_t workspace_bytes, uintptr_t stream)
         : pattern_(pattern),
           desc_(make_desc(pattern, op, dtype, device, activation, precision, kernel, tokens, x_layout,
@@ -175,17 +176,21 @@ class Launch {
         desc_.accumulate = accumulate;
         desc_.x.ld = ldx;
         desc_.y.ld = ldy;
+        desc_.residual.ld = ldr;
+        desc_.residual.layout = y_layout;
         desc_.plan = pointer<void>(plan);
         desc_.plan_bytes = plan_bytes;
     }
 
-    void run(uintptr_t x, uintptr_t y, uintptr_t values, uintptr_t bias, uintptr_t workspace) const {
+    void run(uintptr_t x, uintptr_t y, uintptr_t values, uintptr_t bias, uintptr_t residual,
+             uintptr_t workspace) const {
         ts_matmul_desc desc = desc_;
         desc.pattern = &pattern_;
         desc.x.data = pointer<void>(x);
         desc.y.data = pointer<void>(y);
         desc.values = pointer<void>(values);
         desc.bias = pointer<void>(bias);
+        desc.residual.data = pointer<void>(residual);
         ts_status_t status;
         if (desc.device == TS_CPU) {
             const nb::gil_scoped_release release;  // a product on the CPU takes long; a launch does not
@@ -206,11 +211,11 @@ class Launch {
 void matmul(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int32_t activation,
             int32_t precision, int32_t accumulate, int32_t kernel, int64_t tokens, uintptr_t x, int64_t ldx,
             int32_t x_layout, uintptr_t y, int64_t ldy, int32_t y_layout, uintptr_t values, uintptr_t bias,
-            uintptr_t plan, size_t plan_bytes, uintptr_t workspace, size_t workspace_bytes,
-            uintptr_t stream) {
+            uintptr_t residual, int64_t ldr, uintptr_t plan, size_t plan_bytes, uintptr_t workspace,
+            size_t workspace_bytes, uintptr_t stream) {
     Launch(pattern, op, dtype, device, activation, precision, accumulate, kernel, tokens, ldx, x_layout, ldy,
-           y_layout, plan, plan_bytes, workspace_bytes, stream)
-        .run(x, y, values, bias, workspace);
+           y_layout, ldr, plan, plan_bytes, workspace_bytes, stream)
+        .run(x, y, values, bias, residual, workspace);
 }
 
 }  // namespace
@@ -255,15 +260,17 @@ NB_MODULE(_C, m) {
         .def_ro("plan", &ts_kernel_info::plan)
         .def_ro("tile_tokens", &ts_kernel_info::tile_tokens)
         .def_ro("tile_features", &ts_kernel_info::tile_features)
+        .def_ro("max_tokens", &ts_kernel_info::max_tokens)
         .def_prop_ro("name", [](const ts_kernel_info& self) { return std::string(self.name); });
 
     nb::class_<Launch>(m, "Launch")
         .def(nb::init<const ts_pattern&, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t,
-                      int64_t, int64_t, int32_t, int64_t, int32_t, uintptr_t, size_t, size_t, uintptr_t>(),
+                      int64_t, int64_t, int32_t, int64_t, int32_t, int64_t, uintptr_t, size_t, size_t,
+                      uintptr_t>(),
              "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a, "accumulate"_a,
-             "kernel"_a, "tokens"_a, "ldx"_a, "x_layout"_a, "ldy"_a, "y_layout"_a, "plan"_a, "plan_bytes"_a,
-             "workspace_bytes"_a, "stream"_a)
-        .def("run", &Launch::run, "x"_a, "y"_a, "values"_a, "bias"_a, "workspace"_a);
+             "kernel"_a, "tokens"_a, "ldx"_a, "x_layout"_a, "ldy"_a, "y_layout"_a, "ldr"_a, "plan"_a,
+             "plan_bytes"_a, "workspace_bytes"_a, "stream"_a)
+        .def("run", &Launch::run, "x"_a, "y"_a, "values"_a, "bias"_a, "residual"_a, "workspace"_a);
 
     m.def("version", [] { return std::string(ts_version()); });
     m.def("abi_version", &ts_abi_version);
@@ -278,10 +285,11 @@ NB_MODULE(_C, m) {
           nb::kw_only(), "activation"_a = 0, "precision"_a = 0, "x_layout"_a = 0, "y_layout"_a = 0,
           "kernel"_a = 0);
     m.def("query", &query, "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a,
-          "kernel"_a, "tokens"_a, "x_layout"_a, "y_layout"_a);
+          "kernel"_a, "tokens"_a, "x_layout"_a, "y_layout"_a, "residual"_a);
     m.def("plan_size", &plan_size, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_build", &plan_build, "pattern"_a, "kernel"_a, "op"_a, "address"_a, "bytes"_a);
     m.def("matmul", &matmul, "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a,
           "accumulate"_a, "kernel"_a, "tokens"_a, "x"_a, "ldx"_a, "x_layout"_a, "y"_a, "ldy"_a, "y_layout"_a,
-          "values"_a, "bias"_a, "plan"_a, "plan_bytes"_a, "workspace"_a, "workspace_bytes"_a, "stream"_a);
+          "values"_a, "bias"_a, "residual"_a, "ldr"_a, "plan"_a, "plan_bytes"_a, "workspace"_a,
+          "workspace_bytes"_a, "stream"_a);
 }

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
+from torch.compiler import is_compiling
 
 from .errors import UnsupportedError
 from .pattern import lookup
@@ -23,28 +24,55 @@ _PLAIN_KEYS = {
 }
 
 
+def _keys(*names: str) -> int:
+    keys = 0
+    for name in names:
+        keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return keys
+
+
+# What the dispatcher sees where nothing but a kernel would act: no mode or transform, and tensors that
+# are neither wrapped nor lazy. Inference mode leaves autograd's keys out.
+_PLAIN_MODES = {_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")}
+_PLAIN_TENSORS = {
+    _keys(device, f"Autocast{device}", *autograd)
+    for device in ("CPU", "CUDA")
+    for autograd in ((), (f"Autograd{device}", "ADInplaceOrView"))
+}
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
 class _DdsNt(torch.autograd.Function):
-    """y = x Wᵀ + bias."""
+    """y = x Wᵀ + bias + residual."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, rest: Rest, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        run: Run,
+        rest: Rest,
+        x: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        *residual: Tensor | None,
+    ) -> Tensor:
         if any(rest[2:3]):
             raise UnsupportedError(
                 "activation: a fused one has no gradient; functional.linear applies it after the product"
             )
         _save(ctx, x, values, rest)
-        return run(x, values, bias, *rest)
+        return run(x, values, bias, *rest, *residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, values = ctx.saved_tensors
-        _, _, need_x, need_values, need_bias = ctx.needs_input_grad
+        _, _, need_x, need_values, need_bias, *need_residual = ctx.needs_input_grad
         return (
             None,
             None,
             _OPS.dds_nn(grad, values, *ctx.key) if need_x else None,
             _OPS.sdd_tn(grad, x, *ctx.key) if need_values else None,
             grad.reshape(-1, grad.shape[-1]).sum(0) if need_bias else None,
+            grad if any(need_residual) else None,
         )
 
 
@@ -114,6 +142,30 @@ def _refuse_tangents(*tensors: Tensor | None) -> None:
             raise UnsupportedError("forward-mode differentiation of block-sparse products is not supported")
 
 
+def needs_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether a product of these must be called as an operator, or its kernel alone does the same.
+
+    The dispatcher takes about as long as all the rest of a call.
+    """
+    if (
+        is_compiling()
+        or torch._C._dispatch_tls_local_include_set().raw_repr() not in _PLAIN_MODES
+        or torch._C._len_torch_function_stack() > 0
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+    ):
+        return True
+    recording = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in _PLAIN_TYPES
+            or (recording and tensor.requires_grad)
+            or torch._C._dispatch_keys(tensor).raw_repr() not in _PLAIN_TENSORS
+        ):
+            return True
+    return False
+
+
 def with_autograd(name: str, kernel: Run) -> Run:
     """The kernel of an operator as autograd's dispatch key takes it.
 
@@ -122,7 +174,7 @@ def with_autograd(name: str, kernel: Run) -> Run:
     second pass through the dispatcher and the care that ``Function.apply`` takes of transforms.
     """
     op = getattr(_OPS, name).default
-    function, tensors = _PRODUCTS[name]
+    function, first, last = _PRODUCTS[name]
     plain_apply = super(torch.autograd.Function, function).apply
 
     def redispatch(*args: Any) -> Tensor:
@@ -131,17 +183,23 @@ def with_autograd(name: str, kernel: Run) -> Run:
         return result
 
     def product(keys: torch._C.DispatchKeySet, *args: Any) -> Tensor:
+        tensors, rest = args[:first] + args[last:], args[first:last]
         if forward_ad._current_level >= 0:
-            _refuse_tangents(*args[:tensors])
+            _refuse_tangents(*tensors)
         plain = keys.raw_repr() & _AFTER_AUTOGRAD in _PLAIN_KEYS
         run, apply = (kernel, plain_apply) if plain else (redispatch, function.apply)
-        if not records_gradient(*args[:tensors]):
+        if not records_gradient(*tensors):
             return run(*args)
-        result: Tensor = apply(run, args[tensors:], *args[:tensors])
+        result: Tensor = apply(run, rest, *tensors)
         return result
 
     return product
 
 
-# The autograd function of each operator, and how many tensors it takes.
-_PRODUCTS: dict[str, tuple[Any, int]] = {"dds_nt": (_DdsNt, 3), "dds_nn": (_DdsNn, 2), "sdd_tn": (_SddTn, 2)}
+# The autograd function of each operator, and which of its arguments are no tensors. Arguments at their
+# defaults may be missing at the end.
+_PRODUCTS: dict[str, tuple[Any, int, int]] = {
+    "dds_nt": (_DdsNt, 3, 7),
+    "dds_nn": (_DdsNn, 2, 5),
+    "sdd_tn": (_SddTn, 2, 4),
+}

@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # bytes, of every operand and leading dimension on CUDA devices
 LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped-call]
 LIB.define(
     "dds_nt(Tensor x, Tensor values, Tensor? bias, int handle, int version, "
-    "int activation=0, bool feature_major=False) -> Tensor"
+    "int activation=0, bool feature_major=False, Tensor? residual=None) -> Tensor"
 )
 LIB.define("dds_nn(Tensor y, Tensor values, int handle, int version, bool feature_major=False) -> Tensor")
 LIB.define("sdd_tn(Tensor y, Tensor x, int handle, int version) -> Tensor")
@@ -59,19 +59,18 @@ def _dds_nt(
     version: int,
     activation: int = 0,
     feature_major: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    return _dds(DDS_NT, x, values, bias, _current(handle, version), activation, feature_major)
+    pattern = _current(handle, version)
+    return dds(DDS_NT, x, values, pattern, feature_major, bias, activation, residual)
 
 
 def _dds_nn(y: Tensor, values: Tensor, handle: int, version: int, feature_major: bool = False) -> Tensor:
-    return _dds(DDS_NN, y, values, None, _current(handle, version), 0, feature_major)
+    return dds(DDS_NN, y, values, _current(handle, version), feature_major)
 
 
 def _sdd_tn(y: Tensor, x: Tensor, handle: int, version: int) -> Tensor:
-    pattern = _current(handle, version)
-    out = x.new_empty(*pattern.prepared.values_shape)
-    _sdd(y, x, out, pattern)
-    return out
+    return sdd(y, x, _current(handle, version))
 
 
 def _sdd_tn_into(y: Tensor, x: Tensor, out: Tensor, handle: int, version: int, accumulate: bool) -> None:
@@ -90,27 +89,31 @@ def _sdd_tn_into(y: Tensor, x: Tensor, out: Tensor, handle: int, version: int, a
 # operands. What a key stands for is checked and resolved once, so that later calls cost one look-up.
 
 
-def _dds(
+def dds(
     op: int,
     source: Tensor,
     values: Tensor,
-    bias: Tensor | None,
     pattern: BlockPattern,
-    activation: int,
     feature_major: bool,
+    bias: Tensor | None = None,
+    activation: int = 0,
+    residual: Tensor | None = None,
 ) -> Tensor:
     prepared, context = pattern.prepared, _context(source)
     bias_form = None if bias is None else _form(bias)
-    key = (op, _form(source), _form(values), bias_form, activation, feature_major, context)
+    residual_form = None if residual is None else _form(residual)
+    key = (op, _form(source), _form(values), bias_form, residual_form, activation, feature_major, context)
     call = prepared.find(key)
     source_at, values_at = source.data_ptr(), values.data_ptr()
-    if call is None or ((source_at | values_at) % _ALIGNMENT and source.is_cuda):
+    residual_at = 0 if residual is None else residual.data_ptr()
+    if call is None or ((source_at | values_at | residual_at) % _ALIGNMENT and source.is_cuda):
         name, features = ("x", pattern.in_features) if op == DDS_NT else ("y", pattern.out_features)
-        _check_dds(pattern, name, source, features, values, bias)
+        _check_dds(pattern, name, source, features, values, bias, residual)
         (usable, lines), aligned = _usable(name, source), _aligned(values)
-        if usable is not source or aligned is not values:
-            return _dds(op, usable, aligned, bias, pattern, activation, feature_major)
-        call = _dds_call(op, source, lines, pattern, activation, feature_major, context)
+        added, added_lines = (None, None) if residual is None else _like_result(residual, feature_major)
+        if usable is not source or aligned is not values or added is not residual:
+            return dds(op, usable, aligned, pattern, feature_major, bias, activation, added)
+        call = _dds_call(op, source, lines, added_lines, pattern, activation, feature_major, context)
         prepared.remember(key, call)
     run, workspace_size, shape, strides = call
     result = _empty(source, shape, strides)
@@ -119,10 +122,16 @@ def _dds(
     workspace = source.new_empty(workspace_size) if workspace_size else None
     workspace_at = 0 if workspace is None else workspace.data_ptr()
     if op == DDS_NT:
-        run(source_at, result.data_ptr(), values_at, bias_at, workspace_at)
+        run(source_at, result.data_ptr(), values_at, bias_at, residual_at, workspace_at)
     else:
-        run(result.data_ptr(), source_at, values_at, bias_at, workspace_at)
+        run(result.data_ptr(), source_at, values_at, 0, 0, workspace_at)
     return result
+
+
+def sdd(y: Tensor, x: Tensor, pattern: BlockPattern) -> Tensor:
+    out = x.new_empty(*pattern.prepared.values_shape)
+    _sdd(y, x, out, pattern)
+    return out
 
 
 def _sdd(y: Tensor, x: Tensor, out: Tensor, pattern: BlockPattern, accumulate: bool = False) -> None:
@@ -139,7 +148,7 @@ def _sdd(y: Tensor, x: Tensor, out: Tensor, pattern: BlockPattern, accumulate: b
         call = Call(*bound, prepared.values_shape)
         prepared.remember(key, call)
     workspace = x.new_empty(call.workspace) if call.workspace else None
-    call.run(x_at, y_at, out.data_ptr(), 0, 0 if workspace is None else workspace.data_ptr())
+    call.run(x_at, y_at, out.data_ptr(), 0, 0, 0 if workspace is None else workspace.data_ptr())
 
 
 def _context(operand: Tensor) -> Context:
@@ -153,7 +162,7 @@ def _context(operand: Tensor) -> Context:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """All of a tensor but its memory. The dispatcher lets no devices but CPU (-1) and CUDA come here."""
+    """All of a tensor but its memory. Only tensors of the CPU (-1) and of CUDA devices come here."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
@@ -161,6 +170,7 @@ def _dds_call(
     op: int,
     source: Tensor,
     lines: Lines,
+    residual: Lines | None,
     pattern: BlockPattern,
     activation: int,
     feature_major: bool,
@@ -170,7 +180,8 @@ def _dds_call(
     shape, strides = _result(source, features, feature_major)
     result_lines = (lines[0], features, 0) if strides is None else (lines[0], strides[-1], 1)
     x, y = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
-    return Call(*_bind(op, source, x, y, pattern.prepared, context, activation), shape, strides)
+    ldr = 0 if residual is None else residual[1]
+    return Call(*_bind(op, source, x, y, pattern.prepared, context, activation, ldr), shape, strides)
 
 
 def _current(handle: int, version: int) -> BlockPattern:
@@ -190,15 +201,14 @@ def _check_dds(
     features: int,
     values: Tensor,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> None:
     _check_activations(name, matrix, features)
     _check_values("values", values, pattern, name, matrix)
     if bias is not None:
-        if bias.shape != (pattern.out_features,):
-            raise InvalidArgumentError(
-                f"bias: shape ({pattern.out_features},) expected, got {tuple(bias.shape)}"
-            )
-        _check_alike("bias", bias, name, matrix)
+        _check_added("bias", bias, (pattern.out_features,), name, matrix)
+    if residual is not None:
+        _check_added("residual", residual, (*matrix.shape[:-1], pattern.out_features), name, matrix)
 
 
 def _check_sdd(pattern: BlockPattern, y: Tensor, x: Tensor) -> None:
@@ -227,6 +237,18 @@ def _check_values(name: str, values: Tensor, pattern: BlockPattern, like_name: s
             f"got shape {list(values.shape)} with strides {values.stride()}"
         )
     _check_alike(name, values, like_name, like)
+
+
+def checked_residual(residual: Tensor, y: Tensor) -> Tensor:
+    """The residual, if it can be added to a product."""
+    _check_added("residual", residual, y.shape, "the product", y)
+    return residual
+
+
+def _check_added(name: str, tensor: Tensor, shape: tuple[int, ...], like_name: str, like: Tensor) -> None:
+    if tensor.shape != shape:
+        raise InvalidArgumentError(f"{name}: shape {tuple(shape)} expected, got {tuple(tensor.shape)}")
+    _check_alike(name, tensor, like_name, like)
 
 
 def _check_alike(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
@@ -264,16 +286,19 @@ def _empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...] | None
     return like.new_empty_strided(shape, strides)
 
 
-def _lines(matrix: Tensor, tokens: int) -> Lines | None:
-    """How activations lie in memory; None: in no way that the library reads."""
+def _lines(matrix: Tensor, tokens: int, layouts: tuple[int, ...]) -> Lines | None:
+    """How activations lie in memory; None: in none of these layouts, or not as the library reads it."""
     features = matrix.shape[-1]
+    if tokens == 0:
+        return 0, features, layouts[0]
     try:
         token_stride, feature_stride = matrix.view(-1, features).stride()
     except RuntimeError:  # tokens at varying distances
         return None
-    if tokens == 0 or (feature_stride == 1 and (tokens == 1 or token_stride >= features)):
+    # The stride of a single token may be anything.
+    if 0 in layouts and feature_stride == 1 and (tokens == 1 or token_stride >= features):
         ld, layout = (token_stride if tokens > 1 else features), 0
-    elif (token_stride == 1 or tokens == 1) and feature_stride >= tokens:
+    elif 1 in layouts and (token_stride == 1 or tokens == 1) and feature_stride >= tokens:
         ld, layout = feature_stride, 1
     else:
         return None
@@ -286,10 +311,19 @@ def _usable(name: str, matrix: Tensor) -> tuple[Tensor, Lines]:
     tokens = matrix.numel() // features
     if tokens > INT32_MAX:
         raise InvalidArgumentError(f"{name}: fewer than 2^31 tokens expected, got {tokens}")
-    lines = _lines(matrix, tokens)
+    lines = _lines(matrix, tokens, (0, 1))
     if lines is None or _is_misaligned(matrix):
         return _dense(matrix), (tokens, features, 0)
     return matrix, lines
+
+
+def _like_result(residual: Tensor, feature_major: bool) -> tuple[Tensor, Lines | None]:
+    """A residual in the layout of the result, and None for its lines if it had to be copied."""
+    features = residual.shape[-1]
+    lines = _lines(residual, residual.numel() // features, (int(feature_major),))
+    if lines is None or _is_misaligned(residual):
+        return _empty(residual, *_result(residual, features, feature_major)).copy_(residual), None
+    return residual, lines
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -325,13 +359,17 @@ def _bind(
     prepared: PreparedPattern,
     context: Context,
     activation: int = 0,
+    ldr: int = 0,
     accumulate: bool = False,
 ) -> tuple[Run, int]:
     """How to run a product, and the elements of its workspace."""
     (tokens, ldx, x_layout), (_, ldy, y_layout) = x, y
     kernel, stream, current_device, precision = context
     dtype, device = DTYPES[like.dtype], like.get_device()
-    key = LaunchKey(op, dtype, device, stream, tokens, x_layout, y_layout, activation, precision, kernel)
+    residual = ldr > 0
+    key = LaunchKey(
+        op, dtype, device, stream, tokens, x_layout, y_layout, activation, precision, kernel, residual
+    )
     with torch.cuda.device(device):  # -1 changes nothing
         launch = prepared.launch(key)
     run = _C.Launch(
@@ -348,6 +386,7 @@ def _bind(
         x_layout,
         ldy,
         y_layout,
+        ldr,
         launch.plan,
         launch.plan_bytes,
         launch.workspace_bytes,
@@ -380,9 +419,10 @@ def _dds_nt_fake(
     version: int,
     activation: int = 0,
     feature_major: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     pattern = _current(handle, version)
-    _check_dds(pattern, "x", x, pattern.in_features, values, bias)
+    _check_dds(pattern, "x", x, pattern.in_features, values, bias, residual)
     return _empty(x, *_result(x, pattern.out_features, feature_major))
 
 

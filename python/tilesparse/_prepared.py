@@ -25,6 +25,7 @@ class LaunchKey(NamedTuple):
     activation: int
     precision: int
     kernel: int  # 0: the library chooses; k: kernel k - 1
+    residual: bool
 
 
 class Launch(NamedTuple):
@@ -37,7 +38,8 @@ class Launch(NamedTuple):
     workspace_bytes: int
 
 
-Run = Callable[[int, int, int, int, int], None]  # of the addresses of x, y, values, bias and workspace
+# Of the addresses of x, y, values, bias, residual and workspace.
+Run = Callable[[int, int, int, int, int, int], None]
 
 
 class Call(NamedTuple):
@@ -104,6 +106,7 @@ class PreparedPattern:
             key.tokens,
             key.x_layout,
             key.y_layout,
+            key.residual,
         )
         plan = self._plan(device, key.op, kernel, plan_key) if plan_key else None
         launch = Launch(

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._autograd import records_gradient
+from ._autograd import needs_dispatcher, records_gradient
 from .errors import InvalidArgumentError
 from .pattern import BlockPattern
 
@@ -44,9 +44,10 @@ def linear(
     bias: Tensor | None = None,
     activation: str = "none",
     *,
+    residual: Tensor | None = None,
     feature_major_output: bool = False,
 ) -> Tensor:
-    """activation(x Wᵀ + bias), as ``torch.nn.functional.linear``.
+    """activation(x Wᵀ + bias) + residual, as ``torch.nn.functional.linear``.
 
     Args:
         x: [..., in_features].
@@ -55,22 +56,32 @@ def linear(
         bias: [out_features] or None.
         activation: "none", "relu", "gelu" (the exact one, with erf) or "silu". It is fused into the
             product where no gradient is recorded, and rounding then happens once instead of twice.
+        residual: [..., out_features], the shape of the result, or None. It is added by the kernel of
+            the product, unless a gradient is recorded through an activation, and is read in place if
+            it lies as the result does.
         feature_major_output: give the result the strides of a transposed matrix. A following layer
             reads it without a copy, and layers with small blocks read it faster.
 
     Returns:
         [..., out_features].
     """
-    if activation not in _ops.ACTIVATIONS:
+    code = _ops.ACTIVATIONS.get(activation)
+    if code is None:
         raise InvalidArgumentError(
             f"activation: one of {list(_ops.ACTIVATIONS)} expected, got {activation!r}"
         )
-    x, values, bias = _autocast(x, values, bias)
-    fused = activation if activation == "none" or not records_gradient(x, values, bias) else "none"
-    y: Tensor = _OPS.dds_nt.default(
-        x, values, bias, pattern.handle, pattern.version, _ops.ACTIVATIONS[fused], feature_major_output
-    )
-    return y if fused == activation else _DIFFERENTIABLE[activation](y)
+    if torch._C._is_any_autocast_enabled():
+        x, values, bias, residual = _autocast(x, values, bias, residual)
+    if not needs_dispatcher(x, values, bias, residual):
+        return _ops.dds(_ops.DDS_NT, x, values, pattern, feature_major_output, bias, code, residual)
+    key = (pattern.handle, pattern.version)
+    y: Tensor
+    if code and records_gradient(x, values, bias, residual):
+        y = _OPS.dds_nt.default(x, values, bias, *key, 0, feature_major_output)
+        y = _DIFFERENTIABLE[activation](y)
+        return y if residual is None else y + _ops.checked_residual(residual, y)
+    y = _OPS.dds_nt.default(x, values, bias, *key, code, feature_major_output, residual)
+    return y
 
 
 def dds(a: Tensor, values: Tensor, pattern: BlockPattern, *, transpose: bool = True) -> Tensor:
@@ -123,11 +134,14 @@ def sdd(
     Returns:
         [nnz, bn, bk]; ``out`` where given.
     """
-    y, x = _autocast(y, x)
+    if torch._C._is_any_autocast_enabled():
+        y, x = _autocast(y, x)
     if out is None:
         if accumulate:
             raise InvalidArgumentError("out: expected with accumulate=True, got None")
-        values: Tensor = _OPS.sdd_tn(y, x, pattern.handle, pattern.version)
+        if not needs_dispatcher(y, x):
+            return _ops.sdd(y, x, pattern)
+        values: Tensor = _OPS.sdd_tn.default(y, x, pattern.handle, pattern.version)
         return values
     if records_gradient(y, x, out):
         raise InvalidArgumentError(
@@ -138,7 +152,11 @@ def sdd(
 
 
 def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feature_major: bool) -> Tensor:
-    a, values = _autocast(a, values)
+    if torch._C._is_any_autocast_enabled():
+        a, values = _autocast(a, values)
+    op = _ops.DDS_NT if transpose else _ops.DDS_NN
+    if not needs_dispatcher(a, values):
+        return _ops.dds(op, a, values, pattern, feature_major)
     y: Tensor
     if transpose:
         y = _OPS.dds_nt.default(a, values, None, pattern.handle, pattern.version, 0, feature_major)
@@ -150,8 +168,6 @@ def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feat
 def _autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """The tensors as autocast wants them on the device of the first."""
     tensors = (first, *others)
-    if not torch._C._is_any_autocast_enabled():
-        return tensors
     device = first.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors

@@ -184,10 +184,10 @@ class BlockSparseLinear(nn.Module):
         if self.bias is not None:
             _draw(self.bias, bound.repeat_interleave(bn), generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """x [..., in_features] -> [..., out_features], to which a residual of that shape is added."""
         self._sync()
-        return functional.linear(x, self.weight, self.pattern, self.bias)
+        return functional.linear(x, self.weight, self.pattern, self.bias, residual=residual)
 
     def extra_repr(self) -> str:
         return _representation(self)
@@ -351,11 +351,12 @@ class PseudoBlockSparseLinear(nn.Module):
             self.register_buffer(name, indices.to(layer.weight.device))
         self.train(layer.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """x [..., in_features] -> [..., out_features], to which a residual of that shape is added."""
         blocks = self.weight.new_zeros(*self._grid, *self.block_shape)
         blocks = blocks.index_put((self.block_rows, self.block_cols), self.weight)
-        return F.linear(x, blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1), self.bias)
+        y = F.linear(x, blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1), self.bias)
+        return y if residual is None else y + residual
 
     def extra_repr(self) -> str:
         return _representation(self)

@@ -60,7 +60,7 @@ static ts_pattern layer_pattern(void) {
 typedef struct operands {
     ts_pattern pattern;
     ts_matmul_desc desc;
-    double memory[4][4096]; /* x, y, values, bias */
+    _Alignas(16) double memory[5][4096]; /* x, y, values, bias, residual; aligned as for CUDA */
 } operands;
 
 static double get(const operands* o, int which, int64_t i) {
@@ -95,8 +95,12 @@ static void init_operands(operands* o, int32_t op, int32_t dtype, int32_t x_layo
     o->desc.y = (ts_matrix){o->memory[1], (y_layout == TS_ROW_MAJOR ? OUT : TOKENS) + 3, y_layout, 0};
     o->desc.values = o->memory[2];
     const int written = op == TS_DDS_NT ? 1 : op == TS_DDS_NN ? 0 : 2;
-    for (int which = 0; which < 4; ++which)
+    for (int which = 0; which < 5; ++which)
         for (int i = 0; i < 2048; ++i) put(o, which, i, which == written ? kUntouched : some_value());
+}
+
+static void give_residual(operands* o) {
+    o->desc.residual = (ts_matrix){o->memory[4], o->desc.y.ld + 5, o->desc.y.layout, 0};
 }
 
 static int64_t at(const ts_matrix* m, int64_t token, int64_t feature) {
@@ -149,6 +153,7 @@ static void check_forward(const operands* o) {
             double sum = o->desc.bias != NULL ? get(o, 3, n) : 0;
             for (int64_t k = 0; k < IN; ++k) sum += x_at(o, t, k) * weight(o, n, k);
             if (o->desc.activation == TS_RELU && sum < 0) sum = 0;
+            if (o->desc.residual.data != NULL) sum += get(o, 4, at(&o->desc.residual, t, n));
             CHECK(y_at(o, t, n) == sum, "y[%d, %d] is %g, not %g", (int)t, (int)n, y_at(o, t, n), sum);
         }
     check_gaps(o, 1, OUT);
@@ -178,10 +183,11 @@ static void check_gradient_of_values(const operands* o) {
 
 static void test_products(int32_t dtype, int32_t x_layout, int32_t y_layout) {
     static operands o;
-    for (int bias = 0; bias < 2; ++bias) {
+    for (int options = 0; options < 4; ++options) {
         init_operands(&o, TS_DDS_NT, dtype, x_layout, y_layout);
-        o.desc.bias = bias ? o.memory[3] : NULL;
-        o.desc.activation = bias ? TS_RELU : TS_NO_ACTIVATION;
+        o.desc.bias = options & 1 ? o.memory[3] : NULL;
+        o.desc.activation = options & 1 ? TS_RELU : TS_NO_ACTIVATION;
+        if (options & 2) give_residual(&o);
         SUCCEEDS(run(&o));
         check_forward(&o);
     }
@@ -269,6 +275,10 @@ static void test_bad_descriptors(void) {
     REFUSES(TS_SDD_TN, o.desc.bias = o.memory[3], TS_INVALID_ARGUMENT, "bias");
     REFUSES(TS_DDS_NT, o.desc.x.layout = 2, TS_INVALID_ARGUMENT, "x.layout");
     REFUSES(TS_DDS_NT, o.desc.y.layout = -1, TS_INVALID_ARGUMENT, "y.layout");
+    REFUSES(TS_DDS_NT, o.desc.residual.layout = 2, TS_INVALID_ARGUMENT, "residual.layout");
+    REFUSES(TS_DDS_NT, o.desc.residual.reserved = 1, TS_INVALID_ARGUMENT, "residual.reserved");
+    REFUSES(TS_DDS_NN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
+    REFUSES(TS_SDD_TN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
 }
 
 static void test_bad_operands(void) {
@@ -283,6 +293,13 @@ static void test_bad_operands(void) {
     REFUSES(TS_DDS_NN, o.desc.x.data = o.desc.values, TS_INVALID_ARGUMENT, "overlap");
     REFUSES(TS_SDD_TN, o.desc.values = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
     REFUSES(TS_DDS_NT, o.desc.bias = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
+    REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.layout = TS_FEATURE_MAJOR), TS_INVALID_ARGUMENT,
+            "residual.layout is 1; it must be y.layout, 0");
+    REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.ld = OUT - 1), TS_INVALID_ARGUMENT, "residual.ld");
+    REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.data = (char*)o.memory[4] + 1),
+            TS_INVALID_ARGUMENT, "residual is at address");
+    REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.data = o.desc.y.data), TS_INVALID_ARGUMENT,
+            "y and residual overlap");
     /* On CUDA 16 bytes of alignment are asked for; this is found before any device is looked for. */
     REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.x.data = (char*)o.memory[0] + 4), TS_INVALID_ARGUMENT,
             "x");
@@ -463,6 +480,36 @@ static void test_select(void) {
     }
 }
 
+/* Kernels for few tokens come before the others and refuse more tokens. */
+static void test_select_few_tokens(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    const ts_device_info gpu = {.struct_size = sizeof gpu,
+                                .device = TS_CUDA,
+                                .compute_capability = 90,
+                                .multiprocessors = 132,
+                                .shared_memory = 232448};
+    ts_kernel_info few = {.struct_size = sizeof few}, chosen = {.struct_size = sizeof chosen};
+    o.desc.device = TS_CUDA;
+    for (int32_t i = 0; i < ts_kernel_count(); ++i) {
+        SUCCEEDS(ts_kernel_get(i, &few));
+        if (few.max_tokens == 0) continue;
+        int32_t kernel = -1;
+        o.desc.dtype = few.dtypes >> TS_FLOAT16 & 1 ? TS_FLOAT16 : TS_BFLOAT16;
+        o.desc.tokens = few.max_tokens;
+        SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
+        SUCCEEDS(ts_kernel_get(kernel, &chosen));
+        CHECK(chosen.max_tokens >= few.max_tokens, "%s instead of %s", chosen.name, few.name);
+        o.desc.tokens = few.max_tokens + 1;
+        SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
+        SUCCEEDS(ts_kernel_get(kernel, &chosen));
+        CHECK(chosen.max_tokens == 0 || chosen.max_tokens > few.max_tokens, "%s", chosen.name);
+        o.desc.kernel = i + 1;
+        FAILS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0), TS_UNSUPPORTED, "fewer tokens");
+        o.desc.kernel = 0;
+    }
+}
+
 /* Plans are built on the host, also those of GPU kernels. */
 static void check_plan(const ts_pattern* pattern, int32_t kernel, int32_t op, int needed) {
     size_t bytes = 0;
@@ -510,6 +557,7 @@ int main(void) {
     test_bad_pattern_descriptors();
     test_small_workspace();
     test_select();
+    test_select_few_tokens();
     test_plans();
     for (int32_t dtype = TS_FLOAT64; dtype <= TS_FLOAT32; ++dtype)
         for (int32_t layouts = 0; layouts < 4; ++layouts) test_products(dtype, layouts & 1, layouts >> 1);

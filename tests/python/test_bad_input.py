@@ -167,9 +167,17 @@ class Call:
         self.y = randn(8, self.pattern.out_features, dtype=torch.float32, device=device)
         self.values = random_values(self.pattern, dtype=torch.float32, device=device)
         self.bias = randn(self.pattern.out_features, dtype=torch.float32, device=device)
+        self.residual = randn(8, self.pattern.out_features, dtype=torch.float32, device=device, seed=1)
 
     def linear(self) -> Tensor:
         return functional.linear(self.x, self.values, self.pattern, self.bias)
+
+    def added(self) -> Tensor:
+        return functional.linear(self.x, self.values, self.pattern, residual=self.residual)
+
+    def activated(self) -> Tensor:
+        values = self.values.requires_grad_()
+        return functional.linear(self.x, values, self.pattern, activation="relu", residual=self.residual)
 
     def dds(self) -> Tensor:
         return functional.dds(self.y, self.values, self.pattern, transpose=False)
@@ -207,6 +215,11 @@ BAD_OPERANDS: list[tuple[list[str], str, Callable[[Tensor], Tensor], str]] = [
     (["linear"], "bias", lambda b: b[1:], "bias.*48.*47"),
     (["linear"], "bias", lambda b: b[None], "bias"),
     (["linear"], "bias", lambda b: b.double(), "bias.*dtype"),
+    (["added", "activated"], "residual", lambda r: r[1:], r"residual.*\(8, 48\).*\(7, 48\)"),
+    (["added", "activated"], "residual", lambda r: r[:1], r"residual.*\(8, 48\).*\(1, 48\)"),
+    (["added", "activated"], "residual", lambda r: r[:, :1], r"residual.*\(8, 48\).*\(8, 1\)"),
+    (["added", "activated"], "residual", lambda r: r[None], r"residual.*\(8, 48\).*\(1, 8, 48\)"),
+    (["added", "activated"], "residual", lambda r: r.half(), "residual.*dtype.*float16"),
 ]
 
 
@@ -221,19 +234,21 @@ def test_operands(
     call = Call(device)
     good = Call(device).linear()
     setattr(call, operand, change(getattr(call, operand)))
-    before = {name: getattr(call, name).clone() for name in ("x", "y", "values", "bias")}
+    before = {name: getattr(call, name).clone() for name in ("x", "y", "values", "bias", "residual")}
     with pytest.raises(InvalidArgumentError, match=named):
         getattr(call, product)()
     assert all(torch.equal(getattr(call, name), saved) for name, saved in before.items())
     assert torch.equal(Call(device).linear(), good)
 
 
-@pytest.mark.parametrize("product", ["linear", "dds", "dsd", "sdd", "sdd_out"])
+@pytest.mark.parametrize("product", ["linear", "added", "dds", "dsd", "sdd", "sdd_out"])
 def test_operands_are_checked_when_compiling(product: str) -> None:
     """The same errors reach users of fake and meta tensors, as under torch.compile."""
     call = Call("meta")
-    call.x, call.y = call.x[:, :16], call.y[:, :16]
-    with pytest.raises(InvalidArgumentError, match=r"x|y"):
+    call.residual = call.residual[:7]
+    if product != "added":
+        call.x, call.y = call.x[:, :16], call.y[:, :16]
+    with pytest.raises(InvalidArgumentError, match=r"residual" if product == "added" else r"x|y"):
         getattr(call, product)()
 
 
@@ -244,6 +259,7 @@ def test_operands_are_checked_when_compiling(product: str) -> None:
         ("linear", "x"),
         ("linear", "values"),
         ("linear", "bias"),
+        ("added", "residual"),
         ("dds", "y"),
         ("sdd", "x"),
         ("sdd", "y"),
@@ -261,6 +277,9 @@ def test_mixed_devices(product: str, operand: str) -> None:
 
 def test_mixed_devices_without_a_gpu() -> None:
     call = Call()
+    call.residual = call.residual.to("meta")
+    with pytest.raises(InvalidArgumentError, match=r"residual.*device cpu of x.*meta"):
+        call.added()
     call.values = call.values.to("meta")
     with pytest.raises(InvalidArgumentError, match=r"values.*device cpu of x.*meta"):
         call.linear()

@@ -40,7 +40,10 @@ POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA57FA5), 8: (torch.int6
 GUARD = 4096  # elements of poison before and after an operand
 OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
 OPTIONS: dict[int, list[dict[str, Any]]] = {
-    DDS_NT: [{"bias": bias, "activation": name} for bias in (False, True) for name in ACTIVATIONS],
+    DDS_NT: [
+        {"bias": bias, "activation": name, "residual": residual}
+        for bias, name, residual in product((False, True), ACTIVATIONS, (False, True))
+    ],
     DDS_NN: [{}],
     SDD_TN: [{"accumulate": False}, {"accumulate": True}],
 }
@@ -114,6 +117,7 @@ class Problem:
     gap: int = 0  # elements between the lines of x and y
     bias: bool = False
     activation: str = "none"
+    residual: bool = False
     accumulate: bool = False
 
 
@@ -139,7 +143,7 @@ class Guarded:
 
 
 class Operands:
-    """x, y, values and bias of one problem, random but for the output, which is poison."""
+    """x, y, values, bias and residual of one problem, random but for the output, which is poison."""
 
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
@@ -149,6 +153,7 @@ class Operands:
             "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
             "values": Guarded(1, pattern.nnz * bn * bk, dtype),
             "bias": Guarded(1, pattern.out_features, dtype),
+            "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=1),
         }
         self.output = self.buffers[OUTPUTS[row.op]]
         self.inputs = [buffer for buffer in self.buffers.values() if buffer is not self.output]
@@ -160,6 +165,8 @@ class Operands:
         self.y = y.t() if problem.y_layout else y
         self.values = self.buffers["values"].lines.view(pattern.nnz, bn, bk)
         self.bias = self.buffers["bias"].lines[0] if problem.bias else None
+        residual = self.buffers["residual"].lines if problem.residual else None
+        self.residual = residual.t() if problem.y_layout and residual is not None else residual
 
     def prepare_output(self) -> None:
         self.output.poison()
@@ -167,9 +174,11 @@ class Operands:
             self.output.lines.copy_(self.before)
 
 
-def _guarded_matrix(problem: Problem, features: int, layout: int, dtype: torch.dtype) -> Guarded:
+def _guarded_matrix(
+    problem: Problem, features: int, layout: int, dtype: torch.dtype, more: int = 0
+) -> Guarded:
     lines, length = (features, problem.tokens) if layout else (problem.tokens, features)
-    return Guarded(lines, length, dtype, gap=problem.gap)
+    return Guarded(lines, length, dtype, gap=problem.gap + more)
 
 
 def _normal(buffer: Guarded, seed: int) -> Tensor:
@@ -189,6 +198,7 @@ def resolve(row: Row, problem: Problem) -> Launch:
             activation=ACTIVATIONS[problem.activation],
             precision=0,
             kernel=row.number,
+            residual=problem.residual,
         )
     )
 
@@ -199,7 +209,7 @@ def launch(row: Row, problem: Problem, operands: Operands, **changes: int) -> No
     poison = POISON[4][1]
     workspace = torch.full((resolved.workspace_bytes // 4 + 1024,), poison, dtype=torch.int32)
     first = -workspace.data_ptr() // 4 % 64  # the alignment of a workspace is 256 bytes
-    x, y = operands.buffers["x"], operands.buffers["y"]
+    x, y, residual = (operands.buffers[name] for name in ("x", "y", "residual"))
     arguments: dict[str, Any] = {
         "pattern": resolved.pattern,
         "op": row.op,
@@ -218,6 +228,8 @@ def launch(row: Row, problem: Problem, operands: Operands, **changes: int) -> No
         "y_layout": problem.y_layout,
         "values": operands.buffers["values"].address,
         "bias": operands.buffers["bias"].address if problem.bias else 0,
+        "residual": residual.address if problem.residual else 0,
+        "ldr": residual.ld,
         "plan": resolved.plan,
         "plan_bytes": resolved.plan_bytes,
         "workspace": workspace[first:].data_ptr(),
@@ -253,6 +265,9 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
         # No activation's slope exceeds 1.13; the functions themselves are good to a few units.
         tolerance = 1.13 * tolerance + 8 * rounding_unit(sums) * expected.abs()
         expected = FUNCTIONS[problem.activation](expected)
+    if operands.residual is not None:
+        expected = expected + operands.residual.double()
+        tolerance = tolerance + rounding_unit(sums) * (expected.abs() + tolerance)
     return expected, rounded(expected, tolerance, row.dtype)
 
 

@@ -177,6 +177,46 @@ def test_activations(device: str, dtype: torch.dtype, activation: str, record: b
     assert_within(y, expected, rounded(expected, 1.13 * tolerance + accuracy * product.abs(), dtype))
 
 
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+@pytest.mark.parametrize("record", [False, True], ids=["fused", "differentiable"])
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_residual(device: str, dtype: torch.dtype, record: bool, activation: str) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (32, 16))
+    values = random_values(pattern, dtype=dtype, device=device)
+    x = randn(2, 19, pattern.in_features, dtype=dtype, device=device)
+    bias = randn(pattern.out_features, dtype=dtype, device=device)
+    residual = randn(2, 19, pattern.out_features, dtype=dtype, device=device, seed=1).requires_grad_(record)
+    y = functional.linear(x, values, pattern, bias, activation, residual=residual)
+    assert y.requires_grad == record
+    product, tolerance = product_with_bound(x.flatten(0, 1), dense_weight(values, pattern).t(), dtype, bias)
+    activated = ACTIVATIONS.get(activation, lambda t: t)(product)
+    accuracy = 4 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    tolerance = 1.13 * tolerance + accuracy * (product.abs() + residual.flatten(0, 1).cpu().double().abs())
+    if record and activation != "none":
+        tolerance = rounded(activated, tolerance, dtype)
+    expected = activated + residual.flatten(0, 1).detach().cpu().double()
+    assert_within(y.flatten(0, 1), expected, rounded(expected, tolerance, dtype))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 24, 37])
+@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
+@pytest.mark.parametrize("layout", STRIDED)
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_residuals(device: str, layout: str, feature_major: bool, tokens: int) -> None:
+    """The result keeps its own layout whatever that of the residual is, which nothing writes."""
+    pattern = make_pattern("random 50%", (2, 3), (32, 16))
+    values = random_values(pattern, dtype=torch.bfloat16, device=device)
+    residual = STRIDED[layout](tokens, pattern.out_features, torch.bfloat16, device)
+    x = randn(*residual.shape[:-1], pattern.in_features, dtype=torch.bfloat16, device=device, seed=1)
+    before = residual.clone()
+    y = functional.linear(x, values, pattern, residual=residual, feature_major_output=feature_major)
+    plain = functional.linear(x, values, pattern, feature_major_output=feature_major)
+    assert y.stride() == plain.stride()
+    flat_x, flat = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
+    assert_product_close(y.reshape(flat.shape), flat_x, dense_weight(values, pattern).t(), flat)
+    assert torch.equal(residual, before)
+
+
 @pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_linear(device: str, activation: str) -> None:
@@ -186,7 +226,8 @@ def test_gradients_of_linear(device: str, activation: str) -> None:
     x = randn(2, 21, pattern.in_features, dtype=torch.float32, device=device, seed=1).requires_grad_()
     bias = randn(pattern.out_features, dtype=torch.float32, device=device, seed=2).requires_grad_()
     grad = randn(2, 21, pattern.out_features, dtype=torch.float32, device=device, seed=3)
-    functional.linear(x, values, pattern, bias, activation).backward(grad)
+    residual = randn(*grad.shape, dtype=torch.float32, device=device, seed=4).requires_grad_()
+    functional.linear(x, values, pattern, bias, activation, residual=residual).backward(grad)
 
     dense = dense_weight(values, pattern).requires_grad_()
     reference_x = x.detach().cpu().double().requires_grad_()
@@ -197,6 +238,7 @@ def test_gradients_of_linear(device: str, activation: str) -> None:
         (x.grad, reference_x.grad),
         (values.grad, blocks_of_dense(dense.grad, pattern)),
         (bias.grad, reference_bias.grad),
+        (residual.grad, grad.cpu().double()),
     ):
         torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-4, atol=1e-4)
 
@@ -216,6 +258,12 @@ def test_gradients_of_every_order(check: Callable[..., bool]) -> None:
     pattern = make_pattern("diagonal", (2, 2), (16, 16))
     x, y, values, bias = double_tensors(pattern)
     assert check(lambda *t: functional.linear(t[0], t[1], pattern, t[2]), (x, values, bias), fast_mode=True)
+    for activation in ("none", "silu"):
+        assert check(
+            lambda *t, name=activation: functional.linear(*t[:2], pattern, t[2], name, residual=t[3]),
+            (x, values, bias, y),
+            fast_mode=True,
+        )
     assert check(lambda *t: functional.dds(*t, pattern, transpose=False), (y, values), fast_mode=True)
     assert check(lambda *t: functional.sdd(*t, pattern), (y, x), fast_mode=True)
     assert check(
@@ -322,7 +370,8 @@ def test_compile_without_graph_breaks(device: str, dynamic: bool) -> None:
 
     def step(x: Tensor) -> Tensor:
         y = functional.linear(x, values, pattern, bias, "gelu", feature_major_output=True)
-        return functional.dds(y, values, pattern, transpose=False).sin()
+        y = functional.dds(y, values, pattern, transpose=False).sin()
+        return functional.linear(y, values, pattern, residual=y[:, : pattern.out_features])
 
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for tokens in (8, 13):

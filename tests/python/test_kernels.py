@@ -8,7 +8,7 @@ its output out leaves NaN in it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -35,7 +35,10 @@ POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA57FA5)}  # by the size
 OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
 # What each product can do besides multiplying.
 OPTIONS: dict[int, list[dict[str, Any]]] = {
-    DDS_NT: [{"bias": bias, "activation": name} for bias in (False, True) for name in ACTIVATIONS],
+    DDS_NT: [
+        {"bias": bias, "activation": name, "residual": residual}
+        for bias, name, residual in product((False, True), ACTIVATIONS, (False, True))
+    ],
     DDS_NN: [{}],
     SDD_TN: [{"accumulate": False}, {"accumulate": True}],
 }
@@ -55,12 +58,22 @@ class Row(NamedTuple):
     capability: int  # the lowest compute capability that runs it
     precision: int
     plan: int
+    max_tokens: int  # 0: any number
     op: int
     dtype: torch.dtype
 
 
 ROWS = [
-    Row(index + 1, kernel.name, kernel.min_compute_capability, kernel.precision, kernel.plan, op, dtype)
+    Row(
+        index + 1,
+        kernel.name,
+        kernel.min_compute_capability,
+        kernel.precision,
+        kernel.plan,
+        kernel.max_tokens,
+        op,
+        dtype,
+    )
     for index, kernel in enumerate(_C.kernels())
     if kernel.device == CUDA
     for op in (DDS_NT, DDS_NN, SDD_TN)
@@ -68,6 +81,7 @@ ROWS = [
     for dtype, code in DTYPES.items()
     if kernel.dtypes >> code & 1
 ]
+ROWS_OF_FEW_TOKENS = [row for row in ROWS if row.max_tokens]
 checked_kernels: set[str] = set()
 
 
@@ -90,15 +104,39 @@ def accepted_shapes(row: Row) -> list[tuple[int, int]]:
     return shapes
 
 
-def accepts(row: Row, block_shape: tuple[int, int]) -> bool:
+@cache
+def accepted_layouts(row: Row) -> list[tuple[int, int]]:
+    """The layouts of x and y a kernel accepts."""
+    layouts = [layouts for layouts in LAYOUTS if accepts(row, accepted_shapes(row)[0], *layouts)]
+    assert (0, 0) in layouts, "the kernel refuses row-major activations"
+    return layouts
+
+
+def accepts(
+    row: Row, block_shape: tuple[int, int], x_layout: int = 0, y_layout: int = 0, tokens: int = 8
+) -> bool:
     pattern = BlockPattern.full(block_shape, block_shape=block_shape)
-    precision = row.precision
-    arguments = (pattern.prepared.descriptor(torch.device("cpu")), row.op, DTYPES[row.dtype])
+    descriptor = pattern.prepared.descriptor(torch.device("cpu"))
     try:
-        _C.select(*arguments, _C.device_info(CUDA), 1, precision=precision, kernel=row.number)
+        _C.select(
+            descriptor,
+            row.op,
+            DTYPES[row.dtype],
+            _C.device_info(CUDA),
+            tokens,
+            precision=row.precision,
+            x_layout=x_layout,
+            y_layout=y_layout,
+            kernel=row.number,
+        )
     except UnsupportedError:
         return False
     return True
+
+
+def within(row: Row, tokens: int) -> int:
+    """The number of tokens itself, or one that a kernel for few tokens computes in its place."""
+    return (tokens - 1) % row.max_tokens + 1 if row.max_tokens and tokens else tokens
 
 
 @dataclass(frozen=True)
@@ -110,6 +148,7 @@ class Problem:
     gap: int = 0  # bytes between the lines of x and y
     bias: bool = False
     activation: str = "none"
+    residual: bool = False
     accumulate: bool = False
 
 
@@ -140,7 +179,7 @@ class Guarded:
 
 
 class Operands:
-    """x, y, values and bias of one problem, random but for the output, which is poison."""
+    """x, y, values, bias and residual of one problem, random but for the output, which is poison."""
 
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
@@ -150,6 +189,7 @@ class Operands:
             "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
             "values": Guarded(1, size, dtype),
             "bias": Guarded(1, pattern.out_features, dtype, alignment=dtype.itemsize),
+            "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=CHUNK),
         }
         self.output = self.buffers[OUTPUTS[row.op]]
         self.inputs = [buffer for buffer in self.buffers.values() if buffer is not self.output]
@@ -162,6 +202,8 @@ class Operands:
         )
         self.values = self.buffers["values"].lines.view(pattern.prepared.values_shape)
         self.bias = self.buffers["bias"].lines[0] if problem.bias else None
+        residual = self.buffers["residual"].lines if problem.residual else None
+        self.residual = residual.t() if problem.y_layout and residual is not None else residual
 
     def prepare_output(self) -> None:
         self.output.poison()
@@ -169,9 +211,11 @@ class Operands:
             self.output.lines.copy_(self.before)
 
 
-def _guarded_matrix(problem: Problem, features: int, layout: int, dtype: torch.dtype) -> Guarded:
+def _guarded_matrix(
+    problem: Problem, features: int, layout: int, dtype: torch.dtype, more: int = 0
+) -> Guarded:
     lines, length = (features, problem.tokens) if layout else (problem.tokens, features)
-    return Guarded(lines, length, dtype, gap=problem.gap)
+    return Guarded(lines, length, dtype, gap=problem.gap + more)
 
 
 def normal(size: torch.Size, dtype: torch.dtype, seed: int) -> Tensor:
@@ -191,6 +235,7 @@ def resolve(row: Row, problem: Problem) -> Launch:
         activation=ACTIVATIONS[problem.activation],
         precision=row.precision,
         kernel=row.number,
+        residual=problem.residual,
     )
     return problem.pattern.prepared.launch(key)
 
@@ -199,7 +244,7 @@ def launch(row: Row, problem: Problem, operands: Operands, **changes: int) -> No
     """Calls the kernel with a poisoned workspace; `changes` replace arguments of the call."""
     resolved = resolve(row, problem)
     workspace = Guarded(1, (resolved.workspace_bytes + 3) // 4, torch.float32, alignment=256)
-    x, y = operands.buffers["x"], operands.buffers["y"]
+    x, y, residual = (operands.buffers[name] for name in ("x", "y", "residual"))
     arguments: dict[str, Any] = {
         "pattern": resolved.pattern,
         "op": row.op,
@@ -218,6 +263,8 @@ def launch(row: Row, problem: Problem, operands: Operands, **changes: int) -> No
         "y_layout": problem.y_layout,
         "values": operands.buffers["values"].address,
         "bias": operands.buffers["bias"].address if problem.bias else 0,
+        "residual": residual.address if problem.residual else 0,
+        "ldr": residual.ld,
         "plan": resolved.plan,
         "plan_bytes": resolved.plan_bytes,
         "workspace": workspace.address,
@@ -249,6 +296,9 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
         # No activation's slope exceeds 1.13; the functions themselves are good to a few units.
         tolerance = 1.13 * tolerance + 4 * torch.finfo(torch.float32).eps * expected.abs()
         expected = FUNCTIONS[problem.activation](expected)
+    if operands.residual is not None:
+        expected = expected + operands.residual.double()
+        tolerance = tolerance + rounding_unit(torch.float32) * (expected.abs() + tolerance)
     return expected, rounded(expected, tolerance, row.dtype)
 
 
@@ -282,7 +332,13 @@ def blocks_of(dense: Tensor, pattern: BlockPattern) -> Tensor:
 
 
 def check(row: Row, problem: Problem) -> None:
-    """Runs a problem twice and checks everything about it."""
+    """Runs a problem twice and checks everything about it.
+
+    Some kernels store feature-major results in whole pieces of 16 bytes only: they get more tokens.
+    """
+    layouts = (problem.x_layout, problem.y_layout)
+    if not accepts(row, problem.pattern.block_shape, *layouts, problem.tokens):
+        problem = replace(problem, tokens=(problem.tokens + 7) // 8 * 8)
     try:
         _check(row, problem)
     except Exception as error:
@@ -318,9 +374,9 @@ def random_pattern(
 def test_small(row: Row) -> None:
     """Each layout, and more tokens than one CTA sums up: all there is to check for a sanitizer."""
     pattern = make_pattern("random 50%", (2, 3), accepted_shapes(row)[0])
-    for x_layout, y_layout in LAYOUTS:
+    for x_layout, y_layout in accepted_layouts(row):
         check(row, Problem(pattern, 17, x_layout, y_layout, gap=CHUNK, **OPTIONS[row.op][-1]))
-    check(row, Problem(pattern, 600))
+    check(row, Problem(pattern, within(row, 600)))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -329,8 +385,8 @@ def test_adversarial_patterns(row: Row, name: str) -> None:
     shapes = accepted_shapes(row)
     for block_shape in draw.sample(shapes, min(3, len(shapes))):
         pattern = make_pattern(name, (7, 10), block_shape)
-        tokens, options = draw.choice((17, 130, 200)), draw.choice(OPTIONS[row.op])
-        check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), **options))
+        tokens, options = within(row, draw.choice((17, 130, 200))), draw.choice(OPTIONS[row.op])
+        check(row, Problem(pattern, tokens, *draw.choice(accepted_layouts(row)), **options))
 
 
 @pytest.mark.parametrize("density", [0.01, 0.3, 0.97])
@@ -338,7 +394,8 @@ def test_densities(row: Row, density: float) -> None:
     """Sums long enough to go round the ring of stages several times."""
     draw = random.Random(f"{row.name} {density}")
     pattern = random_pattern((1152, 1536), draw.choice(accepted_shapes(row)), density)
-    check(row, Problem(pattern, draw.choice((5, 130, 257)), *draw.choice(LAYOUTS)))
+    tokens = within(row, draw.choice((5, 130, 257)))
+    check(row, Problem(pattern, tokens, *draw.choice(accepted_layouts(row))))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -348,13 +405,14 @@ def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
         rows, cols = draw.choice([(1, 1), (1, 3), (3, 1), (3, 2)])
         pattern = random_pattern((rows * block_shape[0], cols * block_shape[1]), block_shape, 0.6)
         gap, options = draw.choice((0, CHUNK, 5 * CHUNK)), draw.choice(OPTIONS[row.op])
-        check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), gap=gap, **options))
+        layouts = draw.choice(accepted_layouts(row))
+        check(row, Problem(pattern, within(row, tokens), *layouts, gap=gap, **options))
 
 
 @pytest.mark.parametrize("tokens", [1, 37, 64])
 def test_layouts_and_strides(row: Row, tokens: int) -> None:
     draw = random.Random(f"{row.name} {tokens} strides")
-    for gap, (x_layout, y_layout) in product((0, CHUNK, 11 * CHUNK), LAYOUTS):
+    for gap, (x_layout, y_layout) in product((0, CHUNK, 11 * CHUNK), accepted_layouts(row)):
         pattern = make_pattern("random 50%", (4, 3), draw.choice(accepted_shapes(row)))
         check(row, Problem(pattern, tokens, x_layout, y_layout, gap=gap))
 
@@ -365,7 +423,8 @@ def test_options(row: Row) -> None:
     for options, tokens in product(OPTIONS[row.op], (0, 45, 1100)):
         for name in ("empty rows and columns", "empty"):
             pattern = make_pattern(name, (3, 4), draw.choice(accepted_shapes(row)))
-            check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), **options))
+            layouts = draw.choice(accepted_layouts(row))
+            check(row, Problem(pattern, within(row, tokens), *layouts, **options))
 
 
 def test_more_tiles_than_multiprocessors(row: Row) -> None:
@@ -373,11 +432,33 @@ def test_more_tiles_than_multiprocessors(row: Row) -> None:
     shape, density, tokens = ((2048, 2560), 1.0, 260) if row.op == SDD_TN else ((1280, 1280), 0.1, 4200)
     draw = random.Random(f"{row.name} tiles")
     pattern = random_pattern(shape, draw.choice(accepted_shapes(row)), density)
-    check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS)))
+    check(row, Problem(pattern, within(row, tokens), *draw.choice(accepted_layouts(row))))
+
+
+@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=lambda row: row.name, indirect=True)
+def test_every_number_of_few_tokens(row: Row) -> None:
+    draw = random.Random(f"{row.name} few tokens")
+    for tokens in range(1, row.max_tokens + 1):
+        pattern = make_pattern("power-law rows", (9, 12), draw.choice(accepted_shapes(row)))
+        check(row, Problem(pattern, tokens, **draw.choice(OPTIONS[row.op])))
+    with pytest.raises(UnsupportedError, match="fewer tokens"):
+        resolve(row, Problem(pattern, row.max_tokens + 1))
+
+
+@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=lambda row: row.name, indirect=True)
+def test_many_rows_and_a_long_one(row: Row) -> None:
+    """More rows than multiprocessors, and a row of many more blocks than the others."""
+    draw = random.Random(f"{row.name} rows")
+    for block_shape in accepted_shapes(row):
+        for tokens in (8, 16, 32, 64):
+            pattern = random_pattern((5120, 640), block_shape, 0.3)
+            check(row, Problem(pattern, within(row, tokens - draw.randrange(8))))
+        pattern = make_pattern("one full row", (3, 600), block_shape)
+        check(row, Problem(pattern, draw.randint(1, row.max_tokens)))
 
 
 def test_refused_calls_write_nothing(row: Row) -> None:
-    problem = Problem(make_pattern("full", (2, 3), accepted_shapes(row)[0]), 600)
+    problem = Problem(make_pattern("full", (2, 3), accepted_shapes(row)[0]), within(row, 600))
     operands = Operands(row, problem)
     x, values = operands.buffers["x"], operands.buffers["values"]
     size = row.dtype.itemsize
@@ -388,6 +469,7 @@ def test_refused_calls_write_nothing(row: Row) -> None:
         ("x.ld", {"ldx": x.ld + 1}),
         ("values is at address", {"values": values.address + size}),
         ("overlap", {"y": x.address, "values": x.address}),
+        *_bad_residuals(row, operands),
         ("kernel is", {"kernel": 1_000_000}),
     ]
     if row.plan:
@@ -399,9 +481,22 @@ def test_refused_calls_write_nothing(row: Row) -> None:
     check(row, problem)
 
 
+def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, int]]]:
+    residual, size = operands.buffers["residual"], row.dtype.itemsize
+    good = {"residual": residual.address}
+    if row.op != DDS_NT:
+        return [("residual is given", good)]
+    return [
+        ("residual is at address", {"residual": residual.address + size}),
+        ("residual.ld", good | {"ldr": operands.y.shape[1] - CHUNK // size}),
+        ("residual.ld", good | {"ldr": residual.ld + 1}),
+        ("y and residual overlap", {"residual": operands.output.address}),
+    ]
+
+
 def test_a_short_workspace_is_refused(row: Row) -> None:
     """Where one is needed, as for the sum over many tokens of few blocks; elsewhere it may be null."""
-    problem = Problem(make_pattern("first block", (2, 3), accepted_shapes(row)[0]), 4097)
+    problem = Problem(make_pattern("first block", (2, 3), accepted_shapes(row)[0]), within(row, 4097))
     operands = Operands(row, problem)
     needed = resolve(row, problem).workspace_bytes
     if needed == 0:

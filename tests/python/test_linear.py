@@ -69,6 +69,20 @@ def test_computes_the_dense_layer_and_its_gradients(
     torch.testing.assert_close(got[2:], expected[2:], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_adds_a_residual(device: str) -> None:
+    layer = make(device=device)
+    dense, twin = layer.to_linear(), PseudoBlockSparseLinear(layer)
+    x, residual = randn(2, 5, IN, device=device), randn(2, 5, OUT, device=device).requires_grad_()
+    expected = dense(x) + residual
+    for module in (layer, twin):
+        y = module(x, residual=residual)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(torch.autograd.grad(y.sum(), residual)[0], torch.ones_like(residual))
+    with pytest.raises(InvalidArgumentError, match=r"residual.*\(2, 5, 96\)"):
+        layer(x, residual=residual[:1])
+
+
 def make_weight_blocks(dense: Tensor, pattern: BlockPattern) -> Tensor:
     bn, bk = pattern.block_shape
     rows, cols = pattern.block_indices()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import DEVICE_DTYPES, DEVICES, make_pattern, randn, random_values
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError, _ops, functional
 
@@ -38,6 +39,9 @@ def test_opcheck(device: str, dtype: torch.dtype) -> None:
     check(OPS.dds_nt, x.detach(), values, None, *key)
     check(OPS.dds_nt, x, values.detach(), None, *key, 0, True)
     check(OPS.dds_nt, x.detach(), values.detach(), bias.detach(), *key, _ops.ACTIVATIONS["gelu"])
+    check(OPS.dds_nt, x, values, bias, *key, 0, False, y)
+    check(OPS.dds_nt, x.detach(), values.detach(), None, *key, 0, True, y)
+    check(OPS.dds_nt, x.detach(), values.detach(), None, *key, _ops.ACTIVATIONS["relu"], True, y.detach())
     check(OPS.dds_nn, y, values, *key)
     check(OPS.dds_nn, y, values, *key, True)
     check(OPS.sdd_tn, y, x, *key)
@@ -88,13 +92,15 @@ def test_changing_token_counts_and_updates_use_the_right_launch(device: str) -> 
 
 
 BAD_ARGUMENTS: dict[str, Any] = {
-    "x of another dtype": lambda x, values, bias: (x.double(), values, bias),
-    "x of other features": lambda x, values, bias: (x[:, 16:], values, bias),
-    "values of another dtype": lambda x, values, bias: (x, values.double(), bias),
-    "values of other strides": lambda x, values, bias: (x, values.mT.contiguous().mT, bias),
-    "values of another shape": lambda x, values, bias: (x, values[1:], bias),
-    "bias of another dtype": lambda x, values, bias: (x, values, bias.double()),
-    "bias of another shape": lambda x, values, bias: (x, values, bias[1:]),
+    "x of another dtype": lambda x, values, bias, y: (x.double(), values, bias, y),
+    "x of other features": lambda x, values, bias, y: (x[:, 16:], values, bias, y),
+    "values of another dtype": lambda x, values, bias, y: (x, values.double(), bias, y),
+    "values of other strides": lambda x, values, bias, y: (x, values.mT.contiguous().mT, bias, y),
+    "values of another shape": lambda x, values, bias, y: (x, values[1:], bias, y),
+    "bias of another dtype": lambda x, values, bias, y: (x, values, bias.double(), y),
+    "bias of another shape": lambda x, values, bias, y: (x, values, bias[1:], y),
+    "residual of another dtype": lambda x, values, bias, y: (x, values, bias, y.double()),
+    "residual of another shape": lambda x, values, bias, y: (x, values, bias, y[:1]),
 }
 
 
@@ -102,11 +108,15 @@ BAD_ARGUMENTS: dict[str, Any] = {
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_product_that_ran_lets_no_other_operands_pass(device: str, name: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (32, 32))
-    x, _, values, bias = (t.detach() for t in operands(pattern, torch.float32, device))
-    key = (pattern.handle, pattern.version)
-    OPS.dds_nt(x, values, bias, *key)
+    x, y, values, bias = (t.detach() for t in operands(pattern, torch.float32, device))
+
+    def run(x: Tensor, values: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        result: Tensor = OPS.dds_nt(x, values, bias, pattern.handle, pattern.version, 0, False, residual)
+        return result
+
+    run(x, values, bias, y)
     with pytest.raises(InvalidArgumentError, match=name.split()[0]):
-        OPS.dds_nt(*BAD_ARGUMENTS[name](x, values, bias), *key)
+        run(*BAD_ARGUMENTS[name](x, values, bias, y))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,9 +124,85 @@ def test_operands_may_change_their_alignment(device: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
     key = (pattern.handle, pattern.version)
     x, y, values, _ = (t.detach() for t in operands(pattern, torch.float32, device))
-    expected = OPS.dds_nt(x, values, None, *key), OPS.dds_nn(y, values, *key), OPS.sdd_tn(y, x, *key)
+
+    def products() -> tuple[Tensor, ...]:
+        added = OPS.dds_nt(x, values, None, *key, 0, False, y)
+        return added, OPS.dds_nt(x, values, None, *key), OPS.dds_nn(y, values, *key), OPS.sdd_tn(y, x, *key)
+
+    expected = products()
     x, y, values = (t.new_empty(t.numel() + 1)[1:].view_as(t).copy_(t) for t in (x, y, values))
-    results = OPS.dds_nt(x, values, None, *key), OPS.dds_nn(y, values, *key), OPS.sdd_tn(y, x, *key)
+    results = products()
+    assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
+
+
+def eager_products(pattern: BlockPattern, x: Tensor, y: Tensor, values: Tensor) -> list[Tensor]:
+    """What records no gradient may skip the dispatcher."""
+    with torch.no_grad():
+        return [
+            functional.linear(x, values, pattern, residual=y),
+            functional.dds(y, values, pattern, transpose=False),
+            functional.sdd(y, x, pattern),
+        ]
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_modes_and_profilers_see_every_product(device: str) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    x, y, values, _ = operands(pattern, torch.float32, device)
+    expected = eager_products(pattern, x, y, values)
+    with Recorder() as recorder:
+        results = eager_products(pattern, x, y, values)
+    assert recorder.seen >= {f"tilesparse.{name}.default" for name in ("dds_nt", "dds_nn", "sdd_tn")}
+    assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
+    with torch.profiler.profile() as profile:
+        eager_products(pattern, x, y, values)
+    names = {event.key for event in profile.key_averages()}
+    assert names >= {f"tilesparse::{name}" for name in ("dds_nt", "dds_nn", "sdd_tn")}
+
+
+class Subclass(Tensor):
+    """A tensor that the dispatcher gives its own results."""
+
+
+UNUSUAL: dict[str, Any] = {
+    "subclass": lambda x: x.as_subclass(Subclass),
+    "inference": lambda x: torch.inference_mode()(x.clone)(),
+    "negative bit": lambda x: torch.complex(x, -x).conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize("device", DEVICES)
+def test_eager_products_of_unusual_tensors(device: str, name: str) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    x, y, values, _ = (t.detach() for t in operands(pattern, torch.float32, device))
+    expected = eager_products(pattern, x, y, values)
+    results = eager_products(pattern, *(UNUSUAL[name](t) for t in (x, y)), values)
+    assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
+    if name == "subclass":
+        assert all(type(result) is Subclass for result in results)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_eager_products_in_inference_mode(device: str) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    x, y, values, _ = operands(pattern, torch.float32, device)
+    expected = eager_products(pattern, x, y, values)
+    with torch.inference_mode():
+        results = eager_products(pattern, x, y, values)
+    assert all(result.is_inference() for result in results)
     assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
 
 
@@ -162,4 +248,4 @@ def test_forward_mode_is_refused(operand: int) -> None:
         operands[operand] = torch.autograd.forward_ad.make_dual(
             operands[operand], torch.ones_like(operands[operand])
         )
-        torch.ops.tilesparse.dds_nt(*operands, None, pattern.handle, pattern.version)
+        functional.linear(*operands, pattern)

@@ -1,10 +1,12 @@
 """Plans of every kernel of the library that walks one: each block exactly once, no tile twice.
 
-The layout is that of cuda/common/plan.h. A library without CUDA kernels has no plans to check.
+The layout is that of cuda/common/plan.h, or of cpp/src/narrow_plan.h. A library without CUDA kernels has no plans to check.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from itertools import pairwise, product
 
 import numpy as np
@@ -30,14 +32,25 @@ def build(pattern: BlockPattern, kernel: int, op: int) -> dict[str, np.ndarray]:
     tiles, steps, groups, pieces, *offsets, total = words[:10].tolist()
     assert total == len(words)
     assert all(offset % 4 == 0 and 16 <= offset <= total for offset in offsets)
-    tile, ranks = _C.kernels()[kernel].plan >> 12 & 0xFFF, _C.kernels()[kernel].plan >> 24
-    if op == SDD_TN:
-        shapes: dict[str, tuple[int, ...]] = {
+    tile, ranks = _C.kernels()[kernel].plan >> 12 & 0xFFF, _C.kernels()[kernel].plan >> 24 & 0xF
+    shapes: dict[str, tuple[int, ...]]
+    if op == SDD_TN and ranks > 1:
+        shapes = strip_shapes(tiles, pieces, groups)
+    elif op == SDD_TN:
+        shapes = {
             "tiles": (tiles,),
             "rows": (tiles, groups),
             "masks": (tiles, tile // 16),
             "k": (tiles, pieces),
             "slots": (tiles, pieces, groups),
+        }
+    elif is_narrow(_C.kernels()[kernel].plan):
+        shapes = {
+            "tiles": (tiles, 2),
+            "rows": (tiles, ranks, 2, groups // 2 // pieces, pieces),
+            "masks": (tiles, ranks, 2, -(-steps // 4) * 4, 8),
+            "k": (tiles * ranks * steps + 1,),
+            "slots": (int(words[10]), pieces),
         }
     else:
         shapes = {
@@ -47,11 +60,38 @@ def build(pattern: BlockPattern, kernel: int, op: int) -> dict[str, np.ndarray]:
             "k": (steps, ranks, pieces),
             "slots": (steps, ranks, pieces, groups),
         }
+    return sections_of(words, offsets, shapes)
+
+
+def sections_of(
+    words: np.ndarray, offsets: list[int], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
     sections = {}
     for (name, shape), begin in zip(shapes.items(), offsets, strict=True):
-        assert begin + np.prod(shape) <= total
-        sections[name] = words[begin : begin + np.prod(shape)].reshape(shape)
+        end = begin + math.prod(shape)
+        assert end <= len(words)
+        sections[name] = words[begin:end].reshape(shape)
     return sections
+
+
+def is_narrow(key: int) -> bool:
+    """Whether plans with that key are those of cpp/src/narrow_plan.h."""
+    return key >> 28 == 1
+
+
+def walks_strips(kernel: int) -> bool:
+    """Whether the kernel's plans of sdd are those of cuda/common/strip_plan.h."""
+    return _C.kernels()[kernel].plan >> 24 > 1
+
+
+def strip_shapes(tiles: int, pieces: int, groups: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "tiles": (tiles, 4),
+        "rows": (0,),
+        "masks": (0,),
+        "k": (tiles, pieces),
+        "slots": (tiles, 2, pieces // 2, groups),
+    }
 
 
 def computes(pattern: BlockPattern, index: int, op: int) -> bool:
@@ -74,7 +114,7 @@ def test_dds_plans_visit_each_block_once(name: str, op: int) -> None:
     checked = 0
     for ((key, ops), index), block_shape in product(KERNELS.items(), BLOCK_SHAPES):
         pattern = make_pattern(name, (7, 10), block_shape)
-        if ops >> op & 1 and computes(pattern, index, op):
+        if ops >> op & 1 and not is_narrow(key) and computes(pattern, index, op):
             checked += 1
             check_dds_plan(pattern if op == DDS_NT else pattern.transpose(), build(pattern, index, op), key)
     assert checked
@@ -107,7 +147,12 @@ def check_dds_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int)
 
 
 def visit_step(
-    visited: dict[tuple[int, int], int], plan: dict[str, np.ndarray], tile: int, s: int, rank: int, row_block: int
+    visited: dict[tuple[int, int], int],
+    plan: dict[str, np.ndarray],
+    tile: int,
+    s: int,
+    rank: int,
+    row_block: int,
 ) -> int:
     """Notes the blocks that one rank multiplies in a step, and gives their mask."""
     mask = 0
@@ -132,6 +177,59 @@ def mask_of(piece: int, group: int, row_block: int, pieces: int) -> int:
 
 
 @needs_plans
+@pytest.mark.parametrize("op", [DDS_NT, DDS_NN])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_narrow_plans_visit_each_block_once(name: str, op: int) -> None:
+    for ((key, _), index), size, grid in product(KERNELS.items(), (16, 32), ((7, 10), (131, 29))):
+        if is_narrow(key):
+            pattern = make_pattern(name, grid, (size, size))
+            assert computes(pattern, index, op)
+            check_narrow_plan(
+                pattern if op == DDS_NT else pattern.transpose(), build(pattern, index, op), key
+            )
+
+
+def check_narrow_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int) -> None:
+    """Checks a plan against the pattern as seen from the output of the product."""
+    block, step = pattern.block_shape[0], key & 0xFFF
+    written = plan["rows"][plan["rows"] >= 0]
+    assert sorted(written) == list(range(pattern.grid[0]))
+    tiles, ranks, groups, rows, parts = plan["rows"].shape
+    stages = -(-pattern.shape[1] // step)
+    assert parts * block == 32 and plan["k"][0] == 0 and plan["k"][-1] == len(plan["slots"])
+    assert (plan["slots"] >= 0).any(1).all(), "a unit without a block"
+
+    visited: dict[tuple[int, int], int] = {}
+    unit = 0
+    for number, (tile, rank, stage) in enumerate(product(range(tiles), range(ranks), range(stages))):
+        assert plan["k"][number] == unit
+        for group in range(groups):
+            words = plan["masks"][tile, rank, group, stage]
+            assert words[rows] == unit - plan["k"][number]
+            for row, word in enumerate(words[:rows].view(np.uint32).tolist()):
+                for entry in entries_of(word):
+                    column = (stage * step + entry // 2 * 16) // block
+                    for part, slot in enumerate(plan["slots"][unit].tolist()):
+                        if slot >= 0:
+                            place = (int(plan["rows"][tile, rank, group, row, part]), column)
+                            assert place not in visited
+                            visited[place] = slot
+                    unit += 1
+    assert unit == len(plan["slots"])
+    pairs = zip(*(indices.tolist() for indices in pattern.block_indices()), strict=True)
+    assert visited == {place: slot for slot, place in enumerate(pairs)}
+
+
+def entries_of(word: int) -> list[int]:
+    """The entries of a list of units: odd, ascending, then nothing but zeros."""
+    entries = [word >> shift & 15 for shift in range(0, 32, 4)]
+    entries = entries[: entries.index(0)] if 0 in entries else entries
+    assert all(entry % 2 for entry in entries) and entries == sorted(set(entries))
+    assert word >> 4 * len(entries) == 0
+    return entries
+
+
+@needs_plans
 @pytest.mark.parametrize("name", PATTERNS)
 def test_sdd_plans_write_each_block_once(name: str) -> None:
     checked = 0
@@ -139,7 +237,8 @@ def test_sdd_plans_write_each_block_once(name: str) -> None:
         pattern = make_pattern(name, (7, 10), block_shape)
         if ops >> SDD_TN & 1 and computes(pattern, index, SDD_TN):
             checked += 1
-            check_sdd_plan(pattern, build(pattern, index, SDD_TN))
+            check = check_strip_plan if walks_strips(index) else check_sdd_plan
+            check(pattern, build(pattern, index, SDD_TN))
     assert checked
 
 
@@ -162,3 +261,36 @@ def check_sdd_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
         assert all((slots[piece] >= 0).any() for piece in range(count)), "a column without a block"
     rows, cols = pattern.block_indices()
     assert written == dict(enumerate(zip(rows.tolist(), cols.tolist(), strict=True)))
+
+
+def check_strip_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
+    """Every part of a block that a strip and a unit cut out is in one half of one tile, at its place."""
+    strip, window, most_features = 64, 256, 576
+    row_block, col_block = pattern.block_shape
+    unit = 2 * window // plan["k"].shape[-1]
+    col_parts = max(1, unit // col_block)
+    rows, cols = pattern.block_indices()
+    places = list(zip(rows.tolist(), cols.tolist(), strict=True))
+    written = set()
+    for tile, (first, second, units, begin) in enumerate(plan["tiles"].tolist()):
+        k = plan["k"][tile].tolist()
+        strips = [first] if second < 0 else [first, second]
+        assert all(x % unit == 0 and x >= 0 for x in k[:units]) and set(k[units:]) <= {-1}
+        assert strip * len(strips) + unit * max(units, begin) <= most_features
+        for half, feature, start in ((0, first, 0), (1, strips[-1], begin)):
+            for (i, part), slot in np.ndenumerate(plan["slots"][tile, half]):
+                if slot < 0:
+                    continue
+                row, col = places[slot]
+                y = feature + part // col_parts * row_block
+                x = k[start + i] + part % col_parts * col_block
+                assert y // row_block == row and x // col_block == col and start + i < units
+                assert (slot, y, x) not in written
+                written.add((int(slot), y, x))
+    expected = {
+        (slot, row * row_block + y, col * col_block + x)
+        for slot, (row, col) in enumerate(places)
+        for y in range(0, row_block, strip)
+        for x in range(0, col_block, unit)
+    }
+    assert written == expected

@@ -4,9 +4,9 @@
  * only `nnz` of them are kept. Three products are offered on x [tokens, in_features] and
  * y [tokens, out_features]:
  *
- *   TS_DDS_NT   y  = activation(x W^T + bias)   forward
- *   TS_DDS_NN   x  = y W                        gradient of x
- *   TS_SDD_TN   W  = y^T x, on the pattern      gradient of W
+ *   TS_DDS_NT   y  = activation(x W^T + bias) + residual   forward
+ *   TS_DDS_NN   x  = y W                                   gradient of x
+ *   TS_SDD_TN   W  = y^T x, on the pattern                 gradient of W
  *
  * The product dsd, Y = W X with X [in_features, tokens], is TS_DDS_NT on feature-major x and y.
  *
@@ -95,11 +95,12 @@ typedef struct ts_matrix {
 } ts_matrix;
 
 /* One product. Operands of one call must not overlap the memory it writes. On TS_CUDA all of them
- * lie on the current device and x, y and values are aligned to 16 bytes, as is every ld in bytes. */
+ * lie on the current device and x, y, values and residual are aligned to 16 bytes, as is every ld in
+ * bytes. */
 typedef struct ts_matmul_desc {
     uint32_t struct_size;
     int32_t op;
-    int32_t dtype; /* of x, y, values and bias; sums are float32 (float64 for TS_FLOAT64) */
+    int32_t dtype; /* of all operands; sums are float32 (float64 for TS_FLOAT64) and rounded once */
     int32_t device;
     int32_t storage;
     int32_t activation; /* TS_DDS_NT only */
@@ -115,6 +116,7 @@ typedef struct ts_matmul_desc {
     const void* bias; /* [out_features] or NULL; TS_DDS_NT only */
     const void* plan; /* made by ts_plan_build; NULL where ts_plan_size gives 0 */
     size_t plan_bytes;
+    ts_matrix residual; /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
 } ts_matmul_desc;
 
 /* What kernels are chosen by. */
@@ -139,7 +141,7 @@ typedef struct ts_kernel_info {
     int32_t plan;                   /* kernels with equal, nonzero `plan` share plans; 0: needs none */
     int32_t tile_tokens;            /* 0 where the kernel has no fixed tile */
     int32_t tile_features;
-    int32_t reserved;
+    int32_t max_tokens; /* 0: any number */
     char name[64];
 } ts_kernel_info;
 
@@ -170,8 +172,9 @@ TS_API ts_status_t ts_pattern_transpose(const ts_pattern* pattern, int32_t* col_
                                         int32_t* col_slot);
 
 /* Which kernel (index for ts_kernel_get) would compute the product on that device, and why, as text
- * of at most reason_bytes bytes with the ending zero. Reads shapes, layouts, flags and the sizes of
- * the pattern; no pointer is followed but the pattern's. TILESPARSE_KERNEL=name forces one. */
+ * of at most reason_bytes bytes with the ending zero. Reads shapes, layouts, flags, the sizes of the
+ * pattern and whether there is a residual; no pointer is followed but the pattern's.
+ * TILESPARSE_KERNEL=name forces one. */
 TS_API ts_status_t ts_matmul_select(const ts_matmul_desc* desc, const ts_device_info* device, int32_t* kernel,
                                     char* reason, size_t reason_bytes);
 

@@ -50,11 +50,13 @@ void prefetch_rectangle(const void* data, int64_t rows, int64_t row_stride, int6
         for (int64_t byte = 0; byte < bytes; byte += 64) fetch(offset(data, row * row_stride + byte));
 }
 
-// Fetches what `finish` will change, which would otherwise hold up the sums that come next.
+// Fetches what `finish` will read and change, which would otherwise hold up the sums that come next.
 void prefetch_output(const Output& output, int element_bytes) {
-    prefetch_rectangle<prefetch_to_write>(output.data, output.transposed ? output.columns : output.rows,
-                                          output.ld * element_bytes,
-                                          (output.transposed ? output.rows : output.columns) * element_bytes);
+    const int64_t lines = output.transposed ? output.columns : output.rows;
+    const int64_t bytes = (output.transposed ? output.rows : output.columns) * element_bytes;
+    prefetch_rectangle<prefetch_to_write>(output.data, lines, output.ld * element_bytes, bytes);
+    if (output.added != nullptr && output.added != output.data)
+        prefetch_rectangle<prefetch>(output.added, lines, output.added_ld * element_bytes, bytes);
 }
 
 // Bytes of panels that should stay in a core's own cache beside what passes through it.
@@ -262,19 +264,23 @@ class Dds {
 
     Output output_of(int64_t feature, int64_t features, int64_t token, void* sums) const {
         const bool row_major = output_.layout == Layout::row_major;
-        const int64_t first = row_major ? token * output_.ld + feature : feature * output_.ld + token;
+        const auto first = [&](int64_t ld) {
+            return row_major ? token * ld + feature : feature * ld + token;
+        };
         const int64_t columns = tile_tokens(token), size = element_size(p_.dtype);
-        const void* bias = forward_ && p_.bias ? offset(p_.bias, feature * size) : nullptr;
+        const Matrix& residual = p_.residual;
+        const void* bias = p_.bias ? offset(p_.bias, feature * size) : nullptr;
         return {sums,
                 round_up(columns, steps_.lanes),
                 features,
                 columns,
-                offset(output_.data, first * size),
+                offset(output_.data, first(output_.ld) * size),
                 output_.ld,
                 row_major,
                 bias,
-                forward_ ? p_.activation : Activation::none,
-                false};
+                p_.activation,
+                residual.data ? offset(residual.data, first(residual.ld) * size) : nullptr,
+                residual.ld};
     }
 
     const Steps& steps_;
@@ -399,16 +405,18 @@ class Sdd {
                 strip.b = offset(x_panels_, (col * block_cols_ + k) % x_wave_ * feature_bytes_);
                 const int64_t first = (slot * block_rows_ + n) * block_cols_ + k,
                               size = element_size(p_.dtype);
+                void* block = offset(p_.values, first * size);
                 const Output output{sums,
                                     tile_,
                                     rows_,
                                     tile_,
-                                    offset(p_.values, first * size),
+                                    block,
                                     block_cols_,
                                     false,
                                     nullptr,
                                     Activation::none,
-                                    p_.accumulate};
+                                    p_.accumulate ? block : nullptr,
+                                    block_cols_};
                 prefetch_output(output, size);
                 steps_.multiply(strip);
                 steps_.finish(output);
@@ -455,7 +463,7 @@ int32_t launch(const Problem& problem, const Device& device, void* memory, void*
 
 template <const InstructionSet& set>
 constexpr Kernel row(const char* name, uint32_t dtypes) {
-    return {name,         DeviceType::cpu,     0,          0b111, dtypes, Precision::highest, {0, 0}, 0, 0,
+    return {name,         DeviceType::cpu,     0,          0b111, dtypes, Precision::highest, {0, 0}, 0, 0, 0,
             refuses<set>, workspace_size<set>, launch<set>};
 }
 

@@ -2,7 +2,8 @@
 //
 //   pack      copies an operand into panels that the multiplication reads front to back,
 //   multiply  sums one strip of 16 or 32 features x some columns over the kept blocks,
-//   finish    adds the bias, applies the activation, rounds and writes the output's layout.
+//   finish    adds the bias, applies the activation, adds the residual, rounds and writes the output's
+//             layout.
 //
 // Everything is inlined into functions compiled for one instruction set (see steps.cpp). Vectors are
 // loaded and stored through memcpy: no operand has to be aligned.
@@ -63,7 +64,8 @@ struct Output {
     bool transposed;
     const void* bias;  // [rows] or null
     Activation activation;
-    bool accumulate;  // only if not transposed
+    const void* added;  // after the activation, or null: lies as data does, and may be data itself
+    int64_t added_ld;
 };
 
 // The steps of one instruction set for one dtype.
@@ -511,8 +513,14 @@ TS_INLINE void activate_sums(const Output& o) {
 }
 
 template <class Codec>
+TS_INLINE typename Codec::V added_at(const Output& o, int64_t line, int64_t first,
+                                     int64_t count = lanes_of<typename Codec::V>) {
+    const auto* from = static_cast<const typename Codec::Stored*>(o.added) + line * o.added_ld + first;
+    return Codec::decode(load<typename Codec::S>(from, count));
+}
+
+template <class Codec>
 TS_INLINE void store_rows(const Output& o) {
-    using S = typename Codec::S;
     using V = typename Codec::V;
     for (int64_t row = 0; row < o.rows; ++row) {
         const auto* sums = static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld;
@@ -520,7 +528,7 @@ TS_INLINE void store_rows(const Output& o) {
         for (int64_t column = 0; column < o.columns; column += lanes_of<V>) {
             const int64_t count = o.columns - column;
             V value = load<V>(sums + column);
-            if (o.accumulate) value += Codec::decode(load<S>(to + column, count));
+            if (o.added) value += added_at<Codec>(o, row, column, count);
             store(to + column, Codec::encode(value), count);
         }
     }
@@ -540,8 +548,11 @@ TS_INLINE void store_transposed(const Output& o) {
             transpose(square);
             const int64_t count = o.columns - column;
             TS_UNROLL
-            for (int i = 0; i < lanes; ++i)
-                if (i < count) store(to + i * o.ld, Codec::encode(square[i]));
+            for (int i = 0; i < lanes; ++i) {
+                if (i >= count) continue;
+                if (o.added) square[i] += added_at<Codec>(o, column + i, row);
+                store(to + i * o.ld, Codec::encode(square[i]));
+            }
         }
 }
 

@@ -1,0 +1,254 @@
+#include "strip_plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <map>
+#include <numeric>
+#include <utility>
+
+namespace ts {
+namespace {
+
+using Units = std::vector<int32_t>;
+
+// The units of a strip that are in no tile yet, as bits.
+class UnitSet {
+  public:
+    explicit UnitSet(int64_t size) : words_((size + 63) / 64) {}
+
+    void insert(int32_t unit) { words_[unit / 64] |= uint64_t{1} << unit % 64, ++size_; }
+    void erase(int32_t unit) { words_[unit / 64] &= ~(uint64_t{1} << unit % 64), --size_; }
+    int32_t size() const { return size_; }
+
+    int32_t count_common(const UnitSet& other) const {
+        int32_t count = 0;
+        for (size_t w = 0; w < words_.size(); ++w) count += std::popcount(words_[w] & other.words_[w]);
+        return count;
+    }
+    // Up to `limit` units that are also in `other`, or that are not.
+    Units take_common(const UnitSet& other, int32_t limit) const { return take(other, 0, limit); }
+    Units take_private(const UnitSet& other, int32_t limit) const { return take(other, ~uint64_t{0}, limit); }
+    Units take(int32_t limit) const {
+        return take(UnitSet(64 * static_cast<int64_t>(words_.size())), ~uint64_t{0}, limit);
+    }
+
+  private:
+    Units take(const UnitSet& other, uint64_t inverse, int32_t limit) const {
+        Units units;
+        for (size_t w = 0; w < words_.size(); ++w)
+            for (uint64_t bits = words_[w] & (other.words_[w] ^ inverse); bits != 0; bits &= bits - 1) {
+                if (static_cast<int32_t>(units.size()) == limit) return units;
+                units.push_back(static_cast<int32_t>(64 * w) + std::countr_zero(bits));
+            }
+        return units;
+    }
+
+    std::vector<uint64_t> words_;
+    int32_t size_ = 0;
+};
+
+struct Tile {
+    int32_t strips[2];  // the second -1 if both halves use the first
+    Units units;
+    int32_t first_end;      // units before this one belong to the first half
+    int32_t second_begin;   // units from this one on belong to the second
+    int32_t second_window;  // where the second half's window begins
+
+    int32_t strip_count() const { return strips[1] < 0 ? 1 : 2; }
+    int32_t unit_count() const { return static_cast<int32_t>(units.size()); }
+    int32_t features(int32_t unit) const { return kStripFeatures * strip_count() + unit_count() * unit; }
+};
+
+// A row is a strip or, where blocks are taller, the strips of a block row.
+class StripPlanBuilder {
+  public:
+    explicit StripPlanBuilder(const Pattern& pattern)
+        : pattern_(pattern),
+          unit_(strip_unit(pattern)),
+          window_(kStripWindow / unit_),
+          row_strips_(std::max(1, pattern.block_rows / kStripFeatures)),
+          rows_(static_cast<int32_t>((pattern.out_features - 1) / (row_strips_ * kStripFeatures) + 1)),
+          row_parts_(std::max(1, kStripFeatures / pattern.block_rows)),
+          col_parts_(std::max(1, unit_ / pattern.block_cols)),
+          left_(rows_, UnitSet((pattern.in_features - 1) / unit_ + 1)),
+          slots_(rows_) {
+        for (int32_t row = 0; row < rows_; ++row) find_units(row);
+    }
+
+    StripPlan build() {
+        if (row_strips_ > 1)
+            add_block_rows();
+        else
+            add_strips();
+        std::stable_sort(tiles_.begin(), tiles_.end(),
+                         [&](const Tile& a, const Tile& b) { return before(a, b); });
+        StripPlan plan{};
+        plan.header.tiles = static_cast<int32_t>(tiles_.size());
+        plan.header.groups = row_parts_ * col_parts_;
+        plan.header.pieces = 2 * window_;
+        for (const Tile& tile : tiles_) write(tile, plan);
+        return plan;
+    }
+
+  private:
+    void find_units(int32_t row) {
+        const int32_t bn = pattern_.block_rows, bk = pattern_.block_cols;
+        for (int32_t part = 0; part < row_parts_; ++part) {
+            const int32_t block_row = row * row_parts_ + part;
+            if (int64_t{block_row} * bn >= pattern_.out_features) break;
+            for (int32_t e = pattern_.rows.ptr[block_row]; e < pattern_.rows.ptr[block_row + 1]; ++e) {
+                const int32_t first = pattern_.rows.idx[e] * bk;
+                for (int32_t k = first; k < first + bk; k += std::min(unit_, bk))
+                    add_block(row, k / unit_, part * col_parts_ + k % unit_ / bk, pattern_.rows.slot[e]);
+            }
+        }
+    }
+
+    void add_block(int32_t row, int32_t unit, int32_t part, int32_t slot) {
+        const auto [it, is_new] = slots_[row].try_emplace(unit, row_parts_ * col_parts_, -1);
+        if (is_new) left_[row].insert(unit);
+        it->second[part] = slot;
+    }
+
+    // Both halves share all units.
+    void add_block_rows() {
+        for (int32_t row = 0; row < rows_; ++row)
+            while (left_[row].size() > 0) {
+                const Units units = left_[row].take(window_);
+                tiles_.push_back({{2 * row, 2 * row + 1}, units, window_, 0, 0});
+                remove(row, units);
+            }
+    }
+
+    void add_strips() {
+        // Two strips cost less than one with twice the units if they share more units than fill a strip.
+        for (int32_t common = window_; common > kStripFeatures / unit_; --common)
+            for (int32_t strip = 0; strip < rows_; ++strip) add_pairs(strip, common);
+        for (int32_t strip = 0; strip < rows_; ++strip)
+            while (left_[strip].size() > window_) add_tile(strip, -1, left_[strip].take(2 * window_), {}, {});
+        add_rests();
+    }
+
+    // Tiles of this strip and near ones that have `common` or more units in common with it.
+    void add_pairs(int32_t strip, int32_t common) {
+        while (left_[strip].size() >= window_) {
+            const int32_t first = strip / kNeighbours * kNeighbours;
+            int32_t partner = -1, most = common - 1;
+            for (int32_t other = first; other < std::min(first + kNeighbours, rows_); ++other) {
+                if (other == strip || left_[other].size() < window_) continue;
+                const int32_t count = left_[strip].count_common(left_[other]);
+                if (count > most) partner = other, most = count;
+            }
+            if (partner < 0) return;
+            const UnitSet &a = left_[strip], &b = left_[partner];
+            const Units shared = a.take_common(b, common);
+            const int32_t rest = window_ - common;
+            add_tile(strip, partner, shared, without(shared, a).take_private(b, rest),
+                     without(shared, b).take_private(a, rest));
+        }
+    }
+
+    static UnitSet without(const Units& units, UnitSet set) {
+        for (const int32_t unit : units) set.erase(unit);
+        return set;
+    }
+
+    // Strips with at most a window of units left, the longest with the shortest.
+    void add_rests() {
+        std::vector<int32_t> rests;
+        for (int32_t strip = 0; strip < rows_; ++strip)
+            if (left_[strip].size() > 0) rests.push_back(strip);
+        std::stable_sort(rests.begin(), rests.end(),
+                         [&](int32_t a, int32_t b) { return left_[a].size() > left_[b].size(); });
+        for (size_t i = 0, end = rests.size(); i < end; ++i) {
+            const UnitSet& first = left_[rests[i]];
+            const bool paired =
+                i + 1 < end && first.size() + left_[rests[end - 1]].size() <= room_of_two_strips();
+            if (!paired) {
+                add_tile(rests[i], -1, first.take(window_), {}, {});
+                continue;
+            }
+            const UnitSet& second = left_[rests[--end]];
+            const Units shared = first.take_common(second, window_);
+            add_tile(rests[i], rests[end], shared, first.take_private(second, window_),
+                     second.take_private(first, window_));
+        }
+    }
+
+    int32_t room_of_two_strips() const { return (kStripTileFeatures - 2 * kStripFeatures) / unit_; }
+
+    // Up to two windows of units for one strip, all of them `shared`, or a window for each of two strips. The
+    // shared units lie between those of the first strip alone and those of the second alone.
+    void add_tile(int32_t first, int32_t second, const Units& shared, const Units& of_first,
+                  const Units& of_second) {
+        Tile tile{{first, second}, of_first, window_, window_, window_};
+        tile.units.insert(tile.units.end(), shared.begin(), shared.end());
+        if (second >= 0) {
+            tile.first_end = tile.unit_count();
+            tile.second_begin = static_cast<int32_t>(of_first.size());
+            tile.second_window = std::min(tile.second_begin, room_of_two_strips() - window_);
+            tile.units.insert(tile.units.end(), of_second.begin(), of_second.end());
+            remove(second, shared);
+            remove(second, of_second);
+        }
+        remove(first, shared);
+        remove(first, of_first);
+        tiles_.push_back(std::move(tile));
+    }
+
+    void remove(int32_t row, const Units& units) {
+        for (const int32_t unit : units) left_[row].erase(unit);
+    }
+
+    // Tiles that run at a time take equally long, and lie close along the longer side of the weight.
+    bool before(const Tile& a, const Tile& b) const {
+        const int32_t a_features = a.features(unit_), b_features = b.features(unit_);
+        if (a_features != b_features) return a_features > b_features;
+        if (pattern_.in_features > pattern_.out_features) return a.units[0] < b.units[0];
+        return a.strips[0] < b.strips[0];
+    }
+
+    void write(const Tile& tile, StripPlan& plan) const {
+        const int32_t second = tile.strips[1] < 0 ? -1 : tile.strips[1] * kStripFeatures;
+        plan.tiles.insert(plan.tiles.end(),
+                          {tile.strips[0] * kStripFeatures, second, tile.unit_count(), tile.second_window});
+        for (int32_t i = 0; i < 2 * window_; ++i)
+            plan.units.push_back(i < tile.unit_count() ? tile.units[i] * unit_ : -1);
+        const int32_t second_strip = tile.strips[second < 0 ? 0 : 1];
+        write_slots(tile, tile.strips[0], 0, 0, std::min(tile.first_end, tile.unit_count()), plan.slots);
+        write_slots(tile, second_strip, tile.second_window, tile.second_begin, tile.unit_count(), plan.slots);
+    }
+
+    // Those of the units from `begin` to `end`, as seen through a window.
+    void write_slots(const Tile& tile, int32_t strip, int32_t window, int32_t begin, int32_t end,
+                     Units& to) const {
+        for (int32_t i = window; i < window + window_; ++i) {
+            if (begin <= i && i < end) {
+                const Units& blocks = slots_[strip / row_strips_].at(tile.units[i]);
+                to.insert(to.end(), blocks.begin(), blocks.end());
+            } else {
+                to.insert(to.end(), row_parts_ * col_parts_, -1);
+            }
+        }
+    }
+
+    // Strips that share tiles are near each other, so that tiles computed at a time read few features.
+    static constexpr int32_t kNeighbours = 32;
+
+    const Pattern& pattern_;
+    int32_t unit_;
+    int32_t window_;  // in units
+    int32_t row_strips_;
+    int32_t rows_;
+    int32_t row_parts_;  // blocks in a strip by a unit
+    int32_t col_parts_;
+    std::vector<UnitSet> left_;                    // of each row: the units in no tile yet
+    std::vector<std::map<int32_t, Units>> slots_;  // of each row: a unit's blocks
+    std::vector<Tile> tiles_;
+};
+
+}  // namespace
+
+StripPlan build_strip_plan(const Pattern& pattern) { return StripPlanBuilder(pattern).build(); }
+
+}  // namespace ts

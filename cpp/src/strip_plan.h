@@ -1,0 +1,20 @@
+// Plans of sdd by strips. See common/strip_plan.h for their layout.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/strip_plan.h"
+
+namespace ts {
+
+struct StripPlan {
+    PlanHeader header;  // but for its offsets
+    std::vector<int32_t> tiles, units, slots;
+};
+
+// Blocks are rounded up to a strip by a unit. Halves of a tile are chosen to have many units in common,
+// since loading the operands takes longer than multiplying.
+StripPlan build_strip_plan(const Pattern& pattern);
+
+}  // namespace ts

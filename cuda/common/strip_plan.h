@@ -1,0 +1,31 @@
+// The layout of plans of sdd by strips, for kernels whose PlanShape has several ranks. See common/plan.h for
+// the others.
+//
+// y is cut into strips of 64 features and x into units of strip_unit() features, whatever the blocks. A half
+// of a tile is a strip by a window of 256 gathered features of x. A tile is two halves, whose one or two
+// strips and whose units are loaded together: the windows are runs of the tile's units and may overlap.
+// Strips and units have at most 576 features. `groups` counts the blocks in a strip by a unit, at least 1,
+// and `pieces` the units of two windows:
+//     - tiles [tiles][4]: first feature of y of the first strip, and of the second or -1 if both halves use
+//       the first; number of units; the unit at which the second half's window begins. Largest first.
+//     - rows, masks: nothing
+//     - k [tiles][pieces]: first feature of x of each unit, -1 where there is none
+//     - slots [tiles][2][pieces / 2][groups]: block in values, row by row, for the units of the first half's
+//       window and of the second's, -1 where there is none
+#pragma once
+
+#include <cstdint>
+
+#include "common/plan.h"
+#include "common/problem.h"
+
+namespace ts {
+
+constexpr int32_t kStripFeatures = 64;
+constexpr int32_t kStripWindow = 256;
+constexpr int32_t kStripTileFeatures = 576;
+
+// Features of x in a unit.
+inline int32_t strip_unit(const Pattern& pattern) { return pattern.block_cols == 32 ? 32 : 64; }
+
+}  // namespace ts

@@ -1,0 +1,448 @@
+// The forward product of few tokens, y = x W^T, which can take no less time than reading W takes.
+//
+// A CTA computes kRows features of one block row for all tokens. Its warps share the row's blocks evenly
+// and add up their sums in the end; where many tokens make copies of x a burden, they do so in teams
+// that share what they copy. A team walks its part of the row in slices of 64 elements of k and copies
+// them, W and x, through a ring of its own in shared memory: that keeps more bytes under way than
+// registers could hold, and no team waits for another.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "common/problem.h"
+#include "sm80/async.cuh"
+#include "sm80/launch.cuh"
+#include "sm80/math.cuh"
+
+namespace ts::sm80 {
+
+struct DecodeArguments {
+    const void* input;
+    int64_t input_ld;  // in bytes
+    void* output;
+    int64_t output_ld;
+    const void* values;
+    const void* bias;
+    const void* residual;  // in the output's layout
+    int64_t residual_ld;
+    Adjacency rows;
+    Layout output_layout;
+    Activation activation;
+    int tokens;
+    int row_shift;  // log2 of the rows of a block
+    int k_shift;    // log2 of the k of a block
+};
+
+// `kChunks`: of 16 bytes, of a block's row within a slice; it follows from the k of a block.
+template <class Math_, int kRows_, int kTokenTiles_, int kChunks_>
+struct DecodeTraits {
+    using Math = Math_;
+    using Element = typename Math::Element;
+    static constexpr int kRows = kRows_;
+    static constexpr int kTokenTiles = kTokenTiles_;  // of 8 tokens
+    static constexpr int kTokens = 8 * kTokenTiles;
+    static constexpr int kChunks = kChunks_;
+    static constexpr int kSlice = 64;                // elements of k
+    static constexpr int kBlocks = 8 / kChunks;      // of a slice
+    static constexpr int kLineBytes = 16 * kChunks;  // a row of a block in shared memory, or a token's k
+
+    // The warps of a team multiply different halves of each slice, and different rows or tokens.
+    static constexpr int kTeam = kTokenTiles == 8 && kRows >= 32 ? 4 : 1;
+    static constexpr int kHalves = kTeam == 1 ? 1 : 2;
+    static constexpr int kWarpRows = kRows > 32 ? 32 : kRows;
+    static constexpr int kRowParts = kRows / kWarpRows;
+    static constexpr int kWarpTokens = kTokens * kRowParts * kHalves / kTeam;
+    static constexpr int kWarpRowTiles = kWarpRows / 16;
+    static constexpr int kWarpTokenTiles = kWarpTokens / 8;
+
+    static constexpr int kCopyLines = 32 * kTeam / kChunks;  // that a team copies at a time
+    static constexpr int kCopyBytes = 32 * kTeam * 16;
+    static constexpr int kValueBytes = kRows * kSlice * static_cast<int>(sizeof(Element));
+    static constexpr int kStageBytes = kValueBytes + kTokens * kSlice * static_cast<int>(sizeof(Element));
+    // Many short rings in a multiprocessor are better than few long ones (measured on an H200).
+    static constexpr int kStages = kTeam > 1 || kStageBytes <= 4096 ? 3 : 2;
+    static constexpr int kRingBytes = kStages * kStageBytes;
+    static constexpr int kSumLine = kRows + 4;              // of a token; the padding avoids bank conflicts
+    static constexpr int kSumBytes = kRingBytes / kHalves;  // the sums of all rows take the ring's place
+    static_assert(sizeof(Element) == 2);
+    static_assert(kTokens * kSumLine * static_cast<int>(sizeof(float)) <= kSumBytes);
+
+    // Where a chunk of a row (or token) lies: permuted among the 128 bytes around it, so that ldmatrix finds
+    // the same chunk of 8 rows in different banks.
+    __device__ static uint32_t offset(int row, int chunk) {
+        return (row * kChunks + (chunk ^ (row * kChunks / 8 & (kChunks - 1)))) * 16;
+    }
+    // What is to be added by exclusive or to the offset of the row i * kCopyLines after another.
+    __device__ static constexpr uint32_t swap(int i) { return i * kCopyLines * kChunks / 8 % kChunks * 16; }
+};
+
+template <int kPending>
+__device__ inline void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Copies the slices of a team's part of a block row into its ring, one after another.
+template <class Traits>
+class DecodeLoader {
+    static constexpr int kChunks = Traits::kChunks, kCopyLines = Traits::kCopyLines;
+    static constexpr int kBatch = 32;  // entries: one a lane
+
+  public:
+    __device__ DecodeLoader(const DecodeArguments& arguments, int feature, int part, int parts, uint32_t ring,
+                            int thread)
+        : arguments_(arguments), lane_(thread % 32), line_(thread / kChunks) {
+        const int row = feature >> arguments.row_shift, k_shift = arguments.k_shift;
+        const int first = __ldg(arguments.rows.ptr + row);
+        last_entry_ = __ldg(arguments.rows.ptr + row + 1);
+        const uint32_t k = static_cast<uint32_t>(last_entry_ - first) << k_shift;
+        const int slices = (k + Traits::kSlice - 1) / Traits::kSlice;
+        slice_ = slices * part / parts;
+        last_slice_ = slices * (part + 1) / parts;
+        entry_ = batch_ = first + (slice_ * Traits::kSlice >> k_shift);
+        current_ = fetch(batch_);
+        next_ = fetch(batch_ + kBatch);
+
+        const int chunk = thread % kChunks;
+        const int64_t row_in_block = (feature & ((1 << arguments.row_shift) - 1)) + line_;
+        values_ =
+            static_cast<const char*>(arguments.values) + (row_in_block << k_shift) * kElement + chunk * 16;
+        input_ = static_cast<const char*>(arguments.input) + line_ * arguments.input_ld + chunk * 16;
+        stage_ = ring + Traits::offset(line_, chunk);
+        first_stage_ = stage_;
+    }
+
+    __device__ int slices() const { return last_slice_ - slice_; }
+
+    // Starts the copies of the next slice, if there is one, as one group.
+    __device__ void load() {
+        if (slice_ < last_slice_) copy_slice();
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+
+  private:
+    static constexpr int kElement = sizeof(typename Traits::Element);
+
+    __device__ void copy_slice() {
+        const int k_shift = arguments_.k_shift;
+        const int k = kChunks == 8 ? slice_ * Traits::kSlice & ((1 << k_shift) - 1) : 0;  // in the block
+#pragma unroll
+        for (int j = 0; j < Traits::kBlocks; ++j) copy_block(j, k);
+        ++slice_;
+        stage_ += Traits::kStageBytes;
+        if (stage_ == first_stage_ + Traits::kRingBytes) stage_ = first_stage_;
+        if (kChunks < 8 || k + Traits::kSlice == 1 << k_shift) entry_ += Traits::kBlocks;
+        if (entry_ - batch_ < kBatch) return;
+        batch_ += kBatch;
+        current_ = next_;
+        next_ = fetch(batch_ + kBatch);
+    }
+
+    // The j-th block of the slice; zeros past the row's last one.
+    __device__ void copy_block(int j, int k) {
+        const int from = entry_ + j - batch_;
+        const int64_t col = __shfl_sync(~0u, current_.x, from), slot = __shfl_sync(~0u, current_.y, from);
+        const int bytes = entry_ + j < last_entry_ ? 16 : 0;
+        const int k_shift = arguments_.k_shift;
+        const char* w = values_ + ((slot << (arguments_.row_shift + k_shift)) + k) * kElement;
+        const char* x = input_ + ((col << k_shift) + k) * kElement;
+        const int64_t w_step = (int64_t{kCopyLines} << k_shift) * kElement;
+        const uint32_t w_target = stage_ + j * Traits::kRows * Traits::kLineBytes;
+        const uint32_t x_target = stage_ + Traits::kValueBytes + j * Traits::kTokens * Traits::kLineBytes;
+#pragma unroll
+        for (int i = 0; i < (Traits::kRows + kCopyLines - 1) / kCopyLines; ++i)
+            copy_async_if(Traits::kRows % kCopyLines == 0 || line_ < Traits::kRows,
+                          (w_target ^ Traits::swap(i)) + i * Traits::kCopyBytes, w + i * w_step, bytes);
+#pragma unroll
+        for (int i = 0; i < (Traits::kTokens + kCopyLines - 1) / kCopyLines; ++i)
+            copy_async_if(line_ + i * kCopyLines < arguments_.tokens,
+                          (x_target ^ Traits::swap(i)) + i * Traits::kCopyBytes,
+                          x + i * kCopyLines * arguments_.input_ld, bytes);
+    }
+
+    // A lane's column and slot of a batch.
+    __device__ int2 fetch(int batch) const {
+        const int entry = batch + lane_;
+        if (entry >= last_entry_) return {0, 0};
+        return {__ldg(arguments_.rows.idx + entry), __ldg(arguments_.rows.slot + entry)};
+    }
+
+    const DecodeArguments& arguments_;
+    const int lane_;
+    const int line_;  // of the rows and tokens copied at a time, the one this thread copies a chunk of
+    int slice_, last_slice_;
+    int entry_, last_entry_;
+    int batch_;  // first entry of the current batch
+    int2 current_, next_;
+    const char* values_;
+    const char* input_;
+    uint32_t stage_, first_stage_;
+};
+
+__device__ inline Fragment<4> load_matrices(uint32_t address) {
+    Fragment<4> to;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
+                 : "r"(address)
+                 : "memory");
+    return to;
+}
+
+// Reads a warp's fragments of a stage, 16 of k at a time.
+template <class Traits>
+class DecodeReader {
+  public:
+    __device__ DecodeReader(int lane, int first_row, int first_token)
+        : values_(Traits::offset(lane % 16, lane / 16) + first_row * Traits::kLineBytes),
+          input_(Traits::offset((Traits::kTokens > 8 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2) +
+                 first_token * Traits::kLineBytes + Traits::kValueBytes) {}
+
+    // Of the rows 16 * i to 16 * i + 15.
+    __device__ Fragment<4> values(uint32_t stage, int quarter, int i) const {
+        return load_matrices(stage + quarter_of(values_, quarter, Traits::kRows) +
+                             i * 16 * Traits::kLineBytes);
+    }
+    // Of the tokens 16 * i to 16 * i + 7 in the first half, and 8 more in the second.
+    __device__ Fragment<4> input(uint32_t stage, int quarter, int i) const {
+        return load_matrices(stage + quarter_of(input_, quarter, Traits::kTokens) +
+                             i * 16 * Traits::kLineBytes);
+    }
+
+  private:
+    __device__ static uint32_t quarter_of(uint32_t offset, int quarter, int lines) {
+        constexpr int kQuarters = Traits::kChunks / 2;  // of a block
+        return (offset ^ quarter % kQuarters * 32) + quarter / kQuarters * lines * Traits::kLineBytes;
+    }
+
+    uint32_t values_, input_;
+};
+
+template <class Traits>
+using DecodeSums = float[Traits::kWarpRowTiles][Traits::kWarpTokenTiles][4];
+
+template <class Traits>
+__device__ inline void multiply_slice(DecodeSums<Traits>& sums, const DecodeReader<Traits>& reader,
+                                      uint32_t stage, int half) {
+    constexpr int kTokenTiles = Traits::kWarpTokenTiles, kQuarters = 4 / Traits::kHalves;
+#pragma unroll
+    for (int i = 0; i < kQuarters; ++i) {
+        const int quarter = half * kQuarters + i;
+        Fragment<4> a[Traits::kWarpRowTiles], b[(kTokenTiles + 1) / 2];
+#pragma unroll
+        for (int m = 0; m < Traits::kWarpRowTiles; ++m) a[m] = reader.values(stage, quarter, m);
+#pragma unroll
+        for (int n = 0; n < (kTokenTiles + 1) / 2; ++n) b[n] = reader.input(stage, quarter, n);
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+            for (int m = 0; m < Traits::kWarpRowTiles; ++m)
+                Traits::Math::mma(sums[m][n], a[m],
+                                  {b[n / 2].value[n % 2 * 2], b[n / 2].value[n % 2 * 2 + 1]});
+    }
+}
+
+// Puts a warp's sums into shared memory, token by token from its first row and token on.
+template <class Traits>
+__device__ inline void stage_sums(const DecodeSums<Traits>& sums, float* to, int lane) {
+    float* const first = to + lane % 4 * 2 * Traits::kSumLine + lane / 4;
+#pragma unroll
+    for (int m = 0; m < Traits::kWarpRowTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < Traits::kWarpTokenTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                first[(8 * n + i % 2) * Traits::kSumLine + 16 * m + i / 2 * 8] = sums[m][n][i];
+}
+
+// Adds the sums of all teams and halves, always in the same order, and stores the results.
+template <class Traits>
+__device__ inline void store_sums(const DecodeArguments& arguments, const char* sums, int first_feature) {
+    using Element = typename Traits::Element;
+    const auto* const bias = static_cast<const Element*>(arguments.bias);
+    const int parts = blockDim.x / (32 * Traits::kTeam) * Traits::kHalves;
+    constexpr int kPairs = Traits::kRows / 2;
+    for (int i = threadIdx.x; i < kPairs * arguments.tokens; i += blockDim.x) {
+        const int row = i % kPairs * 2, token = i / kPairs;
+        const int64_t feature = first_feature + row;
+        float2 sum = bias == nullptr ? make_float2(0.0f, 0.0f)
+                                     : make_float2(to_float(bias[feature]), to_float(bias[feature + 1]));
+        const char* part = sums + (token * Traits::kSumLine + row) * sizeof(float);
+        for (int p = 0; p < parts; ++p, part += Traits::kSumBytes) {
+            const float2 added = *reinterpret_cast<const float2*>(part);
+            sum.x += added.x;
+            sum.y += added.y;
+        }
+        sum = {activate(sum.x, arguments.activation), activate(sum.y, arguments.activation)};
+        auto* const output = static_cast<Element*>(arguments.output);
+        const auto* const residual = static_cast<const Element*>(arguments.residual);
+        const bool row_major = arguments.output_layout == Layout::row_major;
+        if (residual != nullptr) {
+            const int64_t ld = arguments.residual_ld;
+            const int64_t at = row_major ? token * ld + feature : feature * ld + token;
+            sum.x += to_float(residual[at]);
+            sum.y += to_float(residual[at + (row_major ? 1 : ld)]);
+        }
+        if (row_major) {
+            store_pair(output + token * arguments.output_ld + feature, sum, false);
+        } else {
+            output[feature * arguments.output_ld + token] = from_float<Element>(sum.x);
+            output[(feature + 1) * arguments.output_ld + token] = from_float<Element>(sum.y);
+        }
+    }
+}
+
+constexpr int kMaxDecodeWarps = 8;
+
+// Waits for the warps of a team.
+template <int kTeam>
+__device__ inline void sync_team(int team) {
+    if constexpr (kTeam == 1)
+        __syncwarp();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * kTeam) : "memory");
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(32 * kMaxDecodeWarps)
+    decode_kernel(const __grid_constant__ DecodeArguments arguments) {
+    constexpr int kTeam = Traits::kTeam, kHalves = Traits::kHalves;
+    extern __shared__ __align__(128) char shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int team = warp / kTeam, member = warp % kTeam, teams = blockDim.x / (32 * kTeam);
+    const int half = member % kHalves, rows_and_tokens = member / kHalves;
+    const int first_row = rows_and_tokens % Traits::kRowParts * Traits::kWarpRows;
+    const int first_token = rows_and_tokens / Traits::kRowParts * Traits::kWarpTokens;
+    const int feature = blockIdx.x * Traits::kRows;
+    const uint32_t ring = shared_address(shared) + team * Traits::kRingBytes;
+    DecodeLoader<Traits> loader(arguments, feature, team, teams, ring, threadIdx.x % (32 * kTeam));
+    const int slices = loader.slices();
+#pragma unroll 1
+    for (int i = 0; i < Traits::kStages; ++i) loader.load();
+
+    const DecodeReader<Traits> reader(lane, first_row, first_token);
+    DecodeSums<Traits> sums = {};
+    uint32_t stage = ring;
+#pragma unroll 1
+    for (int slice = 0; slice < slices; ++slice) {
+        wait_for_copies<Traits::kStages - 1>();
+        sync_team<kTeam>(team);
+        multiply_slice<Traits>(sums, reader, stage, half);
+        sync_team<kTeam>(team);
+        loader.load();
+        stage = stage == ring + Traits::kRingBytes - Traits::kStageBytes ? ring : stage + Traits::kStageBytes;
+    }
+    char* const own = shared + (team * kHalves + half) * Traits::kSumBytes;
+    stage_sums<Traits>(sums, reinterpret_cast<float*>(own) + first_token * Traits::kSumLine + first_row,
+                       lane);
+    __syncthreads();
+    store_sums<Traits>(arguments, shared, feature);
+}
+
+// Host side: one row of the registry.
+template <class Math>
+struct Decode {
+    static constexpr int kMaxTokens = 64;
+
+    static const char* refuses(const Problem& problem, const Device& device) {
+        if (problem.x.layout == Layout::feature_major) return "x is feature-major";
+        return device.shared_memory < kSharedBytes ? "the device has too little shared memory" : nullptr;
+    }
+
+    static size_t workspace_size(const Problem&, const Device&) { return 0; }
+
+    static int32_t launch(const Problem& problem, const Device& device, void*, void* stream) {
+        const Pattern& pattern = problem.pattern;
+        if (problem.tokens == 0 || pattern.out_features == 0) return cudaSuccess;
+        // More features in a CTA read x less often; fewer give every multiprocessor something to do.
+        const int32_t block_rows = pattern.block_rows;
+        const int64_t features = pattern.out_features / device.multiprocessors;
+        if (problem.tokens > 32 && block_rows >= 64 && features >= 64)
+            return launch_chunks<64, 8>(problem, device, stream);
+        if (problem.tokens > 8 && block_rows >= 32 && features >= 32)
+            return launch_tokens<32>(problem, device, stream);
+        return launch_tokens<16>(problem, device, stream);
+    }
+
+    static constexpr Kernel row(const char* name) {
+        return {name,
+                DeviceType::cuda,
+                80,
+                1u << static_cast<int>(Op::dds_nt),
+                1u << static_cast<int>(Math::kDType),
+                Math::kPrecision,
+                {0, 0},
+                0,
+                0,
+                kMaxTokens,
+                refuses,
+                workspace_size,
+                launch};
+    }
+
+  private:
+    static constexpr int kSharedBytes = 96 << 10;  // of a CTA, at most: two of them on large devices
+
+    template <int kRows>
+    static int32_t launch_tokens(const Problem& problem, const Device& device, void* stream) {
+        if (problem.tokens > 32) return launch_chunks<kRows, 8>(problem, device, stream);
+        if (problem.tokens > 16) return launch_chunks<kRows, 4>(problem, device, stream);
+        if (kRows > 16 || problem.tokens > 8) return launch_chunks<kRows, 2>(problem, device, stream);
+        return launch_chunks<16, 1>(problem, device, stream);
+    }
+
+    template <int kRows, int kTokenTiles>
+    static int32_t launch_chunks(const Problem& problem, const Device& device, void* stream) {
+        switch (problem.pattern.block_cols) {
+            case 16:
+                return start<DecodeTraits<Math, kRows, kTokenTiles, 2>>(problem, device, stream);
+            case 32:
+                return start<DecodeTraits<Math, kRows, kTokenTiles, 4>>(problem, device, stream);
+            default:
+                return start<DecodeTraits<Math, kRows, kTokenTiles, 8>>(problem, device, stream);
+        }
+    }
+
+    template <class Traits>
+    static int32_t start(const Problem& problem, const Device& device, void* stream) {
+        const Pattern& pattern = problem.pattern;
+        const DecodeArguments arguments{problem.x.data,
+                                        problem.x.ld * static_cast<int64_t>(sizeof(typename Traits::Element)),
+                                        problem.y.data,
+                                        problem.y.ld,
+                                        problem.values,
+                                        problem.bias,
+                                        problem.residual.data,
+                                        problem.residual.ld,
+                                        pattern.rows,
+                                        problem.y.layout,
+                                        problem.activation,
+                                        static_cast<int>(problem.tokens),
+                                        log2_of_block(pattern.block_rows),
+                                        log2_of_block(pattern.block_cols)};
+        const auto blocks = static_cast<int>(pattern.out_features / Traits::kRows);
+        const int teams = teams_of<Traits>(pattern, blocks < 2 * device.multiprocessors);
+        return ts::sm80::launch<decode_kernel<Traits>>(arguments, blocks, 32 * Traits::kTeam * teams,
+                                                       teams * Traits::kRingBytes, kSharedBytes, stream);
+    }
+
+    // Enough slices for each team to keep its ring full for a while, in the mean of all rows (measured on an
+    // H200); where there are few CTAs, one slice.
+    template <class Traits>
+    static int teams_of(const Pattern& pattern, bool few_blocks) {
+        const int64_t slices = pattern.value_count() / pattern.out_features / Traits::kSlice;
+        const int64_t most = few_blocks ? 2 * slices - 1 : slices / (Traits::kTeam == 1 ? 3 : 8);
+        int teams = 1;
+        while (2 * teams <= most && 2 * teams * Traits::kTeam <= kMaxDecodeWarps &&
+               2 * teams * Traits::kRingBytes <= kSharedBytes)
+            teams *= 2;
+        return teams;
+    }
+};
+
+}  // namespace ts::sm80
+
+#define TS_INSTANCE(name, kernel, math)                          \
+    namespace ts::sm80 {                                         \
+    const Kernel& name() {                                       \
+        static constexpr Kernel kRow = Decode<math>::row(#name); \
+        return kRow;                                             \
+    }                                                            \
+    }

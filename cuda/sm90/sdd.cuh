@@ -1,0 +1,305 @@
+// sdd, the gradient of the block-sparse weight: W[n, k] = sum over tokens t of y[t, n] x[t, k], for the kept
+// blocks only, written (or added) to their slots in values.
+//
+// A CTA computes tiles of two halves, one for each of two warpgroups: 64 features of y, the rows of wgmma, by
+// 256 gathered features of x. One warp loads the tokens in steps of 64 through TMA: the strips of y and the
+// units of x that the halves need, which the plan chose to have many units in common (see
+// common/strip_plan.h), so that few bytes are loaded for what is multiplied. Blocks smaller than a strip by a
+// unit are rounded up to it; sums that belong to no block are not stored. sdd_schedule.cuh says which CTA
+// computes what.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <algorithm>
+
+#include "sm90/launch.cuh"
+#include "sm90/sdd_epilogue.cuh"
+#include "sm90/sdd_traits.cuh"
+#include "sm90/tensor_map.h"
+
+namespace ts::sm90 {
+
+// The warp that fills the rings.
+template <class Traits, bool kRowMajorY, bool kRowMajorX>
+class SddProducer {
+  public:
+    __device__ SddProducer(const SddArguments& arguments, typename Traits::Shared& shared)
+        : arguments_(arguments), shared_(shared), lane_(threadIdx.x % 32) {}
+
+    __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
+        for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
+            const SddWork work = schedule.work(index);
+            const SddTile tile = plan.tile(work.tile);
+            select(tile.is_large(arguments_.unit_shift));
+            // Back and forth: the tokens that the tile before used last are still in L2.
+            load(work, tile, my_feature(plan, work.tile), index / gridDim.x % 2 != 0,
+                 arguments_.pace != nullptr && schedule.is_whole(index));
+        }
+    }
+
+  private:
+    // Lanes load the strips and then the units of a tile, one each.
+    __device__ int my_feature(const SddPlan& plan, int index) const {
+        const SddTile tile = plan.tile(index);
+        const int unit = lane_ - tile.strips();
+        if (unit < 0) return tile.strip(lane_);
+        const int room = 2 * Traits::kWindow >> arguments_.unit_shift;
+        return unit < tile.units() ? __ldg(plan.units + index * room + unit) : -1;
+    }
+
+    // Before stages of another size are filled, those that lie there must be empty.
+    __device__ void select(bool large) {
+        if (large == cursor_.large) return;
+        auto position = cursor_.position;
+        for (int i = 0; i < cursor_.stages(); ++i) {
+            shared_.rings[cursor_.large].wait_empty(position);
+            position.advance(cursor_.stages());
+        }
+        cursor_.select(large);
+    }
+
+    __device__ void load(const SddWork& work, const SddTile& tile, int feature, bool backwards, bool paced) {
+        const bool is_strip = lane_ < tile.strips();
+        const bool row_major = is_strip ? kRowMajorY : kRowMajorX;
+        const CUtensorMap* const map = is_strip ? &arguments_.y : &arguments_.x;
+        const int unit_bytes = Traits::kFeatureBytes << arguments_.unit_shift;
+        const int offset = is_strip ? lane_ * Traits::kStripBytes
+                                    : tile.strips() * (Traits::kStripBytes - unit_bytes) + lane_ * unit_bytes;
+        const int bytes = tile.features(arguments_.unit_shift) * Traits::kFeatureBytes;
+        Ring<Traits::kMaxStages>& ring = shared_.rings[cursor_.large];
+        for (int step = work.first_step; step < work.last_step; ++step) {
+            const int token =
+                Traits::kStep * (backwards ? work.first_step + work.last_step - 1 - step : step);
+            if (paced && step % Pace::kSteps == 0 && lane_ == 0)
+                pace_.begin(arguments_.pace, static_cast<int>(gridDim.x));
+            __syncwarp();
+            ring.wait_empty(cursor_.position);
+            const Barrier& full = ring.full[cursor_.position.stage];
+            if (lane_ == 0) full.arrive_and_expect_tx(bytes);
+            __syncwarp();
+            if (feature >= 0)
+                load_box(map, full, Multicast{1}, shared_.stages + cursor_.stage_offset() + offset,
+                         row_major ? feature : token, row_major ? token : feature);
+            __syncwarp();
+            cursor_.advance();
+        }
+    }
+
+    const SddArguments& arguments_;
+    typename Traits::Shared& shared_;
+    int lane_;
+    Pace pace_;
+    SddCursor<Traits> cursor_;
+};
+
+// One warpgroup's products of its half of all tiles.
+template <class Traits, bool kRowMajorY, bool kRowMajorX>
+class SddConsumer {
+  public:
+    __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int half)
+        : arguments_(arguments), shared_(shared), half_(half) {}
+
+    __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
+        float sums[kSums];
+        for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
+            const SddWork work = schedule.work(index);
+            const SddTile tile = plan.tile(work.tile);
+            cursor_.select(tile.is_large(arguments_.unit_shift));
+            const int strip = half_ < tile.strips() ? half_ * Traits::kStripBytes : 0;
+            const int window = tile.window(half_) << arguments_.unit_shift;
+            sum_up(sums, strip, tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes,
+                   work.last_step - work.first_step);
+            if (work.partial < 0)
+                SddEpilogue<Traits>(arguments_, plan, work.tile, half_).store(sums, 0);
+            else
+                store_partial<Traits>(partial_sums<Traits>(arguments_, work.partial, half_), sums);
+        }
+    }
+
+  private:
+    // `strip`, `window`: where they lie in a stage.
+    __device__ void sum_up(float (&sums)[kSums], int strip, int window, int steps) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+        Ring<Traits::kMaxStages>& ring = shared_.rings[cursor_.large];
+        int multiplied = -1;
+        for (int step = 0; step < steps; ++step) {
+            ring.wait_full(cursor_.position);
+            const uint32_t stage = cute::cast_smem_ptr_to_uint(shared_.stages) + cursor_.stage_offset();
+            multiply_step<typename Traits::template Atom<kRowMajorY, kRowMajorX>>(
+                sums, arguments_.y_operand, operand_address(stage + strip), arguments_.x_operand,
+                operand_address(stage + window), true);
+            cute::warpgroup_wait<1>();
+            if (multiplied >= 0) release(ring, multiplied);
+            multiplied = cursor_.position.stage;
+            cursor_.advance();
+        }
+        cute::warpgroup_wait<0>();
+        if (multiplied >= 0) release(ring, multiplied);
+    }
+
+    __device__ static void release(const Ring<Traits::kMaxStages>& ring, int stage) {
+        if (threadIdx.x % 128 == 0) ring.empty[stage].arrive();
+    }
+
+    const SddArguments& arguments_;
+    typename Traits::Shared& shared_;
+    int half_;
+    SddCursor<Traits> cursor_;
+};
+
+template <class Traits, bool kRowMajorY, bool kRowMajorX>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    sdd_kernel(const __grid_constant__ SddArguments arguments) {
+    extern __shared__ __align__(1024) char memory[];
+    auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) {
+        for (auto& ring : shared.rings) ring.init(Traits::kHalves);
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+
+    const SddPlan plan(arguments.plan);
+    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas);
+    if (warp < 4) {
+        cutlass::arch::warpgroup_reg_dealloc<40>();
+        if (warp == 0) SddProducer<Traits, kRowMajorY, kRowMajorX>(arguments, shared).run(plan, schedule);
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<232>();
+        SddConsumer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, warp / 4 - 1).run(plan, schedule);
+    }
+}
+
+// Host side: one row of the registry.
+template <class Math>
+struct Sdd {
+    using Traits = SddTraits<Math>;
+
+    static const char* refuses(const Problem&, const Device& device) {
+        return device.shared_memory < Traits::kSharedBytes ? "the device has too little shared memory"
+                                                           : nullptr;
+    }
+
+    // Counters of the pace and partial sums.
+    static size_t workspace_size(const Problem& problem, const Device& device) {
+        const int tiles = SddSchedule::max_partials(step_count(problem), device.multiprocessors);
+        return problem.pattern.nnz == 0 || tiles == 0 ? 0 : kPaceBytes + tiles * kPartialBytes;
+    }
+
+    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
+        if (problem.pattern.nnz == 0) return cudaSuccess;
+        const bool splits = workspace_size(problem, device) > 0;
+        SddArguments arguments{};
+        if (const cudaError_t error = describe(arguments, problem, device)) return error;
+        if (splits) {
+            arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPaceBytes);
+            if (is_paced(problem, device)) {
+                arguments.pace = static_cast<int*>(workspace);
+                if (const cudaError_t error =
+                        cudaMemsetAsync(workspace, 0, kPaceBytes, static_cast<cudaStream_t>(stream)))
+                    return error;
+            }
+        }
+        const bool row_major_y = problem.y.layout == Layout::row_major;
+        const bool row_major_x = problem.x.layout == Layout::row_major;
+        const auto start = row_major_y ? (row_major_x ? start_on<true, true> : start_on<true, false>)
+                                       : (row_major_x ? start_on<false, true> : start_on<false, false>);
+        if (const cudaError_t error = start(arguments, stream)) return error;
+        if (!splits) return cudaSuccess;
+        void* parameters[] = {&arguments};
+        return cudaLaunchKernel(reinterpret_cast<const void*>(sdd_reduce<Traits>), dim3(16 * arguments.ctas),
+                                dim3(128), parameters, 0, static_cast<cudaStream_t>(stream));
+    }
+
+    static constexpr Kernel row(const char* name) {
+        return {name,
+                DeviceType::cuda,
+                90,
+                1u << static_cast<int>(Op::sdd_tn),
+                1u << static_cast<int>(Math::kDType),
+                Precision::highest,
+                {Traits::kStrip, Traits::kWindow, Traits::kHalves},
+                0,
+                Traits::kHalves * Traits::kStrip,
+                0,
+                refuses,
+                workspace_size,
+                launch};
+    }
+
+  private:
+    static constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
+    static constexpr size_t kPartialBytes =
+        Traits::kHalves * Traits::kStrip * Traits::kWindow * sizeof(float);
+
+    // Only where there is a round of tiles that are not split.
+    static bool is_paced(const Problem& problem, const Device& device) {
+        constexpr int64_t kTileValues = Traits::kHalves * Traits::kStrip * Traits::kWindow;
+        return problem.pattern.value_count() > device.multiprocessors * kTileValues;
+    }
+
+    static int step_count(const Problem& problem) {
+        return static_cast<int>((problem.tokens + Traits::kStep - 1) / Traits::kStep);
+    }
+
+    template <bool kRowMajorY, bool kRowMajorX>
+    static cudaError_t start_on(const SddArguments& arguments, void* stream) {
+        return ClusterLauncher<sdd_kernel<Traits, kRowMajorY, kRowMajorX>, SddArguments>::launch(
+            arguments, arguments.ctas, 1, Traits::kThreads, Traits::kSharedBytes, stream);
+    }
+
+    static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device) {
+        const Pattern& pattern = problem.pattern;
+        const int unit = strip_unit(pattern);
+        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.values = problem.values;
+        arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
+        arguments.x_operand = describe_operand(problem.x, unit);
+        arguments.steps = step_count(problem);
+        arguments.ctas = device.multiprocessors;
+        arguments.unit_shift = log2_of_block(unit);
+        arguments.row_shift = log2_of_block(pattern.block_rows);
+        arguments.col_shift = log2_of_block(pattern.block_cols);
+        arguments.accumulate = problem.accumulate;
+        if (problem.tokens == 0) return cudaSuccess;  // nothing is loaded
+        if (const cudaError_t error =
+                map(arguments.y, problem, problem.y, pattern.out_features, Traits::kStrip))
+            return error;
+        return map(arguments.x, problem, problem.x, pattern.in_features, unit);
+    }
+
+    // Row-major: tokens are lines of `width` features. Feature-major: features are lines of 64 tokens.
+    static Operand describe_operand(const Matrix& matrix, int width) {
+        const bool row_major = matrix.layout == Layout::row_major;
+        Operand result =
+            row_major ? operand(2 * width, width * Traits::kFeatureBytes) : operand(2 * Traits::kStep, 0);
+        for (int i = 0; i < 4; ++i)
+            result.step[i] = static_cast<uint32_t>(16 * i * (row_major ? 2 * width : 2) / 16);
+        return result;
+    }
+
+    static cudaError_t map(CUtensorMap& map, const Problem& problem, const Matrix& matrix, int64_t features,
+                           int width) {
+        const bool row_major = matrix.layout == Layout::row_major;
+        // What lies beside a line may not be needed before it leaves L2 again.
+        const auto promotion =
+            row_major && width == 32 ? CU_TENSOR_MAP_L2_PROMOTION_L2_64B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+        if (row_major)
+            return encode(map, problem.dtype, matrix.data,
+                          {{features, 1, width}, {problem.tokens, matrix.ld, Traits::kStep}}, promotion);
+        return encode(map, problem.dtype, matrix.data,
+                      {{problem.tokens, 1, Traits::kStep}, {features, matrix.ld, width}}, promotion);
+    }
+};
+
+}  // namespace ts::sm90
+
+#define TS_INSTANCE(name, kernel, math)                       \
+    namespace ts::sm90 {                                      \
+    const Kernel& name() {                                    \
+        static constexpr Kernel kRow = Sdd<math>::row(#name); \
+        return kRow;                                          \
+    }                                                         \
+    }

@@ -1,0 +1,121 @@
+// The arguments of an sdd kernel and what follows from its tile.
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include "common/problem.h"
+#include "common/strip_plan.h"
+#include "sm90/pipeline.cuh"
+#include "sm90/sdd_schedule.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace ts::sm90 {
+
+constexpr int kSmallTileFeatures = 2 * kStripFeatures + kStripWindow;
+
+struct SddArguments {
+    CUtensorMap y;
+    CUtensorMap x;
+    const PlanHeader* plan;
+    void* values;
+    float4* partial;
+    int* pace;          // the counters, or nullptr
+    Operand y_operand;  // as the products read them from shared memory
+    Operand x_operand;
+    int steps;       // of 64 tokens
+    int ctas;        // of the kernel that multiplies
+    int unit_shift;  // log2 of a unit's features
+    int row_shift;   // log2 of bn
+    int col_shift;   // log2 of bk
+    bool accumulate;
+};
+
+template <class Math_>
+struct SddTraits {
+    using Math = Math_;
+    using Element = typename Math::Element;
+    static constexpr int kHalves = 2;  // warpgroups that multiply
+    static constexpr int kStrip = kStripFeatures;
+    static constexpr int kWindow = kStripWindow;
+    static constexpr int kStep = 64;  // tokens
+    static constexpr int kThreads = 128 * (1 + kHalves);
+    static constexpr int kFeatureBytes = kStep * 2;  // of a feature in a stage
+    static constexpr int kStripBytes = kStrip * kFeatureBytes;
+
+    // Most tiles leave room for a fourth stage.
+    static constexpr int kMaxStages = 4;
+
+    template <bool kRowMajor>
+    static constexpr cute::SM90::GMMA::Major kMajor =
+        kRowMajor ? cute::SM90::GMMA::Major::MN : cute::SM90::GMMA::Major::K;
+    template <bool kRowMajorY, bool kRowMajorX>
+    using Atom = typename Math::template Atom<kMajor<kRowMajorY>, kMajor<kRowMajorX>>;
+
+    struct Shared {
+        alignas(1024) char stages[3 * kStripTileFeatures * kFeatureBytes];
+        Ring<kMaxStages> rings[2];  // of the stages of small and of large tiles
+    };
+    static_assert(sizeof(Shared::stages) >= kMaxStages * kSmallTileFeatures * kFeatureBytes);
+    static constexpr int kSharedBytes = sizeof(Shared);
+};
+
+// See the plan's `tiles`.
+struct SddTile {
+    int4 words;
+
+    __device__ int strip(int half) const { return half == 0 || words.y < 0 ? words.x : words.y; }
+    __device__ int strips() const { return words.y < 0 ? 1 : 2; }
+    __device__ int units() const { return words.z; }
+    __device__ int window(int half) const { return half == 0 ? 0 : words.w; }
+    __device__ int features(int unit_shift) const {
+        return kStripFeatures * strips() + (units() << unit_shift);
+    }
+    // Whether it takes the ring of large tiles.
+    __device__ bool is_large(int unit_shift) const { return features(unit_shift) > kSmallTileFeatures; }
+};
+
+// The plan's arrays; see common/strip_plan.h.
+struct SddPlan {
+    int tile_count;
+    int parts;  // blocks of a strip by a unit
+    const int4* tiles;
+    const int* units;
+    const int* slots;
+
+    __device__ explicit SddPlan(const PlanHeader* plan) {
+        const auto* words = reinterpret_cast<const int*>(plan);
+        // Lets the compiler see that all lanes have the same, without which it would serialise wgmma.
+        tile_count = __shfl_sync(~0u, plan->tiles, 0);
+        parts = plan->groups;
+        tiles = reinterpret_cast<const int4*>(words + plan->tiles_at);
+        units = words + plan->k_at;
+        slots = words + plan->slots_at;
+    }
+
+    __device__ SddTile tile(int index) const { return {__ldg(tiles + index)}; }
+};
+
+// A position in the ring of the current tile's stages.
+template <class Traits>
+struct SddCursor {
+    typename Ring<Traits::kMaxStages>::Position position;
+    bool large = false;
+
+    __device__ int stages() const { return large ? 3 : 4; }
+    __device__ int stage_offset() const {
+        return position.stage * Traits::kFeatureBytes * (large ? kStripTileFeatures : kSmallTileFeatures);
+    }
+    __device__ void advance() { position.advance(stages()); }
+    __device__ void select(bool now_large) {
+        if (now_large == large) return;
+        const auto before = position;
+        position = other_;
+        other_ = before;
+        large = now_large;
+    }
+
+  private:
+    typename Ring<Traits::kMaxStages>::Position other_;
+};
+
+}  // namespace ts::sm90
