@@ -40,7 +40,7 @@ int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
         // It walks blocks one by one, the others rows of tiles that are nearly full from a density of .5 on.
         const double density = static_cast<double>(pattern.value_count()) /
                                (static_cast<double>(pattern.out_features) * pattern.in_features);
-        return row_block == 16 || density <= 0.6 ? 60 : 120;
+        return row_block == 16 || density <= 0.6 ? 40 : 120;
     }
     if (kernel.min_compute_capability == 90) {
         // wgmma is twice as fast as mma.sync, but blocks of 16 x 16 come in too many copies. Of large blocks

@@ -14,6 +14,7 @@ constexpr int32_t kRowFeatures = 32;
 constexpr int32_t kGroups = 2;
 constexpr int32_t kWords = 8;
 constexpr int32_t kStagesAtOnce = 4;
+constexpr int64_t kPartners = 512;  // block rows of nearly the same length that are compared
 
 // The blocks of a row in one column, -1 where there is none.
 struct Unit {
@@ -77,7 +78,9 @@ class NarrowPlanBuilder {
                 rows.push_back(make_row({first}));
                 continue;
             }
-            std::rotate(next, most_alike(first, next, left.end()), left.end());
+            const auto last = next + std::min<int64_t>(kPartners, left.end() - next);
+            const auto best = most_alike(first, next, last);
+            std::rotate(next, best, best + 1);
             rows.push_back(make_row({first, *next++}));
         }
         return rows;
@@ -215,7 +218,7 @@ class NarrowPlanBuilder {
         }
     }
 
-    // Relative to a unit of 32 x 32, measured.
+    // In units of 32 x 32, by the times of the product alone.
     static constexpr int32_t kStageCost = 2;
     static constexpr int32_t kTileCost = 12;
 

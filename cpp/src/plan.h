@@ -17,9 +17,9 @@ std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<i
 
 // A number for the ABI that is equal for equal shapes and 0 where no plan is needed.
 inline int32_t plan_key(PlanShape shape) {
-    return shape.tile == 0 ? 0
-                           : static_cast<int32_t>(shape.kind) << 28 | shape.ranks << 24 | shape.tile << 12 |
-                                 shape.step;
+    return shape.tile == 0
+               ? 0
+               : static_cast<int32_t>(shape.kind) << 28 | shape.ranks << 24 | shape.tile << 12 | shape.step;
 }
 
 }  // namespace ts

@@ -19,6 +19,8 @@
 //     - masks [tiles][tile / 16]: bit j says that these 16 features of y have a block at features 16 j of x
 //     - k [tiles][pieces]: first feature of x, -1 where there is none
 //     - slots [tiles][pieces][groups]: block in values, -1 where there is none
+//
+// The plans of dds for narrow blocks are described in cpp/src/narrow_plan.h.
 #pragma once
 
 #include <cstdint>

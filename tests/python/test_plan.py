@@ -1,6 +1,7 @@
 """Plans of every kernel of the library that walks one: each block exactly once, no tile twice.
 
-The layout is that of cuda/common/plan.h, or of cpp/src/narrow_plan.h. A library without CUDA kernels has no plans to check.
+The layout is that of cuda/common/plan.h or cpp/src/narrow_plan.h. A library without CUDA kernels has no
+plans to check.
 """
 
 from __future__ import annotations
