@@ -203,15 +203,14 @@ class DdsPlanBuilder {
             std::vector<Columns> ranks;  // what each rank walks, equally long
         };
         std::vector<Tile> tiles;
-        for (Group& group : shape_.ranks == 1 ? group_rows(view_, groups_)
-                                              : pair_rows(view_, groups_ * shape_.ranks)) {
+        for (Group& group :
+             shape_.ranks == 1 ? group_rows(view_, groups_) : pair_rows(view_, groups_ * shape_.ranks)) {
             group.resize(groups_ * shape_.ranks, -1);
             auto ranks = columns_of_ranks(group);
             tiles.push_back({std::move(group), std::move(ranks)});
         }
-        std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) {
-            return a.ranks[0].size() > b.ranks[0].size();
-        });
+        std::stable_sort(tiles.begin(), tiles.end(),
+                         [](const Tile& a, const Tile& b) { return a.ranks[0].size() > b.ranks[0].size(); });
         for (const Tile& tile : tiles) add_tile(tile.group, tile.ranks);
         PlanHeader header{};
         header.tiles = static_cast<int32_t>(tiles.size());

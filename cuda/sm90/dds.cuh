@@ -25,8 +25,8 @@ namespace ts::sm90 {
 template <class Traits, bool kRowMajorInput>
 class DdsConsumer {
   public:
-    __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared, const DdsPlan& plan,
-                           int rank, int group)
+    __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
+                           const DdsPlan& plan, int rank, int group)
         : arguments_(arguments),
           shared_(shared),
           plan_(plan),
@@ -149,7 +149,8 @@ class DdsConsumer {
 };
 
 template <class Traits, bool kRowMajorInput>
-__global__ void __launch_bounds__(Traits::kThreads, 1) dds_kernel(const __grid_constant__ DdsArguments arguments) {
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    dds_kernel(const __grid_constant__ DdsArguments arguments) {
     extern __shared__ __align__(1024) char memory[];
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -239,7 +240,8 @@ struct Dds {
     static const Matrix& input(const Problem& problem) { return kForward ? problem.x : problem.y; }
     static const Matrix& output(const Problem& problem) { return kForward ? problem.y : problem.x; }
 
-    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units) {
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles,
+                                int64_t units) {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.bias = problem.bias;
@@ -254,8 +256,8 @@ struct Dds {
         arguments.output_layout = output(problem).layout;
         arguments.activation = problem.activation;
         arguments.has_residual = problem.residual.data != nullptr;
-        arguments.schedule =
-            schedule_arguments(static_cast<int>(tiles), static_cast<int>(units), group_units(arguments.k_size));
+        arguments.schedule = schedule_arguments(static_cast<int>(tiles), static_cast<int>(units),
+                                                group_units(arguments.k_size));
         describe_shared_memory(arguments, input(problem).layout);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
         if (const cudaError_t error = map_output(arguments.output, output(problem), problem)) return error;
@@ -283,8 +285,7 @@ struct Dds {
         weight = Traits::kTransposed ? operand(2 * rows, Traits::kStep * 2 * rows) : operand(2 * width, 0);
         for (int i = 0; i < 4; ++i) {
             const int piece = 16 * i / width, within = 16 * i % width;
-            const int input_offset =
-                piece * width * Traits::kTileTokens * 2 + within * (row_major ? 2 : 128);
+            const int input_offset = piece * width * Traits::kTileTokens * 2 + within * (row_major ? 2 : 128);
             const int weight_offset = Traits::kTransposed
                                           ? 16 * i * 2 * rows
                                           : piece * width * Traits::kGroupFeatures * 2 + within * 2;
@@ -335,10 +336,10 @@ struct Dds {
 
 }  // namespace ts::sm90
 
-#define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks)                               \
-    namespace ts::sm90 {                                                                          \
-    const Kernel& name() {                                                                        \
-        static constexpr Kernel kRow = Dds<Op::op, math, token_ranks, row_ranks>::row(#name);     \
-        return kRow;                                                                              \
-    }                                                                                             \
+#define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks)                           \
+    namespace ts::sm90 {                                                                      \
+    const Kernel& name() {                                                                    \
+        static constexpr Kernel kRow = Dds<Op::op, math, token_ranks, row_ranks>::row(#name); \
+        return kRow;                                                                          \
+    }                                                                                         \
     }

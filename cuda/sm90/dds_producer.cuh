@@ -90,7 +90,8 @@ struct DdsProducer {
                     const int x = Traits::kTransposed ? feature : k;
                     const int y = first + (Traits::kTransposed ? k : feature);
                     for (int i = 0; i < parts * plan.pieces; ++i)
-                        load_block(full, to, shared.weight[group][position.stage] + __shfl_sync(~0u, offset, i),
+                        load_block(full, to,
+                                   shared.weight[group][position.stage] + __shfl_sync(~0u, offset, i),
                                    __shfl_sync(~0u, x, i), __shfl_sync(~0u, y, i));
                 }
                 __syncwarp();
@@ -133,7 +134,8 @@ struct DdsProducer {
 
     // 256 tokens of one piece's k, zero where there is none.
     template <bool kRowMajorInput>
-    __device__ void load_piece(const Barrier& full, Multicast to, char* target, int k, int width, int token) const {
+    __device__ void load_piece(const Barrier& full, Multicast to, char* target, int k, int width,
+                               int token) const {
         if (!elected) return;
         if (k < 0) k = arguments.k_size;
         constexpr int kAtom = 64;  // tokens that lie side by side
@@ -143,7 +145,8 @@ struct DdsProducer {
             load_box(&arguments.input, full, to, target, 0, k, token / kAtom);
         } else {
             for (int i = 0; i < Traits::kTileTokens / kAtom; ++i)
-                load_box(&arguments.input_tail, full, to, target + i * kAtom * width * 2, token + i * kAtom, k);
+                load_box(&arguments.input_tail, full, to, target + i * kAtom * width * 2, token + i * kAtom,
+                         k);
         }
     }
 };

@@ -66,7 +66,8 @@ struct DdsTraits {
     template <bool kRowMajorInput>
     using Atom =
         typename Math::template Atom<kTransposed ? cute::SM90::GMMA::Major::MN : cute::SM90::GMMA::Major::K,
-                                     kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>;
+                                     kRowMajorInput ? cute::SM90::GMMA::Major::K
+                                                    : cute::SM90::GMMA::Major::MN>;
 
     struct Shared {
         alignas(1024) char input[kInputStages][kInputBytes];

@@ -25,9 +25,9 @@ struct Work {
 };
 
 struct ScheduleArguments {
-    int size;         // tiles of the plan times units of tokens
-    int tiles;        // of the plan
-    int group_units;  // units of a group of tokens
+    int size;                           // tiles of the plan times units of tokens
+    int tiles;                          // of the plan
+    int group_units;                    // units of a group of tokens
     cutlass::FastDivmod by_group;       // tiles of a group
     cutlass::FastDivmod by_units;       // units of a group
     cutlass::FastDivmod by_last_units;  // units of the last group
@@ -137,7 +137,8 @@ struct Schedule {
                 Keys others;
 #pragma unroll
                 for (int i = 0; i < kPerLane; ++i)
-                    others[i] = distance < 32 ? __shfl_xor_sync(~0u, keys[i], distance) : keys[i ^ distance / 32];
+                    others[i] =
+                        distance < 32 ? __shfl_xor_sync(~0u, keys[i], distance) : keys[i ^ distance / 32];
 #pragma unroll
                 for (int i = 0; i < kPerLane; ++i) {
                     const int place = lane + 32 * i;

@@ -32,9 +32,9 @@ inline PFN_cuTensorMapEncodeTiled_v12000 encoder() {
 }
 
 inline CUtensorMapSwizzle swizzle_of(int bytes) {
-    return bytes == 128   ? CU_TENSOR_MAP_SWIZZLE_128B
-           : bytes == 64  ? CU_TENSOR_MAP_SWIZZLE_64B
-                          : CU_TENSOR_MAP_SWIZZLE_32B;
+    return bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+           : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                         : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
 // Describes a tensor of 2-byte elements. The innermost box is 16, 32 or 64 elements wide, and shared memory
@@ -56,10 +56,9 @@ inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
     const auto encode_tiled = encoder();
     if (encode_tiled == nullptr) return cudaErrorNotSupported;
     const CUresult result = encode_tiled(
-        &map, dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
-        const_cast<void*>(data), sizes, strides + 1, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle_of(static_cast<int>(boxes[0]) * kSize), promotion,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        &map, dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        rank, const_cast<void*>(data), sizes, strides + 1, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle_of(static_cast<int>(boxes[0]) * kSize), promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -134,7 +134,12 @@ def check_dds_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int)
 
 
 def visit_step(
-    visited: dict[tuple[int, int], int], plan: dict[str, np.ndarray], tile: int, s: int, rank: int, row_block: int
+    visited: dict[tuple[int, int], int],
+    plan: dict[str, np.ndarray],
+    tile: int,
+    s: int,
+    rank: int,
+    row_block: int,
 ) -> int:
     """Notes the blocks that one rank multiplies in a step, and gives their mask."""
     mask = 0
