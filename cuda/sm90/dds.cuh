@@ -192,9 +192,12 @@ struct Dds {
     static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (device.shared_memory < Traits::kSharedBytes) return "the device has too little shared memory";
+        if (const char* reason = sm90::refuses(device, Traits::kSharedBytes)) return reason;
         const int64_t rows = problem.pattern.nnz * problem.pattern.block_rows;
         if (rows > INT32_MAX - 128) return "values of 2^31 rows or more are out of its reach";
+        if (!Schedule::can_hold(tile_count(problem), unit_count(problem), k_size(problem) / Traits::kStep + 1,
+                                device.multiprocessors))
+            return "so much work is out of its reach";
         // TMA writes whole 16 bytes of a line, also past its end.
         if (output(problem).layout == Layout::feature_major && problem.tokens % 8 != 0)
             return "it stores feature-major results of a multiple of 8 tokens only";
@@ -204,12 +207,7 @@ struct Dds {
     static size_t workspace_size(const Problem&, const Device&) { return 0; }
 
     static int32_t launch(const Problem& problem, const Device&, void*, void* stream) {
-        const Pattern& pattern = problem.pattern;
-        const int row_block = kForward ? pattern.block_rows : pattern.block_cols;
-        const int64_t features = kForward ? pattern.out_features : pattern.in_features;
-        const int64_t groups = kClusterFeatures / row_block;
-        const int64_t tiles = (features / row_block + groups - 1) / groups;
-        const int64_t units = (problem.tokens + kUnitTokens - 1) / kUnitTokens;
+        const int64_t tiles = tile_count(problem), units = unit_count(problem);
         if (tiles * units == 0) return cudaSuccess;
         DdsArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem, tiles, units)) return error;
@@ -237,6 +235,19 @@ struct Dds {
     }
 
   private:
+    static int64_t tile_count(const Problem& problem) {
+        const Pattern& pattern = problem.pattern;
+        const int row_block = kForward ? pattern.block_rows : pattern.block_cols;
+        const int64_t features = kForward ? pattern.out_features : pattern.in_features;
+        const int64_t groups = kClusterFeatures / row_block;
+        return (features / row_block + groups - 1) / groups;
+    }
+    static int64_t unit_count(const Problem& problem) {
+        return (problem.tokens + kUnitTokens - 1) / kUnitTokens;
+    }
+    static int64_t k_size(const Problem& problem) {
+        return kForward ? problem.pattern.in_features : problem.pattern.out_features;
+    }
     static const Matrix& input(const Problem& problem) { return kForward ? problem.x : problem.y; }
     static const Matrix& output(const Problem& problem) { return kForward ? problem.y : problem.x; }
 
@@ -246,7 +257,7 @@ struct Dds {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.bias = problem.bias;
         arguments.tokens = static_cast<int>(problem.tokens);
-        arguments.k_size = static_cast<int>(kForward ? pattern.in_features : pattern.out_features);
+        arguments.k_size = static_cast<int>(k_size(problem));
         arguments.row_block = kForward ? pattern.block_rows : pattern.block_cols;
         arguments.row_shift = log2_of_block(arguments.row_block);
         arguments.row_width = std::min(arguments.row_block, Traits::kGroupFeatures);

@@ -51,6 +51,13 @@ struct Schedule {
     static constexpr int kQueue = 4;
     static constexpr int kTileCost = 3;  // of a tile's beginning and end, in steps
 
+    // Whether the numbers of all work, and of a cluster's steps, fit into 32 bits.
+    static bool can_hold(int64_t tiles, int64_t units, int64_t steps, int multiprocessors) {
+        const int64_t clusters = std::max(multiprocessors / 4, 1);  // there are at least so many
+        return tiles * units < int64_t{1} << 30 && steps < kMostSteps &&
+               (tiles * units / clusters + 1) * (steps + kTileCost) < kLast / kPlaces;
+    }
+
     Ring<kQueue> ring;
     Work queue[kQueue];
 
