@@ -45,6 +45,18 @@ class Row(NamedTuple):
         density: float = self.case["requested_density"]
         return density
 
+    @property
+    def has_few_tokens(self) -> bool:
+        tokens: int = self.case["tokens"]
+        return tokens < FEW_TOKENS
+
+    @property
+    def dense_tflops(self) -> float:
+        """Of the dense product beside it."""
+        operations = 2 * self.case["tokens"] * self.case["out_features"] * self.case["in_features"]
+        before, after = self.result["dense_us"]
+        return float(operations / ((before + after) / 2) / 1e6)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables; with --sm80-floors the exit status is 1 if one is missed or nothing was measured."""
@@ -63,19 +75,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     documents = [json.loads(path.read_text()) for path in arguments.results]
     if arguments.sm80_floors:
-        return int(not _print_floors(_rows(documents)))
+        return int(not _print_floors(rows_of(documents)))
     for document in documents:
         print(f"{_environment(document['environment'])}\n")
     if "speedup" in documents[0]["cases"][0]:  # of bench_cpu.py
         _print_cpu(documents[0]["cases"])
         return 0
     _print_host(documents)
-    _print_layers([row for row in _rows(documents) if not _has_few_tokens(row)], arguments.metric)
-    _print_few_tokens([row for row in _rows(documents) if _has_few_tokens(row)])
+    _print_layers([row for row in rows_of(documents) if not row.has_few_tokens], arguments.metric)
+    _print_few_tokens([row for row in rows_of(documents) if row.has_few_tokens])
     return 0
 
 
-def _rows(documents: Iterable[dict[str, Any]]) -> list[Row]:
+def rows_of(documents: Iterable[dict[str, Any]]) -> list[Row]:
+    """Everything bench_ops.py measured."""
     return [
         Row(case, result)
         for document in documents
@@ -101,11 +114,6 @@ def _print_cpu(cases: Sequence[dict[str, Any]]) -> None:
         ["", "tokens x in → out", *(f"{block}x{block}" for block in blocks)],
         ([*product, *(" / ".join(cells[block]) for block in blocks)] for product, cells in lines.items()),
     )
-
-
-def _has_few_tokens(row: Row) -> bool:
-    tokens: int = row.case["tokens"]
-    return tokens < FEW_TOKENS
 
 
 def _environment(environment: dict[str, Any]) -> str:
@@ -191,7 +199,7 @@ def _slashed(parts: Iterable[str | None]) -> str:
 
 def _print_floors(rows: Sequence[Row]) -> bool:
     lines, misses = [], 0
-    forward = [row for row in rows if row.case["op"] == "dds_nt" and not _has_few_tokens(row)]
+    forward = [row for row in rows if row.case["op"] == "dds_nt" and not row.has_few_tokens]
     for (heading, shape, block, density), group in _grouped(
         forward, lambda row: (_section(row), row.case["shape"], row.block, row.density)
     ).items():
