@@ -156,6 +156,9 @@ class CausalAttention(nn.Module):
     With a KV cache the token is the last one: its keys and values go there, and it attends to all.
     """
 
+    keys: Tensor | None
+    values: Tensor | None
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         width = size.hidden // size.heads
@@ -168,7 +171,11 @@ class CausalAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.project(x, cos, sin)
-        y = self._prompt(q, k, v) if self.keys is None else self._token(q, k, v)
+        if self.keys is None or self.values is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            self.keys[:, :, -1:], self.values[:, :, -1:] = k, v
+            y = self._attend_to_cache(q, self.keys, self.values)
         return self.output(y.transpose(1, 2).flatten(2))
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,15 +185,10 @@ class CausalAttention(nn.Module):
         q, k, v = heads.split(parts, dim=1)
         return _rotated(q, cos, sin), _rotated(k, cos, sin), v
 
-    def _prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    def _token(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_to_cache(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The heads of a group are the queries of its keys, so that the cache is read once."""
-        self.keys[:, :, -1:] = k
-        self.values[:, :, -1:] = v
         groups = q.reshape(q.shape[0], self.kv_heads, -1, q.shape[-1])
-        return F.scaled_dot_product_attention(groups, self.keys, self.values).reshape(q.shape)
+        return F.scaled_dot_product_attention(groups, keys, values).reshape(q.shape)
 
 
 def _rotations(positions: Tensor, size: Size) -> tuple[Tensor, Tensor]:
