@@ -23,9 +23,14 @@ inline PFN_cuTensorMapEncodeTiled_v12000 encoder() {
     static const auto function = [] {
         void* entry = nullptr;
         cudaDriverEntryPointQueryResult found{};
-        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
-                                             &found) != cudaSuccess)
-            entry = nullptr;
+#if CUDART_VERSION >= 12050
+        const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
+                                                                   cudaEnableDefault, &found);
+#else
+        const cudaError_t error =
+            cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
+        if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) entry = nullptr;
         return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
     }();
     return function;
