@@ -41,10 +41,8 @@ class DdsConsumer {
         Work work = shared_.schedule.pop(next, lane_);
         uint32_t present = present_from(work, 0);
         while (work.tile >= 0) {
-            const int row_rank = Traits::kRowRanks > 1 ? rank_ : 0;
-            const int token_rank = Traits::kTokenRanks > 1 ? rank_ : 0;
-            epilogue.begin(plan_.rows + (work.tile * Traits::kRowRanks + row_rank) * plan_.groups,
-                           (work.unit * Traits::kTokenRanks + token_rank) * Traits::kTileTokens);
+            epilogue.begin(plan_.rows + Traits::plan_index(work.tile, rank_) * plan_.groups,
+                           Traits::first_token(work, rank_));
             sum_up(sums, work, present);
             work = shared_.schedule.pop(next, lane_);
             present = present_from(work, 0);  // arrives during the epilogue
@@ -60,9 +58,9 @@ class DdsConsumer {
 
     // Whether the warpgroup has blocks in the lane's step, of 32 from the tile's step `first`.
     __device__ uint32_t present_from(const Work& work, int first) const {
-        const int step = first + lane_, row_rank = Traits::kRowRanks > 1 ? rank_ : 0;
+        const int step = first + lane_;
         if (step >= work.steps) return 0;
-        return __ldg(plan_.masks + (work.step + step) * Traits::kRowRanks + row_rank) >> 16 * group_ & 0xffff;
+        return __ldg(plan_.masks + Traits::plan_index(work.step + step, rank_)) >> 16 * group_ & 0xffff;
     }
 
     __device__ void sum_up(float (&sums)[kSums], const Work& work, uint32_t present) {
@@ -72,7 +70,7 @@ class DdsConsumer {
             present = present_from(work, first + kWarpSize);
             const int count = min(kWarpSize, work.steps - first);
             for (int step = 0; step < count; ++step) {
-                wait(shared_.input_ring.full[input_.stage], input_.parity);
+                shared_.input_ring.wait_full(input_);
                 if (steps_present >> step & 1) {
                     multiply(sums, any);
                     any = true;
@@ -90,7 +88,7 @@ class DdsConsumer {
     }
 
     __device__ void multiply(float (&sums)[kSums], bool add) {
-        wait(shared_.weight_ring[group_].full[weight_.stage], weight_.parity);
+        shared_.weight_ring[group_].wait_full(weight_);
         multiply_step<typename Traits::template Atom<kRowMajorInput>>(
             sums, arguments_.weight, units(shared_.weight[group_][weight_.stage]), arguments_.tokens_by_k,
             units(shared_.input[input_.stage]), add);
@@ -130,9 +128,8 @@ class DdsConsumer {
         }
     }
 
-    // As descriptors want it: without the bits that name the CTA of the cluster, in units of 16 bytes.
     __device__ static uint32_t units(const char* address) {
-        return (cute::cast_smem_ptr_to_uint(address) & 0x3ffff) / 16;
+        return operand_address(cute::cast_smem_ptr_to_uint(address));
     }
 
     const DdsArguments& arguments_;

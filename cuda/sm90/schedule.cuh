@@ -26,7 +26,6 @@ struct Work {
 
 struct ScheduleArguments {
     int size;                           // tiles of the plan times units of tokens
-    int tiles;                          // of the plan
     int group_units;                    // units of a group of tokens
     cutlass::FastDivmod by_group;       // tiles of a group
     cutlass::FastDivmod by_units;       // units of a group
@@ -38,7 +37,6 @@ inline ScheduleArguments schedule_arguments(int tiles, int units, int group_unit
     group_units = std::min(group_units, units);
     const int last = units % group_units;
     return {tiles * units,
-            tiles,
             group_units,
             cutlass::FastDivmod(tiles * group_units),
             cutlass::FastDivmod(group_units),
@@ -93,7 +91,7 @@ struct Schedule {
 
     // Called by every lane of a reading warp.
     __device__ Work pop(Ring<kQueue>::Position& position, int lane) {
-        wait(ring.full[position.stage], position.parity);
+        ring.wait_full(position);
         Work work = queue[position.stage];
         // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
         work.tile = __shfl_sync(~0u, work.tile, 0);
