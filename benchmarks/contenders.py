@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from harness import CudaTimer
+from harness import CudaTimer, Unavailable
 from problems import LAYOUTS, OPS, PRECISIONS, Problem
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,10 +24,6 @@ from tilesparse import _C, BlockPattern, _ops, functional
 
 TUNING_REPETITIONS = 5
 STK_BLOCK = 128
-
-
-class Unavailable(Exception):
-    """The contender does not compute this problem."""
 
 
 class Prepared(NamedTuple):

@@ -1,28 +1,37 @@
-"""What every benchmark needs: the environment of a result, its file, and a GPU timer."""
+"""What the benchmarks share: arguments, timers, and what is recorded of an environment or a failure."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tilesparse import _C
+from tilesparse.pattern import BLOCK_SIZES
 
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 LAUNCH_SECONDS = 250e-6  # the host needs less than this to issue one repetition of anything measured
 CYCLES_PER_SECOND = 2e9  # a little more than GPUs run at, so that a delay is not too short
 HOST_CALLS = 200  # in a row; fewer than the launches that fit into a stream's queue
+STEADY = 0.05  # by how much the dense times before and after a contender may differ
+ATTEMPTS = 3  # at a steady measurement
+MOST_REPETITIONS = 100
+FILL_US = 20_000  # short calls are repeated more often, up to about this time
+WARM_UP_SECONDS = 1.0
 
 _cuda: Any = torch.cuda  # parts of it have no types
 
@@ -61,30 +70,138 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-class CudaTimer:
-    """Times of GPU work alone, with a cold L2 cache."""
+class ContextLostError(Exception):
+    """The GPU refuses all further work of this process."""
 
-    def __init__(self) -> None:
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+class Unavailable(Exception):
+    """Something that cannot be measured, by its nature and not for a failure."""
+
+
+@contextmanager
+def recording(record: dict[str, Any], name: str) -> Iterator[None]:
+    """Turns a failure into the record's ``unavailable``, unless the GPU does not recover from it."""
+    try:
+        yield
+    except ContextLostError:
+        raise
+    except Exception as error:
+        reason = str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
+        record["unavailable"] = reason
+        print(f"  {name:24} unavailable: {reason.strip().splitlines()[0]}", flush=True)
+        if torch.cuda.is_available():
+            _check_gpu(reason)
+
+
+def _check_gpu(reason: str) -> None:
+    try:
+        torch.cuda.synchronize()
+    except Exception as lost:
+        raise ContextLostError(reason) from lost
+
+
+class Timer(Protocol):
+    """Something that times calls."""
 
     def microseconds(self, call: Callable[[], Tensor], repetitions: int) -> float:
-        """Median time of a call between two events.
+        """Median time of a call."""
 
-        A delay ahead of the repetitions lets the host issue them all before the first one runs:
-        otherwise short calls would be timed at the speed of the host.
-        """
+
+class CudaTimer:
+    """Times of GPU work with a cold L2 cache.
+
+    With ``host_ahead`` a delay ahead of the repetitions lets the host issue them all before the first
+    one runs: otherwise short calls would be timed at the speed of the host. Without it every call
+    begins on an idle GPU and its time includes what it waits for the host.
+    """
+
+    def __init__(self, host_ahead: bool = True) -> None:
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self._host_ahead = host_ahead
+
+    def microseconds(self, call: Callable[[], Tensor], repetitions: int) -> float:
+        """Median time of a call between two events."""
         events = [
             (_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)) for _ in range(repetitions)
         ]
         torch.cuda.synchronize()
-        _cuda._sleep(int(repetitions * LAUNCH_SECONDS * CYCLES_PER_SECOND))
+        if self._host_ahead:
+            _cuda._sleep(int(repetitions * LAUNCH_SECONDS * CYCLES_PER_SECOND))
         for start, end in events:
             self._flush.zero_()
+            if not self._host_ahead:
+                torch.cuda.synchronize()
             start.record()
             call()
             end.record()
         torch.cuda.synchronize()
         return 1e3 * float(statistics.median(start.elapsed_time(end) for start, end in events))
+
+
+class HostTimer:
+    """Times of calls that compute on the CPU."""
+
+    def microseconds(self, call: Callable[[], Tensor], repetitions: int) -> float:
+        """Median time of a call."""
+        seconds = []
+        for _ in range(repetitions):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        return 1e6 * statistics.median(seconds)
+
+
+class Times(NamedTuple):
+    """Medians of a sparse call and of the dense one before and after it."""
+
+    sparse_us: float
+    dense_us: tuple[float, float]
+    repetitions: int
+
+    @property
+    def speedup(self) -> float:
+        return sum(self.dense_us) / 2 / self.sparse_us
+
+    @property
+    def drift(self) -> float:
+        return abs(self.dense_us[0] - self.dense_us[1]) / min(self.dense_us)
+
+    @property
+    def unsteady(self) -> bool:
+        return self.drift > STEADY
+
+
+def steady_times(
+    sparse: Callable[[], Tensor], dense: Callable[[], Tensor], timer: Timer, repetitions: int
+) -> Times:
+    """Times of the steadiest attempt, of at least so many repetitions."""
+    for call in (sparse, dense):
+        call()
+    estimate = timer.microseconds(sparse, 3)
+    repetitions = max(repetitions, min(MOST_REPETITIONS, int(FILL_US / estimate)))
+    attempts: list[Times] = []
+    for _ in range(ATTEMPTS):
+        before = timer.microseconds(dense, repetitions)
+        sparse_us = timer.microseconds(sparse, repetitions)
+        attempts.append(Times(sparse_us, (before, timer.microseconds(dense, repetitions)), repetitions))
+        if not attempts[-1].unsteady:
+            break
+    return min(attempts, key=lambda attempt: attempt.drift)
+
+
+def warm_up() -> None:
+    """Lets the GPU reach the clocks it keeps under load."""
+    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    end = time.monotonic() + WARM_UP_SECONDS
+    while time.monotonic() < end:
+        matrix @ matrix
+        torch.cuda.synchronize()
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float | None:
+    """Frobenius norm of the difference over that of the exact result; None if it is not finite."""
+    error = float((result.float() - exact).norm() / exact.norm())
+    return error if math.isfinite(error) else None
 
 
 def host_microseconds(call: Callable[[], Tensor], batches: int = 9) -> float:
@@ -98,6 +215,54 @@ def _host_batch(call: Callable[[], Tensor]) -> float:
     for _ in range(HOST_CALLS):
         call()
     return 1e6 * (time.perf_counter() - start) / HOST_CALLS
+
+
+def name_list(text: str) -> tuple[str, ...]:
+    """The names in an argument like ``a,b``."""
+    return tuple(part for part in text.split(",") if part)
+
+
+def subset(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """What parses an argument that lists some of these names."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = name_list(text)
+        for name in names:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(f"{name} is not one of {', '.join(allowed)}")
+        return names
+
+    return parse
+
+
+def block_list(text: str) -> tuple[tuple[int, int], ...]:
+    """The block shapes in an argument like ``64,128x32``."""
+    return tuple(_block(part) for part in name_list(text))
+
+
+def _block(text: str) -> tuple[int, int]:
+    rows, _, cols = text.partition("x")
+    allowed = [str(size) for size in BLOCK_SIZES]
+    if rows not in allowed or (cols or rows) not in allowed:
+        raise argparse.ArgumentTypeError(f"{text} is not made of {', '.join(allowed)}")
+    return int(rows), int(cols or rows)
+
+
+def density_list(text: str) -> tuple[float, ...]:
+    """The densities in an argument like ``.5,.25``."""
+    densities = tuple(float(part) for part in name_list(text))
+    for density in densities:
+        if not 0 < density <= 1:
+            raise argparse.ArgumentTypeError(f"{density} is not above 0 and at most 1")
+    return densities
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
 
 
 def _output(*command: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Prints results of bench_ops.py as Markdown.
+"""Prints results of bench_ops.py or bench_models.py as Markdown.
 
 python benchmarks/report.py results.json [more.json ...]
 python benchmarks/report.py results.json --sm80-floors
@@ -45,6 +45,18 @@ class Row(NamedTuple):
         density: float = self.case["requested_density"]
         return density
 
+    @property
+    def has_few_tokens(self) -> bool:
+        tokens: int = self.case["tokens"]
+        return tokens < FEW_TOKENS
+
+    @property
+    def dense_tflops(self) -> float:
+        """Of the dense product beside it."""
+        operations = 2 * self.case["tokens"] * self.case["out_features"] * self.case["in_features"]
+        before, after = self.result["dense_us"]
+        return float(operations / ((before + after) / 2) / 1e6)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables; with --sm80-floors the exit status is 1 if one is missed or nothing was measured."""
@@ -52,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "results", type=Path, nargs="+", help="written by bench_ops.py, or one by bench_cpu.py"
+        "results",
+        type=Path,
+        nargs="+",
+        help="of bench_ops.py or bench_models.py, or one of bench_cpu.py",
     )
     parser.add_argument("--metric", choices=METRICS, default="efficiency", help="(%(default)s)")
     parser.add_argument(
@@ -63,19 +78,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     documents = [json.loads(path.read_text()) for path in arguments.results]
     if arguments.sm80_floors:
-        return int(not _print_floors(_rows(documents)))
+        return int(not _print_floors(rows_of(documents)))
     for document in documents:
         print(f"{_environment(document['environment'])}\n")
+    if "model" in documents[0]["cases"][0]:
+        _print_models([case for document in documents for case in document["cases"]])
+        return 0
     if "speedup" in documents[0]["cases"][0]:  # of bench_cpu.py
         _print_cpu(documents[0]["cases"])
         return 0
     _print_host(documents)
-    _print_layers([row for row in _rows(documents) if not _has_few_tokens(row)], arguments.metric)
-    _print_few_tokens([row for row in _rows(documents) if _has_few_tokens(row)])
+    _print_layers([row for row in rows_of(documents) if not row.has_few_tokens], arguments.metric)
+    _print_few_tokens([row for row in rows_of(documents) if row.has_few_tokens])
     return 0
 
 
-def _rows(documents: Iterable[dict[str, Any]]) -> list[Row]:
+def rows_of(documents: Iterable[dict[str, Any]]) -> list[Row]:
+    """Everything bench_ops.py measured."""
     return [
         Row(case, result)
         for document in documents
@@ -103,9 +122,54 @@ def _print_cpu(cases: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def _has_few_tokens(row: Row) -> bool:
-    tokens: int = row.case["tokens"]
-    return tokens < FEW_TOKENS
+def _print_models(cases: Sequence[dict[str, Any]]) -> None:
+    """A table for each model and task, then what could not be measured."""
+    for heading, group in _grouped_cases(cases).items():
+        print(f"### {heading}\n\ntime in ms / speedup over dense / peak memory in GB\n")
+        densities = sorted({result["density"] for case in group for result in case["results"]}, reverse=True)
+        lines: dict[tuple[str, str], dict[float | None, str]] = defaultdict(dict)
+        for case in group:
+            for result in case["results"]:
+                line = lines[case["mode"], "x".join(map(str, result["block_shape"]))]
+                if "unavailable" not in result:
+                    line[None] = _dense_cell(case, result)
+                    line[result["density"]] = _model_cell(result)
+        _print_table(
+            ["mode", "block", "dense", *(f"density {density:g}" for density in densities)],
+            ([*key, *map(line.get, (None, *densities))] for key, line in lines.items()),
+        )
+        _print_unavailable(group)
+
+
+def _grouped_cases(cases: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for case in cases:
+        size = ", ".join(f"{name} {number}" for name, number in case["size"].items() if number)
+        groups[f"{case['model']}, {case['task']} ({size})"].append(case)
+    return groups
+
+
+def _dense_cell(case: dict[str, Any], result: dict[str, Any]) -> str:
+    return f"{sum(result['dense_us']) / 2e3:.3g}{_gigabytes(case)}"
+
+
+def _model_cell(result: dict[str, Any]) -> str:
+    text = f"{result['t_us'] / 1e3:.3g} / {result['speedup']:.2f}x{_gigabytes(result)}"
+    return _cell({"wrong": False} | result, text)  # a step of training has no output to check
+
+
+def _gigabytes(record: dict[str, Any]) -> str:
+    return "" if record["peak_bytes"] is None else f" / {record['peak_bytes'] / 1e9:.2f}"
+
+
+def _print_unavailable(cases: Iterable[dict[str, Any]]) -> None:
+    for case in cases:
+        for record in (case, *case["results"]):
+            if "unavailable" in record:
+                block = "x".join(map(str, record.get("block_shape", ())))
+                what = f"{block} at density {record['density']:g}" if block else "all"
+                print(f"- {case['mode']}, {what}: {record['unavailable'].strip().splitlines()[0]}")
+    print()
 
 
 def _environment(environment: dict[str, Any]) -> str:
@@ -191,7 +255,7 @@ def _slashed(parts: Iterable[str | None]) -> str:
 
 def _print_floors(rows: Sequence[Row]) -> bool:
     lines, misses = [], 0
-    forward = [row for row in rows if row.case["op"] == "dds_nt" and not _has_few_tokens(row)]
+    forward = [row for row in rows if row.case["op"] == "dds_nt" and not row.has_few_tokens]
     for (heading, shape, block, density), group in _grouped(
         forward, lambda row: (_section(row), row.case["shape"], row.block, row.density)
     ).items():

@@ -48,7 +48,7 @@ int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
         if (row_block + k_block <= 32) return 160;
         const bool large = row_block == 128 || (row_block == 64 && k_block >= 64);
         const bool shares_weight = kernel.tile_tokens > 256;
-        return large == shares_weight ? 50 : large ? 54 : 75;
+        return shares_weight ? (large ? 46 : 110) : (large ? 54 : 75);
     }
     // Blocks narrower than the 64 features of a large tile's warp break its products into short runs,
     // whose latency the more numerous warps of a small tile hide better.

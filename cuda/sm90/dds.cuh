@@ -25,8 +25,8 @@ namespace ts::sm90 {
 template <class Traits, bool kRowMajorInput>
 class DdsConsumer {
   public:
-    __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared, const DdsPlan& plan,
-                           int rank, int group)
+    __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
+                           const DdsPlan& plan, int rank, int group)
         : arguments_(arguments),
           shared_(shared),
           plan_(plan),
@@ -41,10 +41,8 @@ class DdsConsumer {
         Work work = shared_.schedule.pop(next, lane_);
         uint32_t present = present_from(work, 0);
         while (work.tile >= 0) {
-            const int row_rank = Traits::kRowRanks > 1 ? rank_ : 0;
-            const int token_rank = Traits::kTokenRanks > 1 ? rank_ : 0;
-            epilogue.begin(plan_.rows + (work.tile * Traits::kRowRanks + row_rank) * plan_.groups,
-                           (work.unit * Traits::kTokenRanks + token_rank) * Traits::kTileTokens);
+            epilogue.begin(plan_.rows + Traits::plan_index(work.tile, rank_) * plan_.groups,
+                           Traits::first_token(work, rank_));
             sum_up(sums, work, present);
             work = shared_.schedule.pop(next, lane_);
             present = present_from(work, 0);  // arrives during the epilogue
@@ -60,9 +58,9 @@ class DdsConsumer {
 
     // Whether the warpgroup has blocks in the lane's step, of 32 from the tile's step `first`.
     __device__ uint32_t present_from(const Work& work, int first) const {
-        const int step = first + lane_, row_rank = Traits::kRowRanks > 1 ? rank_ : 0;
+        const int step = first + lane_;
         if (step >= work.steps) return 0;
-        return __ldg(plan_.masks + (work.step + step) * Traits::kRowRanks + row_rank) >> 16 * group_ & 0xffff;
+        return __ldg(plan_.masks + Traits::plan_index(work.step + step, rank_)) >> 16 * group_ & 0xffff;
     }
 
     __device__ void sum_up(float (&sums)[kSums], const Work& work, uint32_t present) {
@@ -72,7 +70,7 @@ class DdsConsumer {
             present = present_from(work, first + kWarpSize);
             const int count = min(kWarpSize, work.steps - first);
             for (int step = 0; step < count; ++step) {
-                wait(shared_.input_ring.full[input_.stage], input_.parity);
+                shared_.input_ring.wait_full(input_);
                 if (steps_present >> step & 1) {
                     multiply(sums, any);
                     any = true;
@@ -90,7 +88,7 @@ class DdsConsumer {
     }
 
     __device__ void multiply(float (&sums)[kSums], bool add) {
-        wait(shared_.weight_ring[group_].full[weight_.stage], weight_.parity);
+        shared_.weight_ring[group_].wait_full(weight_);
         multiply_step<typename Traits::template Atom<kRowMajorInput>>(
             sums, arguments_.weight, units(shared_.weight[group_][weight_.stage]), arguments_.tokens_by_k,
             units(shared_.input[input_.stage]), add);
@@ -130,9 +128,8 @@ class DdsConsumer {
         }
     }
 
-    // As descriptors want it: without the bits that name the CTA of the cluster, in units of 16 bytes.
     __device__ static uint32_t units(const char* address) {
-        return (cute::cast_smem_ptr_to_uint(address) & 0x3ffff) / 16;
+        return operand_address(cute::cast_smem_ptr_to_uint(address));
     }
 
     const DdsArguments& arguments_;
@@ -149,7 +146,8 @@ class DdsConsumer {
 };
 
 template <class Traits, bool kRowMajorInput>
-__global__ void __launch_bounds__(Traits::kThreads, 1) dds_kernel(const __grid_constant__ DdsArguments arguments) {
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    dds_kernel(const __grid_constant__ DdsArguments arguments) {
     extern __shared__ __align__(1024) char memory[];
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -191,9 +189,12 @@ struct Dds {
     static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (device.shared_memory < Traits::kSharedBytes) return "the device has too little shared memory";
+        if (const char* reason = sm90::refuses(device, Traits::kSharedBytes)) return reason;
         const int64_t rows = problem.pattern.nnz * problem.pattern.block_rows;
         if (rows > INT32_MAX - 128) return "values of 2^31 rows or more are out of its reach";
+        if (!Schedule::can_hold(tile_count(problem), unit_count(problem), k_size(problem) / Traits::kStep + 1,
+                                device.multiprocessors))
+            return "so much work is out of its reach";
         // TMA writes whole 16 bytes of a line, also past its end.
         if (output(problem).layout == Layout::feature_major && problem.tokens % 8 != 0)
             return "it stores feature-major results of a multiple of 8 tokens only";
@@ -203,12 +204,7 @@ struct Dds {
     static size_t workspace_size(const Problem&, const Device&) { return 0; }
 
     static int32_t launch(const Problem& problem, const Device&, void*, void* stream) {
-        const Pattern& pattern = problem.pattern;
-        const int row_block = kForward ? pattern.block_rows : pattern.block_cols;
-        const int64_t features = kForward ? pattern.out_features : pattern.in_features;
-        const int64_t groups = kClusterFeatures / row_block;
-        const int64_t tiles = (features / row_block + groups - 1) / groups;
-        const int64_t units = (problem.tokens + kUnitTokens - 1) / kUnitTokens;
+        const int64_t tiles = tile_count(problem), units = unit_count(problem);
         if (tiles * units == 0) return cudaSuccess;
         DdsArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem, tiles, units)) return error;
@@ -236,15 +232,29 @@ struct Dds {
     }
 
   private:
+    static int64_t tile_count(const Problem& problem) {
+        const Pattern& pattern = problem.pattern;
+        const int row_block = kForward ? pattern.block_rows : pattern.block_cols;
+        const int64_t features = kForward ? pattern.out_features : pattern.in_features;
+        const int64_t groups = kClusterFeatures / row_block;
+        return (features / row_block + groups - 1) / groups;
+    }
+    static int64_t unit_count(const Problem& problem) {
+        return (problem.tokens + kUnitTokens - 1) / kUnitTokens;
+    }
+    static int64_t k_size(const Problem& problem) {
+        return kForward ? problem.pattern.in_features : problem.pattern.out_features;
+    }
     static const Matrix& input(const Problem& problem) { return kForward ? problem.x : problem.y; }
     static const Matrix& output(const Problem& problem) { return kForward ? problem.y : problem.x; }
 
-    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units) {
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles,
+                                int64_t units) {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.bias = problem.bias;
         arguments.tokens = static_cast<int>(problem.tokens);
-        arguments.k_size = static_cast<int>(kForward ? pattern.in_features : pattern.out_features);
+        arguments.k_size = static_cast<int>(k_size(problem));
         arguments.row_block = kForward ? pattern.block_rows : pattern.block_cols;
         arguments.row_shift = log2_of_block(arguments.row_block);
         arguments.row_width = std::min(arguments.row_block, Traits::kGroupFeatures);
@@ -254,8 +264,8 @@ struct Dds {
         arguments.output_layout = output(problem).layout;
         arguments.activation = problem.activation;
         arguments.has_residual = problem.residual.data != nullptr;
-        arguments.schedule =
-            schedule_arguments(static_cast<int>(tiles), static_cast<int>(units), group_units(arguments.k_size));
+        arguments.schedule = schedule_arguments(static_cast<int>(tiles), static_cast<int>(units),
+                                                group_units(arguments.k_size));
         describe_shared_memory(arguments, input(problem).layout);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
         if (const cudaError_t error = map_output(arguments.output, output(problem), problem)) return error;
@@ -283,8 +293,7 @@ struct Dds {
         weight = Traits::kTransposed ? operand(2 * rows, Traits::kStep * 2 * rows) : operand(2 * width, 0);
         for (int i = 0; i < 4; ++i) {
             const int piece = 16 * i / width, within = 16 * i % width;
-            const int input_offset =
-                piece * width * Traits::kTileTokens * 2 + within * (row_major ? 2 : 128);
+            const int input_offset = piece * width * Traits::kTileTokens * 2 + within * (row_major ? 2 : 128);
             const int weight_offset = Traits::kTransposed
                                           ? 16 * i * 2 * rows
                                           : piece * width * Traits::kGroupFeatures * 2 + within * 2;
@@ -335,10 +344,10 @@ struct Dds {
 
 }  // namespace ts::sm90
 
-#define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks)                               \
-    namespace ts::sm90 {                                                                          \
-    const Kernel& name() {                                                                        \
-        static constexpr Kernel kRow = Dds<Op::op, math, token_ranks, row_ranks>::row(#name);     \
-        return kRow;                                                                              \
-    }                                                                                             \
+#define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks)                           \
+    namespace ts::sm90 {                                                                      \
+    const Kernel& name() {                                                                    \
+        static constexpr Kernel kRow = Dds<Op::op, math, token_ranks, row_ranks>::row(#name); \
+        return kRow;                                                                          \
+    }                                                                                         \
     }

@@ -82,8 +82,7 @@ class DdsEpilogue {
     __device__ void finish(float (&sums)[kSums]) const {
         if (arguments_.bias != nullptr) {
             const int feature = thread_ / 32 * 16 + thread_ % 32 / 4;
-            const float bias[2] = {bias_at(output_feature(feature)),
-                                   bias_at(output_feature(feature + 8))};
+            const float bias[2] = {bias_at(output_feature(feature)), bias_at(output_feature(feature + 8))};
 #pragma unroll
             for (int i = 0; i < kSums; ++i) sums[i] += bias[i / 2 % 2];
         }
@@ -118,9 +117,9 @@ class DdsEpilogue {
         if (arguments_.output_layout == Layout::feature_major)
             return swizzled((feature + lane % 8) * kLine + token * 2, kLine);
         const int width = arguments_.row_width;
-        return swizzled((feature / width * Traits::kChunkTokens + token + lane % 8) * 2 * width +
-                            feature % width * 2,
-                        2 * width);
+        return swizzled(
+            (feature / width * Traits::kChunkTokens + token + lane % 8) * 2 * width + feature % width * 2,
+            2 * width);
     }
     __device__ static uint32_t swizzled(uint32_t offset, uint32_t line) {
         return offset ^ (offset / kLine & line / 16 - 1) * 16;
@@ -128,8 +127,9 @@ class DdsEpilogue {
 
     // Where the lane's line of the i-th four matrices of a chunk goes. 16 tokens on, neither swizzle changes.
     __device__ char* line_of(char* buffer, int i) const {
-        return arguments_.output_layout == Layout::row_major ? buffer + staged_ + 32 * i * arguments_.row_width
-                                                             : buffer + (staged_ ^ 32 * i);
+        return arguments_.output_layout == Layout::row_major
+                   ? buffer + staged_ + 32 * i * arguments_.row_width
+                   : buffer + (staged_ ^ 32 * i);
     }
 
     // Rounds the sums of a chunk and puts them into a buffer.

@@ -14,10 +14,6 @@ struct DdsProducer {
     int lane;
     bool elected;  // the one lane that starts copies, from values that all lanes have
 
-    __device__ int row_rank() const { return Traits::kRowRanks > 1 ? rank : 0; }
-    __device__ int token_rank() const { return Traits::kTokenRanks > 1 ? rank : 0; }
-    __device__ int step_index(int step) const { return step * Traits::kRowRanks + row_rank(); }
-
     // One warp: the activations.
     template <bool kRowMajorInput>
     __device__ void load_input() const {
@@ -27,7 +23,7 @@ struct DdsProducer {
         while (true) {
             const Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
-            const int token = (work.unit * Traits::kTokenRanks + token_rank()) * Traits::kTileTokens;
+            const int token = Traits::first_token(work, rank);
             InputStep next_step = input_step(work.step, piece, work.steps > 0);
             for (int step = work.step; step < work.step + work.steps; ++step) {
                 const auto [mask, k, other_k] = next_step;
@@ -69,8 +65,8 @@ struct DdsProducer {
             if (work.tile < 0) return;
             const auto read = [&](int step) -> WeightStep {
                 if (step == work.step + work.steps) return {};
-                const int at = step_index(step) * plan.pieces + piece;
-                return {__ldg(plan.masks + step_index(step)),
+                const int at = Traits::plan_index(step, rank) * plan.pieces + piece;
+                return {__ldg(plan.masks + Traits::plan_index(step, rank)),
                         active ? __ldg(plan.slots + at * plan.groups + plan_group) : -1,
                         active ? __ldg(plan.k + at) : 0};
             };
@@ -90,7 +86,8 @@ struct DdsProducer {
                     const int x = Traits::kTransposed ? feature : k;
                     const int y = first + (Traits::kTransposed ? k : feature);
                     for (int i = 0; i < parts * plan.pieces; ++i)
-                        load_block(full, to, shared.weight[group][position.stage] + __shfl_sync(~0u, offset, i),
+                        load_block(full, to,
+                                   shared.weight[group][position.stage] + __shfl_sync(~0u, offset, i),
                                    __shfl_sync(~0u, x, i), __shfl_sync(~0u, y, i));
                 }
                 __syncwarp();
@@ -108,9 +105,9 @@ struct DdsProducer {
     };
     __device__ InputStep input_step(int step, int piece, bool exists) const {
         if (!exists) return {};
-        const int at = step_index(step) * plan.pieces + piece;
-        const int other = (step * Traits::kRowRanks + (rank ^ 1)) * plan.pieces + piece;
-        return {__ldg(plan.masks + step_index(step)), __ldg(plan.k + at),
+        const int at = Traits::plan_index(step, rank) * plan.pieces + piece;
+        const int other = Traits::plan_index(step, rank ^ 1) * plan.pieces + piece;
+        return {__ldg(plan.masks + Traits::plan_index(step, rank)), __ldg(plan.k + at),
                 Traits::kRowRanks > 1 ? __ldg(plan.k + other) : 0};
     }
     struct WeightStep {
@@ -133,7 +130,8 @@ struct DdsProducer {
 
     // 256 tokens of one piece's k, zero where there is none.
     template <bool kRowMajorInput>
-    __device__ void load_piece(const Barrier& full, Multicast to, char* target, int k, int width, int token) const {
+    __device__ void load_piece(const Barrier& full, Multicast to, char* target, int k, int width,
+                               int token) const {
         if (!elected) return;
         if (k < 0) k = arguments.k_size;
         constexpr int kAtom = 64;  // tokens that lie side by side
@@ -143,7 +141,8 @@ struct DdsProducer {
             load_box(&arguments.input, full, to, target, 0, k, token / kAtom);
         } else {
             for (int i = 0; i < Traits::kTileTokens / kAtom; ++i)
-                load_box(&arguments.input_tail, full, to, target + i * kAtom * width * 2, token + i * kAtom, k);
+                load_box(&arguments.input_tail, full, to, target + i * kAtom * width * 2, token + i * kAtom,
+                         k);
         }
     }
 };

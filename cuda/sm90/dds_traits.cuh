@@ -46,6 +46,14 @@ struct DdsTraits {
     static constexpr int kRowRanks = kRowRanks_;
     static constexpr int kRanks = kTokenRanks * kRowRanks;
     static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
+    // Of a CTA of the cluster: its places along the block rows and along the tokens.
+    __device__ static int row_rank(int rank) { return kRowRanks > 1 ? rank : 0; }
+    __device__ static int token_rank(int rank) { return kTokenRanks > 1 ? rank : 0; }
+    // The place in the plan of a CTA's part of a tile or step.
+    __device__ static int plan_index(int index, int rank) { return index * kRowRanks + row_rank(rank); }
+    __device__ static int first_token(const Work& work, int rank) {
+        return (work.unit * kTokenRanks + token_rank(rank)) * kTileTokens;
+    }
 
     static constexpr int kTileTokens = 256;
     static constexpr int kGroups = 2;  // warpgroups that multiply, each 64 features
@@ -66,7 +74,8 @@ struct DdsTraits {
     template <bool kRowMajorInput>
     using Atom =
         typename Math::template Atom<kTransposed ? cute::SM90::GMMA::Major::MN : cute::SM90::GMMA::Major::K,
-                                     kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>;
+                                     kRowMajorInput ? cute::SM90::GMMA::Major::K
+                                                    : cute::SM90::GMMA::Major::MN>;
 
     struct Shared {
         alignas(1024) char input[kInputStages][kInputBytes];

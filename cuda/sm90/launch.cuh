@@ -4,8 +4,15 @@
 #include <array>
 
 #include "common/launch.cuh"
+#include "common/problem.h"
 
 namespace ts::sm90 {
+
+// Why a device cannot run a kernel of this architecture, or nullptr. Native code for 9.0 runs nowhere else.
+inline const char* refuses(const Device& device, int shared_bytes) {
+    if (device.compute_capability != 90) return "its code is for compute capability 9.0 alone";
+    return device.shared_memory < shared_bytes ? "the device has too little shared memory" : nullptr;
+}
 
 // `kKernel` takes one argument by value.
 template <auto kKernel, class Arguments>

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
+#include <cutlass/arch/barrier.h>
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cutlass/arch/barrier.h>
 
 namespace ts::sm90 {
 
@@ -64,8 +64,8 @@ __device__ inline void load_box(const void* map, const Barrier& barrier, Multica
         cute::SM90_TMA_LOAD_2D::copy(map, signal, kNormalPriority, target, x, y);
 }
 
-__device__ inline void load_box(const void* map, const Barrier& barrier, Multicast to, void* target, int x, int y,
-                                int z) {
+__device__ inline void load_box(const void* map, const Barrier& barrier, Multicast to, void* target, int x,
+                                int y, int z) {
     auto* const signal = reinterpret_cast<uint64_t*>(const_cast<Barrier*>(&barrier));
     if (to.many())
         cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, signal, to.mask, kNormalPriority, target, x, y, z);

@@ -25,9 +25,8 @@ struct Work {
 };
 
 struct ScheduleArguments {
-    int size;         // tiles of the plan times units of tokens
-    int tiles;        // of the plan
-    int group_units;  // units of a group of tokens
+    int size;                           // tiles of the plan times units of tokens
+    int group_units;                    // units of a group of tokens
     cutlass::FastDivmod by_group;       // tiles of a group
     cutlass::FastDivmod by_units;       // units of a group
     cutlass::FastDivmod by_last_units;  // units of the last group
@@ -38,7 +37,6 @@ inline ScheduleArguments schedule_arguments(int tiles, int units, int group_unit
     group_units = std::min(group_units, units);
     const int last = units % group_units;
     return {tiles * units,
-            tiles,
             group_units,
             cutlass::FastDivmod(tiles * group_units),
             cutlass::FastDivmod(group_units),
@@ -50,6 +48,13 @@ struct Schedule {
     static constexpr int kMaxClusters = 128;
     static constexpr int kQueue = 4;
     static constexpr int kTileCost = 3;  // of a tile's beginning and end, in steps
+
+    // Whether the numbers of all work, and of a cluster's steps, fit into 32 bits.
+    static bool can_hold(int64_t tiles, int64_t units, int64_t steps, int multiprocessors) {
+        const int64_t clusters = std::max(multiprocessors / 4, 1);  // there are at least so many
+        return tiles * units < int64_t{1} << 30 && steps < kMostSteps &&
+               (tiles * units / clusters + 1) * (steps + kTileCost) < kLast / kPlaces;
+    }
 
     Ring<kQueue> ring;
     Work queue[kQueue];
@@ -86,7 +91,7 @@ struct Schedule {
 
     // Called by every lane of a reading warp.
     __device__ Work pop(Ring<kQueue>::Position& position, int lane) {
-        wait(ring.full[position.stage], position.parity);
+        ring.wait_full(position);
         Work work = queue[position.stage];
         // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
         work.tile = __shfl_sync(~0u, work.tile, 0);
@@ -137,7 +142,8 @@ struct Schedule {
                 Keys others;
 #pragma unroll
                 for (int i = 0; i < kPerLane; ++i)
-                    others[i] = distance < 32 ? __shfl_xor_sync(~0u, keys[i], distance) : keys[i ^ distance / 32];
+                    others[i] =
+                        distance < 32 ? __shfl_xor_sync(~0u, keys[i], distance) : keys[i ^ distance / 32];
 #pragma unroll
                 for (int i = 0; i < kPerLane; ++i) {
                     const int place = lane + 32 * i;

@@ -178,8 +178,7 @@ struct Sdd {
     using Traits = SddTraits<Math>;
 
     static const char* refuses(const Problem&, const Device& device) {
-        return device.shared_memory < Traits::kSharedBytes ? "the device has too little shared memory"
-                                                           : nullptr;
+        return sm90::refuses(device, Traits::kSharedBytes);
     }
 
     // Counters of the pace and partial sums.

@@ -23,18 +23,23 @@ inline PFN_cuTensorMapEncodeTiled_v12000 encoder() {
     static const auto function = [] {
         void* entry = nullptr;
         cudaDriverEntryPointQueryResult found{};
-        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
-                                             &found) != cudaSuccess)
-            entry = nullptr;
+#if CUDART_VERSION >= 12050
+        const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
+                                                                   cudaEnableDefault, &found);
+#else
+        const cudaError_t error =
+            cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
+        if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) entry = nullptr;
         return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
     }();
     return function;
 }
 
 inline CUtensorMapSwizzle swizzle_of(int bytes) {
-    return bytes == 128   ? CU_TENSOR_MAP_SWIZZLE_128B
-           : bytes == 64  ? CU_TENSOR_MAP_SWIZZLE_64B
-                          : CU_TENSOR_MAP_SWIZZLE_32B;
+    return bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+           : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                         : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
 // Describes a tensor of 2-byte elements. The innermost box is 16, 32 or 64 elements wide, and shared memory
@@ -56,10 +61,9 @@ inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
     const auto encode_tiled = encoder();
     if (encode_tiled == nullptr) return cudaErrorNotSupported;
     const CUresult result = encode_tiled(
-        &map, dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
-        const_cast<void*>(data), sizes, strides + 1, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle_of(static_cast<int>(boxes[0]) * kSize), promotion,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        &map, dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        rank, const_cast<void*>(data), sizes, strides + 1, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle_of(static_cast<int>(boxes[0]) * kSize), promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -60,13 +60,14 @@ inline Operand operand(int width, int outer) {
 template <class Atom, size_t... kIndex>
 __device__ inline void multiply(float (&sums)[kSums], uint64_t a, uint64_t b, bool add,
                                 std::index_sequence<kIndex...>) {
-    Atom::fma(a, b, sums[kIndex]..., add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+    Atom::fma(a, b, sums[kIndex]...,
+              add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
 // sums (+)= a b for 64 elements of k.
 template <class Atom>
-__device__ inline void multiply_step(float (&sums)[kSums], const Operand& a, uint32_t a_address, const Operand& b,
-                                     uint32_t b_address, bool add) {
+__device__ inline void multiply_step(float (&sums)[kSums], const Operand& a, uint32_t a_address,
+                                     const Operand& b, uint32_t b_address, bool add) {
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k16 = 0; k16 < 4; ++k16)

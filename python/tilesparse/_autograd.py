@@ -1,6 +1,7 @@
 """Gradients of the operators.
 
-Those of each product are the other two products, so every order of differentiation is available.
+Those of each product are the other two products, and expanding values to a dense matrix and gathering
+them from one are each other's, so every order of differentiation is available.
 """
 
 from collections.abc import Callable
@@ -117,10 +118,40 @@ class _SddTn(torch.autograd.Function):
         )
 
 
+class _Expand(torch.autograd.Function):
+    """The dense W of values."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, rest: Rest, values: Tensor) -> Tensor:
+        _keep_pattern(ctx, rest)
+        return run(values, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, _OPS.gather(grad, *ctx.key)
+
+
+class _Gather(torch.autograd.Function):
+    """The values of a dense W."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, rest: Rest, dense: Tensor) -> Tensor:
+        _keep_pattern(ctx, rest)
+        return run(dense, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, _OPS.expand(grad.contiguous(), *ctx.key)
+
+
 def _save(ctx: Any, first: Tensor, second: Tensor, rest: Rest) -> None:
     """Keeps each factor only if the gradient of the other one is asked for."""
     _, _, need_first, need_second, *_ = ctx.needs_input_grad
     ctx.save_for_backward(first if need_second else None, second if need_first else None)
+    _keep_pattern(ctx, rest)
+
+
+def _keep_pattern(ctx: Any, rest: Rest) -> None:
     ctx.key = rest[:2]
     ctx.pattern = lookup(rest[0])  # must outlive its last name
 
@@ -174,7 +205,7 @@ def with_autograd(name: str, kernel: Run) -> Run:
     second pass through the dispatcher and the care that ``Function.apply`` takes of transforms.
     """
     op = getattr(_OPS, name).default
-    function, first, last = _PRODUCTS[name]
+    function, first, last = _FUNCTIONS[name]
     plain_apply = super(torch.autograd.Function, function).apply
 
     def redispatch(*args: Any) -> Tensor:
@@ -198,8 +229,10 @@ def with_autograd(name: str, kernel: Run) -> Run:
 
 # The autograd function of each operator, and which of its arguments are no tensors. Arguments at their
 # defaults may be missing at the end.
-_PRODUCTS: dict[str, tuple[Any, int, int]] = {
+_FUNCTIONS: dict[str, tuple[Any, int, int]] = {
     "dds_nt": (_DdsNt, 3, 7),
     "dds_nn": (_DdsNn, 2, 5),
     "sdd_tn": (_SddTn, 2, 4),
+    "expand": (_Expand, 1, 3),
+    "gather": (_Gather, 1, 3),
 }

@@ -14,7 +14,7 @@ from . import _C
 from ._autograd import with_autograd
 from ._prepared import Call, LaunchKey, PreparedPattern, Run
 from .errors import InvalidArgumentError, PatternChangedError
-from .pattern import INT32_MAX, BlockPattern, lookup
+from .pattern import INT32_MAX, BlockPattern, blocks_of, lookup
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
@@ -30,6 +30,8 @@ LIB.define(
 LIB.define("dds_nn(Tensor y, Tensor values, int handle, int version, bool feature_major=False) -> Tensor")
 LIB.define("sdd_tn(Tensor y, Tensor x, int handle, int version) -> Tensor")
 LIB.define("sdd_tn_into(Tensor y, Tensor x, Tensor(a!) out, int handle, int version, bool accumulate) -> ()")
+LIB.define("expand(Tensor values, int handle, int version) -> Tensor")
+LIB.define("gather(Tensor dense, int handle, int version) -> Tensor")
 
 Context = tuple[int, int, int, int]  # kernel asked for, stream, current device, precision
 Lines = tuple[int, int, int]  # of activations: tokens, elements from line to line, layout
@@ -85,6 +87,22 @@ def _sdd_tn_into(y: Tensor, x: Tensor, out: Tensor, handle: int, version: int, a
     _sdd(y, x, out, pattern, accumulate)
 
 
+def _expand(values: Tensor, handle: int, version: int) -> Tensor:
+    pattern = _current(handle, version)
+    _check_values("values", values, pattern, "values", values)
+    dense = values.new_zeros(pattern.shape)
+    # Written through a view: building the blocks and then transposing them takes twice as long.
+    blocks_of(dense, pattern.block_shape)[pattern.prepared.block_indices_on(values.device)] = values
+    return dense
+
+
+def _gather(dense: Tensor, handle: int, version: int) -> Tensor:
+    pattern = _current(handle, version)
+    _check_dense(dense, pattern)
+    blocks = blocks_of(dense, pattern.block_shape)
+    return blocks[pattern.prepared.block_indices_on(dense.device)].contiguous()
+
+
 # All that decides whether a product can run, and how, makes up a key, but for the alignment of its
 # operands. What a key stands for is checked and resolved once, so that later calls cost one look-up.
 
@@ -108,7 +126,7 @@ def dds(
     residual_at = 0 if residual is None else residual.data_ptr()
     if call is None or ((source_at | values_at | residual_at) % _ALIGNMENT and source.is_cuda):
         name, features = ("x", pattern.in_features) if op == DDS_NT else ("y", pattern.out_features)
-        _check_dds(pattern, name, source, features, values, bias, residual)
+        check_dds(pattern, name, source, features, values, bias, residual)
         (usable, lines), aligned = _usable(name, source), _aligned(values)
         added, added_lines = (None, None) if residual is None else _like_result(residual, feature_major)
         if usable is not source or aligned is not values or added is not residual:
@@ -194,7 +212,7 @@ def _current(handle: int, version: int) -> BlockPattern:
     return pattern
 
 
-def _check_dds(
+def check_dds(
     pattern: BlockPattern,
     name: str,
     matrix: Tensor,
@@ -237,6 +255,11 @@ def _check_values(name: str, values: Tensor, pattern: BlockPattern, like_name: s
             f"got shape {list(values.shape)} with strides {values.stride()}"
         )
     _check_alike(name, values, like_name, like)
+
+
+def _check_dense(dense: Tensor, pattern: BlockPattern) -> None:
+    if dense.shape != pattern.shape:
+        raise InvalidArgumentError(f"dense: shape {pattern.shape} expected, got {tuple(dense.shape)}")
 
 
 def checked_residual(residual: Tensor, y: Tensor) -> Tensor:
@@ -422,13 +445,13 @@ def _dds_nt_fake(
     residual: Tensor | None = None,
 ) -> Tensor:
     pattern = _current(handle, version)
-    _check_dds(pattern, "x", x, pattern.in_features, values, bias, residual)
+    check_dds(pattern, "x", x, pattern.in_features, values, bias, residual)
     return _empty(x, *_result(x, pattern.out_features, feature_major))
 
 
 def _dds_nn_fake(y: Tensor, values: Tensor, handle: int, version: int, feature_major: bool = False) -> Tensor:
     pattern = _current(handle, version)
-    _check_dds(pattern, "y", y, pattern.out_features, values)
+    check_dds(pattern, "y", y, pattern.out_features, values)
     return _empty(y, *_result(y, pattern.in_features, feature_major))
 
 
@@ -444,14 +467,34 @@ def _sdd_tn_into_fake(y: Tensor, x: Tensor, out: Tensor, handle: int, version: i
     _check_values("out", out, pattern, "x", x)
 
 
+def _expand_fake(values: Tensor, handle: int, version: int) -> Tensor:
+    pattern = _current(handle, version)
+    _check_values("values", values, pattern, "values", values)
+    return values.new_empty(pattern.shape)
+
+
+def _gather_fake(dense: Tensor, handle: int, version: int) -> Tensor:
+    pattern = _current(handle, version)
+    _check_dense(dense, pattern)
+    return dense.new_empty(pattern.prepared.values_shape)
+
+
 for _name, _kernel, _fake in (
     ("dds_nt", _dds_nt, _dds_nt_fake),
     ("dds_nn", _dds_nn, _dds_nn_fake),
     ("sdd_tn", _sdd_tn, _sdd_tn_fake),
     ("sdd_tn_into", _sdd_tn_into, _sdd_tn_into_fake),
+    ("expand", _expand, _expand_fake),
+    ("gather", _gather, _gather_fake),
 ):
     torch.library.register_fake(f"tilesparse::{_name}", _fake, lib=LIB)
     LIB.impl(_name, _kernel, "CPU")
     LIB.impl(_name, _kernel, "CUDA")
-for _name, _kernel in (("dds_nt", _dds_nt), ("dds_nn", _dds_nn), ("sdd_tn", _sdd_tn)):
+for _name, _kernel in (
+    ("dds_nt", _dds_nt),
+    ("dds_nn", _dds_nn),
+    ("sdd_tn", _sdd_tn),
+    ("expand", _expand),
+    ("gather", _gather),
+):
     LIB.impl(_name, with_autograd(_name, _kernel), "Autograd", with_keyset=True)

@@ -66,6 +66,7 @@ class PreparedPattern:
         self._rows = (row_ptr, col_idx, slot)
         self._shape = shape
         self._columns: tuple[Tensor, ...] = ()
+        self._block_indices: dict[torch.device, Tensor] = {}
         self._descriptors: dict[torch.device, _C.Pattern] = {}
         self._tensors: dict[torch.device, list[Tensor]] = {}
         self._plans: dict[tuple[torch.device, int, int], Tensor] = {}
@@ -85,6 +86,25 @@ class PreparedPattern:
             _C.pattern_transpose(self._describe(self._rows), *(array.data_ptr() for array in columns))
             self._columns = columns
         return self._columns
+
+    def block_indices(self) -> Tensor:
+        """[2, nnz] int64 on the host: block row and block column of the block at every slot."""
+        row_ptr, col_idx, slot = self._rows
+        indices = torch.empty(2, len(slot), dtype=torch.int64, device=HOST)
+        entries = torch.arange(len(slot), device=HOST)
+        indices[0, slot.long()] = torch.bucketize(entries, row_ptr[1:].long(), right=True)
+        indices[1, slot.long()] = col_idx.long()
+        return indices
+
+    def block_indices_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The two rows of `block_indices` on a device, for use on its current stream."""
+        if device not in self._block_indices:
+            self._block_indices[device] = self.block_indices().to(device)
+        indices = self._block_indices[device]
+        if indices.is_cuda:
+            indices.record_stream(torch.cuda.current_stream(device))
+        rows, cols = indices
+        return rows, cols
 
     def remember(self, key: Hashable, call: Call) -> None:
         """Lets ``find`` return the call for that key."""

@@ -107,19 +107,23 @@ def info(arguments: argparse.Namespace) -> None:
         for op in _chosen_ops(arguments):
             kernel_and_reason = _selection(pattern, op, arguments, device)
             print(f"  {DEVICES[device.device]:6}{op:9}{kernel_and_reason}")
+    print("a layer with expand=True computes densely instead; tilesparse bench times both")
 
 
 def bench(arguments: argparse.Namespace) -> None:
-    """Prints times of one layer, sparse and dense, the speedup, and η = t_dense · density / t_sparse."""
+    """Prints times of one layer: dense, sparse and with expand=True.
+
+    The speedup and η = t_dense · density / t_sparse are those of the sparse one.
+    """
     device = arguments.device or _default_device()
     pattern = _pattern(arguments)
     print(f"{_describe_layer(arguments)}, on {device}")
-    print(f"{'':9}{'dense':>12}{'sparse':>12}{'speedup':>10}{'η':>7}")
+    print(f"{'':9}{'dense':>12}{'expanded':>12}{'sparse':>12}{'speedup':>10}{'η':>7}")
     for op in _chosen_ops(arguments):
         products = _products(pattern, op, arguments.tokens, DTYPES[arguments.dtype], device)
-        dense, sparse = _median_seconds(products, device)
+        dense, expanded, sparse = _median_seconds(products, device)
         print(
-            f"{op:9}{1e3 * dense:9.3f} ms{1e3 * sparse:9.3f} ms"
+            f"{op:9}{1e3 * dense:9.3f} ms{1e3 * expanded:9.3f} ms{1e3 * sparse:9.3f} ms"
             f"{dense / sparse:9.2f}x{dense / sparse * pattern.density:7.2f}"
         )
 
@@ -249,8 +253,8 @@ def _selection(pattern: BlockPattern, op: str, arguments: argparse.Namespace, de
 
 def _products(
     pattern: BlockPattern, op: str, tokens: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """The dense and the sparse computation of one product on random operands."""
+) -> tuple[Callable[[], Tensor], ...]:
+    """One product on random operands as computed dense, by a layer with expand=True, and sparse."""
     generator = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -259,10 +263,23 @@ def _products(
     x, y = randn(tokens, pattern.in_features), randn(tokens, pattern.out_features)
     weight, values = randn(*pattern.shape), randn(pattern.nnz, *pattern.block_shape)
     if op == "forward":
-        return lambda: F.linear(x, weight), lambda: functional.linear(x, values, pattern)
-    if op == "dgrad":
-        return lambda: y @ weight, lambda: functional.dds(y, values, pattern, transpose=False)
-    return lambda: y.t() @ x, lambda: functional.sdd(y, x, pattern)
+        return (
+            lambda: F.linear(x, weight),
+            lambda: functional.linear(x, values, pattern, expand=True),
+            lambda: functional.linear(x, values, pattern),
+        )
+    if op == "dgrad":  # its dense weight is still there from the forward pass
+        return (
+            lambda: y @ weight,
+            lambda: y @ weight,
+            lambda: functional.dds(y, values, pattern, transpose=False),
+        )
+    key = (pattern.handle, pattern.version)
+    return (
+        lambda: y.t() @ x,
+        lambda: torch.ops.tilesparse.gather(y.t() @ x, *key),
+        lambda: functional.sdd(y, x, pattern),
+    )
 
 
 def _median_seconds(functions: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:

@@ -46,6 +46,7 @@ def linear(
     *,
     residual: Tensor | None = None,
     feature_major_output: bool = False,
+    expand: bool = False,
 ) -> Tensor:
     """activation(x Wᵀ + bias) + residual, as ``torch.nn.functional.linear``.
 
@@ -61,6 +62,10 @@ def linear(
             it lies as the result does.
         feature_major_output: give the result the strides of a transposed matrix. A following layer
             reads it without a copy, and layers with small blocks read it faster.
+        expand: write W out dense, zeros included, and leave products, activation and residual to
+            PyTorch, for layers that are faster dense (small or hardly sparse ones). The gradient of
+            ``values`` is taken from that of the dense W. Every call writes W anew, and autograd keeps
+            it where it keeps ``values`` otherwise. An infinity or NaN of x meets the zeros as well.
 
     Returns:
         [..., out_features].
@@ -72,6 +77,8 @@ def linear(
         )
     if torch._C._is_any_autocast_enabled():
         x, values, bias, residual = _autocast(x, values, bias, residual)
+    if expand:
+        return _expanded_linear(x, values, pattern, bias, activation, residual, feature_major_output)
     if not needs_dispatcher(x, values, bias, residual):
         return _ops.dds(_ops.DDS_NT, x, values, pattern, feature_major_output, bias, code, residual)
     key = (pattern.handle, pattern.version)
@@ -163,6 +170,28 @@ def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feat
     else:
         y = _OPS.dds_nn.default(a, values, pattern.handle, pattern.version, feature_major)
     return y
+
+
+def _expanded_linear(
+    x: Tensor,
+    values: Tensor,
+    pattern: BlockPattern,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    feature_major: bool,
+) -> Tensor:
+    _ops.check_dds(pattern, "x", x, pattern.in_features, values, bias, residual)
+    weight = _OPS.expand.default(values, pattern.handle, pattern.version)
+    if feature_major:
+        columns = x.reshape(-1, pattern.in_features).t()
+        y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
+        y = y.t().reshape(*x.shape[:-1], pattern.out_features)
+    else:
+        y = torch.nn.functional.linear(x, weight, bias)
+    if activation != "none":
+        y = _DIFFERENTIABLE[activation](y)
+    return y if residual is None else y + residual
 
 
 def _autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

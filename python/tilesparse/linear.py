@@ -37,6 +37,8 @@ class BlockSparseLinear(nn.Module):
         density: fraction of the blocks to keep, drawn at random.
         block_shape: (bn, bk), rows (out) and columns (in) of a block; each 16, 32, 64 or 128.
         pattern: the blocks to keep; `density` and `block_shape` are then taken from it.
+        expand: whether to compute with the weight written out dense in every call. Parameters, their
+            gradients and checkpoints are the same; it pays where the dense layer is the faster one.
         device: of the parameters and buffers.
         dtype: of the parameters: float64, float32, float16 or bfloat16.
         generator: a CPU generator for the pattern and the initial values.
@@ -45,6 +47,7 @@ class BlockSparseLinear(nn.Module):
         weight: Parameter [nnz, bn, bk], the kept blocks.
         bias: Parameter [out_features] or None.
         pattern: the `BlockPattern`.
+        expand: as given; may be changed at any time, and is not part of ``state_dict()``.
 
     Raises:
         InvalidArgumentError: a size, the density or the block shape is not allowed, or `pattern` has
@@ -54,6 +57,7 @@ class BlockSparseLinear(nn.Module):
     in_features: int
     out_features: int
     pattern: BlockPattern
+    expand: bool
     weight: nn.Parameter
     bias: nn.Parameter | None
     row_ptr: Tensor
@@ -69,6 +73,7 @@ class BlockSparseLinear(nn.Module):
         *,
         block_shape: Sequence[int] = (32, 32),
         pattern: BlockPattern | None = None,
+        expand: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
@@ -84,6 +89,7 @@ class BlockSparseLinear(nn.Module):
             )
         self.out_features, self.in_features = pattern.shape
         self.pattern = pattern
+        self.expand = expand
         self.weight = nn.Parameter(torch.empty(pattern.nnz, *pattern.block_shape, device=device, dtype=dtype))
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
@@ -102,6 +108,7 @@ class BlockSparseLinear(nn.Module):
         block_shape: Sequence[int] = (32, 32),
         pattern: BlockPattern | None = None,
         scores: Tensor | None = None,
+        expand: bool = False,
     ) -> BlockSparseLinear:
         """A layer with the best blocks of a dense one: same values, dtype, device and mode.
 
@@ -115,6 +122,7 @@ class BlockSparseLinear(nn.Module):
             scores: what to keep, higher is better: one number per block [out_features / bn,
                 in_features / bk], or one per weight [out_features, in_features], which are summed
                 over each block. None scores blocks by their Frobenius norm.
+            expand: whether the layer computes with the weight written out dense.
 
         Raises:
             InvalidArgumentError: `linear` is no `torch.nn.Linear` or cannot be cut into these blocks,
@@ -131,6 +139,7 @@ class BlockSparseLinear(nn.Module):
             linear.out_features,
             bias is not None,
             pattern=pattern,
+            expand=expand,
             device="meta",
             dtype=weight.dtype,
         ).to_empty(device=weight.device)
@@ -187,10 +196,12 @@ class BlockSparseLinear(nn.Module):
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """x [..., in_features] -> [..., out_features], to which a residual of that shape is added."""
         self._sync()
-        return functional.linear(x, self.weight, self.pattern, self.bias, residual=residual)
+        return functional.linear(
+            x, self.weight, self.pattern, self.bias, residual=residual, expand=self.expand
+        )
 
     def extra_repr(self) -> str:
-        return _representation(self)
+        return _representation(self) + (", expand=True" if self.expand else "")
 
     # Pattern and buffers. `_synced` is what both looked like when they last agreed.
 

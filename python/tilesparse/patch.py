@@ -18,6 +18,7 @@ from .pattern import BLOCK_SIZES
 DEFAULT_OPTIONS: Mapping[str, Any] = {
     "density": 0.5,
     "block_shape": (32, 32),
+    "expand": False,
     "pseudo_linear": False,
     "untie": False,
 }
@@ -142,9 +143,9 @@ class BlockSparseModelPatcher:
         Args:
             regex: matched against the start of the names of ``model.named_modules()`` (`re.match`).
             options: any of ``density`` (kept fraction; 0.5), ``block_shape`` ((bn, bk); (32, 32)),
-                ``pseudo_linear`` (use `PseudoBlockSparseLinear`; False) and ``untie`` (patch a layer
-                even if it shares a parameter with another module, which then keeps the dense one;
-                False).
+                ``expand`` (compute with the weight written out dense; False), ``pseudo_linear`` (use
+                `PseudoBlockSparseLinear`; False) and ``untie`` (patch a layer even if it shares a
+                parameter with another module, which then keeps the dense one; False).
             fullmatch: the whole name has to match (`re.fullmatch`).
 
         Raises:
@@ -164,7 +165,9 @@ class BlockSparseModelPatcher:
 
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> _Replacement:
         """Makes the replacement of one layer. `options` has a value for every option."""
-        layer = BlockSparseLinear.from_linear(module, options["density"], block_shape=options["block_shape"])
+        layer = BlockSparseLinear.from_linear(
+            module, options["density"], block_shape=options["block_shape"], expand=options["expand"]
+        )
         return PseudoBlockSparseLinear(layer) if options["pseudo_linear"] else layer
 
     def get_patchable_layers(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -270,7 +273,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArgumentError(
             f"block_shape: (bn, bk) with sizes from {BLOCK_SIZES} expected, got {block_shape!r}"
         )
-    for name in ("pseudo_linear", "untie"):
+    for name in ("expand", "pseudo_linear", "untie"):
         if not isinstance(checked[name], bool):
             raise InvalidArgumentError(f"{name}: True or False expected, got {checked[name]!r}")
     return checked

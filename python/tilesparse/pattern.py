@@ -299,10 +299,7 @@ class BlockPattern:
 
     def block_indices(self) -> tuple[Tensor, Tensor]:
         """(rows, cols), each [nnz] int64: where the block at every slot lies."""
-        rows, cols = torch.empty(2, self.nnz, dtype=torch.int64, device="cpu")
-        slot, entries = self._slot.long(), torch.arange(self.nnz, device="cpu")
-        rows[slot] = torch.bucketize(entries, self._row_ptr[1:].long(), right=True)
-        cols[slot] = self._col_idx.long()
+        rows, cols = self.prepared.block_indices()
         return rows, cols
 
     def to_block_mask(self) -> Tensor:

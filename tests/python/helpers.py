@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tilesparse import BlockPattern
+from tilesparse._ops import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -18,6 +22,25 @@ DEVICE_DTYPES = [
         for dtype in DTYPES[1:]
     ),
 ]
+
+LAYOUTS = list(product((0, 1), (0, 1)))  # of x and y: row-major and feature-major
+# The operand that each product writes.
+OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
+# What each product can do besides multiplying.
+OPTIONS: dict[int, list[dict[str, Any]]] = {
+    DDS_NT: [
+        {"bias": bias, "activation": name, "residual": residual}
+        for bias, name, residual in product((False, True), ACTIVATIONS, (False, True))
+    ],
+    DDS_NN: [{}],
+    SDD_TN: [{"accumulate": False}, {"accumulate": True}],
+}
+FUNCTIONS = {
+    "none": lambda t: t,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+}
 
 PATTERNS = {
     "empty": lambda r, c: torch.zeros(r.shape[0], c.shape[1], dtype=torch.bool),

@@ -179,6 +179,10 @@ class Call:
         values = self.values.requires_grad_()
         return functional.linear(self.x, values, self.pattern, activation="relu", residual=self.residual)
 
+    def expanded(self) -> Tensor:
+        tensors = (self.x, self.values, self.pattern, self.bias)
+        return functional.linear(*tensors, residual=self.residual, expand=True)
+
     def dds(self) -> Tensor:
         return functional.dds(self.y, self.values, self.pattern, transpose=False)
 
@@ -193,33 +197,38 @@ class Call:
 
 
 BAD_OPERANDS: list[tuple[list[str], str, Callable[[Tensor], Tensor], str]] = [
-    (["linear", "sdd", "sdd_out"], "x", lambda x: x[:, :-1], "x.*128.*127"),
-    (["linear", "sdd", "sdd_out"], "x", lambda x: x.sum(), "x.*128"),
-    (["linear", "dsd", "sdd"], "x", lambda x: x.int(), "x.*dtype.*int32"),
-    (["linear", "dsd", "sdd"], "x", lambda x: x.to(torch.complex64), "x.*dtype.*complex64"),
-    (["linear", "dsd"], "x", lambda x: x.half(), "values.*dtype.*float16"),
+    (["linear", "expanded", "sdd", "sdd_out"], "x", lambda x: x[:, :-1], "x.*128.*127"),
+    (["linear", "expanded", "sdd", "sdd_out"], "x", lambda x: x.sum(), "x.*128"),
+    (["linear", "expanded", "dsd", "sdd"], "x", lambda x: x.int(), "x.*dtype.*int32"),
+    (["linear", "expanded", "dsd", "sdd"], "x", lambda x: x.to(torch.complex64), "x.*dtype.*complex64"),
+    (["linear", "expanded", "dsd"], "x", lambda x: x.half(), "values.*dtype.*float16"),
     (["sdd", "sdd_out"], "x", lambda x: x.half(), "y.*dtype.*float16"),
     (["sdd", "sdd_out"], "x", lambda x: x[:7], "y.*leading.*7.*8"),
     (["sdd"], "x", lambda x: x[None], "y.*leading"),
     (["dds", "sdd"], "y", lambda y: y[:, 1:], "y.*48"),
     (["dds"], "y", lambda y: y.double(), "values.*dtype.*float64 of y"),
     (["sdd"], "y", lambda y: y.double(), "y.*dtype"),
-    (["linear", "dds", "dsd"], "values", lambda v: v[1:], "values.*nnz"),
-    (["linear", "dds", "dsd"], "values", lambda v: v.transpose(1, 2), "values"),
-    (["linear", "dds", "dsd"], "values", lambda v: v.flatten(), "values"),
-    (["linear", "dds"], "values", lambda v: v.mT.contiguous().mT, "values.*contiguous.*strides"),
-    (["linear", "dds"], "values", lambda v: torch.cat([v, v], 2)[..., ::2], "values.*contiguous.*strides"),
+    (["linear", "expanded", "dds", "dsd"], "values", lambda v: v[1:], "values.*nnz"),
+    (["linear", "expanded", "dds", "dsd"], "values", lambda v: v.transpose(1, 2), "values"),
+    (["linear", "expanded", "dds", "dsd"], "values", lambda v: v.flatten(), "values"),
+    (["linear", "expanded", "dds"], "values", lambda v: v.mT.contiguous().mT, "values.*contiguous.*strides"),
+    (
+        ["linear", "expanded", "dds"],
+        "values",
+        lambda v: torch.cat([v, v], 2)[..., ::2],
+        "values.*contiguous.*strides",
+    ),
     (["sdd_out"], "values", lambda v: v.mT.contiguous().mT, "out.*contiguous"),
     (["sdd_out"], "values", lambda v: v[:-1], "out.*nnz"),
     (["sdd_out"], "values", lambda v: v.double(), "out.*dtype"),
-    (["linear"], "bias", lambda b: b[1:], "bias.*48.*47"),
-    (["linear"], "bias", lambda b: b[None], "bias"),
-    (["linear"], "bias", lambda b: b.double(), "bias.*dtype"),
-    (["added", "activated"], "residual", lambda r: r[1:], r"residual.*\(8, 48\).*\(7, 48\)"),
-    (["added", "activated"], "residual", lambda r: r[:1], r"residual.*\(8, 48\).*\(1, 48\)"),
-    (["added", "activated"], "residual", lambda r: r[:, :1], r"residual.*\(8, 48\).*\(8, 1\)"),
-    (["added", "activated"], "residual", lambda r: r[None], r"residual.*\(8, 48\).*\(1, 8, 48\)"),
-    (["added", "activated"], "residual", lambda r: r.half(), "residual.*dtype.*float16"),
+    (["linear", "expanded"], "bias", lambda b: b[1:], "bias.*48.*47"),
+    (["linear", "expanded"], "bias", lambda b: b[None], "bias"),
+    (["linear", "expanded"], "bias", lambda b: b.double(), "bias.*dtype"),
+    (["added", "activated", "expanded"], "residual", lambda r: r[1:], r"residual.*\(8, 48\).*\(7, 48\)"),
+    (["added", "activated", "expanded"], "residual", lambda r: r[:1], r"residual.*\(8, 48\).*\(1, 48\)"),
+    (["added", "activated", "expanded"], "residual", lambda r: r[:, :1], r"residual.*\(8, 48\).*\(8, 1\)"),
+    (["added", "activated", "expanded"], "residual", lambda r: r[None], r"residual.*\(8, 48\).*\(1, 8, 48\)"),
+    (["added", "activated", "expanded"], "residual", lambda r: r.half(), "residual.*dtype.*float16"),
 ]
 
 
@@ -241,7 +250,7 @@ def test_operands(
     assert torch.equal(Call(device).linear(), good)
 
 
-@pytest.mark.parametrize("product", ["linear", "added", "dds", "dsd", "sdd", "sdd_out"])
+@pytest.mark.parametrize("product", ["linear", "added", "expanded", "dds", "dsd", "sdd", "sdd_out"])
 def test_operands_are_checked_when_compiling(product: str) -> None:
     """The same errors reach users of fake and meta tensors, as under torch.compile."""
     call = Call("meta")
@@ -260,6 +269,7 @@ def test_operands_are_checked_when_compiling(product: str) -> None:
         ("linear", "values"),
         ("linear", "bias"),
         ("added", "residual"),
+        ("expanded", "values"),
         ("dds", "y"),
         ("sdd", "x"),
         ("sdd", "y"),
@@ -281,8 +291,9 @@ def test_mixed_devices_without_a_gpu() -> None:
     with pytest.raises(InvalidArgumentError, match=r"residual.*device cpu of x.*meta"):
         call.added()
     call.values = call.values.to("meta")
-    with pytest.raises(InvalidArgumentError, match=r"values.*device cpu of x.*meta"):
-        call.linear()
+    for product in (call.linear, call.expanded):
+        with pytest.raises(InvalidArgumentError, match=r"values.*device cpu of x.*meta"):
+            product()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -347,6 +358,15 @@ def test_unknown_handles_and_versions() -> None:
         dds_nt(call.x, call.values, None, -1, 0)
     with pytest.raises(PatternChangedError, match="version"):
         dds_nt(call.x, call.values, None, call.pattern.handle, call.pattern.version + 1)
+
+
+def test_operators_between_values_and_dense_matrices() -> None:
+    call, ops = Call(), torch.ops.tilesparse
+    key = (call.pattern.handle, call.pattern.version)
+    with pytest.raises(InvalidArgumentError, match=r"values.*nnz"):
+        ops.expand(call.values[1:], *key)
+    with pytest.raises(InvalidArgumentError, match=r"dense.*\(48, 128\).*\(128, 48\)"):
+        ops.gather(torch.ones(128, 48), *key)
 
 
 @pytest.mark.parametrize("name", [name for name in tilesparse.__all__ if name.endswith("Error")])

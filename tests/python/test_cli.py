@@ -18,6 +18,7 @@ def test_info_lists_versions_kernels_and_the_choice(capsys: pytest.CaptureFixtur
     for expected in (_C.version(), torch.__version__, _C.architectures(), _C.device_info(0).name):
         assert expected in text
     assert all(kernel.name in text for kernel in _C.kernels())
+    assert "expand=True" in text
     choice = text[text.index("64 -> 96 features") :]
     assert "blocks 32x16" in choice
     for op in cli.OPS:
@@ -30,13 +31,14 @@ def test_bench_compares_the_products_asked_for(capsys: pytest.CaptureFixture[str
     title, _, *rows = capsys.readouterr().out.splitlines()
     assert "density 0.25" in title and title.endswith("on cpu")
     assert [row.split()[0] for row in rows] == ["dgrad"]
-    assert rows[0].count(" ms") == 2 and "x" in rows[0]
+    assert rows[0].count(" ms") == 3 and "x" in rows[0]
 
 
 @pytest.mark.parametrize("op", cli.OPS)
-def test_bench_computes_the_same_on_both_sides(op: str) -> None:
+def test_bench_computes_the_same_on_all_sides(op: str) -> None:
     pattern = cli.BlockPattern.full((96, 64), block_shape=(32, 32))
-    dense, sparse = cli._products(pattern, op, 16, torch.float32, torch.device("cpu"))
+    dense, expanded, sparse = cli._products(pattern, op, 16, torch.float32, torch.device("cpu"))
+    assert expanded().shape == sparse().shape
     assert sparse().numel() == dense().numel()
 
 

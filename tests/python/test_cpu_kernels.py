@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import (
+    FUNCTIONS,
+    LAYOUTS,
+    OPTIONS,
+    OUTPUTS,
     PATTERNS,
     assert_within,
     blocks_of_dense,
@@ -34,25 +38,9 @@ from tilesparse._prepared import Launch, LaunchKey
 from tilesparse.pattern import BLOCK_SIZES
 
 CPU = 0
-LAYOUTS = list(product((0, 1), (0, 1)))  # of x and y: row-major and feature-major
 # By the size of an element.
 POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA57FA5), 8: (torch.int64, 0x7FF57FA57FA57FA5)}
 GUARD = 4096  # elements of poison before and after an operand
-OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
-OPTIONS: dict[int, list[dict[str, Any]]] = {
-    DDS_NT: [
-        {"bias": bias, "activation": name, "residual": residual}
-        for bias, name, residual in product((False, True), ACTIVATIONS, (False, True))
-    ],
-    DDS_NN: [{}],
-    SDD_TN: [{"accumulate": False}, {"accumulate": True}],
-}
-FUNCTIONS = {
-    "none": lambda t: t,
-    "relu": torch.relu,
-    "gelu": torch.nn.functional.gelu,
-    "silu": torch.nn.functional.silu,
-}
 
 
 class Row(NamedTuple):

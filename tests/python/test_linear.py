@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError
@@ -44,6 +45,19 @@ def same_layers(a: BlockSparseLinear, b: BlockSparseLinear) -> bool:
     )
 
 
+class Recorder(TorchDispatchMode):
+    """Notes the operators of this package that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tilesparse":
+            self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 def reload(state: dict[str, Tensor]) -> dict[str, Tensor]:
     file = io.BytesIO()
     torch.save(state, file)
@@ -52,13 +66,14 @@ def reload(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return loaded
 
 
+@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("leading", [(), (5,), (2, 3), (0,)])
 def test_computes_the_dense_layer_and_its_gradients(
-    device: str, bias: bool, leading: tuple[int, ...]
+    device: str, bias: bool, leading: tuple[int, ...], expand: bool
 ) -> None:
-    layer = make(bias=bias, device=device)
+    layer = make(bias=bias, expand=expand, device=device)
     dense = layer.to_linear()
     x = randn(*leading, IN, device=device).requires_grad_()
     torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
@@ -69,9 +84,10 @@ def test_computes_the_dense_layer_and_its_gradients(
     torch.testing.assert_close(got[2:], expected[2:], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_adds_a_residual(device: str) -> None:
-    layer = make(device=device)
+def test_adds_a_residual(device: str, expand: bool) -> None:
+    layer = make(expand=expand, device=device)
     dense, twin = layer.to_linear(), PseudoBlockSparseLinear(layer)
     x, residual = randn(2, 5, IN, device=device), randn(2, 5, OUT, device=device).requires_grad_()
     expected = dense(x) + residual
@@ -168,6 +184,22 @@ def test_copies_are_equal_and_independent() -> None:
         nn.init.zeros_(other.weight)
         assert other(randn(2, IN)).shape == (2, OUT)
     assert layer.weight.any()
+
+
+def test_expand_is_a_choice_of_each_layer_and_not_of_its_state() -> None:
+    layer, other = make(expand=True), make()
+    assert "expand=True" in repr(layer) and "expand" not in repr(other)
+    assert layer.state_dict().keys() == other.state_dict().keys()
+    other.load_state_dict(layer.state_dict())
+    assert layer.expand and not other.expand
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied.expand
+    with Recorder() as recorder:
+        layer(randn(2, IN))
+        assert recorder.seen == {"expand"}
+        other(randn(2, IN))
+        assert recorder.seen == {"expand", "dds_nt"}
+    assert BlockSparseLinear.from_linear(nn.Linear(IN, OUT), expand=True).expand
 
 
 @pytest.mark.parametrize(
@@ -282,9 +314,12 @@ def test_an_updated_pattern_reaches_buffers_and_state_dict() -> None:
     assert torch.equal(layer.col_idx, make(seed=3).col_idx)
 
 
+@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_autocast_computes_in_its_dtype_and_keeps_gradients_in_that_of_the_parameters(device: str) -> None:
-    layer = make(device=device)
+def test_autocast_computes_in_its_dtype_and_keeps_gradients_in_that_of_the_parameters(
+    device: str, expand: bool
+) -> None:
+    layer = make(expand=expand, device=device)
     x = randn(4, IN, device=device)
     with torch.autocast(device, torch.bfloat16):
         y = layer(x)
@@ -293,8 +328,9 @@ def test_autocast_computes_in_its_dtype_and_keeps_gradients_in_that_of_the_param
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
 
 
-def test_second_derivatives() -> None:
-    layer = BlockSparseLinear(32, 48, density=0.5, block_shape=(16, 16), dtype=torch.float64)
+@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+def test_second_derivatives(expand: bool) -> None:
+    layer = BlockSparseLinear(32, 48, density=0.5, block_shape=(16, 16), dtype=torch.float64, expand=expand)
     x = randn(2, 32, dtype=torch.float64).requires_grad_()
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
@@ -304,9 +340,10 @@ def test_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(function, (x, layer.weight), fast_mode=True)
 
 
+@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_compiles_without_graph_breaks_and_follows_a_new_pattern(device: str) -> None:
-    layer, other = make(seed=1, device=device), make(seed=2, device=device)
+def test_compiles_without_graph_breaks_and_follows_a_new_pattern(device: str, expand: bool) -> None:
+    layer, other = make(seed=1, expand=expand, device=device), make(seed=2, device=device)
     for name in ("row_ptr", "col_idx", "slot"):
         getattr(layer, name).copy_(getattr(other, name))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

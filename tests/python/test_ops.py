@@ -46,6 +46,10 @@ def test_opcheck(device: str, dtype: torch.dtype) -> None:
     check(OPS.dds_nn, y, values, *key, True)
     check(OPS.sdd_tn, y, x, *key)
     check(OPS.sdd_tn_into, y.detach(), x.detach(), values.detach(), *key, True)
+    weight = randn(*pattern.shape, dtype=dtype, device=device, seed=4)
+    check(OPS.expand, values, *key)
+    check(OPS.gather, weight.requires_grad_(), *key)
+    check(OPS.gather, weight.detach().t().contiguous().t(), *key)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -68,6 +72,7 @@ def test_opcheck_without_blocks_or_tokens() -> None:
         check(OPS.dds_nt, x, values, bias, *key)
         check(OPS.dds_nn, y, values, *key)
         check(OPS.sdd_tn, y, x, *key)
+        check(OPS.expand, values, *key)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -142,6 +147,7 @@ def eager_products(pattern: BlockPattern, x: Tensor, y: Tensor, values: Tensor) 
             functional.linear(x, values, pattern, residual=y),
             functional.dds(y, values, pattern, transpose=False),
             functional.sdd(y, x, pattern),
+            functional.linear(x, values, pattern, residual=y, expand=True),
         ]
 
 
@@ -164,12 +170,14 @@ def test_modes_and_profilers_see_every_product(device: str) -> None:
     expected = eager_products(pattern, x, y, values)
     with Recorder() as recorder:
         results = eager_products(pattern, x, y, values)
-    assert recorder.seen >= {f"tilesparse.{name}.default" for name in ("dds_nt", "dds_nn", "sdd_tn")}
+    assert recorder.seen >= {
+        f"tilesparse.{name}.default" for name in ("dds_nt", "dds_nn", "sdd_tn", "expand")
+    }
     assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
     with torch.profiler.profile() as profile:
         eager_products(pattern, x, y, values)
     names = {event.key for event in profile.key_averages()}
-    assert names >= {f"tilesparse::{name}" for name in ("dds_nt", "dds_nn", "sdd_tn")}
+    assert names >= {f"tilesparse::{name}" for name in ("dds_nt", "dds_nn", "sdd_tn", "expand")}
 
 
 class Subclass(Tensor):

@@ -65,6 +65,14 @@ def test_density_one_gives_the_results_of_the_dense_model() -> None:
         torch.testing.assert_close(patched.tokens.weight.grad, gradient, rtol=0, atol=1e-3)
 
 
+def test_layers_can_be_patched_to_compute_densely() -> None:
+    models, x = [gpt(), gpt()], tokens()
+    for model, expand in zip(models, (False, True), strict=True):
+        patcher(expand=expand).patch_model(model)
+        assert model.blocks[0].mlp[0].expand is expand
+    torch.testing.assert_close(models[0](x), models[1](x), rtol=0, atol=1e-3)
+
+
 def test_a_patched_model_equals_its_plain_twin_and_trains() -> None:
     model, twin, x = gpt(), gpt(), tokens()
     patcher(density=0.5).patch_model(model)
@@ -221,6 +229,7 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
         (".*", {"block_shape": 32}, "block_shape"),
         (".*", {"block_shape": (32, 20)}, "block_shape"),
         (".*", {"pseudo_linear": 1}, "pseudo_linear"),
+        (".*", {"expand": "yes"}, "expand"),
     ],
 )
 def test_bad_patterns_are_refused_when_added(regex: Any, options: dict[str, Any], field: str) -> None:

@@ -134,13 +134,15 @@ class Dds {
           input_features_(forward_ ? p_.pattern.in_features : p_.pattern.out_features),
           depth_(input_features_ / steps_.pair),
           rows_(std::min<int64_t>(block_, kMaxRows)),
-          direct_(steps_.values_direct && (forward_ || steps_.pair == 1)),
+          by_tokens_(!forward_ && rows_ == kMaxRows && steps_.multiply_tokens != nullptr &&
+                     input_.layout == Layout::row_major && output_.layout == Layout::row_major),
+          direct_(!by_tokens_ && steps_.values_direct && (forward_ || steps_.pair == 1)),
           threads_(std::min(omp_get_max_threads(), device.multiprocessors)),
           value_bytes_(direct_ ? 0 : rows_ * depth_ * steps_.packed_size),
           workspace_(memory) {
         choose_parts(4 * device.multiprocessors);
-        panels_ =
-            workspace_.take(std::min(wave_, round_up(p_.tokens, steps_.lanes)) * depth_ * steps_.packed_size);
+        const int64_t packed_tokens = by_tokens_ ? 0 : std::min(wave_, round_up(p_.tokens, steps_.lanes));
+        panels_ = workspace_.take(packed_tokens * depth_ * steps_.packed_size);
         values_ = workspace_.take(device.multiprocessors * (kGroup / rows_) * value_bytes_);
     }
 
@@ -150,10 +152,12 @@ class Dds {
 #pragma omp parallel num_threads(threads_)
         for (int64_t wave = 0; wave < p_.tokens; wave += wave_) {
             const int64_t end = std::min(wave + wave_, p_.tokens);
+            if (!by_tokens_) {
 #pragma omp for collapse(2)
-            for (int64_t token = wave; token < end; token += steps_.tile)
-                for (int64_t feature = 0; feature < input_features_; feature += kPackedFeatures)
-                    pack_input(token, feature);
+                for (int64_t token = wave; token < end; token += steps_.tile)
+                    for (int64_t feature = 0; feature < input_features_; feature += kPackedFeatures)
+                        pack_input(token, feature);
+            }
 #pragma omp for collapse(2) schedule(dynamic)
             for (int64_t token = wave; token < end; token += chunk_)
                 for (int64_t feature = 0; feature < features_; feature += group_)
@@ -202,13 +206,27 @@ class Dds {
             const Output output = output_of(feature, feature_end - feature, token, sums);
             prefetch_output(output, element_size(p_.dtype));
             for (int64_t i = 0; i < count; ++i) {
-                strips[i].b = panel(token);
-                strips[i].columns = output.sums_ld;
-                strips[i].sums = offset(sums, i * rows_ * output.sums_ld * steps_.packed_size);
-                steps_.multiply(strips[i]);
+                if (by_tokens_)
+                    multiply_tokens(strips[i], token, reinterpret_cast<float*>(sums) + i * rows_);
+                else
+                    multiply(strips[i], token, offset(sums, i * rows_ * output.sums_ld * steps_.packed_size),
+                             output.sums_ld);
             }
             steps_.finish(output);
         }
+    }
+
+    void multiply(Strip& strip, int64_t token, void* sums, int64_t columns) const {
+        strip.b = panel(token);
+        strip.columns = columns;
+        strip.sums = sums;
+        steps_.multiply(strip);
+    }
+
+    void multiply_tokens(const Strip& strip, int64_t token, float* sums) const {
+        const int64_t ld = input_.ld * element_size(p_.dtype);
+        steps_.multiply_tokens({offset(input_.data, token * ld), ld, strip.a, strip.idx, strip.entries,
+                                strip.depth, tile_tokens(token), sums, kGroup});
     }
 
     // The strip that begins at a feature, all but its tokens. It is the index-th of its group.
@@ -247,7 +265,7 @@ class Dds {
                       (slot * rows * cols + within * (forward_ ? cols : 1)) * element_size(p_.dtype));
     }
 
-    // Copies those features of blocks to [entries, rows, depth_block].
+    // Copies those features of blocks to [entries, rows, depth_block], or with the last two exchanged.
     void pack_values(const int32_t* slots, int64_t entries, int64_t within, const void* target) const {
         constexpr int64_t ahead = 4;  // blocks are too small for the processor to see where they lie
         const int64_t depths = depth_block_ * steps_.pair, size = element_size(p_.dtype);
@@ -257,8 +275,8 @@ class Dds {
                 prefetch_rectangle<prefetch>(block_rows(slots[e + ahead], within), rows,
                                              p_.pattern.block_cols * size, cols * size);
             steps_.pack({block_rows(slots[e], within), p_.pattern.block_cols, rows, cols, rows, cols,
-                         offset(target, e * rows_ * depth_block_ * steps_.packed_size), depth_block_,
-                         !forward_, !forward_});
+                         offset(target, e * rows_ * depth_block_ * steps_.packed_size),
+                         by_tokens_ ? rows_ : depth_block_, !forward_ && !by_tokens_, !forward_});
         }
     }
 
@@ -271,12 +289,12 @@ class Dds {
         const Matrix& residual = p_.residual;
         const void* bias = p_.bias ? offset(p_.bias, feature * size) : nullptr;
         return {sums,
-                round_up(columns, steps_.lanes),
-                features,
-                columns,
+                by_tokens_ ? kGroup : round_up(columns, steps_.lanes),
+                by_tokens_ ? columns : features,
+                by_tokens_ ? features : columns,
                 offset(output_.data, first(output_.ld) * size),
                 output_.ld,
-                row_major,
+                row_major && !by_tokens_,
                 bias,
                 p_.activation,
                 residual.data ? offset(residual.data, first(residual.ld) * size) : nullptr,
@@ -292,7 +310,8 @@ class Dds {
         depth_block_;  // sides of a block; depths are counted in pairs where there are pairs
     const int64_t features_, input_features_, depth_;
     const int64_t rows_;
-    const bool direct_;  // values are read where they lie
+    const bool by_tokens_;  // activations are read where they lie, and blocks of W have to be packed anyway
+    const bool direct_;     // values are read where they lie
     const int threads_;
     const int64_t value_bytes_;
     int64_t chunk_, group_, wave_;  // tokens, features and tokens

@@ -34,7 +34,8 @@ constexpr Steps steps_of() {
             T == DType::float64 || T == DType::float32,
             &Set::template pack_with<Single<C>>,
             &Set::template multiply_with<Products<V>>,
-            &Set::template finish_with<C>};
+            &Set::template finish_with<C>,
+            nullptr};
 }
 
 template <class Set>
@@ -79,10 +80,22 @@ TS_AVX512_BF16 void pack_pairs(const Pack& p) {
 
 TS_AVX512_BF16 void multiply_pairs(const Strip& s) { multiply<PairProducts<64>, 8>(s); }
 
+// Rounds with the processor's own instruction, which takes subnormal numbers for zero as its products do.
+// In assembly, because intrinsics could not be inlined into code that is written for every instruction set.
+struct NativeBfloat16 : Codec<DType::bfloat16, 64> {
+    static TS_INLINE S encode(const V& v) {
+        S result;
+        asm("vcvtneps2bf16 %1, %0" : "=v"(result) : "v"(v));
+        return result;
+    }
+};
+
+TS_AVX512_BF16 void finish_pairs(const Output& o) { finish<NativeBfloat16>(o); }
+
 constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int32_t tile,
-                                  void (*multiply)(const Strip&)) {
-    const Steps steps = {tile, 16,         2,        4,
-                         true, pack_pairs, multiply, Avx512::finish_with<Codec<DType::bfloat16, 64>>};
+                                  void (*multiply)(const Strip&),
+                                  void (*multiply_tokens)(const TokenStrip&)) {
+    const Steps steps = {tile, 16, 2, 4, true, pack_pairs, multiply, finish_pairs, multiply_tokens};
     return {available, missing, {{}, {}, {}, steps}};
 }
 
@@ -170,6 +183,60 @@ void multiply_amx(const Strip& s) {
     asm volatile("tilerelease");
 }
 
+// Sums in tiles 0 to 3 and A in tiles 6 and 7 have that many rows, B in tiles 4 and 5 is `depth` pairs deep.
+void configure_token_tiles(int rows, int64_t depth) {
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) {
+        config.rows[tile] = static_cast<uint8_t>(tile == 4 || tile == 5 ? depth : rows);
+        config.row_bytes[tile] = static_cast<uint16_t>(tile < 6 ? 64 : 4 * depth);
+    }
+    asm volatile("ldtilecfg %0" ::"m"(config));
+}
+
+// Sums of one or two tiles of tokens and 32 features.
+template <int Rows>
+void multiply_token_tiles(const TokenStrip& s, int64_t token, int64_t depth) {
+    const char* const x = static_cast<const char*>(s.x) + token * s.x_ld;
+    const auto* w = static_cast<const uint32_t*>(s.w);
+    tile_zero<0>(), tile_zero<1>();
+    if constexpr (Rows == 2) tile_zero<2>(), tile_zero<3>();
+    for (int64_t e = 0; e < s.entries; ++e) {
+        for (int64_t d = 0; d < s.depth; d += depth, w += depth * kMaxRows) {
+            const char* const pairs = x + (s.idx[e] * s.depth + d) * 4;
+            tile_load<4>(w, kMaxRows * 4);
+            tile_load<5>(w + 16, kMaxRows * 4);
+            tile_load<6>(pairs, s.x_ld);
+            tile_multiply<0, 6, 4>();
+            tile_multiply<1, 6, 5>();
+            if constexpr (Rows == 2) {
+                tile_load<7>(pairs + 16 * s.x_ld, s.x_ld);
+                tile_multiply<2, 7, 4>();
+                tile_multiply<3, 7, 5>();
+            }
+        }
+    }
+    float* const to = s.sums + token * s.sums_ld;
+    tile_store<0>(to, s.sums_ld * 4);
+    tile_store<1>(to + 16, s.sums_ld * 4);
+    if constexpr (Rows == 2) {
+        tile_store<2>(to + 16 * s.sums_ld, s.sums_ld * 4);
+        tile_store<3>(to + 16 * s.sums_ld + 16, s.sums_ld * 4);
+    }
+}
+
+void multiply_tokens_amx(const TokenStrip& s) {
+    const int64_t depth = std::min<int64_t>(s.depth, 16);
+    int64_t token = 0;
+    configure_token_tiles(16, depth);
+    for (; token + 32 <= s.tokens; token += 32) multiply_token_tiles<2>(s, token, depth);
+    for (; token + 16 <= s.tokens; token += 16) multiply_token_tiles<1>(s, token, depth);
+    if (token < s.tokens) {
+        configure_token_tiles(static_cast<int>(s.tokens - token), depth);
+        multiply_token_tiles<1>(s, token, depth);
+    }
+    asm volatile("tilerelease");
+}
+
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 bool has_avx512() {
@@ -204,9 +271,10 @@ const InstructionSet portable = set_of<Portable>([] { return true; }, nullptr);
 const InstructionSet avx2 = set_of<Avx2>(has_avx2, "the processor lacks AVX2 or FMA");
 const InstructionSet avx512 = set_of<Avx512>(has_avx512, "the processor lacks AVX-512 F, BW, DQ or VL");
 const InstructionSet avx512_bf16 =
-    pair_set(has_avx512_bf16, "the processor lacks AVX-512 BF16", kVectors * 16, multiply_pairs);
+    pair_set(has_avx512_bf16, "the processor lacks AVX-512 BF16", kVectors * 16, multiply_pairs, nullptr);
 const InstructionSet amx_bf16 =
-    pair_set(has_amx_bf16, "the processor lacks AMX BF16, or the system does not grant it", 64, multiply_amx);
+    pair_set(has_amx_bf16, "the processor lacks AMX BF16, or the system does not grant it", 64, multiply_amx,
+             multiply_tokens_amx);
 #endif
 
 }  // namespace ts::cpu

@@ -54,6 +54,20 @@ struct Strip {
     void* sums;             // [rows, columns]
 };
 
+// The same the other way round, for row-major x and strips of 32 features: sums[t][f] = sum over entries e
+// and depths d of the products of the pairs x[t, idx[e] * depth + d] and w[e, d, f], with x read where it
+// lies.
+struct TokenStrip {
+    const void* x;
+    int64_t x_ld;   // bytes
+    const void* w;  // pairs [entries, depth, 32]
+    const int32_t* idx;
+    int64_t entries, depth;
+    int64_t tokens;  // at most a tile
+    float* sums;
+    int64_t sums_ld;
+};
+
 // Element (i, c) of a strip goes to data[i * ld + c], or to data[c * ld + i] if transposed.
 struct Output {
     void* sums;  // changed in place
@@ -78,6 +92,7 @@ struct Steps {
     void (*pack)(const Pack&);
     void (*multiply)(const Strip&);
     void (*finish)(const Output&);
+    void (*multiply_tokens)(const TokenStrip&);  // or null
 };
 
 #define TS_INLINE inline __attribute__((always_inline))

@@ -1,0 +1,340 @@
+"""Times whole models on a GPU, dense and with block-sparse linear layers, in bfloat16.
+
+    python benchmarks/bench_models.py --output models.json
+    python benchmarks/report.py models.json
+
+README.md beside this says what is measured and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from harness import (
+    ContextLostError,
+    CudaTimer,
+    HostTimer,
+    Timer,
+    Unavailable,
+    block_list,
+    density_list,
+    environment,
+    positive,
+    recording,
+    relative_error,
+    steady_times,
+    subset,
+    warm_up,
+    write_json,
+)
+from models import MODELS, TASKS, Architecture, make_dense, make_sparse
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MODES = ("eager", "graph", "compile")
+DTYPE = torch.bfloat16
+TOLERANCE = 5e-2  # relative, Frobenius norm; every layer rounds to bfloat16
+LEARNING_RATE = 1e-5  # the targets are noise
+WARM_UP_CALLS = 3
+COMPILED_MODELS = 256  # in one process; PyTorch stops at 8 of the same code
+
+
+class Group(NamedTuple):
+    """What one dense model is compared in."""
+
+    name: str
+    architecture: Architecture
+    task: str
+    mode: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.task} {self.mode}"
+
+
+class Prepared(NamedTuple):
+    """A call that runs a model, and the most memory it took, with all that the model holds."""
+
+    call: Callable[[], Tensor]
+    peak_bytes: int | None
+    parameters: int
+
+
+class Bench:
+    """How models are made ready on one device and timed."""
+
+    def __init__(self, device: torch.device, repetitions: int, seed: int) -> None:
+        self.device, self.repetitions, self.seed = device, repetitions, seed
+        self.timer: Timer = CudaTimer(host_ahead=False) if device.type == "cuda" else HostTimer()
+
+    def dense(self, group: Group) -> Prepared:
+        """The dense model of a group."""
+        return self._prepared(group, lambda: self._build(group))
+
+    def sparse(self, group: Group, density: float, block_shape: tuple[int, int]) -> Prepared:
+        """The same model with block-sparse layers."""
+        return self._prepared(group, lambda: make_sparse(self._build(group), density, block_shape, self.seed))
+
+    def error(
+        self, group: Group, density: float, block_shape: tuple[int, int], call: Callable[[], Tensor]
+    ) -> float | None:
+        """Of the output of inference, from what the expanded weights give."""
+        model = make_dense(make_sparse(self._build(group), density, block_shape, self.seed))
+        with torch.no_grad():
+            return relative_error(call(), model.eval()(self._inputs(group)).float())
+
+    def _build(self, group: Group) -> nn.Module:
+        return group.architecture.build(self.device, DTYPE, self.seed)
+
+    def _inputs(self, group: Group) -> Tensor:
+        return group.architecture.inputs(self.device, DTYPE, self.seed)
+
+    def _prepared(self, group: Group, build: Callable[[], nn.Module]) -> Prepared:
+        """The peak is counted from what others hold, once the model stands."""
+        free_memory()
+        x, others = self._inputs(group), self._allocated()
+        model = build().train(group.task == "training")
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        free_memory()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        call = prepare(model, x, group.task, group.mode)
+        call()
+        peak = torch.cuda.max_memory_allocated() - others if self.device.type == "cuda" else None
+        return Prepared(call, peak, parameters)
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
+
+class CapturedCall:
+    """A call in a CUDA graph; it is kept because it holds the memory that the graph uses."""
+
+    def __init__(self, call: Callable[[], Tensor]) -> None:
+        self._call = call
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_CALLS):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self._graph, stream=stream):
+            self._result = call()
+
+    def __call__(self) -> Tensor:
+        self._graph.replay()
+        return self._result
+
+
+def prepare(model: nn.Module, x: Tensor, task: str, mode: str) -> Callable[[], Tensor]:
+    """What runs a model once: inference gives its output, a step of training the loss."""
+    if mode == "graph" and not x.is_cuda:
+        raise Unavailable("CUDA graphs need a GPU")
+    if task == "training":
+        call = training_step(model, x, mode)
+    else:
+        forward = _compiled(model, mode)
+        call = torch.no_grad()(lambda: forward(x))
+    return CapturedCall(call) if mode == "graph" else call
+
+
+def training_step(model: nn.Module, x: Tensor, mode: str) -> Callable[[], Tensor]:
+    """Forward, backward and AdamW, towards outputs that are random numbers."""
+    target = torch.randn_like(x)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, fused=True, capturable=mode == "graph"
+    )
+    loss_of = _compiled(lambda: F.mse_loss(model(x), target), mode)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _compiled(function: Callable[..., Tensor], mode: str) -> Callable[..., Tensor]:
+    """Whole, so that nothing falls back to eager mode unnoticed."""
+    return torch.compile(function, fullgraph=True, dynamic=False) if mode == "compile" else function
+
+
+def free_memory() -> None:
+    """Gives back what dropped models held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA device")
+    document: dict[str, Any] = {
+        "environment": environment(arguments.commit),
+        "arguments": {name: str(value) for name, value in vars(arguments).items()},
+        "cases": [],
+    }
+    lost = False
+    try:
+        _run(arguments, document)
+    except ContextLostError as error:
+        lost = True
+        document["stopped"] = f"the GPU gave up: {error}"
+    write_json(arguments.output, document)
+    results = [result for case in document["cases"] for result in case["results"]]
+    wrong = [result for result in results if result.get("wrong")]
+    print(f"wrote {arguments.output}: {len(results)} results, {len(wrong)} wrong")
+    print(document.get("stopped", "all cases done"))
+    return int(lost or bool(wrong))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("models.json"),
+        help="results as JSON, kept up to date (%(default)s)",
+    )
+    parser.add_argument(
+        "--budget", type=float, default=540.0, metavar="SECONDS", help="no case starts later (%(default)s)"
+    )
+    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    parser.add_argument(
+        "--models", type=subset(MODELS), default=tuple(MODELS), help=f"of {','.join(MODELS)} (all)"
+    )
+    parser.add_argument(
+        "--tasks",
+        type=subset(TASKS),
+        default=TASKS,
+        help=f"of {','.join(TASKS)} (all)",
+    )
+    parser.add_argument("--modes", type=subset(MODES), default=MODES, help=f"of {','.join(MODES)} (all)")
+    parser.add_argument("--densities", type=density_list, default=(0.5, 0.25, 0.1), help="(.5,.25,.1)")
+    parser.add_argument("--blocks", type=block_list, help="as 32 or 128x32 (64,128, for roberta 32 too)")
+    for name in ("layers", "batch", "tokens"):
+        parser.add_argument(f"--{name}", type=positive, help="(the model's)")
+    parser.add_argument("--repetitions", type=positive, default=10, help="at least (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, patterns and data (%(default)s)")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu only tries the script (%(default)s)",
+    )
+    return parser
+
+
+def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+    torch._dynamo.config.recompile_limit = COMPILED_MODELS
+    bench = Bench(torch.device(arguments.device), arguments.repetitions, arguments.seed)
+    if arguments.device == "cuda":
+        warm_up()
+    deadline = time.monotonic() + arguments.budget
+    for group in _groups(arguments):
+        if time.monotonic() > deadline:
+            document["stopped"] = f"budget of {arguments.budget:g} s spent before {group.title}"
+            return
+        print(group.title, flush=True)
+        record = _description(group)
+        document["cases"].append(record)
+        with recording(record, "dense"):
+            for result in _results(bench, group, record, arguments, deadline):
+                record["results"].append(result)
+                write_json(arguments.output, document)
+        torch.compiler.reset()
+        if record.pop("stopped", False):
+            document["stopped"] = f"budget of {arguments.budget:g} s spent within {group.title}"
+            return
+
+
+def _results(
+    bench: Bench, group: Group, record: dict[str, Any], arguments: argparse.Namespace, deadline: float
+) -> Iterator[dict[str, Any]]:
+    """Those of all blocks and densities for which there is time, against one dense model."""
+    dense = bench.dense(group)
+    record |= _held(dense)
+    for block_shape in arguments.blocks or group.architecture.blocks:
+        for density in arguments.densities:
+            if time.monotonic() > deadline:
+                record["stopped"] = True
+                return
+            yield _result(bench, group, dense, density, block_shape)
+
+
+def _groups(arguments: argparse.Namespace) -> Iterator[Group]:
+    sizes = {name: getattr(arguments, name) for name in ("layers", "batch", "tokens")}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    for name in arguments.models:
+        architecture = MODELS[name].with_sizes(**sizes)
+        for task in arguments.tasks:
+            if task in architecture.tasks:
+                for mode in arguments.modes:
+                    yield Group(name, architecture, task, mode)
+
+
+def _description(group: Group) -> dict[str, Any]:
+    return {
+        "model": group.name,
+        "task": group.task,
+        "mode": group.mode,
+        "size": dataclasses.asdict(group.architecture.size),
+        "results": [],
+    }
+
+
+def _held(prepared: Prepared) -> dict[str, Any]:
+    return {"parameters": prepared.parameters, "peak_bytes": prepared.peak_bytes}
+
+
+def _result(
+    bench: Bench, group: Group, dense: Prepared, density: float, block_shape: tuple[int, int]
+) -> dict[str, Any]:
+    result: dict[str, Any] = {"block_shape": list(block_shape), "density": density}
+    with recording(result, f"{'x'.join(map(str, block_shape))} {density:g}"):
+        sparse = bench.sparse(group, density, block_shape)
+        result |= _held(sparse)
+        if group.task == "inference":
+            error = bench.error(group, density, block_shape, sparse.call)
+            result |= {"error": error, "wrong": error is None or error > TOLERANCE}
+        times = steady_times(sparse.call, dense.call, bench.timer, bench.repetitions)
+        result |= {
+            "t_us": round(times.sparse_us, 2),
+            "dense_us": [round(time_us, 2) for time_us in times.dense_us],
+            "unsteady": times.unsteady,
+            "speedup": round(times.speedup, 4),
+            "repetitions": times.repetitions,
+        }
+        _print_result(result)
+    return result
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    bn, bk = result["block_shape"]
+    peak = "" if result["peak_bytes"] is None else f"  {result['peak_bytes'] / 1e9:.2f} GB"
+    notes = [flag.upper() for flag in ("unsteady", "wrong") if result.get(flag)]
+    print(
+        f"  {f'{bn}x{bk}':7} {result['density']:<4g}{result['t_us'] / 1e3:12.3f} ms"
+        f"  {result['speedup']:6.2f}x dense{peak}  {' '.join(notes)}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

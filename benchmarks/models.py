@@ -1,0 +1,255 @@
+"""The models that are measured: transformers in plain PyTorch, with random weights and inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
+
+ROTARY_BASE = 500_000.0  # of Llama 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Of a model and of its input [batch, tokens, hidden].
+
+    ``cached`` is 0, or the positions of a KV cache, the last of which is the input's only token.
+    """
+
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    batch: int
+    tokens: int
+    cached: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A kind of model, the sizes of blocks it is measured with, and what is done with it."""
+
+    kind: type[nn.Module]
+    size: Size
+    blocks: tuple[tuple[int, int], ...] = ((64, 64), (128, 128))
+    tasks: tuple[str, ...] = ("inference",)
+
+    def with_sizes(self, **sizes: int) -> Architecture:
+        """The same with other sizes; a decoder has its ``tokens`` in the cache."""
+        if self.size.cached and "tokens" in sizes:
+            sizes["cached"] = sizes.pop("tokens")
+        return dataclasses.replace(self, size=dataclasses.replace(self.size, **sizes))
+
+    def build(self, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
+        """A model whose random weights follow from the seed."""
+        torch.manual_seed(seed)
+        with device:
+            return self.kind(self.size).to(dtype)
+
+    def inputs(self, device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
+        """Normal numbers in place of embedded tokens."""
+        generator = torch.Generator(device).manual_seed(seed)
+        size = (self.size.batch, self.size.tokens, self.size.hidden)
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+
+class Encoder(nn.Module):
+    """Transformer encoder [batch, tokens, hidden] -> the same."""
+
+    norm_first: bool
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(EncoderBlock(size, self.norm_first) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.norm_first:
+            x = self.norm(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) if self.norm_first else x
+
+
+class VisionEncoder(Encoder):
+    """ViT: every sum is normalised before the next layer reads it, and the last one at the end."""
+
+    norm_first = True
+
+
+class TextEncoder(Encoder):
+    """RoBERTa: the embedded tokens and every sum are normalised."""
+
+    norm_first = False
+
+
+class EncoderBlock(nn.Module):
+    """Attention over all tokens and a perceptron, each added to its input."""
+
+    def __init__(self, size: Size, norm_first: bool) -> None:
+        super().__init__()
+        self.heads, self.norm_first = size.heads, norm_first
+        self.norm1 = nn.LayerNorm(size.hidden)
+        self.qkv = nn.Linear(size.hidden, 3 * size.hidden)
+        self.output = nn.Linear(size.hidden, size.hidden)
+        self.norm2 = nn.LayerNorm(size.hidden)
+        self.mlp = nn.Sequential(
+            nn.Linear(size.hidden, size.mlp), nn.GELU(), nn.Linear(size.mlp, size.hidden)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm_first:
+            x = x + self._attend(self.norm1(x))
+            return x + self.mlp(self.norm2(x))
+        x = self.norm1(x + self._attend(x))
+        return self.norm2(x + self.mlp(x))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.output(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Decoder(nn.Module):
+    """Llama's decoder blocks [batch, tokens, hidden] -> the same: a whole prompt, or one token."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DecoderBlock(size) for _ in range(size.layers))
+        positions = torch.arange(size.cached or size.tokens)[-size.tokens :]
+        for name, table in zip(("cos", "sin"), _rotations(positions, size), strict=True):
+            self.register_buffer(name, table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return x
+
+
+class DecoderBlock(nn.Module):
+    """Causal attention and a gated perceptron, each added to its input."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(size.hidden)
+        self.attention = CausalAttention(size)
+        self.norm2 = nn.RMSNorm(size.hidden)
+        self.gate = nn.Linear(size.hidden, size.mlp, bias=False)
+        self.up = nn.Linear(size.hidden, size.mlp, bias=False)
+        self.down = nn.Linear(size.mlp, size.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x), cos, sin)
+        normed = self.norm2(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class CausalAttention(nn.Module):
+    """Attention with rotary positions, in which groups of heads share keys and values.
+
+    With a KV cache the token is the last one: its keys and values go there, and it attends to all.
+    """
+
+    keys: Tensor | None
+    values: Tensor | None
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width = size.hidden // size.heads
+        self.heads, self.kv_heads = size.heads, size.kv_heads
+        self.qkv = nn.Linear(size.hidden, (size.heads + 2 * size.kv_heads) * width, bias=False)
+        self.output = nn.Linear(size.hidden, size.hidden, bias=False)
+        cache = (size.batch, size.kv_heads, size.cached, width)
+        self.register_buffer("keys", torch.randn(cache) if size.cached else None)
+        self.register_buffer("values", torch.randn(cache) if size.cached else None)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.project(x, cos, sin)
+        if self.keys is None or self.values is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            self.keys[:, :, -1:], self.values[:, :, -1:] = k, v
+            y = self._attend_to_cache(q, self.keys, self.values)
+        return self.output(y.transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [batch, heads, tokens, width]."""
+        parts = (self.heads, self.kv_heads, self.kv_heads)
+        heads = self.qkv(x).unflatten(-1, (sum(parts), -1)).transpose(1, 2)
+        q, k, v = heads.split(parts, dim=1)
+        return _rotated(q, cos, sin), _rotated(k, cos, sin), v
+
+    def _attend_to_cache(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The heads of a group are the queries of its keys, so that the cache is read once."""
+        groups = q.reshape(q.shape[0], self.kv_heads, -1, q.shape[-1])
+        return F.scaled_dot_product_attention(groups, keys, values).reshape(q.shape)
+
+
+def _rotations(positions: Tensor, size: Size) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [tokens, width] of the angles of both halves of a head."""
+    width = size.hidden // size.heads
+    frequencies = ROTARY_BASE ** -(torch.arange(0, width, 2) / width)
+    angles = torch.outer(positions, frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+TASKS = ("inference", "training")
+LLAMA = Size(layers=1, hidden=4096, mlp=14336, heads=32, kv_heads=8, batch=1, tokens=8192)
+MODELS = {
+    "vit": Architecture(VisionEncoder, Size(32, 1280, 5120, 16, 16, batch=64, tokens=257), tasks=TASKS),
+    "roberta": Architecture(
+        TextEncoder,
+        Size(12, 768, 3072, 12, 12, batch=16, tokens=512),
+        blocks=((32, 32), (64, 64), (128, 128)),
+        tasks=TASKS,
+    ),
+    "llama-prefill": Architecture(Decoder, LLAMA),
+    "llama-decode1": Architecture(Decoder, dataclasses.replace(LLAMA, tokens=1, cached=8192)),
+    "llama-decode16": Architecture(Decoder, dataclasses.replace(LLAMA, batch=16, tokens=1, cached=8192)),
+}
+
+
+class RandomPatcher(BlockSparseModelPatcher):
+    """Keeps blocks of every linear layer at random, scaled so that results keep their variance."""
+
+    def __init__(self, density: float, block_shape: tuple[int, int], seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+        self.add_pattern("", {"density": density, "block_shape": block_shape})
+
+    def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> BlockSparseLinear:
+        pattern = BlockPattern.random(
+            module.weight.shape,
+            block_shape=options["block_shape"],
+            density=options["density"],
+            generator=self._generator,
+        )
+        layer = BlockSparseLinear.from_linear(module, pattern=pattern)
+        with torch.no_grad():
+            layer.weight.mul_(pattern.density**-0.5)
+        return layer
+
+
+def make_sparse(model: nn.Module, density: float, block_shape: tuple[int, int], seed: int) -> nn.Module:
+    """Replaces all linear layers of a model, whose dense weights are freed."""
+    RandomPatcher(density, block_shape, seed).patch_model(model)
+    return model
+
+
+def make_dense(model: nn.Module) -> nn.Module:
+    """Expands all block-sparse layers of a model: what it should compute."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BlockSparseLinear):
+            model.set_submodule(name, module.to_linear())
+    return model

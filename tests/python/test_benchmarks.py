@@ -1,0 +1,114 @@
+"""The benchmark of models runs, and its sparse models are the dense ones at density 1."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import bench_models
+import models
+import pytest
+import report
+import torch
+from models import MODELS, Architecture, Size
+from torch import nn
+
+CPU = torch.device("cpu")
+TINY = Size(layers=2, hidden=64, mlp=128, heads=4, kv_heads=2, batch=2, tokens=8)
+CASES = [(name, task) for name, model in MODELS.items() for task in model.tasks]
+
+
+def tiny(name: str) -> Architecture:
+    size = dataclasses.replace(TINY, tokens=1, cached=8) if MODELS[name].size.cached else TINY
+    return dataclasses.replace(MODELS[name], size=size)
+
+
+def steps(model: nn.Module, architecture: Architecture, task: str) -> list[torch.Tensor]:
+    """Outputs or losses of two steps."""
+    x = architecture.inputs(CPU, torch.float32, seed=1)
+    torch.manual_seed(2)
+    call = bench_models.prepare(model, x, task, "eager")
+    return [call().clone(), call().clone()]
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_density_one_is_the_dense_model(name: str, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_models, "LEARNING_RATE", 1e-2)
+    architecture = tiny(name)
+    dense = architecture.build(CPU, torch.float32, seed=0)
+    sparse = models.make_sparse(copy.deepcopy(dense), 1.0, (16, 16), seed=0)
+    assert not any(type(module) is nn.Linear for module in sparse.modules())
+    first, second = steps(dense, architecture, task)
+    torch.testing.assert_close(steps(sparse, architecture, task), [first, second], rtol=1e-4, atol=1e-5)
+    assert torch.equal(first, second) == (task == "inference")  # the step has changed the parameters
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_sparse_models_compute_what_their_expanded_weights_do(name: str, task: str) -> None:
+    architecture = tiny(name)
+    sparse = models.make_sparse(architecture.build(CPU, torch.float32, seed=0), 0.25, (16, 32), seed=0)
+    parameters = sum(parameter.numel() for parameter in sparse.parameters())
+    expanded = models.make_dense(copy.deepcopy(sparse))
+    assert parameters < sum(parameter.numel() for parameter in expanded.parameters()) / 3
+    actual, expected = (steps(model, architecture, task)[0] for model in (sparse, expanded))
+    assert torch.isfinite(actual).all()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_decoding_continues_a_prompt() -> None:
+    """The last token of a prompt, from the cache of the ones before."""
+    prefill, decode = tiny("llama-prefill"), tiny("llama-decode1")
+    prompt, token = (
+        dataclasses.replace(architecture, size=dataclasses.replace(architecture.size, layers=1)).build(
+            CPU, torch.float32, seed=0
+        )
+        for architecture in (prefill, decode)
+    )
+    token.load_state_dict(dict(prompt.named_parameters()), strict=False)
+    x = prefill.inputs(CPU, torch.float32, seed=1)
+    with torch.no_grad():
+        block, cache = prompt.blocks[0], token.blocks[0].attention
+        _, keys, values = block.attention.project(block.norm1(x), prompt.cos, prompt.sin)
+        cache.keys[:, :, :-1], cache.values[:, :, :-1] = keys[:, :, :-1], values[:, :, :-1]
+        torch.testing.assert_close(token(x[:, -1:]), prompt(x)[:, -1:], rtol=1e-4, atol=1e-5)
+
+
+def run(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    for name in MODELS:
+        monkeypatch.setitem(MODELS, name, tiny(name))
+    assert (
+        bench_models.main(["--device", "cpu", "--repetitions", "1", "--output", str(path), *arguments]) == 0
+    )
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def test_results_and_failures_are_recorded_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "models.json"
+    arguments = ("--modes", "eager,graph", "--blocks", "32,128", "--densities", ".5", "--layers", "1")
+    document = run(path, monkeypatch, *arguments)
+    assert [(case["model"], case["task"]) for case in document["cases"] if case["mode"] == "eager"] == CASES
+    for case in document["cases"]:
+        assert case["size"]["layers"] == 1
+        if case["mode"] == "graph":
+            assert case["unavailable"] == "CUDA graphs need a GPU" and not case["results"]
+            continue
+        measured, refused = case["results"]
+        assert measured["speedup"] > 0 and measured["parameters"] < case["parameters"]
+        assert "multiple" in refused["unavailable"] and refused["block_shape"] == [128, 128]
+    capsys.readouterr()
+    assert report.main([str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("###") == len(CASES)
+    assert text.count("| eager | 32x32 |") == len(CASES)
+    assert "graph, all: CUDA graphs need a GPU" in text
+
+
+def test_nothing_starts_after_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = run(tmp_path / "models.json", monkeypatch, "--budget", "0")
+    assert "budget" in document["stopped"] and not document["cases"]
