@@ -270,7 +270,8 @@ __device__ inline void store_sums(const DecodeArguments& arguments, const char* 
             sum.x += added.x;
             sum.y += added.y;
         }
-        sum = {activate(sum.x, arguments.activation), activate(sum.y, arguments.activation)};
+        sum = {activate<Element>(sum.x, arguments.activation),
+               activate<Element>(sum.y, arguments.activation)};
         auto* const output = static_cast<Element*>(arguments.output);
         const auto* const residual = static_cast<const Element*>(arguments.residual);
         const bool row_major = arguments.output_layout == Layout::row_major;

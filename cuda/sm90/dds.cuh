@@ -36,16 +36,16 @@ class DdsConsumer {
 
     __device__ void run() {
         DdsEpilogue<Traits> epilogue(arguments_, shared_, group_);
-        typename Ring<Schedule::kQueue>::Position next;
         float sums[kSums];
-        Work work = shared_.schedule.pop(next, lane_);
-        uint32_t present = present_from(work, 0);
+        Work work = next_work(epilogue);
         while (work.tile >= 0) {
-            epilogue.begin(plan_.rows + Traits::plan_index(work.tile, rank_) * plan_.groups,
-                           Traits::first_token(work, rank_));
-            sum_up(sums, work, present);
-            work = shared_.schedule.pop(next, lane_);
-            present = present_from(work, 0);  // arrives during the epilogue
+            epilogue.begin(Traits::first_token(work, rank_));
+            const bool any = multiply_all(sums, work);
+            // While the last products are under way, so that what the plan says of the next tile has arrived
+            // when the barriers of the epilogue wait for all that is read.
+            work = next_work(epilogue);
+            release_multiplied();
+            if (!any) clear(sums);
             epilogue.store(sums);
         }
         epilogue.finish_stores();
@@ -56,18 +56,27 @@ class DdsConsumer {
     using WeightPosition = typename Ring<Traits::kWeightStages>::Position;
     static constexpr int kWarpSize = 32;
 
-    // Whether the warpgroup has blocks in the lane's step, of 32 from the tile's step `first`.
-    __device__ uint32_t present_from(const Work& work, int first) const {
-        const int step = first + lane_;
-        if (step >= work.steps) return 0;
-        return __ldg(plan_.masks + Traits::plan_index(work.step + step, rank_)) >> 16 * group_ & 0xffff;
+    __device__ Work next_work(DdsEpilogue<Traits>& epilogue) {
+        const Work work = shared_.schedule.pop(next_, lane_);
+        if (work.tile < 0) return work;
+        mask_ = mask_from(work, 0);
+        epilogue.prepare(plan_.rows + Traits::plan_index(work.tile, rank_) * plan_.groups);
+        return work;
     }
 
-    __device__ void sum_up(float (&sums)[kSums], const Work& work, uint32_t present) {
+    // What the plan says of the lane's step, of 32 from the tile's step `first`.
+    __device__ uint32_t mask_from(const Work& work, int first) const {
+        const int step = first + lane_;
+        return step < work.steps ? __ldg(plan_.masks + Traits::plan_index(work.step + step, rank_)) : 0;
+    }
+
+    // Starts all products of a tile; false if there are none. The last may be under way afterwards.
+    __device__ bool multiply_all(float (&sums)[kSums], const Work& work) {
         bool any = false;
         for (int first = 0; first < work.steps; first += kWarpSize) {
-            const uint32_t steps_present = __ballot_sync(~0u, present != 0);
-            present = present_from(work, first + kWarpSize);
+            // Those in which the warpgroup has blocks.
+            const uint32_t steps_present = __ballot_sync(~0u, (mask_ >> 16 * group_ & 0xffff) != 0);
+            mask_ = mask_from(work, first + kWarpSize);
             const int count = min(kWarpSize, work.steps - first);
             for (int step = 0; step < count; ++step) {
                 shared_.input_ring.wait_full(input_);
@@ -81,8 +90,11 @@ class DdsConsumer {
                 input_.advance();
             }
         }
-        release_multiplied();
-        if (any) return;
+        return any;
+    }
+
+    __device__ static void clear(float (&sums)[kSums]) {
+        asm volatile("");  // a branch, which is rarely taken, is faster than choosing each sum
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
     }
@@ -138,6 +150,8 @@ class DdsConsumer {
     int rank_;
     int group_;
     int lane_;
+    typename Ring<Schedule::kQueue>::Position next_;
+    uint32_t mask_ = 0;  // what the plan says of the lane's step of the next tile
     InputPosition input_;
     WeightPosition weight_;
     bool multiplied_ = false;
@@ -275,10 +289,11 @@ struct Dds {
         return map_values(arguments, problem);
     }
 
-    // So many tokens that their activations take a sixth of L2.
+    // So many tokens that their activations take a third of L2, but two units at least: within a group tiles
+    // are in order, and the longer the order the better they are balanced.
     static int group_units(int k_size) {
-        constexpr int64_t kPanelBytes = 8 << 20;
-        return static_cast<int>(std::max<int64_t>(1, kPanelBytes / (int64_t{kUnitTokens} * k_size * 2)));
+        constexpr int64_t kPanelBytes = 16 << 20;
+        return static_cast<int>(std::max<int64_t>(2, kPanelBytes / (int64_t{kUnitTokens} * k_size * 2)));
     }
 
     static int k_width(const DdsArguments& arguments) { return std::min(arguments.k_block, Traits::kStep); }

@@ -25,13 +25,30 @@ class DdsEpilogue {
           group_(group),
           thread_(threadIdx.x % 128),
           parts_(arguments.row_parts),
-          staged_(place()) {}
+          staged_(place()),
+          first_row_(row_of(0)) {}
 
-    // Called once for each tile, before its sums are stored: asks for the residual of the first chunks.
-    // `rows`: the block rows of the CTA's tile.
-    __device__ void begin(const int* rows, int token) {
-        rows_ = rows;
+    // What is read of a tile is read early and used late: a warp stops where it uses what has not arrived.
+    //
+    // Called before the results of the tile before are stored. `rows`: the block rows of the CTA's tile.
+    __device__ void prepare(const int* rows) {
+#pragma unroll
+        for (int part = 0; part < kMaxParts; ++part)
+            if (part < parts_) next_rows_[part] = __ldg(rows + first_row_ + part);
+        if (arguments_.bias == nullptr) return;
+        next_bias_rows_[0] = __ldg(rows + row_of(bias_feature()));
+        next_bias_rows_[1] = __ldg(rows + row_of(bias_feature() + 8));
+    }
+
+    // Called before the sums are computed; asks for the residual of the first chunks.
+    __device__ void begin(int token) {
         token_ = token;
+#pragma unroll
+        for (int part = 0; part < kMaxParts; ++part) rows_[part] = next_rows_[part];
+        if (arguments_.bias != nullptr) {
+            bias_[0] = bias_at(output_feature(next_bias_rows_[0], bias_feature()));
+            bias_[1] = bias_at(output_feature(next_bias_rows_[1], bias_feature() + 8));
+        }
         if (arguments_.has_residual && thread_ == 0) {
             cute::tma_store_wait<0>();
             for (int chunk = 0; chunk < Traits::kChunks; ++chunk) load_residual(chunk);
@@ -39,21 +56,15 @@ class DdsEpilogue {
     }
 
     __device__ void store(float (&sums)[kSums]) {
-        finish(sums);
-        if (!arguments_.has_residual) wait_for_buffers<0>();  // of the tile before
+        if (arguments_.bias != nullptr) {
 #pragma unroll
-        for (int chunk = 0; chunk < kAllChunks; ++chunk) {
-            char* const buffer = buffers_[chunk % Traits::kChunks];
-            float* const chunk_sums = sums + chunk * kSumsOfChunk;
-            if (arguments_.has_residual)
-                add_residual(chunk_sums, chunk % Traits::kChunks);
-            else if (chunk >= Traits::kChunks)
-                wait_for_buffers<Traits::kChunks - 1>();
-            stage(chunk_sums, buffer);
-            cutlass::arch::fence_view_async_shared();
-            sync();
-            if (thread_ == 0) store_chunk(chunk);
+            for (int i = 0; i < kSums; ++i) sums[i] += to_float(bias_[i / 2 % 2]);
         }
+        activate_all<Element>(sums, arguments_.activation);
+        if (arguments_.output_layout == Layout::row_major)
+            store_as<true>(sums);
+        else
+            store_as<false>(sums);
     }
 
     // Before the CTA ends, its stores must have read shared memory.
@@ -61,52 +72,59 @@ class DdsEpilogue {
 
   private:
     static constexpr int kAllChunks = Traits::kTileTokens / Traits::kChunkTokens;
+    static constexpr int kRest = kAllChunks - Traits::kChunks;
+    static_assert(kRest > 0 && kRest <= Traits::kChunks);
     static constexpr int kSumsOfChunk = Traits::kChunkTokens / 2;
+    static constexpr int kMaxParts = Traits::kGroupFeatures / 16;
 
     __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + group_); }
 
-    // Waits until all but the last kPending stores have read their buffers.
-    template <int kPending>
-    __device__ void wait_for_buffers() const {
-        if (thread_ == 0) cute::tma_store_wait<kPending>();
-        sync();
+    // Chunks take the buffers in turn. As many as there are buffers are rounded at a time, since waiting for
+    // one another takes longer, and then the others.
+    template <bool kRowMajor>
+    __device__ void store_as(float (&sums)[kSums]) {
+        store_chunks<kRowMajor, 0, Traits::kChunks, 0>(sums);
+        store_chunks<kRowMajor, Traits::kChunks, kRest, Traits::kChunks - kRest>(sums);
     }
 
-    // Feature of the output of a feature of the warpgroup, negative if the tile has none there.
-    __device__ int output_feature(int feature) const {
+    // Stores kCount chunks from kFirst on, when all but the last kPending stores have read their buffers.
+    template <bool kRowMajor, int kFirst, int kCount, int kPending>
+    __device__ void store_chunks(float (&sums)[kSums]) {
+        if (!arguments_.has_residual) {
+            if (thread_ == 0) cute::tma_store_wait<kPending>();
+            sync();
+        }
+#pragma unroll
+        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) {
+            float* const chunk_sums = sums + chunk * kSumsOfChunk;
+            if (arguments_.has_residual) add_residual<kRowMajor>(chunk_sums, chunk % Traits::kChunks);
+            stage<kRowMajor>(chunk_sums, buffers_[chunk % Traits::kChunks]);
+        }
+        cutlass::arch::fence_view_async_shared();
+        sync();
+        if (thread_ != 0) return;
+        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) store_chunk(chunk);
+        if (!arguments_.has_residual || kFirst > 0) return;
+        cute::tma_store_wait<Traits::kChunks - kRest>();
+        for (int chunk = Traits::kChunks; chunk < kAllChunks; ++chunk) load_residual(chunk);
+    }
+
+    // The first of the features of the warpgroup that a thread has sums of; the other is 8 on.
+    __device__ int bias_feature() const { return thread_ / 32 * 16 + thread_ % 32 / 4; }
+
+    // The place in the tile of the block row of a feature of the warpgroup.
+    __device__ int row_of(int feature) const {
+        return group_ * Traits::kGroupFeatures + feature >> arguments_.row_shift;
+    }
+
+    // The feature of the output that is a feature of the warpgroup, negative if the tile has none there.
+    __device__ int output_feature(int row, int feature) const {
         const int within_tile = group_ * Traits::kGroupFeatures + feature;
-        const int row = __ldg(rows_ + (within_tile >> arguments_.row_shift));
         return row < 0 ? row : (row << arguments_.row_shift) + (within_tile & arguments_.row_block - 1);
     }
 
-    __device__ void finish(float (&sums)[kSums]) const {
-        if (arguments_.bias != nullptr) {
-            const int feature = thread_ / 32 * 16 + thread_ % 32 / 4;
-            const float bias[2] = {bias_at(output_feature(feature)), bias_at(output_feature(feature + 8))};
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] += bias[i / 2 % 2];
-        }
-        // One loop for each: a choice for each sum would take longer than the products.
-        switch (arguments_.activation) {
-            case Activation::relu:
-                return activate_all<Activation::relu>(sums);
-            case Activation::gelu:
-                return activate_all<Activation::gelu>(sums);
-            case Activation::silu:
-                return activate_all<Activation::silu>(sums);
-            default:
-                return;
-        }
-    }
-
-    template <Activation kActivation>
-    __device__ static void activate_all(float (&sums)[kSums]) {
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[i] = activate(sums[i], kActivation);
-    }
-
-    __device__ float bias_at(int feature) const {
-        return feature < 0 ? 0.0f : to_float(static_cast<const Element*>(arguments_.bias)[feature]);
+    __device__ Element bias_at(int feature) const {
+        return feature < 0 ? Element(0.0f) : static_cast<const Element*>(arguments_.bias)[feature];
     }
 
     // Where this lane's line of the first four 8 x 8 matrices goes in a buffer, which holds a box for each
@@ -126,13 +144,14 @@ class DdsEpilogue {
     }
 
     // Where the lane's line of the i-th four matrices of a chunk goes. 16 tokens on, neither swizzle changes.
-    __device__ char* line_of(char* buffer, int i) const {
-        return arguments_.output_layout == Layout::row_major
-                   ? buffer + staged_ + 32 * i * arguments_.row_width
-                   : buffer + (staged_ ^ 32 * i);
+    template <bool kRowMajor>
+    __device__ cute::uint128_t& line_of(char* buffer, int i) const {
+        const uint32_t offset = kRowMajor ? staged_ + 32 * i * arguments_.row_width : staged_ ^ 32 * i;
+        return *reinterpret_cast<cute::uint128_t*>(buffer + offset);
     }
 
     // Rounds the sums of a chunk and puts them into a buffer.
+    template <bool kRowMajor>
     __device__ void stage(const float* sums, char* buffer) const {
 #pragma unroll
         for (int i = 0; i < Traits::kChunkTokens / 16; ++i) {
@@ -142,26 +161,21 @@ class DdsEpilogue {
                 const auto pair = Math::round(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
                 words[j] = reinterpret_cast<const uint32_t&>(pair);
             }
-            auto& line = *reinterpret_cast<cute::uint128_t*>(line_of(buffer, i));
-            if (arguments_.output_layout == Layout::row_major)
-                cute::SM90_U16x8_STSM_T::copy(words[0], words[1], words[2], words[3], line);
-            else
-                cute::SM90_U32x4_STSM_N::copy(words[0], words[1], words[2], words[3], line);
+            using Copy = std::conditional_t<kRowMajor, cute::SM90_U16x8_STSM_T, cute::SM90_U32x4_STSM_N>;
+            Copy::copy(words[0], words[1], words[2], words[3], line_of<kRowMajor>(buffer, i));
         }
     }
 
     // Adds a buffer's residual, as soon as it is there, to the sums of a chunk.
+    template <bool kRowMajor>
     __device__ void add_residual(float* sums, int buffer) {
         wait(arrived_[buffer], residual_parity_ >> buffer & 1);
         residual_parity_ ^= 1 << buffer;
 #pragma unroll
         for (int i = 0; i < Traits::kChunkTokens / 16; ++i) {
             uint32_t words[4];
-            const auto& line = *reinterpret_cast<const cute::uint128_t*>(line_of(buffers_[buffer], i));
-            if (arguments_.output_layout == Layout::row_major)
-                cute::SM75_U16x8_LDSM_T::copy(line, words[0], words[1], words[2], words[3]);
-            else
-                cute::SM75_U32x4_LDSM_N::copy(line, words[0], words[1], words[2], words[3]);
+            using Copy = std::conditional_t<kRowMajor, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
+            Copy::copy(line_of<kRowMajor>(buffers_[buffer], i), words[0], words[1], words[2], words[3]);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const auto& pair = reinterpret_cast<const Pair<Element>&>(words[j]);
@@ -175,24 +189,22 @@ class DdsEpilogue {
     template <class Visit>
     __device__ void each_box(int chunk, Visit visit) const {
         const int token = token_ + chunk * Traits::kChunkTokens;
-        for (int part = 0; part < parts_; ++part) {
-            const int feature = output_feature(part << arguments_.row_shift);
-            if (feature < 0) continue;
+        const bool row_major = arguments_.output_layout == Layout::row_major;
+#pragma unroll
+        for (int part = 0; part < kMaxParts; ++part) {
+            if (rows_[part] < 0) continue;
+            const int feature = output_feature(rows_[part], part << arguments_.row_shift);
             char* const box = buffers_[chunk % Traits::kChunks] + (part << arguments_.row_shift) * kLine;
-            const bool row_major = arguments_.output_layout == Layout::row_major;
             visit(row_major ? feature : token, row_major ? token : feature, box);
         }
     }
 
-    // One thread. The residual of the chunk that takes the buffer next follows it there.
+    // One thread.
     __device__ void store_chunk(int chunk) const {
         each_box(chunk, [&](int x, int y, const char* box) {
             cute::SM90_TMA_STORE_2D::copy(&arguments_.output, box, x, y);
         });
         cute::tma_store_arrive();
-        if (!arguments_.has_residual || chunk + Traits::kChunks >= kAllChunks) return;
-        cute::tma_store_wait<0>();
-        load_residual(chunk + Traits::kChunks);
     }
 
     __device__ void load_residual(int chunk) const {
@@ -213,8 +225,12 @@ class DdsEpilogue {
     int parts_;        // block rows of the warpgroup
     uint32_t staged_;  // see place()
     uint32_t residual_parity_ = 0;
-    const int* rows_ = nullptr;
     int token_ = 0;
+    int first_row_;        // of the warpgroup in a tile
+    int rows_[kMaxParts];  // block rows of the warpgroup; -1: none
+    Element bias_[2];      // of the features of a thread's sums
+    int next_rows_[kMaxParts] = {-1, -1, -1, -1};
+    int next_bias_rows_[2];
 };
 
 }  // namespace ts::sm90

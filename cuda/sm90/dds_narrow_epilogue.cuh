@@ -66,23 +66,7 @@ class NarrowEpilogue {
                 sums[i + 2] += bias;
             }
         }
-        // One loop for each: a choice for each sum would take long.
-        switch (arguments_.activation) {
-            case Activation::relu:
-                return activate_all<Activation::relu>(sums);
-            case Activation::gelu:
-                return activate_all<Activation::gelu>(sums);
-            case Activation::silu:
-                return activate_all<Activation::silu>(sums);
-            default:
-                return;
-        }
-    }
-
-    template <Activation kActivation>
-    __device__ static void activate_all(float (&sums)[Traits::kRowSums]) {
-#pragma unroll
-        for (int i = 0; i < Traits::kRowSums; ++i) sums[i] = activate(sums[i], kActivation);
+        activate_all<Element>(sums, arguments_.activation);
     }
 
     __device__ void add_residual(float (&sums)[Traits::kRowSums], const int* rows, int first_token) const {

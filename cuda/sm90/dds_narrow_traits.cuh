@@ -97,7 +97,7 @@ struct NarrowPlan {
 
     __device__ explicit NarrowPlan(const PlanHeader* plan) {
         const auto* base = reinterpret_cast<const int*>(plan);
-        tiles = reinterpret_cast<const int2*>(base + plan->tiles_at);
+        tiles = reinterpret_cast<const int2*>(plan + 1);  // found without waiting for the header
         rows = base + plan->rows_at;
         words = base + plan->masks_at;
         starts = base + plan->k_at;

@@ -65,11 +65,11 @@ struct DdsTraits {
     static constexpr int kInputBytes = kTileTokens * kStep * 2;
     static constexpr int kWeightBytes = kGroupFeatures * kStep * 2;
     static constexpr int kInputStages = 4;
-    static constexpr int kWeightStages = 4;
+    static constexpr int kWeightStages = 3;
 
     static constexpr int kChunkTokens = 64;  // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kGroupFeatures * 2;
-    static constexpr int kChunks = 2;  // buffers of a warpgroup
+    static constexpr int kChunks = 3;  // buffers of a warpgroup
 
     template <bool kRowMajorInput>
     using Atom =
@@ -101,7 +101,7 @@ struct DdsPlan {
 
     __device__ explicit DdsPlan(const PlanHeader* plan) {
         const auto* words = reinterpret_cast<const int*>(plan);
-        tiles = reinterpret_cast<const int2*>(words + plan->tiles_at);
+        tiles = reinterpret_cast<const int2*>(plan + 1);  // found without waiting for the header
         rows = words + plan->rows_at;
         masks = words + plan->masks_at;
         k = words + plan->k_at;

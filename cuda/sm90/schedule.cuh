@@ -62,19 +62,26 @@ struct Schedule {
     // `readers`: warps that take work.
     __device__ void init(int readers) { ring.init(readers); }
 
-    // Called by one warp: fills the queue for this cluster.
+    // Called by one warp: fills the queue for this cluster, of at most as many as there is work.
     __device__ void run(const ScheduleArguments& arguments, const int2* tiles, int cluster, int clusters,
                         int lane) {
         Ring<kQueue>::Position position;
+        // Nothing waits for the first round to be ranked: it is in order but for the end of a group of
+        // tokens.
+        push(work_at(arguments, tiles, cluster), position, lane);
         // Keys are sorted; their last bits are the cluster, or the place of the tile in its round.
         Keys loads;
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
-            loads[i] = lane + 32 * i < clusters ? lane + 32 * i : kLast + lane + 32 * i;
-        for (int first = 0; first < arguments.size; first += clusters) {
+        for (int i = 0; i < kPerLane; ++i) {
+            const int place = lane + 32 * i;
+            loads[i] = place < clusters
+                           ? (work_at(arguments, tiles, place).steps + kTileCost) * kPlaces + place
+                           : kLast + place;
+        }
+        for (int first = clusters; first < arguments.size; first += clusters) {
             Keys costs;
             costs_of_round(costs, arguments, tiles, first, clusters, lane);
-            if (first > 0) sort(loads, lane);
+            sort(loads, lane);
             int mine = -1;  // the item of this cluster, in one lane
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) {
