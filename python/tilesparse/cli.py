@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import statistics
 import sys
@@ -21,6 +22,7 @@ from .pattern import BLOCK_SIZES, BlockPattern
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _ops.DTYPES}
 OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
 DEVICES = ("cpu", "cuda")  # likewise, device
+BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
 ROUNDS = 9
 ROUND_SECONDS = 0.01
 
@@ -90,7 +92,7 @@ def _layer_options() -> argparse.ArgumentParser:
 
 
 def info(arguments: argparse.Namespace) -> None:
-    """Prints versions, devices and kernels, and which kernel would run for the layer."""
+    """Prints versions, devices, kernels, which kernel would run for the layer, and where dense is faster."""
     print(f"tilesparse {_C.version()}, ABI {_C.abi_version()}")
     print(f"PyTorch {torch.__version__}, Python {platform.python_version()}")
     print(f"architectures in the library: {_C.architectures()}")
@@ -107,7 +109,7 @@ def info(arguments: argparse.Namespace) -> None:
         for op in _chosen_ops(arguments):
             kernel_and_reason = _selection(pattern, op, arguments, device)
             print(f"  {DEVICES[device.device]:6}{op:9}{kernel_and_reason}")
-    print("a layer with expand=True computes densely instead; tilesparse bench times both")
+    _print_break_even()
 
 
 def bench(arguments: argparse.Namespace) -> None:
@@ -204,6 +206,17 @@ def _describe_device(device: _C.DeviceInfo) -> str:
         f"cuda: {device.name}, compute capability {major}.{minor}, {device.multiprocessors} multiprocessors, "
         f"{device.shared_memory >> 10} KiB shared memory"
     )
+
+
+def _print_break_even() -> None:
+    measured = json.loads(BREAK_EVEN.read_text())
+    blocks = list(measured["densities"]["forward"])
+    print(f"density from which dense is faster, measured on {measured['gpu']} in {measured['dtype']},")
+    print(f"{'; '.join(measured['layers'])}:")
+    print(f"  {'blocks':9}" + "".join(f"{block + 'x' + block:>9}" for block in blocks))
+    for op, densities in measured["densities"].items():
+        print(f"  {op:9}" + "".join(f"{densities[block]:9.2f}" for block in blocks))
+    print("a layer with expand=True computes densely instead; tilesparse bench times both")
 
 
 def _members(bits: int, names: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_models
+import break_even
 import models
 import pytest
 import report
@@ -16,7 +17,10 @@ import torch
 from models import MODELS, Architecture, Size
 from torch import nn
 
+from tilesparse import cli
+
 CPU = torch.device("cpu")
+RESULTS = Path(break_even.__file__).parent / "results"
 TINY = Size(layers=2, hidden=64, mlp=128, heads=4, kv_heads=2, batch=2, tokens=8)
 CASES = [(name, task) for name, model in MODELS.items() for task in model.tasks]
 
@@ -112,3 +116,23 @@ def test_results_and_failures_are_recorded_and_reported(
 def test_nothing_starts_after_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = run(tmp_path / "models.json", monkeypatch, "--budget", "0")
     assert "budget" in document["stopped"] and not document["cases"]
+
+
+@pytest.mark.parametrize(
+    ("times", "density"),
+    [
+        ({0.1: 0.2, 0.25: 0.5, 0.5: 1.5}, 0.375),  # between two measurements
+        ({0.1: 0.2, 0.25: 0.5}, 0.5),  # beyond them
+        ({0.1: 0.2, 0.9: 0.6}, 1.0),
+        ({0.25: 1.5, 0.5: 2.5}, 0.125),  # below them
+        ({0.1: 1.9, 0.5: 2.0}, 0.0),
+    ],
+)
+def test_break_even_is_where_times_cross(times: dict[float, float], density: float) -> None:
+    assert break_even.crossing(times) == pytest.approx(density)
+
+
+def test_break_even_of_the_package_is_that_of_the_committed_results() -> None:
+    names = ("h200_bf16.json",)
+    documents = [json.loads((RESULTS / name).read_text()) for name in names]
+    assert json.loads(cli.BREAK_EVEN.read_text()) == break_even.break_even(documents)

@@ -26,6 +26,17 @@ def test_info_lists_versions_kernels_and_the_choice(capsys: pytest.CaptureFixtur
         assert any(f"{kernel.name}: " in line for kernel in _C.kernels())
 
 
+def test_info_says_from_which_density_dense_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", *LAYER]) == 0
+    text = capsys.readouterr().out
+    table = text[text.index("density from which dense is faster") :].splitlines()
+    blocks = next(line.split()[1:] for line in table if line.split()[:1] == ["blocks"])
+    assert blocks == ["16x16", "32x32", "64x64", "128x128"]
+    for op in cli.OPS:
+        densities = next(line.split()[1:] for line in table if line.split()[:1] == [op])
+        assert len(densities) == len(blocks) and all(0 <= float(density) <= 1 for density in densities)
+
+
 def test_bench_compares_the_products_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", *LAYER, "--device", "cpu", "--op", "dgrad"]) == 0
     title, _, *rows = capsys.readouterr().out.splitlines()

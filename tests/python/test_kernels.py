@@ -290,8 +290,8 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
         expected, magnitude = expected + added.double(), magnitude + added.double().abs()
     tolerance = relative_error(row, left.shape[-1]) * magnitude
     if problem.activation != "none":
-        # No activation's slope exceeds 1.13; the functions themselves are good to a few units, gelu in 16 bits
-        # to what the C header states.
+        # No activation's slope exceeds 1.13; the functions themselves are good to a few units, gelu in
+        # 16 bits to what the C header states.
         tolerance = 1.13 * tolerance + 4 * torch.finfo(torch.float32).eps * expected.abs()
         if problem.activation == "gelu" and row.dtype != torch.float32:
             tolerance = tolerance + 6e-5

@@ -56,7 +56,7 @@ enum { TS_CPU = 0, TS_CUDA = 1 };                                         /* ts_
 enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 };                     /* ts_matmul_desc.op */
 /* gelu is the one with erf; CUDA kernels for float16 and bfloat16 compute it within 6e-5 before rounding. */
 enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
-enum { TS_STORAGE_PLAIN = 0 };                                            /* values [nnz, bn, bk] */
+enum { TS_STORAGE_PLAIN = 0 }; /* values [nnz, bn, bk] */
 /* Where elements of a tokens x features matrix lie: (t, f) is at t * ld + f, or at f * ld + t. */
 enum { TS_ROW_MAJOR = 0, TS_FEATURE_MAJOR = 1 };
 /* How float32 is multiplied on tensor cores: with float32-level error (3xTF32), or in plain TF32. */
