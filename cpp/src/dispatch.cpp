@@ -1,5 +1,6 @@
 #include "dispatch.h"
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -30,25 +31,34 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+constexpr int64_t kSharedActivationsPercent = 75;  // of kernels that share the activations, for blocks < 64
+
+// The kernel for narrow blocks walks them one by one and takes long to store its tiles, the others walk the
+// columns in which one of four block rows has a block. Times in us of 10^6 results, fitted to blocks of 32.
+int64_t narrow_percent(const Problem& problem) {
+    const Pattern& pattern = problem.pattern;
+    const int64_t k_size = problem.op == Op::dds_nt ? pattern.in_features : pattern.out_features;
+    const double density = pattern.density();
+    const double k = 1e-3 * static_cast<double>(k_size);
+    const double one_by_one = (0.5 + 2.6 * density) * k + 1.1;
+    const double by_columns = 2.8 * (1 - std::pow(1 - density, 4)) * k + 0.3;
+    return static_cast<int64_t>(kSharedActivationsPercent * one_by_one / by_columns);
+}
+
 // What a tile costs in percent of its multiply-adds and operands, measured on an H200.
 int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
     const Pattern& pattern = problem.pattern;
     const bool forward = problem.op == Op::dds_nt;
     const int32_t row_block = forward ? pattern.block_rows : pattern.block_cols;
     const int32_t k_block = forward ? pattern.block_cols : pattern.block_rows;
-    if (kernel.plan.kind == PlanKind::narrow) {
-        // It walks blocks one by one, the others rows of tiles that are nearly full from a density of .5 on.
-        const double density = static_cast<double>(pattern.value_count()) /
-                               (static_cast<double>(pattern.out_features) * pattern.in_features);
-        return row_block == 16 || density <= 0.6 ? 40 : 120;
-    }
+    if (kernel.plan.kind == PlanKind::narrow) return row_block == 16 ? 40 : narrow_percent(problem);
     if (kernel.min_compute_capability == 90) {
         // wgmma is twice as fast as mma.sync, but blocks of 16 x 16 come in too many copies. Of large blocks
         // it is best to share the weight between CTAs; small ones have columns in common with many others.
         if (row_block + k_block <= 32) return 160;
         const bool large = row_block == 128 || (row_block == 64 && k_block >= 64);
         const bool shares_weight = kernel.tile_tokens > 256;
-        return shares_weight ? (large ? 46 : 110) : (large ? 54 : 75);
+        return shares_weight ? (large ? 46 : 110) : (large ? 54 : kSharedActivationsPercent);
     }
     // Blocks narrower than the 64 features of a large tile's warp break its products into short runs,
     // whose latency the more numerous warps of a small tile hide better.

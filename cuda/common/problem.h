@@ -34,6 +34,9 @@ struct Pattern {
     Adjacency cols;  // of each block column (in)
 
     int64_t value_count() const { return nnz * block_rows * block_cols; }
+    double density() const {
+        return static_cast<double>(value_count()) / (static_cast<double>(out_features) * in_features);
+    }
 };
 
 // Element (t, f) of a tokens x features matrix is at t * ld + f (row-major) or f * ld + t.

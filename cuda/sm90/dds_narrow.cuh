@@ -137,18 +137,15 @@ class NarrowConsumer {
           lane_(threadIdx.x % 32) {}
 
     __device__ void run() {
-        const NarrowEpilogue<Traits> epilogue(arguments_, shared_, group_);
-        constexpr int kBlockRows = Traits::kRows * Traits::kParts;
-        typename Ring<Schedule::kQueue>::Position next;
+        NarrowEpilogue<Traits> epilogue(arguments_, shared_, group_);
         Sums sums;
-        Work work = shared_.schedule.pop(next, lane_);
-        int words = words_from(work, 0);
+        Work work = next_work(epilogue);
         while (work.tile >= 0) {
-            sum_up(sums, work, words);
-            const Work done = work;
-            work = shared_.schedule.pop(next, lane_);
-            words = words_from(work, 0);  // arrives during the epilogue
-            epilogue.store(sums, plan_.rows + list(done) * kBlockRows, done.unit * Traits::kTileTokens);
+            epilogue.begin(work.unit * Traits::kTileTokens);
+            multiply_all(sums, work);
+            work = next_work(epilogue);  // while the last products are under way
+            finish_products();
+            epilogue.store(sums);
         }
         epilogue.finish_stores();
     }
@@ -164,33 +161,50 @@ class NarrowConsumer {
         return (work.tile * Traits::kRanks + rank_) * Traits::kGroups + group_;
     }
 
+    __device__ Work next_work(NarrowEpilogue<Traits>& epilogue) {
+        const Work work = shared_.schedule.pop(next_, lane_);
+        if (work.tile < 0) return work;
+        words_ = words_from(work, 0);
+        epilogue.prepare(plan_.rows + list(work) * Traits::kRows * Traits::kParts);
+        return work;
+    }
+
     // The lane's word of the four stages from `stage`.
     __device__ int words_from(const Work& work, int stage) const {
-        if (work.tile < 0 || stage >= plan_.stages) return 0;
+        if (stage >= plan_.stages) return 0;
         return __ldg(plan_.words + (list(work) * plan_.padded_stages + stage) * NarrowPlan::kWords + lane_);
     }
 
-    __device__ void sum_up(Sums& sums, const Work& work, int words) {
+    // Starts all products of a tile. The last may be under way afterwards.
+    __device__ void multiply_all(Sums& sums, const Work& work) {
 #pragma unroll
         for (int i = 0; i < Traits::kRows * Traits::kHalves * Traits::kRowSums; ++i)
             (&sums[0][0][0])[i] = 0.0f;
         for (int first = 0; first < plan_.stages; first += kStagesAtOnce) {
-            const int current = words;
-            words = words_from(work, first + kStagesAtOnce);
+            const int words = words_;
+            words_ = words_from(work, first + kStagesAtOnce);
             const int count = min(kStagesAtOnce, plan_.stages - first);
-            for (int i = 0; i < count; ++i) multiply(sums, current, i * NarrowPlan::kWords);
+            for (int i = 0; i < count; ++i) multiply(sums, words, i * NarrowPlan::kWords);
         }
     }
 
-    // `words`: of a stage from lane `at` on.
+    // `words`: of a stage from lane `at` on. While its products are under way the next stage is prepared, if
+    // deferred: with few products it is better to give the stage back at once.
     __device__ void multiply(Sums& sums, int words, int at) {
         const int before = __shfl_sync(~0u, words, at + Traits::kRows);  // units of the other warpgroup
         uint32_t list = __shfl_sync(~0u, words, at);
-        shared_.ring.wait_full(position_);
+        // The producer may need what the stage before has, which else is given back only when this one is
+        // there.
+        if (!__all_sync(~0u, shared_.ring.full[position_.stage].test_wait(position_.parity))) {
+            finish_products();
+            shared_.ring.wait_full(position_);
+        }
+        asm volatile("" ::: "memory");
         // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
         const int first_unit = __shfl_sync(~0u, shared_.first_unit[position_.stage], 0);
         const uint32_t input = units(shared_.input[position_.stage][0]);
         uint32_t weight = units(shared_.weight[0]) + (first_unit + before) * (Traits::kUnitBytes / 16);
+        finish_products();
         cute::warpgroup_arrive();
 #pragma unroll
         for (int row = 0; row < Traits::kRows; ++row) {
@@ -202,9 +216,17 @@ class NarrowConsumer {
             list = next_list;
         }
         cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<0>();
-        if (threadIdx.x % 128 < Traits::kRanks) shared_.ring.empty[position_.stage].arrive(threadIdx.x % 128);
+        multiplied_ = position_.stage;
         position_.advance();
+        if (!arguments_.deferred) finish_products();
+    }
+
+    // Waits for the products under way and gives their stage back.
+    __device__ void finish_products() {
+        cute::warpgroup_wait<0>();  // outside of the condition, or the compiler serialises wgmma
+        if (multiplied_ < 0) return;
+        if (threadIdx.x % 128 < Traits::kRanks) shared_.ring.empty[multiplied_].arrive(threadIdx.x % 128);
+        multiplied_ = -1;
     }
 
     // Where in a half's activations the k of a list's first entry begins.
@@ -247,7 +269,10 @@ class NarrowConsumer {
     int rank_;
     int group_;
     int lane_;
+    typename Ring<Schedule::kQueue>::Position next_;
+    int words_ = 0;  // of the next stages
     typename Ring<Traits::kStages>::Position position_;
+    int multiplied_ = -1;  // the stage whose products are under way
 };
 
 template <class Traits, bool kRowMajorInput>
@@ -292,11 +317,11 @@ struct DdsNarrow {
     static constexpr int kClusterFeatures = Common::kRanks * Common::kTileFeatures;
 
     static const char* refuses(const Problem& problem, const Device& device) {
+        constexpr int kSharedBytes = std::max(Thin<32>::kSharedBytes, Full<32>::kSharedBytes);
+        if (const char* reason = sm90::refuses(device, kSharedBytes)) return reason;
         const Pattern& pattern = problem.pattern;
         if (pattern.block_rows != pattern.block_cols || pattern.block_rows > 32)
             return "its blocks are 16 x 16 or 32 x 32";
-        if (device.shared_memory < std::max(Thin<32>::kSharedBytes, Full<32>::kSharedBytes))
-            return "the device has too little shared memory";
         // TMA writes whole 16 bytes of a line, also past its end.
         if (output(problem).layout == Layout::feature_major && problem.tokens % 8 != 0)
             return "it stores feature-major results of a multiple of 8 tokens only";
@@ -310,7 +335,7 @@ struct DdsNarrow {
     }
 
     static int32_t launch(const Problem& problem, const Device&, void* workspace, void* stream) {
-        const bool full = bytes_of_stage(problem) > kFullBytes;
+        const bool full = bytes_of_stage(problem.pattern) > kFullBytes;
         if (problem.pattern.block_rows == 32)
             return (full ? launch_as<Full<32>> : launch_as<Thin<32>>)(problem, workspace, stream);
         return (full ? launch_as<Full<16>> : launch_as<Thin<16>>)(problem, workspace, stream);
@@ -334,14 +359,13 @@ struct DdsNarrow {
 
   private:
     static constexpr double kFullBytes = 30 << 10;  // of a stage's units, measured on an H200
+    static constexpr double kDeferred = 0.15;       // likewise, density
 
     // How many to expect of a pattern without structure; one unit of two blocks may lack one of them.
-    static double bytes_of_stage(const Problem& problem) {
-        const Pattern& pattern = problem.pattern;
-        const double density = static_cast<double>(pattern.value_count()) /
-                               (static_cast<double>(pattern.out_features) * pattern.in_features);
-        const double present = pattern.block_rows == 32 ? density : density * (2 - density);
-        return present * Common::kTileFeatures * Common::kStep * sizeof(Element);
+    static double bytes_of_stage(const Pattern& pattern) {
+        const double block = pattern.density();
+        const double unit = pattern.block_rows == 32 ? block : block * (2 - block);
+        return unit * Common::kTileFeatures * Common::kStep * sizeof(Element);
     }
 
     static bool forward(const Problem& problem) { return problem.op == Op::dds_nt; }
@@ -386,9 +410,12 @@ struct DdsNarrow {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.bias = problem.bias;
         arguments.units = static_cast<const char*>(workspace);
+        arguments.output_data = output(problem).data;
+        arguments.output_ld = output(problem).ld;
         arguments.residual = problem.residual.data;
         arguments.residual_ld = problem.residual.ld;
         arguments.tokens = static_cast<int>(problem.tokens);
+        arguments.deferred = kBlock == 32 && problem.pattern.density() > kDeferred;
         arguments.output_layout = output(problem).layout;
         arguments.activation = problem.activation;
         arguments.schedule =
@@ -414,17 +441,15 @@ struct DdsNarrow {
                       {{problem.tokens, 1, kHalf}, {k_size, matrix.ld, Common::kStep}});
     }
 
+    // Row-major results are stored without a map.
     template <int kBlock>
     static cudaError_t map_output(NarrowArguments& arguments, const Problem& problem) {
-        constexpr int kHalf = Common::kHalfTokens;
         const Matrix& matrix = output(problem);
+        if (matrix.layout == Layout::row_major) return cudaSuccess;
         const int64_t features =
             forward(problem) ? problem.pattern.out_features : problem.pattern.in_features;
-        if (matrix.layout == Layout::row_major)
-            return encode(arguments.output, problem.dtype, matrix.data,
-                          {{features, 1, kBlock}, {problem.tokens, matrix.ld, kHalf}});
         return encode(arguments.output, problem.dtype, matrix.data,
-                      {{problem.tokens, 1, kHalf}, {features, matrix.ld, kBlock}});
+                      {{problem.tokens, 1, Common::kHalfTokens}, {features, matrix.ld, kBlock}});
     }
 };
 

@@ -8,7 +8,9 @@
 
 namespace ts::sm90 {
 
-// The epilogue of one warpgroup: bias and activation in registers, then through shared memory by TMA.
+// The epilogue of one warpgroup: bias and activation in registers, then straight to memory, if what the four
+// lanes that have a token's features exchange makes 16 bytes for each; through shared memory by TMA where
+// tokens lie side by side.
 template <class Traits>
 class NarrowEpilogue {
     using Element = typename Traits::Element;
@@ -22,11 +24,85 @@ class NarrowEpilogue {
           buffers_(shared.output[group]),
           group_(group),
           thread_(threadIdx.x % 128),
-          row_major_(arguments.output_layout == Layout::row_major) {}
+          lane_(threadIdx.x % 32) {}
 
-    // `rows`: the block rows of the warpgroup.
-    __device__ void store(Sums& sums, const int* rows, int token) const {
-        constexpr int kAll = Traits::kRows * Traits::kHalves;
+    // Reads early what the next tile's results need: a warp stops where it uses what has not arrived. `rows`:
+    // the block rows of the warpgroup.
+    __device__ void prepare(const int* rows) { next_row_ = lane_ < kBlockRows ? __ldg(rows + lane_) : -1; }
+
+    __device__ void begin(int token) {
+        token_ = token;
+        row_ = next_row_;
+    }
+
+    __device__ void store(Sums& sums) const {
+        if (arguments_.output_layout == Layout::row_major)
+            store_rows(sums);
+        else
+            store_columns(sums);
+    }
+
+    // Before the CTA ends, its stores must have read shared memory.
+    __device__ void finish_stores() const { cute::tma_store_wait<0>(); }
+
+  private:
+    static constexpr int kBlockRows = Traits::kRows * Traits::kParts;
+    static constexpr int kAll = Traits::kRows * Traits::kHalves;
+
+    __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + group_); }
+
+    // The block row of some features of a row of the warpgroup, negative if there is none.
+    __device__ int block_row(int row, int feature) const {
+        return __shfl_sync(~0u, row_, row * Traits::kParts + feature / Traits::kBlock);
+    }
+
+    __device__ int first_token(int half) const { return token_ + half * Traits::kHalfTokens; }
+
+    __device__ void store_rows(Sums& sums) const {
+        auto* const output = static_cast<Element*>(arguments_.output_data);
+        const int feature = lane_ % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < kAll; ++i) {
+            const int row = i / Traits::kHalves, half = i % Traits::kHalves;
+            finish(sums[row][half], row, half);
+            const int block = block_row(row, feature);
+#pragma unroll
+            for (int eight = 0; eight < 2; ++eight) {  // tokens on
+                const uint4 results = eight_features(sums[row][half] + 2 * eight);
+                const int token = first_token(half) + thread_ / 32 * 16 + lane_ / 4 + 8 * eight;
+                if (block < 0 || token >= arguments_.tokens) continue;
+                const int64_t at =
+                    token * arguments_.output_ld + block * Traits::kBlock + feature % Traits::kBlock;
+                *reinterpret_cast<uint4*>(output + at) = results;
+            }
+        }
+    }
+
+    // Of a token's 32 features the four lanes that have them, each two of every eight, get eight each.
+    __device__ uint4 eight_features(const float* sums) const {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = rounded(sums[4 * i], sums[4 * i + 1]);
+        swap(words[0], words[1], 1);
+        swap(words[2], words[3], 1);
+        swap(words[0], words[2], 2);
+        swap(words[1], words[3], 2);
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+
+    // The second of a lane and the first of the lane `distance` on change places.
+    __device__ void swap(uint32_t& first, uint32_t& second, int distance) const {
+        const bool later = (lane_ & distance) != 0;
+        const uint32_t received = __shfl_xor_sync(~0u, later ? first : second, distance);
+        (later ? first : second) = received;
+    }
+
+    __device__ static uint32_t rounded(float first, float second) {
+        const auto pair = Traits::Math::round(first, second);
+        return reinterpret_cast<const uint32_t&>(pair);
+    }
+
+    __device__ void store_columns(Sums& sums) const {
         static_assert(kAll % Traits::kBuffers == 0);
 #pragma unroll
         for (int first = 0; first < kAll; first += Traits::kBuffers) {
@@ -34,54 +110,46 @@ class NarrowEpilogue {
             sync();
 #pragma unroll
             for (int i = 0; i < Traits::kBuffers; ++i) {
-                auto& half = sums[(first + i) / Traits::kHalves][(first + i) % Traits::kHalves];
-                const int* const block_rows = rows + (first + i) / Traits::kHalves * Traits::kParts;
-                finish(half, block_rows);
-                if (arguments_.residual != nullptr)
-                    add_residual(half, block_rows,
-                                 token + (first + i) % Traits::kHalves * Traits::kHalfTokens);
-                stage(half, buffers_[i]);
+                const int row = (first + i) / Traits::kHalves, half = (first + i) % Traits::kHalves;
+                finish(sums[row][half], row, half);
+                stage(sums[row][half], buffers_[i]);
             }
             cutlass::arch::fence_view_async_shared();
             sync();
-            if (thread_ == 0) store_boxes(rows, token, first);
+            store_boxes(first);
         }
     }
 
-    // Before the CTA ends, its stores must have read shared memory.
-    __device__ void finish_stores() const { cute::tma_store_wait<0>(); }
-
-  private:
-    __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + group_); }
-
-    // `rows`: the block rows of these features.
-    __device__ void finish(float (&sums)[Traits::kRowSums], const int* rows) const {
+    // Bias, activation and residual of one row's features and half of the tokens.
+    __device__ void finish(float (&sums)[Traits::kRowSums], int row, int half) const {
         if (arguments_.bias != nullptr) {
 #pragma unroll
             for (int i = 0; i < Traits::kRowSums; ++i) {
                 if (i % 4 >= 2) continue;  // the same features, eight tokens on
                 const int feature = i / 4 * 8 + thread_ % 4 * 2 + i % 2;
-                const float bias = bias_at(__ldg(rows + feature / Traits::kBlock), feature % Traits::kBlock);
+                const float bias = bias_at(block_row(row, feature), feature % Traits::kBlock);
                 sums[i] += bias;
                 sums[i + 2] += bias;
             }
         }
         activate_all<Element>(sums, arguments_.activation);
+        if (arguments_.residual != nullptr) add_residual(sums, row, first_token(half));
     }
 
-    __device__ void add_residual(float (&sums)[Traits::kRowSums], const int* rows, int first_token) const {
+    __device__ void add_residual(float (&sums)[Traits::kRowSums], int row, int first_token) const {
         const auto* const residual = static_cast<const Element*>(arguments_.residual);
         const int64_t ld = arguments_.residual_ld;
 #pragma unroll
         for (int i = 0; i < Traits::kRowSums; i += 2) {
             const int within = i / 4 * 8 + thread_ % 4 * 2;
-            const int row = __ldg(rows + within / Traits::kBlock);
+            const int block = block_row(row, within);
             const int token = first_token + thread_ / 32 * 16 + thread_ % 32 / 4 + i / 2 % 2 * 8;
-            if (row < 0 || token >= arguments_.tokens) continue;
-            const int64_t feature = row * Traits::kBlock + within % Traits::kBlock;
-            const Element* const from = residual + (row_major_ ? token * ld + feature : feature * ld + token);
+            if (block < 0 || token >= arguments_.tokens) continue;
+            const int64_t feature = block * Traits::kBlock + within % Traits::kBlock;
+            const bool row_major = arguments_.output_layout == Layout::row_major;
+            const Element* const from = residual + (row_major ? token * ld + feature : feature * ld + token);
             sums[i] += to_float(from[0]);
-            sums[i + 1] += to_float(from[row_major_ ? 1 : ld]);
+            sums[i + 1] += to_float(from[row_major ? 1 : ld]);
         }
     }
 
@@ -94,60 +162,43 @@ class NarrowEpilogue {
     // row, swizzled as TMA wants it. A lane gives the address of one line of four 8 x 8 matrices.
     __device__ void stage(const float (&sums)[Traits::kRowSums], char* buffer) const {
         const int matrix = thread_ / 8 % 4;
-        const int token = thread_ / 32 * 16 + (row_major_ ? matrix % 2 * 8 + thread_ % 8 : matrix % 2 * 8);
+        const int token = thread_ / 32 * 16 + matrix % 2 * 8;
 #pragma unroll
         for (int i = 0; i < Traits::kRowSums / 8; ++i) {
-            const int feature = i * 16 + matrix / 2 * 8 + (row_major_ ? 0 : thread_ % 8);
+            const int feature = i * 16 + matrix / 2 * 8 + thread_ % 8;
             uint32_t words[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const auto pair = Traits::Math::round(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
-                words[j] = reinterpret_cast<const uint32_t&>(pair);
-            }
-            if (row_major_)
-                copy<cute::SM90_U32x4_STSM_N>(words, buffer + row_major_place(feature, token));
-            else
-                copy<cute::SM90_U16x8_STSM_T>(words, buffer + swizzled(feature * kLine + token * 2, kLine));
+            for (int j = 0; j < 4; ++j) words[j] = rounded(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
+            char* const line = buffer + swizzled(feature * kLine + token * 2);
+            cute::SM90_U16x8_STSM_T::copy(words[0], words[1], words[2], words[3],
+                                          *reinterpret_cast<cute::uint128_t*>(line));
         }
     }
 
-    __device__ static int row_major_place(int feature, int token) {
-        constexpr int kWidth = 2 * Traits::kBlock;
-        return swizzled(
-            (feature / Traits::kBlock * Traits::kHalfTokens + token) * kWidth + feature % Traits::kBlock * 2,
-            kWidth);
-    }
-    __device__ static int swizzled(int offset, int line) {
-        return offset ^ (offset / kLine & line / 16 - 1) * 16;
-    }
-
-    template <class Store>
-    __device__ static void copy(const uint32_t (&words)[4], char* target) {
-        Store::copy(words[0], words[1], words[2], words[3], *reinterpret_cast<cute::uint128_t*>(target));
-    }
+    __device__ static int swizzled(int offset) { return offset ^ (offset / kLine & 7) * 16; }
 
     // All that is in the buffers, a box for each block row. `first`: what the first buffer holds.
-    __device__ void store_boxes(const int* rows, int first_token, int first) const {
+    __device__ void store_boxes(int first) const {
         for (int i = 0; i < Traits::kBuffers * Traits::kParts; ++i) {
             const int buffer = i / Traits::kParts, part = i % Traits::kParts;
             const int row = (first + buffer) / Traits::kHalves, half = (first + buffer) % Traits::kHalves;
-            const int block_row = __ldg(rows + row * Traits::kParts + part);
-            if (block_row < 0) continue;
+            const int block = block_row(row, part * Traits::kBlock);
+            if (block < 0 || thread_ != 0) continue;
             const char* const source = buffers_[buffer] + part * (Traits::kBufferBytes / Traits::kParts);
-            const int token = first_token + half * Traits::kHalfTokens, feature = block_row * Traits::kBlock;
-            if (row_major_)
-                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, source, feature, token);
-            else
-                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, source, token, feature);
+            cute::SM90_TMA_STORE_2D::copy(&arguments_.output, source, first_token(half),
+                                          block * Traits::kBlock);
         }
-        cute::tma_store_arrive();
+        if (thread_ == 0) cute::tma_store_arrive();
     }
 
     const NarrowArguments& arguments_;
     char (&buffers_)[Traits::kBuffers][Traits::kBufferBytes];
     int group_;
     int thread_;
-    bool row_major_;
+    int lane_;
+    int token_ = 0;
+    int row_ = -1;  // the block row whose place in the warpgroup is the lane's number
+    int next_row_ = -1;
 };
 
 }  // namespace ts::sm90

@@ -15,13 +15,16 @@ namespace ts::sm90 {
 
 struct NarrowArguments {
     CUtensorMap input;
-    CUtensorMap output;
+    CUtensorMap output;  // if it is feature-major
     const PlanHeader* plan;
     const void* bias;
-    const char* units;     // the packed weight
+    const char* units;  // the packed weight
+    void* output_data;
+    int64_t output_ld;
     const void* residual;  // may be null
     int64_t residual_ld;
     int tokens;
+    bool deferred;  // see NarrowConsumer::multiply
     ScheduleArguments schedule;
     Layout output_layout;  // also the residual's
     Activation activation;

@@ -73,6 +73,15 @@ def test_wide_blocks_share_the_weight_and_narrow_ones_the_activations() -> None:
 
 
 @needs_sm90
+def test_small_square_blocks_are_walked_one_by_one_where_that_is_faster() -> None:
+    for shape in ((14336, 4096), (4096, 14336)):
+        assert chosen(H200, (32, 32), shape=shape) == "sm90_narrow_bf16"
+    assert chosen(H200, (32, 32), shape=(3072, 768)).endswith("_256x256")
+    for shape in ((14336, 4096), (5120, 1280), (3072, 768)):
+        assert chosen(H200, (16, 16), shape=shape) == "sm90_narrow_bf16"
+
+
+@needs_sm90
 def test_few_tokens_take_small_tiles() -> None:
     assert chosen(H200, (64, 64), tokens=16) == "sm80_decode_bf16"
     assert chosen(H200, (64, 64), tokens=65) != "sm80_decode_bf16"
