@@ -103,9 +103,17 @@ def _parser() -> argparse.ArgumentParser:
         "--blocks", type=block_list, default=block_list("32,64,128,16"), help="as 32 or 128x32 (32,64,128,16)"
     )
     parser.add_argument("--densities", type=density_list, default=(0.25, 0.5, 0.1), help="(.25,.5,.1)")
-    parser.add_argument("--pattern", choices=PATTERNS, default="random", help="(%(default)s)")
     parser.add_argument(
-        "--x-layout", choices=LAYOUTS, default="row", help="major order of the activations read (%(default)s)"
+        "--patterns",
+        type=subset(PATTERNS),
+        default=("random",),
+        help=f"of {','.join(PATTERNS)} (random)",
+    )
+    parser.add_argument(
+        "--x-layouts",
+        type=subset(LAYOUTS),
+        default=("row",),
+        help=f"major order of the activations read, of {','.join(LAYOUTS)} (row)",
     )
     parser.add_argument(
         "--contenders",
@@ -169,8 +177,10 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 def _cases(arguments: argparse.Namespace) -> list[Case]:
     """In the order of the arguments, forward first; block and density vary fastest."""
     cases = [
-        Case(op, dtype, shape, block, density, arguments.pattern, arguments.x_layout)
+        Case(op, dtype, shape, block, density, pattern, x_layout)
         for dtype in arguments.dtypes
+        for pattern in arguments.patterns
+        for x_layout in arguments.x_layouts
         for op in arguments.ops
         for shape in arguments.shapes
         for block in arguments.blocks
