@@ -12,6 +12,7 @@ struct NarrowShape {
     static constexpr int kGroups = 2;  // warpgroups
     static constexpr int kWords = 8;
     static constexpr int kTilesAtOnce = 8;
+    static constexpr int kDealThreads = 512;
     // In units of 32 x 32, as on the host.
     static constexpr int kStageCost = 2;
     static constexpr int kTileCost = 12;
@@ -44,14 +45,15 @@ __device__ inline unsigned units_of(const Sets& rows, const NarrowShape& shape, 
 // Deals the longest rows out to the warpgroups of some tiles, tile by tile, to each in turn the row out of
 // the longest ones left that makes its stages most even: warpgroups wait for one another now and then. One
 // block for each kTilesAtOnce tiles. dealt: [tiles][lists][group_rows]; sums: [blocks][lists][stages].
-static __global__ void __launch_bounds__(256)
+static __global__ void __launch_bounds__(NarrowShape::kDealThreads)
     deal_rows(NarrowShape shape, Sets rows, const int* counts, const int* order, int* all_sums, int* dealt,
               int2* costs) {
-    constexpr int kCandidates = 64, kThreads = 256 / kCandidates;  // of a candidate
+    constexpr int kWarps = NarrowShape::kDealThreads / 32, kCandidates = 64;
+    constexpr int kThreads = NarrowShape::kDealThreads / kCandidates;  // of a candidate
     constexpr int kMaxLists = 8;
     __shared__ int candidates[kCandidates];
     __shared__ int lengths[kMaxLists];
-    __shared__ long long best_of_warp[8];
+    __shared__ long long best_of_warp[kWarps];
     const int lists = shape.lists(), thread = threadIdx.x, own = thread / kThreads;
     const int first_tile = blockIdx.x * NarrowShape::kTilesAtOnce;
     const int last_tile = min(first_tile + NarrowShape::kTilesAtOnce, shape.tiles);
@@ -87,7 +89,7 @@ static __global__ void __launch_bounds__(256)
                 best = min(best, __shfl_xor_sync(~0u, best, distance));
             if (thread % 32 == 0) best_of_warp[thread / 32] = best;
             __syncthreads();
-            for (int warp = 0; warp < 8; ++warp) best = min(best, best_of_warp[warp]);
+            for (int warp = 0; warp < kWarps; ++warp) best = min(best, best_of_warp[warp]);
             const int place = static_cast<int>(best % kCandidates), chosen = candidates[place];
             const int follower = thread >= kCandidates      ? -1
                                  : thread < place           ? candidates[thread]
@@ -208,7 +210,8 @@ class NarrowBuilder {
         launch(sort_by_count, shape_.rows, 64, stream, rows.counts, shape_.rows, order_);
         const int64_t deals = (tiles + NarrowShape::kTilesAtOnce - 1) / NarrowShape::kTilesAtOnce;
         if (tiles > 0)
-            launch(deal_rows, 256 * deals, 256, stream, shape_, rows.sets, rows.counts, order_, sums_, dealt_,
+            launch(deal_rows, NarrowShape::kDealThreads * deals, NarrowShape::kDealThreads, stream, shape_,
+                   rows.sets, rows.counts, order_, sums_, dealt_,
                    reinterpret_cast<int2*>(words + header_.tiles_at));
         launch(count_units, stages, 128, stream, shape_, rows.sets, dealt_, words + header_.k_at);
         launch(scan_counts, 0, 1024, stream, words + header_.k_at, stages);

@@ -328,7 +328,15 @@ def blocks_of(dense: Tensor, pattern: BlockPattern) -> Tensor:
     return dense.reshape(rows, bn, cols, bk).transpose(1, 2)[pattern.block_indices()]
 
 
-def check(row: Row, problem: Problem) -> None:
+def host_plan(row: Row, problem: Problem) -> Tensor:
+    """The plan as the host makes it, in device memory. Elsewhere the GPU makes them."""
+    descriptor = problem.pattern.prepared.descriptor(torch.device("cpu"))
+    plan = torch.empty(_C.plan_size(descriptor, row.number - 1, row.op), dtype=torch.uint8)
+    _C.plan_build(descriptor, row.number - 1, row.op, plan.data_ptr(), plan.numel())
+    return plan.to(DEVICE)
+
+
+def check(row: Row, problem: Problem, plan: Tensor | None = None) -> None:
     """Runs a problem twice and checks everything about it.
 
     Some kernels store feature-major results in whole pieces of 16 bytes only: they get more tokens.
@@ -337,19 +345,20 @@ def check(row: Row, problem: Problem) -> None:
     if not accepts(row, problem.pattern.block_shape, *layouts, problem.tokens):
         problem = replace(problem, tokens=(problem.tokens + 7) // 8 * 8)
     try:
-        _check(row, problem)
+        _check(row, problem, plan)
     except Exception as error:
         raise AssertionError(f"{row.name}, {problem}: {error}") from error
     checked_kernels.add(row.name)
 
 
-def _check(row: Row, problem: Problem) -> None:
+def _check(row: Row, problem: Problem, plan: Tensor | None) -> None:
+    changes = {} if plan is None else {"plan": plan.data_ptr(), "plan_bytes": plan.numel()}
     operands = Operands(row, problem)
     inputs = [buffer.bits.clone() for buffer in operands.inputs]
     results = []
     for _ in range(2):
         operands.prepare_output()
-        launch(row, problem, operands)
+        launch(row, problem, operands, **changes)
         assert operands.output.is_poison(inside=False), "memory around the output was written"
         results.append(operands.output.bits.clone())
     assert torch.equal(*results), "two runs differ"
@@ -374,6 +383,15 @@ def test_small(row: Row) -> None:
     for x_layout, y_layout in accepted_layouts(row):
         check(row, Problem(pattern, 17, x_layout, y_layout, gap=CHUNK, **OPTIONS[row.op][-1]))
     check(row, Problem(pattern, within(row, 600)))
+
+
+@pytest.mark.parametrize("name", ["random 50%", "power-law rows", "empty"])
+def test_plans_of_the_host(row: Row, name: str) -> None:
+    if not row.plan:
+        pytest.skip("walks no plan")
+    for block_shape in accepted_shapes(row)[::3]:
+        problem = Problem(make_pattern(name, (40, 10), block_shape), 137)
+        check(row, problem, host_plan(row, problem))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
