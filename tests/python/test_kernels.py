@@ -77,6 +77,7 @@ ROWS = [
     if kernel.dtypes >> code & 1
 ]
 ROWS_OF_FEW_TOKENS = [row for row in ROWS if row.max_tokens]
+ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
 checked_kernels: set[str] = set()
 
 
@@ -386,9 +387,8 @@ def test_small(row: Row) -> None:
 
 
 @pytest.mark.parametrize("name", ["random 50%", "power-law rows", "empty"])
+@pytest.mark.parametrize("row", ROWS_WITH_PLANS, ids=lambda row: row.name, indirect=True)
 def test_plans_of_the_host(row: Row, name: str) -> None:
-    if not row.plan:
-        pytest.skip("walks no plan")
     for block_shape in accepted_shapes(row)[::3]:
         problem = Problem(make_pattern(name, (40, 10), block_shape), 137)
         check(row, problem, host_plan(row, problem))

@@ -114,7 +114,7 @@ typedef struct ts_matmul_desc {
     ts_matrix y;
     void* values;     /* [nnz, block_rows, block_cols], contiguous */
     const void* bias; /* [out_features] or NULL; TS_DDS_NT only */
-    const void* plan; /* made by ts_plan_build; NULL where ts_plan_size gives 0 */
+    const void* plan; /* made by ts_plan_build or ts_plan_device_build; NULL where ts_plan_size gives 0 */
     size_t plan_bytes;
     ts_matrix residual; /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
 } ts_matmul_desc;
