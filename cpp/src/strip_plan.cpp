@@ -53,6 +53,7 @@ struct Tile {
     int32_t first_end;      // units before this one belong to the first half
     int32_t second_begin;   // units from this one on belong to the second
     int32_t second_window;  // where the second half's window begins
+    bool swapped = false;   // strips are of x, units of y
 
     int32_t strip_count() const { return strips[1] < 0 ? 1 : 2; }
     int32_t unit_count() const { return static_cast<int32_t>(units.size()); }
@@ -76,7 +77,9 @@ class StripPlanBuilder {
     }
 
     StripPlan build() {
-        if (row_strips_ > 1)
+        if (pattern_.block_rows == 2 * kStripFeatures && pattern_.block_cols == 2 * kStripFeatures)
+            add_block_pairs();
+        else if (row_strips_ > 1)
             add_block_rows();
         else
             add_strips();
@@ -118,6 +121,51 @@ class StripPlanBuilder {
                 tiles_.push_back({{2 * row, 2 * row + 1}, units, window_, 0, 0});
                 remove(row, units);
             }
+    }
+
+    // Rows give some blocks to their columns, so that rows and nearly all columns have an even number. Going
+    // from column to column, a row with an odd number gives the last block that it has.
+    void add_block_pairs() {
+        const Adjacency& rows = pattern_.rows;
+        std::vector<std::vector<int32_t>> entries(pattern_.in_features / pattern_.block_cols);
+        std::vector<int32_t> row_of(pattern_.nnz);
+        std::vector<bool> is_odd(rows_);
+        for (int32_t row = 0; row < rows_; ++row) {
+            is_odd[row] = (rows.ptr[row + 1] - rows.ptr[row]) % 2 != 0;
+            for (int32_t e = rows.ptr[row]; e < rows.ptr[row + 1]; ++e) {
+                entries[rows.idx[e]].push_back(e);
+                row_of[e] = row;
+            }
+        }
+        for (int32_t column = 0; column < static_cast<int32_t>(entries.size()); ++column) {
+            std::vector<int32_t> given;
+            int32_t spare = -1;  // a row that could give another block later
+            for (const int32_t e : entries[column]) {
+                const int32_t row = row_of[e];
+                if (e + 1 < rows.ptr[row + 1])
+                    spare = spare < 0 || is_odd[row] ? row : spare;
+                else if (is_odd[row])
+                    given.push_back(row);
+            }
+            if (given.size() % 2 != 0 && spare >= 0) {
+                given.insert(std::lower_bound(given.begin(), given.end(), spare), spare);
+                is_odd[spare] = !is_odd[spare];
+            }
+            add_column_pairs(column, given);
+        }
+        add_block_rows();
+    }
+
+    // Tiles of a block or two of a column.
+    void add_column_pairs(int32_t column, const std::vector<int32_t>& rows) {
+        for (size_t i = 0; i < rows.size(); i += 2) {
+            Tile tile{{2 * column, 2 * column + 1}, {}, window_, 0, 0, true};
+            for (size_t j = i; j < std::min(i + 2, rows.size()); ++j) {
+                tile.units.insert(tile.units.end(), {2 * rows[j], 2 * rows[j] + 1});
+                remove(rows[j], {2 * column, 2 * column + 1});
+            }
+            tiles_.push_back(std::move(tile));
+        }
     }
 
     void add_strips() {
@@ -204,14 +252,17 @@ class StripPlanBuilder {
     bool before(const Tile& a, const Tile& b) const {
         const int32_t a_features = a.features(unit_), b_features = b.features(unit_);
         if (a_features != b_features) return a_features > b_features;
-        if (pattern_.in_features > pattern_.out_features) return a.units[0] < b.units[0];
-        return a.strips[0] < b.strips[0];
+        const bool wide = pattern_.in_features > pattern_.out_features;
+        const auto place = [&](const Tile& tile) {
+            return wide == tile.swapped ? tile.strips[0] : tile.units[0];
+        };
+        return place(a) < place(b);
     }
 
     void write(const Tile& tile, StripPlan& plan) const {
         const int32_t second = tile.strips[1] < 0 ? -1 : tile.strips[1] * kStripFeatures;
-        plan.tiles.insert(plan.tiles.end(),
-                          {tile.strips[0] * kStripFeatures, second, tile.unit_count(), tile.second_window});
+        plan.tiles.insert(plan.tiles.end(), {tile.strips[0] * kStripFeatures, second, tile.unit_count(),
+                                             tile.swapped ? -1 : tile.second_window});
         for (int32_t i = 0; i < 2 * window_; ++i)
             plan.units.push_back(i < tile.unit_count() ? tile.units[i] * unit_ : -1);
         const int32_t second_strip = tile.strips[second < 0 ? 0 : 1];
@@ -224,7 +275,8 @@ class StripPlanBuilder {
                      Units& to) const {
         for (int32_t i = window; i < window + window_; ++i) {
             if (begin <= i && i < end) {
-                const Units& blocks = slots_[strip / row_strips_].at(tile.units[i]);
+                const Units& blocks = tile.swapped ? slots_[tile.units[i] / row_strips_].at(strip)
+                                                   : slots_[strip / row_strips_].at(tile.units[i]);
                 to.insert(to.end(), blocks.begin(), blocks.end());
             } else {
                 to.insert(to.end(), row_parts_ * col_parts_, -1);

@@ -30,6 +30,7 @@ class SddProducer {
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
         for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
             const SddWork work = schedule.work(index);
+            if (work.tile < 0) continue;
             const SddTile tile = plan.tile(work.tile);
             select(tile.is_large(arguments_.unit_shift));
             // Back and forth: the tokens that the tile before used last are still in L2.
@@ -61,8 +62,9 @@ class SddProducer {
 
     __device__ void load(const SddWork& work, const SddTile& tile, int feature, bool backwards, bool paced) {
         const bool is_strip = lane_ < tile.strips();
-        const bool row_major = is_strip ? kRowMajorY : kRowMajorX;
-        const CUtensorMap* const map = is_strip ? &arguments_.y : &arguments_.x;
+        const bool is_y = is_strip != tile.is_swapped();
+        const bool row_major = is_y ? kRowMajorY : kRowMajorX;
+        const CUtensorMap* const map = is_y ? &arguments_.y : &arguments_.x;
         const int unit_bytes = Traits::kFeatureBytes << arguments_.unit_shift;
         const int offset = is_strip ? lane_ * Traits::kStripBytes
                                     : tile.strips() * (Traits::kStripBytes - unit_bytes) + lane_ * unit_bytes;
@@ -104,11 +106,13 @@ class SddConsumer {
         float sums[kSums];
         for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
             const SddWork work = schedule.work(index);
+            if (work.tile < 0) continue;
             const SddTile tile = plan.tile(work.tile);
             cursor_.select(tile.is_large(arguments_.unit_shift));
             const int strip = half_ < tile.strips() ? half_ * Traits::kStripBytes : 0;
             const int window = tile.window(half_) << arguments_.unit_shift;
-            sum_up(sums, strip, tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes,
+            sum_up(sums, tile.is_swapped(), strip,
+                   tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes,
                    work.last_step - work.first_step);
             if (work.partial < 0)
                 SddEpilogue<Traits>(arguments_, plan, work.tile, half_).store(sums, 0);
@@ -119,16 +123,29 @@ class SddConsumer {
 
   private:
     // `strip`, `window`: where they lie in a stage.
-    __device__ void sum_up(float (&sums)[kSums], int strip, int window, int steps) {
+    __device__ void sum_up(float (&sums)[kSums], bool swapped, int strip, int window, int steps) {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+        // Units are as wide as strips where y and x are swapped: with the same layout, they are operands
+        // alike.
+        if (kRowMajorY == kRowMajorX || !__shfl_sync(~0u, swapped, 0))
+            multiply_steps<kRowMajorY, kRowMajorX>(sums, arguments_.y_operand, strip, arguments_.x_operand,
+                                                   window, steps);
+        else
+            multiply_steps<kRowMajorX, kRowMajorY>(sums, arguments_.x_operand, strip, arguments_.y_operand,
+                                                   window, steps);
+    }
+
+    template <bool kRowMajorStrip, bool kRowMajorUnits>
+    __device__ void multiply_steps(float (&sums)[kSums], const Operand& strip_operand, int strip,
+                                   const Operand& units_operand, int window, int steps) {
         Ring<Traits::kMaxStages>& ring = shared_.rings[cursor_.large];
         int multiplied = -1;
         for (int step = 0; step < steps; ++step) {
             ring.wait_full(cursor_.position);
             const uint32_t stage = cute::cast_smem_ptr_to_uint(shared_.stages) + cursor_.stage_offset();
-            multiply_step<typename Traits::template Atom<kRowMajorY, kRowMajorX>>(
-                sums, arguments_.y_operand, operand_address(stage + strip), arguments_.x_operand,
+            multiply_step<typename Traits::template Atom<kRowMajorStrip, kRowMajorUnits>>(
+                sums, strip_operand, operand_address(stage + strip), units_operand,
                 operand_address(stage + window), true);
             cute::warpgroup_wait<1>();
             if (multiplied >= 0) release(ring, multiplied);
@@ -161,6 +178,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     __syncthreads();
 
+    cudaTriggerProgrammaticLaunchCompletion();
     const SddPlan plan(arguments.plan);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas);
     if (warp < 4) {
@@ -206,10 +224,7 @@ struct Sdd {
         const auto start = row_major_y ? (row_major_x ? start_on<true, true> : start_on<true, false>)
                                        : (row_major_x ? start_on<false, true> : start_on<false, false>);
         if (const cudaError_t error = start(arguments, stream)) return error;
-        if (!splits) return cudaSuccess;
-        void* parameters[] = {&arguments};
-        return cudaLaunchKernel(reinterpret_cast<const void*>(sdd_reduce<Traits>), dim3(16 * arguments.ctas),
-                                dim3(128), parameters, 0, static_cast<cudaStream_t>(stream));
+        return splits ? reduce(arguments, stream) : cudaSuccess;
     }
 
     static constexpr Kernel row(const char* name) {
@@ -247,6 +262,21 @@ struct Sdd {
     static cudaError_t start_on(const SddArguments& arguments, void* stream) {
         return ClusterLauncher<sdd_kernel<Traits, kRowMajorY, kRowMajorX>, SddArguments>::launch(
             arguments, arguments.ctas, 1, Traits::kThreads, Traits::kSharedBytes, stream);
+    }
+
+    // Launched while the kernel before it still runs, for which it waits.
+    static cudaError_t reduce(SddArguments& arguments, void* stream) {
+        cudaLaunchAttribute early;
+        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        early.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(16 * arguments.ctas);
+        config.blockDim = dim3(128);
+        config.stream = static_cast<cudaStream_t>(stream);
+        config.attrs = &early;
+        config.numAttrs = 1;
+        void* parameters[] = {&arguments};
+        return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(sdd_reduce<Traits>), parameters);
     }
 
     static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device) {

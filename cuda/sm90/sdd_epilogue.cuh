@@ -1,6 +1,8 @@
 // Where the sums of an sdd kernel go: into the blocks of values, or as partial sums into the workspace.
 #pragma once
 
+#include <cute/arch/copy_sm75.hpp>
+
 #include "common/epilogue.cuh"
 #include "sm90/sdd_traits.cuh"
 
@@ -22,11 +24,21 @@ class SddEpilogue {
         slots_ = plan.slots + (2 * index + half) * window * plan.parts;
         feature_ = tile.strip(half);
         line_ = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        swapped_ = tile.is_swapped();
     }
 
     // `first`: column of the window at which these sums begin.
     template <int kCount>
     __device__ void store(const float (&sums)[kCount], int first) const {
+        if (swapped_)
+            store_swapped(sums, first);
+        else
+            store_straight(sums, first);
+    }
+
+  private:
+    template <int kCount>
+    __device__ void store_straight(const float (&sums)[kCount], int first) const {
 #pragma unroll
         for (int i = 0; i < kCount / 16; ++i) {
 #pragma unroll
@@ -37,7 +49,35 @@ class SddEpilogue {
         }
     }
 
-  private:
+    // Lines are features of x, columns are features of y.
+    template <int kCount>
+    __device__ void store_swapped(const float (&sums)[kCount], int first) const {
+#pragma unroll
+        for (int i = 0; i < kCount / 8; ++i) {
+            asm volatile("" ::: "memory");
+            store_columns(sums + 8 * i, first + 16 * i);
+        }
+    }
+
+    // 16 columns of 16 lines that a warp holds, eight by eight. Transposed they are like lines of 32 columns.
+    __device__ void store_columns(const float* sums, int column) const {
+        const int line = line_ - threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
+        uint32_t words[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            float2 sum = make_float2(sums[2 * q], sums[2 * q + 1]);
+            if (arguments_.accumulate) {
+                const int x = line_ + 8 * (q % 2), y = column + 8 * (q / 2) + 2 * lane;
+                add_stored(sum, swapped_target(x, y), swapped_target(x, y + 1));
+            }
+            const auto rounded = Math::round(sum.x, sum.y);
+            words[q] = transpose(reinterpret_cast<const uint32_t&>(rounded));
+        }
+        exchange(words);
+        store_chunk(swapped_target(line + 8 * (lane % 2), column + 8 * (lane / 2) + threadIdx.x % 32 / 4),
+                    words);
+    }
+
     // 32 columns of a line that four lanes hold. Each of them stores eight neighbours, which it gets from the
     // others.
     __device__ void store_line(const float* sums, int line, int column) const {
@@ -46,22 +86,40 @@ class SddEpilogue {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
             float2 sum = make_float2(sums[4 * q], sums[4 * q + 1]);
-            if (arguments_.accumulate) add_stored(sum, target(line, column + 8 * q), 2 * lane);
+            if (arguments_.accumulate) {
+                const Element* const pair = target(line, column + 8 * q + 2 * lane);
+                add_stored(sum, pair, pair + 1);
+            }
             const auto rounded = Math::round(sum.x, sum.y);
             words[q] = reinterpret_cast<const uint32_t&>(rounded);
         }
+        exchange(words);
+        store_chunk(target(line, column + 8 * lane), words);
+    }
+
+    __device__ static void store_chunk(Element* to, const uint32_t (&words)[4]) {
+        if (to != nullptr) *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+
+    __device__ static void add_stored(float2& sum, const Element* x, const Element* y) {
+        if (x == nullptr) return;
+        sum.x += to_float(*x);
+        sum.y += to_float(*y);
+    }
+
+    // Transposes 8 x 8 elements of which each lane of a warp holds two neighbours of a line.
+    __device__ static uint32_t transpose(uint32_t pair) {
+        uint32_t result;
+        cute::SM75_U32x1_MOVM_T::copy(pair, result);
+        return result;
+    }
+
+    // Transposes 4 x 4 words of four lanes.
+    __device__ static void exchange(uint32_t (&words)[4]) {
         exchange(words[0], words[1], 1);
         exchange(words[2], words[3], 1);
         exchange(words[0], words[2], 2);
         exchange(words[1], words[3], 2);
-        Element* const to = target(line, column + 8 * lane);
-        if (to != nullptr) *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-
-    __device__ static void add_stored(float2& sum, const Element* chunk, int offset) {
-        if (chunk == nullptr) return;
-        sum.x += to_float(chunk[offset]);
-        sum.y += to_float(chunk[offset + 1]);
     }
 
     // Transposes 2 x 2 words over lanes whose numbers differ in one bit.
@@ -71,7 +129,8 @@ class SddEpilogue {
         (upper ? low : high) = other;
     }
 
-    // Eight elements of the block at some line and column of this half, nullptr if there is none.
+    // The element at some line and column of this half, and those of the block right of it; nullptr if there
+    // is none.
     __device__ Element* target(int line, int column) const {
         const int unit_shift = arguments_.unit_shift, row_shift = arguments_.row_shift,
                   col_shift = arguments_.col_shift;
@@ -85,12 +144,25 @@ class SddEpilogue {
                (block_line << col_shift) + block_column;
     }
 
+    // The same where lines are of x. Blocks are larger than strips and units.
+    __device__ Element* swapped_target(int line, int column) const {
+        const int row_shift = arguments_.row_shift, col_shift = arguments_.col_shift;
+        const int unit = column >> arguments_.unit_shift, within = column & (1 << arguments_.unit_shift) - 1;
+        const int slot = slots_[unit];
+        if (slot < 0) return nullptr;
+        const int block_line = (units_[unit] + within) & (1 << row_shift) - 1;
+        const int block_column = (feature_ + line) & (1 << col_shift) - 1;
+        return static_cast<Element*>(arguments_.values) + (int64_t{slot} << row_shift + col_shift) +
+               (block_line << col_shift) + block_column;
+    }
+
     const SddArguments& arguments_;
     const SddPlan& plan_;
     const int* units_;
     const int* slots_;
     int feature_;
     int line_;
+    bool swapped_;
 };
 
 // Partial sums: each thread's in pieces of 16 bytes, those of a warpgroup side by side.
@@ -113,14 +185,15 @@ __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArg
     constexpr int kColumns = 32, kPieces = kColumns / 8, kParts = Traits::kWindow / kColumns;
     const SddPlan plan(arguments.plan);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas);
+    cudaGridDependencySynchronize();
     for (int index = blockIdx.x; index < 2 * kParts * schedule.split_tiles(); index += gridDim.x) {
         const int part = index % kParts, half = index / kParts % 2;
-        const int4 partials = schedule.partials(index / kParts / 2);
+        const int place = index / kParts / 2, count = schedule.count(place);
         float sums[kColumns / 2] = {};
 #pragma unroll 4
-        for (int split = 0; split < partials.w; ++split) {
+        for (int number = 0; number < count; ++number) {
             const float4* const from =
-                partial_sums<Traits>(arguments, partials.y + split * partials.z, half) + part * kPieces * 128;
+                partial_sums<Traits>(arguments, schedule.partial(place, number), half) + part * kPieces * 128;
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
                 const float4 next = __ldcs(from + 128 * i);
@@ -130,7 +203,7 @@ __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArg
                 sums[4 * i + 3] += next.w;
             }
         }
-        SddEpilogue<Traits>(arguments, plan, partials.x, half).store(sums, kColumns * part);
+        SddEpilogue<Traits>(arguments, plan, schedule.tile(place), half).store(sums, kColumns * part);
     }
 }
 

@@ -66,7 +66,9 @@ struct SddTile {
     __device__ int strip(int half) const { return half == 0 || words.y < 0 ? words.x : words.y; }
     __device__ int strips() const { return words.y < 0 ? 1 : 2; }
     __device__ int units() const { return words.z; }
-    __device__ int window(int half) const { return half == 0 ? 0 : words.w; }
+    __device__ int window(int half) const { return half == 0 ? 0 : max(words.w, 0); }
+    // Whether strips are of x and units of y.
+    __device__ bool is_swapped() const { return words.w < 0; }
     __device__ int features(int unit_shift) const {
         return kStripFeatures * strips() + (units() << unit_shift);
     }
