@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -77,14 +78,16 @@ class StripPlanBuilder {
     }
 
     StripPlan build() {
-        if (pattern_.block_rows == 2 * kStripFeatures && pattern_.block_cols == 2 * kStripFeatures)
+        if (are_wide_blocks(pattern_)) {
             add_block_pairs();
-        else if (row_strips_ > 1)
-            add_block_rows();
-        else
-            add_strips();
-        std::stable_sort(tiles_.begin(), tiles_.end(),
-                         [&](const Tile& a, const Tile& b) { return before(a, b); });
+        } else {
+            if (row_strips_ > 1)
+                add_block_rows();
+            else
+                add_strips();
+            std::stable_sort(tiles_.begin(), tiles_.end(),
+                             [&](const Tile& a, const Tile& b) { return before(a, b); });
+        }
         StripPlan plan{};
         plan.header.tiles = static_cast<int32_t>(tiles_.size());
         plan.header.groups = row_parts_ * col_parts_;
@@ -123,49 +126,79 @@ class StripPlanBuilder {
             }
     }
 
-    // Rows give some blocks to their columns, so that rows and nearly all columns have an even number. Going
-    // from column to column, a row with an odd number gives the last block that it has.
+    // A tile is two blocks of a line: of a row, or of a column where x is wider than y, so that most tiles
+    // that need the same features of the wider one run at a time. A line with an odd number of blocks gives
+    // one to the line that crosses it there, so that nearly all find a second one.
     void add_block_pairs() {
-        const Adjacency& rows = pattern_.rows;
-        std::vector<std::vector<int32_t>> entries(pattern_.in_features / pattern_.block_cols);
-        std::vector<int32_t> row_of(pattern_.nnz);
-        std::vector<bool> is_odd(rows_);
-        for (int32_t row = 0; row < rows_; ++row) {
-            is_odd[row] = (rows.ptr[row + 1] - rows.ptr[row]) % 2 != 0;
-            for (int32_t e = rows.ptr[row]; e < rows.ptr[row + 1]; ++e) {
-                entries[rows.idx[e]].push_back(e);
-                row_of[e] = row;
-            }
+        const bool by_column = pattern_.out_features < pattern_.in_features;
+        Lines lines = lines_of(by_column), crossing = lines_of(!by_column);
+        std::vector<Tile> single;
+        for (int32_t k = 0; k < static_cast<int32_t>(crossing.size()); ++k) {
+            const Units given = give_blocks(lines, crossing[k], k);
+            add_line(k, given, !by_column, single);
         }
-        for (int32_t column = 0; column < static_cast<int32_t>(entries.size()); ++column) {
-            std::vector<int32_t> given;
-            int32_t spare = -1;  // a row that could give another block later
-            for (const int32_t e : entries[column]) {
-                const int32_t row = row_of[e];
-                if (e + 1 < rows.ptr[row + 1])
-                    spare = spare < 0 || is_odd[row] ? row : spare;
-                else if (is_odd[row])
-                    given.push_back(row);
-            }
-            if (given.size() % 2 != 0 && spare >= 0) {
-                given.insert(std::lower_bound(given.begin(), given.end(), spare), spare);
-                is_odd[spare] = !is_odd[spare];
-            }
-            add_column_pairs(column, given);
-        }
-        add_block_rows();
+        for (int32_t k = 0; k < static_cast<int32_t>(lines.size()); ++k)
+            add_line(k, lines[k], by_column, single);
+        sort_by_two(single);
     }
 
-    // Tiles of a block or two of a column.
-    void add_column_pairs(int32_t column, const std::vector<int32_t>& rows) {
-        for (size_t i = 0; i < rows.size(); i += 2) {
-            Tile tile{{2 * column, 2 * column + 1}, {}, window_, 0, 0, true};
-            for (size_t j = i; j < std::min(i + 2, rows.size()); ++j) {
-                tile.units.insert(tile.units.end(), {2 * rows[j], 2 * rows[j] + 1});
-                remove(rows[j], {2 * column, 2 * column + 1});
-            }
-            tiles_.push_back(std::move(tile));
+    // For each block row or column, where its blocks are.
+    using Lines = std::vector<Units>;
+    Lines lines_of(bool columns) const {
+        const Adjacency& rows = pattern_.rows;
+        Lines lines(columns ? pattern_.in_features / pattern_.block_cols : rows_);
+        for (int32_t row = 0; row < rows_; ++row)
+            for (int32_t e = rows.ptr[row]; e < rows.ptr[row + 1]; ++e)
+                lines[columns ? rows.idx[e] : row].push_back(columns ? row : rows.idx[e]);
+        return lines;
+    }
+
+    // Takes from lines what they give to one that crosses them there: the last block of those that have an
+    // odd number and, if these are odd too, the block of a line that can give another one later.
+    static Units give_blocks(Lines& lines, const Units& crossed, int32_t at) {
+        Units given;
+        int32_t spare = -1;
+        for (const int32_t k : crossed) {
+            const bool is_odd = lines[k].size() % 2 != 0;
+            if (lines[k].back() > at)
+                spare = spare < 0 || is_odd ? k : spare;
+            else if (is_odd)
+                given.push_back(k);
         }
+        if (given.size() % 2 != 0 && spare >= 0)
+            given.insert(std::lower_bound(given.begin(), given.end(), spare), spare);
+        for (const int32_t k : given) lines[k].erase(std::lower_bound(lines[k].begin(), lines[k].end(), at));
+        return given;
+    }
+
+    // Adds two tiles at a time. The last may be `single`.
+    void add_line(int32_t line, const Units& blocks, bool swapped, std::vector<Tile>& single) {
+        std::vector<Tile> tiles;
+        for (size_t i = 0; i < blocks.size(); i += 2) {
+            tiles.push_back({{2 * line, 2 * line + 1}, {}, window_, 0, 0, swapped});
+            for (size_t j = i; j < std::min(i + 2, blocks.size()); ++j)
+                tiles.back().units.insert(tiles.back().units.end(), {2 * blocks[j], 2 * blocks[j] + 1});
+        }
+        if (tiles.size() % 2 != 0) {
+            single.push_back(std::move(tiles.back()));
+            tiles.pop_back();
+        }
+        std::move(tiles.begin(), tiles.end(), std::back_inserter(tiles_));
+    }
+
+    // Sorts by the first of two tiles each. Tiles of different lines come together.
+    void sort_by_two(std::vector<Tile>& single) {
+        std::stable_sort(single.begin(), single.end(),
+                         [&](const Tile& a, const Tile& b) { return before(a, b); });
+        std::move(single.begin(), single.end(), std::back_inserter(tiles_));
+        std::vector<size_t> order(tiles_.size() / 2);
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(),
+                         [&](size_t a, size_t b) { return before(tiles_[2 * a], tiles_[2 * b]); });
+        std::vector<Tile> sorted;
+        for (const size_t i : order) sorted.insert(sorted.end(), {tiles_[2 * i], tiles_[2 * i + 1]});
+        if (tiles_.size() % 2 != 0) sorted.push_back(tiles_.back());
+        tiles_ = std::move(sorted);
     }
 
     void add_strips() {

@@ -27,6 +27,12 @@ constexpr int32_t kStripFeatures = 64;
 constexpr int32_t kStripWindow = 256;
 constexpr int32_t kStripTileFeatures = 576;
 
+// Tiles of these are two blocks each, or one. Tiles 2 i and 2 i + 1, which are computed side by side, have
+// the same strips where possible.
+inline bool are_wide_blocks(const Pattern& pattern) {
+    return pattern.block_rows == 2 * kStripFeatures && pattern.block_cols == 2 * kStripFeatures;
+}
+
 // Features of x in a unit.
 inline int32_t strip_unit(const Pattern& pattern) { return pattern.block_cols == 32 ? 32 : 64; }
 

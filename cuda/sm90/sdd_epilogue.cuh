@@ -27,84 +27,66 @@ class SddEpilogue {
         swapped_ = tile.is_swapped();
     }
 
-    // `first`: column of the window at which these sums begin.
+    // `first`: column of the window at which these sums begin. They change where they are added to values.
     template <int kCount>
-    __device__ void store(const float (&sums)[kCount], int first) const {
-        if (swapped_)
-            store_swapped(sums, first);
-        else
-            store_straight(sums, first);
+    __device__ void store(float (&sums)[kCount], int first) const {
+        if (arguments_.accumulate) add_stored(sums, first);
+        if (swapped_) {
+#pragma unroll
+            for (int i = 0; i < kCount / 8; ++i) {
+                asm volatile("" ::: "memory");
+                store_columns(sums + 8 * i, first + 16 * i);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kCount / 8; ++i) {
+                asm volatile("" ::: "memory");
+                store_line(sums + 16 * (i / 2) + 2 * (i % 2), line_ + 8 * (i % 2), first + 32 * (i / 2));
+            }
+        }
     }
 
   private:
     template <int kCount>
-    __device__ void store_straight(const float (&sums)[kCount], int first) const {
+    __device__ void add_stored(float (&sums)[kCount], int first) const {
 #pragma unroll
-        for (int i = 0; i < kCount / 16; ++i) {
-#pragma unroll
-            for (int below = 0; below < 2; ++below) {
-                asm volatile("" ::: "memory");
-                store_line(sums + 16 * i + 2 * below, line_ + 8 * below, first + 32 * i);
-            }
-        }
-    }
-
-    // Lines are features of x, columns are features of y.
-    template <int kCount>
-    __device__ void store_swapped(const float (&sums)[kCount], int first) const {
-#pragma unroll
-        for (int i = 0; i < kCount / 8; ++i) {
+        for (int i = 0; i < kCount / 2; ++i) {
             asm volatile("" ::: "memory");
-            store_columns(sums + 8 * i, first + 16 * i);
+            const int line = line_ + 8 * (i % 2), column = first + 8 * (i / 2) + 2 * (threadIdx.x % 4);
+            const Element* const stored = target(line, column);
+            if (stored == nullptr) continue;
+            sums[2 * i] += to_float(stored[0]);
+            sums[2 * i + 1] += to_float(stored[swapped_ ? 1 << arguments_.col_shift : 1]);
         }
-    }
-
-    // 16 columns of 16 lines that a warp holds, eight by eight. Transposed they are like lines of 32 columns.
-    __device__ void store_columns(const float* sums, int column) const {
-        const int line = line_ - threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
-        uint32_t words[4];
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            float2 sum = make_float2(sums[2 * q], sums[2 * q + 1]);
-            if (arguments_.accumulate) {
-                const int x = line_ + 8 * (q % 2), y = column + 8 * (q / 2) + 2 * lane;
-                add_stored(sum, swapped_target(x, y), swapped_target(x, y + 1));
-            }
-            const auto rounded = Math::round(sum.x, sum.y);
-            words[q] = transpose(reinterpret_cast<const uint32_t&>(rounded));
-        }
-        exchange(words);
-        store_chunk(swapped_target(line + 8 * (lane % 2), column + 8 * (lane / 2) + threadIdx.x % 32 / 4),
-                    words);
     }
 
     // 32 columns of a line that four lanes hold. Each of them stores eight neighbours, which it gets from the
     // others.
     __device__ void store_line(const float* sums, int line, int column) const {
-        const int lane = threadIdx.x % 4;
         uint32_t words[4];
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            float2 sum = make_float2(sums[4 * q], sums[4 * q + 1]);
-            if (arguments_.accumulate) {
-                const Element* const pair = target(line, column + 8 * q + 2 * lane);
-                add_stored(sum, pair, pair + 1);
-            }
-            const auto rounded = Math::round(sum.x, sum.y);
-            words[q] = reinterpret_cast<const uint32_t&>(rounded);
-        }
+        for (int q = 0; q < 4; ++q) words[q] = round(sums + 4 * q);
         exchange(words);
-        store_chunk(target(line, column + 8 * lane), words);
+        store_chunk(target(line, column + 8 * (threadIdx.x % 4)), words);
+    }
+
+    // 16 columns of 16 lines that a warp holds, where lines are of x. Eight by eight they are transposed.
+    __device__ void store_columns(const float* sums, int column) const {
+        uint32_t words[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) words[q] = transpose(round(sums + 2 * q));
+        exchange(words);
+        const int eighth = threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
+        store_chunk(target(line_ - eighth + 8 * (lane % 2), column + eighth + 8 * (lane / 2)), words);
+    }
+
+    __device__ static uint32_t round(const float* pair) {
+        const auto rounded = Math::round(pair[0], pair[1]);
+        return reinterpret_cast<const uint32_t&>(rounded);
     }
 
     __device__ static void store_chunk(Element* to, const uint32_t (&words)[4]) {
         if (to != nullptr) *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-
-    __device__ static void add_stored(float2& sum, const Element* x, const Element* y) {
-        if (x == nullptr) return;
-        sum.x += to_float(*x);
-        sum.y += to_float(*y);
     }
 
     // Transposes 8 x 8 elements of which each lane of a warp holds two neighbours of a line.
@@ -129,29 +111,19 @@ class SddEpilogue {
         (upper ? low : high) = other;
     }
 
-    // The element at some line and column of this half, and those of the block right of it; nullptr if there
-    // is none.
+    // The element at some line and column of this half, nullptr if there is none.
     __device__ Element* target(int line, int column) const {
         const int unit_shift = arguments_.unit_shift, row_shift = arguments_.row_shift,
                   col_shift = arguments_.col_shift;
         const int unit = column >> unit_shift, within = column & (1 << unit_shift) - 1;
-        const int part = (line >> row_shift) * max(1, 1 << unit_shift >> col_shift) + (within >> col_shift);
+        // A strip by a unit is part of one block where they are swapped.
+        const int part =
+            swapped_ ? 0 : (line >> row_shift) * max(1, 1 << unit_shift >> col_shift) + (within >> col_shift);
         const int slot = slots_[unit * plan_.parts + part];
         if (slot < 0) return nullptr;
-        const int block_line = (feature_ + line) & (1 << row_shift) - 1;
-        const int block_column = (units_[unit] + within) & (1 << col_shift) - 1;
-        return static_cast<Element*>(arguments_.values) + (int64_t{slot} << row_shift + col_shift) +
-               (block_line << col_shift) + block_column;
-    }
-
-    // The same where lines are of x. Blocks are larger than strips and units.
-    __device__ Element* swapped_target(int line, int column) const {
-        const int row_shift = arguments_.row_shift, col_shift = arguments_.col_shift;
-        const int unit = column >> arguments_.unit_shift, within = column & (1 << arguments_.unit_shift) - 1;
-        const int slot = slots_[unit];
-        if (slot < 0) return nullptr;
-        const int block_line = (units_[unit] + within) & (1 << row_shift) - 1;
-        const int block_column = (feature_ + line) & (1 << col_shift) - 1;
+        const int of_strip = feature_ + line, of_unit = units_[unit] + within;
+        const int block_line = (swapped_ ? of_unit : of_strip) & (1 << row_shift) - 1;
+        const int block_column = (swapped_ ? of_strip : of_unit) & (1 << col_shift) - 1;
         return static_cast<Element*>(arguments_.values) + (int64_t{slot} << row_shift + col_shift) +
                (block_line << col_shift) + block_column;
     }
@@ -184,16 +156,16 @@ template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
     constexpr int kColumns = 32, kPieces = kColumns / 8, kParts = Traits::kWindow / kColumns;
     const SddPlan plan(arguments.plan);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas);
+    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size);
     cudaGridDependencySynchronize();
     for (int index = blockIdx.x; index < 2 * kParts * schedule.split_tiles(); index += gridDim.x) {
-        const int part = index % kParts, half = index / kParts % 2;
-        const int place = index / kParts / 2, count = schedule.count(place);
+        const int part = index % kParts, half = index / kParts % 2, place = index / kParts / 2;
+        const SddPartials partials = schedule.partials(place);
         float sums[kColumns / 2] = {};
 #pragma unroll 4
-        for (int number = 0; number < count; ++number) {
+        for (int number = 0; number < partials.count(); ++number) {
             const float4* const from =
-                partial_sums<Traits>(arguments, schedule.partial(place, number), half) + part * kPieces * 128;
+                partial_sums<Traits>(arguments, partials.at(number), half) + part * kPieces * 128;
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
                 const float4 next = __ldcs(from + 128 * i);
@@ -203,7 +175,8 @@ __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArg
                 sums[4 * i + 3] += next.w;
             }
         }
-        SddEpilogue<Traits>(arguments, plan, schedule.tile(place), half).store(sums, kColumns * part);
+        SddEpilogue<Traits>(arguments, plan, schedule.first_split() + place, half)
+            .store(sums, kColumns * part);
     }
 }
 

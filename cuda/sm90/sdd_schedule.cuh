@@ -1,10 +1,11 @@
-// Which tiles and tokens a CTA of an sdd kernel sums up. CTAs stay on their multiprocessors.
+// Which tiles and tokens a CTA of an sdd kernel sums up. CTAs stay on their multiprocessors, alone or in
+// teams (clusters) that compute as many tiles, one after another in the plan, at the same time.
 //
 // All walk the tokens at the same pace, so that what one reads from memory the others find in L2. Tiles are
-// dealt out in rounds of one for each CTA. Those of the last, partial round are shared by all CTAs: each tile
-// is cut into pieces as long as a CTA's share, at the same tokens in every tile. What is left over of the
-// tiles goes to the CTAs that are left over, end to end, cut again where a share ends. A second kernel adds
-// the partial sums.
+// dealt out in rounds of one for each CTA. Those of the last, partial round are shared by all: each tile is
+// cut into pieces as long as a team's share, at the same tokens in every tile. What is left over of the tiles
+// goes to the teams that are left over, end to end, cut again where a share ends. A second kernel adds the
+// partial sums.
 #pragma once
 
 #include <cstdint>
@@ -12,71 +13,108 @@
 namespace ts::sm90 {
 
 struct SddWork {
-    int tile;        // -1: nothing to do
+    int tile;
     int first_step;  // 64 tokens each
     int last_step;
     int partial;  // where its partial sums go, -1 if it is not split
+    bool exists;  // false: nobody needs the sums
+};
+
+// Where the partial sums of a tile are, in order.
+struct SddPartials {
+    int first;  // of pieces of a share, and how far apart they are
+    int distance;
+    int pieces;
+    int left;  // of what was left over, in one or two pieces
+    int second_left;
+    int left_pieces;
+
+    __device__ int count() const { return pieces + left_pieces; }
+    __device__ int at(int number) const {
+        if (number < pieces) return first + number * distance;
+        return number == pieces ? left : second_left;
+    }
 };
 
 class SddSchedule {
   public:
-    __device__ SddSchedule(int tiles, int steps, int ctas)
-        : ctas_(ctas), steps_(steps), whole_(tiles / ctas * ctas), rest_(tiles - whole_) {
+    __device__ SddSchedule(int tiles, int steps, int teams, int team_size)
+        : tiles_(tiles), steps_(steps), teams_(teams), team_size_(team_size) {
+        const int groups = (tiles + team_size - 1) / team_size;
+        whole_ = groups / teams * teams;
+        rest_ = groups - whole_;
         share_ = steps;
         pieces_ = 1;
         left_ = 0;
         if (rest_ > 0 && steps >= 2 * kMinSteps) divide();
     }
 
-    // Pieces of work are numbered so that a CTA's are a number of CTAs apart. Some are empty.
+    // Pieces of work are numbered so that a team's are a number of teams apart. Some are empty.
     __device__ int size() const {
         const int most = left_ > 0 ? share_ / place_size() + 2 : 1;
-        return whole_ + (rest_ > 0 ? most * ctas_ : 0);
+        return whole_ + (rest_ > 0 ? most * teams_ : 0);
     }
     __device__ bool is_whole(int index) const { return index < whole_; }
 
-    __device__ SddWork work(int index) const {
-        if (index < whole_) return {index, 0, steps_, -1};
-        const int cta = (index - whole_) % ctas_, turn = (index - whole_) / ctas_;
-        if (cta >= rest_ * pieces_) return work_left(cta - rest_ * pieces_, turn);
-        if (turn > 0) return kNothing;
-        const int first = cta / rest_ * share_;
-        return {whole_ + cta % rest_, first, min(first + share_, steps_), is_split() ? cta : -1};
+    // For one CTA of the team.
+    __device__ SddWork work(int index, int rank) const {
+        const Piece piece = piece_at(index);
+        const int tile = piece.group * team_size_ + rank;
+        return {min(tile, tiles_ - 1), piece.first_step, piece.last_step,
+                piece.partial < 0 ? -1 : piece.partial * team_size_ + rank, piece.exists && tile < tiles_};
     }
 
-    // Tiles that have partial sums, the last ones.
-    __device__ int split_tiles() const { return is_split() ? rest_ : 0; }
-    __device__ int tile(int place) const { return whole_ + place; }
-    // How many partial sums such a tile has, and where they are.
-    __device__ int count(int place) const {
-        return pieces_ + (left_ > 0 ? 1 + last_share(place) - first_share(place) : 0);
-    }
-    __device__ int partial(int place, int number) const {
-        if (number < pieces_) return number * rest_ + place;
-        return partial_left(place, first_share(place) + number - pieces_);
+    // Tiles that have partial sums.
+    __device__ int split_tiles() const { return is_split() ? tiles_ - first_split() : 0; }
+    __device__ int first_split() const { return whole_ * team_size_; }
+    __device__ SddPartials partials(int split_tile) const {
+        const int place = split_tile / team_size_, rank = split_tile % team_size_;
+        const int share = first_share(place);
+        return {place * team_size_ + rank,
+                rest_ * team_size_,
+                pieces_,
+                partial_left(place, share) * team_size_ + rank,
+                partial_left(place, share + 1) * team_size_ + rank,
+                left_ > 0 ? 1 + last_share(place) - share : 0};
     }
 
     // Upper bound of the tiles whose partial sums are stored.
     static int max_partials(int steps, int ctas) { return steps < 2 * kMinSteps ? 0 : 2 * ctas; }
 
   private:
+    // Of the tiles of a team.
+    struct Piece {
+        int group;
+        int first_step;
+        int last_step;
+        int partial;
+        bool exists;
+    };
+    static constexpr Piece kNothing = {0, 0, 0, -1, false};
     static constexpr int kMinSteps = 4;  // of a share
     static constexpr int kStoring = 3;   // steps in the time of which sums are stored
 
-    static constexpr SddWork kNothing = {-1, 0, 0, -1};
-
     __device__ bool is_split() const { return share_ < steps_; }
 
-    // Chooses the least of the estimated times, in sixteenths of a step. Fitted on an H200.
+    __device__ Piece piece_at(int index) const {
+        if (index < whole_) return {index, 0, steps_, -1, true};
+        const int team = (index - whole_) % teams_, turn = (index - whole_) / teams_;
+        if (team >= rest_ * pieces_) return piece_left(team - rest_ * pieces_, turn);
+        if (turn > 0) return kNothing;
+        const int first = team / rest_ * share_;
+        return {whole_ + team % rest_, first, min(first + share_, steps_), is_split() ? team : -1, true};
+    }
+
+    // Chooses the least of the estimated times, in steps. Fitted on an H200.
     __device__ void divide() {
-        constexpr int kStep = 16, kReduction = 5 * kStep, kPartial = 1;
-        const int share = max((rest_ * (steps_ + kStoring) + ctas_ - 1) / ctas_, kMinSteps);
+        const int share = max((rest_ * (steps_ + kStoring) + teams_ - 1) / teams_, kMinSteps);
         if (share >= steps_) return;
         const int pieces = steps_ / share, left = steps_ - pieces * share;
         const int even = (steps_ + pieces - 1) / pieces;
-        const int uneven_time = kStep * share + kReduction + kPartial * (ctas_ + rest_);
-        const int even_time =
-            pieces == 1 ? kStep * steps_ : kStep * even + kReduction + kPartial * rest_ * pieces;
+        const int even_time = pieces == 1 ? steps_ : even + reduction_time(rest_ * pieces);
+        // What is left over begins at any token and finds less in L2.
+        const int misses = 4 + 2 * left * rest_ / (3 * teams_);
+        const int uneven_time = share + reduction_time(teams_ + rest_) + misses;
         if (even_time <= uneven_time || left == 0) {
             share_ = even;
             pieces_ = (steps_ + even - 1) / even;
@@ -87,19 +125,21 @@ class SddSchedule {
         }
     }
 
-    // What is left over of a tile has a place in the line of what the CTAs left over share.
+    __device__ int reduction_time(int partials) const { return 5 + partials * team_size_ / 16; }
+
+    // What is left over of a tile has a place in the line of what the teams left over share.
     __device__ int place_size() const { return left_ + kStoring; }
     __device__ int first_share(int place) const { return place * place_size() / share_; }
     __device__ int last_share(int place) const { return (place * place_size() + left_ - 1) / share_; }
 
-    __device__ SddWork work_left(int share, int turn) const {
+    __device__ Piece piece_left(int share, int turn) const {
         if (left_ == 0) return kNothing;
         const int place = share * share_ / place_size() + turn;
         const int at = place * place_size();
         const int first = max(share * share_ - at, 0), last = min((share + 1) * share_ - at, left_);
         if (place >= rest_ || first >= last) return kNothing;
         const int before = pieces_ * share_;
-        return {whole_ + place, before + first, before + last, partial_left(place, share)};
+        return {whole_ + place, before + first, before + last, partial_left(place, share), true};
     }
 
     // At most one in a share began in the share before.
@@ -108,11 +148,14 @@ class SddSchedule {
         return share == first_share(place) ? first + place : first + rest_ + share;
     }
 
-    int ctas_;
+    int tiles_;
     int steps_;
-    int whole_;   // tiles that are not split, the first ones
+    int teams_;
+    int team_size_;
+    // In tiles of a team:
+    int whole_;   // that are not split, the first ones
     int rest_;    // all others
-    int share_;   // steps of a CTA's share of these
+    int share_;   // steps of a team's share of these
     int pieces_;  // of a tile that are a share each
     int left_;    // steps of a tile that are left over
 };
