@@ -309,15 +309,19 @@ def check_strip_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None
     for tile, (first, second, units, begin) in enumerate(plan["tiles"].tolist()):
         k = plan["k"][tile].tolist()
         strips = [first] if second < 0 else [first, second]
+        swapped = begin < 0
         assert all(x % unit == 0 and x >= 0 for x in k[:units]) and set(k[units:]) <= {-1}
         assert strip * len(strips) + unit * max(units, begin) <= most_features
-        for half, feature, start in ((0, first, 0), (1, strips[-1], begin)):
+        assert not swapped or (units <= window // unit and strip == unit <= min(pattern.block_shape))
+        for half, feature, start in ((0, first, 0), (1, strips[-1], max(begin, 0))):
             for (i, part), slot in np.ndenumerate(plan["slots"][tile, half]):
                 if slot < 0:
                     continue
                 row, col = places[slot]
                 y = feature + part // col_parts * row_block
                 x = k[start + i] + part % col_parts * col_block
+                if swapped:
+                    y, x = x, y
                 assert y // row_block == row and x // col_block == col and start + i < units
                 assert (slot, y, x) not in written
                 written.add((int(slot), y, x))
