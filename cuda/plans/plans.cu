@@ -1,5 +1,6 @@
 #include "plans/plans.h"
 
+#include "plans/blocks.cuh"
 #include "plans/narrow.cuh"
 #include "plans/strips.cuh"
 #include "plans/tiles.cuh"
@@ -22,6 +23,9 @@ void with_builder(Arena& arena, const Pattern& pattern, Op op, PlanShape shape, 
     const View view = view_of(pattern, op);
     if (shape.kind == PlanKind::narrow) {
         NarrowBuilder builder(arena, view, shape);
+        visit(builder);
+    } else if (op == Op::sdd_tn && shape.ranks > 1 && are_wide_blocks(pattern)) {
+        BlockBuilder builder(arena, view, pattern);
         visit(builder);
     } else if (op == Op::sdd_tn && shape.ranks > 1) {
         StripBuilder builder(arena, view, pattern);
