@@ -276,6 +276,22 @@ def test_sdd_plans_write_each_block_once(name: str, grid: tuple[int, int], devic
     assert checked
 
 
+@needs_plans
+def test_strip_plans_leave_no_wide_block_alone() -> None:
+    checked = 0
+    for grid, density in product(((40, 10), (10, 40), (24, 24)), (0.1, 0.5)):
+        generator = torch.Generator().manual_seed(1)
+        shape = (128 * grid[0], 128 * grid[1])
+        pattern = BlockPattern.random(shape, block_shape=(128, 128), density=density, generator=generator)
+        for (_, ops), index in KERNELS.items():
+            if ops >> SDD_TN & 1 and walks_strips(index):
+                checked += 1
+                tiles = len(build(pattern, index, SDD_TN)["tiles"])
+                # Where nothing crosses a row or column, it may keep one.
+                assert tiles <= pattern.nnz / 2 + (4 if density == 0.1 else 1)
+    assert checked
+
+
 def check_sdd_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
     row_block, col_block = pattern.block_shape
     written = {}
