@@ -277,7 +277,8 @@ def test_sdd_plans_write_each_block_once(name: str, grid: tuple[int, int], devic
 
 
 @needs_plans
-def test_strip_plans_leave_no_wide_block_alone() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_strip_plans_leave_no_wide_block_alone(device: str) -> None:
     checked = 0
     for grid, density in product(((40, 10), (10, 40), (24, 24)), (0.1, 0.5)):
         generator = torch.Generator().manual_seed(1)
@@ -286,7 +287,7 @@ def test_strip_plans_leave_no_wide_block_alone() -> None:
         for (_, ops), index in KERNELS.items():
             if ops >> SDD_TN & 1 and walks_strips(index):
                 checked += 1
-                tiles = len(build(pattern, index, SDD_TN)["tiles"])
+                tiles = len(build(pattern, index, SDD_TN, device)["tiles"])
                 # Where nothing crosses a row or column, it may keep one.
                 assert tiles <= pattern.nnz / 2 + (4 if density == 0.1 else 1)
     assert checked
