@@ -64,6 +64,18 @@ function(add_architecture architecture)
   target_link_libraries(tilesparse PRIVATE tilesparse_${folder})
 endfunction()
 
+# Compiles what makes plans, the same code for every architecture, and links it into tilesparse.
+function(add_plans)
+  string(REGEX REPLACE "([0-9]+)a" "\\1-real" code "${TILESPARSE_ARCHITECTURES}")
+  add_library(tilesparse_plans OBJECT ${PROJECT_SOURCE_DIR}/cuda/plans/plans.cu)
+  target_include_directories(tilesparse_plans PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
+  target_compile_options(tilesparse_plans PRIVATE --compress-mode=size -Xcompiler=-Wall,-Wextra)
+  set_target_properties(tilesparse_plans PROPERTIES
+    CUDA_ARCHITECTURES "${code}" CUDA_VISIBILITY_PRESET hidden CUDA_COMPILER_LAUNCHER "${CMAKE_CXX_COMPILER_LAUNCHER}"
+    JOB_POOL_COMPILE nvcc)
+  target_link_libraries(tilesparse PRIVATE tilesparse_plans)
+endfunction()
+
 # Enables CUDA with nvcc from CUDACXX, PATH, CUDA_HOME or CUDA_PATH.
 macro(enable_cuda)
   if(NOT CMAKE_CUDA_COMPILER AND "$ENV{CUDACXX}" STREQUAL "")
@@ -101,6 +113,7 @@ if(TILESPARSE_CUDA)
   foreach(architecture IN LISTS TILESPARSE_ARCHITECTURES)
     add_architecture(${architecture})
   endforeach()
+  add_plans()
   target_compile_definitions(tilesparse PRIVATE TILESPARSE_CUDA)
   target_include_directories(tilesparse SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   set_target_properties(tilesparse PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "device.h"
+#include "device_plan.h"
 #include "dispatch.h"
 #include "error.h"
 #include "pattern.h"
@@ -51,14 +52,20 @@ const Device& device_of(const Problem& problem) {
     return problem.device == DeviceType::cpu ? cpu_device().properties : cuda_device(-1).properties;
 }
 
-std::vector<int32_t> plan_of(const ts_pattern* source, int32_t kernel, int32_t op) {
-    const Pattern pattern = check_pattern(source);
+const Kernel& kernel_for(int32_t index, int32_t op) {
     require(op >= TS_DDS_NT && op <= TS_SDD_TN, "op is ", op, "; allowed are 0 to ", TS_SDD_TN);
-    require(kernel_at(kernel).covers(static_cast<Op>(op)), "op is ", op, ", which kernel ",
-            kernel_at(kernel).name, " does not compute");
+    const Kernel& kernel = kernel_at(index);
+    require(kernel.covers(static_cast<Op>(op)), "op is ", op, ", which kernel ", kernel.name,
+            " does not compute");
+    return kernel;
+}
+
+std::vector<int32_t> plan_of(const ts_pattern* source, int32_t index, int32_t op) {
+    const Pattern pattern = check_pattern(source);
+    const Kernel& kernel = kernel_for(index, op);
     require(pattern.cols.ptr != nullptr, "pattern.col_ptr is null; a plan needs both directions");
     validate_pattern(pattern);
-    return build_plan(pattern, static_cast<Op>(op), kernel_at(kernel).plan);
+    return build_plan(pattern, static_cast<Op>(op), kernel.plan);
 }
 
 // A CUDA kernel without a plan walks the rows of the pattern.
@@ -239,4 +246,44 @@ ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* source, size_t* bytes
 ts_status_t ts_matmul(const ts_matmul_desc* source, void* workspace, size_t workspace_bytes,
                       ts_stream_t stream) {
     return guard([&] { matmul(read_struct(source, "desc"), workspace, workspace_bytes, stream); });
+}
+
+ts_status_t ts_plan_device_size(const ts_pattern* pattern, int32_t kernel, int32_t op, size_t* plan_bytes,
+                                size_t* workspace_bytes) {
+    return guard([&] {
+        const Pattern checked = check_pattern(pattern);
+        const Kernel& chosen = kernel_for(kernel, op);
+        require(plan_bytes != nullptr, "plan_bytes is null");
+        require(workspace_bytes != nullptr, "workspace_bytes is null");
+        const DevicePlanBytes bytes = device_plan_bytes(checked, static_cast<Op>(op), chosen);
+        *plan_bytes = bytes.plan;
+        *workspace_bytes = bytes.workspace;
+    });
+}
+
+ts_status_t ts_plan_device_build(const ts_pattern* pattern, int32_t kernel, int32_t op, void* plan,
+                                 size_t plan_bytes, void* workspace, size_t workspace_bytes,
+                                 ts_stream_t stream) {
+    return guard([&] {
+        const Pattern checked = check_pattern(pattern);
+        build_device_plan(checked, static_cast<Op>(op), kernel_for(kernel, op), plan, plan_bytes, workspace,
+                          workspace_bytes, stream);
+    });
+}
+
+ts_status_t ts_pattern_device_transpose_size(const ts_pattern* pattern, size_t* workspace_bytes) {
+    return guard([&] {
+        const Pattern checked = check_pattern(pattern);
+        require(workspace_bytes != nullptr, "workspace_bytes is null");
+        *workspace_bytes = device_transpose_bytes(checked);
+    });
+}
+
+ts_status_t ts_pattern_device_transpose(const ts_pattern* pattern, int32_t* col_ptr, int32_t* row_idx,
+                                        int32_t* col_slot, void* workspace, size_t workspace_bytes,
+                                        ts_stream_t stream) {
+    return guard([&] {
+        transpose_on_device(check_pattern(pattern), col_ptr, row_idx, col_slot, workspace, workspace_bytes,
+                            stream);
+    });
 }

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <numeric>
 
-#include "error.h"
 #include "plan.h"
 
 namespace ts {
@@ -237,9 +236,6 @@ class NarrowPlanBuilder {
 }  // namespace
 
 std::vector<int32_t> build_narrow_plan(const Pattern& pattern, Op op, PlanShape shape) {
-    require(pattern.block_rows == pattern.block_cols && pattern.block_rows <= kRowFeatures,
-            "the kernel's blocks are 16 x 16 or 32 x 32, not ", pattern.block_rows, " x ",
-            pattern.block_cols);
     return NarrowPlanBuilder(pattern, op, shape).build();
 }
 

@@ -345,16 +345,28 @@ std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<i
     return plan;
 }
 
+void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
+    if (shape.kind == PlanKind::narrow) {
+        constexpr int32_t kMostFeatures = 32;
+        require(pattern.block_rows == pattern.block_cols && pattern.block_rows <= kMostFeatures,
+                "the kernel's blocks are 16 x 16 or 32 x 32, not ", pattern.block_rows, " x ",
+                pattern.block_cols);
+    } else if (op != Op::sdd_tn || shape.ranks == 1) {
+        const int32_t features = view_of(pattern, op).row_block;
+        require(features <= shape.tile, "the kernel's tile of ", shape.tile,
+                " features is less than the block's ", features);
+    }
+}
+
 std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape) {
     if (shape.tile == 0) return {};
+    check_plan_shape(pattern, op, shape);
     if (shape.kind == PlanKind::narrow) return build_narrow_plan(pattern, op, shape);
     if (op == Op::sdd_tn && shape.ranks > 1) {
         const StripPlan plan = build_strip_plan(pattern);
         return assemble(plan.header, {plan.tiles, {}, {}, plan.units, plan.slots});
     }
     const View view = view_of(pattern, op);
-    require(view.row_block <= shape.tile, "the kernel's tile of ", shape.tile,
-            " features is less than the block's ", view.row_block);
     if (op == Op::sdd_tn) return SddPlanBuilder(view, shape).build();
     return DdsPlanBuilder(view, shape).build();
 }

@@ -9,6 +9,9 @@
 
 namespace ts {
 
+// Throws where blocks do not fit into the tiles of that shape.
+void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape);
+
 // The plan of a valid host pattern (both directions present) for kernels of that shape.
 std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape);
 

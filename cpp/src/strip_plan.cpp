@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -53,6 +54,7 @@ struct Tile {
     int32_t first_end;      // units before this one belong to the first half
     int32_t second_begin;   // units from this one on belong to the second
     int32_t second_window;  // where the second half's window begins
+    bool swapped = false;   // strips are of x, units of y
 
     int32_t strip_count() const { return strips[1] < 0 ? 1 : 2; }
     int32_t unit_count() const { return static_cast<int32_t>(units.size()); }
@@ -76,12 +78,16 @@ class StripPlanBuilder {
     }
 
     StripPlan build() {
-        if (row_strips_ > 1)
-            add_block_rows();
-        else
-            add_strips();
-        std::stable_sort(tiles_.begin(), tiles_.end(),
-                         [&](const Tile& a, const Tile& b) { return before(a, b); });
+        if (are_wide_blocks(pattern_)) {
+            add_block_pairs();
+        } else {
+            if (row_strips_ > 1)
+                add_block_rows();
+            else
+                add_strips();
+            std::stable_sort(tiles_.begin(), tiles_.end(),
+                             [&](const Tile& a, const Tile& b) { return before(a, b); });
+        }
         StripPlan plan{};
         plan.header.tiles = static_cast<int32_t>(tiles_.size());
         plan.header.groups = row_parts_ * col_parts_;
@@ -118,6 +124,81 @@ class StripPlanBuilder {
                 tiles_.push_back({{2 * row, 2 * row + 1}, units, window_, 0, 0});
                 remove(row, units);
             }
+    }
+
+    // A tile is two blocks of a line: of a row, or of a column where x is wider than y, so that most tiles
+    // that need the same features of the wider one run at a time. A line with an odd number of blocks gives
+    // one to the line that crosses it there, so that nearly all find a second one.
+    void add_block_pairs() {
+        const bool by_column = pattern_.out_features < pattern_.in_features;
+        Lines lines = lines_of(by_column), crossing = lines_of(!by_column);
+        std::vector<Tile> single;
+        for (int32_t k = 0; k < static_cast<int32_t>(crossing.size()); ++k) {
+            const Units given = give_blocks(lines, crossing[k], k);
+            add_line(k, given, !by_column, single);
+        }
+        for (int32_t k = 0; k < static_cast<int32_t>(lines.size()); ++k)
+            add_line(k, lines[k], by_column, single);
+        sort_by_two(single);
+    }
+
+    // For each block row or column, where its blocks are.
+    using Lines = std::vector<Units>;
+    Lines lines_of(bool columns) const {
+        const Adjacency& rows = pattern_.rows;
+        Lines lines(columns ? pattern_.in_features / pattern_.block_cols : rows_);
+        for (int32_t row = 0; row < rows_; ++row)
+            for (int32_t e = rows.ptr[row]; e < rows.ptr[row + 1]; ++e)
+                lines[columns ? rows.idx[e] : row].push_back(columns ? row : rows.idx[e]);
+        return lines;
+    }
+
+    // Takes from lines what they give to one that crosses them there: the last block of those that have an
+    // odd number and, if these are odd too, the block of a line that can give another one later.
+    static Units give_blocks(Lines& lines, const Units& crossed, int32_t at) {
+        Units given;
+        int32_t spare = -1;
+        for (const int32_t k : crossed) {
+            const bool is_odd = lines[k].size() % 2 != 0;
+            if (lines[k].back() > at)
+                spare = spare < 0 || is_odd ? k : spare;
+            else if (is_odd)
+                given.push_back(k);
+        }
+        if (given.size() % 2 != 0 && spare >= 0)
+            given.insert(std::lower_bound(given.begin(), given.end(), spare), spare);
+        for (const int32_t k : given) lines[k].erase(std::lower_bound(lines[k].begin(), lines[k].end(), at));
+        return given;
+    }
+
+    // Adds two tiles at a time. The last may be `single`.
+    void add_line(int32_t line, const Units& blocks, bool swapped, std::vector<Tile>& single) {
+        std::vector<Tile> tiles;
+        for (size_t i = 0; i < blocks.size(); i += 2) {
+            tiles.push_back({{2 * line, 2 * line + 1}, {}, window_, 0, 0, swapped});
+            for (size_t j = i; j < std::min(i + 2, blocks.size()); ++j)
+                tiles.back().units.insert(tiles.back().units.end(), {2 * blocks[j], 2 * blocks[j] + 1});
+        }
+        if (tiles.size() % 2 != 0) {
+            single.push_back(std::move(tiles.back()));
+            tiles.pop_back();
+        }
+        std::move(tiles.begin(), tiles.end(), std::back_inserter(tiles_));
+    }
+
+    // Sorts by the first of two tiles each. Tiles of different lines come together.
+    void sort_by_two(std::vector<Tile>& single) {
+        std::stable_sort(single.begin(), single.end(),
+                         [&](const Tile& a, const Tile& b) { return before(a, b); });
+        std::move(single.begin(), single.end(), std::back_inserter(tiles_));
+        std::vector<size_t> order(tiles_.size() / 2);
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(),
+                         [&](size_t a, size_t b) { return before(tiles_[2 * a], tiles_[2 * b]); });
+        std::vector<Tile> sorted;
+        for (const size_t i : order) sorted.insert(sorted.end(), {tiles_[2 * i], tiles_[2 * i + 1]});
+        if (tiles_.size() % 2 != 0) sorted.push_back(tiles_.back());
+        tiles_ = std::move(sorted);
     }
 
     void add_strips() {
@@ -204,14 +285,17 @@ class StripPlanBuilder {
     bool before(const Tile& a, const Tile& b) const {
         const int32_t a_features = a.features(unit_), b_features = b.features(unit_);
         if (a_features != b_features) return a_features > b_features;
-        if (pattern_.in_features > pattern_.out_features) return a.units[0] < b.units[0];
-        return a.strips[0] < b.strips[0];
+        const bool wide = pattern_.in_features > pattern_.out_features;
+        const auto place = [&](const Tile& tile) {
+            return wide == tile.swapped ? tile.strips[0] : tile.units[0];
+        };
+        return place(a) < place(b);
     }
 
     void write(const Tile& tile, StripPlan& plan) const {
         const int32_t second = tile.strips[1] < 0 ? -1 : tile.strips[1] * kStripFeatures;
-        plan.tiles.insert(plan.tiles.end(),
-                          {tile.strips[0] * kStripFeatures, second, tile.unit_count(), tile.second_window});
+        plan.tiles.insert(plan.tiles.end(), {tile.strips[0] * kStripFeatures, second, tile.unit_count(),
+                                             tile.swapped ? -1 : tile.second_window});
         for (int32_t i = 0; i < 2 * window_; ++i)
             plan.units.push_back(i < tile.unit_count() ? tile.units[i] * unit_ : -1);
         const int32_t second_strip = tile.strips[second < 0 ? 0 : 1];
@@ -224,7 +308,8 @@ class StripPlanBuilder {
                      Units& to) const {
         for (int32_t i = window; i < window + window_; ++i) {
             if (begin <= i && i < end) {
-                const Units& blocks = slots_[strip / row_strips_].at(tile.units[i]);
+                const Units& blocks = tile.swapped ? slots_[tile.units[i] / row_strips_].at(strip)
+                                                   : slots_[strip / row_strips_].at(tile.units[i]);
                 to.insert(to.end(), blocks.begin(), blocks.end());
             } else {
                 to.insert(to.end(), row_parts_ * col_parts_, -1);

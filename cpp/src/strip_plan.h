@@ -14,7 +14,8 @@ struct StripPlan {
 };
 
 // Blocks are rounded up to a strip by a unit. Halves of a tile are chosen to have many units in common,
-// since loading the operands takes longer than multiplying.
+// since loading the operands takes longer than multiplying. Blocks of 128 x 128 are paired, two of a row or
+// two of a column to a tile.
 StripPlan build_strip_plan(const Pattern& pattern);
 
 }  // namespace ts

@@ -1,4 +1,4 @@
-// The layout of plans: arrays of int32 that the host builds once per pattern and kernels walk.
+// The layout of plans: arrays of int32 that the host or the GPU makes once per pattern and kernels walk.
 //
 // dds (both directions; "features" are those of the output, k those that are summed over):
 //   Block rows are grouped into macro-tiles of `tile` features: `groups` block rows each. A tile is
@@ -20,7 +20,8 @@
 //     - k [tiles][pieces]: first feature of x, -1 where there is none
 //     - slots [tiles][pieces][groups]: block in values, -1 where there is none
 //
-// The plans of dds for narrow blocks are described in cpp/src/narrow_plan.h.
+// The plans of dds for narrow blocks are described in cpp/src/narrow_plan.h, those of sdd by strips in
+// common/strip_plan.h. Sections may have more room than they use.
 #pragma once
 
 #include <cstdint>

@@ -7,9 +7,11 @@
 // Strips and units have at most 576 features. `groups` counts the blocks in a strip by a unit, at least 1,
 // and `pieces` the units of two windows:
 //     - tiles [tiles][4]: first feature of y of the first strip, and of the second or -1 if both halves use
-//       the first; number of units; the unit at which the second half's window begins. Largest first.
+//       the first; number of units; the unit at which the second half's window begins, or -1: then y and x
+//       have changed places, strips are cut from x and units, which have 64 features here, from y, and both
+//       windows begin at the first unit. Largest first.
 //     - rows, masks: nothing
-//     - k [tiles][pieces]: first feature of x of each unit, -1 where there is none
+//     - k [tiles][pieces]: first feature of x (or y) of each unit, -1 where there is none
 //     - slots [tiles][2][pieces / 2][groups]: block in values, row by row, for the units of the first half's
 //       window and of the second's, -1 where there is none
 #pragma once
@@ -24,6 +26,12 @@ namespace ts {
 constexpr int32_t kStripFeatures = 64;
 constexpr int32_t kStripWindow = 256;
 constexpr int32_t kStripTileFeatures = 576;
+
+// Tiles of these are two blocks each, or one. Tiles 2 i and 2 i + 1, which are computed side by side, have
+// the same strips where possible.
+inline bool are_wide_blocks(const Pattern& pattern) {
+    return pattern.block_rows == 2 * kStripFeatures && pattern.block_cols == 2 * kStripFeatures;
+}
 
 // Features of x in a unit.
 inline int32_t strip_unit(const Pattern& pattern) { return pattern.block_cols == 32 ? 32 : 64; }

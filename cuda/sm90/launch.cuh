@@ -35,25 +35,26 @@ class ClusterLauncher {
         config.attrs = &cluster;
         config.numAttrs = 1;
         int resident = 0;
-        if (const cudaError_t error = resident_clusters(config, resident)) return error;
+        if (const cudaError_t error = resident_clusters(config, cluster_size, resident)) return error;
         config.gridDim.x *= static_cast<unsigned>(clusters < resident ? clusters : resident);
         void* parameters[] = {const_cast<Arguments*>(&arguments)};
         return cudaLaunchKernelExC(&config, kernel, parameters);
     }
 
   private:
-    // Asked once for each device.
-    static cudaError_t resident_clusters(const cudaLaunchConfig_t& config, int& count) {
-        constexpr int kMaxDevices = 64;
-        static std::array<std::atomic<int>, kMaxDevices> known{};
+    // Asked once for each device and size of clusters.
+    static cudaError_t resident_clusters(const cudaLaunchConfig_t& config, int cluster_size, int& count) {
+        constexpr int kMaxDevices = 64, kMaxSize = 2;
+        static std::array<std::atomic<int>, kMaxDevices * kMaxSize> known{};
         int device = 0;
         if (const cudaError_t error = cudaGetDevice(&device)) return error;
-        count = known[device % kMaxDevices].load(std::memory_order_relaxed);
+        std::atomic<int>& answer = known[device % kMaxDevices * kMaxSize + (cluster_size - 1) % kMaxSize];
+        count = answer.load(std::memory_order_relaxed);
         if (count > 0) return cudaSuccess;
         const cudaError_t error =
             cudaOccupancyMaxActiveClusters(&count, reinterpret_cast<const void*>(kKernel), &config);
         if (error == cudaSuccess && count == 0) return cudaErrorLaunchOutOfResources;
-        known[device % kMaxDevices].store(count, std::memory_order_relaxed);
+        answer.store(count, std::memory_order_relaxed);
         return error;
     }
 };

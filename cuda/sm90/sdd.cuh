@@ -6,7 +6,9 @@
 // units of x that the halves need, which the plan chose to have many units in common (see
 // common/strip_plan.h), so that few bytes are loaded for what is multiplied. Blocks smaller than a strip by a
 // unit are rounded up to it; sums that belong to no block are not stored. sdd_schedule.cuh says which CTA
-// computes what.
+// computes what. A tile of blocks of 128 x 128 is two of them. For two of a column, y and x change places in
+// the tile, whose sums are then transposed. Such tiles are computed by teams of two CTAs, which load strips
+// that both need once.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -24,17 +26,20 @@ namespace ts::sm90 {
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddProducer {
   public:
-    __device__ SddProducer(const SddArguments& arguments, typename Traits::Shared& shared)
-        : arguments_(arguments), shared_(shared), lane_(threadIdx.x % 32) {}
+    __device__ SddProducer(const SddArguments& arguments, typename Traits::Shared& shared, int rank)
+        : arguments_(arguments), shared_(shared), rank_(rank), lane_(threadIdx.x % 32) {}
 
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
-        for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
-            const SddWork work = schedule.work(index);
+        const int team = blockIdx.x / arguments_.team_size, teams = gridDim.x / arguments_.team_size;
+        for (int index = team; index < schedule.size(); index += teams) {
+            const SddWork work = schedule.work(index, rank_);
             const SddTile tile = plan.tile(work.tile);
+            const SddTile other = plan.tile(schedule.work(index, rank_ ^ (arguments_.team_size - 1)).tile);
             select(tile.is_large(arguments_.unit_shift));
             // Back and forth: the tokens that the tile before used last are still in L2.
-            load(work, tile, my_feature(plan, work.tile), index / gridDim.x % 2 != 0,
-                 arguments_.pace != nullptr && schedule.is_whole(index));
+            load(work, tile, my_feature(plan, work.tile), index / teams % 2 != 0,
+                 arguments_.pace != nullptr && schedule.is_whole(index),
+                 arguments_.team_size > 1 && tile.has_strips_of(other));
         }
     }
 
@@ -59,14 +64,19 @@ class SddProducer {
         cursor_.select(large);
     }
 
-    __device__ void load(const SddWork& work, const SddTile& tile, int feature, bool backwards, bool paced) {
+    // `shares`: strips with the other CTA of the team. Each of them loads one for both.
+    __device__ void load(const SddWork& work, const SddTile& tile, int feature, bool backwards, bool paced,
+                         bool shares) {
         const bool is_strip = lane_ < tile.strips();
-        const bool row_major = is_strip ? kRowMajorY : kRowMajorX;
-        const CUtensorMap* const map = is_strip ? &arguments_.y : &arguments_.x;
+        const bool is_y = is_strip != tile.is_swapped();
+        const bool row_major = is_y ? kRowMajorY : kRowMajorX;
+        const CUtensorMap* const map = is_y ? &arguments_.y : &arguments_.x;
         const int unit_bytes = Traits::kFeatureBytes << arguments_.unit_shift;
         const int offset = is_strip ? lane_ * Traits::kStripBytes
                                     : tile.strips() * (Traits::kStripBytes - unit_bytes) + lane_ * unit_bytes;
         const int bytes = tile.features(arguments_.unit_shift) * Traits::kFeatureBytes;
+        const bool loads = feature >= 0 && !(shares && is_strip && lane_ != rank_);
+        const Multicast to{static_cast<uint16_t>(shares && is_strip ? 3 : 1 << rank_)};
         Ring<Traits::kMaxStages>& ring = shared_.rings[cursor_.large];
         for (int step = work.first_step; step < work.last_step; ++step) {
             const int token =
@@ -78,8 +88,8 @@ class SddProducer {
             const Barrier& full = ring.full[cursor_.position.stage];
             if (lane_ == 0) full.arrive_and_expect_tx(bytes);
             __syncwarp();
-            if (feature >= 0)
-                load_box(map, full, Multicast{1}, shared_.stages + cursor_.stage_offset() + offset,
+            if (loads)
+                load_box(map, full, to, shared_.stages + cursor_.stage_offset() + offset,
                          row_major ? feature : token, row_major ? token : feature);
             __syncwarp();
             cursor_.advance();
@@ -88,6 +98,7 @@ class SddProducer {
 
     const SddArguments& arguments_;
     typename Traits::Shared& shared_;
+    int rank_;
     int lane_;
     Pace pace_;
     SddCursor<Traits> cursor_;
@@ -97,38 +108,56 @@ class SddProducer {
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddConsumer {
   public:
-    __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int half)
-        : arguments_(arguments), shared_(shared), half_(half) {}
+    __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int rank, int half)
+        : arguments_(arguments), shared_(shared), rank_(rank), half_(half) {}
 
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
         float sums[kSums];
-        for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
-            const SddWork work = schedule.work(index);
+        const int team = blockIdx.x / arguments_.team_size, teams = gridDim.x / arguments_.team_size;
+        for (int index = team; index < schedule.size(); index += teams) {
+            // Skipping what has no steps would make the compiler think that lanes of a warp differ.
+            const SddWork work = schedule.work(index, rank_);
             const SddTile tile = plan.tile(work.tile);
             cursor_.select(tile.is_large(arguments_.unit_shift));
             const int strip = half_ < tile.strips() ? half_ * Traits::kStripBytes : 0;
             const int window = tile.window(half_) << arguments_.unit_shift;
-            sum_up(sums, strip, tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes,
+            sum_up(sums, tile.is_swapped(), strip,
+                   tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes,
                    work.last_step - work.first_step);
-            if (work.partial < 0)
-                SddEpilogue<Traits>(arguments_, plan, work.tile, half_).store(sums, 0);
-            else
+            if (work.partial >= 0) {
+                cudaTriggerProgrammaticLaunchCompletion();
                 store_partial<Traits>(partial_sums<Traits>(arguments_, work.partial, half_), sums);
+            } else if (work.exists) {
+                SddEpilogue<Traits>(arguments_, plan, work.tile, half_).store(sums, 0);
+            }
         }
     }
 
   private:
     // `strip`, `window`: where they lie in a stage.
-    __device__ void sum_up(float (&sums)[kSums], int strip, int window, int steps) {
+    __device__ void sum_up(float (&sums)[kSums], bool swapped, int strip, int window, int steps) {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+        // Units are as wide as strips where y and x are swapped: with the same layout, they are operands
+        // alike.
+        if (kRowMajorY == kRowMajorX || !__shfl_sync(~0u, swapped, 0))
+            multiply_steps<kRowMajorY, kRowMajorX>(sums, arguments_.y_operand, strip, arguments_.x_operand,
+                                                   window, steps);
+        else
+            multiply_steps<kRowMajorX, kRowMajorY>(sums, arguments_.x_operand, strip, arguments_.y_operand,
+                                                   window, steps);
+    }
+
+    template <bool kRowMajorStrip, bool kRowMajorUnits>
+    __device__ void multiply_steps(float (&sums)[kSums], const Operand& strip_operand, int strip,
+                                   const Operand& units_operand, int window, int steps) {
         Ring<Traits::kMaxStages>& ring = shared_.rings[cursor_.large];
         int multiplied = -1;
         for (int step = 0; step < steps; ++step) {
             ring.wait_full(cursor_.position);
             const uint32_t stage = cute::cast_smem_ptr_to_uint(shared_.stages) + cursor_.stage_offset();
-            multiply_step<typename Traits::template Atom<kRowMajorY, kRowMajorX>>(
-                sums, arguments_.y_operand, operand_address(stage + strip), arguments_.x_operand,
+            multiply_step<typename Traits::template Atom<kRowMajorStrip, kRowMajorUnits>>(
+                sums, strip_operand, operand_address(stage + strip), units_operand,
                 operand_address(stage + window), true);
             cute::warpgroup_wait<1>();
             if (multiplied >= 0) release(ring, multiplied);
@@ -139,12 +168,15 @@ class SddConsumer {
         if (multiplied >= 0) release(ring, multiplied);
     }
 
-    __device__ static void release(const Ring<Traits::kMaxStages>& ring, int stage) {
-        if (threadIdx.x % 128 == 0) ring.empty[stage].arrive();
+    // To all CTAs of the team, since any may load for all.
+    __device__ void release(const Ring<Traits::kMaxStages>& ring, int stage) const {
+        const int thread = threadIdx.x % 128;
+        if (thread < arguments_.team_size) ring.empty[stage].arrive(thread);
     }
 
     const SddArguments& arguments_;
     typename Traits::Shared& shared_;
+    int rank_;
     int half_;
     SddCursor<Traits> cursor_;
 };
@@ -156,20 +188,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) {
-        for (auto& ring : shared.rings) ring.init(Traits::kHalves);
+        for (auto& ring : shared.rings) ring.init(Traits::kHalves * arguments.team_size);
         cutlass::arch::fence_barrier_init();
     }
-    __syncthreads();
+    cute::cluster_sync();
 
+    const int rank = blockIdx.x % arguments.team_size;
     const SddPlan plan(arguments.plan);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas);
+    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size);
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
-        if (warp == 0) SddProducer<Traits, kRowMajorY, kRowMajorX>(arguments, shared).run(plan, schedule);
+        if (warp == 0)
+            SddProducer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank).run(plan, schedule);
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
-        SddConsumer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, warp / 4 - 1).run(plan, schedule);
+        SddConsumer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank, warp / 4 - 1)
+            .run(plan, schedule);
     }
+    cute::cluster_sync();  // the other CTA may still arrive here
 }
 
 // Host side: one row of the registry.
@@ -206,10 +242,7 @@ struct Sdd {
         const auto start = row_major_y ? (row_major_x ? start_on<true, true> : start_on<true, false>)
                                        : (row_major_x ? start_on<false, true> : start_on<false, false>);
         if (const cudaError_t error = start(arguments, stream)) return error;
-        if (!splits) return cudaSuccess;
-        void* parameters[] = {&arguments};
-        return cudaLaunchKernel(reinterpret_cast<const void*>(sdd_reduce<Traits>), dim3(16 * arguments.ctas),
-                                dim3(128), parameters, 0, static_cast<cudaStream_t>(stream));
+        return splits ? reduce(arguments, stream) : cudaSuccess;
     }
 
     static constexpr Kernel row(const char* name) {
@@ -233,8 +266,9 @@ struct Sdd {
     static constexpr size_t kPartialBytes =
         Traits::kHalves * Traits::kStrip * Traits::kWindow * sizeof(float);
 
-    // Only where there is a round of tiles that are not split.
+    // Only where there is a round of tiles that are not split. Wide blocks have no use for it.
     static bool is_paced(const Problem& problem, const Device& device) {
+        if (are_wide_blocks(problem.pattern)) return false;
         constexpr int64_t kTileValues = Traits::kHalves * Traits::kStrip * Traits::kWindow;
         return problem.pattern.value_count() > device.multiprocessors * kTileValues;
     }
@@ -246,7 +280,22 @@ struct Sdd {
     template <bool kRowMajorY, bool kRowMajorX>
     static cudaError_t start_on(const SddArguments& arguments, void* stream) {
         return ClusterLauncher<sdd_kernel<Traits, kRowMajorY, kRowMajorX>, SddArguments>::launch(
-            arguments, arguments.ctas, 1, Traits::kThreads, Traits::kSharedBytes, stream);
+            arguments, arguments.teams, arguments.team_size, Traits::kThreads, Traits::kSharedBytes, stream);
+    }
+
+    // Launched while the kernel before it still runs, for which it waits.
+    static cudaError_t reduce(SddArguments& arguments, void* stream) {
+        cudaLaunchAttribute early;
+        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        early.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(16 * arguments.teams * arguments.team_size);
+        config.blockDim = dim3(128);
+        config.stream = static_cast<cudaStream_t>(stream);
+        config.attrs = &early;
+        config.numAttrs = 1;
+        void* parameters[] = {&arguments};
+        return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(sdd_reduce<Traits>), parameters);
     }
 
     static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device) {
@@ -257,7 +306,8 @@ struct Sdd {
         arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
         arguments.x_operand = describe_operand(problem.x, unit);
         arguments.steps = step_count(problem);
-        arguments.ctas = device.multiprocessors;
+        arguments.team_size = are_wide_blocks(pattern) && device.multiprocessors > 1 ? 2 : 1;
+        arguments.teams = device.multiprocessors / arguments.team_size;
         arguments.unit_shift = log2_of_block(unit);
         arguments.row_shift = log2_of_block(pattern.block_rows);
         arguments.col_shift = log2_of_block(pattern.block_cols);

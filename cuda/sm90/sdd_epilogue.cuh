@@ -1,6 +1,8 @@
 // Where the sums of an sdd kernel go: into the blocks of values, or as partial sums into the workspace.
 #pragma once
 
+#include <cute/arch/copy_sm75.hpp>
+
 #include "common/epilogue.cuh"
 #include "sm90/sdd_traits.cuh"
 
@@ -22,46 +24,84 @@ class SddEpilogue {
         slots_ = plan.slots + (2 * index + half) * window * plan.parts;
         feature_ = tile.strip(half);
         line_ = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        swapped_ = tile.is_swapped();
     }
 
-    // `first`: column of the window at which these sums begin.
+    // `first`: column of the window at which these sums begin. They change where they are added to values.
     template <int kCount>
-    __device__ void store(const float (&sums)[kCount], int first) const {
+    __device__ void store(float (&sums)[kCount], int first) const {
+        if (arguments_.accumulate) add_stored(sums, first);
+        if (swapped_) {
 #pragma unroll
-        for (int i = 0; i < kCount / 16; ++i) {
-#pragma unroll
-            for (int below = 0; below < 2; ++below) {
+            for (int i = 0; i < kCount / 8; ++i) {
                 asm volatile("" ::: "memory");
-                store_line(sums + 16 * i + 2 * below, line_ + 8 * below, first + 32 * i);
+                store_columns(sums + 8 * i, first + 16 * i);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kCount / 8; ++i) {
+                asm volatile("" ::: "memory");
+                store_line(sums + 16 * (i / 2) + 2 * (i % 2), line_ + 8 * (i % 2), first + 32 * (i / 2));
             }
         }
     }
 
   private:
+    template <int kCount>
+    __device__ void add_stored(float (&sums)[kCount], int first) const {
+#pragma unroll
+        for (int i = 0; i < kCount / 2; ++i) {
+            asm volatile("" ::: "memory");
+            const int line = line_ + 8 * (i % 2), column = first + 8 * (i / 2) + 2 * (threadIdx.x % 4);
+            const Element* const stored = target(line, column);
+            if (stored == nullptr) continue;
+            sums[2 * i] += to_float(stored[0]);
+            sums[2 * i + 1] += to_float(stored[swapped_ ? 1 << arguments_.col_shift : 1]);
+        }
+    }
+
     // 32 columns of a line that four lanes hold. Each of them stores eight neighbours, which it gets from the
     // others.
     __device__ void store_line(const float* sums, int line, int column) const {
-        const int lane = threadIdx.x % 4;
         uint32_t words[4];
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            float2 sum = make_float2(sums[4 * q], sums[4 * q + 1]);
-            if (arguments_.accumulate) add_stored(sum, target(line, column + 8 * q), 2 * lane);
-            const auto rounded = Math::round(sum.x, sum.y);
-            words[q] = reinterpret_cast<const uint32_t&>(rounded);
-        }
+        for (int q = 0; q < 4; ++q) words[q] = round(sums + 4 * q);
+        exchange(words);
+        store_chunk(target(line, column + 8 * (threadIdx.x % 4)), words);
+    }
+
+    // 16 columns of 16 lines that a warp holds, where lines are of x. Eight by eight they are transposed.
+    __device__ void store_columns(const float* sums, int column) const {
+        uint32_t words[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) words[q] = transpose(round(sums + 2 * q));
+        exchange(words);
+        const int eighth = threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
+        store_chunk(target(line_ - eighth + 8 * (lane % 2), column + eighth + 8 * (lane / 2)), words);
+    }
+
+    __device__ static uint32_t round(const float* pair) {
+        const auto rounded = Math::round(pair[0], pair[1]);
+        return reinterpret_cast<const uint32_t&>(rounded);
+    }
+
+    __device__ static void store_chunk(Element* to, const uint32_t (&words)[4]) {
+        if (to != nullptr) *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+
+    // Transposes 8 x 8 elements of which each lane of a warp holds two neighbours of a line.
+    __device__ static uint32_t transpose(uint32_t pair) {
+        uint32_t result;
+        cute::SM75_U32x1_MOVM_T::copy(pair, result);
+        return result;
+    }
+
+    // Transposes 4 x 4 words of four lanes.
+    __device__ static void exchange(uint32_t (&words)[4]) {
         exchange(words[0], words[1], 1);
         exchange(words[2], words[3], 1);
         exchange(words[0], words[2], 2);
         exchange(words[1], words[3], 2);
-        Element* const to = target(line, column + 8 * lane);
-        if (to != nullptr) *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-
-    __device__ static void add_stored(float2& sum, const Element* chunk, int offset) {
-        if (chunk == nullptr) return;
-        sum.x += to_float(chunk[offset]);
-        sum.y += to_float(chunk[offset + 1]);
     }
 
     // Transposes 2 x 2 words over lanes whose numbers differ in one bit.
@@ -71,16 +111,19 @@ class SddEpilogue {
         (upper ? low : high) = other;
     }
 
-    // Eight elements of the block at some line and column of this half, nullptr if there is none.
+    // The element at some line and column of this half, nullptr if there is none.
     __device__ Element* target(int line, int column) const {
         const int unit_shift = arguments_.unit_shift, row_shift = arguments_.row_shift,
                   col_shift = arguments_.col_shift;
         const int unit = column >> unit_shift, within = column & (1 << unit_shift) - 1;
-        const int part = (line >> row_shift) * max(1, 1 << unit_shift >> col_shift) + (within >> col_shift);
+        // A strip by a unit is part of one block where they are swapped.
+        const int part =
+            swapped_ ? 0 : (line >> row_shift) * max(1, 1 << unit_shift >> col_shift) + (within >> col_shift);
         const int slot = slots_[unit * plan_.parts + part];
         if (slot < 0) return nullptr;
-        const int block_line = (feature_ + line) & (1 << row_shift) - 1;
-        const int block_column = (units_[unit] + within) & (1 << col_shift) - 1;
+        const int of_strip = feature_ + line, of_unit = units_[unit] + within;
+        const int block_line = (swapped_ ? of_unit : of_strip) & (1 << row_shift) - 1;
+        const int block_column = (swapped_ ? of_strip : of_unit) & (1 << col_shift) - 1;
         return static_cast<Element*>(arguments_.values) + (int64_t{slot} << row_shift + col_shift) +
                (block_line << col_shift) + block_column;
     }
@@ -91,6 +134,7 @@ class SddEpilogue {
     const int* slots_;
     int feature_;
     int line_;
+    bool swapped_;
 };
 
 // Partial sums: each thread's in pieces of 16 bytes, those of a warpgroup side by side.
@@ -112,15 +156,16 @@ template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
     constexpr int kColumns = 32, kPieces = kColumns / 8, kParts = Traits::kWindow / kColumns;
     const SddPlan plan(arguments.plan);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas);
+    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size);
+    cudaGridDependencySynchronize();
     for (int index = blockIdx.x; index < 2 * kParts * schedule.split_tiles(); index += gridDim.x) {
-        const int part = index % kParts, half = index / kParts % 2;
-        const int4 partials = schedule.partials(index / kParts / 2);
+        const int part = index % kParts, half = index / kParts % 2, place = index / kParts / 2;
+        const SddPartials partials = schedule.partials(place);
         float sums[kColumns / 2] = {};
 #pragma unroll 4
-        for (int split = 0; split < partials.w; ++split) {
+        for (int number = 0; number < partials.count(); ++number) {
             const float4* const from =
-                partial_sums<Traits>(arguments, partials.y + split * partials.z, half) + part * kPieces * 128;
+                partial_sums<Traits>(arguments, partials.at(number), half) + part * kPieces * 128;
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
                 const float4 next = __ldcs(from + 128 * i);
@@ -130,7 +175,8 @@ __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArg
                 sums[4 * i + 3] += next.w;
             }
         }
-        SddEpilogue<Traits>(arguments, plan, partials.x, half).store(sums, kColumns * part);
+        SddEpilogue<Traits>(arguments, plan, schedule.first_split() + place, half)
+            .store(sums, kColumns * part);
     }
 }
 

@@ -1,9 +1,11 @@
-// Which tiles and tokens a CTA of an sdd kernel sums up. CTAs stay on their multiprocessors.
+// Which tiles and tokens a CTA of an sdd kernel sums up. CTAs stay on their multiprocessors, alone or in
+// teams (clusters) that compute as many tiles, one after another in the plan, at the same time.
 //
 // All walk the tokens at the same pace, so that what one reads from memory the others find in L2. Tiles are
-// dealt out in rounds of one for each CTA. Those of the last, partial round are split over the tokens into
-// two more rounds: as many as fill one round with few splits, and the rest with more splits. A second kernel
-// adds the partial sums.
+// dealt out in rounds of one for each CTA. Those of the last, partial round are shared by all: each tile is
+// cut into pieces as long as a team's share, at the same tokens in every tile. What is left over of the tiles
+// goes to the teams that are left over, end to end, cut again where a share ends. A second kernel adds the
+// partial sums.
 #pragma once
 
 #include <cstdint>
@@ -15,89 +17,147 @@ struct SddWork {
     int first_step;  // 64 tokens each
     int last_step;
     int partial;  // where its partial sums go, -1 if it is not split
+    bool exists;  // false: nobody needs the sums
+};
+
+// Where the partial sums of a tile are, in order.
+struct SddPartials {
+    int first;  // of pieces of a share, and how far apart they are
+    int distance;
+    int pieces;
+    int left;  // of what was left over, in one or two pieces
+    int second_left;
+    int left_pieces;
+
+    __device__ int count() const { return pieces + left_pieces; }
+    __device__ int at(int number) const {
+        if (number < pieces) return first + number * distance;
+        return number == pieces ? left : second_left;
+    }
 };
 
 class SddSchedule {
   public:
-    static constexpr int kMaxSplits = 16;
-    static constexpr int kMinSteps = 4;  // of a split
-
-    // Called by whole warps, whose lanes try different numbers of splits.
-    __device__ SddSchedule(int tiles, int steps, int ctas) : steps_(steps), whole_(tiles / ctas * ctas) {
-        const int rest = tiles - whole_, lane = threadIdx.x % 32;
-        divide(rest, lane + 1, ctas);
-        const int time = cost(first_) + cost(second_);
-        const bool allowed = lane == 0 || may_split(lane + 1);
-        const unsigned best = __reduce_min_sync(~0u, allowed ? static_cast<unsigned>(time) * 32 + lane : ~0u);
-        divide(rest, static_cast<int>(best % 32) + 1, ctas);
+    __device__ SddSchedule(int tiles, int steps, int teams, int team_size)
+        : tiles_(tiles), steps_(steps), teams_(teams), team_size_(team_size) {
+        const int groups = (tiles + team_size - 1) / team_size;
+        whole_ = groups / teams * teams;
+        rest_ = groups - whole_;
+        share_ = steps;
+        pieces_ = 1;
+        left_ = 0;
+        if (rest_ > 0 && steps >= 2 * kMinSteps) divide();
     }
 
-    __device__ int size() const { return whole_ + first_.size() + second_.size(); }
+    // Pieces of work are numbered so that a team's are a number of teams apart. Some are empty.
+    __device__ int size() const {
+        const int most = left_ > 0 ? share_ / place_size() + 2 : 1;
+        return whole_ + (rest_ > 0 ? most * teams_ : 0);
+    }
     __device__ bool is_whole(int index) const { return index < whole_; }
 
-    __device__ SddWork work(int index) const {
-        if (index < whole_) return {index, 0, steps_, -1};
-        const int part = index - whole_;
-        return part < first_.size() ? work_of(first_, 0, 0, part)
-                                    : work_of(second_, first_.tiles, first_.size(), part - first_.size());
+    // For one CTA of the team.
+    __device__ SddWork work(int index, int rank) const {
+        const Piece piece = piece_at(index);
+        const int tile = piece.group * team_size_ + rank;
+        return {min(tile, tiles_ - 1), piece.first_step, piece.last_step,
+                piece.partial < 0 ? -1 : piece.partial * team_size_ + rank, piece.exists && tile < tiles_};
     }
 
     // Tiles that have partial sums.
-    __device__ int split_tiles() const {
-        return (first_.splits > 1 ? first_.tiles : 0) + (second_.splits > 1 ? second_.tiles : 0);
-    }
-    // The tile, where the partial sums of its first split are, how far apart the next are, and how many.
-    __device__ int4 partials(int place) const {
-        if (first_.splits == 1) place += first_.tiles;
-        if (place < first_.tiles) return make_int4(whole_ + place, place, first_.tiles, first_.splits);
-        return make_int4(whole_ + place, first_.size() + place - first_.tiles, second_.tiles, second_.splits);
+    __device__ int split_tiles() const { return is_split() ? tiles_ - first_split() : 0; }
+    __device__ int first_split() const { return whole_ * team_size_; }
+    __device__ SddPartials partials(int split_tile) const {
+        const int place = split_tile / team_size_, rank = split_tile % team_size_;
+        const int share = first_share(place);
+        return {place * team_size_ + rank,
+                rest_ * team_size_,
+                pieces_,
+                partial_left(place, share) * team_size_ + rank,
+                partial_left(place, share + 1) * team_size_ + rank,
+                left_ > 0 ? 1 + last_share(place) - share : 0};
     }
 
     // Upper bound of the tiles whose partial sums are stored.
     static int max_partials(int steps, int ctas) { return steps < 2 * kMinSteps ? 0 : 2 * ctas; }
 
   private:
-    // All tiles of one split come before the next.
-    struct Round {
-        int tiles;
-        int splits;
-        __device__ int size() const { return tiles * splits; }
+    // Of the tiles of a team.
+    struct Piece {
+        int group;
+        int first_step;
+        int last_step;
+        int partial;
+        bool exists;
     };
+    static constexpr Piece kNothing = {0, 0, 0, -1, false};
+    static constexpr int kMinSteps = 4;  // of a share
+    static constexpr int kStoring = 3;   // steps in the time of which sums are stored
 
-    __device__ SddWork work_of(const Round& round, int first_place, int first_part, int part) const {
-        const int split = part / round.tiles, place = part % round.tiles;
-        return {whole_ + first_place + place, split * steps_ / round.splits,
-                (split + 1) * steps_ / round.splits, round.splits > 1 ? first_part + part : -1};
+    __device__ bool is_split() const { return share_ < steps_; }
+
+    __device__ Piece piece_at(int index) const {
+        if (index < whole_) return {index, 0, steps_, -1, true};
+        const int team = (index - whole_) % teams_, turn = (index - whole_) / teams_;
+        if (team >= rest_ * pieces_) return piece_left(team - rest_ * pieces_, turn);
+        if (turn > 0) return kNothing;
+        const int first = team / rest_ * share_;
+        return {whole_ + team % rest_, first, min(first + share_, steps_), is_split() ? team : -1, true};
     }
 
-    // As many tiles as fill a round are split that often, the others as often as they can.
-    __device__ void divide(int tiles, int splits, int ctas) {
-        first_ = {min(tiles, ctas / splits), splits};
-        second_ = most_splits(tiles - first_.tiles, ctas);
+    // Chooses the least of the estimated times, in steps. Fitted on an H200.
+    __device__ void divide() {
+        const int share = max((rest_ * (steps_ + kStoring) + teams_ - 1) / teams_, kMinSteps);
+        if (share >= steps_) return;
+        const int pieces = steps_ / share, left = steps_ - pieces * share;
+        const int even = (steps_ + pieces - 1) / pieces;
+        const int even_time = pieces == 1 ? steps_ : even + reduction_time(rest_ * pieces);
+        // What is left over begins at any token and finds less in L2.
+        const int misses = 4 + 2 * left * rest_ / (3 * teams_);
+        const int uneven_time = share + reduction_time(teams_ + rest_) + misses;
+        if (even_time <= uneven_time || left == 0) {
+            share_ = even;
+            pieces_ = (steps_ + even - 1) / even;
+        } else {
+            share_ = share;
+            pieces_ = pieces;
+            left_ = left;
+        }
     }
 
-    __device__ bool may_split(int splits) const {
-        return splits <= kMaxSplits && splits * kMinSteps <= steps_;
+    __device__ int reduction_time(int partials) const { return 5 + partials * team_size_ / 16; }
+
+    // What is left over of a tile has a place in the line of what the teams left over share.
+    __device__ int place_size() const { return left_ + kStoring; }
+    __device__ int first_share(int place) const { return place * place_size() / share_; }
+    __device__ int last_share(int place) const { return (place * place_size() + left_ - 1) / share_; }
+
+    __device__ Piece piece_left(int share, int turn) const {
+        if (left_ == 0) return kNothing;
+        const int place = share * share_ / place_size() + turn;
+        const int at = place * place_size();
+        const int first = max(share * share_ - at, 0), last = min((share + 1) * share_ - at, left_);
+        if (place >= rest_ || first >= last) return kNothing;
+        const int before = pieces_ * share_;
+        return {whole_ + place, before + first, before + last, partial_left(place, share), true};
     }
 
-    __device__ Round most_splits(int tiles, int ctas) const {
-        if (tiles == 0) return {0, 1};
-        const int splits = min(min(ctas / tiles, kMaxSplits), steps_ / kMinSteps);
-        return {tiles, max(splits, 1)};
+    // At most one in a share began in the share before.
+    __device__ int partial_left(int place, int share) const {
+        const int first = rest_ * pieces_;
+        return share == first_share(place) ? first + place : first + rest_ + share;
     }
 
-    // Estimated time in sixteenths of a step. Fitted on an H200.
-    __device__ int cost(const Round& round) const {
-        constexpr int kStep = 16, kTile = 3 * kStep;  // storing the sums
-        constexpr int kReduction = 5 * kStep, kPartial = 1;
-        if (round.tiles == 0) return 0;
-        const int reduction = round.splits == 1 ? 0 : kReduction + kPartial * round.size();
-        return kStep * steps_ / round.splits + kTile + reduction;
-    }
-
+    int tiles_;
     int steps_;
-    int whole_;  // tiles that are not split, the first ones
-    Round first_, second_;
+    int teams_;
+    int team_size_;
+    // In tiles of a team:
+    int whole_;   // that are not split, the first ones
+    int rest_;    // all others
+    int share_;   // steps of a team's share of these
+    int pieces_;  // of a tile that are a share each
+    int left_;    // steps of a tile that are left over
 };
 
 // Keeps CTAs at the same pace. Each counts when it begins 16 steps, and waits for those that have not begun

@@ -23,7 +23,8 @@ struct SddArguments {
     Operand y_operand;  // as the products read them from shared memory
     Operand x_operand;
     int steps;       // of 64 tokens
-    int ctas;        // of the kernel that multiplies
+    int team_size;   // CTAs of a cluster, which compute as many tiles side by side
+    int teams;       // that the device holds
     int unit_shift;  // log2 of a unit's features
     int row_shift;   // log2 of bn
     int col_shift;   // log2 of bk
@@ -66,9 +67,14 @@ struct SddTile {
     __device__ int strip(int half) const { return half == 0 || words.y < 0 ? words.x : words.y; }
     __device__ int strips() const { return words.y < 0 ? 1 : 2; }
     __device__ int units() const { return words.z; }
-    __device__ int window(int half) const { return half == 0 ? 0 : words.w; }
+    __device__ int window(int half) const { return half == 0 ? 0 : max(words.w, 0); }
+    // Whether strips are of x and units of y.
+    __device__ bool is_swapped() const { return words.w < 0; }
     __device__ int features(int unit_shift) const {
         return kStripFeatures * strips() + (units() << unit_shift);
+    }
+    __device__ bool has_strips_of(const SddTile& other) const {
+        return words.x == other.words.x && words.y == other.words.y && is_swapped() == other.is_swapped();
     }
     // Whether it takes the ring of large tiles.
     __device__ bool is_large(int unit_shift) const { return features(unit_shift) > kSmallTileFeatures; }

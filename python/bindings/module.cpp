@@ -161,6 +161,32 @@ void plan_build(const ts_pattern& pattern, int32_t kernel, int32_t op, uintptr_t
     check(ts_plan_build(&pattern, kernel, op, pointer<void>(address), bytes));
 }
 
+std::pair<size_t, size_t> plan_device_size(const ts_pattern& pattern, int32_t kernel, int32_t op) {
+    size_t plan = 0, workspace = 0;
+    check(ts_plan_device_size(&pattern, kernel, op, &plan, &workspace));
+    return {plan, workspace};
+}
+
+void plan_device_build(const ts_pattern& pattern, int32_t kernel, int32_t op, uintptr_t plan,
+                       size_t plan_bytes, uintptr_t workspace, size_t workspace_bytes, uintptr_t stream) {
+    check(ts_plan_device_build(&pattern, kernel, op, pointer<void>(plan), plan_bytes,
+                               pointer<void>(workspace), workspace_bytes, pointer<CUstream_st>(stream)));
+}
+
+size_t pattern_device_transpose_size(const ts_pattern& pattern) {
+    size_t bytes = 0;
+    check(ts_pattern_device_transpose_size(&pattern, &bytes));
+    return bytes;
+}
+
+void pattern_device_transpose(const ts_pattern& pattern, uintptr_t col_ptr, uintptr_t row_idx,
+                              uintptr_t col_slot, uintptr_t workspace, size_t workspace_bytes,
+                              uintptr_t stream) {
+    check(ts_pattern_device_transpose(&pattern, pointer<int32_t>(col_ptr), pointer<int32_t>(row_idx),
+                                      pointer<int32_t>(col_slot), pointer<void>(workspace), workspace_bytes,
+                                      pointer<CUstream_st>(stream)));
+}
+
 // One product but for the addresses of its operands: what stays the same from call to call.
 class Launch {
   public:
@@ -288,6 +314,12 @@ NB_MODULE(_C, m) {
           "kernel"_a, "tokens"_a, "x_layout"_a, "y_layout"_a, "residual"_a);
     m.def("plan_size", &plan_size, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_build", &plan_build, "pattern"_a, "kernel"_a, "op"_a, "address"_a, "bytes"_a);
+    m.def("plan_device_size", &plan_device_size, "pattern"_a, "kernel"_a, "op"_a);
+    m.def("plan_device_build", &plan_device_build, "pattern"_a, "kernel"_a, "op"_a, "plan"_a, "plan_bytes"_a,
+          "workspace"_a, "workspace_bytes"_a, "stream"_a);
+    m.def("pattern_device_transpose_size", &pattern_device_transpose_size, "pattern"_a);
+    m.def("pattern_device_transpose", &pattern_device_transpose, "pattern"_a, "col_ptr"_a, "row_idx"_a,
+          "col_slot"_a, "workspace"_a, "workspace_bytes"_a, "stream"_a);
     m.def("matmul", &matmul, "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a,
           "accumulate"_a, "kernel"_a, "tokens"_a, "x"_a, "ldx"_a, "x_layout"_a, "y"_a, "ldy"_a, "y_layout"_a,
           "values"_a, "bias"_a, "residual"_a, "ldr"_a, "plan"_a, "plan_bytes"_a, "workspace"_a,

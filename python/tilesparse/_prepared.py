@@ -151,12 +151,28 @@ class PreparedPattern:
         return self._descriptors[device]
 
     def _plan(self, device: torch.device, op: int, kernel: int, plan_key: int) -> Tensor:
+        """The plan for kernels with that key, made on the current device: those of the CPU have none."""
         key = (device, op, plan_key)
         if key not in self._plans:
-            host = self.descriptor(HOST)
-            plan = torch.empty(_C.plan_size(host, kernel, op), dtype=torch.uint8, device=HOST)
-            _C.plan_build(host, kernel, op, plan.data_ptr(), plan.numel())
-            self._plans[key] = self._keep(plan, device)
+            pattern = self.descriptor(device)
+            plan, workspace = (
+                torch.empty(size, dtype=torch.uint8, device=device)
+                for size in _C.plan_device_size(pattern, kernel, op)
+            )
+            stream = torch.cuda.current_stream(device)
+            _C.plan_device_build(
+                pattern,
+                kernel,
+                op,
+                plan.data_ptr(),
+                plan.numel(),
+                workspace.data_ptr(),
+                workspace.numel(),
+                stream.cuda_stream,
+            )
+            stream.synchronize()  # from now on any stream may read it
+            self._tensors.setdefault(device, []).append(plan)
+            self._plans[key] = plan
         return self._plans[key]
 
     def _keep(self, array: Tensor, device: torch.device) -> Tensor:

@@ -544,6 +544,43 @@ static void test_plans(void) {
     FAILS(ts_plan_build(&pattern, 0, TS_DDS_NT, NULL, 0), TS_INVALID_ARGUMENT, "col_ptr");
 }
 
+/* On the GPU plans are made of patterns in its memory alone, and in a library with CUDA alone. */
+static void test_plans_on_the_device(void) {
+    const int has_cuda = strstr(ts_architectures(), "sm_") != NULL;
+    ts_pattern pattern = layer_pattern();
+    ts_kernel_info info = {.struct_size = sizeof info};
+    size_t plan = 0, workspace = 0;
+    char memory[16];
+    FAILS(ts_plan_device_size(NULL, 0, TS_DDS_NT, &plan, &workspace), TS_INVALID_ARGUMENT, "pattern");
+    FAILS(ts_plan_device_size(&pattern, -1, TS_DDS_NT, &plan, &workspace), TS_INVALID_ARGUMENT, "kernel");
+    FAILS(ts_plan_device_size(&pattern, 0, 3, &plan, &workspace), TS_INVALID_ARGUMENT, "op");
+    FAILS(ts_plan_device_size(&pattern, 0, TS_DDS_NT, NULL, &workspace), TS_INVALID_ARGUMENT, "plan_bytes");
+    FAILS(ts_plan_device_size(&pattern, 0, TS_DDS_NT, &plan, NULL), TS_INVALID_ARGUMENT, "workspace_bytes");
+    FAILS(ts_pattern_device_transpose_size(&pattern, NULL), TS_INVALID_ARGUMENT, "workspace_bytes");
+    if (!has_cuda) {
+        FAILS(ts_plan_device_size(&pattern, 0, TS_DDS_NT, &plan, &workspace), TS_UNSUPPORTED, "CUDA");
+        FAILS(ts_plan_device_build(&pattern, 0, TS_DDS_NT, memory, 16, memory, 16, NULL), TS_UNSUPPORTED,
+              "CUDA");
+        FAILS(ts_pattern_device_transpose_size(&pattern, &workspace), TS_UNSUPPORTED, "CUDA");
+        FAILS(ts_pattern_device_transpose(&pattern, col_ptr, row_idx, col_slot, memory, 16, NULL),
+              TS_UNSUPPORTED, "CUDA");
+        return;
+    }
+    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel) {
+        SUCCEEDS(ts_kernel_get(kernel, &info));
+        const int32_t op = info.ops >> TS_SDD_TN & 1 ? TS_SDD_TN : info.ops >> TS_DDS_NN & 1;
+        /* The blocks of this pattern are none for kernels that want square ones. */
+        if (ts_plan_device_size(&pattern, kernel, op, &plan, &workspace) != TS_SUCCESS) continue;
+        CHECK((plan > 0) == (info.plan != 0), "kernel %d has a plan of %d bytes", (int)kernel, (int)plan);
+        if (plan > 0)
+            FAILS(ts_plan_device_build(&pattern, kernel, op, memory, plan, memory, workspace, NULL),
+                  TS_INVALID_ARGUMENT, "not in memory of a CUDA device");
+    }
+    SUCCEEDS(ts_pattern_device_transpose_size(&pattern, &workspace));
+    FAILS(ts_pattern_device_transpose(&pattern, col_ptr, row_idx, col_slot, memory, workspace, NULL),
+          TS_INVALID_ARGUMENT, "not in memory of a CUDA device");
+}
+
 int main(void) {
     test_identity();
     test_kernels();
@@ -559,6 +596,7 @@ int main(void) {
     test_select();
     test_select_few_tokens();
     test_plans();
+    test_plans_on_the_device();
     for (int32_t dtype = TS_FLOAT64; dtype <= TS_FLOAT32; ++dtype)
         for (int32_t layouts = 0; layouts < 4; ++layouts) test_products(dtype, layouts & 1, layouts >> 1);
     test_forced_kernels();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -78,6 +79,74 @@ def test_a_captured_training_step_follows_its_inputs() -> None:
                 tensor.copy_(randn(*tensor.shape, dtype=BF16, device="cuda", seed=seed + offset))
         graph.replay()
         assert all_equal(captured, step(layer, x, grad))
+
+
+def captured_build(
+    arrays: list[Tensor], kernel: int, op: int, operands: tuple[Tensor, ...], workspaces: list[Tensor]
+) -> None:
+    """Enqueues the transpose of a pattern in blocks of 32, a plan and the product on x, y and values."""
+    x, y, _ = operands
+    stream = torch.cuda.current_stream().cuda_stream
+    shape = (y.shape[1], x.shape[1])
+    pattern = _C.Pattern(32, 32, *shape, len(arrays[1]), *(array.data_ptr() for array in arrays))
+
+    def memory(size: int) -> tuple[int, int]:
+        workspaces.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        return workspaces[-1].data_ptr(), size
+
+    columns = [array.data_ptr() for array in arrays[3:]]
+    transpose_size = _C.pattern_device_transpose_size(pattern)
+    _C.pattern_device_transpose(pattern, *columns, *memory(transpose_size), stream)
+    plan_size, build_size = _C.plan_device_size(pattern, kernel, op)
+    plan = memory(plan_size)
+    _C.plan_device_build(pattern, kernel, op, *plan, *memory(build_size), stream)
+    size = _C.query(pattern, op, 3, 1, 0, 0, kernel + 1, len(x), 0, 0, False)[2]
+    launch = _C.Launch(
+        pattern, op, 3, 1, 0, 0, 0, kernel + 1, len(x), shape[1], 0, shape[0], 0, 0, *plan, size, stream
+    )
+    launch.run(*(tensor.data_ptr() for tensor in operands), 0, 0, memory(size)[0])
+
+
+def test_a_captured_pattern_follows_its_arrays() -> None:
+    """A graph of all there is to do for a pattern that changes on the GPU."""
+    shape, block_shape = (1280, 896), (32, 32)
+    patterns = [
+        BlockPattern.random(shape, block_shape=block_shape, density=0.3, generator=seeded(seed))
+        for seed in (1, 2, 3)
+    ]
+    capability = _C.device_info(1).compute_capability
+    x, y = (randn(300, size, dtype=BF16, device="cuda", seed=size) for size in (896, 1280))
+    values = random_values(patterns[0], dtype=BF16, device="cuda")
+    checked = 0
+    for (index, kernel), op in product(enumerate(_C.kernels()), (_ops.DDS_NT, _ops.DDS_NN, _ops.SDD_TN)):
+        does_it = kernel.plan and kernel.ops >> op & kernel.dtypes >> 3 & 1
+        if not does_it or kernel.min_compute_capability not in (80, capability):
+            continue
+        checked += 1
+        operands = [x, y, values]
+        operands[(1, 0, 2)[op]] = result = torch.zeros_like(operands[(1, 0, 2)[op]])
+        arrays = [array.cuda() for array in (patterns[0].row_ptr, patterns[0].col_idx, patterns[0].slot)]
+        arrays += [torch.zeros_like(array.cuda()) for array in patterns[0].prepared.columns()]
+        workspaces: list[Tensor] = []
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured_build(arrays, index, op, tuple(operands), workspaces)
+        for pattern in patterns[::-1]:
+            for array, now in zip(arrays, (pattern.row_ptr, pattern.col_idx, pattern.slot), strict=False):
+                array.copy_(now)
+            graph.replay()
+            with _ops.use_kernel(kernel.name):
+                expected = a_product(op, x, y, values, pattern)
+            assert torch.equal(result, expected), kernel.name
+    assert checked
+
+
+def a_product(op: int, x: Tensor, y: Tensor, values: Tensor, pattern: BlockPattern) -> Tensor:
+    if op == _ops.DDS_NT:
+        return functional.linear(x, values, pattern)
+    if op == _ops.DDS_NN:
+        return functional.dds(y, values, pattern, transpose=False)
+    return functional.sdd(y, x, pattern)
 
 
 def test_captured_products_follow_their_inputs() -> None:

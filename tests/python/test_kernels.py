@@ -77,6 +77,7 @@ ROWS = [
     if kernel.dtypes >> code & 1
 ]
 ROWS_OF_FEW_TOKENS = [row for row in ROWS if row.max_tokens]
+ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
 checked_kernels: set[str] = set()
 
 
@@ -331,7 +332,15 @@ def blocks_of(dense: Tensor, pattern: BlockPattern) -> Tensor:
     return dense.reshape(rows, bn, cols, bk).transpose(1, 2)[pattern.block_indices()]
 
 
-def check(row: Row, problem: Problem) -> None:
+def host_plan(row: Row, problem: Problem) -> Tensor:
+    """The plan as the host makes it, in device memory. Elsewhere the GPU makes them."""
+    descriptor = problem.pattern.prepared.descriptor(torch.device("cpu"))
+    plan = torch.empty(_C.plan_size(descriptor, row.number - 1, row.op), dtype=torch.uint8)
+    _C.plan_build(descriptor, row.number - 1, row.op, plan.data_ptr(), plan.numel())
+    return plan.to(DEVICE)
+
+
+def check(row: Row, problem: Problem, plan: Tensor | None = None) -> None:
     """Runs a problem twice and checks everything about it.
 
     Some kernels store feature-major results in whole pieces of 16 bytes only: they get more tokens.
@@ -340,19 +349,20 @@ def check(row: Row, problem: Problem) -> None:
     if not accepts(row, problem.pattern.block_shape, *layouts, problem.tokens):
         problem = replace(problem, tokens=(problem.tokens + 7) // 8 * 8)
     try:
-        _check(row, problem)
+        _check(row, problem, plan)
     except Exception as error:
         raise AssertionError(f"{row.name}, {problem}: {error}") from error
     checked_kernels.add(row.name)
 
 
-def _check(row: Row, problem: Problem) -> None:
+def _check(row: Row, problem: Problem, plan: Tensor | None) -> None:
+    changes = {} if plan is None else {"plan": plan.data_ptr(), "plan_bytes": plan.numel()}
     operands = Operands(row, problem)
     inputs = [buffer.bits.clone() for buffer in operands.inputs]
     results = []
     for _ in range(2):
         operands.prepare_output()
-        launch(row, problem, operands)
+        launch(row, problem, operands, **changes)
         assert operands.output.is_poison(inside=False), "memory around the output was written"
         results.append(operands.output.bits.clone())
     assert torch.equal(*results), "two runs differ"
@@ -377,6 +387,14 @@ def test_small(row: Row) -> None:
     for x_layout, y_layout in accepted_layouts(row):
         check(row, Problem(pattern, 17, x_layout, y_layout, gap=CHUNK, **OPTIONS[row.op][-1]))
     check(row, Problem(pattern, within(row, 600)))
+
+
+@pytest.mark.parametrize("name", ["random 50%", "power-law rows", "empty"])
+@pytest.mark.parametrize("row", ROWS_WITH_PLANS, ids=lambda row: row.name, indirect=True)
+def test_plans_of_the_host(row: Row, name: str) -> None:
+    for block_shape in accepted_shapes(row)[::3]:
+        problem = Problem(make_pattern(name, (40, 10), block_shape), 137)
+        check(row, problem, host_plan(row, problem))
 
 
 @pytest.mark.parametrize("name", PATTERNS)

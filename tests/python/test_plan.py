@@ -1,7 +1,7 @@
 """Plans of every kernel of the library that walks one: each block exactly once, no tile twice.
 
-The layout is that of cuda/common/plan.h or cpp/src/narrow_plan.h. A library without CUDA kernels has no
-plans to check.
+The layout is that of cuda/common/plan.h, cuda/common/strip_plan.h or cpp/src/narrow_plan.h, whether the
+host or the GPU made the plan. A library without CUDA kernels has no plans to check.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from helpers import PATTERNS, make_pattern
+from helpers import DEVICES, PATTERNS, make_pattern, seeded, shuffled
+from torch import Tensor
 
-from tilesparse import _C, BlockPattern, UnsupportedError
+from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._ops import DDS_NN, DDS_NT, SDD_TN
 from tilesparse.pattern import BLOCK_SIZES
 
@@ -25,11 +26,9 @@ KERNELS = {(kernel.plan, kernel.ops): index for index, kernel in enumerate(_C.ke
 needs_plans = pytest.mark.skipif(not KERNELS, reason="this library has no kernel with a plan")
 
 
-def build(pattern: BlockPattern, kernel: int, op: int) -> dict[str, np.ndarray]:
+def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str, np.ndarray]:
     """The sections of a plan by name."""
-    descriptor = pattern.prepared.descriptor(torch.device("cpu"))
-    words = np.full(_C.plan_size(descriptor, kernel, op) // 4, -7, dtype=np.int32)
-    _C.plan_build(descriptor, kernel, op, words.ctypes.data, words.nbytes)
+    words = build_on_host(pattern, kernel, op) if device == "cpu" else build_on_gpu(pattern, kernel, op)
     tiles, steps, groups, pieces, *offsets, total = words[:10].tolist()
     assert total == len(words)
     assert all(offset % 4 == 0 and 16 <= offset <= total for offset in offsets)
@@ -62,6 +61,34 @@ def build(pattern: BlockPattern, kernel: int, op: int) -> dict[str, np.ndarray]:
             "slots": (steps, ranks, pieces, groups),
         }
     return sections_of(words, offsets, shapes)
+
+
+def build_on_host(pattern: BlockPattern, kernel: int, op: int) -> np.ndarray:
+    descriptor = pattern.prepared.descriptor(torch.device("cpu"))
+    words = np.full(_C.plan_size(descriptor, kernel, op) // 4, -7, dtype=np.int32)
+    _C.plan_build(descriptor, kernel, op, words.ctypes.data, words.nbytes)
+    return words
+
+
+def build_on_gpu(pattern: BlockPattern, kernel: int, op: int) -> np.ndarray:
+    """Built twice over different memory, of which no more than announced may be written."""
+    descriptor = pattern.prepared.descriptor(torch.device("cuda", 0))
+    sizes = _C.plan_device_size(descriptor, kernel, op)
+    plans = []
+    for fill in (-7, 0x5A5A5A5A):
+        plan = guarded(sizes[0], -7)
+        workspace = guarded(sizes[1], fill)
+        addresses = (plan.data_ptr(), sizes[0], workspace.data_ptr(), sizes[1])
+        _C.plan_device_build(descriptor, kernel, op, *addresses, torch.cuda.current_stream().cuda_stream)
+        assert (plan[sizes[0] // 4 :] == -7).all() and (workspace[sizes[1] // 4 :] == fill).all()
+        plans.append(plan[: sizes[0] // 4].cpu())
+    assert torch.equal(*plans), "two builds differ"
+    return plans[0].numpy()
+
+
+def guarded(size: int, fill: int) -> Tensor:
+    """Device memory of so many bytes and some more."""
+    return torch.full((size // 4 + 1024,), fill, dtype=torch.int32, device="cuda")
 
 
 def sections_of(
@@ -109,15 +136,17 @@ def computes(pattern: BlockPattern, index: int, op: int) -> bool:
 
 
 @needs_plans
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", [DDS_NT, DDS_NN])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_dds_plans_visit_each_block_once(name: str, op: int) -> None:
+def test_dds_plans_visit_each_block_once(name: str, op: int, device: str) -> None:
     checked = 0
     for ((key, ops), index), block_shape in product(KERNELS.items(), BLOCK_SHAPES):
         pattern = make_pattern(name, (7, 10), block_shape)
         if ops >> op & 1 and not is_narrow(key) and computes(pattern, index, op):
             checked += 1
-            check_dds_plan(pattern if op == DDS_NT else pattern.transpose(), build(pattern, index, op), key)
+            plan = build(pattern, index, op, device)
+            check_dds_plan(pattern if op == DDS_NT else pattern.transpose(), plan, key)
     assert checked
 
 
@@ -178,16 +207,16 @@ def mask_of(piece: int, group: int, row_block: int, pieces: int) -> int:
 
 
 @needs_plans
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", [DDS_NT, DDS_NN])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_narrow_plans_visit_each_block_once(name: str, op: int) -> None:
+def test_narrow_plans_visit_each_block_once(name: str, op: int, device: str) -> None:
     for ((key, _), index), size, grid in product(KERNELS.items(), (16, 32), ((7, 10), (131, 29))):
         if is_narrow(key):
             pattern = make_pattern(name, grid, (size, size))
             assert computes(pattern, index, op)
-            check_narrow_plan(
-                pattern if op == DDS_NT else pattern.transpose(), build(pattern, index, op), key
-            )
+            plan = build(pattern, index, op, device)
+            check_narrow_plan(pattern if op == DDS_NT else pattern.transpose(), plan, key)
 
 
 def check_narrow_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int) -> None:
@@ -231,15 +260,36 @@ def entries_of(word: int) -> list[int]:
 
 
 @needs_plans
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("grid", [(7, 10), (70, 37)])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_sdd_plans_write_each_block_once(name: str) -> None:
+def test_sdd_plans_write_each_block_once(name: str, grid: tuple[int, int], device: str) -> None:
     checked = 0
     for ((_, ops), index), block_shape in product(KERNELS.items(), BLOCK_SHAPES):
-        pattern = make_pattern(name, (7, 10), block_shape)
+        if grid != (7, 10) and (block_shape[0] != 32 or not walks_strips(index)):
+            continue  # more strips than a neighbourhood are enough
+        pattern = make_pattern(name, grid, block_shape)
         if ops >> SDD_TN & 1 and computes(pattern, index, SDD_TN):
             checked += 1
             check = check_strip_plan if walks_strips(index) else check_sdd_plan
-            check(pattern, build(pattern, index, SDD_TN))
+            check(pattern, build(pattern, index, SDD_TN, device))
+    assert checked
+
+
+@needs_plans
+@pytest.mark.parametrize("device", DEVICES)
+def test_strip_plans_leave_no_wide_block_alone(device: str) -> None:
+    checked = 0
+    for grid, density in product(((40, 10), (10, 40), (24, 24)), (0.1, 0.5)):
+        generator = torch.Generator().manual_seed(1)
+        shape = (128 * grid[0], 128 * grid[1])
+        pattern = BlockPattern.random(shape, block_shape=(128, 128), density=density, generator=generator)
+        for (_, ops), index in KERNELS.items():
+            if ops >> SDD_TN & 1 and walks_strips(index):
+                checked += 1
+                tiles = len(build(pattern, index, SDD_TN, device)["tiles"])
+                # Where nothing crosses a row or column, it may keep one.
+                assert tiles <= pattern.nnz / 2 + (4 if density == 0.1 else 1)
     assert checked
 
 
@@ -276,15 +326,19 @@ def check_strip_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None
     for tile, (first, second, units, begin) in enumerate(plan["tiles"].tolist()):
         k = plan["k"][tile].tolist()
         strips = [first] if second < 0 else [first, second]
+        swapped = begin < 0
         assert all(x % unit == 0 and x >= 0 for x in k[:units]) and set(k[units:]) <= {-1}
         assert strip * len(strips) + unit * max(units, begin) <= most_features
-        for half, feature, start in ((0, first, 0), (1, strips[-1], begin)):
+        assert not swapped or (units <= window // unit and strip == unit <= min(pattern.block_shape))
+        for half, feature, start in ((0, first, 0), (1, strips[-1], max(begin, 0))):
             for (i, part), slot in np.ndenumerate(plan["slots"][tile, half]):
                 if slot < 0:
                     continue
                 row, col = places[slot]
                 y = feature + part // col_parts * row_block
                 x = k[start + i] + part % col_parts * col_block
+                if swapped:
+                    y, x = x, y
                 assert y // row_block == row and x // col_block == col and start + i < units
                 assert (slot, y, x) not in written
                 written.add((int(slot), y, x))
@@ -295,3 +349,91 @@ def check_strip_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None
         for x in range(0, col_block, unit)
     }
     assert written == expected
+
+
+def structured(name: str, rows: int, cols: int) -> BlockPattern:
+    """Patterns in blocks of 32 in whose rows there is something to find, and one without."""
+    r, c = torch.arange(rows)[:, None], torch.arange(cols)[None]
+    draw = torch.rand(rows, cols, generator=seeded(5))
+    mask = {
+        "random": draw < 0.25,
+        "banded": (r * cols / rows - c).abs() <= cols / 8,
+        "block-diagonal": r * 4 // rows == c * 4 // cols,
+        "four alike": (draw[: rows // 4] < 0.25).repeat(4, 1),
+        "power law": draw < (0.25 * rows**0.7 / (r + 1) ** 0.7),
+    }[name]
+    order = torch.randperm(rows, generator=seeded(6)) if name != "banded" else torch.arange(rows)
+    return shuffled(BlockPattern.from_block_mask(mask[order], block_shape=(32, 32)))
+
+
+def cost(plan: dict[str, np.ndarray], op: int, kernel: int) -> int:
+    """What the time of a product grows with: features loaded, estimated times, steps or tiles."""
+    if op == SDD_TN and walks_strips(kernel):
+        _, second, units, _ = plan["tiles"].T
+        return int((64 * (1 + (second >= 0)) + units * 512 // plan["k"].shape[-1]).sum())
+    if is_narrow(_C.kernels()[kernel].plan):
+        return int(plan["tiles"][:, 1].sum())
+    return len(plan["masks"])
+
+
+@pytest.mark.gpu
+@needs_plans
+@pytest.mark.parametrize("name", ["random", "banded", "block-diagonal", "four alike", "power law"])
+def test_plans_of_the_gpu_are_as_good(name: str) -> None:
+    pattern = structured(name, 224, 128)
+    for ((_, ops), kernel), op in product(KERNELS.items(), (DDS_NT, DDS_NN, SDD_TN)):
+        if ops >> op & 1:
+            ours, hosts = (cost(build(pattern, kernel, op, device), op, kernel) for device in ("cuda", "cpu"))
+            assert ours <= 1.03 * hosts, f"{_C.kernels()[kernel].name}: {ours}, on the host {hosts}"
+
+
+@pytest.mark.gpu
+@needs_plans
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("grid", [(7, 10), (131, 29), (33, 1100)])
+def test_transpose_on_the_gpu(name: str, grid: tuple[int, int]) -> None:
+    pattern = make_pattern(name, grid, (16, 64))
+    descriptor = pattern.prepared.descriptor(torch.device("cuda", 0))
+    expected = pattern.prepared.columns()
+    results = [guarded(4 * len(array), -7) for array in expected]
+    size = _C.pattern_device_transpose_size(descriptor)
+    workspace = guarded(size, -7)
+    addresses = [array.data_ptr() for array in (*results, workspace)]
+    _C.pattern_device_transpose(descriptor, *addresses, size, torch.cuda.current_stream().cuda_stream)
+    for result, array in zip(results, expected, strict=True):
+        assert torch.equal(result[: len(array)].cpu(), array) and (result[len(array) :] == -7).all()
+    assert (workspace[size // 4 :] == -7).all()
+
+
+@pytest.mark.gpu
+@needs_plans
+def test_bad_memory_is_refused() -> None:
+    pattern = make_pattern("random 50%", (7, 10), (32, 32))
+    host, device = (pattern.prepared.descriptor(torch.device(name)) for name in ("cpu", "cuda:0"))
+    kernel, op = next((i, op) for (_, ops), i in KERNELS.items() for op in (DDS_NT, DDS_NN) if ops >> op & 1)
+    sizes = _C.plan_device_size(device, kernel, op)
+    plan, workspace = (guarded(size, -7) for size in sizes)
+    good = {
+        "pattern": device,
+        "plan": plan.data_ptr(),
+        "plan_bytes": sizes[0],
+        "workspace": workspace.data_ptr(),
+        "workspace_bytes": sizes[1],
+    }
+    on_host = torch.zeros(sizes[0])
+    for message, bad in (
+        ("row_ptr is at address .* not in memory of a CUDA device", {"pattern": host}),
+        ("plan is null", {"plan": 0}),
+        ("plan is at address .* not in memory of a CUDA device", {"plan": on_host.data_ptr()}),
+        ("plan is at address .* not aligned to 16", {"plan": plan.data_ptr() + 4}),
+        ("plan_bytes is", {"plan_bytes": sizes[0] - 1}),
+        ("workspace is null", {"workspace": 0}),
+        ("workspace is at address .* not aligned to 256", {"workspace": workspace.data_ptr() + 16}),
+        ("workspace_bytes is", {"workspace_bytes": sizes[1] - 1}),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            _C.plan_device_build(kernel=kernel, op=op, stream=0, **(good | bad))
+    columns = [array.data_ptr() for array in pattern.prepared.columns()]
+    with pytest.raises(InvalidArgumentError, match=r"col_ptr is at .* not in memory of a CUDA device"):
+        _C.pattern_device_transpose(device, *columns, workspace.data_ptr(), workspace.numel() * 4, 0)
+    assert (plan == -7).all()

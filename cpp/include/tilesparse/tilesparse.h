@@ -115,7 +115,7 @@ typedef struct ts_matmul_desc {
     ts_matrix y;
     void* values;     /* [nnz, block_rows, block_cols], contiguous */
     const void* bias; /* [out_features] or NULL; TS_DDS_NT only */
-    const void* plan; /* made by ts_plan_build; NULL where ts_plan_size gives 0 */
+    const void* plan; /* made by ts_plan_build or ts_plan_device_build; NULL where ts_plan_size gives 0 */
     size_t plan_bytes;
     ts_matrix residual; /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
 } ts_matmul_desc;
@@ -192,6 +192,26 @@ TS_API ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* desc, size_t* 
 /* Computes one product on the given stream of the current device. */
 TS_API ts_status_t ts_matmul(const ts_matmul_desc* desc, void* workspace, size_t workspace_bytes,
                              ts_stream_t stream);
+
+/* The same plans made by the GPU, of a pattern whose arrays lie in memory of the current device, for
+ * patterns that change there: nothing waits for the GPU, and the call can be captured in a graph, whose
+ * replays then follow what the arrays hold. Equal patterns give equal plans, bit by bit. TS_DDS_NN reads
+ * the arrays by column and the other products those by row; the caller answers for what is in them.
+ * ts_plan_device_size reads shapes and nnz alone: a plan takes at most `plan_bytes`, and building it
+ * `workspace_bytes` of any content. In device memory, aligned to 16 and 256 bytes. Both are 0 for a
+ * kernel without a plan. Only how block rows are grouped may differ from ts_plan_build.
+ * TS_UNSUPPORTED: the library was built without CUDA, or the weight has 2^31 blocks or more, kept or not. */
+TS_API ts_status_t ts_plan_device_size(const ts_pattern* pattern, int32_t kernel, int32_t op,
+                                       size_t* plan_bytes, size_t* workspace_bytes);
+TS_API ts_status_t ts_plan_device_build(const ts_pattern* pattern, int32_t kernel, int32_t op, void* plan,
+                                        size_t plan_bytes, void* workspace, size_t workspace_bytes,
+                                        ts_stream_t stream);
+
+/* ts_pattern_transpose of a pattern in device memory, into device memory, under the same rules. */
+TS_API ts_status_t ts_pattern_device_transpose_size(const ts_pattern* pattern, size_t* workspace_bytes);
+TS_API ts_status_t ts_pattern_device_transpose(const ts_pattern* pattern, int32_t* col_ptr, int32_t* row_idx,
+                                               int32_t* col_slot, void* workspace, size_t workspace_bytes,
+                                               ts_stream_t stream);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,107 @@
+#include "device_plan.h"
+
+#include "error.h"
+
+#ifdef TILESPARSE_CUDA
+
+#include <limits>
+
+#include "device.h"
+#include "plan.h"
+#include "plans/plans.h"
+#include "problem.h"
+
+namespace ts {
+namespace {
+
+// Sets of blocks are held as bits, and numbered in 32 bits.
+void check_size(const Pattern& pattern) {
+    const int64_t blocks = block_row_count(pattern) * block_col_count(pattern);
+    if (blocks > std::numeric_limits<int32_t>::max())
+        fail(TS_UNSUPPORTED, "the weight has ", blocks, " places for blocks; at most ",
+             std::numeric_limits<int32_t>::max(), " are within reach of the GPU's builder");
+}
+
+void check_device_array(const void* array, const char* name) {
+    require(array != nullptr, name, " is null");
+    require(plans::is_on_device(array), name, " is at address ", array,
+            ", which is not in memory of a CUDA device");
+}
+
+void check_arrays(const Adjacency& arrays, int64_t nnz, const char* ptr, const char* idx, const char* slot) {
+    check_device_array(arrays.ptr, ptr);
+    if (nnz == 0) return;
+    check_device_array(arrays.idx, idx);
+    check_device_array(arrays.slot, slot);
+}
+
+// An area of device memory that is written.
+void check_area(const void* area, size_t bytes, size_t needed, const char* name, size_t alignment) {
+    if (bytes < needed) fail(TS_WORKSPACE_TOO_SMALL, name, "_bytes is ", bytes, "; ", needed, " are needed");
+    check_device_array(area, name);
+    require(reinterpret_cast<uintptr_t>(area) % alignment == 0, name, " is at address ", area,
+            ", not aligned to ", alignment, " bytes");
+}
+
+}  // namespace
+
+DevicePlanBytes device_plan_bytes(const Pattern& pattern, Op op, const Kernel& kernel) {
+    if (kernel.plan.tile == 0) return {0, 0};
+    check_plan_shape(pattern, op, kernel.plan);
+    check_size(pattern);
+    const auto [plan, workspace] = plans::bytes_of(pattern, op, kernel.plan);
+    if (plan / sizeof(int32_t) > size_t{std::numeric_limits<int32_t>::max()})
+        fail(TS_UNSUPPORTED, "the plan could take ", plan, " bytes, more than 32 bits can number");
+    return {plan, workspace};
+}
+
+void build_device_plan(const Pattern& pattern, Op op, const Kernel& kernel, void* plan, size_t plan_bytes,
+                       void* workspace, size_t workspace_bytes, void* stream) {
+    const DevicePlanBytes needed = device_plan_bytes(pattern, op, kernel);
+    if (needed.plan == 0) return;
+    if (op == Op::dds_nn)
+        check_arrays(pattern.cols, pattern.nnz, "pattern.col_ptr", "pattern.row_idx", "pattern.col_slot");
+    else
+        check_arrays(pattern.rows, pattern.nnz, "pattern.row_ptr", "pattern.col_idx", "pattern.row_slot");
+    check_area(plan, plan_bytes, needed.plan, "plan", 16);
+    check_area(workspace, workspace_bytes, needed.workspace, "workspace", 256);
+    check_launch(plans::build(pattern, op, kernel.plan, plan, workspace, stream), "building a plan");
+}
+
+size_t device_transpose_bytes(const Pattern& pattern) {
+    check_size(pattern);
+    return plans::transpose_workspace(pattern);
+}
+
+void transpose_on_device(const Pattern& pattern, int32_t* col_ptr, int32_t* row_idx, int32_t* col_slot,
+                         void* workspace, size_t workspace_bytes, void* stream) {
+    const size_t needed = device_transpose_bytes(pattern);
+    check_arrays(pattern.rows, pattern.nnz, "pattern.row_ptr", "pattern.col_idx", "pattern.row_slot");
+    check_arrays({col_ptr, row_idx, col_slot}, pattern.nnz, "col_ptr", "row_idx", "col_slot");
+    if (needed > 0) check_area(workspace, workspace_bytes, needed, "workspace", 256);
+    check_launch(plans::transpose(pattern, col_ptr, row_idx, col_slot, workspace, stream),
+                 "transposing a pattern");
+}
+
+}  // namespace ts
+
+#else
+
+namespace ts {
+namespace {
+
+[[noreturn]] void refuse() {
+    fail(TS_UNSUPPORTED,
+         "this library was built without CUDA and makes plans and transposes on the host only");
+}
+
+}  // namespace
+
+DevicePlanBytes device_plan_bytes(const Pattern&, Op, const Kernel&) { refuse(); }
+void build_device_plan(const Pattern&, Op, const Kernel&, void*, size_t, void*, size_t, void*) { refuse(); }
+size_t device_transpose_bytes(const Pattern&) { refuse(); }
+void transpose_on_device(const Pattern&, int32_t*, int32_t*, int32_t*, void*, size_t, void*) { refuse(); }
+
+}  // namespace ts
+
+#endif

@@ -1,0 +1,76 @@
+#include "plans/plans.h"
+
+#include "plans/blocks.cuh"
+#include "plans/narrow.cuh"
+#include "plans/strips.cuh"
+#include "plans/tiles.cuh"
+#include "plans/transpose.cuh"
+
+namespace ts::plans {
+namespace {
+
+View view_of(const Pattern& pattern, Op op) {
+    const auto rows = static_cast<int>(pattern.out_features / pattern.block_rows);
+    const auto cols = static_cast<int>(pattern.in_features / pattern.block_cols);
+    if (op == Op::dds_nn)
+        return {pattern.cols, cols, rows, pattern.block_cols, pattern.block_rows, pattern.nnz};
+    return {pattern.rows, rows, cols, pattern.block_rows, pattern.block_cols, pattern.nnz};
+}
+
+// Calls `visit` with the builder of plans of that kind, which takes its memory from the arena.
+template <class Visit>
+void with_builder(Arena& arena, const Pattern& pattern, Op op, PlanShape shape, Visit visit) {
+    const View view = view_of(pattern, op);
+    if (shape.kind == PlanKind::narrow) {
+        NarrowBuilder builder(arena, view, shape);
+        visit(builder);
+    } else if (op == Op::sdd_tn && shape.ranks > 1 && are_wide_blocks(pattern)) {
+        BlockBuilder builder(arena, view, pattern);
+        visit(builder);
+    } else if (op == Op::sdd_tn && shape.ranks > 1) {
+        StripBuilder builder(arena, view, pattern);
+        visit(builder);
+    } else {
+        TileBuilder builder(arena, view, shape, op == Op::sdd_tn);
+        visit(builder);
+    }
+}
+
+}  // namespace
+
+Bytes bytes_of(const Pattern& pattern, Op op, PlanShape shape) {
+    Arena arena(nullptr);
+    int64_t words = 0;
+    with_builder(arena, pattern, op, shape, [&](const auto& builder) { words = builder.words(); });
+    return {words * sizeof(int32_t), arena.used()};
+}
+
+int32_t build(const Pattern& pattern, Op op, PlanShape shape, void* plan, void* workspace, void* stream) {
+    Arena arena(workspace);
+    with_builder(arena, pattern, op, shape, [&](auto& builder) { builder.build(plan, stream); });
+    return cudaGetLastError();
+}
+
+size_t transpose_workspace(const Pattern& pattern) {
+    Arena arena(nullptr);
+    Transposer(arena, view_of(pattern, Op::dds_nt));
+    return arena.used();
+}
+
+int32_t transpose(const Pattern& pattern, int32_t* col_ptr, int32_t* row_idx, int32_t* col_slot,
+                  void* workspace, void* stream) {
+    Arena arena(workspace);
+    Transposer(arena, view_of(pattern, Op::dds_nt)).run(col_ptr, row_idx, col_slot, stream);
+    return cudaGetLastError();
+}
+
+bool is_on_device(const void* address) {
+    cudaPointerAttributes attributes{};
+    if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
+        cudaGetLastError();
+        return false;
+    }
+    return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
+}
+
+}  // namespace ts::plans

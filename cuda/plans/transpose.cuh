@@ -1,0 +1,63 @@
+// The transpose of a pattern.
+#pragma once
+
+#include "plans/sets.cuh"
+
+namespace ts::plans {
+
+// columns: of each column the rows that have a block there. One warp for each word of 32 columns by 32 rows.
+static __global__ void transpose_sets(Sets rows, Sets columns) {
+    const int lane = threadIdx.x % 32;
+    const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
+    if (warp >= int64_t{rows.width} * columns.width) return;
+    const int w = static_cast<int>(warp % rows.width), chunk = static_cast<int>(warp / rows.width);
+    const int row = 32 * chunk + lane, column = 32 * w + lane;
+    const uint32_t own = row < rows.count ? rows.word(row, w) : 0;
+    uint32_t result = 0;
+    for (int i = 0; i < 32; ++i) {
+        const uint32_t bits = __ballot_sync(~0u, own >> i & 1);
+        if (i == lane) result = bits;
+    }
+    if (column < columns.count) columns.word(column, chunk) = result;
+}
+
+// One thread for each word of `columns`.
+static __global__ void write_transpose(View view, Sets columns, const int* col_ptr, int* row_idx,
+                                       int* col_slot) {
+    const int64_t index = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (index >= static_cast<int64_t>(columns.size())) return;
+    const int column = static_cast<int>(index % columns.count);
+    const int chunk = static_cast<int>(index / columns.count);
+    int at = col_ptr[column];
+    for (int w = 0; w < chunk; ++w) at += __popc(columns.word(column, w));
+    for (uint32_t bits = columns.word(column, chunk); bits != 0; bits &= bits - 1, ++at) {
+        const int row = 32 * chunk + __ffs(bits) - 1;
+        row_idx[at] = row;
+        col_slot[at] = __ldg(view.blocks.slot + find_entry(view, row, column));
+    }
+}
+
+class Transposer {
+  public:
+    Transposer(Arena& arena, const View& view) : view_(view) {
+        rows_ = {nullptr, view.rows, (view.cols + 31) / 32};
+        columns_ = {nullptr, view.cols, (view.rows + 31) / 32};
+        rows_.words = arena.take<uint32_t>(rows_.size());
+        columns_.words = arena.take<uint32_t>(columns_.size());
+    }
+
+    void run(int* col_ptr, int* row_idx, int* col_slot, void* stream) {
+        launch(fill_sets, rows_.size(), 256, stream, view_, rows_, Elements{});
+        launch(transpose_sets, int64_t{32} * rows_.width * columns_.width, 256, stream, rows_, columns_);
+        launch(count_elements, columns_.count, 128, stream, columns_, col_ptr);
+        launch(scan_counts, 0, 1024, stream, col_ptr, columns_.count);
+        launch(write_transpose, columns_.size(), 128, stream, view_, columns_, col_ptr, row_idx, col_slot);
+    }
+
+  private:
+    View view_;
+    Sets rows_;
+    Sets columns_;
+};
+
+}  // namespace ts::plans
