@@ -34,7 +34,7 @@ class SddProducer {
         for (int index = team; index < schedule.size(); index += teams) {
             const SddWork work = schedule.work(index, rank_);
             const SddTile tile = plan.tile(work.tile);
-            const SddTile other = plan.tile(schedule.work(index, rank_ ^ (arguments_.team_size - 1)).tile);
+            const SddTile other = plan.tile(min(work.tile ^ 1, plan.tile_count - 1));  // in a team of two
             select(tile.is_large(arguments_.unit_shift));
             // Back and forth: the tokens that the tile before used last are still in L2.
             load(work, tile, my_feature(plan, work.tile), index / teams % 2 != 0,
