@@ -1,5 +1,6 @@
 #include "dispatch.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -71,12 +72,13 @@ int64_t dds_cost(const Kernel& kernel, const Problem& problem, const Device& dev
     constexpr int64_t kOperandWeight = 64;
     const int64_t features =
         problem.op == Op::dds_nt ? problem.pattern.out_features : problem.pattern.in_features;
-    const int64_t tiles =
-        divide_up(problem.tokens, kernel.tile_tokens) * divide_up(features, kernel.tile_features);
+    const int64_t columns = divide_up(features, kernel.tile_features);
+    const int64_t tiles = divide_up(problem.tokens, kernel.tile_tokens) * columns;
+    const int64_t tile_features = divide_up(features, std::max<int64_t>(columns, 1));  // evenly dealt
     // A cluster of two multiprocessors computes a tile of compute capability 9.0 in half the time of one.
     const int64_t multiprocessors = kernel.min_compute_capability == 90 ? 2 : 1;
-    const int64_t tile_cost = int64_t{kernel.tile_tokens} * kernel.tile_features +
-                              kOperandWeight * (kernel.tile_tokens + kernel.tile_features);
+    const int64_t tile_cost =
+        kernel.tile_tokens * tile_features + kOperandWeight * (kernel.tile_tokens + tile_features);
     const int64_t waves = divide_up(tiles * multiprocessors, device.multiprocessors);
     return waves * tile_cost * tile_percent(kernel, problem) / (100 * multiprocessors);
 }
