@@ -133,6 +133,6 @@ def test_break_even_is_where_times_cross(times: dict[float, float], density: flo
 
 
 def test_break_even_of_the_package_is_that_of_the_committed_results() -> None:
-    names = ("h200_bf16.json",)
+    names = ("h200_bf16.json", "h200_break_even.json")
     documents = [json.loads((RESULTS / name).read_text()) for name in names]
     assert json.loads(cli.BREAK_EVEN.read_text()) == break_even.break_even(documents)
