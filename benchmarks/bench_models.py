@@ -270,6 +270,7 @@ def _results(
     """Those of all blocks and densities for which there is time, against one dense model."""
     dense = bench.dense(group)
     record |= _held(dense)
+    print(f"  dense   {bench.timer.microseconds(dense.call, 3) / 1e3:16.3f} ms", flush=True)
     for block_shape in arguments.blocks or group.architecture.blocks:
         for density in arguments.densities:
             if time.monotonic() > deadline:

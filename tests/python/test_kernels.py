@@ -389,6 +389,13 @@ def test_small(row: Row) -> None:
     check(row, Problem(pattern, within(row, 600)))
 
 
+def test_many_tiles(row: Row) -> None:
+    """Several for each multiprocessor, as many for one as for another, and CTAs beyond the last token."""
+    block_shape = accepted_shapes(row)[-1]
+    pattern = make_pattern("random 50%", (1280 // block_shape[0], 384 // block_shape[1]), block_shape)
+    check(row, Problem(pattern, within(row, 64 * 257), **OPTIONS[row.op][-1]))
+
+
 @pytest.mark.parametrize("name", ["random 50%", "power-law rows", "empty"])
 @pytest.mark.parametrize("row", ROWS_WITH_PLANS, ids=lambda row: row.name, indirect=True)
 def test_plans_of_the_host(row: Row, name: str) -> None:
