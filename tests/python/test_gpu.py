@@ -31,6 +31,7 @@ from tilesparse import (
     _ops,
     functional,
 )
+from tilesparse.pattern import BLOCK_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -232,6 +233,21 @@ def test_two_streams_share_a_pattern() -> None:
     torch.cuda.synchronize()
     for result, right in zip(results, expected, strict=True):
         assert all(all_equal(run, right) for run in result)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_products_in_quick_succession(block_size: int) -> None:
+    """One after another without waiting, as in a model: none hangs, the last gives what the first gave."""
+    x, y = (torch.randn(64 * 257, 1280, dtype=BF16, device="cuda") for _ in range(2))
+    for seed in range(4):
+        pattern = BlockPattern.random(
+            (1280, 1280), block_shape=(block_size, block_size), density=0.25, generator=seeded(seed)
+        )
+        values = random_values(pattern, dtype=BF16, device="cuda")
+        first = products(x, y, values, pattern)
+        for _ in range(300):
+            last = products(x, y, values, pattern)
+        assert all_equal(last, first)
 
 
 @pytest.fixture
