@@ -90,6 +90,14 @@ def test_few_tokens_take_small_tiles() -> None:
 
 
 @needs_sm90
+def test_few_tiles_are_halved() -> None:
+    for op in (DDS_NT, DDS_NN):
+        assert chosen(H200, (128, 128), tokens=512, shape=(3072, 3072), op=op).endswith("_256x128")
+        assert chosen(H200, (128, 128), tokens=256, shape=(4096, 4096), op=op).endswith("_256x128")
+        assert chosen(H200, (128, 128), tokens=4096, shape=(4096, 4096), op=op).endswith("_512x128")
+
+
+@needs_sm90
 def test_ragged_feature_major_results_take_kernels_that_store_single_elements() -> None:
     for layouts in ({"y_layout": 1}, {"x_layout": 1, "y_layout": 1}):
         assert chosen(H200, (64, 64), tokens=4096, **layouts).startswith("sm90_")
