@@ -19,17 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import (
-    ContextLostError,
     CudaTimer,
     HostTimer,
     Timer,
     Unavailable,
     block_list,
     density_list,
-    environment,
     positive,
     recording,
     relative_error,
+    run_benchmark,
     steady_times,
     subset,
     warm_up,
@@ -183,23 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device")
-    document: dict[str, Any] = {
-        "environment": environment(arguments.commit),
-        "arguments": {name: str(value) for name, value in vars(arguments).items()},
-        "cases": [],
-    }
-    lost = False
-    try:
-        _run(arguments, document)
-    except ContextLostError as error:
-        lost = True
-        document["stopped"] = f"the GPU gave up: {error}"
-    write_json(arguments.output, document)
-    results = [result for case in document["cases"] for result in case["results"]]
-    wrong = [result for result in results if result.get("wrong")]
-    print(f"wrote {arguments.output}: {len(results)} results, {len(wrong)} wrong")
-    print(document.get("stopped", "all cases done"))
-    return int(lost or bool(wrong))
+    return run_benchmark(arguments, _run)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,16 +20,15 @@ import contenders
 import torch
 from contenders import Prepare, Prepared
 from harness import (
-    ContextLostError,
     CudaTimer,
     block_list,
     density_list,
-    environment,
     host_microseconds,
     name_list,
     positive,
     recording,
     relative_error,
+    run_benchmark,
     steady_times,
     subset,
     warm_up,
@@ -58,24 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device")
-    document: dict[str, Any] = {
-        "environment": environment(arguments.commit),
-        "arguments": {name: str(value) for name, value in vars(arguments).items()},
-        "host": [],
-        "cases": [],
-    }
-    lost = False
-    try:
-        with torch.no_grad():
-            _run(arguments, document)
-    except ContextLostError as error:
-        lost = True
-        document["stopped"] = f"the GPU gave up: {error}"
-    write_json(arguments.output, document)
-    wrong = [result for case in document["cases"] for result in case["results"] if result.get("wrong")]
-    print(f"wrote {arguments.output}: {len(document['cases'])} cases, {len(wrong)} wrong results")
-    print(document.get("stopped", "all cases done"))
-    return int(lost or bool(wrong))
+    with torch.no_grad():
+        return run_benchmark(arguments, _run, host=[])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -74,6 +74,36 @@ class ContextLostError(Exception):
     """The GPU refuses all further work of this process."""
 
 
+def run_benchmark(
+    arguments: argparse.Namespace,
+    run: Callable[[argparse.Namespace, dict[str, Any]], None],
+    **sections: list[dict[str, Any]],
+) -> int:
+    """Lets ``run`` fill a document and writes it; exit status 1 if an output was wrong or the GPU gave up.
+
+    The document describes the machine and the arguments and has empty ``sections`` and "cases", each of
+    which shall have "results".
+    """
+    document: dict[str, Any] = {
+        "environment": environment(arguments.commit),
+        "arguments": {name: str(value) for name, value in vars(arguments).items()},
+        **sections,
+        "cases": [],
+    }
+    lost = False
+    try:
+        run(arguments, document)
+    except ContextLostError as error:
+        lost = True
+        document["stopped"] = f"the GPU gave up: {error}"
+    write_json(arguments.output, document)
+    results = [result for case in document["cases"] for result in case["results"]]
+    wrong = sum(bool(result.get("wrong")) for result in results)
+    print(f"wrote {arguments.output}: {len(document['cases'])} cases, {len(results)} results, {wrong} wrong")
+    print(document.get("stopped", "all cases done"))
+    return int(lost or wrong > 0)
+
+
 class Unavailable(Exception):
     """Something that cannot be measured, by its nature and not for a failure."""
 

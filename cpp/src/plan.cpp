@@ -351,7 +351,7 @@ void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
         require(pattern.block_rows == pattern.block_cols && pattern.block_rows <= kMostFeatures,
                 "the kernel's blocks are 16 x 16 or 32 x 32, not ", pattern.block_rows, " x ",
                 pattern.block_cols);
-    } else if (op != Op::sdd_tn || shape.ranks == 1) {
+    } else if (shape.kind == PlanKind::tiles) {
         const int32_t features = view_of(pattern, op).row_block;
         require(features <= shape.tile, "the kernel's tile of ", shape.tile,
                 " features is less than the block's ", features);
@@ -362,7 +362,7 @@ std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape) 
     if (shape.tile == 0) return {};
     check_plan_shape(pattern, op, shape);
     if (shape.kind == PlanKind::narrow) return build_narrow_plan(pattern, op, shape);
-    if (op == Op::sdd_tn && shape.ranks > 1) {
+    if (shape.kind == PlanKind::strips) {
         const StripPlan plan = build_strip_plan(pattern);
         return assemble(plan.header, {plan.tiles, {}, {}, plan.units, plan.slots});
     }

@@ -71,7 +71,7 @@ struct Device {
     int32_t shared_memory;       // bytes a thread block may use
 };
 
-enum class PlanKind : int32_t { tiles = 0, narrow = 1 };
+enum class PlanKind : int32_t { tiles = 0, narrow = 1, strips = 2 };
 
 // The geometry a plan is built for. Kernels of one shape share plans.
 // dds: macro-tiles of `tile` output features, walked in steps of `step` elements of k; `ranks` of them

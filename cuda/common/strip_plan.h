@@ -1,4 +1,4 @@
-// The layout of plans of sdd by strips, for kernels whose PlanShape has several ranks. See common/plan.h for
+// The layout of plans of sdd by strips, for kernels of PlanKind::strips. See common/plan.h for
 // the others.
 //
 // y is cut into strips of 64 features and x into units of strip_unit() features, whatever the blocks. A half

@@ -24,10 +24,10 @@ void with_builder(Arena& arena, const Pattern& pattern, Op op, PlanShape shape, 
     if (shape.kind == PlanKind::narrow) {
         NarrowBuilder builder(arena, view, shape);
         visit(builder);
-    } else if (op == Op::sdd_tn && shape.ranks > 1 && are_wide_blocks(pattern)) {
+    } else if (shape.kind == PlanKind::strips && are_wide_blocks(pattern)) {
         BlockBuilder builder(arena, view, pattern);
         visit(builder);
-    } else if (op == Op::sdd_tn && shape.ranks > 1) {
+    } else if (shape.kind == PlanKind::strips) {
         StripBuilder builder(arena, view, pattern);
         visit(builder);
     } else {

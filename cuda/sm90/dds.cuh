@@ -102,8 +102,8 @@ class DdsConsumer {
     __device__ void multiply(float (&sums)[Traits::kSums], bool add) {
         shared_.weight_ring[group_].wait_full(weight_);
         multiply_step<typename Traits::template Atom<kRowMajorInput>>(
-            sums, arguments_.weight, units(shared_.weight[group_][weight_.stage]), arguments_.tokens_by_k,
-            units(shared_.input[input_.stage]), add);
+            sums, arguments_.weight, operand_address(shared_.weight[group_][weight_.stage]),
+            arguments_.tokens_by_k, operand_address(shared_.input[input_.stage]), add);
         if (multiplied_) {
             cute::warpgroup_wait<1>();
             release(multiplied_input_, multiplied_weight_);
@@ -138,10 +138,6 @@ class DdsConsumer {
         } else if (thread == 0) {
             shared_.input_ring.empty[stage].arrive();
         }
-    }
-
-    __device__ static uint32_t units(const char* address) {
-        return operand_address(cute::cast_smem_ptr_to_uint(address));
     }
 
     const DdsArguments& arguments_;
@@ -209,10 +205,7 @@ struct Dds {
         if (!Schedule::can_hold(tile_count(problem), unit_count(problem), k_size(problem) / Traits::kStep + 1,
                                 device.multiprocessors))
             return "so much work is out of its reach";
-        // TMA writes whole 16 bytes of a line, also past its end.
-        if (output(problem).layout == Layout::feature_major && problem.tokens % 8 != 0)
-            return "it stores feature-major results of a multiple of 8 tokens only";
-        return nullptr;
+        return refuses_results(output(problem), problem.tokens);
     }
 
     static size_t workspace_size(const Problem&, const Device&) { return 0; }

@@ -159,10 +159,8 @@ class DdsEpilogue {
         for (int i = 0; i < Traits::kChunkTokens / 16; ++i) {
             uint32_t words[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const auto pair = Math::round(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
-                words[j] = reinterpret_cast<const uint32_t&>(pair);
-            }
+            for (int j = 0; j < 4; ++j)
+                words[j] = rounded<Math>(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
             using Copy = std::conditional_t<kRowMajor, cute::SM90_U16x8_STSM_T, cute::SM90_U32x4_STSM_N>;
             Copy::copy(words[0], words[1], words[2], words[3], line_of<kRowMajor>(buffer, i));
         }

@@ -202,8 +202,9 @@ class NarrowConsumer {
         asm volatile("" ::: "memory");
         // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
         const int first_unit = __shfl_sync(~0u, shared_.first_unit[position_.stage], 0);
-        const uint32_t input = units(shared_.input[position_.stage][0]);
-        uint32_t weight = units(shared_.weight[0]) + (first_unit + before) * (Traits::kUnitBytes / 16);
+        const uint32_t input = operand_address(shared_.input[position_.stage][0]);
+        uint32_t weight =
+            operand_address(shared_.weight[0]) + (first_unit + before) * (Traits::kUnitBytes / 16);
         finish_products();
         cute::warpgroup_arrive();
 #pragma unroll
@@ -256,11 +257,6 @@ class NarrowConsumer {
     __device__ static uint64_t descriptor(uint32_t address, uint32_t width) {
         const uint32_t layout = width == 128 ? 1 : width == 64 ? 2 : 3, eight_lines = 8 * width / 16;
         return uint64_t{eight_lines | layout << 30} << 32 | address;
-    }
-
-    // As descriptors want it: without the bits that name the CTA of the cluster, in units of 16 bytes.
-    __device__ static uint32_t units(const char* address) {
-        return (cute::cast_smem_ptr_to_uint(address) & 0x3ffff) / 16;
     }
 
     const NarrowArguments& arguments_;
@@ -322,10 +318,7 @@ struct DdsNarrow {
         const Pattern& pattern = problem.pattern;
         if (pattern.block_rows != pattern.block_cols || pattern.block_rows > 32)
             return "its blocks are 16 x 16 or 32 x 32";
-        // TMA writes whole 16 bytes of a line, also past its end.
-        if (output(problem).layout == Layout::feature_major && problem.tokens % 8 != 0)
-            return "it stores feature-major results of a multiple of 8 tokens only";
-        return nullptr;
+        return refuses_results(output(problem), problem.tokens);
     }
 
     // At most a unit for each block.

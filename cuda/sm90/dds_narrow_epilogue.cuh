@@ -79,27 +79,12 @@ class NarrowEpilogue {
     }
 
     // Of a token's 32 features the four lanes that have them, each two of every eight, get eight each.
-    __device__ uint4 eight_features(const float* sums) const {
+    __device__ static uint4 eight_features(const float* sums) {
         uint32_t words[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = rounded(sums[4 * i], sums[4 * i + 1]);
-        swap(words[0], words[1], 1);
-        swap(words[2], words[3], 1);
-        swap(words[0], words[2], 2);
-        swap(words[1], words[3], 2);
+        for (int i = 0; i < 4; ++i) words[i] = rounded<typename Traits::Math>(sums[4 * i], sums[4 * i + 1]);
+        exchange(words);
         return make_uint4(words[0], words[1], words[2], words[3]);
-    }
-
-    // The second of a lane and the first of the lane `distance` on change places.
-    __device__ void swap(uint32_t& first, uint32_t& second, int distance) const {
-        const bool later = (lane_ & distance) != 0;
-        const uint32_t received = __shfl_xor_sync(~0u, later ? first : second, distance);
-        (later ? first : second) = received;
-    }
-
-    __device__ static uint32_t rounded(float first, float second) {
-        const auto pair = Traits::Math::round(first, second);
-        return reinterpret_cast<const uint32_t&>(pair);
     }
 
     __device__ void store_columns(Sums& sums) const {
@@ -168,7 +153,8 @@ class NarrowEpilogue {
             const int feature = i * 16 + matrix / 2 * 8 + thread_ % 8;
             uint32_t words[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) words[j] = rounded(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
+            for (int j = 0; j < 4; ++j)
+                words[j] = rounded<typename Traits::Math>(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
             char* const line = buffer + swizzled(feature * kLine + token * 2);
             cute::SM90_U16x8_STSM_T::copy(words[0], words[1], words[2], words[3],
                                           *reinterpret_cast<cute::uint128_t*>(line));

@@ -252,7 +252,7 @@ struct Sdd {
                 1u << static_cast<int>(Op::sdd_tn),
                 1u << static_cast<int>(Math::kDType),
                 Precision::highest,
-                {Traits::kStrip, Traits::kWindow, Traits::kHalves},
+                {Traits::kStrip, Traits::kWindow, Traits::kHalves, PlanKind::strips},
                 0,
                 Traits::kHalves * Traits::kStrip,
                 0,

@@ -65,7 +65,7 @@ class SddEpilogue {
     __device__ void store_line(const float* sums, int line, int column) const {
         uint32_t words[4];
 #pragma unroll
-        for (int q = 0; q < 4; ++q) words[q] = round(sums + 4 * q);
+        for (int q = 0; q < 4; ++q) words[q] = rounded<Math>(sums[4 * q], sums[4 * q + 1]);
         exchange(words);
         store_chunk(target(line, column + 8 * (threadIdx.x % 4)), words);
     }
@@ -74,15 +74,10 @@ class SddEpilogue {
     __device__ void store_columns(const float* sums, int column) const {
         uint32_t words[4];
 #pragma unroll
-        for (int q = 0; q < 4; ++q) words[q] = transpose(round(sums + 2 * q));
+        for (int q = 0; q < 4; ++q) words[q] = transpose(rounded<Math>(sums[2 * q], sums[2 * q + 1]));
         exchange(words);
         const int eighth = threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
         store_chunk(target(line_ - eighth + 8 * (lane % 2), column + eighth + 8 * (lane / 2)), words);
-    }
-
-    __device__ static uint32_t round(const float* pair) {
-        const auto rounded = Math::round(pair[0], pair[1]);
-        return reinterpret_cast<const uint32_t&>(rounded);
     }
 
     __device__ static void store_chunk(Element* to, const uint32_t (&words)[4]) {
@@ -94,21 +89,6 @@ class SddEpilogue {
         uint32_t result;
         cute::SM75_U32x1_MOVM_T::copy(pair, result);
         return result;
-    }
-
-    // Transposes 4 x 4 words of four lanes.
-    __device__ static void exchange(uint32_t (&words)[4]) {
-        exchange(words[0], words[1], 1);
-        exchange(words[2], words[3], 1);
-        exchange(words[0], words[2], 2);
-        exchange(words[1], words[3], 2);
-    }
-
-    // Transposes 2 x 2 words over lanes whose numbers differ in one bit.
-    __device__ static void exchange(uint32_t& low, uint32_t& high, int bit) {
-        const bool upper = threadIdx.x & bit;
-        const uint32_t other = __shfl_xor_sync(~0u, upper ? low : high, bit);
-        (upper ? low : high) = other;
     }
 
     // The element at some line and column of this half, nullptr if there is none.

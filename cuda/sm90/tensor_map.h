@@ -67,4 +67,12 @@ inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// Why TMA cannot store results of so many tokens, or nullptr: it writes whole 16 bytes of a line, also past
+// its end.
+inline const char* refuses_results(const Matrix& output, int64_t tokens) {
+    return output.layout == Layout::feature_major && tokens % 8 != 0
+               ? "it stores feature-major results of a multiple of 8 tokens only"
+               : nullptr;
+}
+
 }  // namespace ts::sm90

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/arch/util.hpp>
 
 #include "common/problem.h"
 
@@ -50,6 +51,9 @@ struct Operand {
 
 // An address in shared memory as operands take it: the bits above name the CTA of a cluster.
 __device__ inline uint32_t operand_address(uint32_t address) { return address / 16 & 0x3fff; }
+__device__ inline uint32_t operand_address(const char* address) {
+    return operand_address(cute::cast_smem_ptr_to_uint(address));
+}
 
 // Lines of `width` bytes (128, 64 or 32), swizzled over that width. With k along the lines, `outer` is
 // unused; with k across the lines it is the distance in bytes from one line-wide column to the next.
@@ -76,6 +80,29 @@ __device__ inline void multiply_step(float (&sums)[kCount], const Operand& a, ui
         multiply<Atom>(sums, a.at(a_address, k16), b.at(b_address, k16), add || k16 > 0,
                        std::make_index_sequence<kCount>());
     cute::warpgroup_commit_batch();
+}
+
+// Two sums as results that lie side by side.
+template <class Math>
+__device__ inline uint32_t rounded(float first, float second) {
+    const auto pair = Math::round(first, second);
+    return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Transposes 2 x 2 words over lanes whose numbers differ in one bit.
+__device__ inline void exchange(uint32_t& low, uint32_t& high, int bit) {
+    const bool upper = threadIdx.x & bit;
+    const uint32_t other = __shfl_xor_sync(~0u, upper ? low : high, bit);
+    (upper ? low : high) = other;
+}
+
+// Transposes 4 x 4 words of four lanes. Of 32 neighbours that they hold, each two of every eight, every lane
+// gets eight.
+__device__ inline void exchange(uint32_t (&words)[4]) {
+    exchange(words[0], words[1], 1);
+    exchange(words[2], words[3], 1);
+    exchange(words[0], words[2], 2);
+    exchange(words[1], words[3], 2);
 }
 
 }  // namespace ts::sm90
