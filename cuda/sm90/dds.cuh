@@ -131,11 +131,12 @@ class DdsConsumer {
             shared_.weight_ring[group_].empty[weight].arrive();
         }
     }
+    // Every warp for itself: in steps without products nothing else keeps the warps together, and one that
+    // is late would mistake the stage's next use but one for the one it waits for.
     __device__ void release_input(int stage) const {
-        const int thread = threadIdx.x % 128;
         if (Traits::kRowRanks > 1) {
-            if (thread < Traits::kRanks) shared_.input_ring.empty[stage].arrive(thread);
-        } else if (thread == 0) {
+            if (lane_ < Traits::kRanks) shared_.input_ring.empty[stage].arrive(lane_);
+        } else if (lane_ == 0) {
             shared_.input_ring.empty[stage].arrive();
         }
     }
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const auto rank = static_cast<int>(cute::block_rank_in_cluster());
     if (threadIdx.x == 0) {
-        shared.input_ring.init(Traits::kGroups * Traits::kRowRanks);
+        shared.input_ring.init(4 * Traits::kGroups * Traits::kRowRanks);
         for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks);
         for (auto& group : shared.residual)
             for (const Barrier& arrived : group) arrived.init(1);

@@ -226,7 +226,8 @@ class NarrowConsumer {
     __device__ void finish_products() {
         cute::warpgroup_wait<0>();  // outside of the condition, or the compiler serialises wgmma
         if (multiplied_ < 0) return;
-        if (threadIdx.x % 128 < Traits::kRanks) shared_.ring.empty[multiplied_].arrive(threadIdx.x % 128);
+        // Every warp for itself, since without products nothing keeps them together.
+        if (lane_ < Traits::kRanks) shared_.ring.empty[multiplied_].arrive(lane_);
         multiplied_ = -1;
     }
 
@@ -279,7 +280,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const auto rank = static_cast<int>(cute::block_rank_in_cluster());
     if (threadIdx.x == 0) {
-        shared.ring.init(Traits::kGroups * Traits::kRanks);
+        shared.ring.init(4 * Traits::kGroups * Traits::kRanks);
         shared.schedule.init(1 + 4 * Traits::kGroups);
         cutlass::arch::fence_barrier_init();
     }

@@ -396,6 +396,22 @@ def test_many_tiles(row: Row) -> None:
     check(row, Problem(pattern, within(row, 64 * 257), **OPTIONS[row.op][-1]))
 
 
+def test_features_that_take_turns(row: Row) -> None:
+    """What has nothing to do for many steps stays in time with what has, in every one of many launches."""
+    shapes = accepted_shapes(row)
+    block_shape = (64, 64) if (64, 64) in shapes else shapes[-1]
+    mask = torch.eye(4, dtype=torch.bool).repeat_interleave(64, 0).repeat_interleave(640, 1)
+    pattern = BlockPattern.from_mask(mask.T if row.op == DDS_NN else mask, block_shape=block_shape)
+    problem = Problem(pattern, within(row, 1 << 15))
+    check(row, problem)
+    operands, results = Operands(row, problem), []
+    for launches in (1, 400):
+        for _ in range(launches):
+            launch(row, problem, operands)
+        results.append(operands.output.bits.clone())
+    assert torch.equal(*results), "two runs differ"
+
+
 @pytest.mark.parametrize("name", ["random 50%", "power-law rows", "empty"])
 @pytest.mark.parametrize("row", ROWS_WITH_PLANS, ids=lambda row: row.name, indirect=True)
 def test_plans_of_the_host(row: Row, name: str) -> None:
