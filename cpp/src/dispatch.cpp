@@ -58,8 +58,11 @@ int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
         // it is best to share the weight between CTAs; small ones have columns in common with many others.
         if (row_block + k_block <= 32) return 160;
         const bool large = row_block == 128 || (row_block == 64 && k_block >= 64);
-        const bool shares_weight = kernel.tile_tokens > 256;
-        return shares_weight ? (large ? 46 : 110) : (large ? 54 : kSharedActivationsPercent);
+        const bool shares_weight = kernel.plan.ranks == 1;
+        const int64_t percent = shares_weight ? (large ? 46 : 110) : (large ? 54 : kSharedActivationsPercent);
+        // Half as many tokens to a CTA: more of the weight for each product, but more CTAs.
+        const bool halved = kernel.tile_tokens < (shares_weight ? 512 : 256);
+        return halved ? percent * 115 / 100 : percent;
     }
     // Blocks narrower than the 64 features of a large tile's warp break its products into short runs,
     // whose latency the more numerous warps of a small tile hide better.

@@ -2,11 +2,11 @@
 //   nt: y[t, f] = sum over k of x[t, k] W[f, k]      nn: x[t, f] = sum over k of y[t, k] W[k, f]
 // with "features" f of the result and k summed over, whichever of out and in features they are.
 //
-// CTAs come in clusters of two and stay on their multiprocessors. A CTA computes tiles of 256 tokens x 128
-// features, 64 features in each of two warpgroups: features are the rows of wgmma, so that a warpgroup skips
-// the steps in which its features have no block. It walks the steps of k in which one of the tile's block
-// rows has a block (see common/plan.h). Three warps load through TMA: the activations, and the weight of
-// each warpgroup in a ring of its own, so that neither waits for steps that only the other needs. What the
+// CTAs come in clusters of two and stay on their multiprocessors. A CTA computes tiles of 256 or 128 tokens x
+// 128 features, 64 features in each of two warpgroups: features are the rows of wgmma, so that a warpgroup
+// skips the steps in which its features have no block. It walks the steps of k in which one of the tile's
+// block rows has a block (see common/plan.h). Three warps load through TMA: the activations, and the weight
+// of each warpgroup in a ring of its own, so that neither waits for steps that only the other needs. What the
 // two CTAs have in common is loaded once, by multicast: the weight if their tiles differ in tokens, the
 // activations of the columns they share if they differ in block rows.
 #pragma once
@@ -36,7 +36,7 @@ class DdsConsumer {
 
     __device__ void run() {
         DdsEpilogue<Traits> epilogue(arguments_, shared_, group_);
-        float sums[kSums];
+        float sums[Traits::kSums];
         Work work = next_work(epilogue);
         while (work.tile >= 0) {
             epilogue.begin(Traits::first_token(work, rank_));
@@ -71,7 +71,7 @@ class DdsConsumer {
     }
 
     // Starts all products of a tile; false if there are none. The last may be under way afterwards.
-    __device__ bool multiply_all(float (&sums)[kSums], const Work& work) {
+    __device__ bool multiply_all(float (&sums)[Traits::kSums], const Work& work) {
         bool any = false;
         for (int first = 0; first < work.steps; first += kWarpSize) {
             // Those in which the warpgroup has blocks.
@@ -93,13 +93,13 @@ class DdsConsumer {
         return any;
     }
 
-    __device__ static void clear(float (&sums)[kSums]) {
+    __device__ static void clear(float (&sums)[Traits::kSums]) {
         asm volatile("");  // a branch, which is rarely taken, is faster than choosing each sum
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+        for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0.0f;
     }
 
-    __device__ void multiply(float (&sums)[kSums], bool add) {
+    __device__ void multiply(float (&sums)[Traits::kSums], bool add) {
         shared_.weight_ring[group_].wait_full(weight_);
         multiply_step<typename Traits::template Atom<kRowMajorInput>>(
             sums, arguments_.weight, operand_address(shared_.weight[group_][weight_.stage]),
@@ -192,9 +192,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Host side: one row of the registry.
-template <Op kOp, class Math, int kTokenRanks, int kRowRanks>
+template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens>
 struct Dds {
-    using Traits = DdsTraits<kOp, Math, kTokenRanks, kRowRanks>;
+    using Traits = DdsTraits<kOp, Math, kTokenRanks, kRowRanks, kTileTokens>;
     static constexpr bool kForward = kOp == Op::dds_nt;
     static constexpr int kUnitTokens = kTokenRanks * Traits::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
@@ -353,10 +353,10 @@ struct Dds {
 
 }  // namespace ts::sm90
 
-#define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks)                           \
-    namespace ts::sm90 {                                                                      \
-    const Kernel& name() {                                                                    \
-        static constexpr Kernel kRow = Dds<Op::op, math, token_ranks, row_ranks>::row(#name); \
-        return kRow;                                                                          \
-    }                                                                                         \
+#define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks, tile_tokens)                           \
+    namespace ts::sm90 {                                                                                   \
+    const Kernel& name() {                                                                                 \
+        static constexpr Kernel kRow = Dds<Op::op, math, token_ranks, row_ranks, tile_tokens>::row(#name); \
+        return kRow;                                                                                       \
+    }                                                                                                      \
     }

@@ -16,6 +16,7 @@ class DdsEpilogue {
     using Element = typename Traits::Element;
     using Math = typename Traits::Math;
     static constexpr int kLine = 128;  // bytes
+    static constexpr int kSums = Traits::kSums;
 
   public:
     __device__ DdsEpilogue(const DdsArguments& arguments, typename Traits::Shared& shared, int group)
@@ -71,9 +72,9 @@ class DdsEpilogue {
     __device__ void finish_stores() const { cute::tma_store_wait<0>(); }
 
   private:
-    static constexpr int kAllChunks = Traits::kTileTokens / Traits::kChunkTokens;
+    static constexpr int kAllChunks = Traits::kAllChunks;
     static constexpr int kRest = kAllChunks - Traits::kChunks;
-    static_assert(kRest > 0 && kRest <= Traits::kChunks);
+    static_assert(kRest <= Traits::kChunks);
     static constexpr int kSumsOfChunk = Traits::kChunkTokens / 2;
     static constexpr int kMaxParts = Traits::kGroupFeatures / 16;
 
@@ -84,7 +85,8 @@ class DdsEpilogue {
     template <bool kRowMajor>
     __device__ void store_as(float (&sums)[kSums]) {
         store_chunks<kRowMajor, 0, Traits::kChunks, 0>(sums);
-        store_chunks<kRowMajor, Traits::kChunks, kRest, Traits::kChunks - kRest>(sums);
+        if constexpr (kRest > 0)
+            store_chunks<kRowMajor, Traits::kChunks, kRest, Traits::kChunks - kRest>(sums);
     }
 
     // Stores kCount chunks from kFirst on, when all but the last kPending stores have read their buffers.
@@ -104,7 +106,7 @@ class DdsEpilogue {
         sync();
         if (thread_ != 0) return;
         for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) store_chunk(chunk);
-        if (!arguments_.has_residual || kFirst > 0) return;
+        if (!arguments_.has_residual || kFirst > 0 || kRest == 0) return;
         cute::tma_store_wait<Traits::kChunks - kRest>();
         for (int chunk = Traits::kChunks; chunk < kAllChunks; ++chunk) load_residual(chunk);
     }

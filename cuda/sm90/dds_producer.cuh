@@ -128,7 +128,7 @@ struct DdsProducer {
         if (elected) load_box(&arguments.values, full, to, target, x, y);
     }
 
-    // 256 tokens of one piece's k, zero where there is none.
+    // All tokens of one piece's k, zero where there is none.
     template <bool kRowMajorInput>
     __device__ void load_piece(const Barrier& full, Multicast to, char* target, int k, int width,
                                int token) const {

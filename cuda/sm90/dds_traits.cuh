@@ -35,9 +35,9 @@ struct DdsArguments {
     bool has_residual;
 };
 
-// A cluster computes kTokenRanks x kRowRanks tiles of 256 tokens x 128 features, one of them a CTA. With
-// two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
-template <Op kOp, class Math_, int kTokenRanks_, int kRowRanks_>
+// A cluster computes kTokenRanks x kRowRanks tiles of 256 or 128 tokens x 128 features, one of them a CTA.
+// With two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
+template <Op kOp, class Math_, int kTokenRanks_, int kRowRanks_, int kTileTokens_>
 struct DdsTraits {
     using Math = Math_;
     using Element = typename Math::Element;
@@ -55,7 +55,7 @@ struct DdsTraits {
         return (work.unit * kTokenRanks + token_rank(rank)) * kTileTokens;
     }
 
-    static constexpr int kTileTokens = 256;
+    static constexpr int kTileTokens = kTileTokens_;
     static constexpr int kGroups = 2;  // warpgroups that multiply, each 64 features
     static constexpr int kGroupFeatures = 64;
     static constexpr int kTileFeatures = kGroups * kGroupFeatures;
@@ -64,18 +64,19 @@ struct DdsTraits {
 
     static constexpr int kInputBytes = kTileTokens * kStep * 2;
     static constexpr int kWeightBytes = kGroupFeatures * kStep * 2;
-    static constexpr int kInputStages = 4;
+    static constexpr int kInputStages = 4 * 256 / kTileTokens;
     static constexpr int kWeightStages = 3;
 
     static constexpr int kChunkTokens = 64;  // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kGroupFeatures * 2;
-    static constexpr int kChunks = 3;  // buffers of a warpgroup
+    static constexpr int kAllChunks = kTileTokens / kChunkTokens;
+    static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;   // buffers of a warpgroup
+    static constexpr int kSums = kTileTokens * kGroupFeatures / 128;  // of a thread
 
     template <bool kRowMajorInput>
-    using Atom =
-        typename Math::template Atom<kTransposed ? cute::SM90::GMMA::Major::MN : cute::SM90::GMMA::Major::K,
-                                     kRowMajorInput ? cute::SM90::GMMA::Major::K
-                                                    : cute::SM90::GMMA::Major::MN>;
+    using Atom = typename Math::template Atom<
+        kTransposed ? cute::SM90::GMMA::Major::MN : cute::SM90::GMMA::Major::K,
+        kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN, kTileTokens>;
 
     struct Shared {
         alignas(1024) char input[kInputStages][kInputBytes];

@@ -1,4 +1,4 @@
-// Products of a warpgroup: 64 x 256 sums from operands in shared memory.
+// Products of a warpgroup: 64 x 256 or 64 x 128 sums from operands in shared memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,20 +20,22 @@ struct bf16 {
     using Element = __nv_bfloat16;
     using Pair = __nv_bfloat162;
     static constexpr DType kDType = DType::bfloat16;
-    template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB>
-    using Atom = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<kA, kB>;
+    template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB, int kColumns = 256>
+    using Atom = std::conditional_t<kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<kA, kB>,
+                                    cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<kA, kB>>;
     __device__ static Pair round(float first, float second) { return __floats2bfloat162_rn(first, second); }
 };
 struct f16 {
     using Element = __half;
     using Pair = __half2;
     static constexpr DType kDType = DType::float16;
-    template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB>
-    using Atom = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<kA, kB>;
+    template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB, int kColumns = 256>
+    using Atom = std::conditional_t<kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<kA, kB>,
+                                    cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<kA, kB>>;
     __device__ static Pair round(float first, float second) { return __floats2half2_rn(first, second); }
 };
 
-constexpr int kSums = 128;  // of a thread
+constexpr int kSums = 128;  // of a thread, of 64 x 256
 
 // The matrix descriptor of an operand but for its address, which is added to `low`. All addresses and
 // distances are in units of 16 bytes.
@@ -61,22 +63,22 @@ inline Operand operand(int width, int outer) {
     return {static_cast<uint32_t>(outer / 16) << 16, eight_lines | layout << 30, {}};
 }
 
-template <class Atom, size_t... kIndex>
-__device__ inline void multiply(float (&sums)[kSums], uint64_t a, uint64_t b, bool add,
+template <class Atom, int kCount, size_t... kIndex>
+__device__ inline void multiply(float (&sums)[kCount], uint64_t a, uint64_t b, bool add,
                                 std::index_sequence<kIndex...>) {
     Atom::fma(a, b, sums[kIndex]...,
               add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
 // sums (+)= a b for 64 elements of k.
-template <class Atom>
-__device__ inline void multiply_step(float (&sums)[kSums], const Operand& a, uint32_t a_address,
+template <class Atom, int kCount>
+__device__ inline void multiply_step(float (&sums)[kCount], const Operand& a, uint32_t a_address,
                                      const Operand& b, uint32_t b_address, bool add) {
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k16 = 0; k16 < 4; ++k16)
         multiply<Atom>(sums, a.at(a_address, k16), b.at(b_address, k16), add || k16 > 0,
-                       std::make_index_sequence<kSums>());
+                       std::make_index_sequence<kCount>());
     cute::warpgroup_commit_batch();
 }
 

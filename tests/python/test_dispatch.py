@@ -67,6 +67,7 @@ def test_other_devices_take_kernels_of_an_older_architecture(device: _C.DeviceIn
 def test_wide_blocks_share_the_weight_and_narrow_ones_the_activations() -> None:
     for shape in ((14336, 4096), (4096, 14336), (5120, 1280), (3072, 768)):
         assert chosen(H200, (128, 128), shape=shape).endswith("_512x128")
+    for shape in ((14336, 4096), (4096, 14336), (5120, 1280)):
         assert chosen(H200, (64, 64), shape=shape, op=DDS_NN).endswith("_512x128")
     assert chosen(H200, (64, 32)).endswith("_256x256")
     assert chosen(H200, (32, 64), op=DDS_NN).endswith("_256x256")
@@ -87,6 +88,15 @@ def test_few_tokens_take_small_tiles() -> None:
     assert chosen(H200, (64, 64), tokens=65) != "sm80_decode_bf16"
     assert chosen(H200, (64, 64), tokens=100, shape=(512, 512)) == "sm80_dds_nt_bf16_32x128"
     assert chosen(H200, (64, 64), tokens=4096).startswith("sm90_dds")
+
+
+@needs_sm90
+def test_few_tiles_are_halved() -> None:
+    for op in (DDS_NT, DDS_NN):
+        assert chosen(H200, (128, 128), tokens=512, shape=(3072, 3072), op=op).endswith("_256x128")
+        assert chosen(H200, (128, 128), tokens=256, shape=(4096, 4096), op=op).endswith("_256x128")
+        assert chosen(H200, (128, 128), tokens=4096, shape=(4096, 4096), op=op).endswith("_512x128")
+        assert chosen(H200, (32, 32), tokens=512, shape=(3072, 3072), op=op).endswith("_128x256")
 
 
 @needs_sm90
