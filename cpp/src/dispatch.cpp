@@ -62,7 +62,7 @@ int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
         const int64_t percent = shares_weight ? (large ? 46 : 110) : (large ? 54 : kSharedActivationsPercent);
         // Half as many tokens to a CTA: more of the weight for each product, but more CTAs.
         const bool halved = kernel.tile_tokens < (shares_weight ? 512 : 256);
-        return halved ? percent * 115 / 100 : percent;
+        return halved ? percent * (shares_weight ? 130 : 108) / 100 : percent;
     }
     // Blocks narrower than the 64 features of a large tile's warp break its products into short runs,
     // whose latency the more numerous warps of a small tile hide better.

@@ -163,6 +163,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const auto rank = static_cast<int>(cute::block_rank_in_cluster());
+    // All of it is in memory at first: what will be read is asked for while the barriers are set up.
+    const DdsPlan plan(arguments.plan);
+    if (threadIdx.x == 32)
+        for (const CUtensorMap* map : {&arguments.values, &arguments.input, &arguments.output}) prefetch(map);
     if (threadIdx.x == 0) {
         shared.input_ring.init(4 * Traits::kGroups * Traits::kRowRanks);
         for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks);
@@ -173,7 +177,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     cute::cluster_sync();
 
-    const DdsPlan plan(arguments.plan);
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         const DdsProducer<Traits> producer{arguments, shared, plan, rank, lane, cute::elect_one_sync() != 0};

@@ -279,6 +279,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const auto rank = static_cast<int>(cute::block_rank_in_cluster());
+    const NarrowPlan plan(arguments.plan);
+    if (threadIdx.x == 32) prefetch(&arguments.input);
     if (threadIdx.x == 0) {
         shared.ring.init(4 * Traits::kGroups * Traits::kRanks);
         shared.schedule.init(1 + 4 * Traits::kGroups);
@@ -286,7 +288,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     cute::cluster_sync();
 
-    const NarrowPlan plan(arguments.plan);
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (warp == 0)

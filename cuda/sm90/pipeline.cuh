@@ -3,8 +3,11 @@
 
 #include <cstdint>
 
+#include <cudaTypedefs.h>
+
 #include <cutlass/arch/barrier.h>
 #include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 namespace ts::sm90 {
@@ -54,6 +57,11 @@ struct Multicast {
 };
 
 constexpr uint64_t kNormalPriority = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+
+// Asks for what a copy needs to know, which lies in memory before the first of a launch.
+__device__ inline void prefetch(const CUtensorMap* map) {
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
+}
 
 __device__ inline void load_box(const void* map, const Barrier& barrier, Multicast to, void* target, int x,
                                 int y) {

@@ -239,15 +239,22 @@ def test_two_streams_share_a_pattern() -> None:
 def test_products_in_quick_succession(block_size: int) -> None:
     """One after another without waiting, as in a model: none hangs, the last gives what the first gave."""
     x, y = (torch.randn(64 * 257, 1280, dtype=BF16, device="cuda") for _ in range(2))
+    bias = randn(1280, dtype=BF16, device="cuda")
     for seed in range(4):
         pattern = BlockPattern.random(
             (1280, 1280), block_shape=(block_size, block_size), density=0.25, generator=seeded(seed)
         )
         values = random_values(pattern, dtype=BF16, device="cuda")
-        first = products(x, y, values, pattern)
-        for _ in range(300):
-            last = products(x, y, values, pattern)
-        assert all_equal(last, first)
+        calls: list[Callable[[], Tensor]] = [
+            lambda values=values, pattern=pattern: functional.linear(x, values, pattern, bias),
+            lambda values=values, pattern=pattern: functional.dds(y, values, pattern, transpose=False),
+            lambda values=values, pattern=pattern: functional.sdd(y, x, pattern),
+        ]
+        for call in calls:
+            first = call()
+            for _ in range(300):
+                last = call()
+            assert torch.equal(last, first)
 
 
 @pytest.fixture
