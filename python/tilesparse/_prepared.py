@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _C
+from .errors import UnsupportedError
 
 HOST = torch.device("cpu")
 MAX_LAUNCHES = 1024  # a program whose token counts never repeat must not grow without bound
@@ -70,6 +71,7 @@ class PreparedPattern:
         self._descriptors: dict[torch.device, _C.Pattern] = {}
         self._tensors: dict[torch.device, list[Tensor]] = {}
         self._plans: dict[tuple[torch.device, int, int], Tensor] = {}
+        self._ready: dict[torch.device, torch.cuda.Event] = {}  # when all that was put there is there
         self._launches: dict[Hashable, Call] = {}
         self.find: Callable[[Hashable], Call | None] = self._launches.get
 
@@ -115,6 +117,10 @@ class PreparedPattern:
     def launch(self, key: LaunchKey) -> Launch:
         """The kernel for a product and what it needs, on the current device and stream."""
         device = HOST if key.device < 0 else torch.device("cuda", key.device)
+        # Other streams may have been asked for it. A graph cannot wait for what is not part of it, but
+        # whatever it needs was asked for before its capture began, and so before any replay.
+        if device in self._ready and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(device).wait_event(self._ready[device])
         kernel, plan_key, workspace_bytes = _C.query(
             self.descriptor(HOST),
             key.op,
@@ -145,21 +151,24 @@ class PreparedPattern:
 
     def descriptor(self, device: torch.device) -> _C.Pattern:
         if device not in self._descriptors:
-            self._descriptors[device] = self._describe(
-                tuple(self._keep(array, device) for array in (*self._rows, *self.columns()))
-            )
+            arrays = (*self._rows, *self.columns())
+            if device != HOST:
+                _refuse_capture()
+                arrays = tuple(self._keep(array.pin_memory(), device) for array in arrays)
+                self._put_on(device)
+            self._descriptors[device] = self._describe(arrays)
         return self._descriptors[device]
 
     def _plan(self, device: torch.device, op: int, kernel: int, plan_key: int) -> Tensor:
         """The plan for kernels with that key, made on the current device: those of the CPU have none."""
         key = (device, op, plan_key)
         if key not in self._plans:
+            _refuse_capture()
             pattern = self.descriptor(device)
             plan, workspace = (
                 torch.empty(size, dtype=torch.uint8, device=device)
                 for size in _C.plan_device_size(pattern, kernel, op)
             )
-            stream = torch.cuda.current_stream(device)
             _C.plan_device_build(
                 pattern,
                 kernel,
@@ -168,22 +177,30 @@ class PreparedPattern:
                 plan.numel(),
                 workspace.data_ptr(),
                 workspace.numel(),
-                stream.cuda_stream,
+                torch.cuda.current_stream(device).cuda_stream,
             )
-            stream.synchronize()  # from now on any stream may read it
-            self._tensors.setdefault(device, []).append(plan)
-            self._plans[key] = plan
+            self._plans[key] = self._keep(plan, device)
+            self._put_on(device)
         return self._plans[key]
 
     def _keep(self, array: Tensor, device: torch.device) -> Tensor:
-        """A copy on the device that lives as long as this object.
-
-        The source is pageable memory, so the copy is complete on return and any stream may read it.
-        """
-        placed = array.to(device)
+        """The array on the device, where it lives as long as this object."""
+        placed = array.to(device, non_blocking=True)
         self._tensors.setdefault(device, []).append(placed)
         return placed
+
+    def _put_on(self, device: torch.device) -> None:
+        """Notes that the current stream, which has waited for all that came before, puts something there."""
+        self._ready[device] = torch.cuda.current_stream(device).record_event()
 
     def _describe(self, arrays: tuple[Tensor, ...]) -> _C.Pattern:
         nnz, bn, bk = self.values_shape
         return _C.Pattern(bn, bk, *self._shape, nnz, *(array.data_ptr() for array in arrays))
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a CUDA graph is being captured and the pattern is not on the GPU in the form that this product "
+            "needs: call it once with the same arguments before the capture"
+        )

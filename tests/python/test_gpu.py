@@ -82,6 +82,19 @@ def test_a_captured_training_step_follows_its_inputs() -> None:
         assert all_equal(captured, step(layer, x, grad))
 
 
+def test_a_capture_that_needs_a_new_plan_is_refused() -> None:
+    layer, x = make_layer(), randn(200, 256, dtype=BF16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        fine = x + 1
+        with pytest.raises(UnsupportedError, match="before the capture"):
+            layer(x)
+    graph.replay()
+    assert torch.equal(fine, x + 1)
+    with torch.no_grad():
+        assert torch.equal(layer(x), layer(x))
+
+
 def captured_build(
     arrays: list[Tensor], kernel: int, op: int, operands: tuple[Tensor, ...], workspaces: list[Tensor]
 ) -> None:
@@ -266,7 +279,7 @@ def sync_is_an_error() -> Iterator[Callable[[], None]]:
 
 
 def test_forward_and_backward_do_not_wait_for_the_gpu(sync_is_an_error: Callable[[], None]) -> None:
-    layer = make_layer()
+    layer, new_layer = make_layer(), make_layer()
     x = randn(2000, 256, dtype=BF16, device="cuda").requires_grad_()
     grad = randn(2000, 384, dtype=BF16, device="cuda", seed=1)
     for _ in range(3):
@@ -279,7 +292,9 @@ def test_forward_and_backward_do_not_wait_for_the_gpu(sync_is_an_error: Callable
     asleep = torch.cuda.Event()
     asleep.record()
     step(layer, x, grad)
+    step(new_layer, x, grad)
     assert not asleep.query(), "the host waited for the GPU"
+    assert all_equal(step(new_layer, x, grad), step(copy.deepcopy(new_layer), x, grad))
 
 
 @pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
