@@ -80,9 +80,12 @@ int64_t dds_cost(const Kernel& kernel, const Problem& problem, const Device& dev
     const int64_t tile_features = divide_up(features, std::max<int64_t>(columns, 1));  // evenly dealt
     // A cluster of two multiprocessors computes a tile of compute capability 9.0 in half the time of one.
     const int64_t multiprocessors = kernel.min_compute_capability == 90 ? 2 : 1;
-    const int64_t tile_cost =
+    int64_t tile_cost =
         kernel.tile_tokens * tile_features + kOperandWeight * (kernel.tile_tokens + tile_features);
     const int64_t waves = divide_up(tiles * multiprocessors, device.multiprocessors);
+    const int64_t splits =
+        kernel.splits ? split_count(problem, tiles, device.multiprocessors / multiprocessors) : 1;
+    if (splits > 1) tile_cost = tile_cost / splits + tile_cost * kReductionSteps / dds_steps(problem);
     return waves * tile_cost * tile_percent(kernel, problem) / (100 * multiprocessors);
 }
 

@@ -1,6 +1,7 @@
 // What the host layers and every kernel family agree on: a checked product and the table of kernels.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -71,6 +72,23 @@ struct Device {
     int32_t shared_memory;       // bytes a thread block may use
 };
 
+// Steps of 64 k that the kept blocks of a row of dds take, and how many of them the reduction costs where
+// sums over k are cut into parts.
+inline int64_t dds_steps(const Problem& problem) {
+    const Pattern& pattern = problem.pattern;
+    const int64_t k_size = problem.op == Op::dds_nt ? pattern.in_features : pattern.out_features;
+    return static_cast<int64_t>(pattern.density() * static_cast<double>(k_size) / 64);
+}
+constexpr int64_t kReductionSteps = 8;
+
+// Into how many parts the sums of each of some tiles are cut, so that all `workers`, which take one tile at a
+// time, have work.
+inline int64_t split_count(const Problem& problem, int64_t tiles, int64_t workers) {
+    constexpr int64_t kMost = 8;
+    if (tiles == 0) return 1;
+    return std::clamp<int64_t>(std::min(workers / tiles, dds_steps(problem) / kReductionSteps), 1, kMost);
+}
+
 enum class PlanKind : int32_t { tiles = 0, narrow = 1, strips = 2 };
 
 // The geometry a plan is built for. Kernels of one shape share plans.
@@ -101,6 +119,7 @@ struct Kernel {
     size_t (*workspace_size)(const Problem&, const Device&);
     // 0, or the CUDA error of the launch.
     int32_t (*launch)(const Problem&, const Device&, void* workspace, void* stream);
+    bool splits = false;  // the sums of few tiles, see split_count
 
     bool covers(Op op) const { return ops >> static_cast<int>(op) & 1; }
     bool covers(DType dtype) const { return dtypes >> static_cast<int>(dtype) & 1; }

@@ -40,13 +40,17 @@ class DdsConsumer {
         Work work = next_work(epilogue);
         while (work.tile >= 0) {
             epilogue.begin(Traits::first_token(work, rank_));
+            const int64_t partial = Traits::partial_place(arguments_, work, rank_, group_);
             const bool any = multiply_all(sums, work);
             // While the last products are under way, so that what the plan says of the next tile has arrived
             // when the barriers of the epilogue wait for all that is read.
             work = next_work(epilogue);
             release_multiplied();
             if (!any) clear(sums);
-            epilogue.store(sums);
+            if (Traits::kSplits && arguments_.partial != nullptr)
+                store_partial<Traits>(arguments_, partial, sums);
+            else
+                epilogue.store(sums);
         }
         epilogue.finish_stores();
     }
@@ -194,6 +198,35 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cute::cluster_sync();  // the other CTA may still write here
 }
 
+// Adds the partial sums of each tile, always in the same order, and makes results of them. A CTA computes
+// what a CTA of the kernel above does, one tile.
+template <class Traits>
+__global__ void __launch_bounds__(128 * Traits::kGroups, 1)
+    dds_reduce(const __grid_constant__ DdsArguments arguments) {
+    extern __shared__ __align__(1024) char memory[];
+    auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
+    if (threadIdx.x == 0) {
+        for (auto& group : shared.residual)
+            for (const Barrier& arrived : group) arrived.init(1);
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+
+    const DdsPlan plan(arguments.plan);
+    const int rank = blockIdx.x % Traits::kRanks, item = blockIdx.x / Traits::kRanks;
+    const int group = threadIdx.x / 128;
+    Work work{item / arguments.units, item % arguments.units, 0, 0, 0};
+    DdsEpilogue<Traits> epilogue(arguments, shared, group);
+    epilogue.prepare(plan.rows + Traits::plan_index(work.tile, rank) * plan.groups);
+    epilogue.begin(Traits::first_token(work, rank));
+    cudaGridDependencySynchronize();
+    float sums[Traits::kSums] = {};
+    for (; work.split < arguments.schedule.splits; ++work.split)
+        add_partial<Traits>(arguments, Traits::partial_place(arguments, work, rank, group), sums);
+    epilogue.store(sums);
+    epilogue.finish_stores();
+}
+
 // Host side: one row of the registry.
 template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens>
 struct Dds {
@@ -212,18 +245,24 @@ struct Dds {
         return refuses_results(output(problem), problem.tokens);
     }
 
-    static size_t workspace_size(const Problem&, const Device&) { return 0; }
+    // The partial sums.
+    static size_t workspace_size(const Problem& problem, const Device& device) {
+        const int64_t splits = splits_of(problem, device);
+        return splits == 1 ? 0 : splits * tile_count(problem) * unit_count(problem) * kClusterPartialBytes;
+    }
 
-    static int32_t launch(const Problem& problem, const Device&, void*, void* stream) {
+    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         const int64_t tiles = tile_count(problem), units = unit_count(problem);
         if (tiles * units == 0) return cudaSuccess;
+        const int64_t splits = splits_of(problem, device);
         DdsArguments arguments{};
-        if (const cudaError_t error = describe(arguments, problem, tiles, units)) return error;
-        const auto start = input(problem).layout == Layout::row_major
-                               ? ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch
-                               : ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
-        const int64_t clusters = std::min<int64_t>(tiles * units, Schedule::kMaxClusters);
-        return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream);
+        if (const cudaError_t error = describe(arguments, problem, tiles, units, splits)) return error;
+        if constexpr (Traits::kSplits)
+            if (splits > 1) {
+                arguments.partial = static_cast<float4*>(workspace);
+                return multiply_parts(arguments, problem, tiles * units, stream);
+            }
+        return multiply(arguments, problem, tiles * units, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -239,10 +278,59 @@ struct Dds {
                 0,
                 refuses,
                 workspace_size,
-                launch};
+                launch,
+                Traits::kSplits};
     }
 
   private:
+    static constexpr size_t kClusterPartialBytes =
+        sizeof(float) * Traits::kRanks * Traits::kTileTokens * Traits::kTileFeatures;
+
+    static int64_t splits_of(const Problem& problem, const Device& device) {
+        if (!Traits::kSplits) return 1;
+        return split_count(problem, tile_count(problem) * unit_count(problem),
+                           device.multiprocessors / Traits::kRanks);
+    }
+
+    static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, int64_t items,
+                                void* stream) {
+        const auto start = input(problem).layout == Layout::row_major
+                               ? ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch
+                               : ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
+        const int64_t clusters = std::min<int64_t>(items, Schedule::kMaxClusters);
+        return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream);
+    }
+
+    static cudaError_t multiply_parts(DdsArguments& arguments, const Problem& problem, int64_t items,
+                                      void* stream) {
+        DdsArguments sums_alone = arguments;
+        sums_alone.bias = nullptr;
+        sums_alone.has_residual = false;
+        const int64_t parts = items * arguments.schedule.splits;
+        if (const cudaError_t error = multiply(sums_alone, problem, parts, stream)) return error;
+        return reduce(arguments, items, stream);
+    }
+
+    // Launched while the kernel before it still runs, for which it waits.
+    static cudaError_t reduce(DdsArguments& arguments, int64_t items, void* stream) {
+        const auto kernel = reinterpret_cast<const void*>(dds_reduce<Traits>);
+        static std::atomic<uint64_t> devices_done{0};
+        if (const cudaError_t error = allow_shared_memory(kernel, Traits::kSharedBytes, devices_done))
+            return error;
+        cudaLaunchAttribute early;
+        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        early.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(static_cast<unsigned>(items * Traits::kRanks));
+        config.blockDim = dim3(128 * Traits::kGroups);
+        config.dynamicSmemBytes = Traits::kSharedBytes;
+        config.stream = static_cast<cudaStream_t>(stream);
+        config.attrs = &early;
+        config.numAttrs = 1;
+        void* parameters[] = {&arguments};
+        return cudaLaunchKernelExC(&config, kernel, parameters);
+    }
+
     static int64_t tile_count(const Problem& problem) {
         const Pattern& pattern = problem.pattern;
         const int row_block = kForward ? pattern.block_rows : pattern.block_cols;
@@ -259,8 +347,8 @@ struct Dds {
     static const Matrix& input(const Problem& problem) { return kForward ? problem.x : problem.y; }
     static const Matrix& output(const Problem& problem) { return kForward ? problem.y : problem.x; }
 
-    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles,
-                                int64_t units) {
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units,
+                                int64_t splits) {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.bias = problem.bias;
@@ -275,8 +363,9 @@ struct Dds {
         arguments.output_layout = output(problem).layout;
         arguments.activation = problem.activation;
         arguments.has_residual = problem.residual.data != nullptr;
-        arguments.schedule = schedule_arguments(static_cast<int>(tiles), static_cast<int>(units),
-                                                group_units(arguments.k_size));
+        arguments.units = static_cast<int>(units);
+        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
+                                                static_cast<int>(splits), group_units(arguments.k_size));
         describe_shared_memory(arguments, input(problem).layout);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
         if (const cudaError_t error = map_output(arguments.output, output(problem), problem)) return error;

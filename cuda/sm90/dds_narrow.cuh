@@ -414,7 +414,7 @@ struct DdsNarrow {
         arguments.output_layout = output(problem).layout;
         arguments.activation = problem.activation;
         arguments.schedule =
-            schedule_arguments(static_cast<int>(tiles), static_cast<int>(units), group_units(k_size));
+            schedule_arguments(static_cast<int>(tiles), static_cast<int>(units), 1, group_units(k_size));
         if (const cudaError_t error = map_input(arguments, problem, k_size)) return error;
         return map_output<kBlock>(arguments, problem);
     }

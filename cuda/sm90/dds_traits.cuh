@@ -19,6 +19,8 @@ struct DdsArguments {
     CUtensorMap residual;
     const PlanHeader* plan;
     const void* bias;
+    float4* partial;  // sums of parts of k, or nullptr
+    int units;        // of tokens
     ScheduleArguments schedule;
     Operand weight;  // as the products read it from shared memory
     Operand tokens_by_k;
@@ -55,6 +57,13 @@ struct DdsTraits {
         return (work.unit * kTokenRanks + token_rank(rank)) * kTileTokens;
     }
 
+    // Where a warpgroup's sums of a part of k lie among the partial sums.
+    __device__ static int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank,
+                                            int group) {
+        const int64_t part = (int64_t{work.tile} * arguments.units + work.unit) * arguments.schedule.splits;
+        return ((part + work.split) * kRanks + rank) * kGroups + group;
+    }
+
     static constexpr int kTileTokens = kTileTokens_;
     static constexpr int kGroups = 2;  // warpgroups that multiply, each 64 features
     static constexpr int kGroupFeatures = 64;
@@ -72,6 +81,7 @@ struct DdsTraits {
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;   // buffers of a warpgroup
     static constexpr int kSums = kTileTokens * kGroupFeatures / 128;  // of a thread
+    static constexpr bool kSplits = kTileTokens == 128;               // made for few tiles
 
     template <bool kRowMajorInput>
     using Atom = typename Math::template Atom<

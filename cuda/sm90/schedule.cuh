@@ -20,12 +20,14 @@ namespace ts::sm90 {
 struct Work {
     int tile;   // of the plan; -1: no more
     int unit;   // tokens: a cluster's share, counted from 0
-    int step;   // first step of the tile
+    int split;  // which part of the tile's steps
+    int step;   // first step
     int steps;  // number of steps
 };
 
 struct ScheduleArguments {
-    int size;                           // tiles of the plan times units of tokens
+    int size;                           // tiles of the plan times units of tokens times splits
+    int splits;                         // parts of a tile's steps; a unit is so many units below
     int group_units;                    // units of a group of tokens
     cutlass::FastDivmod by_group;       // tiles of a group
     cutlass::FastDivmod by_units;       // units of a group
@@ -33,10 +35,12 @@ struct ScheduleArguments {
     int whole_groups;
 };
 
-inline ScheduleArguments schedule_arguments(int tiles, int units, int group_units) {
+inline ScheduleArguments schedule_arguments(int tiles, int units, int splits, int group_units) {
+    units *= splits;
     group_units = std::min(group_units, units);
     const int last = units % group_units;
     return {tiles * units,
+            splits,
             group_units,
             cutlass::FastDivmod(tiles * group_units),
             cutlass::FastDivmod(group_units),
@@ -93,7 +97,7 @@ struct Schedule {
             mine = __reduce_max_sync(~0u, mine);
             if (mine >= 0) push(work_at(arguments, tiles, mine), position, lane);
         }
-        push({-1, 0, 0, 0}, position, lane);
+        push({-1, 0, 0, 0, 0}, position, lane);
     }
 
     // Called by every lane of a reading warp.
@@ -103,6 +107,7 @@ struct Schedule {
         // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
         work.tile = __shfl_sync(~0u, work.tile, 0);
         work.unit = __shfl_sync(~0u, work.unit, 0);
+        work.split = __shfl_sync(~0u, work.split, 0);
         work.step = __shfl_sync(~0u, work.step, 0);
         work.steps = __shfl_sync(~0u, work.steps, 0);
         if (lane == 0) ring.empty[position.stage].arrive();
@@ -122,7 +127,11 @@ struct Schedule {
         arguments.by_group(group, within, item);
         (group < arguments.whole_groups ? arguments.by_units : arguments.by_last_units)(tile, unit, within);
         const int2 steps = __ldg(tiles + tile);
-        return {tile, group * arguments.group_units + unit, steps.x, steps.y};
+        unit += group * arguments.group_units;
+        if (arguments.splits == 1) return {tile, unit, 0, steps.x, steps.y};
+        const int split = unit % arguments.splits;
+        const int first = steps.y * split / arguments.splits, last = steps.y * (split + 1) / arguments.splits;
+        return {tile, unit / arguments.splits, split, steps.x + first, last - first};
     }
 
     // The tiles of the round that begins with item `first`, sorted by their steps, longest first.

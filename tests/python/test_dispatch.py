@@ -94,6 +94,8 @@ def test_few_tiles_are_halved() -> None:
     for op in (DDS_NT, DDS_NN):
         assert chosen(H200, (128, 128), tokens=512, shape=(3072, 3072), op=op).endswith("_128x256")
         assert chosen(H200, (128, 128), tokens=256, shape=(4096, 4096), op=op).endswith("_128x256")
+        long = (4096, 14336) if op == DDS_NT else (14336, 4096)
+        assert chosen(H200, (32, 32), tokens=128, shape=long, op=op).endswith("_128x256")
         assert chosen(H200, (128, 128), tokens=4096, shape=(4096, 4096), op=op).endswith("_512x128")
         assert chosen(H200, (32, 32), tokens=512, shape=(3072, 3072), op=op).endswith("_128x256")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -394,6 +394,16 @@ def test_many_tiles(row: Row) -> None:
     block_shape = accepted_shapes(row)[-1]
     pattern = make_pattern("random 50%", (1280 // block_shape[0], 384 // block_shape[1]), block_shape)
     check(row, Problem(pattern, within(row, 64 * 257), **OPTIONS[row.op][-1]))
+
+
+def test_long_sums(row: Row) -> None:
+    """Few tiles and many k, which some kernels cut into parts."""
+    for block_shape in accepted_shapes(row)[::2]:
+        long = 6144 // block_shape[row.op != DDS_NN]
+        grid = (long, 2) if row.op == DDS_NN else (2, long)
+        for (x_layout, y_layout), options in zip(accepted_layouts(row), cycle(OPTIONS[row.op]), strict=False):
+            pattern = make_pattern("random 50%", grid, block_shape)
+            check(row, Problem(pattern, within(row, 200), x_layout, y_layout, **options))
 
 
 @pytest.mark.parametrize("name", ["random 50%", "power-law rows", "empty"])
