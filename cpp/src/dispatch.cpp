@@ -56,10 +56,11 @@ int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
     if (kernel.min_compute_capability == 90) {
         // wgmma is twice as fast as mma.sync, but blocks of 16 x 16 come in too many copies. Of large blocks
         // it is best to share the weight between CTAs; small ones have columns in common with many others.
-        if (row_block + k_block <= 32) return 160;
         const bool large = row_block == 128 || (row_block == 64 && k_block >= 64);
+        const bool tiny = row_block + k_block <= 32;
         const bool shares_weight = kernel.plan.ranks == 1;
-        const int64_t percent = shares_weight ? (large ? 46 : 110) : (large ? 54 : kSharedActivationsPercent);
+        const int64_t percent = shares_weight ? (large ? 46 : tiny ? 350 : 110)
+                                              : (large ? 54 : tiny ? 160 : kSharedActivationsPercent);
         // Half as many tokens to a CTA: more of the weight for each product, but more CTAs.
         const bool halved = kernel.tile_tokens < (shares_weight ? 512 : 256);
         return halved ? percent * (shares_weight ? 130 : 108) / 100 : percent;
@@ -80,13 +81,13 @@ int64_t dds_cost(const Kernel& kernel, const Problem& problem, const Device& dev
     const int64_t tile_features = divide_up(features, std::max<int64_t>(columns, 1));  // evenly dealt
     // A cluster of two multiprocessors computes a tile of compute capability 9.0 in half the time of one.
     const int64_t multiprocessors = kernel.min_compute_capability == 90 ? 2 : 1;
-    int64_t tile_cost =
+    const int64_t tile_cost =
         kernel.tile_tokens * tile_features + kOperandWeight * (kernel.tile_tokens + tile_features);
     const int64_t waves = divide_up(tiles * multiprocessors, device.multiprocessors);
-    const int64_t splits =
-        kernel.splits ? split_count(problem, tiles, device.multiprocessors / multiprocessors) : 1;
-    if (splits > 1) tile_cost = tile_cost / splits + tile_cost * kReductionSteps / dds_steps(problem);
-    return waves * tile_cost * tile_percent(kernel, problem) / (100 * multiprocessors);
+    const int64_t cost = waves * tile_cost * tile_percent(kernel, problem) / (100 * multiprocessors);
+    if (!kernel.splits) return cost;
+    const int64_t parts = split_count(problem, tiles, device.multiprocessors / multiprocessors);
+    return static_cast<int64_t>(static_cast<double>(cost) * split_time(dds_steps(problem), parts));
 }
 
 // For sdd, whose tiles hold several block rows: wide tiles share loads between the many rows of the

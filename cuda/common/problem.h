@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -72,21 +73,30 @@ struct Device {
     int32_t shared_memory;       // bytes a thread block may use
 };
 
-// Steps of 64 k that the kept blocks of a row of dds take, and how many of them the reduction costs where
-// sums over k are cut into parts.
-inline int64_t dds_steps(const Problem& problem) {
+// Steps of 64 k in which 64 features of the result of dds have a block, if it is a random pattern.
+inline double dds_steps(const Problem& problem) {
     const Pattern& pattern = problem.pattern;
-    const int64_t k_size = problem.op == Op::dds_nt ? pattern.in_features : pattern.out_features;
-    return static_cast<int64_t>(pattern.density() * static_cast<double>(k_size) / 64);
+    const bool forward = problem.op == Op::dds_nt;
+    const double k_size = static_cast<double>(forward ? pattern.in_features : pattern.out_features);
+    const int rows = std::max(1, 64 / (forward ? pattern.block_rows : pattern.block_cols));
+    return k_size / 64 * (1 - std::pow(1 - pattern.density(), rows));
 }
-constexpr int64_t kReductionSteps = 8;
 
-// Into how many parts the sums of each of some tiles are cut, so that all `workers`, which take one tile at a
-// time, have work.
+// Of the time of a dds product of few tiles, what is left where the sums are cut into parts over k and added
+// by a second kernel, which takes as long as some steps.
+inline double split_time(double steps, int64_t parts) {
+    constexpr int kReductionSteps = 8;
+    return parts == 1 ? 1.0 : 1.0 / static_cast<double>(parts) + kReductionSteps / steps;
+}
+
+// The number of parts for some tiles, so that all `workers`, which take one at a time, have work.
 inline int64_t split_count(const Problem& problem, int64_t tiles, int64_t workers) {
-    constexpr int64_t kMost = 8;
+    constexpr int64_t kMost = 8, kLeastSteps = 4;
     if (tiles == 0) return 1;
-    return std::clamp<int64_t>(std::min(workers / tiles, dds_steps(problem) / kReductionSteps), 1, kMost);
+    const double steps = dds_steps(problem);
+    const int64_t parts =
+        std::clamp<int64_t>(std::min(workers / tiles, static_cast<int64_t>(steps) / kLeastSteps), 1, kMost);
+    return split_time(steps, parts) < 1 ? parts : 1;
 }
 
 enum class PlanKind : int32_t { tiles = 0, narrow = 1, strips = 2 };
