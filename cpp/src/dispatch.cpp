@@ -59,8 +59,12 @@ int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
         const bool large = row_block == 128 || (row_block == 64 && k_block >= 64);
         const bool tiny = row_block + k_block <= 32;
         const bool shares_weight = kernel.plan.ranks == 1;
-        const int64_t percent = shares_weight ? (large ? 46 : tiny ? 350 : 110)
-                                              : (large ? 54 : tiny ? 160 : kSharedActivationsPercent);
+        const int64_t percent = shares_weight ? (large  ? 46
+                                                 : tiny ? 350
+                                                        : 110)
+                                              : (large  ? 54
+                                                 : tiny ? 160
+                                                        : kSharedActivationsPercent);
         // Half as many tokens to a CTA: more of the weight for each product, but more CTAs.
         const bool halved = kernel.tile_tokens < (shares_weight ? 512 : 256);
         return halved ? percent * (shares_weight ? 130 : 108) / 100 : percent;
