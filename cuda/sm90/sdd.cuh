@@ -33,6 +33,7 @@ class SddProducer {
         const int team = blockIdx.x / arguments_.team_size, teams = gridDim.x / arguments_.team_size;
         for (int index = team; index < schedule.size(); index += teams) {
             const SddWork work = schedule.work(index, rank_);
+            plan.prefetch(work.tile, 2 * Traits::kWindow >> arguments_.unit_shift, lane_);
             const SddTile tile = plan.tile(work.tile);
             const SddTile other = plan.tile(min(work.tile ^ 1, plan.tile_count - 1));  // in a team of two
             select(tile.is_large(arguments_.unit_shift));
@@ -188,14 +189,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) {
+        cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&arguments.y));
+        cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&arguments.x));
         for (auto& ring : shared.rings) ring.init(Traits::kHalves * arguments.team_size);
         cutlass::arch::fence_barrier_init();
     }
-    cute::cluster_sync();
-
+    cute::cluster_arrive();
     const int rank = blockIdx.x % arguments.team_size;
     const SddPlan plan(arguments.plan);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size);
+    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
+                               arguments.may_split);
+    cute::cluster_wait();
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (warp == 0)
@@ -219,16 +223,15 @@ struct Sdd {
 
     // Counters of the pace and partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        const int tiles = SddSchedule::max_partials(step_count(problem), device.multiprocessors);
-        return problem.pattern.nnz == 0 || tiles == 0 ? 0 : kPaceBytes + tiles * kPartialBytes;
+        if (problem.pattern.nnz == 0 || !may_split(problem, device)) return 0;
+        return kPaceBytes + SddSchedule::max_partials(device.multiprocessors) * kPartialBytes;
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         if (problem.pattern.nnz == 0) return cudaSuccess;
-        const bool splits = workspace_size(problem, device) > 0;
         SddArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem, device)) return error;
-        if (splits) {
+        if (arguments.may_split) {
             arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPaceBytes);
             if (is_paced(problem, device)) {
                 arguments.pace = static_cast<int*>(workspace);
@@ -242,7 +245,7 @@ struct Sdd {
         const auto start = row_major_y ? (row_major_x ? start_on<true, true> : start_on<true, false>)
                                        : (row_major_x ? start_on<false, true> : start_on<false, false>);
         if (const cudaError_t error = start(arguments, stream)) return error;
-        return splits ? reduce(arguments, stream) : cudaSuccess;
+        return arguments.may_split ? reduce(arguments, stream) : cudaSuccess;
     }
 
     static constexpr Kernel row(const char* name) {
@@ -265,6 +268,23 @@ struct Sdd {
     static constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
     static constexpr size_t kPartialBytes =
         Traits::kHalves * Traits::kStrip * Traits::kWindow * sizeof(float);
+
+    static int team_size(const Problem& problem, const Device& device) {
+        return are_wide_blocks(problem.pattern) && device.multiprocessors > 1 ? 2 : 1;
+    }
+
+    // The number of tiles is on the device. That of wide blocks is nearly known, though: most are in pairs. If
+    // it would not be split, there is no need to launch a second kernel that finds nothing to do.
+    static bool may_split(const Problem& problem, const Device& device) {
+        constexpr int kSpareTiles = 4;
+        const int steps = step_count(problem), team = team_size(problem, device);
+        if (!SddSchedule::can_split(steps)) return false;
+        if (!are_wide_blocks(problem.pattern)) return true;
+        const auto pairs = static_cast<int>((problem.pattern.nnz + 1) / 2);
+        for (int tiles = pairs; tiles <= pairs + kSpareTiles; ++tiles)
+            if (SddSchedule(tiles, steps, device.multiprocessors / team, team, true).is_split()) return true;
+        return false;
+    }
 
     // Only where there is a round of tiles that are not split. Wide blocks have no use for it.
     static bool is_paced(const Problem& problem, const Device& device) {
@@ -306,8 +326,9 @@ struct Sdd {
         arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
         arguments.x_operand = describe_operand(problem.x, unit);
         arguments.steps = step_count(problem);
-        arguments.team_size = are_wide_blocks(pattern) && device.multiprocessors > 1 ? 2 : 1;
+        arguments.team_size = team_size(problem, device);
         arguments.teams = device.multiprocessors / arguments.team_size;
+        arguments.may_split = may_split(problem, device);
         arguments.unit_shift = log2_of_block(unit);
         arguments.row_shift = log2_of_block(pattern.block_rows);
         arguments.col_shift = log2_of_block(pattern.block_cols);

@@ -31,19 +31,10 @@ class SddEpilogue {
     template <int kCount>
     __device__ void store(float (&sums)[kCount], int first) const {
         if (arguments_.accumulate) add_stored(sums, first);
-        if (swapped_) {
-#pragma unroll
-            for (int i = 0; i < kCount / 8; ++i) {
-                asm volatile("" ::: "memory");
-                store_columns(sums + 8 * i, first + 16 * i);
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < kCount / 8; ++i) {
-                asm volatile("" ::: "memory");
-                store_line(sums + 16 * (i / 2) + 2 * (i % 2), line_ + 8 * (i % 2), first + 32 * (i / 2));
-            }
-        }
+        if (swapped_)
+            store_columns(sums, first);
+        else
+            store_lines(sums, first);
     }
 
   private:
@@ -60,28 +51,51 @@ class SddEpilogue {
         }
     }
 
-    // 32 columns of a line that four lanes hold. Each of them stores eight neighbours, which it gets from the
-    // others.
-    __device__ void store_line(const float* sums, int line, int column) const {
-        uint32_t words[4];
+    // Four lanes hold 32 columns of a line. Each of them stores eight neighbours, which it gets from the
+    // others. Where they go is found first for all: memory is waited for once.
+    template <int kCount>
+    __device__ void store_lines(const float (&sums)[kCount], int first) const {
+        Element* to[kCount / 16];
 #pragma unroll
-        for (int q = 0; q < 4; ++q) words[q] = rounded<Math>(sums[4 * q], sums[4 * q + 1]);
-        exchange(words);
-        store_chunk(target(line, column + 8 * (threadIdx.x % 4)), words);
+        for (int i = 0; i < kCount / 16; ++i) to[i] = target(line_, first + 32 * i + 8 * (threadIdx.x % 4));
+#pragma unroll
+        for (int i = 0; i < kCount / 8; ++i) {
+            uint32_t words[4];
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                const int at = 16 * (i / 2) + 2 * (i % 2) + 4 * q;
+                words[q] = rounded<Math>(sums[at], sums[at + 1]);
+            }
+            exchange(words);
+            store_chunk(to[i / 2], 8 * (i % 2), words);  // no block has fewer than 16 lines
+        }
     }
 
-    // 16 columns of 16 lines that a warp holds, where lines are of x. Eight by eight they are transposed.
-    __device__ void store_columns(const float* sums, int column) const {
-        uint32_t words[4];
-#pragma unroll
-        for (int q = 0; q < 4; ++q) words[q] = transpose(rounded<Math>(sums[2 * q], sums[2 * q + 1]));
-        exchange(words);
+    // A warp holds 16 columns of 16 lines, where lines are of x. Eight by eight they are transposed.
+    template <int kCount>
+    __device__ void store_columns(const float (&sums)[kCount], int first) const {
+        constexpr int kUnit = 32;
         const int eighth = threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
-        store_chunk(target(line_ - eighth + 8 * (lane % 2), column + eighth + 8 * (lane / 2)), words);
+        Element* to[2 * kCount / kUnit];
+#pragma unroll
+        for (int i = 0; i < 2 * kCount / kUnit; ++i)
+            to[i] = target(line_ - eighth + 8 * (lane % 2), first + kUnit * i + eighth + 8 * (lane / 2));
+#pragma unroll
+        for (int i = 0; i < kCount / 8; ++i) {
+            uint32_t words[4];
+#pragma unroll
+            for (int q = 0; q < 4; ++q)
+                words[q] = transpose(rounded<Math>(sums[8 * i + 2 * q], sums[8 * i + 2 * q + 1]));
+            exchange(words);
+            store_chunk(to[i / 2], 16 * (i % 2), words);
+        }
     }
 
-    __device__ static void store_chunk(Element* to, const uint32_t (&words)[4]) {
-        if (to != nullptr) *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    // `lines`: of the block, further down.
+    __device__ void store_chunk(Element* to, int lines, const uint32_t (&words)[4]) const {
+        if (to == nullptr) return;
+        *reinterpret_cast<uint4*>(to + (lines << arguments_.col_shift)) =
+            make_uint4(words[0], words[1], words[2], words[3]);
     }
 
     // Transposes 8 x 8 elements of which each lane of a warp holds two neighbours of a line.
@@ -136,7 +150,8 @@ template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
     constexpr int kColumns = 32, kPieces = kColumns / 8, kParts = Traits::kWindow / kColumns;
     const SddPlan plan(arguments.plan);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size);
+    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
+                               arguments.may_split);
     cudaGridDependencySynchronize();
     for (int index = blockIdx.x; index < 2 * kParts * schedule.split_tiles(); index += gridDim.x) {
         const int part = index % kParts, half = index / kParts % 2, place = index / kParts / 2;

@@ -25,6 +25,7 @@ struct SddArguments {
     int steps;       // of 64 tokens
     int team_size;   // CTAs of a cluster, which compute as many tiles side by side
     int teams;       // that the device holds
+    bool may_split;
     int unit_shift;  // log2 of a unit's features
     int row_shift;   // log2 of bn
     int col_shift;   // log2 of bk
@@ -99,6 +100,18 @@ struct SddPlan {
     }
 
     __device__ SddTile tile(int index) const { return {__ldg(tiles + index)}; }
+
+    // Brings what concerns a tile close. Called by every lane of a warp, long before anyone reads it.
+    // `units_of_tile`: of two windows.
+    __device__ void prefetch(int index, int units_of_tile, int lane) const {
+        constexpr int kLine = 128 / sizeof(int);
+        const int slots_of_tile = units_of_tile * parts;
+        const int* const of_slots = slots + index * slots_of_tile + (lane - 2) * kLine;
+        const int* const at = lane == 0   ? reinterpret_cast<const int*>(tiles + index)
+                              : lane == 1 ? units + index * units_of_tile
+                                          : of_slots;
+        if ((lane - 2) * kLine < slots_of_tile) asm volatile("prefetch.global.L1 [%0];" ::"l"(at));
+    }
 };
 
 // A position in the ring of the current tile's stages.
