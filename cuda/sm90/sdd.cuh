@@ -9,6 +9,9 @@
 // computes what. A tile of blocks of 128 x 128 is two of them. For two of a column, y and x change places in
 // the tile, whose sums are then transposed. Such tiles are computed by teams of two CTAs, which load strips
 // that both need once.
+//
+// Few tokens leave little time to begin and to end: what is read one thing after another is fetched ahead,
+// and TMA stores the results of one tile while the next is computed.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -27,7 +30,7 @@ template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddProducer {
   public:
     __device__ SddProducer(const SddArguments& arguments, typename Traits::Shared& shared, int rank)
-        : arguments_(arguments), shared_(shared), rank_(rank), lane_(threadIdx.x % 32) {}
+        : arguments_(arguments), shared_(shared), rank_(rank), lane_(threadIdx.x % 32), cursor_(arguments) {}
 
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
         const int team = blockIdx.x / arguments_.team_size, teams = gridDim.x / arguments_.team_size;
@@ -110,7 +113,7 @@ template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddConsumer {
   public:
     __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int rank, int half)
-        : arguments_(arguments), shared_(shared), rank_(rank), half_(half) {}
+        : arguments_(arguments), shared_(shared), rank_(rank), half_(half), cursor_(arguments) {}
 
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
         float sums[kSums];
@@ -125,13 +128,20 @@ class SddConsumer {
             sum_up(sums, tile.is_swapped(), strip,
                    tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes,
                    work.last_step - work.first_step);
+            // The other CTA may exit while this one stores.
+            if (index + teams >= schedule.size()) cute::cluster_arrive();
             if (work.partial >= 0) {
                 cudaTriggerProgrammaticLaunchCompletion();
                 store_partial<Traits>(partial_sums<Traits>(arguments_, work.partial, half_), sums);
+            } else if (work.exists && arguments_.stages_results) {
+                SddEpilogue<Traits>(arguments_, plan, work.tile, half_)
+                    .store_through(shared_.stages + Traits::kResultsAt + half_ * Traits::kResultBytes, sums);
             } else if (work.exists) {
                 SddEpilogue<Traits>(arguments_, plan, work.tile, half_).store(sums, 0);
             }
         }
+        if (team >= schedule.size()) cute::cluster_arrive();
+        if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();
     }
 
   private:
@@ -188,6 +198,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     extern __shared__ __align__(1024) char memory[];
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (threadIdx.x == 128) prefetch_plan(arguments);
     if (threadIdx.x == 0) {
         cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&arguments.y));
         cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&arguments.x));
@@ -204,12 +215,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (warp == 0)
             SddProducer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank).run(plan, schedule);
+        cute::cluster_arrive();
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
         SddConsumer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank, warp / 4 - 1)
             .run(plan, schedule);
     }
-    cute::cluster_sync();  // the other CTA may still arrive here
+    cute::cluster_wait();  // the other CTA may still arrive at barriers of this one
 }
 
 // Host side: one row of the registry.
@@ -273,8 +285,8 @@ struct Sdd {
         return are_wide_blocks(problem.pattern) && device.multiprocessors > 1 ? 2 : 1;
     }
 
-    // The number of tiles is on the device. That of wide blocks is nearly known, though: most are in pairs. If
-    // it would not be split, there is no need to launch a second kernel that finds nothing to do.
+    // The number of tiles is on the device. That of wide blocks is nearly known, though: most are in pairs.
+    // If it would not be split, there is no need to launch a second kernel that finds nothing to do.
     static bool may_split(const Problem& problem, const Device& device) {
         constexpr int kSpareTiles = 4;
         const int steps = step_count(problem), team = team_size(problem, device);
@@ -286,10 +298,17 @@ struct Sdd {
         return false;
     }
 
+    // Where tiles come one after another quickly, storing the results of one would keep the next waiting.
+    // Where they take longer, or come alone, a fourth stage is worth more.
+    static bool stages_results(const Problem& problem, const Device& device) {
+        constexpr int kMostSteps = 12;
+        return are_wide_blocks(problem.pattern) && !problem.accumulate && step_count(problem) <= kMostSteps &&
+               problem.pattern.value_count() > device.multiprocessors * kTileValues;
+    }
+
     // Only where there is a round of tiles that are not split. Wide blocks have no use for it.
     static bool is_paced(const Problem& problem, const Device& device) {
         if (are_wide_blocks(problem.pattern)) return false;
-        constexpr int64_t kTileValues = Traits::kHalves * Traits::kStrip * Traits::kWindow;
         return problem.pattern.value_count() > device.multiprocessors * kTileValues;
     }
 
@@ -325,10 +344,18 @@ struct Sdd {
         arguments.values = problem.values;
         arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
         arguments.x_operand = describe_operand(problem.x, unit);
+        arguments.plan_lines = plan_lines(pattern);
         arguments.steps = step_count(problem);
         arguments.team_size = team_size(problem, device);
         arguments.teams = device.multiprocessors / arguments.team_size;
         arguments.may_split = may_split(problem, device);
+        arguments.stages_results = stages_results(problem, device);
+        if (arguments.stages_results) {
+            const int64_t lines = pattern.nnz * kWideBlock;
+            if (const cudaError_t error = encode(arguments.blocks, problem.dtype, problem.values,
+                                                 {{kWideBlock, 1, unit}, {lines, kWideBlock, unit}}))
+                return error;
+        }
         arguments.unit_shift = log2_of_block(unit);
         arguments.row_shift = log2_of_block(pattern.block_rows);
         arguments.col_shift = log2_of_block(pattern.block_cols);
@@ -338,6 +365,16 @@ struct Sdd {
                 map(arguments.y, problem, problem.y, pattern.out_features, Traits::kStrip))
             return error;
         return map(arguments.x, problem, problem.x, pattern.in_features, unit);
+    }
+
+    // A tile holds at most so many values.
+    static constexpr int64_t kTileValues = Traits::kHalves * Traits::kStrip * Traits::kWindow;
+
+    static int plan_lines(const Pattern& pattern) {
+        const int64_t tiles = (pattern.value_count() + kTileValues - 1) / kTileValues;
+        const int units = 2 * Traits::kWindow / strip_unit(pattern);
+        const int64_t words = tiles * (4 + 2 * units);  // of tiles, units and slots
+        return static_cast<int>(std::min<int64_t>((sizeof(PlanHeader) + 4 * words) / 128, 4096));
     }
 
     // Row-major: tokens are lines of `width` features. Feature-major: features are lines of 64 tokens.

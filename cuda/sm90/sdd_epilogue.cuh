@@ -1,7 +1,10 @@
 // Where the sums of an sdd kernel go: into the blocks of values, or as partial sums into the workspace.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
 #include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/epilogue.cuh"
 #include "sm90/sdd_traits.cuh"
@@ -37,7 +40,56 @@ class SddEpilogue {
             store_lines(sums, first);
     }
 
+    // The sums of a half of wide blocks, quarter by quarter of a block, which TMA stores from `place` while
+    // the warpgroup goes on.
+    __device__ void store_through(char* place, const float (&sums)[kSums]) const {
+        constexpr int kUnits = Traits::kWindow / kStripFeatures;
+        const bool leads = threadIdx.x % 128 == 0;
+        int slots[kUnits];
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) slots[unit] = slots_[unit];
+        if (leads) cute::tma_store_wait<0>();  // the results before these have left
+        wait_for_warpgroup();
+        if (swapped_)
+            put_all<true>(place, sums);
+        else
+            put_all<false>(place, sums);
+        cute::tma_store_fence();
+        wait_for_warpgroup();
+        if (!leads) return;
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+            const int of_strip = feature_ % kWideBlock, of_unit = unit * kStripFeatures % kWideBlock;
+            if (slots[unit] >= 0)
+                cute::SM90_TMA_STORE_2D::copy(&arguments_.blocks, place + unit * Traits::kStripBytes,
+                                              swapped_ ? of_strip : of_unit,
+                                              slots[unit] * kWideBlock + (swapped_ ? of_unit : of_strip));
+        }
+        cute::tma_store_arrive();
+    }
+
   private:
+    __device__ static void wait_for_warpgroup() { cutlass::arch::NamedBarrier::sync(128, threadIdx.x / 128); }
+
+    // In lines of 128 bytes swizzled as TMA expects them, 64 for each unit.
+    template <bool kSwapped>
+    __device__ static void put_all(char* place, const float (&sums)[kSums]) {
+        using Copy = std::conditional_t<kSwapped, cute::SM90_U16x8_STSM_T, cute::SM90_U32x4_STSM_N>;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+        for (int i = 0; i < kSums / 8; ++i) {
+            uint32_t words[4];  // 8 x 8 each: 16 of the strip's lines by 16 columns
+#pragma unroll
+            for (int q = 0; q < 4; ++q)
+                words[q] = rounded<Math>(sums[8 * i + 2 * q], sums[8 * i + 2 * q + 1]);
+            const int of_strip = 16 * warp + 8 * (lane / 8 % 2), of_unit = 16 * (i % 4) + 8 * (lane / 16);
+            const int line = (kSwapped ? of_unit : of_strip) + lane % 8;
+            const int eighth = (kSwapped ? of_strip : of_unit) / 8 ^ lane % 8;
+            char* const at = place + i / 4 * Traits::kStripBytes + 128 * line + 16 * eighth;
+            Copy::copy(words[0], words[1], words[2], words[3], *reinterpret_cast<cute::uint128_t*>(at));
+        }
+    }
+
     template <int kCount>
     __device__ void add_stored(float (&sums)[kCount], int first) const {
 #pragma unroll

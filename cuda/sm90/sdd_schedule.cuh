@@ -5,7 +5,7 @@
 // dealt out in rounds of one for each CTA. Those of the last, partial round are shared by all: each tile is
 // cut into pieces as long as a team's share, at the same tokens in every tile. What is left over of the tiles
 // goes to the teams that are left over, end to end, cut again where a share ends. A second kernel adds the
-// partial sums.
+// partial sums. Tiles of few tokens are never cut: that kernel would take longer.
 #pragma once
 
 #include <cstdint>
@@ -42,12 +42,12 @@ class SddSchedule {
     __host__ __device__ SddSchedule(int tiles, int steps, int teams, int team_size, bool may_split)
         : tiles_(tiles), steps_(steps), teams_(teams), team_size_(team_size) {
         const int groups = (tiles + team_size - 1) / team_size;
-        whole_ = groups / teams * teams;
+        whole_ = may_split ? groups / teams * teams : groups;
         rest_ = groups - whole_;
         share_ = steps;
         pieces_ = 1;
         left_ = 0;
-        if (rest_ > 0 && may_split) divide();
+        if (rest_ > 0) divide();
     }
 
     // Below this a second kernel takes longer than can be won.
