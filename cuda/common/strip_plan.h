@@ -26,11 +26,12 @@ namespace ts {
 constexpr int32_t kStripFeatures = 64;
 constexpr int32_t kStripWindow = 256;
 constexpr int32_t kStripTileFeatures = 576;
+constexpr int32_t kWideBlock = 128;
 
 // Tiles of these are two blocks each, or one. Tiles 2 i and 2 i + 1, which are computed side by side, have
 // the same strips where possible.
 inline bool are_wide_blocks(const Pattern& pattern) {
-    return pattern.block_rows == 2 * kStripFeatures && pattern.block_cols == 2 * kStripFeatures;
+    return pattern.block_rows == kWideBlock && pattern.block_cols == kWideBlock;
 }
 
 // Features of x in a unit.

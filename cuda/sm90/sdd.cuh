@@ -9,6 +9,9 @@
 // computes what. A tile of blocks of 128 x 128 is two of them. For two of a column, y and x change places in
 // the tile, whose sums are then transposed. Such tiles are computed by teams of two CTAs, which load strips
 // that both need once.
+//
+// Few tokens leave little time to begin and to end: what is read one thing after another is fetched ahead,
+// and TMA stores the results of one tile while the next is computed.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -27,12 +30,13 @@ template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddProducer {
   public:
     __device__ SddProducer(const SddArguments& arguments, typename Traits::Shared& shared, int rank)
-        : arguments_(arguments), shared_(shared), rank_(rank), lane_(threadIdx.x % 32) {}
+        : arguments_(arguments), shared_(shared), rank_(rank), lane_(threadIdx.x % 32), cursor_(arguments) {}
 
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
         const int team = blockIdx.x / arguments_.team_size, teams = gridDim.x / arguments_.team_size;
         for (int index = team; index < schedule.size(); index += teams) {
             const SddWork work = schedule.work(index, rank_);
+            plan.prefetch(work.tile, 2 * Traits::kWindow >> arguments_.unit_shift, lane_);
             const SddTile tile = plan.tile(work.tile);
             const SddTile other = plan.tile(min(work.tile ^ 1, plan.tile_count - 1));  // in a team of two
             select(tile.is_large(arguments_.unit_shift));
@@ -109,7 +113,7 @@ template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddConsumer {
   public:
     __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int rank, int half)
-        : arguments_(arguments), shared_(shared), rank_(rank), half_(half) {}
+        : arguments_(arguments), shared_(shared), rank_(rank), half_(half), cursor_(arguments) {}
 
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
         float sums[kSums];
@@ -124,13 +128,20 @@ class SddConsumer {
             sum_up(sums, tile.is_swapped(), strip,
                    tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes,
                    work.last_step - work.first_step);
+            // The other CTA may exit while this one stores.
+            if (index + teams >= schedule.size()) cute::cluster_arrive();
             if (work.partial >= 0) {
                 cudaTriggerProgrammaticLaunchCompletion();
                 store_partial<Traits>(partial_sums<Traits>(arguments_, work.partial, half_), sums);
+            } else if (work.exists && arguments_.stages_results) {
+                SddEpilogue<Traits>(arguments_, plan, work.tile, half_)
+                    .store_through(shared_.stages + Traits::kResultsAt + half_ * Traits::kResultBytes, sums);
             } else if (work.exists) {
                 SddEpilogue<Traits>(arguments_, plan, work.tile, half_).store(sums, 0);
             }
         }
+        if (team >= schedule.size()) cute::cluster_arrive();
+        if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();
     }
 
   private:
@@ -187,25 +198,30 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     extern __shared__ __align__(1024) char memory[];
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (threadIdx.x == 128) prefetch_plan(arguments);
     if (threadIdx.x == 0) {
+        cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&arguments.y));
+        cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&arguments.x));
         for (auto& ring : shared.rings) ring.init(Traits::kHalves * arguments.team_size);
         cutlass::arch::fence_barrier_init();
     }
-    cute::cluster_sync();
-
+    cute::cluster_arrive();
     const int rank = blockIdx.x % arguments.team_size;
     const SddPlan plan(arguments.plan);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size);
+    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
+                               arguments.may_split);
+    cute::cluster_wait();
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (warp == 0)
             SddProducer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank).run(plan, schedule);
+        cute::cluster_arrive();
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
         SddConsumer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank, warp / 4 - 1)
             .run(plan, schedule);
     }
-    cute::cluster_sync();  // the other CTA may still arrive here
+    cute::cluster_wait();  // the other CTA may still arrive at barriers of this one
 }
 
 // Host side: one row of the registry.
@@ -219,16 +235,15 @@ struct Sdd {
 
     // Counters of the pace and partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        const int tiles = SddSchedule::max_partials(step_count(problem), device.multiprocessors);
-        return problem.pattern.nnz == 0 || tiles == 0 ? 0 : kPaceBytes + tiles * kPartialBytes;
+        if (problem.pattern.nnz == 0 || !may_split(problem, device)) return 0;
+        return kPaceBytes + SddSchedule::max_partials(device.multiprocessors) * kPartialBytes;
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         if (problem.pattern.nnz == 0) return cudaSuccess;
-        const bool splits = workspace_size(problem, device) > 0;
         SddArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem, device)) return error;
-        if (splits) {
+        if (arguments.may_split) {
             arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPaceBytes);
             if (is_paced(problem, device)) {
                 arguments.pace = static_cast<int*>(workspace);
@@ -242,7 +257,7 @@ struct Sdd {
         const auto start = row_major_y ? (row_major_x ? start_on<true, true> : start_on<true, false>)
                                        : (row_major_x ? start_on<false, true> : start_on<false, false>);
         if (const cudaError_t error = start(arguments, stream)) return error;
-        return splits ? reduce(arguments, stream) : cudaSuccess;
+        return arguments.may_split ? reduce(arguments, stream) : cudaSuccess;
     }
 
     static constexpr Kernel row(const char* name) {
@@ -266,10 +281,34 @@ struct Sdd {
     static constexpr size_t kPartialBytes =
         Traits::kHalves * Traits::kStrip * Traits::kWindow * sizeof(float);
 
+    static int team_size(const Problem& problem, const Device& device) {
+        return are_wide_blocks(problem.pattern) && device.multiprocessors > 1 ? 2 : 1;
+    }
+
+    // The number of tiles is on the device. That of wide blocks is nearly known, though: most are in pairs.
+    // If it would not be split, there is no need to launch a second kernel that finds nothing to do.
+    static bool may_split(const Problem& problem, const Device& device) {
+        constexpr int kSpareTiles = 4;
+        const int steps = step_count(problem), team = team_size(problem, device);
+        if (!SddSchedule::can_split(steps)) return false;
+        if (!are_wide_blocks(problem.pattern)) return true;
+        const auto pairs = static_cast<int>((problem.pattern.nnz + 1) / 2);
+        for (int tiles = pairs; tiles <= pairs + kSpareTiles; ++tiles)
+            if (SddSchedule(tiles, steps, device.multiprocessors / team, team, true).is_split()) return true;
+        return false;
+    }
+
+    // Where tiles come one after another quickly, storing the results of one would keep the next waiting.
+    // Where they take longer, or come alone, a fourth stage is worth more.
+    static bool stages_results(const Problem& problem, const Device& device) {
+        constexpr int kMostSteps = 12;
+        return are_wide_blocks(problem.pattern) && !problem.accumulate && step_count(problem) <= kMostSteps &&
+               problem.pattern.value_count() > device.multiprocessors * kTileValues;
+    }
+
     // Only where there is a round of tiles that are not split. Wide blocks have no use for it.
     static bool is_paced(const Problem& problem, const Device& device) {
         if (are_wide_blocks(problem.pattern)) return false;
-        constexpr int64_t kTileValues = Traits::kHalves * Traits::kStrip * Traits::kWindow;
         return problem.pattern.value_count() > device.multiprocessors * kTileValues;
     }
 
@@ -305,9 +344,18 @@ struct Sdd {
         arguments.values = problem.values;
         arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
         arguments.x_operand = describe_operand(problem.x, unit);
+        arguments.plan_lines = plan_lines(pattern);
         arguments.steps = step_count(problem);
-        arguments.team_size = are_wide_blocks(pattern) && device.multiprocessors > 1 ? 2 : 1;
+        arguments.team_size = team_size(problem, device);
         arguments.teams = device.multiprocessors / arguments.team_size;
+        arguments.may_split = may_split(problem, device);
+        arguments.stages_results = stages_results(problem, device);
+        if (arguments.stages_results) {
+            const int64_t lines = pattern.nnz * kWideBlock;
+            if (const cudaError_t error = encode(arguments.blocks, problem.dtype, problem.values,
+                                                 {{kWideBlock, 1, unit}, {lines, kWideBlock, unit}}))
+                return error;
+        }
         arguments.unit_shift = log2_of_block(unit);
         arguments.row_shift = log2_of_block(pattern.block_rows);
         arguments.col_shift = log2_of_block(pattern.block_cols);
@@ -317,6 +365,16 @@ struct Sdd {
                 map(arguments.y, problem, problem.y, pattern.out_features, Traits::kStrip))
             return error;
         return map(arguments.x, problem, problem.x, pattern.in_features, unit);
+    }
+
+    // A tile holds at most so many values.
+    static constexpr int64_t kTileValues = Traits::kHalves * Traits::kStrip * Traits::kWindow;
+
+    static int plan_lines(const Pattern& pattern) {
+        const int64_t tiles = (pattern.value_count() + kTileValues - 1) / kTileValues;
+        const int units = 2 * Traits::kWindow / strip_unit(pattern);
+        const int64_t words = tiles * (4 + 2 * units);  // of tiles, units and slots
+        return static_cast<int>(std::min<int64_t>((sizeof(PlanHeader) + 4 * words) / 128, 4096));
     }
 
     // Row-major: tokens are lines of `width` features. Feature-major: features are lines of 64 tokens.

@@ -1,7 +1,10 @@
 // Where the sums of an sdd kernel go: into the blocks of values, or as partial sums into the workspace.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
 #include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/epilogue.cuh"
 #include "sm90/sdd_traits.cuh"
@@ -31,22 +34,62 @@ class SddEpilogue {
     template <int kCount>
     __device__ void store(float (&sums)[kCount], int first) const {
         if (arguments_.accumulate) add_stored(sums, first);
-        if (swapped_) {
+        if (swapped_)
+            store_columns(sums, first);
+        else
+            store_lines(sums, first);
+    }
+
+    // The sums of a half of wide blocks, quarter by quarter of a block, which TMA stores from `place` while
+    // the warpgroup goes on.
+    __device__ void store_through(char* place, const float (&sums)[kSums]) const {
+        constexpr int kUnits = Traits::kWindow / kStripFeatures;
+        const bool leads = threadIdx.x % 128 == 0;
+        int slots[kUnits];
 #pragma unroll
-            for (int i = 0; i < kCount / 8; ++i) {
-                asm volatile("" ::: "memory");
-                store_columns(sums + 8 * i, first + 16 * i);
-            }
-        } else {
+        for (int unit = 0; unit < kUnits; ++unit) slots[unit] = slots_[unit];
+        if (leads) cute::tma_store_wait<0>();  // the results before these have left
+        wait_for_warpgroup();
+        if (swapped_)
+            put_all<true>(place, sums);
+        else
+            put_all<false>(place, sums);
+        cute::tma_store_fence();
+        wait_for_warpgroup();
+        if (!leads) return;
 #pragma unroll
-            for (int i = 0; i < kCount / 8; ++i) {
-                asm volatile("" ::: "memory");
-                store_line(sums + 16 * (i / 2) + 2 * (i % 2), line_ + 8 * (i % 2), first + 32 * (i / 2));
-            }
+        for (int unit = 0; unit < kUnits; ++unit) {
+            const int of_strip = feature_ % kWideBlock, of_unit = unit * kStripFeatures % kWideBlock;
+            if (slots[unit] >= 0)
+                cute::SM90_TMA_STORE_2D::copy(&arguments_.blocks, place + unit * Traits::kStripBytes,
+                                              swapped_ ? of_strip : of_unit,
+                                              slots[unit] * kWideBlock + (swapped_ ? of_unit : of_strip));
         }
+        cute::tma_store_arrive();
     }
 
   private:
+    __device__ static void wait_for_warpgroup() { cutlass::arch::NamedBarrier::sync(128, threadIdx.x / 128); }
+
+    // In lines of 128 bytes swizzled as TMA expects them, 64 for each unit.
+    template <bool kSwapped>
+    __device__ static void put_all(char* place, const float (&sums)[kSums]) {
+        using Copy = std::conditional_t<kSwapped, cute::SM90_U16x8_STSM_T, cute::SM90_U32x4_STSM_N>;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+        for (int i = 0; i < kSums / 8; ++i) {
+            uint32_t words[4];  // 8 x 8 each: 16 of the strip's lines by 16 columns
+#pragma unroll
+            for (int q = 0; q < 4; ++q)
+                words[q] = rounded<Math>(sums[8 * i + 2 * q], sums[8 * i + 2 * q + 1]);
+            const int of_strip = 16 * warp + 8 * (lane / 8 % 2), of_unit = 16 * (i % 4) + 8 * (lane / 16);
+            const int line = (kSwapped ? of_unit : of_strip) + lane % 8;
+            const int eighth = (kSwapped ? of_strip : of_unit) / 8 ^ lane % 8;
+            char* const at = place + i / 4 * Traits::kStripBytes + 128 * line + 16 * eighth;
+            Copy::copy(words[0], words[1], words[2], words[3], *reinterpret_cast<cute::uint128_t*>(at));
+        }
+    }
+
     template <int kCount>
     __device__ void add_stored(float (&sums)[kCount], int first) const {
 #pragma unroll
@@ -60,28 +103,51 @@ class SddEpilogue {
         }
     }
 
-    // 32 columns of a line that four lanes hold. Each of them stores eight neighbours, which it gets from the
-    // others.
-    __device__ void store_line(const float* sums, int line, int column) const {
-        uint32_t words[4];
+    // Four lanes hold 32 columns of a line. Each of them stores eight neighbours, which it gets from the
+    // others. Where they go is found first for all: memory is waited for once.
+    template <int kCount>
+    __device__ void store_lines(const float (&sums)[kCount], int first) const {
+        Element* to[kCount / 16];
 #pragma unroll
-        for (int q = 0; q < 4; ++q) words[q] = rounded<Math>(sums[4 * q], sums[4 * q + 1]);
-        exchange(words);
-        store_chunk(target(line, column + 8 * (threadIdx.x % 4)), words);
+        for (int i = 0; i < kCount / 16; ++i) to[i] = target(line_, first + 32 * i + 8 * (threadIdx.x % 4));
+#pragma unroll
+        for (int i = 0; i < kCount / 8; ++i) {
+            uint32_t words[4];
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                const int at = 16 * (i / 2) + 2 * (i % 2) + 4 * q;
+                words[q] = rounded<Math>(sums[at], sums[at + 1]);
+            }
+            exchange(words);
+            store_chunk(to[i / 2], 8 * (i % 2), words);  // no block has fewer than 16 lines
+        }
     }
 
-    // 16 columns of 16 lines that a warp holds, where lines are of x. Eight by eight they are transposed.
-    __device__ void store_columns(const float* sums, int column) const {
-        uint32_t words[4];
-#pragma unroll
-        for (int q = 0; q < 4; ++q) words[q] = transpose(rounded<Math>(sums[2 * q], sums[2 * q + 1]));
-        exchange(words);
+    // A warp holds 16 columns of 16 lines, where lines are of x. Eight by eight they are transposed.
+    template <int kCount>
+    __device__ void store_columns(const float (&sums)[kCount], int first) const {
+        constexpr int kUnit = 32;
         const int eighth = threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
-        store_chunk(target(line_ - eighth + 8 * (lane % 2), column + eighth + 8 * (lane / 2)), words);
+        Element* to[2 * kCount / kUnit];
+#pragma unroll
+        for (int i = 0; i < 2 * kCount / kUnit; ++i)
+            to[i] = target(line_ - eighth + 8 * (lane % 2), first + kUnit * i + eighth + 8 * (lane / 2));
+#pragma unroll
+        for (int i = 0; i < kCount / 8; ++i) {
+            uint32_t words[4];
+#pragma unroll
+            for (int q = 0; q < 4; ++q)
+                words[q] = transpose(rounded<Math>(sums[8 * i + 2 * q], sums[8 * i + 2 * q + 1]));
+            exchange(words);
+            store_chunk(to[i / 2], 16 * (i % 2), words);
+        }
     }
 
-    __device__ static void store_chunk(Element* to, const uint32_t (&words)[4]) {
-        if (to != nullptr) *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    // `lines`: of the block, further down.
+    __device__ void store_chunk(Element* to, int lines, const uint32_t (&words)[4]) const {
+        if (to == nullptr) return;
+        *reinterpret_cast<uint4*>(to + (lines << arguments_.col_shift)) =
+            make_uint4(words[0], words[1], words[2], words[3]);
     }
 
     // Transposes 8 x 8 elements of which each lane of a warp holds two neighbours of a line.
@@ -136,7 +202,8 @@ template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
     constexpr int kColumns = 32, kPieces = kColumns / 8, kParts = Traits::kWindow / kColumns;
     const SddPlan plan(arguments.plan);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size);
+    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
+                               arguments.may_split);
     cudaGridDependencySynchronize();
     for (int index = blockIdx.x; index < 2 * kParts * schedule.split_tiles(); index += gridDim.x) {
         const int part = index % kParts, half = index / kParts % 2, place = index / kParts / 2;

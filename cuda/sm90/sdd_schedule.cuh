@@ -5,7 +5,7 @@
 // dealt out in rounds of one for each CTA. Those of the last, partial round are shared by all: each tile is
 // cut into pieces as long as a team's share, at the same tokens in every tile. What is left over of the tiles
 // goes to the teams that are left over, end to end, cut again where a share ends. A second kernel adds the
-// partial sums.
+// partial sums. Tiles of few tokens are never cut: that kernel would take longer.
 #pragma once
 
 #include <cstdint>
@@ -38,16 +38,21 @@ struct SddPartials {
 
 class SddSchedule {
   public:
-    __device__ SddSchedule(int tiles, int steps, int teams, int team_size)
+    // `may_split`: whether there is memory for partial sums and a second kernel.
+    __host__ __device__ SddSchedule(int tiles, int steps, int teams, int team_size, bool may_split)
         : tiles_(tiles), steps_(steps), teams_(teams), team_size_(team_size) {
         const int groups = (tiles + team_size - 1) / team_size;
-        whole_ = groups / teams * teams;
+        whole_ = may_split ? groups / teams * teams : groups;
         rest_ = groups - whole_;
         share_ = steps;
         pieces_ = 1;
         left_ = 0;
-        if (rest_ > 0 && steps >= 2 * kMinSteps) divide();
+        if (rest_ > 0) divide();
     }
+
+    // Below this a second kernel takes longer than can be won.
+    static bool can_split(int steps) { return steps >= kMinSplitSteps; }
+    __host__ __device__ bool is_split() const { return share_ < steps_; }
 
     // Pieces of work are numbered so that a team's are a number of teams apart. Some are empty.
     __device__ int size() const {
@@ -79,7 +84,7 @@ class SddSchedule {
     }
 
     // Upper bound of the tiles whose partial sums are stored.
-    static int max_partials(int steps, int ctas) { return steps < 2 * kMinSteps ? 0 : 2 * ctas; }
+    static int max_partials(int ctas) { return 2 * ctas; }
 
   private:
     // Of the tiles of a team.
@@ -91,10 +96,9 @@ class SddSchedule {
         bool exists;
     };
     static constexpr Piece kNothing = {0, 0, 0, -1, false};
+    static constexpr int kMinSplitSteps = 24;
     static constexpr int kMinSteps = 4;  // of a share
     static constexpr int kStoring = 3;   // steps in the time of which sums are stored
-
-    __device__ bool is_split() const { return share_ < steps_; }
 
     __device__ Piece piece_at(int index) const {
         if (index < whole_) return {index, 0, steps_, -1, true};
@@ -106,8 +110,9 @@ class SddSchedule {
     }
 
     // Chooses the least of the estimated times, in steps. Fitted on an H200.
-    __device__ void divide() {
-        const int share = max((rest_ * (steps_ + kStoring) + teams_ - 1) / teams_, kMinSteps);
+    __host__ __device__ void divide() {
+        const int even_share = (rest_ * (steps_ + kStoring) + teams_ - 1) / teams_;
+        const int share = even_share < kMinSteps ? kMinSteps : even_share;
         if (share >= steps_) return;
         const int pieces = steps_ / share, left = steps_ - pieces * share;
         const int even = (steps_ + pieces - 1) / pieces;
@@ -125,7 +130,7 @@ class SddSchedule {
         }
     }
 
-    __device__ int reduction_time(int partials) const { return 5 + partials * team_size_ / 16; }
+    __host__ __device__ int reduction_time(int partials) const { return 5 + partials * team_size_ / 16; }
 
     // What is left over of a tile has a place in the line of what the teams left over share.
     __device__ int place_size() const { return left_ + kStoring; }

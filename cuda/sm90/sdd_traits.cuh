@@ -16,18 +16,22 @@ constexpr int kSmallTileFeatures = 2 * kStripFeatures + kStripWindow;
 struct SddArguments {
     CUtensorMap y;
     CUtensorMap x;
+    CUtensorMap blocks;  // values, if results leave through TMA
     const PlanHeader* plan;
     void* values;
     float4* partial;
     int* pace;          // the counters, or nullptr
     Operand y_operand;  // as the products read them from shared memory
     Operand x_operand;
+    int plan_lines;  // of 128 bytes that the plan has at least
     int steps;       // of 64 tokens
     int team_size;   // CTAs of a cluster, which compute as many tiles side by side
     int teams;       // that the device holds
-    int unit_shift;  // log2 of a unit's features
-    int row_shift;   // log2 of bn
-    int col_shift;   // log2 of bk
+    bool may_split;
+    bool stages_results;  // in the place of the last stage, and TMA stores them
+    int unit_shift;       // log2 of a unit's features
+    int row_shift;        // log2 of bn
+    int col_shift;        // log2 of bk
     bool accumulate;
 };
 
@@ -43,8 +47,9 @@ struct SddTraits {
     static constexpr int kFeatureBytes = kStep * 2;  // of a feature in a stage
     static constexpr int kStripBytes = kStrip * kFeatureBytes;
 
-    // Most tiles leave room for a fourth stage.
+    // Most tiles leave room for a fourth stage, or for their results.
     static constexpr int kMaxStages = 4;
+    static constexpr int kResultBytes = 2 * kStrip * kWindow;  // of a half
 
     template <bool kRowMajor>
     static constexpr cute::SM90::GMMA::Major kMajor =
@@ -57,6 +62,8 @@ struct SddTraits {
         Ring<kMaxStages> rings[2];  // of the stages of small and of large tiles
     };
     static_assert(sizeof(Shared::stages) >= kMaxStages * kSmallTileFeatures * kFeatureBytes);
+    static constexpr int kResultsAt = (kMaxStages - 1) * kSmallTileFeatures * kFeatureBytes;
+    static_assert(sizeof(Shared::stages) >= kResultsAt + kHalves * kResultBytes);
     static constexpr int kSharedBytes = sizeof(Shared);
 };
 
@@ -99,15 +106,37 @@ struct SddPlan {
     }
 
     __device__ SddTile tile(int index) const { return {__ldg(tiles + index)}; }
+
+    // Brings what concerns a tile close. Called by every lane of a warp, long before anyone reads it.
+    // `units_of_tile`: of two windows.
+    __device__ void prefetch(int index, int units_of_tile, int lane) const {
+        constexpr int kLine = 128 / sizeof(int);
+        const int slots_of_tile = units_of_tile * parts;
+        const int* const of_slots = slots + index * slots_of_tile + (lane - 2) * kLine;
+        const int* const at = lane == 0   ? reinterpret_cast<const int*>(tiles + index)
+                              : lane == 1 ? units + index * units_of_tile
+                                          : of_slots;
+        if ((lane - 2) * kLine < slots_of_tile) asm volatile("prefetch.global.L1 [%0];" ::"l"(at));
+    }
 };
+
+// Brings the beginning of the plan into L2, for all that will read it one thing after another.
+__device__ inline void prefetch_plan(const SddArguments& arguments) {
+    for (int line = blockIdx.x; line < arguments.plan_lines; line += gridDim.x)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(arguments.plan + 2 * line));
+}
 
 // A position in the ring of the current tile's stages.
 template <class Traits>
 struct SddCursor {
     typename Ring<Traits::kMaxStages>::Position position;
     bool large = false;
+    int small_stages;
 
-    __device__ int stages() const { return large ? 3 : 4; }
+    __device__ explicit SddCursor(const SddArguments& arguments)
+        : small_stages(arguments.stages_results ? Traits::kMaxStages - 1 : Traits::kMaxStages) {}
+
+    __device__ int stages() const { return large ? 3 : small_stages; }
     __device__ int stage_offset() const {
         return position.stage * Traits::kFeatureBytes * (large ? kStripTileFeatures : kSmallTileFeatures);
     }
