@@ -200,8 +200,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 128) prefetch_plan(arguments);
     if (threadIdx.x == 0) {
-        cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&arguments.y));
-        cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&arguments.x));
+        prefetch(&arguments.y);
+        prefetch(&arguments.x);
         for (auto& ring : shared.rings) ring.init(Traits::kHalves * arguments.team_size);
         cutlass::arch::fence_barrier_init();
     }
