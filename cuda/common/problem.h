@@ -89,7 +89,8 @@ inline double split_time(double steps, int64_t parts) {
     return parts == 1 ? 1.0 : 1.0 / static_cast<double>(parts) + kReductionSteps / steps;
 }
 
-// The number of parts for some tiles, so that all `workers`, which take one at a time, have work.
+// The number of parts for some tiles, so that all `workers`, which take one at a time, have work. The partial
+// sums need no more memory than one tile of each worker.
 inline int64_t split_count(const Problem& problem, int64_t tiles, int64_t workers) {
     constexpr int64_t kMost = 8, kLeastSteps = 4;
     if (tiles == 0) return 1;
