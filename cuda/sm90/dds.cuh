@@ -151,7 +151,7 @@ class DdsConsumer {
     int rank_;
     int group_;
     int lane_;
-    typename Ring<Schedule::kQueue>::Position next_;
+    typename Ring<Traits::Schedule::kQueue>::Position next_;
     uint32_t mask_ = 0;  // what the plan says of the lane's step of the next tile
     InputPosition input_;
     WeightPosition weight_;
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(128 * Traits::kGroups, 1)
     epilogue.begin(Traits::first_token(work, rank));
     cudaGridDependencySynchronize();
     float sums[Traits::kSums] = {};
-    for (; work.split < arguments.schedule.splits; ++work.split)
+    for (; work.split < arguments.schedule.by_splits.divisor; ++work.split)
         add_partial<Traits>(arguments, Traits::partial_place(arguments, work, rank, group), sums);
     epilogue.store(sums);
     epilogue.finish_stores();
@@ -239,8 +239,8 @@ struct Dds {
         if (const char* reason = sm90::refuses(device, Traits::kSharedBytes)) return reason;
         const int64_t rows = problem.pattern.nnz * problem.pattern.block_rows;
         if (rows > INT32_MAX - 128) return "values of 2^31 rows or more are out of its reach";
-        if (!Schedule::can_hold(tile_count(problem), unit_count(problem), k_size(problem) / Traits::kStep + 1,
-                                device.multiprocessors))
+        if (!Traits::Schedule::can_hold(tile_count(problem), unit_count(problem),
+                                        k_size(problem) / Traits::kStep + 1, device.multiprocessors))
             return "so much work is out of its reach";
         return refuses_results(output(problem), problem.tokens);
     }
@@ -297,7 +297,7 @@ struct Dds {
         const auto start = input(problem).layout == Layout::row_major
                                ? ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch
                                : ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
-        const int64_t clusters = std::min<int64_t>(items, Schedule::kMaxClusters);
+        const int64_t clusters = std::min<int64_t>(items, Traits::Schedule::kMaxClusters);
         return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream);
     }
 
@@ -306,7 +306,7 @@ struct Dds {
         DdsArguments sums_alone = arguments;
         sums_alone.bias = nullptr;
         sums_alone.has_residual = false;
-        const int64_t parts = items * arguments.schedule.splits;
+        const int64_t parts = items * arguments.schedule.by_splits.divisor;
         if (const cudaError_t error = multiply(sums_alone, problem, parts, stream)) return error;
         return reduce(arguments, items, stream);
     }

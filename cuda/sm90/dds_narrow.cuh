@@ -36,7 +36,7 @@ class NarrowProducer {
           elected_(cute::elect_one_sync() != 0) {}
 
     __device__ void run() {
-        typename Ring<Schedule::kQueue>::Position next;
+        typename Ring<Traits::Schedule::kQueue>::Position next;
         while (true) {
             const Work work = shared_.schedule.pop(next, lane_);
             if (work.tile < 0) return;
@@ -266,7 +266,7 @@ class NarrowConsumer {
     int rank_;
     int group_;
     int lane_;
-    typename Ring<Schedule::kQueue>::Position next_;
+    typename Ring<Traits::Schedule::kQueue>::Position next_;
     int words_ = 0;  // of the next stages
     typename Ring<Traits::kStages>::Position position_;
     int multiplied_ = -1;  // the stage whose products are under way
@@ -381,7 +381,7 @@ struct DdsNarrow {
         const auto start = input(problem).layout == Layout::row_major
                                ? ClusterLauncher<dds_narrow_kernel<Traits, true>, NarrowArguments>::launch
                                : ClusterLauncher<dds_narrow_kernel<Traits, false>, NarrowArguments>::launch;
-        const int64_t clusters = std::min<int64_t>(tiles * units, Schedule::kMaxClusters);
+        const int64_t clusters = std::min<int64_t>(tiles * units, Common::Schedule::kMaxClusters);
         return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream);
     }
 

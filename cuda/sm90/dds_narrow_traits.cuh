@@ -71,6 +71,7 @@ struct NarrowTraits {
     static constexpr int kBufferBytes = kHalfTokens * kRowFeatures * 2;
     static constexpr int kBuffers = kBuffers_;  // of results, for each warpgroup
 
+    using Schedule = sm90::Schedule<false>;
     struct Shared {
         alignas(1024) char input[kStages][kHalves][kHalfBytes];
         alignas(1024) char weight[kUnits][kUnitBytes];

@@ -17,7 +17,7 @@ struct DdsProducer {
     // One warp: the activations.
     template <bool kRowMajorInput>
     __device__ void load_input() const {
-        typename Ring<Schedule::kQueue>::Position next;
+        typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kInputStages>::Position position;
         const int piece = min(lane, plan.pieces - 1), width = Traits::kStep / plan.pieces;
         while (true) {
@@ -58,7 +58,7 @@ struct DdsProducer {
         const int offset = Traits::kTransposed
                                ? (part * Traits::kStep + piece * k_width) * line
                                : (piece * Traits::kGroupFeatures + part * arguments.row_block) * line;
-        typename Ring<Schedule::kQueue>::Position next;
+        typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kWeightStages>::Position position;
         while (true) {
             const Work work = shared.schedule.pop(next, lane);

@@ -60,7 +60,8 @@ struct DdsTraits {
     // Where a warpgroup's sums of a part of k lie among the partial sums.
     __device__ static int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank,
                                             int group) {
-        const int64_t part = (int64_t{work.tile} * arguments.units + work.unit) * arguments.schedule.splits;
+        const int64_t part =
+            (int64_t{work.tile} * arguments.units + work.unit) * arguments.schedule.by_splits.divisor;
         return ((part + work.split) * kRanks + rank) * kGroups + group;
     }
 
@@ -82,6 +83,7 @@ struct DdsTraits {
     static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;   // buffers of a warpgroup
     static constexpr int kSums = kTileTokens * kGroupFeatures / 128;  // of a thread
     static constexpr bool kSplits = kTileTokens == 128;               // made for few tiles
+    using Schedule = sm90::Schedule<kSplits>;
 
     template <bool kRowMajorInput>
     using Atom = typename Math::template Atom<

@@ -27,7 +27,7 @@ struct Work {
 
 struct ScheduleArguments {
     int size;                           // tiles of the plan times units of tokens times splits
-    int splits;                         // parts of a tile's steps; a unit is so many units below
+    cutlass::FastDivmod by_splits;      // parts of a tile's steps; a unit is so many units below
     int group_units;                    // units of a group of tokens
     cutlass::FastDivmod by_group;       // tiles of a group
     cutlass::FastDivmod by_units;       // units of a group
@@ -40,7 +40,7 @@ inline ScheduleArguments schedule_arguments(int tiles, int units, int splits, in
     group_units = std::min(group_units, units);
     const int last = units % group_units;
     return {tiles * units,
-            splits,
+            cutlass::FastDivmod(splits),
             group_units,
             cutlass::FastDivmod(tiles * group_units),
             cutlass::FastDivmod(group_units),
@@ -48,6 +48,8 @@ inline ScheduleArguments schedule_arguments(int tiles, int units, int splits, in
             units / group_units};
 }
 
+// `kSplits`: whether tiles may be cut into parts.
+template <bool kSplits>
 struct Schedule {
     static constexpr int kMaxClusters = 128;
     static constexpr int kQueue = 4;
@@ -75,12 +77,11 @@ struct Schedule {
         push(work_at(arguments, tiles, cluster), position, lane);
         // Keys are sorted; their last bits are the cluster, or the place of the tile in its round.
         Keys loads;
+        steps_of_round(loads, arguments, tiles, 0, lane);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             const int place = lane + 32 * i;
-            loads[i] = place < clusters
-                           ? (work_at(arguments, tiles, place).steps + kTileCost) * kPlaces + place
-                           : kLast + place;
+            loads[i] = place < clusters ? (loads[i] + kTileCost) * kPlaces + place : kLast + place;
         }
         for (int first = clusters; first < arguments.size; first += clusters) {
             Keys costs;
@@ -122,26 +123,60 @@ struct Schedule {
     static constexpr uint32_t kLast = 1u << 31;  // of what does not exist
     using Keys = uint32_t[kPerLane];
 
-    __device__ static Work work_at(const ScheduleArguments& arguments, const int2* tiles, int item) {
-        int group, within, tile, unit;
+    // Without the steps, of which the plan knows.
+    __device__ static Work place_at(const ScheduleArguments& arguments, int item) {
+        int group, within;
+        Work work{};
         arguments.by_group(group, within, item);
-        (group < arguments.whole_groups ? arguments.by_units : arguments.by_last_units)(tile, unit, within);
-        const int2 steps = __ldg(tiles + tile);
-        unit += group * arguments.group_units;
-        if (arguments.splits == 1) return {tile, unit, 0, steps.x, steps.y};
-        const int split = unit % arguments.splits;
-        const int first = steps.y * split / arguments.splits, last = steps.y * (split + 1) / arguments.splits;
-        return {tile, unit / arguments.splits, split, steps.x + first, last - first};
+        (group < arguments.whole_groups ? arguments.by_units : arguments.by_last_units)(work.tile, work.unit,
+                                                                                        within);
+        work.unit += group * arguments.group_units;
+        if (kSplits) arguments.by_splits(work.unit, work.split, work.unit);
+        return work;
+    }
+
+    // Where a part begins in a tile of so many steps.
+    __device__ static int first_step(const ScheduleArguments& arguments, int steps, int split) {
+        return kSplits ? arguments.by_splits.div(steps * split) : steps * split;
+    }
+
+    __device__ static Work work_at(const ScheduleArguments& arguments, const int2* tiles, int item) {
+        Work work = place_at(arguments, item);
+        const int2 steps = __ldg(tiles + work.tile);
+        const int first = first_step(arguments, steps.y, work.split);
+        work.step = steps.x + first;
+        work.steps = first_step(arguments, steps.y, work.split + 1) - first;
+        return work;
+    }
+
+    // The steps of the lane's items from item `first` on. All are asked for before one is waited for, also
+    // where there are no more items.
+    __device__ static void steps_of_round(Keys& steps, const ScheduleArguments& arguments, const int2* tiles,
+                                          int first, int lane) {
+        int splits[kPerLane];
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const Work work = place_at(arguments, min(first + lane + 32 * i, arguments.size - 1));
+            splits[i] = work.split;
+            steps[i] = __ldg(&tiles[work.tile].y);
+        }
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) asm volatile("" : "+r"(steps[i]));
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i)
+            steps[i] =
+                first_step(arguments, steps[i], splits[i] + 1) - first_step(arguments, steps[i], splits[i]);
     }
 
     // The tiles of the round that begins with item `first`, sorted by their steps, longest first.
     __device__ static void costs_of_round(Keys& costs, const ScheduleArguments& arguments, const int2* tiles,
                                           int first, int clusters, int lane) {
+        steps_of_round(costs, arguments, tiles, first, lane);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
-            const int place = lane + 32 * i, item = first + place;
-            costs[i] = place < clusters && item < arguments.size
-                           ? (kMostSteps - work_at(arguments, tiles, item).steps) * kPlaces + place
+            const int place = lane + 32 * i;
+            costs[i] = place < clusters && first + place < arguments.size
+                           ? (kMostSteps - costs[i]) * kPlaces + place
                            : kLast + place;
         }
         // Within a group of tokens they are in order.
