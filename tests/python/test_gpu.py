@@ -306,7 +306,7 @@ def test_no_copy_of_the_weight(block_shape: tuple[int, int], feature_major: bool
     layer = make_layer(16384, 16384, density=0.25, block_shape=block_shape)
     x = randn(16384, 64, dtype=BF16, device="cuda").t()
     x = (x if feature_major else x.contiguous()).requires_grad_()
-    grad = randn(64, 4096, dtype=BF16, device="cuda", seed=1)
+    grad = randn(64, 16384, dtype=BF16, device="cuda", seed=1)
     weight_bytes = layer.weight.numel() * layer.weight.itemsize
     step(layer, x, grad)
     y = layer(x)
