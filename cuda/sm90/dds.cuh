@@ -17,6 +17,7 @@
 #include "sm90/dds_producer.cuh"
 #include "sm90/dds_traits.cuh"
 #include "sm90/launch.cuh"
+#include "sm90/partial.cuh"
 #include "sm90/tensor_map.h"
 
 namespace ts::sm90 {
@@ -48,7 +49,7 @@ class DdsConsumer {
             release_multiplied();
             if (!any) clear(sums);
             if (Traits::kSplits && arguments_.partial != nullptr)
-                store_partial<Traits>(arguments_, partial, sums);
+                store_sums(partial_sums<Traits::kSums>(arguments_.partial, partial), sums);
             else
                 epilogue.store(sums);
         }
@@ -222,7 +223,9 @@ __global__ void __launch_bounds__(128 * Traits::kGroups, 1)
     cudaGridDependencySynchronize();
     float sums[Traits::kSums] = {};
     for (; work.split < arguments.schedule.by_splits.divisor; ++work.split)
-        add_partial<Traits>(arguments, Traits::partial_place(arguments, work, rank, group), sums);
+        add_sums(partial_sums<Traits::kSums>(arguments.partial,
+                                             Traits::partial_place(arguments, work, rank, group)),
+                 sums);
     epilogue.store(sums);
     epilogue.finish_stores();
 }
@@ -308,27 +311,8 @@ struct Dds {
         sums_alone.has_residual = false;
         const int64_t parts = items * arguments.schedule.by_splits.divisor;
         if (const cudaError_t error = multiply(sums_alone, problem, parts, stream)) return error;
-        return reduce(arguments, items, stream);
-    }
-
-    // Launched while the kernel before it still runs, for which it waits.
-    static cudaError_t reduce(DdsArguments& arguments, int64_t items, void* stream) {
-        const auto kernel = reinterpret_cast<const void*>(dds_reduce<Traits>);
-        static std::atomic<uint64_t> devices_done{0};
-        if (const cudaError_t error = allow_shared_memory(kernel, Traits::kSharedBytes, devices_done))
-            return error;
-        cudaLaunchAttribute early;
-        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        early.val.programmaticStreamSerializationAllowed = 1;
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(static_cast<unsigned>(items * Traits::kRanks));
-        config.blockDim = dim3(128 * Traits::kGroups);
-        config.dynamicSmemBytes = Traits::kSharedBytes;
-        config.stream = static_cast<cudaStream_t>(stream);
-        config.attrs = &early;
-        config.numAttrs = 1;
-        void* parameters[] = {&arguments};
-        return cudaLaunchKernelExC(&config, kernel, parameters);
+        return launch_early<dds_reduce<Traits>>(arguments, items * Traits::kRanks, 128 * Traits::kGroups,
+                                                Traits::kSharedBytes, stream);
     }
 
     static int64_t tile_count(const Problem& problem) {

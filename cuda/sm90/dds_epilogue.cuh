@@ -9,35 +9,6 @@
 
 namespace ts::sm90 {
 
-// Partial sums: each thread's in pieces of 16 bytes, those of a warpgroup side by side.
-template <class Traits>
-__device__ inline float4* partial_sums(const DdsArguments& arguments, int64_t place) {
-    return arguments.partial + place * (Traits::kSums / 4 * 128) + threadIdx.x % 128;
-}
-
-template <class Traits>
-__device__ inline void store_partial(const DdsArguments& arguments, int64_t place,
-                                     const float (&sums)[Traits::kSums]) {
-    float4* const to = partial_sums<Traits>(arguments, place);
-#pragma unroll
-    for (int i = 0; i < Traits::kSums / 4; ++i)
-        to[128 * i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
-}
-
-template <class Traits>
-__device__ inline void add_partial(const DdsArguments& arguments, int64_t place,
-                                   float (&sums)[Traits::kSums]) {
-    const float4* const from = partial_sums<Traits>(arguments, place);
-#pragma unroll
-    for (int i = 0; i < Traits::kSums / 4; ++i) {
-        const float4 next = __ldcs(from + 128 * i);
-        sums[4 * i] += next.x;
-        sums[4 * i + 1] += next.y;
-        sums[4 * i + 2] += next.z;
-        sums[4 * i + 3] += next.w;
-    }
-}
-
 // The epilogue of one warpgroup: bias and activation in registers, then through shared memory by TMA. A
 // residual comes through the same buffers, into which the results that it is added to are put.
 template <class Traits>

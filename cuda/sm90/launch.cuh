@@ -1,4 +1,4 @@
-// Launching clusters of thread blocks that stay on their multiprocessors.
+// Launching clusters of thread blocks that stay on their multiprocessors, and kernels that follow them.
 #pragma once
 
 #include <array>
@@ -58,5 +58,25 @@ class ClusterLauncher {
         return error;
     }
 };
+
+// Launches a kernel while the one before it still runs, for which it waits by itself.
+template <auto kKernel, class Arguments>
+cudaError_t launch_early(Arguments& arguments, int64_t ctas, int threads, int shared_bytes, void* stream) {
+    const auto kernel = reinterpret_cast<const void*>(kKernel);
+    static std::atomic<uint64_t> devices_done{0};
+    if (const cudaError_t error = allow_shared_memory(kernel, shared_bytes, devices_done)) return error;
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(ctas));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &early;
+    config.numAttrs = 1;
+    void* parameters[] = {&arguments};
+    return cudaLaunchKernelExC(&config, kernel, parameters);
+}
 
 }  // namespace ts::sm90

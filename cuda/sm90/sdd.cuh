@@ -132,7 +132,7 @@ class SddConsumer {
             if (index + teams >= schedule.size()) cute::cluster_arrive();
             if (work.partial >= 0) {
                 cudaTriggerProgrammaticLaunchCompletion();
-                store_partial<Traits>(partial_sums<Traits>(arguments_, work.partial, half_), sums);
+                store_sums(partial_sums<kSums>(arguments_.partial, 2 * int64_t{work.partial} + half_), sums);
             } else if (work.exists && arguments_.stages_results) {
                 SddEpilogue<Traits>(arguments_, plan, work.tile, half_)
                     .store_through(shared_.stages + Traits::kResultsAt + half_ * Traits::kResultBytes, sums);
@@ -257,7 +257,9 @@ struct Sdd {
         const auto start = row_major_y ? (row_major_x ? start_on<true, true> : start_on<true, false>)
                                        : (row_major_x ? start_on<false, true> : start_on<false, false>);
         if (const cudaError_t error = start(arguments, stream)) return error;
-        return arguments.may_split ? reduce(arguments, stream) : cudaSuccess;
+        if (!arguments.may_split) return cudaSuccess;
+        const int ctas = 16 * arguments.teams * arguments.team_size;
+        return launch_early<sdd_reduce<Traits>>(arguments, ctas, 128, 0, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -320,21 +322,6 @@ struct Sdd {
     static cudaError_t start_on(const SddArguments& arguments, void* stream) {
         return ClusterLauncher<sdd_kernel<Traits, kRowMajorY, kRowMajorX>, SddArguments>::launch(
             arguments, arguments.teams, arguments.team_size, Traits::kThreads, Traits::kSharedBytes, stream);
-    }
-
-    // Launched while the kernel before it still runs, for which it waits.
-    static cudaError_t reduce(SddArguments& arguments, void* stream) {
-        cudaLaunchAttribute early;
-        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        early.val.programmaticStreamSerializationAllowed = 1;
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(16 * arguments.teams * arguments.team_size);
-        config.blockDim = dim3(128);
-        config.stream = static_cast<cudaStream_t>(stream);
-        config.attrs = &early;
-        config.numAttrs = 1;
-        void* parameters[] = {&arguments};
-        return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(sdd_reduce<Traits>), parameters);
     }
 
     static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device) {

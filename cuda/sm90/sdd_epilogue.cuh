@@ -7,6 +7,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/epilogue.cuh"
+#include "sm90/partial.cuh"
 #include "sm90/sdd_traits.cuh"
 
 namespace ts::sm90 {
@@ -183,19 +184,6 @@ class SddEpilogue {
     bool swapped_;
 };
 
-// Partial sums: each thread's in pieces of 16 bytes, those of a warpgroup side by side.
-template <class Traits>
-__device__ inline float4* partial_sums(const SddArguments& arguments, int partial, int half) {
-    return arguments.partial + (2 * int64_t{partial} + half) * (kSums / 4 * 128) + threadIdx.x % 128;
-}
-
-template <class Traits>
-__device__ inline void store_partial(float4* to, const float (&sums)[kSums]) {
-#pragma unroll
-    for (int i = 0; i < kSums / 4; ++i)
-        to[128 * i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
-}
-
 // Adds the partial sums of the tiles that were split, always in the same order. A CTA is a warpgroup for 32
 // columns of half a tile.
 template <class Traits>
@@ -212,15 +200,8 @@ __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArg
 #pragma unroll 4
         for (int number = 0; number < partials.count(); ++number) {
             const float4* const from =
-                partial_sums<Traits>(arguments, partials.at(number), half) + part * kPieces * 128;
-#pragma unroll
-            for (int i = 0; i < kPieces; ++i) {
-                const float4 next = __ldcs(from + 128 * i);
-                sums[4 * i] += next.x;
-                sums[4 * i + 1] += next.y;
-                sums[4 * i + 2] += next.z;
-                sums[4 * i + 3] += next.w;
-            }
+                partial_sums<kSums>(arguments.partial, 2 * int64_t{partials.at(number)} + half);
+            add_sums(from + part * kPieces * 128, sums);
         }
         SddEpilogue<Traits>(arguments, plan, schedule.first_split() + place, half)
             .store(sums, kColumns * part);
