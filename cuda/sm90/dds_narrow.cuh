@@ -320,6 +320,11 @@ struct DdsNarrow {
         const Pattern& pattern = problem.pattern;
         if (pattern.block_rows != pattern.block_cols || pattern.block_rows > 32)
             return "its blocks are 16 x 16 or 32 x 32";
+        // The plan's estimates of the time of a tile are less than this.
+        const int64_t steps = k_size(problem) / 4 + 16;
+        if (!Common::Schedule::can_hold(tile_count(problem), unit_count(problem), steps,
+                                        device.multiprocessors))
+            return "so much work is out of its reach";
         return refuses_results(output(problem), problem.tokens);
     }
 
@@ -364,15 +369,23 @@ struct DdsNarrow {
     }
 
     static bool forward(const Problem& problem) { return problem.op == Op::dds_nt; }
+    static int64_t k_size(const Problem& problem) {
+        return forward(problem) ? problem.pattern.in_features : problem.pattern.out_features;
+    }
+    static int64_t tile_count(const Problem& problem) {
+        const int64_t features =
+            forward(problem) ? problem.pattern.out_features : problem.pattern.in_features;
+        return (features + kClusterFeatures - 1) / kClusterFeatures;
+    }
+    static int64_t unit_count(const Problem& problem) {
+        return (problem.tokens + Common::kTileTokens - 1) / Common::kTileTokens;
+    }
     static const Matrix& input(const Problem& problem) { return forward(problem) ? problem.x : problem.y; }
     static const Matrix& output(const Problem& problem) { return forward(problem) ? problem.y : problem.x; }
 
     template <class Traits>
     static int32_t launch_as(const Problem& problem, void* workspace, void* stream) {
-        const Pattern& pattern = problem.pattern;
-        const int64_t features = forward(problem) ? pattern.out_features : pattern.in_features;
-        const int64_t tiles = (features + kClusterFeatures - 1) / kClusterFeatures;
-        const int64_t units = (problem.tokens + Traits::kTileTokens - 1) / Traits::kTileTokens;
+        const int64_t tiles = tile_count(problem), units = unit_count(problem);
         if (tiles * units == 0) return cudaSuccess;
         NarrowArguments arguments{};
         if (const cudaError_t error = describe<Traits::kBlock>(arguments, problem, workspace, tiles, units))
@@ -401,7 +414,6 @@ struct DdsNarrow {
     template <int kBlock>
     static cudaError_t describe(NarrowArguments& arguments, const Problem& problem, void* workspace,
                                 int64_t tiles, int64_t units) {
-        const int64_t k_size = forward(problem) ? problem.pattern.in_features : problem.pattern.out_features;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.bias = problem.bias;
         arguments.units = static_cast<const char*>(workspace);
@@ -413,9 +425,9 @@ struct DdsNarrow {
         arguments.deferred = kBlock == 32 && problem.pattern.density() > kDeferred;
         arguments.output_layout = output(problem).layout;
         arguments.activation = problem.activation;
-        arguments.schedule =
-            schedule_arguments(static_cast<int>(tiles), static_cast<int>(units), 1, group_units(k_size));
-        if (const cudaError_t error = map_input(arguments, problem, k_size)) return error;
+        arguments.schedule = schedule_arguments(static_cast<int>(tiles), static_cast<int>(units), 1,
+                                                group_units(k_size(problem)));
+        if (const cudaError_t error = map_input(arguments, problem)) return error;
         return map_output<kBlock>(arguments, problem);
     }
 
@@ -426,14 +438,14 @@ struct DdsNarrow {
             std::max<int64_t>(1, kPanelBytes / (int64_t{Common::kTileTokens} * k_size * 2)));
     }
 
-    static cudaError_t map_input(NarrowArguments& arguments, const Problem& problem, int64_t k_size) {
+    static cudaError_t map_input(NarrowArguments& arguments, const Problem& problem) {
         constexpr int kHalf = Common::kHalfTokens;
         const Matrix& matrix = input(problem);
         if (matrix.layout == Layout::row_major)
             return encode(arguments.input, problem.dtype, matrix.data,
-                          {{k_size, 1, 64}, {problem.tokens, matrix.ld, kHalf}});
+                          {{k_size(problem), 1, 64}, {problem.tokens, matrix.ld, kHalf}});
         return encode(arguments.input, problem.dtype, matrix.data,
-                      {{problem.tokens, 1, kHalf}, {k_size, matrix.ld, Common::kStep}});
+                      {{problem.tokens, 1, kHalf}, {k_size(problem), matrix.ld, Common::kStep}});
     }
 
     // Row-major results are stored without a map.
