@@ -9,6 +9,8 @@
 // of each warpgroup in a ring of its own, so that neither waits for steps that only the other needs. What the
 // two CTAs have in common is loaded once, by multicast: the weight if their tiles differ in tokens, the
 // activations of the columns they share if they differ in block rows.
+//
+// Where tiles are few, those of 128 tokens are cut into parts along k, and a second kernel adds the sums.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
