@@ -37,7 +37,8 @@ struct Pattern {
 
     int64_t value_count() const { return nnz * block_rows * block_cols; }
     double density() const {
-        return static_cast<double>(value_count()) / (static_cast<double>(out_features) * in_features);
+        const double size = static_cast<double>(out_features) * static_cast<double>(in_features);
+        return size > 0 ? static_cast<double>(value_count()) / size : 0;
     }
 };
 
