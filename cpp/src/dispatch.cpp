@@ -59,12 +59,9 @@ int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
         const bool large = row_block == 128 || (row_block == 64 && k_block >= 64);
         const bool tiny = row_block + k_block <= 32;
         const bool shares_weight = kernel.plan.ranks == 1;
-        const int64_t percent = shares_weight ? (large  ? 46
-                                                 : tiny ? 350
-                                                        : 110)
-                                              : (large  ? 54
-                                                 : tiny ? 160
-                                                        : kSharedActivationsPercent);
+        int64_t percent = shares_weight ? 110 : kSharedActivationsPercent;
+        if (large) percent = shares_weight ? 46 : 54;
+        if (tiny) percent = shares_weight ? 350 : 160;
         // Half as many tokens to a CTA: more of the weight for each product, but more CTAs.
         const bool halved = kernel.tile_tokens < (shares_weight ? 512 : 256);
         return halved ? percent * (shares_weight ? 130 : 108) / 100 : percent;
@@ -89,8 +86,9 @@ int64_t dds_cost(const Kernel& kernel, const Problem& problem, const Device& dev
         kernel.tile_tokens * tile_features + kOperandWeight * (kernel.tile_tokens + tile_features);
     const int64_t waves = divide_up(tiles * multiprocessors, device.multiprocessors);
     const int64_t cost = waves * tile_cost * tile_percent(kernel, problem) / (100 * multiprocessors);
-    if (!kernel.splits) return cost;
-    const int64_t parts = split_count(problem, tiles, device.multiprocessors / multiprocessors);
+    const int64_t parts =
+        kernel.splits ? split_count(problem, tiles, device.multiprocessors / multiprocessors) : 1;
+    if (parts == 1) return cost;
     return static_cast<int64_t>(static_cast<double>(cost) * split_time(dds_steps(problem), parts));
 }
 

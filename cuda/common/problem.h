@@ -87,18 +87,17 @@ inline double dds_steps(const Problem& problem) {
 // by a second kernel, which takes as long as some steps.
 inline double split_time(double steps, int64_t parts) {
     constexpr int kReductionSteps = 8;
-    return parts == 1 ? 1.0 : 1.0 / static_cast<double>(parts) + kReductionSteps / steps;
+    return 1.0 / static_cast<double>(parts) + kReductionSteps / steps;
 }
 
 // The number of parts for some tiles, so that all `workers`, which take one at a time, have work. The partial
 // sums need no more memory than one tile of each worker.
 inline int64_t split_count(const Problem& problem, int64_t tiles, int64_t workers) {
     constexpr int64_t kMost = 8, kLeastSteps = 4;
-    if (tiles == 0) return 1;
+    if (tiles == 0 || workers / tiles < 2) return 1;
     const double steps = dds_steps(problem);
-    const int64_t parts =
-        std::clamp<int64_t>(std::min(workers / tiles, static_cast<int64_t>(steps) / kLeastSteps), 1, kMost);
-    return split_time(steps, parts) < 1 ? parts : 1;
+    const int64_t parts = std::min({workers / tiles, static_cast<int64_t>(steps) / kLeastSteps, kMost});
+    return parts > 1 && split_time(steps, parts) < 1 ? parts : 1;
 }
 
 enum class PlanKind : int32_t { tiles = 0, narrow = 1, strips = 2 };
