@@ -71,7 +71,7 @@ class PreparedPattern:
         self._descriptors: dict[torch.device, _C.Pattern] = {}
         self._tensors: dict[torch.device, list[Tensor]] = {}
         self._plans: dict[tuple[torch.device, int, int], Tensor] = {}
-        self._ready: dict[torch.device, torch.cuda.Event] = {}  # when all that was put there is there
+        self._arrivals: dict[torch.device, list[torch.cuda.Event]] = {}  # of all that was put there
         self._launches: dict[Hashable, Call] = {}
         self.find: Callable[[Hashable], Call | None] = self._launches.get
 
@@ -117,10 +117,6 @@ class PreparedPattern:
     def launch(self, key: LaunchKey) -> Launch:
         """The kernel for a product and what it needs, on the current device and stream."""
         device = HOST if key.device < 0 else torch.device("cuda", key.device)
-        # Other streams may have been asked for it. A graph cannot wait for what is not part of it, but
-        # whatever it needs was asked for before its capture began, and so before any replay.
-        if device in self._ready and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream(device).wait_event(self._ready[device])
         kernel, plan_key, workspace_bytes = _C.query(
             self.descriptor(HOST),
             key.op,
@@ -143,6 +139,7 @@ class PreparedPattern:
             workspace_bytes,
         )
         if device != HOST:
+            self._wait(device)
             # Their memory must not be reused before this stream has read it, even if the pattern is
             # updated or dropped right after the launch.
             for tensor in self._tensors[device]:
@@ -155,7 +152,7 @@ class PreparedPattern:
             if device != HOST:
                 _refuse_capture()
                 arrays = tuple(self._keep(array.pin_memory(), device) for array in arrays)
-                self._put_on(device)
+                self._note_arrival(device)
             self._descriptors[device] = self._describe(arrays)
         return self._descriptors[device]
 
@@ -169,6 +166,7 @@ class PreparedPattern:
                 torch.empty(size, dtype=torch.uint8, device=device)
                 for size in _C.plan_device_size(pattern, kernel, op)
             )
+            self._wait(device)
             _C.plan_device_build(
                 pattern,
                 kernel,
@@ -179,8 +177,9 @@ class PreparedPattern:
                 workspace.numel(),
                 torch.cuda.current_stream(device).cuda_stream,
             )
-            self._plans[key] = self._keep(plan, device)
-            self._put_on(device)
+            plan = self._keep(plan, device)
+            self._note_arrival(device)  # before another thread can find it
+            self._plans[key] = plan
         return self._plans[key]
 
     def _keep(self, array: Tensor, device: torch.device) -> Tensor:
@@ -189,9 +188,20 @@ class PreparedPattern:
         self._tensors.setdefault(device, []).append(placed)
         return placed
 
-    def _put_on(self, device: torch.device) -> None:
-        """Notes that the current stream, which has waited for all that came before, puts something there."""
-        self._ready[device] = torch.cuda.current_stream(device).record_event()
+    def _note_arrival(self, device: torch.device) -> None:
+        """Of what the current stream was asked to put on the device."""
+        event = torch.cuda.current_stream(device).record_event()
+        self._arrivals.setdefault(device, []).append(event)
+
+    def _wait(self, device: torch.device) -> None:
+        """Lets the current stream wait for all that any stream was asked to put on the device.
+
+        A graph cannot wait for what is not part of it, but whatever it needs was asked for before its
+        capture began, and so before any replay.
+        """
+        if not torch.cuda.is_current_stream_capturing():
+            for event in self._arrivals.get(device, ()):
+                torch.cuda.current_stream(device).wait_event(event)
 
     def _describe(self, arrays: tuple[Tensor, ...]) -> _C.Pattern:
         nnz, bn, bk = self.values_shape
