@@ -34,25 +34,26 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t kSharedActivationsPercent = 75;  // of kernels that share the activations, for blocks < 64
 
-// The kernel for narrow blocks walks them one by one and takes long to store its tiles, the others walk the
-// columns in which one of four block rows has a block. Times in us of 10^6 results, fitted to blocks of 32.
-int64_t narrow_percent(const Problem& problem) {
+// The kernels for narrow blocks multiply where one of the block rows of 64 features has a block, the others
+// walk the columns in which one of four block rows has one. Times in us of 10^6 results, fitted to blocks
+// of 32 and to tiles of 512 x 128. Of two kernels the one with short steps has more room for the weight.
+int64_t narrow_percent(const Kernel& kernel, const Problem& problem) {
+    constexpr double kDense = 0.35;
+    constexpr int64_t kOtherStepsPercent = 125;
     const Pattern& pattern = problem.pattern;
-    const int64_t k_size = problem.op == Op::dds_nt ? pattern.in_features : pattern.out_features;
     const double density = pattern.density();
-    const double k = 1e-3 * static_cast<double>(k_size);
-    const double one_by_one = (0.5 + 2.6 * density) * k + 1.1;
+    const double k = 1e-3 * static_cast<double>(problem.k_size());
+    const double by_products = 0.92 * ((0.5 + 2.1 * (1 - std::pow(1 - density, 2))) * k + 0.3);
     const double by_columns = 2.8 * (1 - std::pow(1 - density, 4)) * k + 0.3;
-    return static_cast<int64_t>(kSharedActivationsPercent * one_by_one / by_columns);
+    const auto percent = static_cast<int64_t>(
+        pattern.block_rows == 16 ? 40 : kSharedActivationsPercent * by_products / by_columns);
+    return (density > kDense) == (kernel.plan.step == 64) ? percent : percent * kOtherStepsPercent / 100;
 }
 
 // What a tile costs in percent of its multiply-adds and operands, measured on an H200.
 int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
-    const Pattern& pattern = problem.pattern;
-    const bool forward = problem.op == Op::dds_nt;
-    const int32_t row_block = forward ? pattern.block_rows : pattern.block_cols;
-    const int32_t k_block = forward ? pattern.block_cols : pattern.block_rows;
-    if (kernel.plan.kind == PlanKind::narrow) return row_block == 16 ? 40 : narrow_percent(problem);
+    const int32_t row_block = problem.row_block(), k_block = problem.k_block();
+    if (kernel.plan.kind == PlanKind::aligned) return narrow_percent(kernel, problem);
     if (kernel.min_compute_capability == 90) {
         // wgmma is twice as fast as mma.sync, but blocks of 16 x 16 come in too many copies. Of large blocks
         // it is best to share the weight between CTAs; small ones have columns in common with many others.
@@ -75,8 +76,7 @@ int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
 // its multiply-adds and the operands it brings in. The weight of the operands was fitted on an H200.
 int64_t dds_cost(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr int64_t kOperandWeight = 64;
-    const int64_t features =
-        problem.op == Op::dds_nt ? problem.pattern.out_features : problem.pattern.in_features;
+    const int64_t features = problem.features();
     const int64_t columns = divide_up(features, kernel.tile_features);
     const int64_t tiles = divide_up(problem.tokens, kernel.tile_tokens) * columns;
     const int64_t tile_features = divide_up(features, std::max<int64_t>(columns, 1));  // evenly dealt

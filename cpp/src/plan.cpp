@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "error.h"
-#include "narrow_plan.h"
 #include "problem.h"
 #include "strip_plan.h"
 
@@ -280,6 +279,97 @@ class DdsPlanBuilder {
     std::vector<int32_t> tiles_, rows_, masks_, k_, slots_;
 };
 
+// Of dds by aligned steps.
+class AlignedPlanBuilder {
+  public:
+    AlignedPlanBuilder(const View& view, PlanShape shape)
+        : view_(view),
+          groups_(shape.tile / view.row_block),
+          rank_groups_(groups_ / shape.ranks),
+          step_columns_(shape.step / view.col_block) {}
+
+    std::vector<int32_t> build() {
+        struct Tile {
+            Group group;
+            std::vector<int32_t> steps;
+        };
+        std::vector<Tile> tiles;
+        for (Group& group : pair_rows(view_, groups_)) {
+            group.resize(groups_, -1);
+            auto steps = steps_of(group);
+            tiles.push_back({std::move(group), std::move(steps)});
+        }
+        std::stable_sort(tiles.begin(), tiles.end(),
+                         [](const Tile& a, const Tile& b) { return a.steps.size() > b.steps.size(); });
+        for (const Tile& tile : tiles) add_tile(tile.group, tile.steps);
+        starts_.push_back(block_count());
+        PlanHeader header{};
+        header.tiles = static_cast<int32_t>(tiles.size());
+        header.steps = static_cast<int32_t>(k_.size());
+        header.groups = groups_;
+        header.pieces = step_columns_;
+        return assemble(header, {tiles_, rows_, masks_, k_, slots_, starts_});
+    }
+
+  private:
+    int32_t block_count() const { return static_cast<int32_t>(slots_.size()); }
+
+    std::vector<int32_t> steps_of(const Group& group) const {
+        std::vector<int32_t> steps;
+        for (const int32_t row : group) {
+            if (row < 0) continue;
+            for (int32_t e = view_.rows.ptr[row]; e < view_.rows.ptr[row + 1]; ++e)
+                steps.push_back(view_.rows.idx[e] / step_columns_);
+        }
+        std::sort(steps.begin(), steps.end());
+        steps.erase(std::unique(steps.begin(), steps.end()), steps.end());
+        return steps;
+    }
+
+    void add_tile(const Group& group, const std::vector<int32_t>& steps) {
+        tiles_.push_back(static_cast<int32_t>(k_.size()));
+        tiles_.push_back(static_cast<int32_t>(steps.size()));
+        rows_.insert(rows_.end(), group.begin(), group.end());
+        for (const int32_t step : steps) {
+            k_.push_back(step * step_columns_ * view_.col_block);
+            for (auto rank = group.begin(); rank != group.end(); rank += rank_groups_)
+                add_step(&*rank, step * step_columns_);
+        }
+    }
+
+    // The blocks of a rank's rows from a column on.
+    void add_step(const int32_t* rows, int32_t first_column) {
+        const int32_t strips = view_.row_block / 16;
+        const uint32_t block = strips == 1 ? 0x1 : 0x33;
+        starts_.push_back(block_count());
+        const size_t first_mask = masks_.size();
+        masks_.resize(first_mask + rank_groups_ * strips / 4 * 2);
+        for (int32_t i = 0; i < rank_groups_; ++i) {
+            uint32_t mask = 0;
+            const int32_t first = block_count() - starts_.back(), strip = i * strips;
+            if (rows[i] >= 0) {
+                const int32_t* const end = view_.rows.idx + view_.rows.ptr[rows[i] + 1];
+                const int32_t* col =
+                    std::lower_bound(view_.rows.idx + view_.rows.ptr[rows[i]], end, first_column);
+                for (; col != end && *col < first_column + step_columns_; ++col) {
+                    mask |= block << (4 * (*col - first_column) * strips + strip % 4);
+                    slots_.push_back(view_.rows.slot[col - view_.rows.idx]);
+                }
+            }
+            int32_t* const masks = &masks_[first_mask + strip / 4 * 2];
+            masks[0] |= static_cast<int32_t>(mask);
+            for (int32_t s = strip; s < strip + strips; ++s)
+                masks[1] |= static_cast<int32_t>(static_cast<uint32_t>(first) << 8 * (s % 4));
+        }
+    }
+
+    View view_;
+    int32_t groups_;
+    int32_t rank_groups_;
+    int32_t step_columns_;
+    std::vector<int32_t> tiles_, rows_, masks_, k_, starts_, slots_;
+};
+
 class SddPlanBuilder {
   public:
     SddPlanBuilder(const View& view, PlanShape shape)
@@ -330,8 +420,8 @@ class SddPlanBuilder {
 }  // namespace
 
 std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<int32_t>>& sections) {
-    int32_t* const offsets[] = {&header.tiles_at, &header.rows_at, &header.masks_at, &header.k_at,
-                                &header.slots_at};
+    int32_t* const offsets[] = {&header.tiles_at, &header.rows_at,  &header.masks_at,
+                                &header.k_at,     &header.slots_at, &header.starts_at};
     int32_t at = sizeof(PlanHeader) / sizeof(int32_t);
     for (size_t i = 0; i < sections.size(); ++i) {
         *offsets[i] = at;
@@ -346,7 +436,7 @@ std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<i
 }
 
 void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
-    if (shape.kind == PlanKind::narrow) {
+    if (shape.kind == PlanKind::aligned) {
         constexpr int32_t kMostFeatures = 32;
         require(pattern.block_rows == pattern.block_cols && pattern.block_rows <= kMostFeatures,
                 "the kernel's blocks are 16 x 16 or 32 x 32, not ", pattern.block_rows, " x ",
@@ -361,13 +451,13 @@ void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
 std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape) {
     if (shape.tile == 0) return {};
     check_plan_shape(pattern, op, shape);
-    if (shape.kind == PlanKind::narrow) return build_narrow_plan(pattern, op, shape);
     if (shape.kind == PlanKind::strips) {
         const StripPlan plan = build_strip_plan(pattern);
         return assemble(plan.header, {plan.tiles, {}, {}, plan.units, plan.slots});
     }
     const View view = view_of(pattern, op);
     if (op == Op::sdd_tn) return SddPlanBuilder(view, shape).build();
+    if (shape.kind == PlanKind::aligned) return AlignedPlanBuilder(view, shape).build();
     return DdsPlanBuilder(view, shape).build();
 }
 

@@ -12,6 +12,18 @@
 //     - k [steps][ranks][pieces]: first element of k, -1 where there is none
 //     - slots [steps][ranks][pieces][groups]: block in values, -1 where there is none
 //
+// dds by aligned steps, for blocks of 16 x 16 and 32 x 32: macro-tiles likewise, but steps are whole ones of
+// k, from a multiple of `step`, and two `ranks` that are half of the features each walk them together. A tile
+// walks those in which some row of its group has a block.
+//     - tiles [tiles][2]: first step, number of steps; longest first
+//     - rows [tiles][groups]: block rows, -1 where there is none
+//     - masks [steps][tile / 64][2]: bit 4 j + i says that of 64 features those from 16 i to 16 i + 15 have a
+//       block at k from 16 j to 16 j + 15 of the step; byte i is the number of the first of these blocks
+//       among those of the rank and step
+//     - k [steps]: first element of k
+//     - starts [steps][ranks]: entry in slots of the first block of a rank and step; and the end of the last
+//     - slots [blocks]: block in values, by step, rank, block row and k
+//
 // sdd: block rows are grouped likewise, into `groups` of `tile` features of y; the columns of a group in
 // which some row has a block are gathered into macro-tiles of `pieces` blocks (`step` features of x).
 //     - tiles [tiles]: number of pieces used
@@ -20,8 +32,7 @@
 //     - k [tiles][pieces]: first feature of x, -1 where there is none
 //     - slots [tiles][pieces][groups]: block in values, -1 where there is none
 //
-// The plans of dds for narrow blocks are described in cpp/src/narrow_plan.h, those of sdd by strips in
-// common/strip_plan.h. Sections may have more room than they use.
+// The plans of sdd by strips are described in common/strip_plan.h. Sections may have more room than they use.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +51,8 @@ struct PlanHeader {
     int32_t k_at;
     int32_t slots_at;
     int32_t words;  // of the whole plan
-    int32_t reserved[6];
+    int32_t starts_at;
+    int32_t reserved[5];
 };
 static_assert(sizeof(PlanHeader) == 64);
 

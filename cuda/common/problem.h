@@ -65,6 +65,15 @@ struct Problem {
     const void* bias;
     const void* plan;
     Matrix residual;  // data is null where nothing is added; otherwise its layout is that of y
+
+    // Of dds, in whichever direction: what is computed from what.
+    bool forward() const { return op == Op::dds_nt; }
+    const Matrix& input() const { return forward() ? x : y; }
+    const Matrix& output() const { return forward() ? y : x; }
+    int64_t features() const { return forward() ? pattern.out_features : pattern.in_features; }  // results
+    int64_t k_size() const { return forward() ? pattern.in_features : pattern.out_features; }  // summed over
+    int32_t row_block() const { return forward() ? pattern.block_rows : pattern.block_cols; }  // features
+    int32_t k_block() const { return forward() ? pattern.block_cols : pattern.block_rows; }
 };
 
 struct Device {
@@ -76,11 +85,8 @@ struct Device {
 
 // Steps of 64 k in which 64 features of the result of dds have a block, if it is a random pattern.
 inline double dds_steps(const Problem& problem) {
-    const Pattern& pattern = problem.pattern;
-    const bool forward = problem.op == Op::dds_nt;
-    const double k_size = static_cast<double>(forward ? pattern.in_features : pattern.out_features);
-    const int rows = std::max(1, 64 / (forward ? pattern.block_rows : pattern.block_cols));
-    return k_size / 64 * (1 - std::pow(1 - pattern.density(), rows));
+    const int rows = std::max(1, 64 / problem.row_block());
+    return static_cast<double>(problem.k_size()) / 64 * (1 - std::pow(1 - problem.pattern.density(), rows));
 }
 
 // Of the time of a dds product of few tiles, what is left where the sums are cut into parts over k and added
@@ -100,11 +106,11 @@ inline int64_t split_count(const Problem& problem, int64_t tiles, int64_t worker
     return parts > 1 && split_time(steps, parts) < 1 ? parts : 1;
 }
 
-enum class PlanKind : int32_t { tiles = 0, narrow = 1, strips = 2 };
+enum class PlanKind : int32_t { tiles = 0, aligned = 1, strips = 2 };
 
 // The geometry a plan is built for. Kernels of one shape share plans.
 // dds: macro-tiles of `tile` output features, walked in steps of `step` elements of k; `ranks` of them
-// are walked together.
+// are walked together. Steps are gathered from columns anywhere, or `aligned`: whole ones of k.
 // sdd: macro-tiles of `tile` features of y by `step` features of x.
 struct PlanShape {
     int32_t tile;  // 0: the kernel needs no plan

@@ -1,7 +1,7 @@
 #include "plans/plans.h"
 
+#include "plans/aligned.cuh"
 #include "plans/blocks.cuh"
-#include "plans/narrow.cuh"
 #include "plans/strips.cuh"
 #include "plans/tiles.cuh"
 #include "plans/transpose.cuh"
@@ -21,8 +21,8 @@ View view_of(const Pattern& pattern, Op op) {
 template <class Visit>
 void with_builder(Arena& arena, const Pattern& pattern, Op op, PlanShape shape, Visit visit) {
     const View view = view_of(pattern, op);
-    if (shape.kind == PlanKind::narrow) {
-        NarrowBuilder builder(arena, view, shape);
+    if (shape.kind == PlanKind::aligned) {
+        AlignedBuilder builder(arena, view, shape);
         visit(builder);
     } else if (shape.kind == PlanKind::strips && are_wide_blocks(pattern)) {
         BlockBuilder builder(arena, view, pattern);

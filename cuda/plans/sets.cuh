@@ -134,12 +134,12 @@ static __global__ void __launch_bounds__(1024) scan_counts(int* counts, int size
 }
 
 // Where the sections of a plan lie, by their largest sizes in int32.
-inline PlanHeader lay_out(const std::array<int64_t, 5>& sizes) {
+inline PlanHeader lay_out(const std::array<int64_t, 6>& sizes) {
     PlanHeader header{};
-    int32_t* const offsets[] = {&header.tiles_at, &header.rows_at, &header.masks_at, &header.k_at,
-                                &header.slots_at};
+    int32_t* const offsets[] = {&header.tiles_at, &header.rows_at,  &header.masks_at,
+                                &header.k_at,     &header.slots_at, &header.starts_at};
     int64_t at = sizeof(PlanHeader) / sizeof(int32_t);
-    for (int i = 0; i < 5; ++i) {
+    for (size_t i = 0; i < sizes.size(); ++i) {
         *offsets[i] = static_cast<int32_t>(at);
         at += (sizes[i] + 3) / 4 * 4;  // each section 16-byte aligned
     }

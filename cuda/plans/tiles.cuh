@@ -197,7 +197,7 @@ class TileBuilder {
         return (full + partial) * shape_.parts;
     }
 
-    std::array<int64_t, 5> sections() const {
+    std::array<int64_t, 6> sections() const {
         const int64_t steps = most_steps(), walked = steps * shape_.ranks;
         if (sdd_)
             return {steps, steps * shape_.groups, steps * shape_.groups * view_.row_block / 16,

@@ -96,13 +96,9 @@ struct Dds {
     static size_t workspace_size(const Problem&, const Device&) { return 0; }
 
     static int32_t launch(const Problem& problem, const Device& device, void*, void* stream) {
-        const Pattern& pattern = problem.pattern;
-        const bool forward = kOp == Op::dds_nt;
-        const Matrix& input = forward ? problem.x : problem.y;
-        const Matrix& output = forward ? problem.y : problem.x;
-        const int row_block = forward ? pattern.block_rows : pattern.block_cols;
-        const int k_block = forward ? pattern.block_cols : pattern.block_rows;
-        const int64_t block_rows = (forward ? pattern.out_features : pattern.in_features) / row_block;
+        const Matrix &input = problem.input(), &output = problem.output();
+        const int row_block = problem.row_block();
+        const int64_t block_rows = problem.features() / row_block;
         const int groups = kTileFeatures / row_block;
         const auto row_tiles = static_cast<int>((block_rows + groups - 1) / groups);
         const int64_t tiles = row_tiles * ((problem.tokens + kTileTokens - 1) / kTileTokens);
@@ -122,7 +118,7 @@ struct Dds {
                                      static_cast<int>(problem.tokens),
                                      row_tiles,
                                      log2_of_block(row_block),
-                                     log2_of_block(k_block),
+                                     log2_of_block(problem.k_block()),
                                      fit.stages,
                                      lookahead(fit.stages)};
         const auto start = input.layout == Layout::row_major

@@ -236,7 +236,6 @@ __global__ void __launch_bounds__(128 * Traits::kGroups, 1)
 template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens>
 struct Dds {
     using Traits = DdsTraits<kOp, Math, kTokenRanks, kRowRanks, kTileTokens>;
-    static constexpr bool kForward = kOp == Op::dds_nt;
     static constexpr int kUnitTokens = kTokenRanks * Traits::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
 
@@ -245,9 +244,9 @@ struct Dds {
         const int64_t rows = problem.pattern.nnz * problem.pattern.block_rows;
         if (rows > INT32_MAX - 128) return "values of 2^31 rows or more are out of its reach";
         if (!Traits::Schedule::can_hold(tile_count(problem), unit_count(problem),
-                                        k_size(problem) / Traits::kStep + 1, device.multiprocessors))
+                                        problem.k_size() / Traits::kStep + 1, device.multiprocessors))
             return "so much work is out of its reach";
-        return refuses_results(output(problem), problem.tokens);
+        return refuses_results(problem.output(), problem.tokens);
     }
 
     // The partial sums.
@@ -299,7 +298,7 @@ struct Dds {
 
     static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, int64_t items,
                                 void* stream) {
-        const auto start = input(problem).layout == Layout::row_major
+        const auto start = problem.input().layout == Layout::row_major
                                ? ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch
                                : ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
         const int64_t clusters = std::min<int64_t>(items, Traits::Schedule::kMaxClusters);
@@ -318,20 +317,12 @@ struct Dds {
     }
 
     static int64_t tile_count(const Problem& problem) {
-        const Pattern& pattern = problem.pattern;
-        const int row_block = kForward ? pattern.block_rows : pattern.block_cols;
-        const int64_t features = kForward ? pattern.out_features : pattern.in_features;
-        const int64_t groups = kClusterFeatures / row_block;
-        return (features / row_block + groups - 1) / groups;
+        const int64_t groups = kClusterFeatures / problem.row_block();
+        return (problem.features() / problem.row_block() + groups - 1) / groups;
     }
     static int64_t unit_count(const Problem& problem) {
         return (problem.tokens + kUnitTokens - 1) / kUnitTokens;
     }
-    static int64_t k_size(const Problem& problem) {
-        return kForward ? problem.pattern.in_features : problem.pattern.out_features;
-    }
-    static const Matrix& input(const Problem& problem) { return kForward ? problem.x : problem.y; }
-    static const Matrix& output(const Problem& problem) { return kForward ? problem.y : problem.x; }
 
     static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units,
                                 int64_t splits) {
@@ -339,22 +330,22 @@ struct Dds {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.bias = problem.bias;
         arguments.tokens = static_cast<int>(problem.tokens);
-        arguments.k_size = static_cast<int>(k_size(problem));
-        arguments.row_block = kForward ? pattern.block_rows : pattern.block_cols;
+        arguments.k_size = static_cast<int>(problem.k_size());
+        arguments.row_block = problem.row_block();
         arguments.row_shift = log2_of_block(arguments.row_block);
         arguments.row_width = std::min(arguments.row_block, Traits::kGroupFeatures);
         arguments.row_parts = Traits::kGroupFeatures / arguments.row_width;
-        arguments.k_block = kForward ? pattern.block_cols : pattern.block_rows;
+        arguments.k_block = problem.k_block();
         arguments.value_rows = pattern.nnz * pattern.block_rows;
-        arguments.output_layout = output(problem).layout;
+        arguments.output_layout = problem.output().layout;
         arguments.activation = problem.activation;
         arguments.has_residual = problem.residual.data != nullptr;
         arguments.units = static_cast<int>(units);
         arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
                                                 static_cast<int>(splits), group_units(arguments.k_size));
-        describe_shared_memory(arguments, input(problem).layout);
+        describe_shared_memory(arguments, problem.input().layout);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
-        if (const cudaError_t error = map_output(arguments.output, output(problem), problem)) return error;
+        if (const cudaError_t error = map_output(arguments.output, problem.output(), problem)) return error;
         if (arguments.has_residual)
             if (const cudaError_t error = map_output(arguments.residual, problem.residual, problem))
                 return error;
@@ -390,7 +381,7 @@ struct Dds {
     }
 
     static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {
-        const Matrix& matrix = input(problem);
+        const Matrix& matrix = problem.input();
         const int width = k_width(arguments);
         const int64_t k_size = arguments.k_size, tokens = problem.tokens;
         if (matrix.layout == Layout::row_major)
@@ -408,9 +399,8 @@ struct Dds {
 
     // The output, or the residual, which is laid out like it.
     static cudaError_t map_output(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
-        const Pattern& pattern = problem.pattern;
-        const int64_t features = kForward ? pattern.out_features : pattern.in_features;
-        const int rows = std::min(kForward ? pattern.block_rows : pattern.block_cols, Traits::kGroupFeatures);
+        const int64_t features = problem.features();
+        const int rows = std::min(problem.row_block(), Traits::kGroupFeatures);
         if (matrix.layout == Layout::row_major)
             return encode(map, problem.dtype, matrix.data,
                           {{features, 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});

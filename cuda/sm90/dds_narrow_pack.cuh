@@ -1,43 +1,39 @@
-// Packs the weight for the dds kernel for narrow blocks: its units one after another in the order in which
-// they are multiplied, each as wgmma reads it from shared memory.
+// Packs the weight for the dds kernel for narrow blocks: its blocks one after another in the order in which
+// they are multiplied, features by k, swizzled so that eight features can be read from shared memory at once.
 #pragma once
 
 #include "sm90/dds_narrow_traits.cuh"
 
 namespace ts::sm90 {
 
-// One warp for each unit; lines of k are swizzled over their width. A lane moves pieces of 16 bytes, which it
-// reads side by side with the other lanes.
+// One warp for each block. A lane moves pieces of 16 bytes, which it reads side by side with the other lanes.
 template <class Element, int kBlock, bool kTransposed>
 __global__ void __launch_bounds__(256)
-    pack_narrow_kernel(const PlanHeader* header, const Element* __restrict__ values,
+    pack_narrow_kernel(const PlanHeader* header, int blocks, const Element* __restrict__ values,
                        char* __restrict__ packed) {
-    constexpr int kParts = 32 / kBlock, kLine = 2 * kBlock, kPiece = 8, kPieces = kBlock / kPiece;
-    const NarrowPlan plan(header);
-    const int unit = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (unit >= plan.unit_count) return;
-    alignas(16) Element elements[kPieces][kPiece];
-    int places[kPieces];
+    constexpr int kLine = 2 * kBlock, kPiece = 8, kPieces = kBlock / kPiece, kAll = kBlock * kPieces / 32;
+    const int block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (block >= blocks) return;
+    const Element* const from = values + int64_t{__ldg(NarrowPlan(header).slots + block)} * (kBlock * kBlock);
+    alignas(16) Element elements[kAll][kPiece];
+    int places[kAll];
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-        const int feature = kTransposed ? lane : (i * 32 + lane) / kPieces;
-        const int piece = kTransposed ? i : lane % kPieces;
-        const int slot = __ldg(plan.slots + unit * kParts + feature / kBlock), within = feature % kBlock;
-        const Element* const block = values + int64_t{slot} * (kBlock * kBlock);
-        if (slot < 0) {
-            reinterpret_cast<uint4&>(elements[i]) = make_uint4(0, 0, 0, 0);
-        } else if (kTransposed) {
+    for (int i = 0; i < kAll; ++i) {
+        const int index = i * 32 + lane;
+        const int feature = kTransposed ? index % kBlock : index / kPieces;
+        const int piece = kTransposed ? index / kBlock : index % kPieces;
+        if (kTransposed) {
 #pragma unroll
-            for (int k = 0; k < kPiece; ++k) elements[i][k] = block[(piece * kPiece + k) * kBlock + within];
+            for (int k = 0; k < kPiece; ++k) elements[i][k] = from[(piece * kPiece + k) * kBlock + feature];
         } else {
             reinterpret_cast<uint4&>(elements[i]) =
-                reinterpret_cast<const uint4*>(block + within * kBlock)[piece];
+                reinterpret_cast<const uint4*>(from + feature * kBlock)[piece];
         }
         places[i] = feature * kLine + (piece ^ (feature * kLine / 128 & kPieces - 1)) * 16;
     }
-    char* const target = packed + int64_t{unit} * (32 * kLine);
+    char* const target = packed + int64_t{block} * (kBlock * kLine);
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i)
+    for (int i = 0; i < kAll; ++i)
         *reinterpret_cast<uint4*>(target + places[i]) = reinterpret_cast<const uint4&>(elements[i]);
 }
 

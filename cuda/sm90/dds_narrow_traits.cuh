@@ -1,49 +1,27 @@
-// The arguments of the dds kernel for narrow blocks and what follows from its tile.
+// What follows from the tile of the dds kernel for narrow blocks.
 #pragma once
 
-#include <cudaTypedefs.h>
-
-#include <cute/arch/mma_sm90_gmma.hpp>
-
-#include "common/plan.h"
-#include "common/problem.h"
-#include "sm90/pipeline.cuh"
-#include "sm90/schedule.cuh"
-#include "sm90/wgmma.cuh"
+#include "sm90/dds_traits.cuh"
 
 namespace ts::sm90 {
 
-struct NarrowArguments {
-    CUtensorMap input;
-    CUtensorMap output;  // if it is feature-major
-    const PlanHeader* plan;
-    const void* bias;
-    const char* units;  // the packed weight
-    void* output_data;
-    int64_t output_ld;
-    const void* residual;  // may be null
-    int64_t residual_ld;
-    int tokens;
-    bool deferred;  // see NarrowConsumer::multiply
-    ScheduleArguments schedule;
-    Layout output_layout;  // also the residual's
-    Activation activation;
-};
-
-// Products of 64 tokens and 32 features.
+// Products of 64 features, whose weight is in registers, and 128 tokens.
 template <class Math, cute::SM90::GMMA::Major kInput>
 struct NarrowAtom;
 template <cute::SM90::GMMA::Major kInput>
 struct NarrowAtom<bf16, kInput> {
-    using Type = cute::SM90::GMMA::MMA_64x32x16_F32BF16BF16_SS<kInput, cute::SM90::GMMA::Major::K>;
+    using Type = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, kInput>;
 };
 template <cute::SM90::GMMA::Major kInput>
 struct NarrowAtom<f16, kInput> {
-    using Type = cute::SM90::GMMA::MMA_64x32x16_F32F16F16_SS<kInput, cute::SM90::GMMA::Major::K>;
+    using Type = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kInput>;
 };
 
-// A cluster of two CTAs computes 128 tokens x 768 features, half of the features each.
-template <class Math_, int kBlock_, int kStep_, int kStages_, int kWeightBytes_, int kBuffers_>
+// A cluster of two CTAs computes 512 features x 128 tokens, half of the features each.
+//
+// What shared memory has beside the results is for activations where the weight is sparse, for more of the
+// weight where it is not. Warpgroups with more blocks in a step than others fall behind by what is there.
+template <class Math_, int kBlock_, int kStep_, int kStages_>
 struct NarrowTraits {
     using Math = Math_;
     using Element = typename Math::Element;
@@ -51,65 +29,62 @@ struct NarrowTraits {
     static constexpr int kRanks = 2;
     static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
 
-    static constexpr int kHalfTokens = 64;  // as many as wgmma has rows
-    static constexpr int kHalves = 2;
-    static constexpr int kTileTokens = kHalves * kHalfTokens;
-    static constexpr int kRowFeatures = 32;
-    static constexpr int kParts = kRowFeatures / kBlock;  // block rows of a row
-    static constexpr int kGroups = 2;                     // warpgroups that multiply
-    static constexpr int kRows = 6;                       // of a warpgroup
-    static constexpr int kRowSums = kHalfTokens * kRowFeatures / 128;
-    static constexpr int kTileFeatures = kGroups * kRows * kRowFeatures;
-    static constexpr int kStep = kStep_;  // k of a stage
+    static constexpr int kTileTokens = 128;
+    static constexpr int kRankTokens = kTileTokens / kRanks;  // of which a CTA loads the activations
+    static constexpr int kGroups = 4;                         // warpgroups that multiply
+    static constexpr int kGroupFeatures = 64;                 // as many as wgmma has rows
+    static constexpr int kTileFeatures = kGroups * kGroupFeatures;
+    static constexpr int kWarpFeatures = kGroupFeatures / 4;  // of which one warp has the weight
+    static constexpr int kBlockRows = kTileFeatures / kBlock;
     static constexpr int kThreads = 128 * (1 + kGroups);
 
+    static constexpr int kStep = kStep_;
+    static constexpr int kLine = 64;  // of k that lie side by side
+    static constexpr int kLines = kStep / kLine;
     static constexpr int kStages = kStages_;
-    static constexpr int kHalfBytes = kHalfTokens * kStep * 2;
-    static constexpr int kUnitBytes = kRowFeatures * kBlock * 2;
-    static constexpr int kUnits = kWeightBytes_ / kUnitBytes;   // in shared memory
-    static_assert(kUnits >= kGroups * kRows * kStep / kBlock);  // as many as a stage can have
-    static constexpr int kBufferBytes = kHalfTokens * kRowFeatures * 2;
-    static constexpr int kBuffers = kBuffers_;  // of results, for each warpgroup
+    static constexpr int kInputBytes = kTileTokens * kStep * 2;
+    static constexpr int kBlockBytes = kBlock * kBlock * 2;
+    static constexpr int kBlocks = ((192 << 10) - kStages * kInputBytes) / kBlockBytes;
+    static_assert(kBlocks >= kBlockRows * kStep / kBlock);  // as many as a step can have
 
+    static constexpr int kChunkTokens = 64;  // stored at a time
+    static constexpr int kChunkBytes = kChunkTokens * kGroupFeatures * 2;
+    static constexpr int kAllChunks = kTileTokens / kChunkTokens;
+    static constexpr int kChunks = 1;
+    static constexpr int kSums = kTileTokens * kGroupFeatures / 128;  // of a thread
     using Schedule = sm90::Schedule<false>;
+
     struct Shared {
-        alignas(1024) char input[kStages][kHalves][kHalfBytes];
-        alignas(1024) char weight[kUnits][kUnitBytes];
-        alignas(1024) char output[kGroups][kBuffers][kBufferBytes];
+        alignas(1024) char input[kStages][kInputBytes];
+        alignas(1024) char output[kGroups][kChunks][kChunkBytes];
+        alignas(128) char weight[kBlocks][kBlockBytes];
         Ring<kStages> ring;
-        int first_unit[kStages];   // where a stage's units begin in `weight`
-        int taken_units[kStages];  // what becomes free with a stage
+        int first_block[kStages];   // where a stage's blocks begin in `weight`
+        int taken_blocks[kStages];  // what becomes free with a stage
+        Barrier residual[kGroups][kChunks];
         Schedule schedule;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= 227 * 1024);
 };
 
-// The plan's arrays; see plan_narrow in cpp/src/narrow_plan.h.
+// The plan's arrays; see common/plan.h.
 struct NarrowPlan {
-    static constexpr int kWords = 8;  // of a warpgroup in a stage
-
     const int2* tiles;
     const int* rows;
-    const int* words;
+    const int2* masks;
+    const int* k;
     const int* starts;
     const int* slots;
-    int tile_count;
-    int stages;
-    int padded_stages;  // of `words`
-    int unit_count;
 
     __device__ explicit NarrowPlan(const PlanHeader* plan) {
-        const auto* base = reinterpret_cast<const int*>(plan);
+        const auto* words = reinterpret_cast<const int*>(plan);
         tiles = reinterpret_cast<const int2*>(plan + 1);  // found without waiting for the header
-        rows = base + plan->rows_at;
-        words = base + plan->masks_at;
-        starts = base + plan->k_at;
-        slots = base + plan->slots_at;
-        tile_count = plan->tiles;
-        stages = plan->steps;
-        padded_stages = (stages + 3) / 4 * 4;
-        unit_count = plan->reserved[0];
+        rows = words + plan->rows_at;
+        masks = reinterpret_cast<const int2*>(words + plan->masks_at);
+        k = words + plan->k_at;
+        starts = words + plan->starts_at;
+        slots = words + plan->slots_at;
     }
 };
 

@@ -19,8 +19,9 @@ struct DdsArguments {
     CUtensorMap residual;
     const PlanHeader* plan;
     const void* bias;
-    float4* partial;  // sums of parts of k, or nullptr
-    int units;        // of tokens
+    const char* packed;  // the weight in the order of its products, for narrow blocks
+    float4* partial;     // sums of parts of k, or nullptr
+    int units;           // of tokens
     ScheduleArguments schedule;
     Operand weight;  // as the products read it from shared memory
     Operand tokens_by_k;

@@ -5,6 +5,8 @@ A library without CUDA kernels has nothing to choose from.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -37,8 +39,9 @@ def chosen(
     dtype: torch.dtype = torch.bfloat16,
     x_layout: int = 0,
     y_layout: int = 0,
+    density: float = 0.25,
 ) -> str:
-    pattern = BlockPattern.random(shape, block_shape=block_shape, density=0.25)
+    pattern = BlockPattern.random(shape, block_shape=block_shape, density=density)
     descriptor = pattern.prepared.descriptor(torch.device("cpu"))
     index, _ = _C.select(descriptor, op, DTYPES[dtype], device, tokens, x_layout=x_layout, y_layout=y_layout)
     return KERNELS[index].name
@@ -73,12 +76,11 @@ def test_wide_blocks_share_the_weight_and_narrow_ones_the_activations() -> None:
 
 
 @needs_sm90
-def test_small_square_blocks_are_walked_one_by_one_where_that_is_faster() -> None:
-    for shape in ((14336, 4096), (4096, 14336)):
-        assert chosen(H200, (32, 32), shape=shape) == "sm90_narrow_bf16"
-    assert chosen(H200, (32, 32), shape=(3072, 768)).endswith("_256x256")
-    for shape in ((14336, 4096), (5120, 1280), (3072, 768)):
-        assert chosen(H200, (16, 16), shape=shape) == "sm90_narrow_bf16"
+@pytest.mark.parametrize(("density", "name"), [(0.1, "_128"), (0.25, "_128"), (0.5, "_64")])
+def test_small_square_blocks_take_the_steps_that_suit_their_density(density: float, name: str) -> None:
+    for shape, block, op in product(((14336, 4096), (4096, 14336), (5120, 1280)), (16, 32), (DDS_NT, DDS_NN)):
+        kernel = chosen(H200, (block, block), shape=shape, op=op, density=density)
+        assert kernel == "sm90_narrow_bf16" + name
 
 
 @needs_sm90

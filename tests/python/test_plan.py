@@ -1,7 +1,7 @@
 """Plans of every kernel of the library that walks one: each block exactly once, no tile twice.
 
-The layout is that of cuda/common/plan.h, cuda/common/strip_plan.h or cpp/src/narrow_plan.h, whether the
-host or the GPU made the plan. A library without CUDA kernels has no plans to check.
+The layout is that of cuda/common/plan.h or cuda/common/strip_plan.h, whether the host or the GPU made the
+plan. A library without CUDA kernels has no plans to check.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str,
             "k": (tiles, pieces),
             "slots": (tiles, pieces, groups),
         }
-    elif is_narrow(_C.kernels()[kernel].plan):
+    elif is_aligned(_C.kernels()[kernel].plan):
+        offsets.append(int(words[10]))
         shapes = {
             "tiles": (tiles, 2),
-            "rows": (tiles, ranks, 2, groups // 2 // pieces, pieces),
-            "masks": (tiles, ranks, 2, -(-steps // 4) * 4, 8),
-            "k": (tiles * ranks * steps + 1,),
-            "slots": (int(words[10]), pieces),
+            "rows": (tiles, ranks, groups // ranks),
+            "masks": (steps, ranks, tile // ranks // 64, 2),
+            "k": (steps,),
+            "slots": (pattern.nnz,),
+            "starts": (steps * ranks + 1,),
         }
     else:
         shapes = {
@@ -102,8 +104,8 @@ def sections_of(
     return sections
 
 
-def is_narrow(key: int) -> bool:
-    """Whether plans with that key are those of cpp/src/narrow_plan.h."""
+def is_aligned(key: int) -> bool:
+    """Whether plans with that key are of aligned steps."""
     return key >> 28 == 1
 
 
@@ -143,7 +145,7 @@ def test_dds_plans_visit_each_block_once(name: str, op: int, device: str) -> Non
     checked = 0
     for ((key, ops), index), block_shape in product(KERNELS.items(), BLOCK_SHAPES):
         pattern = make_pattern(name, (7, 10), block_shape)
-        if ops >> op & 1 and not is_narrow(key) and computes(pattern, index, op):
+        if ops >> op & 1 and not is_aligned(key) and computes(pattern, index, op):
             checked += 1
             plan = build(pattern, index, op, device)
             check_dds_plan(pattern if op == DDS_NT else pattern.transpose(), plan, key)
@@ -210,53 +212,54 @@ def mask_of(piece: int, group: int, row_block: int, pieces: int) -> int:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", [DDS_NT, DDS_NN])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_narrow_plans_visit_each_block_once(name: str, op: int, device: str) -> None:
+def test_aligned_plans_visit_each_block_once(name: str, op: int, device: str) -> None:
     for ((key, _), index), size, grid in product(KERNELS.items(), (16, 32), ((7, 10), (131, 29))):
-        if is_narrow(key):
+        if is_aligned(key):
             pattern = make_pattern(name, grid, (size, size))
             assert computes(pattern, index, op)
             plan = build(pattern, index, op, device)
-            check_narrow_plan(pattern if op == DDS_NT else pattern.transpose(), plan, key)
+            check_aligned_plan(pattern if op == DDS_NT else pattern.transpose(), plan, key)
 
 
-def check_narrow_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int) -> None:
+def check_aligned_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int) -> None:
     """Checks a plan against the pattern as seen from the output of the product."""
     block, step = pattern.block_shape[0], key & 0xFFF
+    columns, strips = step // block, block // 16
+    slot_at = {
+        (row, column): slot
+        for slot, (row, column) in enumerate(
+            zip(*(indices.tolist() for indices in pattern.block_indices()), strict=True)
+        )
+    }
     written = plan["rows"][plan["rows"] >= 0]
     assert sorted(written) == list(range(pattern.grid[0]))
-    tiles, ranks, groups, rows, parts = plan["rows"].shape
-    stages = -(-pattern.shape[1] // step)
-    assert parts * block == 32 and plan["k"][0] == 0 and plan["k"][-1] == len(plan["slots"])
-    assert (plan["slots"] >= 0).any(1).all(), "a unit without a block"
+    first, count = plan["tiles"].T
+    assert (first == np.r_[0, np.cumsum(count)[:-1]]).all() and count.sum() == len(plan["k"])
+    assert all(before >= after for before, after in pairwise(count))
+    assert (plan["k"] % step == 0).all()
 
-    visited: dict[tuple[int, int], int] = {}
-    unit = 0
-    for number, (tile, rank, stage) in enumerate(product(range(tiles), range(ranks), range(stages))):
-        assert plan["k"][number] == unit
-        for group in range(groups):
-            words = plan["masks"][tile, rank, group, stage]
-            assert words[rows] == unit - plan["k"][number]
-            for row, word in enumerate(words[:rows].view(np.uint32).tolist()):
-                for entry in entries_of(word):
-                    column = (stage * step + entry // 2 * 16) // block
-                    for part, slot in enumerate(plan["slots"][unit].tolist()):
-                        if slot >= 0:
-                            place = (int(plan["rows"][tile, rank, group, row, part]), column)
-                            assert place not in visited
-                            visited[place] = slot
-                    unit += 1
-    assert unit == len(plan["slots"])
-    pairs = zip(*(indices.tolist() for indices in pattern.block_indices()), strict=True)
-    assert visited == {place: slot for slot, place in enumerate(pairs)}
-
-
-def entries_of(word: int) -> list[int]:
-    """The entries of a list of units: odd, ascending, then nothing but zeros."""
-    entries = [word >> shift & 15 for shift in range(0, 32, 4)]
-    entries = entries[: entries.index(0)] if 0 in entries else entries
-    assert all(entry % 2 for entry in entries) and entries == sorted(set(entries))
-    assert word >> 4 * len(entries) == 0
-    return entries
+    slots: list[int] = []
+    for tile, s in zip(np.repeat(np.arange(len(first)), count), range(len(plan["k"])), strict=True):
+        assert s == first[tile] or plan["k"][s] > plan["k"][s - 1]
+        before = len(slots)
+        for rank, rows in enumerate(plan["rows"][tile].tolist()):
+            start = len(slots)
+            assert plan["starts"][s * len(plan["rows"][tile]) + rank] == start
+            expected = np.zeros_like(plan["masks"][s, rank]).view(np.uint32)
+            for place, row in enumerate(rows):
+                for strip in range(place * strips, (place + 1) * strips):
+                    expected[strip // 4, 1] |= len(slots) - start << 8 * (strip % 4)
+                for column in range(columns):
+                    slot = slot_at.get((row, plan["k"][s] // block + column))
+                    if slot is None:
+                        continue
+                    slots.append(slot)
+                    for strip, k16 in product(range(place * strips, (place + 1) * strips), range(strips)):
+                        expected[strip // 4, 0] |= 1 << 4 * (column * strips + k16) + strip % 4
+            assert (plan["masks"][s, rank].view(np.uint32) == expected).all()
+        assert len(slots) > before, "a step without a block"
+    assert plan["starts"][-1] == len(slots)
+    assert plan["slots"].tolist() == slots and sorted(slots) == list(range(pattern.nnz))
 
 
 @needs_plans
@@ -367,13 +370,18 @@ def structured(name: str, rows: int, cols: int) -> BlockPattern:
 
 
 def cost(plan: dict[str, np.ndarray], op: int, kernel: int) -> int:
-    """What the time of a product grows with: features loaded, estimated times, steps or tiles."""
+    """What the time of a product grows with: features loaded, products, steps or tiles."""
     if op == SDD_TN and walks_strips(kernel):
         _, second, units, _ = plan["tiles"].T
         return int((64 * (1 + (second >= 0)) + units * 512 // plan["k"].shape[-1]).sum())
-    if is_narrow(_C.kernels()[kernel].plan):
-        return int(plan["tiles"][:, 1].sum())
+    if is_aligned(_C.kernels()[kernel].plan):
+        return int(np.count_nonzero(quarters_of(plan["masks"][..., 0])))
     return len(plan["masks"])
+
+
+def quarters_of(masks: np.ndarray) -> np.ndarray:
+    """For each mask the bits of its 16-feature strips, 16 of k by 16."""
+    return masks.view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 0xF
 
 
 @pytest.mark.gpu

@@ -1,0 +1,191 @@
+// Plans of dds by aligned steps, as common/plan.h describes them.
+#pragma once
+
+#include <algorithm>
+
+#include "plans/tiles.cuh"
+
+namespace ts::plans {
+
+struct AlignedShape {
+    int groups;       // block rows of a tile
+    int rank_groups;  // and of a rank
+    int ranks;
+    int columns;  // of a step
+    int tiles;
+    int most_steps;
+
+    // The steps in which there is one of 32 columns, as their first columns.
+    __device__ unsigned steps_of(unsigned bits) const {
+        for (int distance = 1; distance < columns; distance *= 2) bits |= bits >> distance;
+        return bits & (columns == 2 ? 0x55555555u : columns == 4 ? 0x11111111u : 0x01010101u);
+    }
+};
+
+struct AlignedSections {
+    PlanHeader header;
+    int* words;  // of the plan
+};
+
+// One thread for each tile.
+static __global__ void count_aligned_steps(Sets sets, AlignedShape shape, int* steps) {
+    const int tile = blockIdx.x * blockDim.x + threadIdx.x;
+    if (tile >= shape.tiles) return;
+    int count = 0;
+    for (int w = 0; w < sets.width; ++w) count += __popc(shape.steps_of(sets.word(tile, w)));
+    steps[tile] = count;
+}
+
+// The blocks of a rank's block rows in a step. Called by a warp, of which each lane has one row.
+__device__ inline void write_masks(const View& view, const AlignedShape& shape, const int* rows,
+                                   int first_column, int2* masks, int* count) {
+    const int lane = threadIdx.x % 32, strips = view.row_block / 16, strip = lane * strips;
+    const int row = lane < shape.rank_groups ? rows[lane] : -1;
+    unsigned mask = 0;
+    int own = 0;
+    if (row >= 0) {
+        const unsigned block = strips == 1 ? 0x1 : 0x33;
+        const int end = __ldg(view.blocks.ptr + row + 1);
+        for (int e = find_entry(view, row, first_column); e < end; ++e, ++own) {
+            const int column = __ldg(view.blocks.idx + e) - first_column;
+            if (column >= shape.columns) break;
+            mask |= block << (4 * column * strips + strip % 4);
+        }
+    }
+    int before = own;
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, before, distance);
+        if (lane >= distance) before += other;
+    }
+    if (lane == 31) *count = before;
+    const unsigned first = before - own;
+    unsigned firsts = first << 8 * (strip % 4);
+    if (strips == 2) firsts |= first << 8 * (strip % 4 + 1);
+    for (int distance = 4 / strips / 2; distance > 0; distance /= 2) {
+        mask |= __shfl_xor_sync(~0u, mask, distance);
+        firsts |= __shfl_xor_sync(~0u, firsts, distance);
+    }
+    if (lane < shape.rank_groups && strip % 4 == 0)
+        masks[strip / 4] = make_int2(static_cast<int>(mask), static_cast<int>(firsts));
+}
+
+// One block for each tile, whose columns are a set and whose block rows are given. Starts are counts, as yet.
+static __global__ void __launch_bounds__(1024)
+    write_aligned_tiles(View view, AlignedShape shape, Sets sets, const int* rows, const int* steps,
+                        AlignedSections plan) {
+    const int tile = blockIdx.x, own_steps = shape.tiles == 0 ? 0 : steps[tile];
+    if (tile == 0) {
+        int all = 0;
+        for (int i = threadIdx.x; i < shape.tiles; i += blockDim.x) all += steps[i];
+        plan.header.steps = block_sum(all);
+        if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(plan.words) = plan.header;
+    }
+    if (shape.tiles == 0) return;
+    const int2 at = place_of_tile<true>(steps, shape.tiles, tile);
+    const int place = at.x, first = at.y, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        plan.words[plan.header.tiles_at + 2 * place] = first;
+        plan.words[plan.header.tiles_at + 2 * place + 1] = own_steps;
+    }
+    const int* const own_rows = rows + tile * shape.groups;
+    for (int i = threadIdx.x; i < shape.groups; i += blockDim.x)
+        plan.words[plan.header.rows_at + place * shape.groups + i] = own_rows[i];
+    int* const k = plan.words + plan.header.k_at + first;
+    if (threadIdx.x < 32) {
+        int before = 0;
+        for (int w = 0; w < sets.width; ++w) {
+            const unsigned bits = shape.steps_of(sets.word(tile, w)), own = 1u << lane;
+            if (bits & own) k[before + __popc(bits & (own - 1))] = (32 * w + lane) * view.col_block;
+            before += __popc(bits);
+        }
+    }
+    __syncthreads();
+    const int words = shape.rank_groups * view.row_block / 64;
+    for (int i = threadIdx.x / 32; i < own_steps * shape.ranks; i += blockDim.x / 32) {
+        const int index = first * shape.ranks + i;
+        write_masks(view, shape, own_rows + i % shape.ranks * shape.rank_groups,
+                    k[i / shape.ranks] / view.col_block,
+                    reinterpret_cast<int2*>(plan.words + plan.header.masks_at) + index * words,
+                    plan.words + plan.header.starts_at + index);
+    }
+}
+
+// One block for each tile of the plan.
+static __global__ void __launch_bounds__(1024)
+    write_aligned_slots(View view, AlignedShape shape, AlignedSections plan) {
+    const int first = plan.words[plan.header.tiles_at + 2 * blockIdx.x];
+    const int steps = plan.words[plan.header.tiles_at + 2 * blockIdx.x + 1];
+    const int strips = view.row_block / 16, words = shape.rank_groups * strips / 4;
+    for (int i = threadIdx.x; i < steps * shape.groups; i += blockDim.x) {
+        const int row = plan.words[plan.header.rows_at + blockIdx.x * shape.groups + i % shape.groups];
+        if (row < 0) continue;
+        const int step = first + i / shape.groups, place = i % shape.groups;
+        const int index = step * shape.ranks + place / shape.rank_groups;
+        const int strip = place % shape.rank_groups * strips;
+        const unsigned firsts = plan.words[plan.header.masks_at + (index * words + strip / 4) * 2 + 1];
+        int* slot = plan.words + plan.header.slots_at + plan.words[plan.header.starts_at + index] +
+                    (firsts >> 8 * (strip % 4) & 0xff);
+        const int column = plan.words[plan.header.k_at + step] / view.col_block;
+        const int end = __ldg(view.blocks.ptr + row + 1);
+        for (int e = find_entry(view, row, column); e < end; ++e) {
+            if (__ldg(view.blocks.idx + e) >= column + shape.columns) break;
+            *slot++ = __ldg(view.blocks.slot + e);
+        }
+    }
+}
+
+class AlignedBuilder {
+  public:
+    AlignedBuilder(Arena& arena, const View& view, PlanShape shape)
+        : view_(view),
+          shape_(shape_of(view, shape)),
+          grouping_(arena, view, shape_.groups, false),
+          steps_(arena.take<int>(shape_.tiles)) {
+        const int64_t steps = shape_.most_steps, starts = steps * shape.ranks;
+        header_ = lay_out({int64_t{2} * shape_.tiles, int64_t{shape_.tiles} * shape_.groups,
+                           2 * steps * (shape.tile / 64), steps, view.nnz, starts + 1});
+        header_.tiles = shape_.tiles;
+        header_.groups = shape_.groups;
+        header_.pieces = shape_.columns;
+    }
+
+    int64_t words() const { return header_.words; }
+
+    void build(void* plan, void* stream) {
+        grouping_.build(stream);
+        const Groups& tiles = grouping_.groups();
+        int* const words = static_cast<int*>(plan);
+        int* const starts = words + header_.starts_at;
+        const int most_starts = shape_.most_steps * shape_.ranks;
+        const AlignedSections sections{header_, words};
+        // Of steps that there could be but are not, zeros are summed up.
+        cudaMemsetAsync(starts, 0, most_starts * sizeof(int), static_cast<cudaStream_t>(stream));
+        launch(count_aligned_steps, shape_.tiles, 128, stream, tiles.sets, shape_, steps_);
+        launch(write_aligned_tiles, int64_t{1024} * shape_.tiles, 1024, stream, view_, shape_, tiles.sets,
+               tiles.rows, steps_, sections);
+        launch(scan_counts, 0, 1024, stream, starts, most_starts);
+        if (shape_.tiles > 0)
+            launch(write_aligned_slots, int64_t{1024} * shape_.tiles, 1024, stream, view_, shape_, sections);
+    }
+
+  private:
+    static AlignedShape shape_of(const View& view, PlanShape shape) {
+        AlignedShape result{};
+        result.groups = shape.tile / view.row_block;
+        result.rank_groups = result.groups / shape.ranks;
+        result.ranks = shape.ranks;
+        result.columns = shape.step / view.col_block;
+        result.tiles = Grouping::group_count(view.rows, result.groups);
+        const int64_t columns = (view.cols + result.columns - 1) / result.columns;
+        result.most_steps = static_cast<int>(std::min<int64_t>(view.nnz, result.tiles * columns));
+        return result;
+    }
+
+    View view_;
+    AlignedShape shape_;
+    Grouping grouping_;
+    int* steps_;
+    PlanHeader header_;
+};
+
+}  // namespace ts::plans
