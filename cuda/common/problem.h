@@ -110,7 +110,8 @@ enum class PlanKind : int32_t { tiles = 0, aligned = 1, strips = 2 };
 
 // The geometry a plan is built for. Kernels of one shape share plans.
 // dds: macro-tiles of `tile` output features, walked in steps of `step` elements of k; `ranks` of them
-// are walked together. Steps are gathered from columns anywhere, or `aligned`: whole ones of k.
+// are walked together. Steps are gathered from columns anywhere; or `aligned`, whole ones of k, where `tile`
+// counts the features of all ranks.
 // sdd: macro-tiles of `tile` features of y by `step` features of x.
 struct PlanShape {
     int32_t tile;  // 0: the kernel needs no plan
