@@ -170,7 +170,7 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.plan = desc.plan;
     problem.residual = check_matrix(desc.residual, "residual");
 
-    const bool forward = problem.op == Op::dds_nt;
+    const bool forward = problem.forward();
     require(forward || problem.activation == Activation::none, "activation is ", desc.activation,
             "; only dds_nt has an activation");
     require(forward || problem.bias == nullptr, "bias is given; only dds_nt has a bias");

@@ -52,13 +52,9 @@ __device__ inline void write_masks(const View& view, const AlignedShape& shape, 
             mask |= block << (4 * column * strips + strip % 4);
         }
     }
-    int before = own;
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, before, distance);
-        if (lane >= distance) before += other;
-    }
-    if (lane == 31) *count = before;
-    const unsigned first = before - own;
+    const int last = warp_scan(own, lane);
+    if (lane == 31) *count = last;
+    const unsigned first = last - own;
     unsigned firsts = first << 8 * (strip % 4);
     if (strips == 2) firsts |= first << 8 * (strip % 4 + 1);
     for (int distance = 4 / strips / 2; distance > 0; distance /= 2) {

@@ -99,15 +99,20 @@ static __global__ void sort_by_count(const int* counts, int size, int* order) {
     order[before] = own;
 }
 
+// The sum over the lanes up to this one. Called by all of a warp.
+__device__ inline int warp_scan(int value, int lane) {
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, value, distance);
+        if (lane >= distance) value += other;
+    }
+    return value;
+}
+
 // The sum over the threads before this one, and over all. Called by all threads of a block.
 __device__ inline int2 block_scan(int value) {
     __shared__ int sums[32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    int sum = value;
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, distance);
-        if (lane >= distance) sum += other;
-    }
+    const int sum = warp_scan(value, lane);
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
     int before = 0, all = 0;

@@ -148,11 +148,7 @@ class StripFinder {
         int taken = 0;
         for (int first = 0; first < left_.width && taken < most; first += 32) {
             uint32_t bits = first + lane_ < left_.width ? word(first + lane_) : 0;
-            int end = __popc(bits);
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const int other = __shfl_up_sync(~0u, end, distance);
-                if (lane_ >= distance) end += other;
-            }
+            const int end = warp_scan(__popc(bits), lane_);
             for (int at = taken + end - __popc(bits); bits != 0 && at < most; bits &= bits - 1, ++at)
                 to[at] = 32 * (first + lane_) + __ffs(bits) - 1;
             taken = min(most, taken + __shfl_sync(~0u, end, 31));

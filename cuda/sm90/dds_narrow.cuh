@@ -236,9 +236,8 @@ class NarrowConsumer {
 
     // Where in a block the lane's line of the warp's first fragment is.
     __device__ int place() const {
-        constexpr int kLine = 2 * Traits::kBlock, kPieces = kLine / 16;
-        const int feature = warp_ * Traits::kWarpFeatures % Traits::kBlock + lane_ % 16, piece = lane_ / 16;
-        return feature * kLine + (piece ^ (feature * kLine / 128 & kPieces - 1)) * 16;
+        const int first = warp_ * Traits::kWarpFeatures % Traits::kBlock;
+        return packed_place<Traits::kBlock>(first + lane_ % 16, lane_ / 16);
     }
 
     // `offset`: from the first block in shared memory.
@@ -319,8 +318,7 @@ struct DdsNarrow {
 
     // The packed weight.
     static size_t workspace_size(const Problem& problem, const Device&) {
-        const int64_t block = problem.pattern.block_rows;
-        return static_cast<size_t>(problem.pattern.nnz * block * block) * sizeof(Element);
+        return static_cast<size_t>(problem.pattern.value_count()) * sizeof(Element);
     }
 
     static int32_t launch(const Problem& problem, const Device&, void* workspace, void* stream) {
@@ -394,8 +392,6 @@ struct DdsNarrow {
                                 int64_t units) {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.bias = problem.bias;
-        arguments.tokens = static_cast<int>(problem.tokens);
-        arguments.k_size = static_cast<int>(problem.k_size());
         arguments.row_block = arguments.row_width = problem.row_block();
         arguments.row_shift = log2_of_block(arguments.row_block);
         arguments.row_parts = Common::kGroupFeatures / arguments.row_block;

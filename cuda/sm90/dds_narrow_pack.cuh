@@ -1,5 +1,5 @@
 // Packs the weight for the dds kernel for narrow blocks: its blocks one after another in the order in which
-// they are multiplied, features by k, swizzled so that eight features can be read from shared memory at once.
+// they are multiplied, features by k.
 #pragma once
 
 #include "sm90/dds_narrow_traits.cuh"
@@ -11,7 +11,7 @@ template <class Element, int kBlock, bool kTransposed>
 __global__ void __launch_bounds__(256)
     pack_narrow_kernel(const PlanHeader* header, int blocks, const Element* __restrict__ values,
                        char* __restrict__ packed) {
-    constexpr int kLine = 2 * kBlock, kPiece = 8, kPieces = kBlock / kPiece, kAll = kBlock * kPieces / 32;
+    constexpr int kPiece = 8, kPieces = kBlock / kPiece, kAll = kBlock * kPieces / 32;
     const int block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (block >= blocks) return;
     const Element* const from = values + int64_t{__ldg(NarrowPlan(header).slots + block)} * (kBlock * kBlock);
@@ -29,9 +29,9 @@ __global__ void __launch_bounds__(256)
             reinterpret_cast<uint4&>(elements[i]) =
                 reinterpret_cast<const uint4*>(from + feature * kBlock)[piece];
         }
-        places[i] = feature * kLine + (piece ^ (feature * kLine / 128 & kPieces - 1)) * 16;
+        places[i] = packed_place<kBlock>(feature, piece);
     }
-    char* const target = packed + int64_t{block} * (kBlock * kLine);
+    char* const target = packed + int64_t{block} * (kBlock * kBlock * sizeof(Element));
 #pragma unroll
     for (int i = 0; i < kAll; ++i)
         *reinterpret_cast<uint4*>(target + places[i]) = reinterpret_cast<const uint4&>(elements[i]);

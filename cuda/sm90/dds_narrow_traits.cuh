@@ -17,6 +17,14 @@ struct NarrowAtom<f16, kInput> {
     using Type = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kInput>;
 };
 
+// Where in a packed block 8 of a feature's k are: in lines of k, swizzled so that eight features can be read
+// from shared memory at once.
+template <int kBlock>
+__device__ int packed_place(int feature, int piece) {
+    constexpr int kLine = 2 * kBlock, kPieces = kLine / 16;
+    return feature * kLine + (piece ^ (feature * kLine / 128 & kPieces - 1)) * 16;
+}
+
 // A cluster of two CTAs computes 512 features x 128 tokens, half of the features each.
 //
 // What shared memory has beside the results is for activations where the weight is sparse, for more of the

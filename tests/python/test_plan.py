@@ -152,19 +152,29 @@ def test_dds_plans_visit_each_block_once(name: str, op: int, device: str) -> Non
     assert checked
 
 
-def check_dds_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int) -> None:
-    """Checks a plan against the pattern as seen from the output of the product."""
-    step = key & 0xFFF
-    row_block, col_block = pattern.block_shape
+def check_tiles(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
+    """Each block row is in one tile, each step in one, and longer tiles come first."""
     written = plan["rows"][plan["rows"] >= 0]
     assert sorted(written) == list(range(pattern.grid[0]))
     first, count = plan["tiles"].T
     assert (first == np.r_[0, np.cumsum(count)[:-1]]).all() and count.sum() == len(plan["masks"])
     assert all(before >= after for before, after in pairwise(count))
 
+
+def tile_of_steps(plan: dict[str, np.ndarray]) -> list[int]:
+    count = plan["tiles"][:, 1]
+    return [int(tile) for tile in np.repeat(np.arange(len(count)), count)]
+
+
+def check_dds_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int) -> None:
+    """Checks a plan against the pattern as seen from the output of the product."""
+    step = key & 0xFFF
+    row_block, col_block = pattern.block_shape
+    check_tiles(pattern, plan)
+
     visited: dict[tuple[int, int], int] = {}
     ranks = plan["masks"].shape[1]
-    for tile, s in zip(np.repeat(np.arange(len(first)), count), range(count.sum()), strict=True):
+    for s, tile in enumerate(tile_of_steps(plan)):
         masks = [visit_step(visited, plan, tile, s, rank, row_block) for rank in range(ranks)]
         assert any(masks), "a step without a block"
         assert plan["masks"][s].view(np.uint32).tolist() == masks
@@ -231,16 +241,12 @@ def check_aligned_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: 
             zip(*(indices.tolist() for indices in pattern.block_indices()), strict=True)
         )
     }
-    written = plan["rows"][plan["rows"] >= 0]
-    assert sorted(written) == list(range(pattern.grid[0]))
-    first, count = plan["tiles"].T
-    assert (first == np.r_[0, np.cumsum(count)[:-1]]).all() and count.sum() == len(plan["k"])
-    assert all(before >= after for before, after in pairwise(count))
+    check_tiles(pattern, plan)
     assert (plan["k"] % step == 0).all()
 
     slots: list[int] = []
-    for tile, s in zip(np.repeat(np.arange(len(first)), count), range(len(plan["k"])), strict=True):
-        assert s == first[tile] or plan["k"][s] > plan["k"][s - 1]
+    for s, tile in enumerate(tile_of_steps(plan)):
+        assert s == plan["tiles"][tile, 0] or plan["k"][s] > plan["k"][s - 1]
         before = len(slots)
         for rank, rows in enumerate(plan["rows"][tile].tolist()):
             start = len(slots)
