@@ -292,15 +292,20 @@ class AlignedPlanBuilder {
         struct Tile {
             Group group;
             std::vector<int32_t> steps;
+            int64_t blocks;
+
+            std::pair<size_t, int64_t> cost() const { return {steps.size(), blocks}; }
         };
         std::vector<Tile> tiles;
         for (Group& group : pair_rows(view_, groups_)) {
             group.resize(groups_, -1);
             auto steps = steps_of(group);
-            tiles.push_back({std::move(group), std::move(steps)});
+            int64_t blocks = 0;
+            for (const int32_t row : group) blocks += row < 0 ? 0 : view_.length(row);
+            tiles.push_back({std::move(group), std::move(steps), blocks});
         }
         std::stable_sort(tiles.begin(), tiles.end(),
-                         [](const Tile& a, const Tile& b) { return a.steps.size() > b.steps.size(); });
+                         [](const Tile& a, const Tile& b) { return a.cost() > b.cost(); });
         for (const Tile& tile : tiles) add_tile(tile.group, tile.steps);
         starts_.push_back(block_count());
         PlanHeader header{};

@@ -15,7 +15,8 @@
 // dds by aligned steps, for blocks of 16 x 16 and 32 x 32: macro-tiles likewise, but steps are whole ones of
 // k, from a multiple of `step`, and two `ranks` that are half of the features each walk them together. A tile
 // walks those in which some row of its group has a block.
-//     - tiles [tiles][2]: first step, number of steps; longest first
+//     - tiles [tiles][2]: first step, number of steps; longest first, of equally long ones that with most
+//       blocks
 //     - rows [tiles][groups]: block rows, -1 where there is none
 //     - masks [steps][tile / 64][2]: bit 4 j + i says that of 64 features those from 16 i to 16 i + 15 have a
 //       block at k from 16 j to 16 j + 15 of the step; byte i is the number of the first of these blocks

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "plans/tiles.cuh"
+#include "plans/groups.cuh"
 
 namespace ts::plans {
 
@@ -27,13 +27,33 @@ struct AlignedSections {
     int* words;  // of the plan
 };
 
-// One thread for each tile.
-static __global__ void count_aligned_steps(Sets sets, AlignedShape shape, int* steps) {
+// The steps of each tile, and its blocks. One thread for each.
+static __global__ void count_aligned_steps(View view, Sets sets, const int* rows, AlignedShape shape,
+                                           int2* costs) {
     const int tile = blockIdx.x * blockDim.x + threadIdx.x;
     if (tile >= shape.tiles) return;
-    int count = 0;
-    for (int w = 0; w < sets.width; ++w) count += __popc(shape.steps_of(sets.word(tile, w)));
-    steps[tile] = count;
+    int steps = 0, blocks = 0;
+    for (int w = 0; w < sets.width; ++w) steps += __popc(shape.steps_of(sets.word(tile, w)));
+    for (int i = 0; i < shape.groups; ++i) {
+        const int row = rows[tile * shape.groups + i];
+        if (row >= 0) blocks += __ldg(view.blocks.ptr + row + 1) - __ldg(view.blocks.ptr + row);
+    }
+    costs[tile] = make_int2(steps, blocks);
+}
+
+// The tile's place, by steps and then by blocks, and its first step. Called by a block.
+__device__ inline int2 place_of_aligned_tile(const int2* costs, int tiles, int tile) {
+    const int2 own = costs[tile];
+    int place = 0, first = 0;
+    for (int i = threadIdx.x; i < tiles; i += blockDim.x) {
+        const int2 other = costs[i];
+        const int more = other.x != own.x ? other.x - own.x : other.y - own.y;
+        const bool earlier = more > 0 || (more == 0 && i < tile);
+        place += earlier;
+        first += earlier ? other.x : 0;
+    }
+    place = block_sum(place);
+    return make_int2(place, block_sum(first));
 }
 
 // The blocks of a rank's block rows in a step. Called by a warp, of which each lane has one row.
@@ -67,17 +87,17 @@ __device__ inline void write_masks(const View& view, const AlignedShape& shape, 
 
 // One block for each tile, whose columns are a set and whose block rows are given. Starts are counts, as yet.
 static __global__ void __launch_bounds__(1024)
-    write_aligned_tiles(View view, AlignedShape shape, Sets sets, const int* rows, const int* steps,
+    write_aligned_tiles(View view, AlignedShape shape, Sets sets, const int* rows, const int2* costs,
                         AlignedSections plan) {
-    const int tile = blockIdx.x, own_steps = shape.tiles == 0 ? 0 : steps[tile];
+    const int tile = blockIdx.x, own_steps = shape.tiles == 0 ? 0 : costs[tile].x;
     if (tile == 0) {
         int all = 0;
-        for (int i = threadIdx.x; i < shape.tiles; i += blockDim.x) all += steps[i];
+        for (int i = threadIdx.x; i < shape.tiles; i += blockDim.x) all += costs[i].x;
         plan.header.steps = block_sum(all);
         if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(plan.words) = plan.header;
     }
     if (shape.tiles == 0) return;
-    const int2 at = place_of_tile<true>(steps, shape.tiles, tile);
+    const int2 at = place_of_aligned_tile(costs, shape.tiles, tile);
     const int place = at.x, first = at.y, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         plan.words[plan.header.tiles_at + 2 * place] = first;
@@ -136,7 +156,7 @@ class AlignedBuilder {
         : view_(view),
           shape_(shape_of(view, shape)),
           grouping_(arena, view, shape_.groups, false),
-          steps_(arena.take<int>(shape_.tiles)) {
+          costs_(arena.take<int2>(shape_.tiles)) {
         const int64_t steps = shape_.most_steps, starts = steps * shape.ranks;
         header_ = lay_out({int64_t{2} * shape_.tiles, int64_t{shape_.tiles} * shape_.groups,
                            2 * steps * (shape.tile / 64), steps, view.nnz, starts + 1});
@@ -156,9 +176,9 @@ class AlignedBuilder {
         const AlignedSections sections{header_, words};
         // Of steps that there could be but are not, zeros are summed up.
         cudaMemsetAsync(starts, 0, most_starts * sizeof(int), static_cast<cudaStream_t>(stream));
-        launch(count_aligned_steps, shape_.tiles, 128, stream, tiles.sets, shape_, steps_);
+        launch(count_aligned_steps, shape_.tiles, 128, stream, view_, tiles.sets, tiles.rows, shape_, costs_);
         launch(write_aligned_tiles, int64_t{1024} * shape_.tiles, 1024, stream, view_, shape_, tiles.sets,
-               tiles.rows, steps_, sections);
+               tiles.rows, costs_, sections);
         launch(scan_counts, 0, 1024, stream, starts, most_starts);
         if (shape_.tiles > 0)
             launch(write_aligned_slots, int64_t{1024} * shape_.tiles, 1024, stream, view_, shape_, sections);
@@ -180,7 +200,7 @@ class AlignedBuilder {
     View view_;
     AlignedShape shape_;
     Grouping grouping_;
-    int* steps_;
+    int2* costs_;
     PlanHeader header_;
 };
 

@@ -242,6 +242,9 @@ def check_aligned_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: 
         )
     }
     check_tiles(pattern, plan)
+    lengths = np.r_[np.bincount(pattern.block_indices()[0], minlength=pattern.grid[0]), 0]  # of row -1: 0
+    blocks = lengths[plan["rows"]].sum((1, 2))
+    assert all(before >= after for before, after in pairwise(zip(plan["tiles"][:, 1], blocks, strict=True)))
     assert (plan["k"] % step == 0).all()
 
     slots: list[int] = []
