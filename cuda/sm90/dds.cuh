@@ -17,9 +17,9 @@
 
 #include "sm90/dds_epilogue.cuh"
 #include "sm90/dds_producer.cuh"
+#include "sm90/dds_reduce.cuh"
 #include "sm90/dds_traits.cuh"
 #include "sm90/launch.cuh"
-#include "sm90/partial.cuh"
 #include "sm90/tensor_map.h"
 
 namespace ts::sm90 {
@@ -38,12 +38,12 @@ class DdsConsumer {
           lane_(threadIdx.x % kWarpSize) {}
 
     __device__ void run() {
-        DdsEpilogue<Traits> epilogue(arguments_, shared_, group_);
+        DdsEpilogue<Traits> epilogue(arguments_, shared_.output[group_], shared_.residual[group_], group_);
         float sums[Traits::kSums];
         Work work = next_work(epilogue);
         while (work.tile >= 0) {
             epilogue.begin(Traits::first_token(work, rank_));
-            const int64_t partial = Traits::partial_place(arguments_, work, rank_, group_);
+            const int64_t partial = partial_place<Traits>(arguments_, work, rank_, group_);
             const bool any = multiply_all(sums, work);
             // While the last products are under way, so that what the plan says of the next tile has arrived
             // when the barriers of the epilogue wait for all that is read.
@@ -183,6 +183,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         cutlass::arch::fence_barrier_init();
     }
     cute::cluster_sync();
+    if (Traits::kSplits) cudaTriggerProgrammaticLaunchCompletion();  // see dds_reduce
 
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
@@ -199,37 +200,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         DdsConsumer<Traits, kRowMajorInput>(arguments, shared, plan, rank, warp / 4 - 1).run();
     }
     cute::cluster_sync();  // the other CTA may still write here
-}
-
-// Adds the partial sums of each tile, always in the same order, and makes results of them. A CTA computes
-// what a CTA of the kernel above does, one tile.
-template <class Traits>
-__global__ void __launch_bounds__(128 * Traits::kGroups, 1)
-    dds_reduce(const __grid_constant__ DdsArguments arguments) {
-    extern __shared__ __align__(1024) char memory[];
-    auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
-    if (threadIdx.x == 0) {
-        for (auto& group : shared.residual)
-            for (const Barrier& arrived : group) arrived.init(1);
-        cutlass::arch::fence_barrier_init();
-    }
-    __syncthreads();
-
-    const DdsPlan plan(arguments.plan);
-    const int rank = blockIdx.x % Traits::kRanks, item = blockIdx.x / Traits::kRanks;
-    const int group = threadIdx.x / 128;
-    Work work{item / arguments.units, item % arguments.units, 0, 0, 0};
-    DdsEpilogue<Traits> epilogue(arguments, shared, group);
-    epilogue.prepare(plan.rows + Traits::plan_index(work.tile, rank) * plan.groups);
-    epilogue.begin(Traits::first_token(work, rank));
-    cudaGridDependencySynchronize();
-    float sums[Traits::kSums] = {};
-    for (; work.split < arguments.schedule.by_splits.divisor; ++work.split)
-        add_sums(partial_sums<Traits::kSums>(arguments.partial,
-                                             Traits::partial_place(arguments, work, rank, group)),
-                 sums);
-    epilogue.store(sums);
-    epilogue.finish_stores();
 }
 
 // Host side: one row of the registry.
@@ -252,7 +222,7 @@ struct Dds {
     // The partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
         const int64_t splits = splits_of(problem, device);
-        return splits == 1 ? 0 : splits * tile_count(problem) * unit_count(problem) * kClusterPartialBytes;
+        return splits == 1 ? 0 : splits * tile_count(problem) * unit_count(problem) * partial_bytes<Traits>();
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
@@ -287,9 +257,6 @@ struct Dds {
     }
 
   private:
-    static constexpr size_t kClusterPartialBytes =
-        sizeof(float) * Traits::kRanks * Traits::kTileTokens * Traits::kTileFeatures;
-
     static int64_t splits_of(const Problem& problem, const Device& device) {
         if (!Traits::kSplits) return 1;
         return split_count(problem, tile_count(problem) * unit_count(problem),
@@ -302,18 +269,16 @@ struct Dds {
                                ? ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch
                                : ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
         const int64_t clusters = std::min<int64_t>(items, Traits::Schedule::kMaxClusters);
-        return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream);
+        return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream,
+                     false);
     }
 
     static cudaError_t multiply_parts(DdsArguments& arguments, const Problem& problem, int64_t items,
                                       void* stream) {
-        DdsArguments sums_alone = arguments;
-        sums_alone.bias = nullptr;
-        sums_alone.has_residual = false;
         const int64_t parts = items * arguments.schedule.by_splits.divisor;
-        if (const cudaError_t error = multiply(sums_alone, problem, parts, stream)) return error;
-        return launch_early<dds_reduce<Traits>>(arguments, items * Traits::kRanks, 128 * Traits::kGroups,
-                                                Traits::kSharedBytes, stream);
+        if (const cudaError_t error = multiply(without_epilogue(arguments), problem, parts, stream))
+            return error;
+        return reduce_parts<Traits>(arguments, items, stream);
     }
 
     static int64_t tile_count(const Problem& problem) {

@@ -19,10 +19,13 @@ class DdsEpilogue {
     static constexpr int kSums = Traits::kSums;
 
   public:
-    __device__ DdsEpilogue(const DdsArguments& arguments, typename Traits::Shared& shared, int group)
+    using Buffers = char[Traits::kChunks][Traits::kChunkBytes];
+    using Arrived = Barrier[Traits::kChunks];  // of the residual in a buffer
+
+    __device__ DdsEpilogue(const DdsArguments& arguments, Buffers& buffers, const Arrived& arrived, int group)
         : arguments_(arguments),
-          buffers_(shared.output[group]),
-          arrived_(shared.residual[group]),
+          buffers_(buffers),
+          arrived_(arrived),
           group_(group),
           thread_(threadIdx.x % 128),
           parts_(arguments.row_parts),
@@ -218,8 +221,8 @@ class DdsEpilogue {
     }
 
     const DdsArguments& arguments_;
-    char (&buffers_)[Traits::kChunks][Traits::kChunkBytes];
-    const Barrier (&arrived_)[Traits::kChunks];  // of the residual in a buffer
+    Buffers& buffers_;
+    const Arrived& arrived_;
     int group_;
     int thread_;
     int parts_;        // block rows of the warpgroup

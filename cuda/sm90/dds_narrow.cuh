@@ -19,6 +19,7 @@
 #include "sm90/dds_epilogue.cuh"
 #include "sm90/dds_narrow_pack.cuh"
 #include "sm90/dds_narrow_traits.cuh"
+#include "sm90/dds_reduce.cuh"
 #include "sm90/launch.cuh"
 #include "sm90/tensor_map.h"
 
@@ -39,6 +40,7 @@ class NarrowProducer {
 
     __device__ void run() {
         typename Ring<Traits::Schedule::kQueue>::Position next;
+        cudaGridDependencySynchronize();  // the weight is packed
         while (true) {
             const Work work = shared_.schedule.pop(next, lane_);
             if (work.tile < 0) return;
@@ -140,14 +142,20 @@ class NarrowConsumer {
           place_(place()) {}
 
     __device__ void run() {
-        Epilogue epilogue(arguments_, shared_, group_);
+        Epilogue epilogue(arguments_, shared_.output[group_], shared_.residual[group_], group_);
         float sums[Traits::kSums];
         Work work = next_work(epilogue);
         while (work.tile >= 0) {
-            epilogue.begin(work.unit * Traits::kTileTokens);
+            epilogue.begin(Traits::first_token(work, rank_));
             multiply_all(sums, work);
+            const Work done = work;
             work = next_work(epilogue);
-            epilogue.store(sums);
+            if constexpr (Traits::kSplits)
+                store_sums(partial_sums<Traits::kSums>(
+                               arguments_.partial, partial_place<Traits>(arguments_, done, rank_, group_)),
+                           sums);
+            else
+                epilogue.store(sums);
         }
         epilogue.finish_stores();
     }
@@ -165,7 +173,7 @@ class NarrowConsumer {
         const Work work = shared_.schedule.pop(next_, lane_);
         if (work.tile < 0) return work;
         masks_ = masks_from(work, 0);
-        epilogue.prepare(plan_.rows + (work.tile * Traits::kRanks + rank_) * Traits::kBlockRows);
+        epilogue.prepare(Traits::rows_of(arguments_.plan, work.tile, rank_));
         return work;
     }
 
@@ -283,6 +291,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         cutlass::arch::fence_barrier_init();
     }
     cute::cluster_sync();
+    if (Traits::kSplits) cudaTriggerProgrammaticLaunchCompletion();  // see dds_reduce
 
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<32>();
@@ -316,19 +325,26 @@ struct DdsNarrow {
         return refuses_results(problem.output(), problem.tokens);
     }
 
-    // The packed weight.
-    static size_t workspace_size(const Problem& problem, const Device&) {
-        return static_cast<size_t>(problem.pattern.value_count()) * sizeof(Element);
+    // The packed weight, and the partial sums.
+    static size_t workspace_size(const Problem& problem, const Device& device) {
+        const int64_t splits = splits_of(problem, device);
+        const int64_t partial =
+            splits == 1 ? 0 : splits * tile_count(problem) * unit_count(problem) * partial_bytes<Common>();
+        return packed_bytes(problem) + partial;
     }
 
-    static int32_t launch(const Problem& problem, const Device&, void* workspace, void* stream) {
+    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         const bool wide = problem.pattern.block_rows == 32;
+        const int64_t splits = splits_of(problem, device);
         if constexpr (kStep == 64) {
-            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, workspace, stream);
+            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, splits, workspace, stream);
         } else {
+            if (splits > 1)
+                return (wide ? launch_as<32, 4, true> : launch_as<16, 4, true>)(problem, splits, workspace,
+                                                                                stream);
             if (problem.pattern.density() < kThin)
-                return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, workspace, stream);
-            return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, workspace, stream);
+                return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, splits, workspace, stream);
+            return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, splits, workspace, stream);
         }
     }
 
@@ -345,11 +361,23 @@ struct DdsNarrow {
                 0,
                 refuses,
                 workspace_size,
-                launch};
+                launch,
+                kStep == 128};
     }
 
   private:
     static constexpr double kThin = 0.15;  // density, measured on an H200
+
+    static int64_t splits_of(const Problem& problem, const Device& device) {
+        if (kStep == 64) return 1;
+        return split_count(problem, tile_count(problem) * unit_count(problem),
+                           device.multiprocessors / Common::kRanks);
+    }
+    // Up to where the partial sums begin.
+    static int64_t packed_bytes(const Problem& problem) {
+        const int64_t bytes = problem.pattern.value_count() * sizeof(Element);
+        return (bytes + 255) / 256 * 256;
+    }
 
     static int64_t tile_count(const Problem& problem) {
         return (problem.features() + kClusterFeatures - 1) / kClusterFeatures;
@@ -358,20 +386,28 @@ struct DdsNarrow {
         return (problem.tokens + Common::kTileTokens - 1) / Common::kTileTokens;
     }
 
-    template <int kBlock, int kStages>
-    static int32_t launch_as(const Problem& problem, void* workspace, void* stream) {
-        using Traits = NarrowTraits<Math, kBlock, kStep, kStages>;
-        const int64_t tiles = tile_count(problem), units = unit_count(problem);
-        if (tiles * units == 0) return cudaSuccess;
+    template <int kBlock, int kStages, bool kSplits = false>
+    static int32_t launch_as(const Problem& problem, int64_t splits, void* workspace, void* stream) {
+        using Traits = NarrowTraits<Math, kBlock, kStep, kStages, kSplits>;
+        const int64_t tiles = tile_count(problem), units = unit_count(problem),
+                      parts = tiles * units * splits;
+        if (parts == 0) return cudaSuccess;
         DdsArguments arguments{};
         arguments.packed = static_cast<const char*>(workspace);
-        if (const cudaError_t error = describe(arguments, problem, tiles, units)) return error;
+        arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + packed_bytes(problem));
+        if (const cudaError_t error = describe(arguments, problem, tiles, units, splits)) return error;
         if (const cudaError_t error = pack<kBlock>(problem, workspace, stream)) return error;
         const auto start = problem.input().layout == Layout::row_major
                                ? ClusterLauncher<dds_narrow_kernel<Traits, true>, DdsArguments>::launch
                                : ClusterLauncher<dds_narrow_kernel<Traits, false>, DdsArguments>::launch;
-        const int64_t clusters = std::min<int64_t>(tiles * units, Traits::Schedule::kMaxClusters);
-        return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream);
+        const int64_t clusters = std::min<int64_t>(parts, Traits::Schedule::kMaxClusters);
+        const bool follows_pack = problem.pattern.nnz > 0;
+        const cudaError_t error =
+            start(kSplits ? without_epilogue(arguments) : arguments, clusters, Traits::kRanks,
+                  Traits::kThreads, Traits::kSharedBytes, stream, follows_pack);
+        if constexpr (kSplits)
+            if (error == cudaSuccess) return reduce_parts<Traits>(arguments, tiles * units, stream);
+        return error;
     }
 
     template <int kBlock>
@@ -388,8 +424,8 @@ struct DdsNarrow {
         return cudaGetLastError();
     }
 
-    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles,
-                                int64_t units) {
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units,
+                                int64_t splits) {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.bias = problem.bias;
         arguments.row_block = arguments.row_width = problem.row_block();
@@ -398,8 +434,9 @@ struct DdsNarrow {
         arguments.output_layout = problem.output().layout;
         arguments.activation = problem.activation;
         arguments.has_residual = problem.residual.data != nullptr;
-        arguments.schedule = schedule_arguments(static_cast<int>(tiles), static_cast<int>(units), 1,
-                                                group_units(problem.k_size()));
+        arguments.units = static_cast<int>(units);
+        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
+                                                static_cast<int>(splits), group_units(problem.k_size()));
         const bool row_major = problem.input().layout == Layout::row_major;
         arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
         if (const cudaError_t error = map_input(arguments, problem)) return error;

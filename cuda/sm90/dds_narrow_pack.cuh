@@ -12,6 +12,7 @@ __global__ void __launch_bounds__(256)
     pack_narrow_kernel(const PlanHeader* header, int blocks, const Element* __restrict__ values,
                        char* __restrict__ packed) {
     constexpr int kPiece = 8, kPieces = kBlock / kPiece, kAll = kBlock * kPieces / 32;
+    cudaTriggerProgrammaticLaunchCompletion();  // the kernel that multiplies may begin, and waits by itself
     const int block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (block >= blocks) return;
     const Element* const from = values + int64_t{__ldg(NarrowPlan(header).slots + block)} * (kBlock * kBlock);

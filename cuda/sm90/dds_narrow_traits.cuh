@@ -29,13 +29,19 @@ __device__ int packed_place(int feature, int piece) {
 //
 // What shared memory has beside the results is for activations where the weight is sparse, for more of the
 // weight where it is not. Warpgroups with more blocks in a step than others fall behind by what is there.
-template <class Math_, int kBlock_, int kStep_, int kStages_>
+template <class Math_, int kBlock_, int kStep_, int kStages_, bool kSplits_ = false>
 struct NarrowTraits {
     using Math = Math_;
     using Element = typename Math::Element;
     static constexpr int kBlock = kBlock_;
     static constexpr int kRanks = 2;
     static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
+
+    __device__ static int first_token(const Work& work, int) { return work.unit * kTileTokens; }
+    // The block rows of a CTA's tile.
+    __device__ static const int* rows_of(const PlanHeader* plan, int tile, int rank) {
+        return reinterpret_cast<const int*>(plan) + plan->rows_at + (tile * kRanks + rank) * kBlockRows;
+    }
 
     static constexpr int kTileTokens = 128;
     static constexpr int kRankTokens = kTileTokens / kRanks;  // of which a CTA loads the activations
@@ -60,7 +66,8 @@ struct NarrowTraits {
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = 1;
     static constexpr int kSums = kTileTokens * kGroupFeatures / 128;  // of a thread
-    using Schedule = sm90::Schedule<false>;
+    static constexpr bool kSplits = kSplits_;                         // for few tiles
+    using Schedule = sm90::Schedule<kSplits>;
 
     struct Shared {
         alignas(1024) char input[kStages][kInputBytes];

@@ -38,6 +38,14 @@ struct DdsArguments {
     bool has_residual;
 };
 
+// Where a warpgroup's sums of a part of k lie among the partial sums.
+template <class Traits>
+__device__ int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank, int group) {
+    const int64_t part =
+        (int64_t{work.tile} * arguments.units + work.unit) * arguments.schedule.by_splits.divisor;
+    return ((part + work.split) * Traits::kRanks + rank) * Traits::kGroups + group;
+}
+
 // A cluster computes kTokenRanks x kRowRanks tiles of 256 or 128 tokens x 128 features, one of them a CTA.
 // With two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
 template <Op kOp, class Math_, int kTokenRanks_, int kRowRanks_, int kTileTokens_>
@@ -58,12 +66,9 @@ struct DdsTraits {
         return (work.unit * kTokenRanks + token_rank(rank)) * kTileTokens;
     }
 
-    // Where a warpgroup's sums of a part of k lie among the partial sums.
-    __device__ static int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank,
-                                            int group) {
-        const int64_t part =
-            (int64_t{work.tile} * arguments.units + work.unit) * arguments.schedule.by_splits.divisor;
-        return ((part + work.split) * kRanks + rank) * kGroups + group;
+    // The block rows of a CTA's tile.
+    __device__ static const int* rows_of(const PlanHeader* plan, int tile, int rank) {
+        return reinterpret_cast<const int*>(plan) + plan->rows_at + plan_index(tile, rank) * plan->groups;
     }
 
     static constexpr int kTileTokens = kTileTokens_;

@@ -18,22 +18,25 @@ inline const char* refuses(const Device& device, int shared_bytes) {
 template <auto kKernel, class Arguments>
 class ClusterLauncher {
   public:
-    // At most as many clusters are launched as the device holds at a time.
+    // At most as many clusters are launched as the device holds at a time. `early`: while the kernel before
+    // it still runs, for which it waits by itself.
     static cudaError_t launch(const Arguments& arguments, int64_t clusters, int cluster_size, int threads,
-                              int shared_bytes, void* stream) {
+                              int shared_bytes, void* stream, bool early) {
         const auto kernel = reinterpret_cast<const void*>(kKernel);
         static std::atomic<uint64_t> devices_done{0};
         if (const cudaError_t error = allow_shared_memory(kernel, shared_bytes, devices_done)) return error;
-        cudaLaunchAttribute cluster;
-        cluster.id = cudaLaunchAttributeClusterDimension;
-        cluster.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
+        cudaLaunchAttribute attributes[2];
+        attributes[0].id = cudaLaunchAttributeClusterDimension;
+        attributes[0].val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
+        attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[1].val.programmaticStreamSerializationAllowed = 1;
         cudaLaunchConfig_t config{};
         config.gridDim = dim3(cluster_size);
         config.blockDim = dim3(threads);
         config.dynamicSmemBytes = shared_bytes;
         config.stream = static_cast<cudaStream_t>(stream);
-        config.attrs = &cluster;
-        config.numAttrs = 1;
+        config.attrs = attributes;
+        config.numAttrs = early ? 2 : 1;
         int resident = 0;
         if (const cudaError_t error = resident_clusters(config, cluster_size, resident)) return error;
         config.gridDim.x *= static_cast<unsigned>(clusters < resident ? clusters : resident);

@@ -321,7 +321,8 @@ struct Sdd {
     template <bool kRowMajorY, bool kRowMajorX>
     static cudaError_t start_on(const SddArguments& arguments, void* stream) {
         return ClusterLauncher<sdd_kernel<Traits, kRowMajorY, kRowMajorX>, SddArguments>::launch(
-            arguments, arguments.teams, arguments.team_size, Traits::kThreads, Traits::kSharedBytes, stream);
+            arguments, arguments.teams, arguments.team_size, Traits::kThreads, Traits::kSharedBytes, stream,
+            false);
     }
 
     static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device) {

@@ -1,0 +1,64 @@
+// dds in parts: where tiles are few, the sums over k are cut, and a second kernel adds them.
+#pragma once
+
+#include "sm90/dds_epilogue.cuh"
+#include "sm90/dds_traits.cuh"
+#include "sm90/launch.cuh"
+#include "sm90/partial.cuh"
+
+namespace ts::sm90 {
+
+template <class Traits>
+struct ReduceShared {
+    alignas(1024) typename DdsEpilogue<Traits>::Buffers output;
+    typename DdsEpilogue<Traits>::Arrived residual;
+};
+
+// Adds the partial sums of each tile, always in the same order, and makes results of them. A CTA computes
+// what a warpgroup of the dds kernel does of one tile. It is launched while that kernel still runs.
+template <class Traits>
+__global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArguments arguments) {
+    extern __shared__ __align__(1024) char memory[];
+    auto& shared = *reinterpret_cast<ReduceShared<Traits>*>(memory);
+    if (threadIdx.x == 0) {
+        for (const Barrier& arrived : shared.residual) arrived.init(1);
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+
+    const int group = blockIdx.x % Traits::kGroups, cta = blockIdx.x / Traits::kGroups;
+    const int rank = cta % Traits::kRanks, item = cta / Traits::kRanks;
+    Work work{item / arguments.units, item % arguments.units, 0, 0, 0};
+    DdsEpilogue<Traits> epilogue(arguments, shared.output, shared.residual, group);
+    epilogue.prepare(Traits::rows_of(arguments.plan, work.tile, rank));
+    epilogue.begin(Traits::first_token(work, rank));
+    cudaGridDependencySynchronize();
+    float sums[Traits::kSums] = {};
+    for (; work.split < arguments.schedule.by_splits.divisor; ++work.split)
+        add_sums(partial_sums<Traits::kSums>(arguments.partial,
+                                             partial_place<Traits>(arguments, work, rank, group)),
+                 sums);
+    epilogue.store(sums);
+    epilogue.finish_stores();
+}
+
+// Of all tiles of a cluster.
+template <class Traits>
+constexpr size_t partial_bytes() {
+    return sizeof(float) * Traits::kRanks * Traits::kTileTokens * Traits::kTileFeatures;
+}
+
+// For the kernel that computes the parts.
+inline DdsArguments without_epilogue(DdsArguments arguments) {
+    arguments.bias = nullptr;
+    arguments.has_residual = false;
+    return arguments;
+}
+
+template <class Traits>
+cudaError_t reduce_parts(DdsArguments& arguments, int64_t items, void* stream) {
+    return launch_early<dds_reduce<Traits>>(arguments, items * Traits::kRanks * Traits::kGroups, 128,
+                                            sizeof(ReduceShared<Traits>), stream);
+}
+
+}  // namespace ts::sm90
