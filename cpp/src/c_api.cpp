@@ -68,16 +68,18 @@ std::vector<int32_t> plan_of(const ts_pattern* source, int32_t index, int32_t op
     return build_plan(pattern, static_cast<Op>(op), kernel.plan);
 }
 
-// A CUDA kernel without a plan walks the rows of the pattern.
-void check_rows(const Pattern& pattern, const Kernel& kernel) {
-    const Adjacency& rows = pattern.rows;
+// A CUDA kernel without a plan walks the block rows of its results.
+void check_rows(const Problem& problem, const Kernel& kernel) {
+    const Pattern& pattern = problem.pattern;
+    const Adjacency& rows = problem.forward() ? pattern.rows : pattern.cols;
     require(rows.ptr != nullptr && (pattern.nnz == 0 || (rows.idx != nullptr && rows.slot != nullptr)),
-            "pattern.row_ptr, col_idx or row_slot is null; kernel ", kernel.name, " reads them");
+            "pattern.", problem.forward() ? "row_ptr, col_idx or row_slot" : "col_ptr, row_idx or col_slot",
+            " is null; kernel ", kernel.name, " reads them");
 }
 
 void check_plan(const ts_matmul_desc& desc, const Problem& problem, const Kernel& kernel) {
     if (kernel.plan.tile == 0) {
-        if (kernel.device == DeviceType::cuda) check_rows(problem.pattern, kernel);
+        if (kernel.device == DeviceType::cuda) check_rows(problem, kernel);
         return;
     }
     require(desc.plan != nullptr, "plan is null; kernel ", kernel.name, " needs one from ts_plan_build");

@@ -76,6 +76,7 @@ int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
 // its multiply-adds and the operands it brings in. The weight of the operands was fitted on an H200.
 int64_t dds_cost(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr int64_t kOperandWeight = 64;
+    constexpr int kStep = 64;  // k of a step of dds_steps()
     const int64_t features = problem.features();
     const int64_t columns = divide_up(features, kernel.tile_features);
     const int64_t tiles = divide_up(problem.tokens, kernel.tile_tokens) * columns;
@@ -89,7 +90,8 @@ int64_t dds_cost(const Kernel& kernel, const Problem& problem, const Device& dev
     const int64_t parts =
         kernel.splits ? split_count(problem, tiles, device.multiprocessors / multiprocessors) : 1;
     if (parts == 1) return cost;
-    return static_cast<int64_t>(static_cast<double>(cost) * split_time(dds_steps(problem), parts));
+    const double steps = dds_steps(problem) * kStep / kernel.plan.step;
+    return static_cast<int64_t>(static_cast<double>(cost) * std::min(1.0, split_time(steps, parts)));
 }
 
 // For sdd, whose tiles hold several block rows: wide tiles share loads between the many rows of the
@@ -105,10 +107,32 @@ int64_t cost(const Kernel& kernel, const Problem& problem, const Device& device)
     return problem.op == Op::sdd_tn ? sdd_cost(kernel, problem) : dds_cost(kernel, problem, device);
 }
 
-// Kernels made for few tokens come first, then the cheapest. Costs of sdd compare within an architecture,
-// of which the newest that the device can run is best.
+// Whether kernels made for few tokens are faster than the others. They read the activations anew for each
+// block row and 64 tokens. The others walk what several rows have in common; where tiles are few they take as
+// long as one tile does, less where there are so few that sums are cut into parts. In us, beside what both
+// take, fitted to an H200.
+bool has_few_tokens(const Problem& problem, const Device& device) {
+    constexpr int64_t kChunk = 64, kTilesInParts = 8;
+    const int64_t chunks = divide_up(problem.tokens, kChunk);
+    if (chunks <= 1) return true;
+    const Pattern& pattern = problem.pattern;
+    const int32_t rows = problem.row_block();
+    const double products = static_cast<double>(chunks * kChunk) * static_cast<double>(pattern.value_count());
+    const double streaming = 1e-6 * products / device.multiprocessors *
+                             (rows < 32   ? 4.0
+                              : rows < 64 ? 1.74
+                                          : 1.45);
+    const double present = 1 - std::pow(1 - pattern.density(), std::max(2, 128 / rows));
+    const double walking = 7e-3 * static_cast<double>(problem.k_size()) * present;
+    const int64_t tiles = divide_up(problem.tokens, 128) * divide_up(problem.features(), 512);
+    return streaming < (tiles > kTilesInParts ? walking : 0.62 * walking);
+}
+
+// Kernels made for few tokens come first where there are few, then the cheapest. Costs of sdd compare within
+// an architecture, of which the newest that the device can run is best.
 bool better(const Kernel& a, const Kernel& b, const Problem& problem, const Device& device) {
-    if ((a.max_tokens > 0) != (b.max_tokens > 0)) return a.max_tokens > 0;
+    if ((a.max_tokens > 0) != (b.max_tokens > 0))
+        return (a.max_tokens > 0) == has_few_tokens(problem, device);
     if (problem.op == Op::sdd_tn && a.min_compute_capability != b.min_compute_capability)
         return a.min_compute_capability > b.min_compute_capability;
     return cost(a, problem, device) < cost(b, problem, device);

@@ -1,6 +1,7 @@
-// The forward product of few tokens, y = x W^T, which can take no less time than reading W takes.
+// dds of few tokens, which can take no less time than reading W takes. The names are those of the forward
+// product, y = x W^T; the other one, x = y W, walks block columns in place of block rows.
 //
-// A CTA computes kRows features of one block row for all tokens. Its warps share the row's blocks evenly
+// A CTA computes kRows features of one block row for up to 64 tokens. Its warps share the row's blocks evenly
 // and add up their sums in the end; where many tokens make copies of x a burden, they do so in teams
 // that share what they copy. A team walks its part of the row in slices of 64 elements of k and copies
 // them, W and x, through a ring of its own in shared memory: that keeps more bytes under way than
@@ -24,7 +25,7 @@ struct DecodeArguments {
     const void* bias;
     const void* residual;  // in the output's layout
     int64_t residual_ld;
-    Adjacency rows;
+    Adjacency rows;  // of results
     Layout output_layout;
     Activation activation;
     int tokens;
@@ -32,18 +33,24 @@ struct DecodeArguments {
     int k_shift;    // log2 of the k of a block
 };
 
-// `kChunks`: of 16 bytes, of a block's row within a slice; it follows from the k of a block.
-template <class Math_, int kRows_, int kTokenTiles_, int kChunks_>
+// `kTransposed`: blocks are stored k by features. `kChunks`: of 16 bytes, of a block's k within a slice; it
+// follows from the k of a block.
+template <class Math_, bool kTransposed_, int kRows_, int kTokenTiles_, int kChunks_>
 struct DecodeTraits {
     using Math = Math_;
     using Element = typename Math::Element;
+    static constexpr bool kTransposed = kTransposed_;
     static constexpr int kRows = kRows_;
     static constexpr int kTokenTiles = kTokenTiles_;  // of 8 tokens
     static constexpr int kTokens = 8 * kTokenTiles;
     static constexpr int kChunks = kChunks_;
     static constexpr int kSlice = 64;                // elements of k
     static constexpr int kBlocks = 8 / kChunks;      // of a slice
-    static constexpr int kLineBytes = 16 * kChunks;  // a row of a block in shared memory, or a token's k
+    static constexpr int kLineBytes = 16 * kChunks;  // a token's k of a block in shared memory
+    // The lines of a block's slice, as they are stored.
+    static constexpr int kWeightChunks = kTransposed ? kRows / 8 : kChunks;
+    static constexpr int kWeightLineBytes = 16 * kWeightChunks;
+    static constexpr int kWeightLines = kTransposed ? kSlice / kBlocks : kRows;
 
     // The warps of a team multiply different halves of each slice, and different rows or tokens.
     static constexpr int kTeam = kTokenTiles == 8 && kRows >= 32 ? 4 : 1;
@@ -55,6 +62,7 @@ struct DecodeTraits {
     static constexpr int kWarpTokenTiles = kWarpTokens / 8;
 
     static constexpr int kCopyLines = 32 * kTeam / kChunks;  // that a team copies at a time
+    static constexpr int kWeightCopyLines = 32 * kTeam / kWeightChunks;
     static constexpr int kCopyBytes = 32 * kTeam * 16;
     static constexpr int kValueBytes = kRows * kSlice * static_cast<int>(sizeof(Element));
     static constexpr int kStageBytes = kValueBytes + kTokens * kSlice * static_cast<int>(sizeof(Element));
@@ -66,13 +74,17 @@ struct DecodeTraits {
     static_assert(sizeof(Element) == 2);
     static_assert(kTokens * kSumLine * static_cast<int>(sizeof(float)) <= kSumBytes);
 
-    // Where a chunk of a row (or token) lies: permuted among the 128 bytes around it, so that ldmatrix finds
-    // the same chunk of 8 rows in different banks.
-    __device__ static uint32_t offset(int row, int chunk) {
-        return (row * kChunks + (chunk ^ (row * kChunks / 8 & (kChunks - 1)))) * 16;
+    // Where a chunk of a line lies: permuted among the 128 bytes around it, so that ldmatrix finds the same
+    // chunk of 8 lines in different banks.
+    template <int kLineChunks>
+    __device__ static uint32_t offset(int line, int chunk) {
+        return (line * kLineChunks + (chunk ^ (line * kLineChunks / 8 & (kLineChunks - 1)))) * 16;
     }
-    // What is to be added by exclusive or to the offset of the row i * kCopyLines after another.
-    __device__ static constexpr uint32_t swap(int i) { return i * kCopyLines * kChunks / 8 % kChunks * 16; }
+    // What is to be added by exclusive or to the offset of a line of a team's i-th copy after the first.
+    template <int kLineChunks>
+    __device__ static constexpr uint32_t swap(int i) {
+        return i * (kCopyBytes / 128) % kLineChunks * 16;
+    }
 };
 
 template <int kPending>
@@ -83,13 +95,19 @@ __device__ inline void wait_for_copies() {
 // Copies the slices of a team's part of a block row into its ring, one after another.
 template <class Traits>
 class DecodeLoader {
+    static constexpr bool kTransposed = Traits::kTransposed;
     static constexpr int kChunks = Traits::kChunks, kCopyLines = Traits::kCopyLines;
+    static constexpr int kWeightLines = Traits::kWeightLines, kWeightCopyLines = Traits::kWeightCopyLines;
     static constexpr int kBatch = 32;  // entries: one a lane
 
   public:
-    __device__ DecodeLoader(const DecodeArguments& arguments, int feature, int part, int parts, uint32_t ring,
-                            int thread)
-        : arguments_(arguments), lane_(thread % 32), line_(thread / kChunks) {
+    __device__ DecodeLoader(const DecodeArguments& arguments, int feature, int token, int part, int parts,
+                            uint32_t ring, int thread)
+        : arguments_(arguments),
+          tokens_(arguments.tokens - token),
+          lane_(thread % 32),
+          line_(thread / kChunks),
+          weight_line_(thread / Traits::kWeightChunks) {
         const int row = feature >> arguments.row_shift, k_shift = arguments.k_shift;
         const int first = __ldg(arguments.rows.ptr + row);
         last_entry_ = __ldg(arguments.rows.ptr + row + 1);
@@ -101,13 +119,18 @@ class DecodeLoader {
         current_ = fetch(batch_);
         next_ = fetch(batch_ + kBatch);
 
-        const int chunk = thread % kChunks;
-        const int64_t row_in_block = (feature & ((1 << arguments.row_shift) - 1)) + line_;
-        values_ =
-            static_cast<const char*>(arguments.values) + (row_in_block << k_shift) * kElement + chunk * 16;
-        input_ = static_cast<const char*>(arguments.input) + line_ * arguments.input_ld + chunk * 16;
-        stage_ = ring + Traits::offset(line_, chunk);
+        const int chunk = thread % kChunks, weight_chunk = thread % Traits::kWeightChunks;
+        const int64_t row_in_block = feature & ((1 << arguments.row_shift) - 1);
+        const int64_t first_value =
+            kTransposed ? (static_cast<int64_t>(weight_line_) << arguments.row_shift) + row_in_block
+                        : (row_in_block + weight_line_) << k_shift;
+        values_ = static_cast<const char*>(arguments.values) + first_value * kElement + weight_chunk * 16;
+        input_ =
+            static_cast<const char*>(arguments.input) + (token + line_) * arguments.input_ld + chunk * 16;
+        stage_ = ring + Traits::template offset<kChunks>(line_, chunk);
         first_stage_ = stage_;
+        to_weight_ =
+            ring + Traits::template offset<Traits::kWeightChunks>(weight_line_, weight_chunk) - stage_;
     }
 
     __device__ int slices() const { return last_slice_ - slice_; }
@@ -141,20 +164,24 @@ class DecodeLoader {
         const int from = entry_ + j - batch_;
         const int64_t col = __shfl_sync(~0u, current_.x, from), slot = __shfl_sync(~0u, current_.y, from);
         const int bytes = entry_ + j < last_entry_ ? 16 : 0;
-        const int k_shift = arguments_.k_shift;
-        const char* w = values_ + ((slot << (arguments_.row_shift + k_shift)) + k) * kElement;
+        const int k_shift = arguments_.k_shift, line_shift = kTransposed ? arguments_.row_shift : k_shift;
+        const int64_t k_value = kTransposed ? static_cast<int64_t>(k) << line_shift : k;
+        const char* w = values_ + ((slot << (arguments_.row_shift + k_shift)) + k_value) * kElement;
         const char* x = input_ + ((col << k_shift) + k) * kElement;
-        const int64_t w_step = (int64_t{kCopyLines} << k_shift) * kElement;
-        const uint32_t w_target = stage_ + j * Traits::kRows * Traits::kLineBytes;
+        const int64_t w_step = (int64_t{kWeightCopyLines} << line_shift) * kElement;
+        const uint32_t w_target =
+            stage_ + (kTransposed ? to_weight_ : 0) + j * kWeightLines * Traits::kWeightLineBytes;
         const uint32_t x_target = stage_ + Traits::kValueBytes + j * Traits::kTokens * Traits::kLineBytes;
 #pragma unroll
-        for (int i = 0; i < (Traits::kRows + kCopyLines - 1) / kCopyLines; ++i)
-            copy_async_if(Traits::kRows % kCopyLines == 0 || line_ < Traits::kRows,
-                          (w_target ^ Traits::swap(i)) + i * Traits::kCopyBytes, w + i * w_step, bytes);
+        for (int i = 0; i < (kWeightLines + kWeightCopyLines - 1) / kWeightCopyLines; ++i)
+            copy_async_if(
+                kWeightLines % kWeightCopyLines == 0 || weight_line_ < kWeightLines,
+                (w_target ^ Traits::template swap<Traits::kWeightChunks>(i)) + i * Traits::kCopyBytes,
+                w + i * w_step, bytes);
 #pragma unroll
         for (int i = 0; i < (Traits::kTokens + kCopyLines - 1) / kCopyLines; ++i)
-            copy_async_if(line_ + i * kCopyLines < arguments_.tokens,
-                          (x_target ^ Traits::swap(i)) + i * Traits::kCopyBytes,
+            copy_async_if(line_ + i * kCopyLines < tokens_,
+                          (x_target ^ Traits::template swap<kChunks>(i)) + i * Traits::kCopyBytes,
                           x + i * kCopyLines * arguments_.input_ld, bytes);
     }
 
@@ -166,8 +193,10 @@ class DecodeLoader {
     }
 
     const DecodeArguments& arguments_;
+    const int tokens_;  // from the CTA's first on
     const int lane_;
-    const int line_;  // of the rows and tokens copied at a time, the one this thread copies a chunk of
+    const int line_;         // of the tokens copied at a time, the one of which this thread copies a chunk
+    const int weight_line_;  // of the lines of a block
     int slice_, last_slice_;
     int entry_, last_entry_;
     int batch_;  // first entry of the current batch
@@ -175,40 +204,61 @@ class DecodeLoader {
     const char* values_;
     const char* input_;
     uint32_t stage_, first_stage_;
+    uint32_t to_weight_;  // from stage_, which is of the thread's line of tokens, to that of a block
 };
 
+template <bool kTransposed>
 __device__ inline Fragment<4> load_matrices(uint32_t address) {
     Fragment<4> to;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
-                 : "r"(address)
-                 : "memory");
+    if constexpr (kTransposed)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
+                     : "r"(address)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
+                     : "r"(address)
+                     : "memory");
     return to;
 }
 
 // Reads a warp's fragments of a stage, 16 of k at a time.
 template <class Traits>
 class DecodeReader {
+    static constexpr bool kTransposed = Traits::kTransposed;
+    static constexpr int kChunks = Traits::kChunks, kElement = sizeof(typename Traits::Element);
+
   public:
     __device__ DecodeReader(int lane, int first_row, int first_token)
-        : values_(Traits::offset(lane % 16, lane / 16) + first_row * Traits::kLineBytes),
-          input_(Traits::offset((Traits::kTokens > 8 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2) +
+        : values_(kTransposed ? offset<Traits::kWeightChunks>(lane / 16 * 8 + lane % 8, lane / 8 % 2) ^
+                                    first_row * kElement
+                              : offset<kChunks>(lane % 16, lane / 16) + first_row * Traits::kLineBytes),
+          input_(offset<kChunks>((Traits::kTokens > 8 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2) +
                  first_token * Traits::kLineBytes + Traits::kValueBytes) {}
 
     // Of the rows 16 * i to 16 * i + 15.
     __device__ Fragment<4> values(uint32_t stage, int quarter, int i) const {
-        return load_matrices(stage + quarter_of(values_, quarter, Traits::kRows) +
-                             i * 16 * Traits::kLineBytes);
+        if constexpr (kTransposed)
+            return load_matrices<true>(stage + quarter * 16 * Traits::kWeightLineBytes +
+                                       (values_ ^ i * 16 * kElement));
+        else
+            return load_matrices<false>(stage + quarter_of(values_, quarter, Traits::kRows) +
+                                        i * 16 * Traits::kLineBytes);
     }
     // Of the tokens 16 * i to 16 * i + 7 in the first half, and 8 more in the second.
     __device__ Fragment<4> input(uint32_t stage, int quarter, int i) const {
-        return load_matrices(stage + quarter_of(input_, quarter, Traits::kTokens) +
-                             i * 16 * Traits::kLineBytes);
+        return load_matrices<false>(stage + quarter_of(input_, quarter, Traits::kTokens) +
+                                    i * 16 * Traits::kLineBytes);
     }
 
   private:
+    template <int kLineChunks>
+    __device__ static uint32_t offset(int line, int chunk) {
+        return Traits::template offset<kLineChunks>(line, chunk);
+    }
     __device__ static uint32_t quarter_of(uint32_t offset, int quarter, int lines) {
-        constexpr int kQuarters = Traits::kChunks / 2;  // of a block
+        constexpr int kQuarters = kChunks / 2;  // of a block
         return (offset ^ quarter % kQuarters * 32) + quarter / kQuarters * lines * Traits::kLineBytes;
     }
 
@@ -254,17 +304,20 @@ __device__ inline void stage_sums(const DecodeSums<Traits>& sums, float* to, int
 
 // Adds the sums of all teams and halves, always in the same order, and stores the results.
 template <class Traits>
-__device__ inline void store_sums(const DecodeArguments& arguments, const char* sums, int first_feature) {
+__device__ inline void store_sums(const DecodeArguments& arguments, const char* sums, int first_feature,
+                                  int first_token) {
     using Element = typename Traits::Element;
     const auto* const bias = static_cast<const Element*>(arguments.bias);
     const int parts = blockDim.x / (32 * Traits::kTeam) * Traits::kHalves;
     constexpr int kPairs = Traits::kRows / 2;
-    for (int i = threadIdx.x; i < kPairs * arguments.tokens; i += blockDim.x) {
-        const int row = i % kPairs * 2, token = i / kPairs;
+    const int tokens = min(Traits::kTokens, arguments.tokens - first_token);
+    for (int i = threadIdx.x; i < kPairs * tokens; i += blockDim.x) {
+        const int row = i % kPairs * 2, token_of_cta = i / kPairs;
+        const int64_t token = first_token + token_of_cta;
         const int64_t feature = first_feature + row;
         float2 sum = bias == nullptr ? make_float2(0.0f, 0.0f)
                                      : make_float2(to_float(bias[feature]), to_float(bias[feature + 1]));
-        const char* part = sums + (token * Traits::kSumLine + row) * sizeof(float);
+        const char* part = sums + (token_of_cta * Traits::kSumLine + row) * sizeof(float);
         for (int p = 0; p < parts; ++p, part += Traits::kSumBytes) {
             const float2 added = *reinterpret_cast<const float2*>(part);
             sum.x += added.x;
@@ -311,9 +364,9 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     const int half = member % kHalves, rows_and_tokens = member / kHalves;
     const int first_row = rows_and_tokens % Traits::kRowParts * Traits::kWarpRows;
     const int first_token = rows_and_tokens / Traits::kRowParts * Traits::kWarpTokens;
-    const int feature = blockIdx.x * Traits::kRows;
+    const int feature = blockIdx.x * Traits::kRows, token = blockIdx.y * Traits::kTokens;
     const uint32_t ring = shared_address(shared) + team * Traits::kRingBytes;
-    DecodeLoader<Traits> loader(arguments, feature, team, teams, ring, threadIdx.x % (32 * kTeam));
+    DecodeLoader<Traits> loader(arguments, feature, token, team, teams, ring, threadIdx.x % (32 * kTeam));
     const int slices = loader.slices();
 #pragma unroll 1
     for (int i = 0; i < Traits::kStages; ++i) loader.load();
@@ -334,30 +387,29 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     stage_sums<Traits>(sums, reinterpret_cast<float*>(own) + first_token * Traits::kSumLine + first_row,
                        lane);
     __syncthreads();
-    store_sums<Traits>(arguments, shared, feature);
+    store_sums<Traits>(arguments, shared, feature, token);
 }
 
 // Host side: one row of the registry.
 template <class Math>
 struct Decode {
-    static constexpr int kMaxTokens = 64;
+    static constexpr int kMaxTokens = 1024;
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (problem.x.layout == Layout::feature_major) return "x is feature-major";
+        if (problem.input().layout == Layout::feature_major) return "its activations are feature-major";
         return device.shared_memory < kSharedBytes ? "the device has too little shared memory" : nullptr;
     }
 
     static size_t workspace_size(const Problem&, const Device&) { return 0; }
 
     static int32_t launch(const Problem& problem, const Device& device, void*, void* stream) {
-        const Pattern& pattern = problem.pattern;
-        if (problem.tokens == 0 || pattern.out_features == 0) return cudaSuccess;
+        if (problem.tokens == 0 || problem.features() == 0) return cudaSuccess;
         // More features in a CTA read x less often; fewer give every multiprocessor something to do.
-        const int32_t block_rows = pattern.block_rows;
-        const int64_t features = pattern.out_features / device.multiprocessors;
-        if (problem.tokens > 32 && block_rows >= 64 && features >= 64)
+        const int32_t row_block = problem.row_block();
+        const int64_t features = problem.features() * ((problem.tokens + 63) / 64) / device.multiprocessors;
+        if (problem.tokens > 32 && row_block >= 64 && features >= 64)
             return launch_chunks<64, 8>(problem, device, stream);
-        if (problem.tokens > 8 && block_rows >= 32 && features >= 32)
+        if (problem.tokens > 8 && row_block >= 32 && features >= 32)
             return launch_tokens<32>(problem, device, stream);
         return launch_tokens<16>(problem, device, stream);
     }
@@ -366,7 +418,7 @@ struct Decode {
         return {name,
                 DeviceType::cuda,
                 80,
-                1u << static_cast<int>(Op::dds_nt),
+                1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
                 1u << static_cast<int>(Math::kDType),
                 Math::kPrecision,
                 {0, 0},
@@ -391,44 +443,54 @@ struct Decode {
 
     template <int kRows, int kTokenTiles>
     static int32_t launch_chunks(const Problem& problem, const Device& device, void* stream) {
-        switch (problem.pattern.block_cols) {
+        switch (problem.k_block()) {
             case 16:
-                return start<DecodeTraits<Math, kRows, kTokenTiles, 2>>(problem, device, stream);
+                return launch_directed<kRows, kTokenTiles, 2>(problem, device, stream);
             case 32:
-                return start<DecodeTraits<Math, kRows, kTokenTiles, 4>>(problem, device, stream);
+                return launch_directed<kRows, kTokenTiles, 4>(problem, device, stream);
             default:
-                return start<DecodeTraits<Math, kRows, kTokenTiles, 8>>(problem, device, stream);
+                return launch_directed<kRows, kTokenTiles, 8>(problem, device, stream);
         }
+    }
+
+    template <int kRows, int kTokenTiles, int kChunks>
+    static int32_t launch_directed(const Problem& problem, const Device& device, void* stream) {
+        return problem.forward()
+                   ? start<DecodeTraits<Math, false, kRows, kTokenTiles, kChunks>>(problem, device, stream)
+                   : start<DecodeTraits<Math, true, kRows, kTokenTiles, kChunks>>(problem, device, stream);
     }
 
     template <class Traits>
     static int32_t start(const Problem& problem, const Device& device, void* stream) {
         const Pattern& pattern = problem.pattern;
-        const DecodeArguments arguments{problem.x.data,
-                                        problem.x.ld * static_cast<int64_t>(sizeof(typename Traits::Element)),
-                                        problem.y.data,
-                                        problem.y.ld,
+        const Matrix &input = problem.input(), &output = problem.output();
+        const DecodeArguments arguments{input.data,
+                                        input.ld * static_cast<int64_t>(sizeof(typename Traits::Element)),
+                                        output.data,
+                                        output.ld,
                                         problem.values,
                                         problem.bias,
                                         problem.residual.data,
                                         problem.residual.ld,
-                                        pattern.rows,
-                                        problem.y.layout,
+                                        problem.forward() ? pattern.rows : pattern.cols,
+                                        output.layout,
                                         problem.activation,
                                         static_cast<int>(problem.tokens),
-                                        log2_of_block(pattern.block_rows),
-                                        log2_of_block(pattern.block_cols)};
-        const auto blocks = static_cast<int>(pattern.out_features / Traits::kRows);
-        const int teams = teams_of<Traits>(pattern, blocks < 2 * device.multiprocessors);
-        return ts::sm80::launch<decode_kernel<Traits>>(arguments, blocks, 32 * Traits::kTeam * teams,
-                                                       teams * Traits::kRingBytes, kSharedBytes, stream);
+                                        log2_of_block(problem.row_block()),
+                                        log2_of_block(problem.k_block())};
+        const auto blocks = static_cast<int>(problem.features() / Traits::kRows);
+        const auto chunks = static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
+        const int teams = teams_of<Traits>(problem, blocks * chunks < 2 * device.multiprocessors);
+        return ts::sm80::launch<decode_kernel<Traits>>(arguments, dim3(blocks, chunks),
+                                                       32 * Traits::kTeam * teams, teams * Traits::kRingBytes,
+                                                       kSharedBytes, stream);
     }
 
     // Enough slices for each team to keep its ring full for a while, in the mean of all rows (measured on an
     // H200); where there are few CTAs, one slice.
     template <class Traits>
-    static int teams_of(const Pattern& pattern, bool few_blocks) {
-        const int64_t slices = pattern.value_count() / pattern.out_features / Traits::kSlice;
+    static int teams_of(const Problem& problem, bool few_blocks) {
+        const int64_t slices = problem.pattern.value_count() / problem.features() / Traits::kSlice;
         const int64_t most = few_blocks ? 2 * slices - 1 : slices / (Traits::kTeam == 1 ? 3 : 8);
         int teams = 1;
         while (2 * teams <= most && 2 * teams * Traits::kTeam <= kMaxDecodeWarps &&

@@ -19,13 +19,13 @@ int stages_within(int bytes) {
 
 // `kKernel` takes one argument by value.
 template <auto kKernel, class Arguments>
-cudaError_t launch(const Arguments& arguments, int blocks, int threads, int shared_bytes, int shared_limit,
+cudaError_t launch(const Arguments& arguments, dim3 blocks, int threads, int shared_bytes, int shared_limit,
                    void* stream) {
     static std::atomic<uint64_t> devices_done{0};
     const auto kernel = reinterpret_cast<const void*>(kKernel);
     if (const cudaError_t error = allow_shared_memory(kernel, shared_limit, devices_done)) return error;
     void* parameters[] = {const_cast<Arguments*>(&arguments)};
-    return cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), parameters, shared_bytes,
+    return cudaLaunchKernel(kernel, blocks, dim3(threads), parameters, shared_bytes,
                             static_cast<cudaStream_t>(stream));
 }
 

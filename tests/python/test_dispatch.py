@@ -84,22 +84,37 @@ def test_small_square_blocks_take_the_steps_that_suit_their_density(density: flo
 
 
 @needs_sm90
-def test_few_tokens_take_small_tiles() -> None:
-    assert chosen(H200, (64, 64), tokens=16) == "sm80_decode_bf16"
-    assert chosen(H200, (64, 64), tokens=65) != "sm80_decode_bf16"
-    assert chosen(H200, (64, 64), tokens=100, shape=(512, 512)) == "sm80_dds_nt_bf16_32x128"
-    assert chosen(H200, (64, 64), tokens=4096).startswith("sm90_dds")
+@pytest.mark.parametrize("op", [DDS_NT, DDS_NN])
+def test_few_tokens_take_kernels_made_for_them(op: int) -> None:
+    def takes_them(block: int, tokens: int, features: int, k: int, density: float = 0.25) -> bool:
+        shape = (features, k) if op == DDS_NT else (k, features)
+        kernel = chosen(H200, (block, block), tokens=tokens, shape=shape, op=op, density=density)
+        return kernel == "sm80_decode_bf16"
+
+    assert takes_them(64, 64, 14336, 4096)
+    assert not takes_them(64, 65, 14336, 4096)
+    assert takes_them(64, 65, 512, 512)
+    assert takes_them(32, 256, 4096, 4096)
+    assert not takes_them(32, 512, 4096, 4096)
+    assert takes_them(32, 128, 4096, 14336)
+    assert not takes_them(16, 256, 4096, 4096)
+    assert takes_them(16, 256, 4096, 4096, density=0.1)
+
+
+@needs_sm90
+def test_few_feature_major_tokens_take_small_tiles() -> None:
+    assert chosen(H200, (64, 64), tokens=16, x_layout=1) == "sm80_dds_nt_bf16_32x128"
+    assert chosen(H200, (64, 64), tokens=4096, x_layout=1).startswith("sm90_dds")
 
 
 @needs_sm90
 def test_few_tiles_are_halved() -> None:
     for op in (DDS_NT, DDS_NN):
         assert chosen(H200, (128, 128), tokens=512, shape=(3072, 3072), op=op).endswith("_128x256")
-        assert chosen(H200, (128, 128), tokens=256, shape=(4096, 4096), op=op).endswith("_128x256")
-        long = (4096, 14336) if op == DDS_NT else (14336, 4096)
-        assert chosen(H200, (32, 32), tokens=128, shape=long, op=op).endswith("_128x256")
+        assert chosen(H200, (128, 128), tokens=512, shape=(4096, 4096), op=op).endswith("_128x256")
         assert chosen(H200, (128, 128), tokens=4096, shape=(4096, 4096), op=op).endswith("_512x128")
         assert chosen(H200, (32, 32), tokens=512, shape=(3072, 3072), op=op).endswith("_128x256")
+        assert chosen(H200, (16, 16), tokens=512, shape=(3072, 3072), op=op).startswith("sm90_narrow")
 
 
 @needs_sm90

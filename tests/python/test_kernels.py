@@ -475,7 +475,7 @@ def test_more_tiles_than_multiprocessors(row: Row) -> None:
 @pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=lambda row: row.name, indirect=True)
 def test_every_number_of_few_tokens(row: Row) -> None:
     draw = random.Random(f"{row.name} few tokens")
-    for tokens in range(1, row.max_tokens + 1):
+    for tokens in (*range(1, 66), 127, 128, 129, row.max_tokens - 1, row.max_tokens):
         pattern = make_pattern("power-law rows", (9, 12), draw.choice(accepted_shapes(row)))
         check(row, Problem(pattern, tokens, **draw.choice(OPTIONS[row.op])))
     with pytest.raises(UnsupportedError, match="fewer tokens"):
@@ -484,14 +484,15 @@ def test_every_number_of_few_tokens(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=lambda row: row.name, indirect=True)
 def test_many_rows_and_a_long_one(row: Row) -> None:
-    """More rows than multiprocessors, and a row of many more blocks than the others."""
+    """More rows than multiprocessors, and one of many more blocks than the others; columns of dds_nn."""
     draw = random.Random(f"{row.name} rows")
+    forward = row.op == DDS_NT
     for block_shape in accepted_shapes(row):
         for tokens in (8, 16, 32, 64):
-            pattern = random_pattern((5120, 640), block_shape, 0.3)
+            pattern = random_pattern((5120, 640) if forward else (640, 5120), block_shape, 0.3)
             check(row, Problem(pattern, within(row, tokens - draw.randrange(8))))
-        pattern = make_pattern("one full row", (3, 600), block_shape)
-        check(row, Problem(pattern, draw.randint(1, row.max_tokens)))
+        name, grid = ("one full row", (3, 600)) if forward else ("one full column", (600, 3))
+        check(row, Problem(make_pattern(name, grid, block_shape), draw.randint(1, row.max_tokens)))
 
 
 def test_refused_calls_write_nothing(row: Row) -> None:
