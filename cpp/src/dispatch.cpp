@@ -112,20 +112,19 @@ int64_t cost(const Kernel& kernel, const Problem& problem, const Device& device)
 // long as one tile does, less where there are so few that sums are cut into parts. In us, beside what both
 // take, fitted to an H200.
 bool has_few_tokens(const Problem& problem, const Device& device) {
-    constexpr int64_t kChunk = 64, kTilesInParts = 8;
+    constexpr int64_t kChunk = 64;
     const int64_t chunks = divide_up(problem.tokens, kChunk);
     if (chunks <= 1) return true;
     const Pattern& pattern = problem.pattern;
     const int32_t rows = problem.row_block();
     const double products = static_cast<double>(chunks * kChunk) * static_cast<double>(pattern.value_count());
-    const double streaming = 1e-6 * products / device.multiprocessors *
-                             (rows < 32   ? 4.0
-                              : rows < 64 ? 1.74
-                                          : 1.45);
+    const double picoseconds = rows < 32 ? 4.0 : rows < 64 ? 1.74 : 1.45;  // of a multiprocessor's product
+    const double streaming = 1e-6 * picoseconds * products / device.multiprocessors;
     const double present = 1 - std::pow(1 - pattern.density(), std::max(2, 128 / rows));
     const double walking = 7e-3 * static_cast<double>(problem.k_size()) * present;
     const int64_t tiles = divide_up(problem.tokens, 128) * divide_up(problem.features(), 512);
-    return streaming < (tiles > kTilesInParts ? walking : 0.62 * walking);
+    const double part = tiles > 16 ? 1.0 : tiles > 8 ? 0.85 : 0.62;
+    return streaming < part * walking;
 }
 
 // Kernels made for few tokens come first where there are few, then the cheapest. Costs of sdd compare within

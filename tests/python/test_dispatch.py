@@ -97,6 +97,7 @@ def test_few_tokens_take_kernels_made_for_them(op: int) -> None:
     assert takes_them(32, 256, 4096, 4096)
     assert not takes_them(32, 512, 4096, 4096)
     assert takes_them(32, 128, 4096, 14336)
+    assert not takes_them(64, 256, 4096, 14336)
     assert not takes_them(16, 256, 4096, 4096)
     assert takes_them(16, 256, 4096, 4096, density=0.1)
 
