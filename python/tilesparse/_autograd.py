@@ -70,8 +70,8 @@ class _DdsNt(torch.autograd.Function):
         return (
             None,
             None,
-            _OPS.dds_nn(grad, values, *ctx.key) if need_x else None,
-            _OPS.sdd_tn(grad, x, *ctx.key) if need_values else None,
+            _gradient("dds_nn", grad, values, *ctx.key) if need_x else None,
+            _gradient("sdd_tn", grad, x, *ctx.key) if need_values else None,
             grad.reshape(-1, grad.shape[-1]).sum(0) if need_bias else None,
             grad if any(need_residual) else None,
         )
@@ -92,8 +92,8 @@ class _DdsNn(torch.autograd.Function):
         return (
             None,
             None,
-            _OPS.dds_nt(grad, values, None, *ctx.key) if need_y else None,
-            _OPS.sdd_tn(y, grad, *ctx.key) if need_values else None,
+            _gradient("dds_nt", grad, values, None, *ctx.key) if need_y else None,
+            _gradient("sdd_tn", y, grad, *ctx.key) if need_values else None,
         )
 
 
@@ -113,8 +113,8 @@ class _SddTn(torch.autograd.Function):
         return (
             None,
             None,
-            _OPS.dds_nt(x, values, None, *ctx.key) if need_y else None,
-            _OPS.dds_nn(y, values, *ctx.key) if need_x else None,
+            _gradient("dds_nt", x, values, None, *ctx.key) if need_y else None,
+            _gradient("dds_nn", y, values, *ctx.key) if need_x else None,
         )
 
 
@@ -173,10 +173,10 @@ def _refuse_tangents(*tensors: Tensor | None) -> None:
             raise UnsupportedError("forward-mode differentiation of block-sparse products is not supported")
 
 
-def needs_dispatcher(*tensors: Tensor | None) -> bool:
-    """Whether a product of these must be called as an operator, or its kernel alone does the same.
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether nothing but autograd and a kernel would act on a product of these.
 
-    The dispatcher takes about as long as all the rest of a call.
+    It need not be called as an operator then: the dispatcher takes about as long as all the rest of a call.
     """
     if (
         is_compiling()
@@ -185,16 +185,28 @@ def needs_dispatcher(*tensors: Tensor | None) -> bool:
         or forward_ad._current_level >= 0
         or profiler._is_profiler_enabled
     ):
-        return True
-    recording = torch.is_grad_enabled()
+        return False
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in _PLAIN_TYPES
-            or (recording and tensor.requires_grad)
             or torch._C._dispatch_keys(tensor).raw_repr() not in _PLAIN_TENSORS
         ):
-            return True
-    return False
+            return False
+    return True
+
+
+def recorded(name: str, rest: Rest, *tensors: Tensor | None) -> Tensor:
+    """A plain product of these, recorded by autograd."""
+    result: Tensor = _PLAIN_APPLY[name](_KERNELS[name], rest, *tensors)
+    return result
+
+
+def _gradient(name: str, first: Tensor, second: Tensor, *rest: Any) -> Tensor:
+    """A product that is itself differentiable, if a gradient is recorded."""
+    run = _KERNELS[name]
+    if records_gradient(first, second) or not is_plain(first, second):
+        run = getattr(_OPS, name).default
+    return run(first, second, *rest)
 
 
 def with_autograd(name: str, kernel: Run) -> Run:
@@ -207,6 +219,7 @@ def with_autograd(name: str, kernel: Run) -> Run:
     op = getattr(_OPS, name).default
     function, first, last = _FUNCTIONS[name]
     plain_apply = super(torch.autograd.Function, function).apply
+    _KERNELS[name], _PLAIN_APPLY[name] = kernel, plain_apply
 
     def redispatch(*args: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
@@ -226,6 +239,9 @@ def with_autograd(name: str, kernel: Run) -> Run:
 
     return product
 
+
+_KERNELS: dict[str, Run] = {}
+_PLAIN_APPLY: dict[str, Run] = {}  # of the autograd functions, without the care of transforms
 
 # The autograd function of each operator, and which of its arguments are no tensors. Arguments at their
 # defaults may be missing at the end.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._autograd import needs_dispatcher, records_gradient
+from ._autograd import is_plain, recorded, records_gradient
 from .errors import InvalidArgumentError
 from .pattern import BlockPattern
 
@@ -80,14 +80,17 @@ def linear(
         x, values, bias, residual = _autocast(x, values, bias, residual)
     if expand:
         return _expanded_linear(x, values, pattern, bias, activation, residual, feature_major_output)
-    if not needs_dispatcher(x, values, bias, residual):
+    plain, recording = is_plain(x, values, bias, residual), records_gradient(x, values, bias, residual)
+    if plain and not recording:
         return _ops.dds(_ops.DDS_NT, x, values, pattern, feature_major_output, bias, code, residual)
     key = (pattern.handle, pattern.version)
     y: Tensor
-    if code and records_gradient(x, values, bias, residual):
+    if code and recording:
         y = _OPS.dds_nt.default(x, values, bias, *key, 0, feature_major_output)
         y = _DIFFERENTIABLE[activation](y)
         return y if residual is None else y + _ops.checked_residual(residual, y)
+    if plain:
+        return recorded("dds_nt", (*key, code, feature_major_output), x, values, bias, residual)
     y = _OPS.dds_nt.default(x, values, bias, *key, code, feature_major_output, residual)
     return y
 
@@ -147,7 +150,7 @@ def sdd(
     if out is None:
         if accumulate:
             raise InvalidArgumentError("out: expected with accumulate=True, got None")
-        if not needs_dispatcher(y, x):
+        if is_plain(y, x) and not records_gradient(y, x):
             return _ops.sdd(y, x, pattern)
         values: Tensor = _OPS.sdd_tn.default(y, x, pattern.handle, pattern.version)
         return values
@@ -163,7 +166,7 @@ def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feat
     if torch._C._is_any_autocast_enabled():
         a, values = _autocast(a, values)
     op = _ops.DDS_NT if transpose else _ops.DDS_NN
-    if not needs_dispatcher(a, values):
+    if is_plain(a, values) and not records_gradient(a, values):
         return _ops.dds(op, a, values, pattern, feature_major)
     y: Tensor
     if transpose:

@@ -151,6 +151,12 @@ def eager_products(pattern: BlockPattern, x: Tensor, y: Tensor, values: Tensor) 
         ]
 
 
+def training_products(pattern: BlockPattern, x: Tensor, values: Tensor) -> list[Tensor]:
+    """Where autograd acts alone on them, they may skip the dispatcher, too."""
+    x, values = (tensor.detach().requires_grad_() for tensor in (x, values))
+    return list(torch.autograd.grad(functional.linear(x, values, pattern).square().sum(), (x, values)))
+
+
 class Recorder(TorchDispatchMode):
     """Notes the operators that it sees."""
 
@@ -178,6 +184,38 @@ def test_modes_and_profilers_see_every_product(device: str) -> None:
         eager_products(pattern, x, y, values)
     names = {event.key for event in profile.key_averages()}
     assert names >= {f"tilesparse::{name}" for name in ("dds_nt", "dds_nn", "sdd_tn", "expand")}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_modes_and_profilers_see_every_product_of_a_training_step(device: str) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    x, _, values, _ = operands(pattern, torch.float32, device)
+    expected = training_products(pattern, x, values)
+    with Recorder() as recorder:
+        results = training_products(pattern, x, values)
+    assert recorder.seen >= {f"tilesparse.{name}.default" for name in ("dds_nt", "dds_nn", "sdd_tn")}
+    assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
+    with torch.profiler.profile() as profile:
+        training_products(pattern, x, values)
+    names = {event.key for event in profile.key_averages()}
+    assert names >= {f"tilesparse::{name}" for name in ("dds_nt", "dds_nn", "sdd_tn")}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_hooks_see_what_a_training_step_saves(device: str) -> None:
+    pattern = make_pattern("random 50%", (2, 3), (16, 32))
+    x, _, values, _ = operands(pattern, torch.float32, device)
+    expected = training_products(pattern, x, values)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = training_products(pattern, x, values)
+    assert {x.shape, values.shape} <= {tensor.shape for tensor in saved}
+    assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
 
 
 class Subclass(Tensor):
