@@ -195,6 +195,11 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
+def needs_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether a product of these must be called as an operator, or its kernel alone does the same."""
+    return records_gradient(*tensors) or not is_plain(*tensors)
+
+
 def recorded(name: str, rest: Rest, *tensors: Tensor | None) -> Tensor:
     """A plain product of these, recorded by autograd."""
     result: Tensor = _PLAIN_APPLY[name](_KERNELS[name], rest, *tensors)
@@ -203,9 +208,7 @@ def recorded(name: str, rest: Rest, *tensors: Tensor | None) -> Tensor:
 
 def _gradient(name: str, first: Tensor, second: Tensor, *rest: Any) -> Tensor:
     """A product that is itself differentiable, if a gradient is recorded."""
-    run = _KERNELS[name]
-    if records_gradient(first, second) or not is_plain(first, second):
-        run = getattr(_OPS, name).default
+    run = getattr(_OPS, name).default if needs_dispatcher(first, second) else _KERNELS[name]
     return run(first, second, *rest)
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._autograd import is_plain, recorded, records_gradient
+from ._autograd import is_plain, needs_dispatcher, recorded, records_gradient
 from .errors import InvalidArgumentError
 from .pattern import BlockPattern
 
@@ -150,7 +150,7 @@ def sdd(
     if out is None:
         if accumulate:
             raise InvalidArgumentError("out: expected with accumulate=True, got None")
-        if is_plain(y, x) and not records_gradient(y, x):
+        if not needs_dispatcher(y, x):
             return _ops.sdd(y, x, pattern)
         values: Tensor = _OPS.sdd_tn.default(y, x, pattern.handle, pattern.version)
         return values
@@ -166,7 +166,7 @@ def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feat
     if torch._C._is_any_autocast_enabled():
         a, values = _autocast(a, values)
     op = _ops.DDS_NT if transpose else _ops.DDS_NN
-    if is_plain(a, values) and not records_gradient(a, values):
+    if not needs_dispatcher(a, values):
         return _ops.dds(op, a, values, pattern, feature_major)
     y: Tensor
     if transpose:

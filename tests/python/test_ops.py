@@ -151,10 +151,11 @@ def eager_products(pattern: BlockPattern, x: Tensor, y: Tensor, values: Tensor) 
         ]
 
 
-def training_products(pattern: BlockPattern, x: Tensor, values: Tensor) -> list[Tensor]:
+def training_products(pattern: BlockPattern, x: Tensor, y: Tensor, values: Tensor) -> list[Tensor]:
     """Where autograd acts alone on them, they may skip the dispatcher, too."""
     x, values = (tensor.detach().requires_grad_() for tensor in (x, values))
-    return list(torch.autograd.grad(functional.linear(x, values, pattern).square().sum(), (x, values)))
+    result = functional.linear(x, values, pattern)
+    return list(torch.autograd.grad(result, (x, values), y.detach()))
 
 
 class Recorder(TorchDispatchMode):
@@ -169,43 +170,35 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+# The products of a call, and the operators they are.
+CALLS: dict[str, tuple[Any, set[str]]] = {
+    "without gradients": (eager_products, {"dds_nt", "dds_nn", "sdd_tn", "expand"}),
+    "training": (training_products, {"dds_nt", "dds_nn", "sdd_tn"}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_modes_and_profilers_see_every_product(device: str) -> None:
+def test_modes_and_profilers_see_every_product(device: str, name: str) -> None:
+    products, operators = CALLS[name]
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
     x, y, values, _ = operands(pattern, torch.float32, device)
-    expected = eager_products(pattern, x, y, values)
+    expected = products(pattern, x, y, values)
     with Recorder() as recorder:
-        results = eager_products(pattern, x, y, values)
-    assert recorder.seen >= {
-        f"tilesparse.{name}.default" for name in ("dds_nt", "dds_nn", "sdd_tn", "expand")
-    }
+        results = products(pattern, x, y, values)
+    assert recorder.seen >= {f"tilesparse.{operator}.default" for operator in operators}
     assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
     with torch.profiler.profile() as profile:
-        eager_products(pattern, x, y, values)
+        products(pattern, x, y, values)
     names = {event.key for event in profile.key_averages()}
-    assert names >= {f"tilesparse::{name}" for name in ("dds_nt", "dds_nn", "sdd_tn", "expand")}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_modes_and_profilers_see_every_product_of_a_training_step(device: str) -> None:
-    pattern = make_pattern("random 50%", (2, 3), (16, 32))
-    x, _, values, _ = operands(pattern, torch.float32, device)
-    expected = training_products(pattern, x, values)
-    with Recorder() as recorder:
-        results = training_products(pattern, x, values)
-    assert recorder.seen >= {f"tilesparse.{name}.default" for name in ("dds_nt", "dds_nn", "sdd_tn")}
-    assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
-    with torch.profiler.profile() as profile:
-        training_products(pattern, x, values)
-    names = {event.key for event in profile.key_averages()}
-    assert names >= {f"tilesparse::{name}" for name in ("dds_nt", "dds_nn", "sdd_tn")}
+    assert names >= {f"tilesparse::{operator}" for operator in operators}
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_hooks_see_what_a_training_step_saves(device: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
-    x, _, values, _ = operands(pattern, torch.float32, device)
-    expected = training_products(pattern, x, values)
+    x, y, values, _ = operands(pattern, torch.float32, device)
+    expected = training_products(pattern, x, y, values)
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -213,7 +206,7 @@ def test_hooks_see_what_a_training_step_saves(device: str) -> None:
         return tensor.clone()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        results = training_products(pattern, x, values)
+        results = training_products(pattern, x, y, values)
     assert {x.shape, values.shape} <= {tensor.shape for tensor in saved}
     assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
 
