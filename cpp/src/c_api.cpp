@@ -70,11 +70,11 @@ std::vector<int32_t> plan_of(const ts_pattern* source, int32_t index, int32_t op
 
 // A CUDA kernel without a plan walks the block rows of its results.
 void check_rows(const Problem& problem, const Kernel& kernel) {
-    const Pattern& pattern = problem.pattern;
-    const Adjacency& rows = problem.forward() ? pattern.rows : pattern.cols;
-    require(rows.ptr != nullptr && (pattern.nnz == 0 || (rows.idx != nullptr && rows.slot != nullptr)),
-            "pattern.", problem.forward() ? "row_ptr, col_idx or row_slot" : "col_ptr, row_idx or col_slot",
-            " is null; kernel ", kernel.name, " reads them");
+    const Adjacency& rows = problem.block_rows();
+    require(
+        rows.ptr != nullptr && (problem.pattern.nnz == 0 || (rows.idx != nullptr && rows.slot != nullptr)),
+        "pattern.", problem.forward() ? "row_ptr, col_idx or row_slot" : "col_ptr, row_idx or col_slot",
+        " is null; kernel ", kernel.name, " reads them");
 }
 
 void check_plan(const ts_matmul_desc& desc, const Problem& problem, const Kernel& kernel) {

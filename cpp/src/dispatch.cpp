@@ -76,7 +76,6 @@ int64_t tile_percent(const Kernel& kernel, const Problem& problem) {
 // its multiply-adds and the operands it brings in. The weight of the operands was fitted on an H200.
 int64_t dds_cost(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr int64_t kOperandWeight = 64;
-    constexpr int kStep = 64;  // k of a step of dds_steps()
     const int64_t features = problem.features();
     const int64_t columns = divide_up(features, kernel.tile_features);
     const int64_t tiles = divide_up(problem.tokens, kernel.tile_tokens) * columns;
@@ -90,7 +89,7 @@ int64_t dds_cost(const Kernel& kernel, const Problem& problem, const Device& dev
     const int64_t parts =
         kernel.splits ? split_count(problem, tiles, device.multiprocessors / multiprocessors) : 1;
     if (parts == 1) return cost;
-    const double steps = dds_steps(problem) * kStep / kernel.plan.step;
+    const double steps = dds_steps(problem, kernel.plan.step);
     return static_cast<int64_t>(static_cast<double>(cost) * std::min(1.0, split_time(steps, parts)));
 }
 

@@ -312,7 +312,6 @@ class AlignedPlanBuilder {
         header.tiles = static_cast<int32_t>(tiles.size());
         header.steps = static_cast<int32_t>(k_.size());
         header.groups = groups_;
-        header.pieces = step_columns_;
         return assemble(header, {tiles_, rows_, masks_, k_, slots_, starts_});
     }
 

@@ -74,6 +74,7 @@ struct Problem {
     int64_t k_size() const { return forward() ? pattern.in_features : pattern.out_features; }  // summed over
     int32_t row_block() const { return forward() ? pattern.block_rows : pattern.block_cols; }  // features
     int32_t k_block() const { return forward() ? pattern.block_cols : pattern.block_rows; }
+    const Adjacency& block_rows() const { return forward() ? pattern.rows : pattern.cols; }  // of results
 };
 
 struct Device {
@@ -83,10 +84,11 @@ struct Device {
     int32_t shared_memory;       // bytes a thread block may use
 };
 
-// Steps of 64 k in which 64 features of the result of dds have a block, if it is a random pattern.
-inline double dds_steps(const Problem& problem) {
+// Steps of so many k, of those k in which 64 features of the result of dds have a block if it is a random
+// pattern.
+inline double dds_steps(const Problem& problem, int step = 64) {
     const int rows = std::max(1, 64 / problem.row_block());
-    return static_cast<double>(problem.k_size()) / 64 * (1 - std::pow(1 - problem.pattern.density(), rows));
+    return static_cast<double>(problem.k_size()) / step * (1 - std::pow(1 - problem.pattern.density(), rows));
 }
 
 // Of the time of a dds product of few tiles, what is left where the sums are cut into parts over k and added

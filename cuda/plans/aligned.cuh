@@ -22,11 +22,6 @@ struct AlignedShape {
     }
 };
 
-struct AlignedSections {
-    PlanHeader header;
-    int* words;  // of the plan
-};
-
 // The steps of each tile, and its blocks. One thread for each.
 static __global__ void count_aligned_steps(View view, Sets sets, const int* rows, AlignedShape shape,
                                            int2* costs) {
@@ -39,21 +34,6 @@ static __global__ void count_aligned_steps(View view, Sets sets, const int* rows
         if (row >= 0) blocks += __ldg(view.blocks.ptr + row + 1) - __ldg(view.blocks.ptr + row);
     }
     costs[tile] = make_int2(steps, blocks);
-}
-
-// The tile's place, by steps and then by blocks, and its first step. Called by a block.
-__device__ inline int2 place_of_aligned_tile(const int2* costs, int tiles, int tile) {
-    const int2 own = costs[tile];
-    int place = 0, first = 0;
-    for (int i = threadIdx.x; i < tiles; i += blockDim.x) {
-        const int2 other = costs[i];
-        const int more = other.x != own.x ? other.x - own.x : other.y - own.y;
-        const bool earlier = more > 0 || (more == 0 && i < tile);
-        place += earlier;
-        first += earlier ? other.x : 0;
-    }
-    place = block_sum(place);
-    return make_int2(place, block_sum(first));
 }
 
 // The blocks of a rank's block rows in a step. Called by a warp, of which each lane has one row.
@@ -88,7 +68,7 @@ __device__ inline void write_masks(const View& view, const AlignedShape& shape, 
 // One block for each tile, whose columns are a set and whose block rows are given. Starts are counts, as yet.
 static __global__ void __launch_bounds__(1024)
     write_aligned_tiles(View view, AlignedShape shape, Sets sets, const int* rows, const int2* costs,
-                        AlignedSections plan) {
+                        Sections plan) {
     const int tile = blockIdx.x, own_steps = shape.tiles == 0 ? 0 : costs[tile].x;
     if (tile == 0) {
         int all = 0;
@@ -97,16 +77,17 @@ static __global__ void __launch_bounds__(1024)
         if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(plan.words) = plan.header;
     }
     if (shape.tiles == 0) return;
-    const int2 at = place_of_aligned_tile(costs, shape.tiles, tile);
+    const auto longer = [](int2 a, int2 b) { return a.x != b.x ? a.x > b.x : a.y > b.y; };
+    const int2 at = place_of_tile(costs, shape.tiles, tile, longer);
     const int place = at.x, first = at.y, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        plan.words[plan.header.tiles_at + 2 * place] = first;
-        plan.words[plan.header.tiles_at + 2 * place + 1] = own_steps;
+        plan.tiles()[2 * place] = first;
+        plan.tiles()[2 * place + 1] = own_steps;
     }
     const int* const own_rows = rows + tile * shape.groups;
     for (int i = threadIdx.x; i < shape.groups; i += blockDim.x)
-        plan.words[plan.header.rows_at + place * shape.groups + i] = own_rows[i];
-    int* const k = plan.words + plan.header.k_at + first;
+        plan.rows()[place * shape.groups + i] = own_rows[i];
+    int* const k = plan.k() + first;
     if (threadIdx.x < 32) {
         int before = 0;
         for (int w = 0; w < sets.width; ++w) {
@@ -121,27 +102,25 @@ static __global__ void __launch_bounds__(1024)
         const int index = first * shape.ranks + i;
         write_masks(view, shape, own_rows + i % shape.ranks * shape.rank_groups,
                     k[i / shape.ranks] / view.col_block,
-                    reinterpret_cast<int2*>(plan.words + plan.header.masks_at) + index * words,
-                    plan.words + plan.header.starts_at + index);
+                    reinterpret_cast<int2*>(plan.masks()) + index * words, plan.starts() + index);
     }
 }
 
 // One block for each tile of the plan.
 static __global__ void __launch_bounds__(1024)
-    write_aligned_slots(View view, AlignedShape shape, AlignedSections plan) {
-    const int first = plan.words[plan.header.tiles_at + 2 * blockIdx.x];
-    const int steps = plan.words[plan.header.tiles_at + 2 * blockIdx.x + 1];
+    write_aligned_slots(View view, AlignedShape shape, Sections plan) {
+    const int first = plan.tiles()[2 * blockIdx.x];
+    const int steps = plan.tiles()[2 * blockIdx.x + 1];
     const int strips = view.row_block / 16, words = shape.rank_groups * strips / 4;
     for (int i = threadIdx.x; i < steps * shape.groups; i += blockDim.x) {
-        const int row = plan.words[plan.header.rows_at + blockIdx.x * shape.groups + i % shape.groups];
+        const int row = plan.rows()[blockIdx.x * shape.groups + i % shape.groups];
         if (row < 0) continue;
         const int step = first + i / shape.groups, place = i % shape.groups;
         const int index = step * shape.ranks + place / shape.rank_groups;
         const int strip = place % shape.rank_groups * strips;
-        const unsigned firsts = plan.words[plan.header.masks_at + (index * words + strip / 4) * 2 + 1];
-        int* slot = plan.words + plan.header.slots_at + plan.words[plan.header.starts_at + index] +
-                    (firsts >> 8 * (strip % 4) & 0xff);
-        const int column = plan.words[plan.header.k_at + step] / view.col_block;
+        const unsigned firsts = plan.masks()[(index * words + strip / 4) * 2 + 1];
+        int* slot = plan.slots() + plan.starts()[index] + (firsts >> 8 * (strip % 4) & 0xff);
+        const int column = plan.k()[step] / view.col_block;
         const int end = __ldg(view.blocks.ptr + row + 1);
         for (int e = find_entry(view, row, column); e < end; ++e) {
             if (__ldg(view.blocks.idx + e) >= column + shape.columns) break;
@@ -162,7 +141,6 @@ class AlignedBuilder {
                            2 * steps * (shape.tile / 64), steps, view.nnz, starts + 1});
         header_.tiles = shape_.tiles;
         header_.groups = shape_.groups;
-        header_.pieces = shape_.columns;
     }
 
     int64_t words() const { return header_.words; }
@@ -173,7 +151,7 @@ class AlignedBuilder {
         int* const words = static_cast<int*>(plan);
         int* const starts = words + header_.starts_at;
         const int most_starts = shape_.most_steps * shape_.ranks;
-        const AlignedSections sections{header_, words};
+        const Sections sections{header_, words};
         // Of steps that there could be but are not, zeros are summed up.
         cudaMemsetAsync(starts, 0, most_starts * sizeof(int), static_cast<cudaStream_t>(stream));
         launch(count_aligned_steps, shape_.tiles, 128, stream, view_, tiles.sets, tiles.rows, shape_, costs_);

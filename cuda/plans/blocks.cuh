@@ -110,14 +110,9 @@ static __global__ void pair_singles(const BlockTile* singles, const int2* totals
     tiles[2 * totals->x + place] = singles[own];
 }
 
-struct BlockSections {
-    PlanHeader header;
-    int* words;
-};
-
 // One warp for each tile there could be. Pairs are sorted by their first tiles.
 static __global__ void write_block_tiles(View view, const BlockTile* tiles, const int2* totals, bool wide,
-                                         BlockSections plan) {
+                                         Sections plan) {
     constexpr int kUnits = 2 * kStripWindow / kStripFeatures;
     const int own = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     const int count = 2 * totals->x + totals->y, pairs = count / 2;
@@ -141,16 +136,15 @@ static __global__ void write_block_tiles(View view, const BlockTile* tiles, cons
     const BlockTile tile = tiles[own];
     const int unit = lane % kUnits, width = kStripFeatures;
     if (lane == 0)
-        *reinterpret_cast<int4*>(plan.words + plan.header.tiles_at + 4 * place) =
+        *reinterpret_cast<int4*>(plan.tiles() + 4 * place) =
             make_int4(2 * width * tile.line, 2 * width * tile.line + width, tile.blocks[1] < 0 ? 2 : 4,
                       tile.swapped ? -1 : 0);
     if (lane >= kUnits) return;
     const int crossing = unit < 4 ? tile.blocks[unit / 2] : -1;
-    plan.words[plan.header.k_at + place * kUnits + unit] =
-        crossing < 0 ? -1 : (2 * crossing + unit % 2) * width;
+    plan.k()[place * kUnits + unit] = crossing < 0 ? -1 : (2 * crossing + unit % 2) * width;
     // Both halves, of kUnits / 2 units each, have the same blocks.
     const int block = tile.blocks[unit / 2 % 2];
-    plan.words[plan.header.slots_at + place * kUnits + unit] =
+    plan.slots()[place * kUnits + unit] =
         block < 0 ? -1 : find_slot(view, tile.swapped ? block : tile.line, tile.swapped ? tile.line : block);
 }
 
@@ -194,7 +188,7 @@ class BlockBuilder {
         const int2* const totals = starts_ + lists_;
         launch(pair_singles, lists_, 64, stream, singles_, totals, by_column_, tiles_);
         launch(write_block_tiles, int64_t{32} * most_tiles_, 128, stream, view_, tiles_, totals, by_column_,
-               BlockSections{header_, static_cast<int*>(plan)});
+               Sections{header_, static_cast<int*>(plan)});
     }
 
   private:

@@ -126,6 +126,24 @@ __device__ inline int2 block_scan(int value) {
 
 __device__ inline int block_sum(int value) { return block_scan(value).y; }
 
+__device__ inline int steps_of(int cost) { return cost; }
+__device__ inline int steps_of(int2 cost) { return cost.x; }
+
+// The tile's place among all that are sorted by `before`, and its first step. Called by a block.
+template <class Cost, class Before>
+__device__ inline int2 place_of_tile(const Cost* costs, int tiles, int tile, Before before) {
+    const Cost own = costs[tile];
+    int place = 0, first = 0;
+    for (int i = threadIdx.x; i < tiles; i += blockDim.x) {
+        const Cost other = costs[i];
+        const bool earlier = before(other, own) || (!before(own, other) && i < tile);
+        place += earlier;
+        first += earlier ? steps_of(other) : 0;
+    }
+    place = block_sum(place);
+    return make_int2(place, block_sum(first));
+}
+
 // Turns counts into the sums of those before, with the sum of all at the end. One block.
 static __global__ void __launch_bounds__(1024) scan_counts(int* counts, int size) {
     int before = 0;
@@ -151,6 +169,19 @@ inline PlanHeader lay_out(const std::array<int64_t, 6>& sizes) {
     header.words = static_cast<int32_t>(at);
     return header;
 }
+
+// Where a plan's arrays are, as its header says.
+struct Sections {
+    PlanHeader header;
+    int* words;  // of the plan
+
+    __device__ int* tiles() const { return words + header.tiles_at; }
+    __device__ int* rows() const { return words + header.rows_at; }
+    __device__ unsigned* masks() const { return reinterpret_cast<unsigned*>(words + header.masks_at); }
+    __device__ int* k() const { return words + header.k_at; }
+    __device__ int* slots() const { return words + header.slots_at; }
+    __device__ int* starts() const { return words + header.starts_at; }
+};
 
 // Hands out parts of the workspace; without one, it only counts them.
 class Arena {

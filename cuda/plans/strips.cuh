@@ -200,15 +200,10 @@ static __global__ void __launch_bounds__(32)
     if (threadIdx.x == 0) tile_counts[blockIdx.x] = count;
 }
 
-struct StripSections {
-    PlanHeader header;
-    int* words;
-};
-
 // One block for each tile there could be.
 static __global__ void __launch_bounds__(128)
     write_strips(View view, StripShape shape, const StripTile* tiles, const uint64_t* orders,
-                 const int* tile_counts, StripSections plan) {
+                 const int* tile_counts, Sections plan) {
     const int own = blockIdx.x, neighbourhood = own / shape.most_tiles;
     if (own == 0) {
         int all = 0;
@@ -229,12 +224,12 @@ static __global__ void __launch_bounds__(128)
     const StripTile& tile = tiles[own];
     const int second = tile.strips[1], room = 2 * shape.window, parts = shape.row_parts * shape.col_parts;
     if (threadIdx.x == 0)
-        *reinterpret_cast<int4*>(plan.words + plan.header.tiles_at + 4 * place) =
+        *reinterpret_cast<int4*>(plan.tiles() + 4 * place) =
             make_int4(tile.strips[0] * kStripFeatures, second < 0 ? -1 : second * kStripFeatures, tile.count,
                       tile.second_window);
     for (int i = threadIdx.x; i < room; i += blockDim.x)
-        plan.words[plan.header.k_at + place * room + i] = i < tile.count ? tile.units[i] * shape.unit : -1;
-    int* const slots = plan.words + plan.header.slots_at + place * room * parts;
+        plan.k()[place * room + i] = i < tile.count ? tile.units[i] * shape.unit : -1;
+    int* const slots = plan.slots() + place * room * parts;
     for (int i = threadIdx.x; i < room * parts; i += blockDim.x) {
         const int half = i / parts / shape.window, part = i % parts;
         const int at = i / parts % shape.window + (half == 0 ? 0 : tile.second_window);
@@ -281,7 +276,7 @@ class StripBuilder {
         launch(find_strip_tiles, 32 * neighbourhoods, 32, stream, shape_, left_, counts_, tiles_, orders_,
                tile_counts_);
         launch(write_strips, 128 * neighbourhoods * shape_.most_tiles, 128, stream, view_, shape_, tiles_,
-               orders_, tile_counts_, StripSections{header_, static_cast<int*>(plan)});
+               orders_, tile_counts_, Sections{header_, static_cast<int*>(plan)});
     }
 
   private:

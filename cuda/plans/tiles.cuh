@@ -17,16 +17,6 @@ struct TileShape {
     __host__ __device__ int rows() const { return groups * ranks; }
 };
 
-struct TileSections {
-    PlanHeader header;
-    int* words;  // of the plan
-
-    __device__ int* rows() const { return words + header.rows_at; }
-    __device__ unsigned* masks() const { return reinterpret_cast<unsigned*>(words + header.masks_at); }
-    __device__ int* k() const { return words + header.k_at; }
-    __device__ int* slots() const { return words + header.slots_at; }
-};
-
 // The steps of each tile, as many as its longer half needs. One thread for each.
 static __global__ void count_steps(Groups ranks, const int2* pairs, TileShape shape, int tiles, int* steps) {
     const int tile = blockIdx.x * blockDim.x + threadIdx.x;
@@ -70,21 +60,6 @@ __device__ inline void write_columns(const Sets& sets, int own, int other, const
     }
 }
 
-// The tile's place and its first step. Those of dds are sorted by their steps. Called by a block.
-template <bool kSorted>
-__device__ inline int2 place_of_tile(const int* steps, int tiles, int tile) {
-    const int own = steps[tile];
-    int place = 0, first = 0;
-    for (int i = threadIdx.x; i < tiles; i += blockDim.x) {
-        const int other = steps[i];
-        const bool earlier = kSorted ? other > own || (other == own && i < tile) : i < tile;
-        place += earlier;
-        first += earlier ? other : 0;
-    }
-    place = block_sum(place);
-    return make_int2(place, block_sum(first));
-}
-
 __device__ inline unsigned dds_mask(int piece, int group, const View& view, int pieces) {
     const int quarters = 4 / pieces, strips = view.row_block / 16;
     const unsigned columns = ((1u << quarters) - 1) << piece * quarters;
@@ -93,8 +68,8 @@ __device__ inline unsigned dds_mask(int piece, int group, const View& view, int 
     return mask;
 }
 
-__device__ inline void add_to_masks(const TileSections& plan, const View& view, const TileShape& shape,
-                                    bool sdd, int step, int piece, int group) {
+__device__ inline void add_to_masks(const Sections& plan, const View& view, const TileShape& shape, bool sdd,
+                                    int step, int piece, int group) {
     if (!sdd) {
         atomicOr(plan.masks() + step, dds_mask(piece, group, view, shape.pieces));
         return;
@@ -109,9 +84,11 @@ __device__ inline void add_to_masks(const TileSections& plan, const View& view, 
 template <bool kSdd>
 __global__ void __launch_bounds__(256)
     write_tiles(View view, TileShape shape, Sets sets, const int2* pairs, const int* rows, const int* steps,
-                int tiles, TileSections plan) {
+                int tiles, Sections plan) {
     const int tile = blockIdx.x, own_steps = tiles == 0 ? 0 : steps[tile];
-    const int2 at = tiles == 0 ? make_int2(0, 0) : place_of_tile<!kSdd>(steps, tiles, tile);
+    // Tiles of dds are sorted by their steps.
+    const auto longer = [](int a, int b) { return !kSdd && a > b; };
+    const int2 at = tiles == 0 ? make_int2(0, 0) : place_of_tile(steps, tiles, tile, longer);
     const int place = at.x, first = at.y;
     if (tile == 0) {
         int all = 0;
@@ -139,7 +116,7 @@ __global__ void __launch_bounds__(256)
     const int row_lists = kSdd ? own_steps : 1, row_list = kSdd ? first : place;
     for (int i = threadIdx.x; i < row_lists * shape.rows(); i += blockDim.x)
         plan.rows()[row_list * shape.rows() + i] = row_of(i % shape.rows());
-    int* const places = plan.words + plan.header.tiles_at;
+    int* const places = plan.tiles();
     if constexpr (kSdd) {
         int columns = 0;
         for (int w = threadIdx.x; w < sets.width; w += blockDim.x) columns += __popc(sets.word(tile, w));
@@ -186,7 +163,7 @@ class TileBuilder {
         launch(count_steps, tiles_, 128, stream, ranks, grouping_.pairs(), shape_, tiles_, steps_);
         launch(sdd_ ? write_tiles<true> : write_tiles<false>, int64_t{256} * tiles_, 256, stream, view_,
                shape_, ranks.sets, grouping_.pairs(), all.rows, steps_, tiles_,
-               TileSections{header_, static_cast<int*>(plan)});
+               Sections{header_, static_cast<int*>(plan)});
     }
 
   private:

@@ -462,7 +462,6 @@ struct Decode {
 
     template <class Traits>
     static int32_t start(const Problem& problem, const Device& device, void* stream) {
-        const Pattern& pattern = problem.pattern;
         const Matrix &input = problem.input(), &output = problem.output();
         const DecodeArguments arguments{input.data,
                                         input.ld * static_cast<int64_t>(sizeof(typename Traits::Element)),
@@ -472,7 +471,7 @@ struct Decode {
                                         problem.bias,
                                         problem.residual.data,
                                         problem.residual.ld,
-                                        problem.forward() ? pattern.rows : pattern.cols,
+                                        problem.block_rows(),
                                         output.layout,
                                         problem.activation,
                                         static_cast<int>(problem.tokens),

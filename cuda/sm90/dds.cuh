@@ -67,7 +67,7 @@ class DdsConsumer {
         const Work work = shared_.schedule.pop(next_, lane_);
         if (work.tile < 0) return work;
         mask_ = mask_from(work, 0);
-        epilogue.prepare(plan_.rows + Traits::plan_index(work.tile, rank_) * plan_.groups);
+        epilogue.prepare(Traits::rows_of(plan_, work.tile, rank_));
         return work;
     }
 
@@ -221,8 +221,7 @@ struct Dds {
 
     // The partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        const int64_t splits = splits_of(problem, device);
-        return splits == 1 ? 0 : splits * tile_count(problem) * unit_count(problem) * partial_bytes<Traits>();
+        return partial_bytes<Traits>(tile_count(problem) * unit_count(problem), splits_of(problem, device));
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
@@ -293,27 +292,16 @@ struct Dds {
                                 int64_t splits) {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
-        arguments.bias = problem.bias;
         arguments.tokens = static_cast<int>(problem.tokens);
         arguments.k_size = static_cast<int>(problem.k_size());
-        arguments.row_block = problem.row_block();
-        arguments.row_shift = log2_of_block(arguments.row_block);
-        arguments.row_width = std::min(arguments.row_block, Traits::kGroupFeatures);
-        arguments.row_parts = Traits::kGroupFeatures / arguments.row_width;
         arguments.k_block = problem.k_block();
         arguments.value_rows = pattern.nnz * pattern.block_rows;
-        arguments.output_layout = problem.output().layout;
-        arguments.activation = problem.activation;
-        arguments.has_residual = problem.residual.data != nullptr;
         arguments.units = static_cast<int>(units);
         arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
                                                 static_cast<int>(splits), group_units(arguments.k_size));
+        if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
         describe_shared_memory(arguments, problem.input().layout);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
-        if (const cudaError_t error = map_output(arguments.output, problem.output(), problem)) return error;
-        if (arguments.has_residual)
-            if (const cudaError_t error = map_output(arguments.residual, problem.residual, problem))
-                return error;
         return map_values(arguments, problem);
     }
 
@@ -360,17 +348,6 @@ struct Dds {
             return error;
         return encode(arguments.input_tail, problem.dtype, matrix.data,
                       {{tokens, 1, kAtom}, {k_size, matrix.ld, width}});
-    }
-
-    // The output, or the residual, which is laid out like it.
-    static cudaError_t map_output(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
-        const int64_t features = problem.features();
-        const int rows = std::min(problem.row_block(), Traits::kGroupFeatures);
-        if (matrix.layout == Layout::row_major)
-            return encode(map, problem.dtype, matrix.data,
-                          {{features, 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});
-        return encode(map, problem.dtype, matrix.data,
-                      {{problem.tokens, 1, Traits::kChunkTokens}, {features, matrix.ld, rows}});
     }
 
     static cudaError_t map_values(DdsArguments& arguments, const Problem& problem) {

@@ -4,8 +4,12 @@
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 
+#include <algorithm>
+
 #include "common/epilogue.cuh"
+#include "common/launch.cuh"
 #include "sm90/dds_traits.cuh"
+#include "sm90/tensor_map.h"
 
 namespace ts::sm90 {
 
@@ -235,5 +239,33 @@ class DdsEpilogue {
     int next_rows_[kMaxParts] = {-1, -1, -1, -1};
     int next_bias_rows_[2];
 };
+
+// Host side: the output, or the residual, which is laid out like it.
+template <class Traits>
+cudaError_t map_results(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
+    const int rows = std::min(problem.row_block(), Traits::kGroupFeatures);
+    if (matrix.layout == Layout::row_major)
+        return encode(map, problem.dtype, matrix.data,
+                      {{problem.features(), 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});
+    return encode(map, problem.dtype, matrix.data,
+                  {{problem.tokens, 1, Traits::kChunkTokens}, {problem.features(), matrix.ld, rows}});
+}
+
+// All arguments that the epilogue reads.
+template <class Traits>
+cudaError_t describe_results(DdsArguments& arguments, const Problem& problem) {
+    arguments.bias = problem.bias;
+    arguments.row_block = problem.row_block();
+    arguments.row_shift = log2_of_block(arguments.row_block);
+    arguments.row_width = std::min(arguments.row_block, Traits::kGroupFeatures);
+    arguments.row_parts = Traits::kGroupFeatures / arguments.row_width;
+    arguments.output_layout = problem.output().layout;
+    arguments.activation = problem.activation;
+    arguments.has_residual = problem.residual.data != nullptr;
+    if (arguments.has_residual)
+        if (const cudaError_t error = map_results<Traits>(arguments.residual, problem.residual, problem))
+            return error;
+    return map_results<Traits>(arguments.output, problem.output(), problem);
+}
 
 }  // namespace ts::sm90

@@ -173,7 +173,7 @@ class NarrowConsumer {
         const Work work = shared_.schedule.pop(next_, lane_);
         if (work.tile < 0) return work;
         masks_ = masks_from(work, 0);
-        epilogue.prepare(Traits::rows_of(arguments_.plan, work.tile, rank_));
+        epilogue.prepare(Traits::rows_of(plan_, work.tile, rank_));
         return work;
     }
 
@@ -327,10 +327,8 @@ struct DdsNarrow {
 
     // The packed weight, and the partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        const int64_t splits = splits_of(problem, device);
-        const int64_t partial =
-            splits == 1 ? 0 : splits * tile_count(problem) * unit_count(problem) * partial_bytes<Common>();
-        return packed_bytes(problem) + partial;
+        const int64_t items = tile_count(problem) * unit_count(problem);
+        return packed_bytes(problem) + partial_bytes<Common>(items, splits_of(problem, device));
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
@@ -427,23 +425,13 @@ struct DdsNarrow {
     static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units,
                                 int64_t splits) {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
-        arguments.bias = problem.bias;
-        arguments.row_block = arguments.row_width = problem.row_block();
-        arguments.row_shift = log2_of_block(arguments.row_block);
-        arguments.row_parts = Common::kGroupFeatures / arguments.row_block;
-        arguments.output_layout = problem.output().layout;
-        arguments.activation = problem.activation;
-        arguments.has_residual = problem.residual.data != nullptr;
         arguments.units = static_cast<int>(units);
         arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
                                                 static_cast<int>(splits), group_units(problem.k_size()));
         const bool row_major = problem.input().layout == Layout::row_major;
         arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
-        if (arguments.has_residual)
-            if (const cudaError_t error = map_output(arguments.residual, problem.residual, problem))
-                return error;
-        return map_output(arguments.output, problem.output(), problem);
+        return describe_results<Common>(arguments, problem);
     }
 
     // So many tokens that their activations take a sixth of L2.
@@ -462,17 +450,6 @@ struct DdsNarrow {
         return encode(
             arguments.input, problem.dtype, matrix.data,
             {{problem.tokens, 1, Common::kRankTokens}, {problem.k_size(), matrix.ld, Common::kStep}});
-    }
-
-    // The output, or the residual, which is laid out like it.
-    static cudaError_t map_output(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
-        const int block = problem.row_block();
-        if (matrix.layout == Layout::row_major)
-            return encode(
-                map, problem.dtype, matrix.data,
-                {{problem.features(), 1, block}, {problem.tokens, matrix.ld, Common::kChunkTokens}});
-        return encode(map, problem.dtype, matrix.data,
-                      {{problem.tokens, 1, Common::kChunkTokens}, {problem.features(), matrix.ld, block}});
     }
 };
 

@@ -26,11 +26,12 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
     }
     __syncthreads();
 
+    const typename Traits::Plan plan(arguments.plan);
     const int group = blockIdx.x % Traits::kGroups, cta = blockIdx.x / Traits::kGroups;
     const int rank = cta % Traits::kRanks, item = cta / Traits::kRanks;
     Work work{item / arguments.units, item % arguments.units, 0, 0, 0};
     DdsEpilogue<Traits> epilogue(arguments, shared.output, shared.residual, group);
-    epilogue.prepare(Traits::rows_of(arguments.plan, work.tile, rank));
+    epilogue.prepare(Traits::rows_of(plan, work.tile, rank));
     epilogue.begin(Traits::first_token(work, rank));
     cudaGridDependencySynchronize();
     float sums[Traits::kSums] = {};
@@ -42,10 +43,11 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
     epilogue.finish_stores();
 }
 
-// Of all tiles of a cluster.
+// Of the partial sums of so many tiles of a cluster.
 template <class Traits>
-constexpr size_t partial_bytes() {
-    return sizeof(float) * Traits::kRanks * Traits::kTileTokens * Traits::kTileFeatures;
+int64_t partial_bytes(int64_t items, int64_t splits) {
+    constexpr int64_t kBytes = sizeof(float) * Traits::kRanks * Traits::kTileTokens * Traits::kTileFeatures;
+    return splits == 1 ? 0 : splits * items * kBytes;
 }
 
 // For the kernel that computes the parts.

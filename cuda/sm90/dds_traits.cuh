@@ -46,12 +46,35 @@ __device__ int64_t partial_place(const DdsArguments& arguments, const Work& work
     return ((part + work.split) * Traits::kRanks + rank) * Traits::kGroups + group;
 }
 
+// The plan's arrays; see common/plan.h.
+struct DdsPlan {
+    const int2* tiles;
+    const int* rows;
+    const int* masks;
+    const int* k;
+    const int* slots;
+    int groups;
+    int pieces;
+
+    __device__ explicit DdsPlan(const PlanHeader* plan) {
+        const auto* words = reinterpret_cast<const int*>(plan);
+        tiles = reinterpret_cast<const int2*>(plan + 1);  // found without waiting for the header
+        rows = words + plan->rows_at;
+        masks = words + plan->masks_at;
+        k = words + plan->k_at;
+        slots = words + plan->slots_at;
+        groups = plan->groups;
+        pieces = plan->pieces;
+    }
+};
+
 // A cluster computes kTokenRanks x kRowRanks tiles of 256 or 128 tokens x 128 features, one of them a CTA.
 // With two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
 template <Op kOp, class Math_, int kTokenRanks_, int kRowRanks_, int kTileTokens_>
 struct DdsTraits {
     using Math = Math_;
     using Element = typename Math::Element;
+    using Plan = DdsPlan;
     static constexpr bool kTransposed = kOp == Op::dds_nn;
     static constexpr int kTokenRanks = kTokenRanks_;
     static constexpr int kRowRanks = kRowRanks_;
@@ -67,8 +90,8 @@ struct DdsTraits {
     }
 
     // The block rows of a CTA's tile.
-    __device__ static const int* rows_of(const PlanHeader* plan, int tile, int rank) {
-        return reinterpret_cast<const int*>(plan) + plan->rows_at + plan_index(tile, rank) * plan->groups;
+    __device__ static const int* rows_of(const Plan& plan, int tile, int rank) {
+        return plan.rows + plan_index(tile, rank) * plan.groups;
     }
 
     static constexpr int kTileTokens = kTileTokens_;
@@ -106,28 +129,6 @@ struct DdsTraits {
         Schedule schedule;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
-};
-
-// The plan's arrays; see common/plan.h.
-struct DdsPlan {
-    const int2* tiles;
-    const int* rows;
-    const int* masks;
-    const int* k;
-    const int* slots;
-    int groups;
-    int pieces;
-
-    __device__ explicit DdsPlan(const PlanHeader* plan) {
-        const auto* words = reinterpret_cast<const int*>(plan);
-        tiles = reinterpret_cast<const int2*>(plan + 1);  // found without waiting for the header
-        rows = words + plan->rows_at;
-        masks = words + plan->masks_at;
-        k = words + plan->k_at;
-        slots = words + plan->slots_at;
-        groups = plan->groups;
-        pieces = plan->pieces;
-    }
 };
 
 }  // namespace ts::sm90

@@ -127,7 +127,7 @@ class Dds {
           forward_(p_.forward()),
           input_(p_.input()),
           output_(p_.output()),
-          adjacency_(forward_ ? p_.pattern.rows : p_.pattern.cols),
+          adjacency_(p_.block_rows()),
           block_(p_.row_block()),
           depth_block_(p_.k_block() / steps_.pair),
           features_(p_.features()),
