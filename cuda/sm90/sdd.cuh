@@ -39,22 +39,23 @@ class SddProducer {
             plan.prefetch(work.tile, 2 * Traits::kWindow >> arguments_.unit_shift, lane_);
             const SddTile tile = plan.tile(work.tile);
             const SddTile other = plan.tile(min(work.tile ^ 1, plan.tile_count - 1));  // in a team of two
+            const bool shares = arguments_.team_size > 1 && tile.has_strips_of(other);
+            const int feature = my_feature(plan, work.tile, tile);
             select(tile.is_large(arguments_.unit_shift));
             // Back and forth: the tokens that the tile before used last are still in L2.
-            load(work, tile, my_feature(plan, work.tile), index / teams % 2 != 0,
-                 arguments_.pace != nullptr && schedule.is_whole(index),
-                 arguments_.team_size > 1 && tile.has_strips_of(other));
+            load(work, tile, feature, index / teams % 2 != 0,
+                 arguments_.pace != nullptr && schedule.is_whole(index), shares);
         }
     }
 
   private:
-    // Lanes load the strips and then the units of a tile, one each.
-    __device__ int my_feature(const SddPlan& plan, int index) const {
-        const SddTile tile = plan.tile(index);
-        const int unit = lane_ - tile.strips();
-        if (unit < 0) return tile.strip(lane_);
+    // Lanes load the strips and then the units of a tile, one each. The plan is asked for the units before it
+    // has said how many strips there are.
+    __device__ int my_feature(const SddPlan& plan, int index, const SddTile& tile) const {
         const int room = 2 * Traits::kWindow >> arguments_.unit_shift;
-        return unit < tile.units() ? __ldg(plan.units + index * room + unit) : -1;
+        const int unit = lane_ < room ? __ldg(plan.units + index * room + lane_) : -1;
+        const int after_strips = __shfl_sync(~0u, unit, lane_ - tile.strips());
+        return lane_ < tile.strips() ? tile.strip(lane_) : after_strips;
     }
 
     // Before stages of another size are filled, those that lie there must be empty.
@@ -129,13 +130,14 @@ class SddConsumer {
                    tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes,
                    work.last_step - work.first_step);
             // The other CTA may exit while this one stores.
-            if (index + teams >= schedule.size()) cute::cluster_arrive();
+            const bool is_last = index + teams >= schedule.size();
+            if (is_last) cute::cluster_arrive();
             if (work.partial >= 0) {
                 cudaTriggerProgrammaticLaunchCompletion();
                 store_sums(partial_sums<kSums>(arguments_.partial, 2 * int64_t{work.partial} + half_), sums);
-            } else if (work.exists && arguments_.stages_results) {
+            } else if (work.exists && (arguments_.stages_results || is_last && arguments_.stages_last)) {
                 SddEpilogue<Traits>(arguments_, plan, work.tile, half_)
-                    .store_through(shared_.stages + Traits::kResultsAt + half_ * Traits::kResultBytes, sums);
+                    .store_through(place_of_results(), sums);
             } else if (work.exists) {
                 SddEpilogue<Traits>(arguments_, plan, work.tile, half_).store(sums, 0);
             }
@@ -145,6 +147,13 @@ class SddConsumer {
     }
 
   private:
+    // In the place of the last stage or, where all stages are needed until the end, of this half's strips.
+    __device__ StagedResults place_of_results() const {
+        if (arguments_.stages_results)
+            return {shared_.stages + Traits::kResultsAt + half_ * Traits::kResultBytes, Traits::kStripBytes};
+        return {shared_.stages + half_ * Traits::kStripBytes, Traits::kSmallStageBytes};
+    }
+
     // `strip`, `window`: where they lie in a stage.
     __device__ void sum_up(float (&sums)[kSums], bool swapped, int strip, int window, int steps) {
 #pragma unroll
@@ -291,9 +300,9 @@ struct Sdd {
     // If it would not be split, there is no need to launch a second kernel that finds nothing to do.
     static bool may_split(const Problem& problem, const Device& device) {
         constexpr int kSpareTiles = 4;
+        constexpr int kMinSplitSteps = 24;  // below this, finding nothing to do takes longer than can be won
         const int steps = step_count(problem), team = team_size(problem, device);
-        if (!SddSchedule::can_split(steps)) return false;
-        if (!are_wide_blocks(problem.pattern)) return true;
+        if (!are_wide_blocks(problem.pattern)) return steps >= kMinSplitSteps;
         const auto pairs = static_cast<int>((problem.pattern.nnz + 1) / 2);
         for (int tiles = pairs; tiles <= pairs + kSpareTiles; ++tiles)
             if (SddSchedule(tiles, steps, device.multiprocessors / team, team, true).is_split()) return true;
@@ -338,7 +347,8 @@ struct Sdd {
         arguments.teams = device.multiprocessors / arguments.team_size;
         arguments.may_split = may_split(problem, device);
         arguments.stages_results = stages_results(problem, device);
-        if (arguments.stages_results) {
+        arguments.stages_last = are_wide_blocks(pattern) && !problem.accumulate;
+        if (arguments.stages_last) {
             const int64_t lines = pattern.nnz * kWideBlock;
             if (const cudaError_t error = encode(arguments.blocks, problem.dtype, problem.values,
                                                  {{kWideBlock, 1, unit}, {lines, kWideBlock, unit}}))

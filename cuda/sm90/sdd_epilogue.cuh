@@ -12,6 +12,13 @@
 
 namespace ts::sm90 {
 
+// Where the results of half a tile wait for TMA: a unit's, and how far from it the next one's.
+struct StagedResults {
+    char* first;
+    int distance;
+    __device__ char* unit(int index) const { return first + index * distance; }
+};
+
 // Stores what one thread of a warpgroup holds of its half of a tile. Sums lie as wgmma leaves them: four for
 // each 8 columns, two neighbours in each of two lines that are 8 apart.
 template <class Traits>
@@ -43,7 +50,7 @@ class SddEpilogue {
 
     // The sums of a half of wide blocks, quarter by quarter of a block, which TMA stores from `place` while
     // the warpgroup goes on.
-    __device__ void store_through(char* place, const float (&sums)[kSums]) const {
+    __device__ void store_through(const StagedResults& place, const float (&sums)[kSums]) const {
         constexpr int kUnits = Traits::kWindow / kStripFeatures;
         const bool leads = threadIdx.x % 128 == 0;
         int slots[kUnits];
@@ -62,7 +69,7 @@ class SddEpilogue {
         for (int unit = 0; unit < kUnits; ++unit) {
             const int of_strip = feature_ % kWideBlock, of_unit = unit * kStripFeatures % kWideBlock;
             if (slots[unit] >= 0)
-                cute::SM90_TMA_STORE_2D::copy(&arguments_.blocks, place + unit * Traits::kStripBytes,
+                cute::SM90_TMA_STORE_2D::copy(&arguments_.blocks, place.unit(unit),
                                               swapped_ ? of_strip : of_unit,
                                               slots[unit] * kWideBlock + (swapped_ ? of_unit : of_strip));
         }
@@ -74,7 +81,7 @@ class SddEpilogue {
 
     // In lines of 128 bytes swizzled as TMA expects them, 64 for each unit.
     template <bool kSwapped>
-    __device__ static void put_all(char* place, const float (&sums)[kSums]) {
+    __device__ static void put_all(const StagedResults& place, const float (&sums)[kSums]) {
         using Copy = std::conditional_t<kSwapped, cute::SM90_U16x8_STSM_T, cute::SM90_U32x4_STSM_N>;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
 #pragma unroll
@@ -86,7 +93,7 @@ class SddEpilogue {
             const int of_strip = 16 * warp + 8 * (lane / 8 % 2), of_unit = 16 * (i % 4) + 8 * (lane / 16);
             const int line = (kSwapped ? of_unit : of_strip) + lane % 8;
             const int eighth = (kSwapped ? of_strip : of_unit) / 8 ^ lane % 8;
-            char* const at = place + i / 4 * Traits::kStripBytes + 128 * line + 16 * eighth;
+            char* const at = place.unit(i / 4) + 128 * line + 16 * eighth;
             Copy::copy(words[0], words[1], words[2], words[3], *reinterpret_cast<cute::uint128_t*>(at));
         }
     }

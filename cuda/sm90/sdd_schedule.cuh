@@ -5,7 +5,7 @@
 // dealt out in rounds of one for each CTA. Those of the last, partial round are shared by all: each tile is
 // cut into pieces as long as a team's share, at the same tokens in every tile. What is left over of the tiles
 // goes to the teams that are left over, end to end, cut again where a share ends. A second kernel adds the
-// partial sums. Tiles of few tokens are never cut: that kernel would take longer.
+// partial sums. Tiles are not cut where that kernel would take longer than can be won.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,6 @@ class SddSchedule {
         if (rest_ > 0) divide();
     }
 
-    // Below this a second kernel takes longer than can be won.
-    static bool can_split(int steps) { return steps >= kMinSplitSteps; }
     __host__ __device__ bool is_split() const { return share_ < steps_; }
 
     // Pieces of work are numbered so that a team's are a number of teams apart. Some are empty.
@@ -96,7 +94,6 @@ class SddSchedule {
         bool exists;
     };
     static constexpr Piece kNothing = {0, 0, 0, -1, false};
-    static constexpr int kMinSplitSteps = 24;
     static constexpr int kMinSteps = 4;  // of a share
     static constexpr int kStoring = 3;   // steps in the time of which sums are stored
 
@@ -120,7 +117,9 @@ class SddSchedule {
         // What is left over begins at any token and finds less in L2.
         const int misses = 4 + 2 * left * rest_ / (3 * teams_);
         const int uneven_time = share + reduction_time(teams_ + rest_) + misses;
-        if (even_time <= uneven_time || left == 0) {
+        const bool is_even = even_time <= uneven_time || left == 0;
+        if ((is_even ? even_time : uneven_time) >= steps_) return;
+        if (is_even) {
             share_ = even;
             pieces_ = (steps_ + even - 1) / even;
         } else {

@@ -29,6 +29,7 @@ struct SddArguments {
     int teams;       // that the device holds
     bool may_split;
     bool stages_results;  // in the place of the last stage, and TMA stores them
+    bool stages_last;     // those of a CTA's last tile, in the place of the strips
     int unit_shift;       // log2 of a unit's features
     int row_shift;        // log2 of bn
     int col_shift;        // log2 of bk
@@ -49,6 +50,7 @@ struct SddTraits {
 
     // Most tiles leave room for a fourth stage, or for their results.
     static constexpr int kMaxStages = 4;
+    static constexpr int kSmallStageBytes = kSmallTileFeatures * kFeatureBytes;
     static constexpr int kResultBytes = 2 * kStrip * kWindow;  // of a half
 
     template <bool kRowMajor>
@@ -61,8 +63,8 @@ struct SddTraits {
         alignas(1024) char stages[3 * kStripTileFeatures * kFeatureBytes];
         Ring<kMaxStages> rings[2];  // of the stages of small and of large tiles
     };
-    static_assert(sizeof(Shared::stages) >= kMaxStages * kSmallTileFeatures * kFeatureBytes);
-    static constexpr int kResultsAt = (kMaxStages - 1) * kSmallTileFeatures * kFeatureBytes;
+    static_assert(sizeof(Shared::stages) >= kMaxStages * kSmallStageBytes);
+    static constexpr int kResultsAt = (kMaxStages - 1) * kSmallStageBytes;
     static_assert(sizeof(Shared::stages) >= kResultsAt + kHalves * kResultBytes);
     static constexpr int kSharedBytes = sizeof(Shared);
 };
