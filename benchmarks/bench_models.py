@@ -38,7 +38,7 @@ from models import MODELS, TASKS, Architecture, make_dense, make_sparse
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-MODES = ("eager", "graph", "compile")
+MODES = ("eager", "graph", "compile", "reduce-overhead")
 DTYPE = torch.bfloat16
 TOLERANCE = 5e-2  # relative, Frobenius norm; every layer rounds to bfloat16
 LEARNING_RATE = 1e-5  # the targets are noise
@@ -106,7 +106,8 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         call = prepare(model, x, group.task, group.mode)
-        call()
+        for _ in range(WARM_UP_CALLS):
+            call()
         peak = torch.cuda.max_memory_allocated() - others if self.device.type == "cuda" else None
         return Prepared(call, peak, parameters)
 
@@ -166,7 +167,11 @@ def training_step(model: nn.Module, x: Tensor, mode: str) -> Callable[[], Tensor
 
 def _compiled(function: Callable[..., Tensor], mode: str) -> Callable[..., Tensor]:
     """Whole, so that nothing falls back to eager mode unnoticed."""
-    return torch.compile(function, fullgraph=True, dynamic=False) if mode == "compile" else function
+    if mode == "compile":
+        return torch.compile(function, fullgraph=True, dynamic=False)
+    if mode == "reduce-overhead":
+        return torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
+    return function
 
 
 def free_memory() -> None:

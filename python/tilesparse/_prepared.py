@@ -1,6 +1,7 @@
 """What the native library needs of a pattern: descriptors, plans and resolved launches."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -101,9 +102,13 @@ class PreparedPattern:
     def block_indices_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The two rows of `block_indices` on a device, for use on its current stream."""
         if device not in self._block_indices:
-            self._block_indices[device] = self.block_indices().to(device)
+            indices = self.block_indices()
+            if device != HOST:
+                (indices,) = self._place((indices,), device)
+            self._block_indices[device] = indices
         indices = self._block_indices[device]
         if indices.is_cuda:
+            self._wait(device)
             indices.record_stream(torch.cuda.current_stream(device))
         rows, cols = indices
         return rows, cols
@@ -150,9 +155,7 @@ class PreparedPattern:
         if device not in self._descriptors:
             arrays = (*self._rows, *self.columns())
             if device != HOST:
-                _refuse_capture()
-                arrays = tuple(self._keep(array.pin_memory(), device) for array in arrays)
-                self._note_arrival(device)
+                arrays = self._place(arrays, device)
             self._descriptors[device] = self._describe(arrays)
         return self._descriptors[device]
 
@@ -160,12 +163,10 @@ class PreparedPattern:
         """The plan for kernels with that key, made on the current device: those of the CPU have none."""
         key = (device, op, plan_key)
         if key not in self._plans:
-            _refuse_capture()
             pattern = self.descriptor(device)
-            plan, workspace = (
-                torch.empty(size, dtype=torch.uint8, device=device)
-                for size in _C.plan_device_size(pattern, kernel, op)
-            )
+            plan_bytes, workspace_bytes = _C.plan_device_size(pattern, kernel, op)
+            (plan,) = _allocate((plan_bytes,), device)
+            workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
             self._wait(device)
             _C.plan_device_build(
                 pattern,
@@ -177,19 +178,23 @@ class PreparedPattern:
                 workspace.numel(),
                 torch.cuda.current_stream(device).cuda_stream,
             )
-            plan = self._keep(plan, device)
-            self._note_arrival(device)  # before another thread can find it
+            self._keep((plan,), device)  # before another thread can find it
             self._plans[key] = plan
         return self._plans[key]
 
-    def _keep(self, array: Tensor, device: torch.device) -> Tensor:
-        """The array on the device, where it lives as long as this object."""
-        placed = array.to(device, non_blocking=True)
-        self._tensors.setdefault(device, []).append(placed)
-        return placed
+    def _place(self, arrays: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+        """Copies of the host's arrays on the device."""
+        placed = _allocate((array.nbytes for array in arrays), device)
+        copies = tuple(
+            memory.view(array.dtype).view(array.shape).copy_(array.pin_memory(), non_blocking=True)
+            for memory, array in zip(placed, arrays, strict=True)
+        )
+        self._keep(copies, device)
+        return copies
 
-    def _note_arrival(self, device: torch.device) -> None:
-        """Of what the current stream was asked to put on the device."""
+    def _keep(self, tensors: tuple[Tensor, ...], device: torch.device) -> None:
+        """Lets what the current stream was asked to put on the device live as long as this object."""
+        self._tensors.setdefault(device, []).extend(tensors)
         event = torch.cuda.current_stream(device).record_event()
         self._arrivals.setdefault(device, []).append(event)
 
@@ -206,6 +211,26 @@ class PreparedPattern:
     def _describe(self, arrays: tuple[Tensor, ...]) -> _C.Pattern:
         nnz, bn, bk = self.values_shape
         return _C.Pattern(bn, bk, *self._shape, nnz, *(array.data_ptr() for array in arrays))
+
+
+def _allocate(sizes: Iterable[int], device: torch.device) -> list[Tensor]:
+    """So many bytes each on a CUDA device, for the current stream to fill.
+
+    With ``torch.compile(mode="reduce-overhead")`` whatever the thread allocates while it runs a graph for the
+    first time, on another stream than the default one, is taken back. So another thread allocates there.
+    """
+    _refuse_capture()
+    stream, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+
+    def allocate() -> list[Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+
+    if stream == default:
+        return allocate()
+    with ThreadPoolExecutor(1) as executor:
+        tensors = executor.submit(allocate).result()
+    stream.wait_stream(default)  # that of the new thread: it may still use what lay there before
+    return tensors
 
 
 def _refuse_capture() -> None:

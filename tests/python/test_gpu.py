@@ -388,6 +388,29 @@ def test_compiled_training_step(dynamic: bool) -> None:
         torch.testing.assert_close(fused, eager, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_compiled_graphs_make_the_plans_they_need(training: bool) -> None:
+    """Memory that a graph's first run allocates is taken back, but for the results."""
+    torch.compiler.reset()
+    layers = [make_layer(256, 384), make_layer(384, 384), make_layer(384, 256)]
+    layers[1].expand = True
+    model = torch.nn.Sequential(*layers)
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    batches = [
+        [randn(70, 256, dtype=BF16, device="cuda", seed=seed + i) for i in (0, 1)] for seed in range(5)
+    ]
+
+    def results(run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
+        with torch.set_grad_enabled(training):
+            y = run(x)
+        gradients = torch.autograd.grad(y, tuple(model.parameters()), grad) if training else ()
+        return [tensor.clone() for tensor in (y, *gradients)]
+
+    of_graphs = [results(compiled, x, grad) for x, grad in batches]
+    for (x, grad), result in zip(batches, of_graphs, strict=True):
+        torch.testing.assert_close(result, results(model, x, grad), rtol=2e-2, atol=5e-2)
+
+
 Call = Callable[[BlockPattern, Tensor, Tensor, Tensor, Tensor], object]
 
 
