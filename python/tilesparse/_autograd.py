@@ -67,11 +67,12 @@ class _DdsNt(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, values = ctx.saved_tensors
         _, _, need_x, need_values, need_bias, *need_residual = ctx.needs_input_grad
+        products = _products(grad, x, values)
         return (
             None,
             None,
-            _gradient("dds_nn", grad, values, *ctx.key) if need_x else None,
-            _gradient("sdd_tn", grad, x, *ctx.key) if need_values else None,
+            products["dds_nn"](grad, values, *ctx.key) if need_x else None,
+            products["sdd_tn"](grad, x, *ctx.key) if need_values else None,
             grad.reshape(-1, grad.shape[-1]).sum(0) if need_bias else None,
             grad if any(need_residual) else None,
         )
@@ -89,11 +90,12 @@ class _DdsNn(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, values = ctx.saved_tensors
         _, _, need_y, need_values = ctx.needs_input_grad
+        products = _products(grad, y, values)
         return (
             None,
             None,
-            _gradient("dds_nt", grad, values, None, *ctx.key) if need_y else None,
-            _gradient("sdd_tn", y, grad, *ctx.key) if need_values else None,
+            products["dds_nt"](grad, values, None, *ctx.key) if need_y else None,
+            products["sdd_tn"](y, grad, *ctx.key) if need_values else None,
         )
 
 
@@ -110,11 +112,12 @@ class _SddTn(torch.autograd.Function):
         y, x = ctx.saved_tensors
         _, _, need_y, need_x = ctx.needs_input_grad
         values = grad.contiguous()
+        products = _products(values, y, x)
         return (
             None,
             None,
-            _gradient("dds_nt", x, values, None, *ctx.key) if need_y else None,
-            _gradient("dds_nn", y, values, *ctx.key) if need_x else None,
+            products["dds_nt"](x, values, None, *ctx.key) if need_y else None,
+            products["dds_nn"](y, values, *ctx.key) if need_x else None,
         )
 
 
@@ -206,10 +209,9 @@ def recorded(name: str, rest: Rest, *tensors: Tensor | None) -> Tensor:
     return result
 
 
-def _gradient(name: str, first: Tensor, second: Tensor, *rest: Any) -> Tensor:
-    """A product that is itself differentiable, if a gradient is recorded."""
-    run = getattr(_OPS, name).default if needs_dispatcher(first, second) else _KERNELS[name]
-    return run(first, second, *rest)
+def _products(*tensors: Tensor | None) -> dict[str, Run]:
+    """How to multiply these, so that a gradient is recorded of what is itself one, if any is."""
+    return _OPERATORS if needs_dispatcher(*tensors) else _KERNELS
 
 
 def with_autograd(name: str, kernel: Run) -> Run:
@@ -222,7 +224,7 @@ def with_autograd(name: str, kernel: Run) -> Run:
     op = getattr(_OPS, name).default
     function, first, last = _FUNCTIONS[name]
     plain_apply = super(torch.autograd.Function, function).apply
-    _KERNELS[name], _PLAIN_APPLY[name] = kernel, plain_apply
+    _OPERATORS[name], _KERNELS[name], _PLAIN_APPLY[name] = op, kernel, plain_apply
 
     def redispatch(*args: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
@@ -243,6 +245,7 @@ def with_autograd(name: str, kernel: Run) -> Run:
     return product
 
 
+_OPERATORS: dict[str, Run] = {}
 _KERNELS: dict[str, Run] = {}
 _PLAIN_APPLY: dict[str, Run] = {}  # of the autograd functions, without the care of transforms
 
