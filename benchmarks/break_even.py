@@ -54,10 +54,13 @@ def break_even(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def crossing(times: Mapping[float, float]) -> float:
-    """Where the line through the nearest two points, {density: time over dense}, reaches 1; at most 1."""
+    """Where the line through the nearest two points, {density: time over dense}, reaches 1; from 0 to 1."""
     points = sorted(times.items())
-    slower = next((place for place, (_, time) in enumerate(points) if time >= 1), len(points) - 1)
-    (left, before), (right, after) = points[max(slower - 1, 0)], points[max(slower, 1)]
+    slower = next((place for place, (_, time) in enumerate(points) if time >= 1), len(points))
+    place = min(max(slower, 1), len(points) - 1)
+    (left, before), (right, after) = points[place - 1 : place + 1]
+    if after <= before:  # all are slower, or all are faster, and noise is larger than the slope
+        return 0.0 if slower == 0 else 1.0
     return min(1.0, max(0.0, left + (1 - before) * (right - left) / (after - before)))
 
 

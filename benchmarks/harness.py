@@ -86,7 +86,7 @@ def run_benchmark(
     """
     document: dict[str, Any] = {
         "environment": environment(arguments.commit),
-        "arguments": {name: str(value) for name, value in vars(arguments).items()},
+        "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "output"},
         **sections,
         "cases": [],
     }

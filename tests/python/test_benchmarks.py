@@ -126,6 +126,8 @@ def test_nothing_starts_after_the_budget(tmp_path: Path, monkeypatch: pytest.Mon
         ({0.1: 0.2, 0.9: 0.6}, 1.0),
         ({0.25: 1.5, 0.5: 2.5}, 0.125),  # below them
         ({0.1: 1.9, 0.5: 2.0}, 0.0),
+        ({0.1: 0.8, 0.5: 0.95, 0.75: 0.94}, 1.0),  # noise beyond the slope
+        ({0.1: 1.3, 0.5: 1.2}, 0.0),
     ],
 )
 def test_break_even_is_where_times_cross(times: dict[float, float], density: float) -> None:
