@@ -203,18 +203,13 @@ class BlockSparseLinear(nn.Module):
     def extra_repr(self) -> str:
         return _representation(self) + (", expand=True" if self.expand else "")
 
-    # Pattern and buffers. `_synced` is what both looked like when they last agreed.
-
-    def _state(self) -> tuple[int, ...]:
-        state = [self.pattern.handle, self.pattern.version]
-        for name in _ARRAYS:
-            array = self._buffers[name]
-            assert array is not None
-            state += (id(array), -1 if array.is_inference() else array._version)
-        return tuple(state)
+    # Pattern and buffers. `_synced` is what they were when they last agreed: handle and version of the
+    # pattern; and the buffers, held so that no other tensor can be taken for one, with their versions.
 
     def _mark_synced(self) -> None:
-        self._synced = self._state()
+        buffers = {name: self.get_buffer(name) for name in _ARRAYS}
+        arrays = [(name, array, _version(array)) for name, array in buffers.items()]
+        self._synced = (self.pattern.handle, self.pattern.version, arrays)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _sync(self) -> None:
@@ -222,18 +217,24 @@ class BlockSparseLinear(nn.Module):
 
         A compiled forward does so only while it is traced.
         """
-        state = self._state()
-        if state == self._synced:
-            return
-        if state[:2] != self._synced[:2]:
+        handle, version, arrays = self._synced
+        if self.pattern.handle != handle or self.pattern.version != version:
             self._write_buffers()
-        elif type(self.row_ptr) is Tensor and not self.row_ptr.is_meta:  # fake ones hold no numbers
-            arrays = {name: getattr(self, name) for name in _ARRAYS}
-            pattern = self._new_pattern(arrays, self.block_shape)
-            if pattern.nnz != len(self.weight):
-                raise InvalidPatternError(f"col_idx: {len(self.weight)} entries expected, got {pattern.nnz}")
-            self.pattern = pattern
-            self._mark_synced()
+            return
+        for name, array, array_version in arrays:
+            if self._buffers[name] is not array or _version(array) != array_version:
+                self._read_buffers()
+                return
+
+    def _read_buffers(self) -> None:
+        if type(self.row_ptr) is not Tensor or self.row_ptr.is_meta:  # fake ones hold no numbers
+            return
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        pattern = self._new_pattern(arrays, self.block_shape)
+        if pattern.nnz != len(self.weight):
+            raise InvalidPatternError(f"col_idx: {len(self.weight)} entries expected, got {pattern.nnz}")
+        self.pattern = pattern
+        self._mark_synced()
 
     def _new_pattern(self, arrays: Mapping[str, Tensor], block_shape: Sequence[int]) -> BlockPattern:
         """A pattern of these arrays, or the present one if it has the same content."""
@@ -371,6 +372,11 @@ class PseudoBlockSparseLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return _representation(self)
+
+
+def _version(array: Tensor) -> int:
+    """Counts changes in place, which are not counted in inference mode."""
+    return -1 if array.is_inference() else array._version
 
 
 def _representation(layer: BlockSparseLinear | PseudoBlockSparseLinear) -> str:
