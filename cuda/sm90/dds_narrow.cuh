@@ -30,7 +30,7 @@ template <class Traits, bool kRowMajorInput>
 class NarrowProducer {
   public:
     __device__ NarrowProducer(const DdsArguments& arguments, typename Traits::Shared& shared,
-                              const NarrowPlan& plan, int rank, int lane)
+                              const DdsPlan& plan, int rank, int lane)
         : arguments_(arguments),
           shared_(shared),
           plan_(plan),
@@ -115,7 +115,7 @@ class NarrowProducer {
 
     const DdsArguments& arguments_;
     typename Traits::Shared& shared_;
-    const NarrowPlan& plan_;
+    const DdsPlan& plan_;
     int rank_;
     int lane_;
     bool elected_;  // the one lane that starts copies, from values that all lanes have
@@ -131,7 +131,7 @@ template <class Traits, bool kRowMajorInput>
 class NarrowConsumer {
   public:
     __device__ NarrowConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
-                              const NarrowPlan& plan, int rank, int warp, int lane)
+                              const DdsPlan& plan, int rank, int warp, int lane)
         : arguments_(arguments),
           shared_(shared),
           plan_(plan),
@@ -181,7 +181,8 @@ class NarrowConsumer {
     __device__ int2 masks_from(const Work& work, int first) const {
         const int step = work.step + min(first + lane_, work.steps - 1);
         if (work.steps == 0) return {};
-        return __ldg(plan_.masks + (step * Traits::kRanks + rank_) * Traits::kGroups + group_);
+        const auto* const masks = reinterpret_cast<const int2*>(plan_.masks);
+        return __ldg(masks + (step * Traits::kRanks + rank_) * Traits::kGroups + group_);
     }
 
     __device__ void multiply_all(float (&sums)[Traits::kSums], const Work& work) {
@@ -262,7 +263,7 @@ class NarrowConsumer {
 
     const DdsArguments& arguments_;
     typename Traits::Shared& shared_;
-    const NarrowPlan& plan_;
+    const DdsPlan& plan_;
     int rank_;
     int group_;
     int warp_;
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const auto rank = static_cast<int>(cute::block_rank_in_cluster());
-    const NarrowPlan plan(arguments.plan);
+    const DdsPlan plan(arguments.plan);
     if (threadIdx.x == 32)
         for (const CUtensorMap* map : {&arguments.input, &arguments.output}) prefetch(map);
     if (threadIdx.x == 0) {

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(256)
     cudaTriggerProgrammaticLaunchCompletion();  // the kernel that multiplies may begin, and waits by itself
     const int block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (block >= blocks) return;
-    const Element* const from = values + int64_t{__ldg(NarrowPlan(header).slots + block)} * (kBlock * kBlock);
+    const Element* const from = values + int64_t{__ldg(DdsPlan(header).slots + block)} * (kBlock * kBlock);
     alignas(16) Element elements[kAll][kPiece];
     int places[kAll];
 #pragma unroll

@@ -25,26 +25,6 @@ __device__ int packed_place(int feature, int piece) {
     return feature * kLine + (piece ^ (feature * kLine / 128 & kPieces - 1)) * 16;
 }
 
-// The plan's arrays; see common/plan.h.
-struct NarrowPlan {
-    const int2* tiles;
-    const int* rows;
-    const int2* masks;
-    const int* k;
-    const int* starts;
-    const int* slots;
-
-    __device__ explicit NarrowPlan(const PlanHeader* plan) {
-        const auto* words = reinterpret_cast<const int*>(plan);
-        tiles = reinterpret_cast<const int2*>(plan + 1);  // found without waiting for the header
-        rows = words + plan->rows_at;
-        masks = reinterpret_cast<const int2*>(words + plan->masks_at);
-        k = words + plan->k_at;
-        starts = words + plan->starts_at;
-        slots = words + plan->slots_at;
-    }
-};
-
 // A cluster of two CTAs computes 512 features x 128 tokens, half of the features each.
 //
 // What shared memory has beside the results is for activations where the weight is sparse, for more of the
@@ -53,14 +33,13 @@ template <class Math_, int kBlock_, int kStep_, int kStages_, bool kSplits_ = fa
 struct NarrowTraits {
     using Math = Math_;
     using Element = typename Math::Element;
-    using Plan = NarrowPlan;
     static constexpr int kBlock = kBlock_;
     static constexpr int kRanks = 2;
     static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
 
     __device__ static int first_token(const Work& work, int) { return work.unit * kTileTokens; }
     // The block rows of a CTA's tile.
-    __device__ static const int* rows_of(const Plan& plan, int tile, int rank) {
+    __device__ static const int* rows_of(const DdsPlan& plan, int tile, int rank) {
         return plan.rows + (tile * kRanks + rank) * kBlockRows;
     }
 

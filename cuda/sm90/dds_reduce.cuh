@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
     }
     __syncthreads();
 
-    const typename Traits::Plan plan(arguments.plan);
+    const DdsPlan plan(arguments.plan);
     const int group = blockIdx.x % Traits::kGroups, cta = blockIdx.x / Traits::kGroups;
     const int rank = cta % Traits::kRanks, item = cta / Traits::kRanks;
     Work work{item / arguments.units, item % arguments.units, 0, 0, 0};

@@ -53,6 +53,7 @@ struct DdsPlan {
     const int* masks;
     const int* k;
     const int* slots;
+    const int* starts;  // by aligned steps alone
     int groups;
     int pieces;
 
@@ -63,6 +64,7 @@ struct DdsPlan {
         masks = words + plan->masks_at;
         k = words + plan->k_at;
         slots = words + plan->slots_at;
+        starts = words + plan->starts_at;
         groups = plan->groups;
         pieces = plan->pieces;
     }
@@ -74,7 +76,6 @@ template <Op kOp, class Math_, int kTokenRanks_, int kRowRanks_, int kTileTokens
 struct DdsTraits {
     using Math = Math_;
     using Element = typename Math::Element;
-    using Plan = DdsPlan;
     static constexpr bool kTransposed = kOp == Op::dds_nn;
     static constexpr int kTokenRanks = kTokenRanks_;
     static constexpr int kRowRanks = kRowRanks_;
@@ -90,7 +91,7 @@ struct DdsTraits {
     }
 
     // The block rows of a CTA's tile.
-    __device__ static const int* rows_of(const Plan& plan, int tile, int rank) {
+    __device__ static const int* rows_of(const DdsPlan& plan, int tile, int rank) {
         return plan.rows + plan_index(tile, rank) * plan.groups;
     }
 

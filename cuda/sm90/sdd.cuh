@@ -313,13 +313,19 @@ struct Sdd {
     // Where they take longer, or come alone, a fourth stage is worth more.
     static bool stages_results(const Problem& problem, const Device& device) {
         constexpr int kMostSteps = 12;
-        return are_wide_blocks(problem.pattern) && !problem.accumulate && step_count(problem) <= kMostSteps &&
-               problem.pattern.value_count() > device.multiprocessors * kTileValues;
+        return stages_last(problem) && step_count(problem) <= kMostSteps && fills(problem, device);
+    }
+    static bool stages_last(const Problem& problem) {
+        return are_wide_blocks(problem.pattern) && !problem.accumulate;
     }
 
     // Only where there is a round of tiles that are not split. Wide blocks have no use for it.
     static bool is_paced(const Problem& problem, const Device& device) {
-        if (are_wide_blocks(problem.pattern)) return false;
+        return !are_wide_blocks(problem.pattern) && fills(problem, device);
+    }
+
+    // Whether each multiprocessor gets a tile, and some get more.
+    static bool fills(const Problem& problem, const Device& device) {
         return problem.pattern.value_count() > device.multiprocessors * kTileValues;
     }
 
@@ -347,7 +353,7 @@ struct Sdd {
         arguments.teams = device.multiprocessors / arguments.team_size;
         arguments.may_split = may_split(problem, device);
         arguments.stages_results = stages_results(problem, device);
-        arguments.stages_last = are_wide_blocks(pattern) && !problem.accumulate;
+        arguments.stages_last = stages_last(problem);
         if (arguments.stages_last) {
             const int64_t lines = pattern.nnz * kWideBlock;
             if (const cudaError_t error = encode(arguments.blocks, problem.dtype, problem.values,

@@ -105,10 +105,10 @@ class PreparedPattern:
             indices = self.block_indices()
             if device != HOST:
                 (indices,) = self._place((indices,), device)
+                torch.cuda.current_stream(device).synchronize()  # once, so that no call has to wait
             self._block_indices[device] = indices
         indices = self._block_indices[device]
         if indices.is_cuda:
-            self._wait(device)
             indices.record_stream(torch.cuda.current_stream(device))
         rows, cols = indices
         return rows, cols

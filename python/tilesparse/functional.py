@@ -83,16 +83,18 @@ def linear(
     plain, recording = is_plain(x, values, bias, residual), records_gradient(x, values, bias, residual)
     if plain and not recording:
         return _ops.dds(_ops.DDS_NT, x, values, pattern, feature_major_output, bias, code, residual)
-    key = (pattern.handle, pattern.version)
+    unfused = recording and code != 0  # a fused activation has no gradient
+    fused_residual = None if unfused else residual
+    rest = (pattern.handle, pattern.version, 0 if unfused else code, feature_major_output)
     y: Tensor
-    if code and recording:
-        y = _OPS.dds_nt.default(x, values, bias, *key, 0, feature_major_output)
-        y = _DIFFERENTIABLE[activation](y)
-        return y if residual is None else y + _ops.checked_residual(residual, y)
     if plain:
-        return recorded("dds_nt", (*key, code, feature_major_output), x, values, bias, residual)
-    y = _OPS.dds_nt.default(x, values, bias, *key, code, feature_major_output, residual)
-    return y
+        y = recorded("dds_nt", rest, x, values, bias, fused_residual)
+    else:
+        y = _OPS.dds_nt.default(x, values, bias, *rest, fused_residual)
+    if not unfused:
+        return y
+    y = _DIFFERENTIABLE[activation](y)
+    return y if residual is None else y + _ops.checked_residual(residual, y)
 
 
 def dds(a: Tensor, values: Tensor, pattern: BlockPattern, *, transpose: bool = True) -> Tensor:
