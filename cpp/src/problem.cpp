@@ -95,12 +95,12 @@ void check_operands(const Problem& problem) {
     const bool has_residual = problem.residual.data != nullptr;
     if (has_residual) check_matrix_operand(problem.residual, pattern.out_features, "residual", problem);
     if (pattern.nnz > 0) {
-        require(problem.values != nullptr, "values is null");
-        check_alignment(problem.values, "values", problem);
+        require(problem.values.data != nullptr, "values is null");
+        check_alignment(problem.values.data, "values", problem);
     }
     const Span x = span_of(problem.x, problem.tokens, pattern.in_features, size);
     const Span y = span_of(problem.y, problem.tokens, pattern.out_features, size);
-    const Span values = span_of(problem.values, pattern.value_count() * size);
+    const Span values = span_of(problem.values.data, pattern.value_count() * size);
     const Span bias = span_of(problem.bias, problem.bias ? pattern.out_features * size : 0);
     const Span residual =
         span_of(problem.residual, has_residual ? problem.tokens : 0, pattern.out_features, size);
@@ -154,7 +154,7 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.op = check_enum<Op>(desc.op, static_cast<int32_t>(kOps.size()), "op");
     problem.dtype = check_enum<DType>(desc.dtype, static_cast<int32_t>(kDTypes.size()), "dtype");
     problem.device = check_enum<DeviceType>(desc.device, 2, "device");
-    check_enum<int32_t>(desc.storage, 1, "storage");
+    problem.result_dtype = problem.dtype;
     problem.activation = check_enum<Activation>(desc.activation, 4, "activation");
     problem.precision = check_enum<Precision>(desc.precision, 2, "precision");
     problem.accumulate = check_enum<int32_t>(desc.accumulate, 2, "accumulate") == 1;
@@ -165,7 +165,9 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.pattern = check_pattern(desc.pattern);
     problem.x = check_matrix(desc.x, "x");
     problem.y = check_matrix(desc.y, "y");
-    problem.values = desc.values;
+    problem.values = {desc.values, desc.values_aux, problem.dtype,
+                      check_enum<Storage>(desc.storage, 1, "storage")};
+    problem.packed = desc.packed;
     problem.bias = desc.bias;
     problem.plan = desc.plan;
     problem.residual = check_matrix(desc.residual, "residual");

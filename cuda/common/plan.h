@@ -38,6 +38,8 @@
 
 #include <cstdint>
 
+#include "common/problem.h"
+
 namespace ts {
 
 struct PlanHeader {
@@ -53,8 +55,28 @@ struct PlanHeader {
     int32_t slots_at;
     int32_t words;  // of the whole plan
     int32_t starts_at;
-    int32_t reserved[5];
+    int32_t key;  // see plan_key
+    int32_t reserved[4];
 };
 static_assert(sizeof(PlanHeader) == 64);
+
+// A number, never 0, that plans share only if a kernel that can walk the one can walk the other (FNV-1a).
+inline int32_t plan_key(const Pattern& pattern, Op op, const PlanShape& shape) {
+    const int64_t parts[] = {static_cast<int64_t>(op),
+                             shape.tile,
+                             shape.step,
+                             shape.ranks,
+                             static_cast<int64_t>(shape.kind),
+                             pattern.block_rows,
+                             pattern.block_cols,
+                             pattern.out_features,
+                             pattern.in_features,
+                             pattern.nnz};
+    uint32_t hash = 2166136261u;
+    for (const int64_t part : parts)
+        for (int shift = 0; shift < 64; shift += 8)
+            hash = (hash ^ (static_cast<uint64_t>(part) >> shift & 0xff)) * 16777619u;
+    return hash == 0 ? 1 : static_cast<int32_t>(hash);
+}
 
 }  // namespace ts

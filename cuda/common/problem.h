@@ -14,6 +14,8 @@ enum class DeviceType : int32_t { cpu = 0, cuda = 1 };
 enum class Layout : int32_t { row_major = 0, feature_major = 1 };
 enum class Activation : int32_t { none = 0, relu = 1, gelu = 2, silu = 3 };
 enum class Precision : int32_t { highest = 0, tf32 = 1 };
+// How the weights of the kept blocks lie in memory.
+enum class Storage : int32_t { plain = 0 };
 
 constexpr int element_size(DType dtype) {
     return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
@@ -49,10 +51,19 @@ struct Matrix {
     Layout layout;
 };
 
+// The weights of the kept blocks. Plain: data [nnz, bn, bk], contiguous, and no aux.
+struct Values {
+    void* data;
+    const void* aux;  // metadata or scales, as the storage wants them
+    DType dtype;
+    Storage storage;
+};
+
 // A product whose descriptor has been checked; see ts_matmul_desc for the meaning of every field.
 struct Problem {
     Op op;
-    DType dtype;
+    DType dtype;  // of the activations
+    DType result_dtype;
     DeviceType device;
     Activation activation;
     Precision precision;
@@ -61,10 +72,11 @@ struct Problem {
     Pattern pattern;
     Matrix x;
     Matrix y;
-    void* values;
+    Values values;
     const void* bias;
     const void* plan;
-    Matrix residual;  // data is null where nothing is added; otherwise its layout is that of y
+    const void* packed;  // values as Kernel::pack left them, or null
+    Matrix residual;     // data is null where nothing is added; otherwise its layout is that of y
 
     // Of dds, in whichever direction: what is computed from what.
     bool forward() const { return op == Op::dds_nt; }
@@ -140,9 +152,20 @@ struct Kernel {
     // 0, or the CUDA error of the launch.
     int32_t (*launch)(const Problem&, const Device&, void* workspace, void* stream);
     bool splits = false;  // the sums of few tiles, see split_count
+    // What of values and results it computes with; the dtypes are bits, 0 for those of the activations.
+    uint32_t storages = 1u << static_cast<int>(Storage::plain);
+    uint32_t values_dtypes = 0;
+    uint32_t result_dtypes = 0;
+    // Microseconds the product would take; nullptr where kernels are ranked by their place in the registry.
+    double (*estimate)(const Kernel&, const Problem&, const Device&) = nullptr;
+    // A copy of the values as the kernel multiplies them, which serves until values or plan change: its
+    // bytes, and how it is made. nullptr where the kernel reads values as they are.
+    size_t (*packed_size)(const Problem&) = nullptr;
+    int32_t (*pack)(const Problem&, void* packed, void* stream) = nullptr;
 
     bool covers(Op op) const { return ops >> static_cast<int>(op) & 1; }
     bool covers(DType dtype) const { return dtypes >> static_cast<int>(dtype) & 1; }
+    bool covers(Storage storage) const { return storages >> static_cast<int>(storage) & 1; }
 };
 
 }  // namespace ts

@@ -108,7 +108,7 @@ struct Dds {
                                      static_cast<uint32_t>(input.ld / Traits::kChunk),
                                      output.data,
                                      output.ld,
-                                     problem.values,
+                                     problem.values.data,
                                      problem.bias,
                                      problem.residual.data,
                                      problem.residual.ld,

@@ -467,7 +467,7 @@ struct Decode {
                                         input.ld * static_cast<int64_t>(sizeof(typename Traits::Element)),
                                         output.data,
                                         output.ld,
-                                        problem.values,
+                                        problem.values.data,
                                         problem.bias,
                                         problem.residual.data,
                                         problem.residual.ld,

@@ -418,7 +418,7 @@ struct Sdd {
             problem.y.ld,
             problem.x.data,
             problem.x.ld,
-            problem.values,
+            problem.values.data,
             static_cast<float*>(workspace),
             static_cast<const PlanHeader*>(problem.plan),
             problem.pattern.value_count(),

@@ -355,7 +355,7 @@ struct Dds {
         const int64_t columns = problem.pattern.block_cols;
         // A pattern without blocks has steps nowhere; the map is never used but must be valid.
         if (arguments.value_rows == 0) return cudaSuccess;
-        return encode(arguments.values, problem.dtype, problem.values,
+        return encode(arguments.values, problem.dtype, problem.values.data,
                       {{columns, 1, Traits::kTransposed ? rows : width},
                        {arguments.value_rows, columns, Traits::kTransposed ? width : rows}});
     }

@@ -419,7 +419,7 @@ struct DdsNarrow {
         const int64_t ctas = (blocks * 32 + kThreads - 1) / kThreads;
         kernel<<<static_cast<unsigned>(ctas), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
             static_cast<const PlanHeader*>(problem.plan), static_cast<int>(blocks),
-            static_cast<const Element*>(problem.values), static_cast<char*>(workspace));
+            static_cast<const Element*>(problem.values.data), static_cast<char*>(workspace));
         return cudaGetLastError();
     }
 

@@ -344,7 +344,7 @@ struct Sdd {
         const Pattern& pattern = problem.pattern;
         const int unit = strip_unit(pattern);
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
-        arguments.values = problem.values;
+        arguments.values = problem.values.data;
         arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
         arguments.x_operand = describe_operand(problem.x, unit);
         arguments.plan_lines = plan_lines(pattern);
@@ -356,7 +356,7 @@ struct Sdd {
         arguments.stages_last = stages_last(problem);
         if (arguments.stages_last) {
             const int64_t lines = pattern.nnz * kWideBlock;
-            if (const cudaError_t error = encode(arguments.blocks, problem.dtype, problem.values,
+            if (const cudaError_t error = encode(arguments.blocks, problem.dtype, problem.values.data,
                                                  {{kWideBlock, 1, unit}, {lines, kWideBlock, unit}}))
                 return error;
         }

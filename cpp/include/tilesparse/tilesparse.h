@@ -16,7 +16,9 @@
  *  - Functions return TS_SUCCESS or one status per cause; ts_last_error() then has a sentence
  *    naming the field, the value and what is allowed. On an error nothing has been written.
  *  - Structures start with struct_size, set by the caller to sizeof(the structure); fields are only
- *    ever appended. Zero is the default of every optional field.
+ *    ever appended. Zero is the default of every optional field. The library takes every size from that of
+ *    the first version on, fields that a smaller one lacks are zero, and it writes no field that the caller
+ *    does not know; of larger ones the fields that this library does not know must be zero.
  *  - All functions are thread-safe.
  */
 #ifndef TILESPARSE_TILESPARSE_H_
@@ -57,6 +59,11 @@ enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 };                     /* ts_
 /* gelu is the one with erf; CUDA kernels for float16 and bfloat16 compute it within 6e-5 before rounding. */
 enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
 enum { TS_STORAGE_PLAIN = 0 }; /* values [nnz, bn, bk] */
+/* What ts_matmul_select may answer: a kernel of this library; whichever is estimated to be faster, such a
+ * kernel or TS_EXPAND_AND_RUN_DENSE; always the latter. */
+enum { TS_POLICY_SPARSE = 0, TS_POLICY_AUTO = 1, TS_POLICY_DENSE = 2 };
+/* In place of a kernel: write W out dense and leave the product to a dense library. ts_matmul does not. */
+enum { TS_EXPAND_AND_RUN_DENSE = -1 };
 /* Where elements of a tokens x features matrix lie: (t, f) is at t * ld + f, or at f * ld + t. */
 enum { TS_ROW_MAJOR = 0, TS_FEATURE_MAJOR = 1 };
 /* How float32 is multiplied on tensor cores: with float32-level error (3xTF32), or in plain TF32. */
@@ -117,7 +124,15 @@ typedef struct ts_matmul_desc {
     const void* bias; /* [out_features] or NULL; TS_DDS_NT only */
     const void* plan; /* made by ts_plan_build or ts_plan_device_build; NULL where ts_plan_size gives 0 */
     size_t plan_bytes;
-    ts_matrix residual; /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
+    ts_matrix residual;     /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
+    const void* values_aux; /* metadata or scales of the storage; NULL for TS_STORAGE_PLAIN */
+    int32_t values_dtype;   /* 0: that of the activations, `dtype`; d + 1: the dtype d */
+    int32_t result_dtype;   /* likewise, of what is written */
+    int64_t plan_key;       /* what ts_plan_key gives for the kernel the plan was made for; 0: not known */
+    const void* packed;     /* made by ts_values_pack of the same values, pattern and kernel, or NULL */
+    size_t packed_bytes;
+    int32_t policy;    /* of ts_matmul_select alone */
+    int32_t reserved2; /* zero */
 } ts_matmul_desc;
 
 /* What kernels are chosen by. */
@@ -144,6 +159,10 @@ typedef struct ts_kernel_info {
     int32_t tile_features;
     int32_t max_tokens; /* 0: any number */
     char name[64];
+    uint32_t storages;      /* bit 1 << storage */
+    uint32_t values_dtypes; /* bit 1 << dtype; 0: that of the activations */
+    uint32_t result_dtypes; /* likewise */
+    int32_t reserved;       /* zero */
 } ts_kernel_info;
 
 /* TS_VERSION and TS_ABI_VERSION of the library that is loaded. */
@@ -188,6 +207,19 @@ TS_API ts_status_t ts_plan_build(const ts_pattern* pattern, int32_t kernel, int3
 
 /* Scratch memory a product needs, on its device, aligned to 256 bytes (64 on the CPU); any content. */
 TS_API ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* desc, size_t* bytes);
+
+/* A number, never 0, that two plans have in common only if kernels can walk either of them: it follows from
+ * the kernel's `plan`, op, and the sizes of the pattern. 0 for a kernel without a plan. */
+TS_API ts_status_t ts_plan_key(const ts_pattern* pattern, int32_t kernel, int32_t op, int64_t* key);
+
+/* Some kernels copy the values before every product into the order in which they multiply them. The caller
+ * may keep that copy instead, while values and plan stay as they are: `packed` of the descriptor, in device
+ * memory aligned to 256 bytes. ts_values_packed_size gives 0 for kernels that have no use for it; with
+ * `packed` set (its address is not followed), ts_matmul_workspace_size counts no room for the copy.
+ * ts_values_pack reads values, pattern, plan and kernel of the descriptor, no activations. */
+TS_API ts_status_t ts_values_packed_size(const ts_matmul_desc* desc, size_t* bytes);
+TS_API ts_status_t ts_values_pack(const ts_matmul_desc* desc, void* packed, size_t packed_bytes,
+                                  ts_stream_t stream);
 
 /* Computes one product on the given stream of the current device. */
 TS_API ts_status_t ts_matmul(const ts_matmul_desc* desc, void* workspace, size_t workspace_bytes,

@@ -261,7 +261,7 @@ class Dds {
     // Where the features [within, within + rows) of a block begin.
     const void* block_rows(int64_t slot, int64_t within) const {
         const int64_t rows = p_.pattern.block_rows, cols = p_.pattern.block_cols;
-        return offset(p_.values,
+        return offset(p_.values.data,
                       (slot * rows * cols + within * (forward_ ? cols : 1)) * element_size(p_.dtype));
     }
 
@@ -424,7 +424,7 @@ class Sdd {
                 strip.b = offset(x_panels_, (col * block_cols_ + k) % x_wave_ * feature_bytes_);
                 const int64_t first = (slot * block_rows_ + n) * block_cols_ + k,
                               size = element_size(p_.dtype);
-                void* block = offset(p_.values, first * size);
+                void* block = offset(p_.values.data, first * size);
                 const Output output{sums,
                                     tile_,
                                     rows_,

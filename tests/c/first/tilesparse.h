@@ -1,0 +1,220 @@
+/* TileSparse: block-sparse linear algebra, the whole public C ABI.
+ *
+ * A weight W of shape [out_features, in_features] is cut into blocks of block_rows x block_cols;
+ * only `nnz` of them are kept. Three products are offered on x [tokens, in_features] and
+ * y [tokens, out_features]:
+ *
+ *   TS_DDS_NT   y  = activation(x W^T + bias) + residual   forward
+ *   TS_DDS_NN   x  = y W                                   gradient of x
+ *   TS_SDD_TN   W  = y^T x, on the pattern                 gradient of W
+ *
+ * The product dsd, Y = W X with X [in_features, tokens], is TS_DDS_NT on feature-major x and y.
+ *
+ * Rules that hold for every function:
+ *  - The caller owns all memory. No function allocates device memory or synchronises, so every
+ *    ts_matmul on a CUDA device can be captured in a graph.
+ *  - Functions return TS_SUCCESS or one status per cause; ts_last_error() then has a sentence
+ *    naming the field, the value and what is allowed. On an error nothing has been written.
+ *  - Structures start with struct_size, set by the caller to sizeof(the structure); fields are only
+ *    ever appended. Zero is the default of every optional field.
+ *  - All functions are thread-safe.
+ */
+#ifndef TILESPARSE_TILESPARSE_H_
+#define TILESPARSE_TILESPARSE_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define TS_VERSION "0.1.0"
+#define TS_ABI_VERSION 1
+
+#if defined(__GNUC__)
+#define TS_API __attribute__((visibility("default")))
+#else
+#define TS_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef int32_t ts_status_t;
+enum {
+    TS_SUCCESS = 0,
+    TS_INVALID_ARGUMENT = 1,    /* a field is out of range, null or inconsistent */
+    TS_INVALID_PATTERN = 2,     /* pattern arrays break an invariant of ts_pattern */
+    TS_UNSUPPORTED = 3,         /* valid, but no kernel of this library computes it */
+    TS_NO_DEVICE = 4,           /* no usable CUDA device, or a library built without CUDA */
+    TS_WORKSPACE_TOO_SMALL = 5, /* the workspace or the plan has fewer bytes than asked for */
+    TS_CUDA_ERROR = 6,          /* the CUDA runtime reported an error */
+    TS_OUT_OF_MEMORY = 7,       /* host memory */
+    TS_INTERNAL_ERROR = 8
+};
+
+enum { TS_FLOAT64 = 0, TS_FLOAT32 = 1, TS_FLOAT16 = 2, TS_BFLOAT16 = 3 }; /* ts_matmul_desc.dtype */
+enum { TS_CPU = 0, TS_CUDA = 1 };                                         /* ts_matmul_desc.device */
+enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 };                     /* ts_matmul_desc.op */
+/* gelu is the one with erf; CUDA kernels for float16 and bfloat16 compute it within 6e-5 before rounding. */
+enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
+enum { TS_STORAGE_PLAIN = 0 }; /* values [nnz, bn, bk] */
+/* Where elements of a tokens x features matrix lie: (t, f) is at t * ld + f, or at f * ld + t. */
+enum { TS_ROW_MAJOR = 0, TS_FEATURE_MAJOR = 1 };
+/* How float32 is multiplied on tensor cores: with float32-level error (3xTF32), or in plain TF32. */
+enum { TS_PRECISION_HIGHEST = 0, TS_PRECISION_TF32 = 1 };
+
+/* A stream as cudaStream_t; NULL is the default stream. Ignored on the CPU. */
+typedef struct CUstream_st* ts_stream_t;
+
+/* Which blocks of W are kept, as block compressed rows (BSR) and its transpose.
+ * Block rows are sorted by column without duplicates. Entry e of a row belongs to block
+ * values[row_slot[e]], so that changing the pattern moves no weight; slots are a permutation of
+ * 0..nnz-1. The transpose lists the same blocks by column, made by ts_pattern_transpose.
+ * The arrays lie in memory of the device that reads them: host memory for the functions on
+ * patterns and plans and for TS_CPU, device memory for ts_matmul on TS_CUDA. */
+typedef struct ts_pattern {
+    uint32_t struct_size;
+    int32_t block_rows;      /* bn: 16, 32, 64 or 128 */
+    int32_t block_cols;      /* bk: 16, 32, 64 or 128 */
+    int32_t reserved;        /* zero */
+    int64_t out_features;    /* a multiple of block_rows */
+    int64_t in_features;     /* a multiple of block_cols */
+    int64_t nnz;             /* kept blocks */
+    const int32_t* row_ptr;  /* [out_features / block_rows + 1] */
+    const int32_t* col_idx;  /* [nnz] */
+    const int32_t* row_slot; /* [nnz] */
+    const int32_t* col_ptr;  /* [in_features / block_cols + 1] */
+    const int32_t* row_idx;  /* [nnz] */
+    const int32_t* col_slot; /* [nnz] */
+} ts_pattern;
+
+/* A matrix of tokens x features in one of the two layouts. */
+typedef struct ts_matrix {
+    void* data;
+    int64_t ld;       /* elements from one row (column) to the next */
+    int32_t layout;   /* TS_ROW_MAJOR or TS_FEATURE_MAJOR */
+    int32_t reserved; /* zero */
+} ts_matrix;
+
+/* One product. Operands of one call must not overlap the memory it writes. On TS_CUDA all of them
+ * lie on the current device and x, y, values and residual are aligned to 16 bytes, as is every ld in
+ * bytes. */
+typedef struct ts_matmul_desc {
+    uint32_t struct_size;
+    int32_t op;
+    int32_t dtype; /* of all operands; sums are float32 (float64 for TS_FLOAT64) and rounded once */
+    int32_t device;
+    int32_t storage;
+    int32_t activation; /* TS_DDS_NT only */
+    int32_t precision;  /* TS_FLOAT32 on TS_CUDA only */
+    int32_t accumulate; /* TS_SDD_TN only: 1 adds to values instead of overwriting them */
+    int32_t kernel;     /* 0: the library chooses; k: kernel k - 1 of ts_kernel_get */
+    int32_t reserved;   /* zero */
+    int64_t tokens;
+    const ts_pattern* pattern;
+    ts_matrix x;
+    ts_matrix y;
+    void* values;     /* [nnz, block_rows, block_cols], contiguous */
+    const void* bias; /* [out_features] or NULL; TS_DDS_NT only */
+    const void* plan; /* made by ts_plan_build or ts_plan_device_build; NULL where ts_plan_size gives 0 */
+    size_t plan_bytes;
+    ts_matrix residual; /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
+} ts_matmul_desc;
+
+/* What kernels are chosen by. */
+typedef struct ts_device_info {
+    uint32_t struct_size;
+    int32_t device;             /* TS_CPU or TS_CUDA */
+    int32_t compute_capability; /* major * 10 + minor; 0 on the CPU */
+    int32_t multiprocessors;    /* processors (cores) on the CPU */
+    int32_t shared_memory;      /* bytes a thread block may use; 0 on the CPU */
+    int32_t reserved;           /* zero */
+    char name[64];
+} ts_device_info;
+
+/* One kernel of the library. */
+typedef struct ts_kernel_info {
+    uint32_t struct_size;
+    int32_t device;
+    int32_t min_compute_capability; /* 0 on the CPU */
+    uint32_t ops;                   /* bit 1 << op */
+    uint32_t dtypes;                /* bit 1 << dtype */
+    int32_t precision;              /* for TS_FLOAT32 on TS_CUDA */
+    int32_t plan;                   /* kernels with equal, nonzero `plan` share plans; 0: needs none */
+    int32_t tile_tokens;            /* 0 where the kernel has no fixed tile */
+    int32_t tile_features;
+    int32_t max_tokens; /* 0: any number */
+    char name[64];
+} ts_kernel_info;
+
+/* TS_VERSION and TS_ABI_VERSION of the library that is loaded. */
+TS_API const char* ts_version(void);
+TS_API int32_t ts_abi_version(void);
+
+/* A short constant text for a status; the sentence of this thread's last error. */
+TS_API const char* ts_status_string(ts_status_t status);
+TS_API const char* ts_last_error(void);
+
+/* Comma-separated architectures the library holds code for, for example "cpu,sm_80". */
+TS_API const char* ts_architectures(void);
+
+TS_API int32_t ts_kernel_count(void);
+TS_API ts_status_t ts_kernel_get(int32_t index, ts_kernel_info* info);
+
+/* Properties of the CPU, or of a CUDA device by its ordinal (-1: the current one). */
+TS_API ts_status_t ts_device_get(int32_t device, int32_t ordinal, ts_device_info* info);
+
+/* Checks every invariant of the row arrays of a host pattern. The column arrays, where not NULL,
+ * must be their transpose. */
+TS_API ts_status_t ts_pattern_validate(const ts_pattern* pattern);
+
+/* Writes the transpose of a valid host pattern: col_ptr [in_features / block_cols + 1],
+ * row_idx [nnz] and col_slot [nnz]. The pattern's own column arrays are ignored. */
+TS_API ts_status_t ts_pattern_transpose(const ts_pattern* pattern, int32_t* col_ptr, int32_t* row_idx,
+                                        int32_t* col_slot);
+
+/* Which kernel (index for ts_kernel_get) would compute the product on that device, and why, as text
+ * of at most reason_bytes bytes with the ending zero. Reads shapes, layouts, flags, the sizes of the
+ * pattern and whether there is a residual; no pointer is followed but the pattern's.
+ * TILESPARSE_KERNEL=name forces one. */
+TS_API ts_status_t ts_matmul_select(const ts_matmul_desc* desc, const ts_device_info* device, int32_t* kernel,
+                                    char* reason, size_t reason_bytes);
+
+/* The plan a kernel walks for one pattern: what to load and multiply, in which order. It depends on
+ * the kernel's `plan` and op and on the pattern alone. Built in host memory from host arrays (both
+ * directions); for TS_CUDA the caller copies it to the device, aligned to 16 bytes. */
+TS_API ts_status_t ts_plan_size(const ts_pattern* pattern, int32_t kernel, int32_t op, size_t* bytes);
+TS_API ts_status_t ts_plan_build(const ts_pattern* pattern, int32_t kernel, int32_t op, void* plan,
+                                 size_t bytes);
+
+/* Scratch memory a product needs, on its device, aligned to 256 bytes (64 on the CPU); any content. */
+TS_API ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* desc, size_t* bytes);
+
+/* Computes one product on the given stream of the current device. */
+TS_API ts_status_t ts_matmul(const ts_matmul_desc* desc, void* workspace, size_t workspace_bytes,
+                             ts_stream_t stream);
+
+/* The same plans made by the GPU, of a pattern whose arrays lie in memory of the current device, for
+ * patterns that change there: nothing waits for the GPU, and the call can be captured in a graph, whose
+ * replays then follow what the arrays hold. Equal patterns give equal plans, bit by bit. TS_DDS_NN reads
+ * the arrays by column and the other products those by row; the caller answers for what is in them.
+ * ts_plan_device_size reads shapes and nnz alone: a plan takes at most `plan_bytes`, and building it
+ * `workspace_bytes` of any content. In device memory, aligned to 16 and 256 bytes. Both are 0 for a
+ * kernel without a plan. Only how block rows are grouped may differ from ts_plan_build.
+ * TS_UNSUPPORTED: the library was built without CUDA, or the weight has 2^31 blocks or more, kept or not. */
+TS_API ts_status_t ts_plan_device_size(const ts_pattern* pattern, int32_t kernel, int32_t op,
+                                       size_t* plan_bytes, size_t* workspace_bytes);
+TS_API ts_status_t ts_plan_device_build(const ts_pattern* pattern, int32_t kernel, int32_t op, void* plan,
+                                        size_t plan_bytes, void* workspace, size_t workspace_bytes,
+                                        ts_stream_t stream);
+
+/* ts_pattern_transpose of a pattern in device memory, into device memory, under the same rules. */
+TS_API ts_status_t ts_pattern_device_transpose_size(const ts_pattern* pattern, size_t* workspace_bytes);
+TS_API ts_status_t ts_pattern_device_transpose(const ts_pattern* pattern, int32_t* col_ptr, int32_t* row_idx,
+                                               int32_t* col_slot, void* workspace, size_t workspace_bytes,
+                                               ts_stream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TILESPARSE_TILESPARSE_H_ */
