@@ -4,12 +4,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -98,57 +96,15 @@ std::vector<ts_kernel_info> kernels() {
     return all;
 }
 
-// The descriptor of a product before its operands are known.
-ts_matmul_desc make_desc(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device,
-                         int32_t activation, int32_t precision, int32_t kernel, int64_t tokens,
-                         int32_t x_layout, int32_t y_layout) {
-    auto desc = make<ts_matmul_desc>();
-    desc.op = op;
-    desc.dtype = dtype;
-    desc.device = device;
-    desc.activation = activation;
-    desc.precision = precision;
-    desc.kernel = kernel;
-    desc.tokens = tokens;
-    desc.pattern = &pattern;
-    desc.x.layout = x_layout;
-    desc.y.layout = y_layout;
-    return desc;
-}
-
-std::pair<int32_t, std::string> select_kernel(const ts_pattern& pattern, int32_t op, int32_t dtype,
-                                              const ts_device_info& device, int64_t tokens,
-                                              int32_t activation, int32_t precision, int32_t x_layout,
-                                              int32_t y_layout, int32_t kernel) {
-    const auto desc = make_desc(pattern, op, dtype, device.device, activation, precision, kernel, tokens,
-                                x_layout, y_layout);
-    int32_t index = -1;
-    char reason[256];
-    check(ts_matmul_select(&desc, &device, &index, reason, sizeof reason));
-    return {index, reason};
-}
-
-std::tuple<int32_t, int32_t, size_t> query(const ts_pattern& pattern, int32_t op, int32_t dtype,
-                                           int32_t device, int32_t activation, int32_t precision,
-                                           int32_t kernel, int64_t tokens, int32_t x_layout, int32_t y_layout,
-                                           bool residual) {
-    auto desc =
-        make_desc(pattern, op, dtype, device, activation, precision, kernel, tokens, x_layout, y_layout);
-    if (residual) desc.residual = {&desc, 0, y_layout, 0};  // any address: it is not followed
-    const auto info = device_info(device, -1);
-    int32_t index = -1;
-    check(ts_matmul_select(&desc, &info, &index, nullptr, 0));
-    desc.kernel = index + 1;
-    size_t workspace = 0;
-    check(ts_matmul_workspace_size(&desc, &workspace));
-    auto chosen = make<ts_kernel_info>();
-    check(ts_kernel_get(index, &chosen));
-    return {index, chosen.plan, workspace};
-}
-
 void pattern_transpose(const ts_pattern& pattern, uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot) {
     check(ts_pattern_transpose(&pattern, pointer<int32_t>(col_ptr), pointer<int32_t>(row_idx),
                                pointer<int32_t>(col_slot)));
+}
+
+int64_t plan_key(const ts_pattern& pattern, int32_t kernel, int32_t op) {
+    int64_t key = 0;
+    check(ts_plan_key(&pattern, kernel, op, &key));
+    return key;
 }
 
 size_t plan_size(const ts_pattern& pattern, int32_t kernel, int32_t op) {
@@ -187,31 +143,78 @@ void pattern_device_transpose(const ts_pattern& pattern, uintptr_t col_ptr, uint
                                       pointer<CUstream_st>(stream)));
 }
 
-// One product but for the addresses of its operands: what stays the same from call to call.
-class Launch {
+// One product but for the addresses of its operands: what stays the same from call to call. Kept by those who
+// make it together with the memory it names.
+class Product {
   public:
-    Launch(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int32_t activation,
-           int32_t precision, int32_t accumulate, int32_t kernel, int64_t tokens, int64_t ldx,
-           int32_t x_layout, int64_t ldy, int32_t y_layout, int64_t ldr, uintptr_t plan, size_t plan_bytes,
-           size_t workspace_bytes, uintptr_t stream)
-        : pattern_(pattern),
-          desc_(make_desc(pattern, op, dtype, device, activation, precision, kernel, tokens, x_layout,
-                          y_layout)),
-          workspace_bytes_(workspace_bytes),
-          stream_(device == TS_CPU ? nullptr : pointer<CUstream_st>(stream)) {
+    Product(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int64_t tokens,
+            int32_t activation, int32_t precision, bool accumulate, int32_t kernel, int32_t policy,
+            int32_t x_layout, int64_t ldx, int32_t y_layout, int64_t ldy, bool residual, int64_t ldr)
+        : pattern_(pattern), desc_(make<ts_matmul_desc>()) {
+        desc_.op = op;
+        desc_.dtype = dtype;
+        desc_.device = device;
+        desc_.tokens = tokens;
+        desc_.activation = activation;
+        desc_.precision = precision;
         desc_.accumulate = accumulate;
-        desc_.x.ld = ldx;
-        desc_.y.ld = ldy;
-        desc_.residual.ld = ldr;
-        desc_.residual.layout = y_layout;
+        desc_.kernel = kernel;
+        desc_.policy = policy;
+        desc_.x = {nullptr, ldx, x_layout, 0};
+        desc_.y = {nullptr, ldy, y_layout, 0};
+        // Any address will do until there is one: it is not followed.
+        desc_.residual = {residual ? this : nullptr, ldr, y_layout, 0};
+    }
+
+    // The kernel for that device, or TS_EXPAND_AND_RUN_DENSE, and why.
+    std::pair<int32_t, std::string> select(const ts_device_info& device) const {
+        const auto desc = described();
+        int32_t index = -1;
+        char reason[256];
+        check(ts_matmul_select(&desc, &device, &index, reason, sizeof reason));
+        return {index, reason};
+    }
+
+    // Settles on the kernel for the current device: its index, and the `plan` of its ts_kernel_info.
+    std::pair<int32_t, int32_t> resolve() {
+        const auto [index, reason] = select(device_info(desc_.device, -1));
+        auto chosen = make<ts_kernel_info>();
+        check(ts_kernel_get(index, &chosen));
+        desc_.kernel = index + 1;
+        return {index, chosen.plan};
+    }
+
+    void use_plan(uintptr_t plan, size_t bytes, int64_t key) {
         desc_.plan = pointer<void>(plan);
-        desc_.plan_bytes = plan_bytes;
+        desc_.plan_bytes = bytes;
+        desc_.plan_key = key;
+    }
+
+    size_t packed_size() const {
+        const auto desc = described();
+        size_t bytes = 0;
+        check(ts_values_packed_size(&desc, &bytes));
+        return bytes;
+    }
+
+    // Packs the values there, and lets the product read them there from now on.
+    void pack(uintptr_t values, uintptr_t packed, size_t bytes, uintptr_t stream) {
+        auto desc = described();
+        desc.values = pointer<void>(values);
+        check(ts_values_pack(&desc, pointer<void>(packed), bytes, pointer<CUstream_st>(stream)));
+        desc_.packed = pointer<void>(packed);
+        desc_.packed_bytes = bytes;
+    }
+
+    size_t workspace_size() {
+        const auto desc = described();
+        check(ts_matmul_workspace_size(&desc, &workspace_bytes_));
+        return workspace_bytes_;
     }
 
     void run(uintptr_t x, uintptr_t y, uintptr_t values, uintptr_t bias, uintptr_t residual,
-             uintptr_t workspace) const {
-        ts_matmul_desc desc = desc_;
-        desc.pattern = &pattern_;
+             uintptr_t workspace, uintptr_t stream) const {
+        ts_matmul_desc desc = described();
         desc.x.data = pointer<void>(x);
         desc.y.data = pointer<void>(y);
         desc.values = pointer<void>(values);
@@ -220,29 +223,26 @@ class Launch {
         ts_status_t status;
         if (desc.device == TS_CPU) {
             const nb::gil_scoped_release release;  // a product on the CPU takes long; a launch does not
-            status = ts_matmul(&desc, pointer<void>(workspace), workspace_bytes_, stream_);
+            status = ts_matmul(&desc, pointer<void>(workspace), workspace_bytes_, nullptr);
         } else {
-            status = ts_matmul(&desc, pointer<void>(workspace), workspace_bytes_, stream_);
+            status =
+                ts_matmul(&desc, pointer<void>(workspace), workspace_bytes_, pointer<CUstream_st>(stream));
         }
         check(status);
     }
 
   private:
+    // The descriptor as of now: a copy of this object has a pattern of its own.
+    ts_matmul_desc described() const {
+        ts_matmul_desc desc = desc_;
+        desc.pattern = &pattern_;
+        return desc;
+    }
+
     ts_pattern pattern_;
     ts_matmul_desc desc_;
-    size_t workspace_bytes_;
-    ts_stream_t stream_;
+    size_t workspace_bytes_ = 0;
 };
-
-void matmul(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int32_t activation,
-            int32_t precision, int32_t accumulate, int32_t kernel, int64_t tokens, uintptr_t x, int64_t ldx,
-            int32_t x_layout, uintptr_t y, int64_t ldy, int32_t y_layout, uintptr_t values, uintptr_t bias,
-            uintptr_t residual, int64_t ldr, uintptr_t plan, size_t plan_bytes, uintptr_t workspace,
-            size_t workspace_bytes, uintptr_t stream) {
-    Launch(pattern, op, dtype, device, activation, precision, accumulate, kernel, tokens, ldx, x_layout, ldy,
-           y_layout, ldr, plan, plan_bytes, workspace_bytes, stream)
-        .run(x, y, values, bias, residual, workspace);
-}
 
 }  // namespace
 
@@ -289,14 +289,20 @@ NB_MODULE(_C, m) {
         .def_ro("max_tokens", &ts_kernel_info::max_tokens)
         .def_prop_ro("name", [](const ts_kernel_info& self) { return std::string(self.name); });
 
-    nb::class_<Launch>(m, "Launch")
-        .def(nb::init<const ts_pattern&, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t,
-                      int64_t, int64_t, int32_t, int64_t, int32_t, int64_t, uintptr_t, size_t, size_t,
-                      uintptr_t>(),
-             "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a, "accumulate"_a,
-             "kernel"_a, "tokens"_a, "ldx"_a, "x_layout"_a, "ldy"_a, "y_layout"_a, "ldr"_a, "plan"_a,
-             "plan_bytes"_a, "workspace_bytes"_a, "stream"_a)
-        .def("run", &Launch::run, "x"_a, "y"_a, "values"_a, "bias"_a, "residual"_a, "workspace"_a);
+    nb::class_<Product>(m, "Product")
+        .def(nb::init<const ts_pattern&, int32_t, int32_t, int32_t, int64_t, int32_t, int32_t, bool, int32_t,
+                      int32_t, int32_t, int64_t, int32_t, int64_t, bool, int64_t>(),
+             "pattern"_a, "op"_a, "dtype"_a, "device"_a, "tokens"_a, nb::kw_only(), "activation"_a = 0,
+             "precision"_a = 0, "accumulate"_a = false, "kernel"_a = 0, "policy"_a = 0, "x_layout"_a = 0,
+             "ldx"_a = 0, "y_layout"_a = 0, "ldy"_a = 0, "residual"_a = false, "ldr"_a = 0)
+        .def("select", &Product::select, "device_info"_a)
+        .def("resolve", &Product::resolve)
+        .def("use_plan", &Product::use_plan, "plan"_a, "bytes"_a, "key"_a)
+        .def("packed_size", &Product::packed_size)
+        .def("pack", &Product::pack, "values"_a, "packed"_a, "bytes"_a, "stream"_a)
+        .def("workspace_size", &Product::workspace_size)
+        .def("run", &Product::run, "x"_a, "y"_a, "values"_a, "bias"_a, "residual"_a, "workspace"_a,
+             "stream"_a);
 
     m.def("version", [] { return std::string(ts_version()); });
     m.def("abi_version", &ts_abi_version);
@@ -307,11 +313,7 @@ NB_MODULE(_C, m) {
         "pattern_validate", [](const ts_pattern& pattern) { check(ts_pattern_validate(&pattern)); },
         "pattern"_a);
     m.def("pattern_transpose", &pattern_transpose, "pattern"_a, "col_ptr"_a, "row_idx"_a, "col_slot"_a);
-    m.def("select", &select_kernel, "pattern"_a, "op"_a, "dtype"_a, "device_info"_a, "tokens"_a,
-          nb::kw_only(), "activation"_a = 0, "precision"_a = 0, "x_layout"_a = 0, "y_layout"_a = 0,
-          "kernel"_a = 0);
-    m.def("query", &query, "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a,
-          "kernel"_a, "tokens"_a, "x_layout"_a, "y_layout"_a, "residual"_a);
+    m.def("plan_key", &plan_key, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_size", &plan_size, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_build", &plan_build, "pattern"_a, "kernel"_a, "op"_a, "address"_a, "bytes"_a);
     m.def("plan_device_size", &plan_device_size, "pattern"_a, "kernel"_a, "op"_a);
@@ -320,8 +322,4 @@ NB_MODULE(_C, m) {
     m.def("pattern_device_transpose_size", &pattern_device_transpose_size, "pattern"_a);
     m.def("pattern_device_transpose", &pattern_device_transpose, "pattern"_a, "col_ptr"_a, "row_idx"_a,
           "col_slot"_a, "workspace"_a, "workspace_bytes"_a, "stream"_a);
-    m.def("matmul", &matmul, "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a,
-          "accumulate"_a, "kernel"_a, "tokens"_a, "x"_a, "ldx"_a, "x_layout"_a, "y"_a, "ldy"_a, "y_layout"_a,
-          "values"_a, "bias"_a, "residual"_a, "ldr"_a, "plan"_a, "plan_bytes"_a, "workspace"_a,
-          "workspace_bytes"_a, "stream"_a);
 }

@@ -1,6 +1,6 @@
 """Block-sparse linear layers that are faster than dense ones."""
 
-from . import errors, functional
+from . import errors, functional, parallel
 from ._C import version as _version
 from .errors import (
     CudaError,
@@ -11,6 +11,7 @@ from .errors import (
     PatternChangedError,
     TileSparseError,
     UnsupportedError,
+    UnsynchronizedPatternError,
 )
 from .linear import BlockSparseLinear, PseudoBlockSparseLinear
 from .matrix import BlockSparseMatrix
@@ -34,7 +35,9 @@ __all__ = [
     "PseudoBlockSparseLinear",
     "TileSparseError",
     "UnsupportedError",
+    "UnsynchronizedPatternError",
     "__version__",
     "errors",
     "functional",
+    "parallel",
 ]

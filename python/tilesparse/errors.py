@@ -29,5 +29,9 @@ class PatternChangedError(TileSparseError, RuntimeError):
     """A pattern was updated between a forward pass and its backward pass."""
 
 
+class UnsynchronizedPatternError(TileSparseError, RuntimeError):
+    """Processes that train one model together may have drawn different patterns."""
+
+
 class InternalError(TileSparseError, RuntimeError):
     """A defect of this package; please report it."""

@@ -15,12 +15,11 @@ transposed matrix), with any distance between lines, and on CUDA aligned to 16 b
 otherwise. All functions raise InvalidArgumentError, naming the argument, for operands that do not
 fit, and UnsupportedError where no kernel computes the product.
 
-torch.compile specialises its code on the pattern and its version: it compiles again after an update.
-Blocks of a model that are compiled one by one count as recompilations of the same code, so raise
-``torch._dynamo.config.recompile_limit`` above their number, or compile the whole model.
+The pattern may lie on another device than the values: it is copied there once, and the copy follows its
+updates. torch.compile takes patterns as inputs of its graphs, so that an update costs no compilation.
 
-A product can be captured in a CUDA graph once it has run with the same shapes. The graph reads memory
-of the pattern, which must be neither dropped nor updated while the graph is in use.
+A product can be captured in a CUDA graph once it has run with the same shapes. The graph reads memory of
+the pattern: it follows `BlockPattern.update_`, and the pattern must not be dropped while it is in use.
 """
 
 from typing import Any, TypeGuard
@@ -28,12 +27,15 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from . import _ops
-from ._autograd import is_plain, needs_dispatcher, recorded, records_gradient
+from . import _launch
+from ._autograd import call, records_gradient
+from ._checks import Index, check_dds, checked_residual
+from ._register import DDS_NN, DDS_NT, EXPAND, SDD_TN, SDD_TN_INTO
 from .errors import InvalidArgumentError
 from .pattern import BlockPattern
 
-_OPS = torch.ops.tilesparse
+POLICIES = ("sparse", "auto", "dense")
+
 _DIFFERENTIABLE = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 
 
@@ -46,7 +48,7 @@ def linear(
     *,
     residual: Tensor | None = None,
     feature_major_output: bool = False,
-    expand: bool = False,
+    policy: str = "sparse",
 ) -> Tensor:
     """activation(x Wᵀ + bias) + residual, as ``torch.nn.functional.linear``.
 
@@ -63,38 +65,49 @@ def linear(
             it lies as the result does.
         feature_major_output: give the result the strides of a transposed matrix. A following layer
             reads it without a copy, and layers with small blocks read it faster.
-        expand: write W out dense, zeros included, and leave products, activation and residual to
-            PyTorch, for layers that are faster dense (small or hardly sparse ones). The gradient of
-            ``values`` is taken from that of the dense W. Every call writes W anew, and autograd keeps
-            it where it keeps ``values`` otherwise. An infinity or NaN of x meets the zeros as well.
+        policy: "sparse" multiplies the kept blocks alone. "dense" writes W out, zeros included, and leaves
+            products, activation and residual to PyTorch, for layers that are faster dense (small or hardly
+            sparse ones): the gradient of ``values`` is taken from that of the dense W, every call writes W
+            anew, autograd keeps it where it keeps ``values`` otherwise, and an infinity or NaN of x meets
+            the zeros as well. "auto" is whichever of the two the library estimates to be faster for so
+            many tokens on the GPU at hand, sparse where it has no estimate; TILESPARSE_LOG=1 tells which,
+            and compiled code settles on one when it is traced.
 
     Returns:
         [..., out_features].
     """
-    code = _ops.ACTIVATIONS.get(activation)
+    if policy not in POLICIES:
+        raise InvalidArgumentError(f"policy: one of {list(POLICIES)} expected, got {policy!r}")
+    return linear_on(
+        x, values, pattern.index_on(values.device), bias, activation, residual, feature_major_output, policy
+    )
+
+
+def linear_on(
+    x: Tensor,
+    values: Tensor,
+    index: Index,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    feature_major: bool = False,
+    policy: str = "sparse",
+) -> Tensor:
+    """`linear` for a pattern as operators take it."""
+    code = _launch.ACTIVATIONS.get(activation)
     if code is None:
         raise InvalidArgumentError(
-            f"activation: one of {list(_ops.ACTIVATIONS)} expected, got {activation!r}"
+            f"activation: one of {list(_launch.ACTIVATIONS)} expected, got {activation!r}"
         )
     if torch._C._is_any_autocast_enabled():
         x, values, bias, residual = _autocast(x, values, bias, residual)
-    if expand:
-        return _expanded_linear(x, values, pattern, bias, activation, residual, feature_major_output)
-    plain, recording = is_plain(x, values, bias, residual), records_gradient(x, values, bias, residual)
-    if plain and not recording:
-        return _ops.dds(_ops.DDS_NT, x, values, pattern, feature_major_output, bias, code, residual)
-    unfused = recording and code != 0  # a fused activation has no gradient
-    fused_residual = None if unfused else residual
-    rest = (pattern.handle, pattern.version, 0 if unfused else code, feature_major_output)
-    y: Tensor
-    if plain:
-        y = recorded("dds_nt", rest, x, values, bias, fused_residual)
-    else:
-        y = _OPS.dds_nt.default(x, values, bias, *rest, fused_residual)
-    if not unfused:
-        return y
-    y = _DIFFERENTIABLE[activation](y)
-    return y if residual is None else y + _ops.checked_residual(residual, y)
+    if policy != "sparse" and (policy == "dense" or _launch.prefers_dense(x, index)):
+        return _expanded_linear(x, values, index, bias, activation, residual, feature_major)
+    if code == 0 or not records_gradient((x, values, bias, residual)):
+        return call(DDS_NT, x, values, index, bias, residual, code, feature_major)
+    # A fused activation has no gradient.
+    y = _DIFFERENTIABLE[activation](call(DDS_NT, x, values, index, bias, None, 0, feature_major))
+    return y if residual is None else y + checked_residual(residual, y)
 
 
 def dds(a: Tensor, values: Tensor, pattern: BlockPattern, *, transpose: bool = True) -> Tensor:
@@ -149,50 +162,43 @@ def sdd(
     """
     if torch._C._is_any_autocast_enabled():
         y, x = _autocast(y, x)
+    index = pattern.index_on(x.device)
     if out is None:
         if accumulate:
             raise InvalidArgumentError("out: expected with accumulate=True, got None")
-        if not needs_dispatcher(y, x):
-            return _ops.sdd(y, x, pattern)
-        values: Tensor = _OPS.sdd_tn.default(y, x, pattern.handle, pattern.version)
-        return values
-    if records_gradient(y, x, out):
+        return call(SDD_TN, y, x, index)
+    if records_gradient((y, x, out)):
         raise InvalidArgumentError(
             "out: not differentiable, but an operand requires a gradient; use no_grad()"
         )
-    _OPS.sdd_tn_into(y, x, out, pattern.handle, pattern.version, accumulate)
+    SDD_TN_INTO(y, x, *index, out, accumulate)
     return out
 
 
 def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feature_major: bool) -> Tensor:
     if torch._C._is_any_autocast_enabled():
         a, values = _autocast(a, values)
-    op = _ops.DDS_NT if transpose else _ops.DDS_NN
-    if not needs_dispatcher(a, values):
-        return _ops.dds(op, a, values, pattern, feature_major)
-    y: Tensor
+    index = pattern.index_on(values.device)
     if transpose:
-        y = _OPS.dds_nt.default(a, values, None, pattern.handle, pattern.version, 0, feature_major)
-    else:
-        y = _OPS.dds_nn.default(a, values, pattern.handle, pattern.version, feature_major)
-    return y
+        return call(DDS_NT, a, values, index, None, None, 0, feature_major)
+    return call(DDS_NN, a, values, index, feature_major)
 
 
 def _expanded_linear(
     x: Tensor,
     values: Tensor,
-    pattern: BlockPattern,
+    index: Index,
     bias: Tensor | None,
     activation: str,
     residual: Tensor | None,
     feature_major: bool,
 ) -> Tensor:
-    _ops.check_dds(pattern, "x", x, pattern.in_features, values, bias, residual)
-    weight = _OPS.expand.default(values, pattern.handle, pattern.version)
+    check_dds("x", x, values, index, bias, residual)
+    weight = call(EXPAND, values, None, index)
     if feature_major:
-        columns = x.reshape(-1, pattern.in_features).t()
+        columns = x.reshape(-1, index.shape[1]).t()
         y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
-        y = y.t().reshape(*x.shape[:-1], pattern.out_features)
+        y = y.t().reshape(*x.shape[:-1], index.shape[0])
     else:
         y = torch.nn.functional.linear(x, weight, bias)
     if activation != "none":

@@ -9,13 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import functional
-from .errors import InvalidArgumentError, InvalidPatternError
+from ._checks import Index, check_block_shape, check_shapes
+from ._launch import blocks_of, follow_update
+from .errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
+from .functional import POLICIES, linear_on
 from .matrix import BlockSparseMatrix
-from .pattern import BlockPattern, blocks_of
+from .pattern import BlockPattern
 
-# The arrays of a pattern, which every layer also holds as buffers for checkpoints and broadcasts.
-_ARRAYS = ("row_ptr", "col_idx", "slot")
+_ARRAYS = ("crow_indices", "col_indices", "slot")
+
+# Where a layer's pattern comes from: a file or another process; this process, so that others may have another
+# one; or nowhere yet.
+_SHARED, _OWN, _MISSING = range(3)
 
 
 class BlockSparseLinear(nn.Module):
@@ -23,22 +28,27 @@ class BlockSparseLinear(nn.Module):
 
     Takes x [..., in_features] and gives [..., out_features], like `torch.nn.Linear`.
 
-    `pattern` says which blocks there are; the int32 buffers `row_ptr`, `col_idx` and `slot` are its
-    copy in ``state_dict()``. Each follows the other: a new or updated `pattern` is written to the
-    buffers, and buffers changed in place (as by the broadcast of DistributedDataParallel, where
-    ``broadcast_buffers=False`` saves comparing them in every step) replace the pattern. A state_dict
-    with another pattern, even of other size or block shape, can be loaded: `weight` then changes its
-    shape, and optimizers that already saw it have to be built again.
+    The int32 buffers `crow_indices`, `col_indices` and `slot` are the pattern, see `BlockPattern`;
+    `layer.pattern` is a view of them, whose `update_` changes them in place. A state_dict with another
+    pattern, even of other size or block shape, can be loaded: `weight` then changes its shape, and
+    optimizers that already saw it have to be built again.
+
+    Where processes train one model together, all must have one pattern. DistributedDataParallel sees to it
+    with its default arguments, otherwise `tilesparse.parallel.synchronize_patterns` does: the first training
+    step of a layer that has drawn its pattern by itself raises where neither has.
+
+    On the meta device a layer has sizes only. Once it has left it (`to_empty`), the pattern comes from
+    `load_state_dict`, `layer.pattern = pattern` or `reset_parameters`; forward raises before.
 
     Args:
         in_features: size of the last dimension of x, a multiple of bk.
         out_features: size of the last dimension of y, a multiple of bn.
         bias: whether to add a learned bias [out_features].
         density: fraction of the blocks to keep, drawn at random.
-        block_shape: (bn, bk), rows (out) and columns (in) of a block; each 16, 32, 64 or 128.
-        pattern: the blocks to keep; `density` and `block_shape` are then taken from it.
-        expand: whether to compute with the weight written out dense in every call. Parameters, their
-            gradients and checkpoints are the same; it pays where the dense layer is the faster one.
+        block_shape: (bn, bk), rows (out) and columns (in) of a block, each 16, 32, 64 or 128; or one number
+            for both.
+        pattern: the blocks to keep, copied; `density` and `block_shape` are then taken from it.
+        policy: "sparse", "auto" or "dense", see `functional.linear`.
         device: of the parameters and buffers.
         dtype: of the parameters: float64, float32, float16 or bfloat16.
         generator: a CPU generator for the pattern and the initial values.
@@ -46,22 +56,19 @@ class BlockSparseLinear(nn.Module):
     Attributes:
         weight: Parameter [nnz, bn, bk], the kept blocks.
         bias: Parameter [out_features] or None.
-        pattern: the `BlockPattern`.
-        expand: as given; may be changed at any time, and is not part of ``state_dict()``.
+        policy: as given; may be changed at any time, and is not part of ``state_dict()``.
 
     Raises:
-        InvalidArgumentError: a size, the density or the block shape is not allowed, or `pattern` has
-            another shape.
+        InvalidArgumentError: a size, the density, the block shape or the policy is not allowed, or `pattern`
+            has another shape.
     """
 
     in_features: int
     out_features: int
-    pattern: BlockPattern
-    expand: bool
     weight: nn.Parameter
     bias: nn.Parameter | None
-    row_ptr: Tensor
-    col_idx: Tensor
+    crow_indices: Tensor
+    col_indices: Tensor
     slot: Tensor
 
     def __init__(
@@ -71,9 +78,9 @@ class BlockSparseLinear(nn.Module):
         bias: bool = True,
         density: float = 0.5,
         *,
-        block_shape: Sequence[int] = (32, 32),
+        block_shape: int | Sequence[int] = (32, 32),
         pattern: BlockPattern | None = None,
-        expand: bool = False,
+        policy: str = "sparse",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
@@ -87,16 +94,16 @@ class BlockSparseLinear(nn.Module):
             raise InvalidArgumentError(
                 f"pattern: shape {(out_features, in_features)} expected, got {pattern.shape}"
             )
-        self.out_features, self.in_features = pattern.shape
-        self.pattern = pattern
-        self.expand = expand
+        self.out_features, self.in_features = self._shape = pattern.shape
+        self._block_shape = pattern.block_shape
+        self.policy = policy
         self.weight = nn.Parameter(torch.empty(pattern.nnz, *pattern.block_shape, device=device, dtype=dtype))
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         )
         for name in _ARRAYS:
             self.register_buffer(name, getattr(pattern, name).to(self.weight.device, copy=True))
-        self._mark_synced()
+        self._mark(_MISSING if self.weight.is_meta else _OWN)
         self.reset_parameters(generator)
 
     @classmethod
@@ -105,10 +112,10 @@ class BlockSparseLinear(nn.Module):
         linear: nn.Module,
         density: float = 0.5,
         *,
-        block_shape: Sequence[int] = (32, 32),
+        block_shape: int | Sequence[int] = (32, 32),
         pattern: BlockPattern | None = None,
         scores: Tensor | None = None,
-        expand: bool = False,
+        policy: str = "sparse",
     ) -> BlockSparseLinear:
         """A layer with the best blocks of a dense one: same values, dtype, device and mode.
 
@@ -117,34 +124,35 @@ class BlockSparseLinear(nn.Module):
         Args:
             linear: a `torch.nn.Linear`.
             density: fraction of the blocks to keep.
-            block_shape: (bn, bk).
+            block_shape: (bn, bk), or one number for both.
             pattern: the blocks to keep; `density` and `block_shape` are then taken from it.
             scores: what to keep, higher is better: one number per block [out_features / bn,
                 in_features / bk], or one per weight [out_features, in_features], which are summed
                 over each block. None scores blocks by their Frobenius norm.
-            expand: whether the layer computes with the weight written out dense.
+            policy: "sparse", "auto" or "dense", see `functional.linear`.
 
         Raises:
-            InvalidArgumentError: `linear` is no `torch.nn.Linear` or cannot be cut into these blocks,
-                `scores` has another shape, or there is nothing to score because `linear` is on the
-                meta device.
+            InvalidArgumentError: `linear` is no `torch.nn.Linear` or cannot be cut into these blocks, its
+                weight holds NaN, `scores` has another shape, or there is nothing to score because `linear`
+                is on the meta device.
         """
         if not isinstance(linear, nn.Linear):
             raise InvalidArgumentError(f"linear: torch.nn.Linear expected, got {type(linear).__name__}")
         weight, bias = linear.weight.detach(), linear.bias
         if pattern is None:
-            pattern = _best_blocks(weight, scores, density, block_shape)
+            pattern = _best_blocks(weight, scores, density, check_block_shape(block_shape))
         layer = cls(
             linear.in_features,
             linear.out_features,
             bias is not None,
             pattern=pattern,
-            expand=expand,
+            policy=policy,
             device="meta",
             dtype=weight.dtype,
         ).to_empty(device=weight.device)
+        layer.pattern = pattern
         with torch.no_grad():
-            layer.weight.copy_(BlockSparseMatrix.from_dense(weight, pattern).values)
+            layer.weight.copy_(BlockSparseMatrix.from_dense(weight, pattern.to(weight.device)).values)
             layer.weight.requires_grad_(linear.weight.requires_grad)
             if layer.bias is not None:
                 layer.bias.copy_(bias)
@@ -153,7 +161,6 @@ class BlockSparseLinear(nn.Module):
 
     def to_linear(self) -> nn.Linear:
         """The dense layer with the same weight, zero where no block is kept; parameters are copies."""
-        self._sync()
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         dense = BlockSparseMatrix(self.weight.detach(), self.pattern).to_dense()
         linear.weight = nn.Parameter(dense, self.weight.requires_grad)
@@ -162,17 +169,57 @@ class BlockSparseLinear(nn.Module):
         return linear.train(self.training)
 
     @property
+    def pattern(self) -> BlockPattern:
+        """Where the blocks lie: a view of the buffers.
+
+        Another pattern of the same shape, block shape and number of blocks can be assigned: it is copied.
+
+        Raises:
+            InvalidPatternError: there is none yet, see above.
+            InvalidArgumentError: what is assigned does not fit.
+        """
+        if self._origin == _MISSING:
+            self._settle()
+        return BlockPattern._of(self._index(), is_view=True)
+
+    @pattern.setter
+    def pattern(self, other: BlockPattern) -> None:
+        if not isinstance(other, BlockPattern):
+            raise InvalidArgumentError(f"pattern: a BlockPattern expected, got {type(other).__name__}")
+        mine = self._shape, self._block_shape, self.col_indices.shape[0]
+        if (other.shape, other.block_shape, other.nnz) != mine:
+            raise InvalidArgumentError(
+                f"pattern: shape {mine[0]} in blocks of {mine[1]} with {mine[2]} of them kept expected, as "
+                f"the weight has them, got {other.shape} in {other.block_shape} with {other.nnz}"
+            )
+        if not self.col_indices.is_meta:
+            BlockPattern._of(self._index(), is_view=True).update_(other)
+            self._mark(_OWN)
+
+    @property
+    def policy(self) -> str:
+        """Whether products are computed "sparse", "dense" or as "auto" decides, see `functional.linear`."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: str) -> None:
+        if policy not in POLICIES:
+            raise InvalidArgumentError(f"policy: one of {list(POLICIES)} expected, got {policy!r}")
+        self._policy = policy
+
+    @property
     def block_shape(self) -> tuple[int, int]:
         """(bn, bk): rows (out) and columns (in) of a block."""
-        return self.pattern.block_shape
+        return self._block_shape
 
     @property
     def density(self) -> float:
         """Kept fraction of the blocks."""
-        return self.pattern.density
+        (out_features, in_features), (bn, bk) = self._shape, self._block_shape
+        return self.col_indices.shape[0] * bn * bk / (out_features * in_features)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws weight and bias anew, uniformly from ±1/√fan_in.
+        """Draws weight and bias anew, uniformly from ±1/√fan_in, and the pattern if there is none yet.
 
         This is the initialisation of `torch.nn.Linear` (Kaiming uniform with a = √5; He et al.,
         "Delving Deep into Rectifiers", 2015) with the fan-in that is left: each output counts the
@@ -181,94 +228,110 @@ class BlockSparseLinear(nn.Module):
 
         Args:
             generator: drawn from on its own device, so equal on all devices; None is PyTorch's default
-                generator of the layer's device.
+                generator of the layer's device. A missing pattern is drawn on the CPU.
         """
         if self.weight.is_meta:
             return
-        bn, bk = self.block_shape
-        fan_in = self.pattern.row_ptr.diff() * bk
+        if self._origin == _MISSING:
+            on_cpu = generator is not None and generator.device.type == "cpu"
+            self.pattern = BlockPattern.random(
+                self._shape,
+                block_shape=self._block_shape,
+                nnz=self.col_indices.shape[0],
+                generator=generator if on_cpu else None,
+            )
+        bn, bk = self._block_shape
+        fan_in = self.crow_indices.diff() * bk
         bound = torch.where(fan_in > 0, fan_in.rsqrt(), 0.0)
         block_rows, _ = self.pattern.block_indices()
         _draw(self.weight, bound[block_rows, None, None], generator)
         if self.bias is not None:
-            _draw(self.bias, bound.repeat_interleave(bn), generator)
+            _draw(self.bias, bound.repeat_interleave(bn, output_size=self.out_features), generator)
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """x [..., in_features] -> [..., out_features], to which a residual of that shape is added."""
-        self._sync()
-        return functional.linear(
-            x, self.weight, self.pattern, self.bias, residual=residual, expand=self.expand
-        )
+        if self._origin:
+            self._settle()
+        try:
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+        except KeyError:  # parametrizations and the like put attributes in their places
+            weight, bias = self.weight, self.bias
+        return linear_on(x, weight, self._index(), bias, "none", residual, False, self._policy)
 
     def extra_repr(self) -> str:
-        return _representation(self) + (", expand=True" if self.expand else "")
+        return _representation(self) + ("" if self.policy == "sparse" else f", policy={self.policy!r}")
 
-    # Pattern and buffers. `_synced` is what they were when they last agreed: handle and version of the
-    # pattern; and the buffers, held so that no other tensor can be taken for one, with their versions.
+    def _index(self) -> Index:
+        buffers = self._buffers
+        return Index(
+            buffers["crow_indices"], buffers["col_indices"], buffers["slot"], self._shape, self._block_shape
+        )
 
-    def _mark_synced(self) -> None:
-        buffers = {name: self.get_buffer(name) for name in _ARRAYS}
-        arrays = [(name, array, _version(array)) for name, array in buffers.items()]
-        self._synced = (self.pattern.handle, self.pattern.version, arrays)
+    # Where the pattern comes from, and whether it was written to since that was noted.
+
+    def _mark(self, origin: int) -> None:
+        self._origin, self._marked = origin, self._versions()
+
+    def _versions(self) -> list[int]:
+        buffers = (self._buffers[name] for name in _ARRAYS)
+        return [-1 if array is None or array.is_inference() else array._version for array in buffers]
+
+    def _settle(self) -> None:
+        """Raises where a step would go wrong because the pattern is missing, or others may have another."""
+        if self._origin == _MISSING and not self.col_indices.is_meta:
+            self._check_filled()
+        elif self._origin == _OWN and self.training and torch.is_grad_enabled() and _has_peers():
+            self._check_shared()
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _sync(self) -> None:
-        """Carries a change of the pattern to the buffers, or one of the buffers to the pattern.
+    def _check_filled(self) -> None:
+        if self._versions() == self._marked:
+            raise InvalidPatternError(
+                "pattern: missing, because the layer left the meta device empty; call load_state_dict or "
+                "reset_parameters, or assign layer.pattern"
+            )
+        self._check_arrays({name: self.get_buffer(name) for name in _ARRAYS}, self._block_shape)
+        self._mark(_SHARED)
 
-        A compiled forward does so only while it is traced.
-        """
-        handle, version, arrays = self._synced
-        if self.pattern.handle != handle or self.pattern.version != version:
-            self._write_buffers()
-            return
-        for name, array, array_version in arrays:
-            if self._buffers[name] is not array or _version(array) != array_version:
-                self._read_buffers()
-                return
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _check_shared(self) -> None:
+        if self._versions() == self._marked:
+            raise UnsynchronizedPatternError(
+                "pattern: made by this process alone, while others train with it and may have another; call "
+                "tilesparse.parallel.synchronize_patterns(model) before, or let "
+                "DistributedDataParallel broadcast buffers"
+            )
+        self._mark(_SHARED)
 
-    def _read_buffers(self) -> None:
-        if type(self.row_ptr) is not Tensor or self.row_ptr.is_meta:  # fake ones hold no numbers
-            return
-        arrays = {name: getattr(self, name) for name in _ARRAYS}
-        pattern = self._new_pattern(arrays, self.block_shape)
-        if pattern.nnz != len(self.weight):
-            raise InvalidPatternError(f"col_idx: {len(self.weight)} entries expected, got {pattern.nnz}")
-        self.pattern = pattern
-        self._mark_synced()
-
-    def _new_pattern(self, arrays: Mapping[str, Tensor], block_shape: Sequence[int]) -> BlockPattern:
-        """A pattern of these arrays, or the present one if it has the same content."""
-        row_ptr, col_idx, slot = (arrays[name] for name in _ARRAYS)
-        shape = (self.out_features, self.in_features)
-        pattern = BlockPattern(row_ptr, col_idx, shape=shape, block_shape=block_shape, slot=slot)
-        return self.pattern if pattern == self.pattern else pattern
-
-    def _write_buffers(self) -> None:
-        for name in _ARRAYS:
-            buffer, array = self._buffers[name], getattr(self.pattern, name)
-            assert buffer is not None
-            fits = buffer.shape == array.shape and buffer.dtype == array.dtype
-            if fits and not buffer.is_inference():
-                buffer.copy_(array)
-            else:
-                self._buffers[name] = array.to(buffer.device, copy=True)
-        self._mark_synced()
+    def _check_arrays(self, arrays: Mapping[str, Tensor], block_shape: Sequence[int]) -> BlockPattern:
+        crow, col, slot = (arrays[name] for name in _ARRAYS)
+        return BlockPattern(crow, col, shape=self._shape, block_shape=block_shape, slot=slot, device="cpu")
 
     # What torch.nn.Module calls to move, save, copy and load a layer.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSparseLinear:
-        self._sync()
+        before = {name: self.get_buffer(name) for name in _ARRAYS}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._write_buffers()  # to_empty leaves them uninitialised, type() may round them
+        for name, old in before.items():
+            new = self.get_buffer(name)
+            # to_empty leaves them uninitialised, type() may round them.
+            if new is not old:
+                kept = new.to(torch.int32) if old.is_meta else old.to(new.device, copy=True)
+                self._buffers[name] = kept
+        if before["slot"].is_meta and not self.slot.is_meta:
+            self._mark(_MISSING)
+        else:
+            self._mark(_MISSING if self.slot.is_meta else self._origin)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self._sync()
+        if self._origin == _MISSING:
+            self._settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def __getstate__(self) -> dict[str, Any]:
-        self._sync()
-        return self.__dict__
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark(self._origin)  # the versions of copied tensors begin anew
 
     def _load_from_state_dict(
         self,
@@ -280,53 +343,75 @@ class BlockSparseLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = {name: state_dict[prefix + name] for name in self._own_names() if prefix + name in state_dict}
+        own = {
+            name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)
+        }
         try:
             pattern = self._checked_pattern(own)
         except (ValueError, TypeError, RuntimeError) as error:
             error_msgs.append(f"{prefix}{error}")
             return
-        if pattern is not self.pattern:
-            self._adopt(pattern)
+        if pattern is not None:
+            self._make_room(pattern)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if "col_idx" in own:
-            self._mark_synced()
+        if pattern is not None and not self.slot.is_meta:
+            for name in _ARRAYS:  # those assigned may have another dtype
+                if self.get_buffer(name).dtype != torch.int32:
+                    self._buffers[name] = getattr(pattern, name).to(self.slot.device)
+            follow_update(self._index())
+            self._mark(_SHARED)
 
-    def _own_names(self) -> list[str]:
-        return ["weight", *(["bias"] if self.bias is not None else []), *_ARRAYS]
-
-    def _checked_pattern(self, state: Mapping[str, Any]) -> BlockPattern:
-        """The pattern of a saved layer, once everything saved is known to fit together."""
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                raise InvalidArgumentError(f"{name}: a tensor expected, got {type(value).__name__}")
+    def _checked_pattern(self, state: Mapping[str, Any]) -> BlockPattern | None:
+        """The pattern of a saved layer, once everything saved is known to fit together; None without one."""
+        known = ("weight", "bias", *_ARRAYS)
+        for name in known:
+            if name in state and not isinstance(state[name], Tensor):
+                raise InvalidArgumentError(f"{name}: a tensor expected, got {type(state[name]).__name__}")
+        # With parametrizations and the like the weight has other names.
+        weights = [name for name in state if name.startswith(("weight", "parametrizations.weight."))]
         arrays = {name: state[name] for name in _ARRAYS if name in state}
-        pattern = self.pattern
-        if arrays:
-            missing = [name for name in ("weight", *_ARRAYS) if name not in state]
-            if missing:
-                raise InvalidArgumentError(f"{missing[0]}: missing, but {next(iter(arrays))} is there")
-            if state["weight"].dim() != 3:
+        if not arrays and not weights:
+            pattern = None
+            shape = torch.Size((self.col_indices.shape[0], *self._block_shape))
+        else:
+            for name in _ARRAYS:
+                if name not in state:
+                    there = next(iter([*weights, *arrays]))
+                    raise InvalidArgumentError(
+                        f"{name}: missing, but {there} is there; a weight is loaded with its pattern"
+                    )
+            weight = state.get("weight")
+            if weight is not None and weight.dim() != 3:
+                raise InvalidArgumentError(f"weight: [nnz, bn, bk] expected, got shape {tuple(weight.shape)}")
+            block_shape = self._block_shape if weight is None else tuple(weight.shape[1:])
+            pattern = self._check_arrays(arrays, block_shape)
+            shape = torch.Size((pattern.nnz, *pattern.block_shape))
+            own = torch.Size((self.col_indices.shape[0], *self._block_shape))
+            if shape != own and (weight is None or type(self._parameters.get("weight")) is not nn.Parameter):
                 raise InvalidArgumentError(
-                    f"weight: [nnz, bn, bk] expected, got shape {tuple(state['weight'].shape)}"
+                    f"col_indices: {own[0]} blocks of {tuple(own[1:])} expected, since the weight is not a "
+                    f"plain parameter whose shape can change, got {shape[0]} of {tuple(shape[1:])}"
                 )
-            pattern = self._new_pattern(arrays, state["weight"].shape[1:])
-        expected = {"weight": (pattern.nnz, *pattern.block_shape), "bias": (self.out_features,)}
-        for name, shape in expected.items():
-            if name in state and state[name].shape != shape:
-                raise InvalidArgumentError(f"{name}: shape {shape} expected, got {tuple(state[name].shape)}")
+        for name, expected in (("weight", shape), ("bias", torch.Size((self.out_features,)))):
+            if name in state and state[name].shape != expected:
+                raise InvalidArgumentError(
+                    f"{name}: shape {tuple(expected)} expected, got {tuple(state[name].shape)}"
+                )
         return pattern
 
-    def _adopt(self, pattern: BlockPattern) -> None:
-        """Takes another pattern; the same Parameter gets room for its blocks."""
+    def _make_room(self, pattern: BlockPattern) -> None:
+        """Gives the same Parameter and the buffers the sizes that a pattern needs."""
         shape = (pattern.nnz, *pattern.block_shape)
-        if self.weight.shape != shape:
-            self.weight.grad = None
-            self.weight.data = self.weight.new_empty(shape)
-        self.pattern = pattern
-        self._write_buffers()
+        if shape == (self.col_indices.shape[0], *self._block_shape):
+            return
+        self.weight.grad = None
+        self.weight.data = self.weight.new_empty(shape)
+        self._block_shape = pattern.block_shape
+        for name in _ARRAYS:
+            array = self.get_buffer(name)
+            self._buffers[name] = array.new_empty(getattr(pattern, name).shape)
 
 
 class PseudoBlockSparseLinear(nn.Module):
@@ -351,7 +436,6 @@ class PseudoBlockSparseLinear(nn.Module):
 
     def __init__(self, layer: BlockSparseLinear) -> None:
         super().__init__()
-        layer._sync()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.block_shape, self.density = layer.block_shape, layer.density
         self._grid = layer.pattern.grid
@@ -374,26 +458,30 @@ class PseudoBlockSparseLinear(nn.Module):
         return _representation(self)
 
 
-def _version(array: Tensor) -> int:
-    """Counts changes in place, which are not counted in inference mode."""
-    return -1 if array.is_inference() else array._version
+def _has_peers() -> bool:
+    """Whether other processes may train with this one."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _representation(layer: BlockSparseLinear | PseudoBlockSparseLinear) -> str:
     return (
         f"in_features={layer.in_features}, out_features={layer.out_features}, "
-        f"bias={layer.bias is not None}, density={layer.density:.4g}, block_shape={layer.block_shape}"
+        f"bias={layer.bias is not None}, nnz={len(layer.weight)}, density={layer.density:.4g}, "
+        f"block_shape={layer.block_shape}, dtype={layer.weight.dtype}"
     )
 
 
 def _best_blocks(
-    weight: Tensor, scores: Tensor | None, density: float, block_shape: Sequence[int]
+    weight: Tensor, scores: Tensor | None, density: float, block_shape: tuple[int, int]
 ) -> BlockPattern:
     if weight.is_meta and scores is None:
         raise InvalidArgumentError("linear: on the meta device there is nothing to score, give pattern")
     if scores is None:
+        if bool(weight.isnan().any()):
+            raise InvalidArgumentError("linear: its weight holds NaN, which cannot be ranked; give pattern")
         return BlockPattern.from_dense(weight, block_shape=block_shape, density=density)
-    grid = BlockPattern.full(weight.shape, block_shape=block_shape).grid
+    grid = check_shapes(weight.shape, block_shape)[2]
     if scores.shape == weight.shape:
         precision = torch.promote_types(scores.dtype, torch.float32)
         scores = blocks_of(scores, block_shape).sum((2, 3), dtype=precision)

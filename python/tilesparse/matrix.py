@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from . import functional
-from .errors import InvalidArgumentError, InvalidPatternError
-from .pattern import BlockPattern, blocks_of, canonical_scipy
+from ._autograd import call
+from ._checks import check_values
+from ._register import EXPAND, GATHER
+from .errors import InvalidArgumentError
+from .pattern import BlockPattern, canonical_scipy
 
 
 class BlockSparseMatrix:
@@ -27,12 +30,7 @@ class BlockSparseMatrix:
     """
 
     def __init__(self, values: Tensor, pattern: BlockPattern) -> None:
-        expected = (pattern.nnz, *pattern.block_shape)
-        if values.shape != expected or not values.is_contiguous():
-            raise InvalidArgumentError(
-                f"values: a contiguous tensor [nnz, bn, bk] = {list(expected)} expected, "
-                f"got shape {list(values.shape)} with strides {values.stride()}"
-            )
+        check_values("values", values, pattern.index_on(values.device))
         self.values = values
         self.pattern = pattern
 
@@ -109,7 +107,7 @@ class BlockSparseMatrix:
                 pattern = BlockPattern.from_dense(dense, block_shape=block_shape, density=density, nnz=nnz)
         elif pattern is None or any(given is not None for given in (block_shape, density, nnz)):
             raise InvalidArgumentError("pattern: expected alone, or else block_shape with density or nnz")
-        return cls(_gather(dense, pattern), pattern)
+        return cls(call(GATHER, dense, None, pattern.index_on(dense.device)), pattern)
 
     @classmethod
     def from_mask(cls, dense: Tensor, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockSparseMatrix":
@@ -178,16 +176,14 @@ class BlockSparseMatrix:
 
     def to_dense(self) -> Tensor:
         """[out_features, in_features], zero outside the stored blocks; differentiable."""
-        rows, cols = self._indices()
-        blocks = self.values.new_zeros(*self.pattern.grid, *self.block_shape)
-        return blocks.index_put((rows, cols), self.values).transpose(1, 2).reshape(self.shape)
+        return call(EXPAND, self.values, None, self.pattern.index_on(self.device))
 
     def to_bsr(self) -> Tensor:
         """A ``torch.sparse_bsr`` tensor with the values in row order, detached."""
-        pattern, device = self.pattern, self.device
+        index = self.pattern.index_on(self.device)
         return torch.sparse_bsr_tensor(
-            pattern.row_ptr.to(device),
-            pattern.col_idx.to(device),
+            index.crow_indices.clone(),
+            index.col_indices.clone(),
             self._in_row_order(),
             self.shape,
             check_invariants=False,  # a pattern holds them
@@ -200,7 +196,8 @@ class BlockSparseMatrix:
         values = self._in_row_order().cpu()
         if values.dtype in (torch.float16, torch.bfloat16):
             values = values.float()
-        arrays = (values.numpy(), self.pattern.col_idx.numpy().copy(), self.pattern.row_ptr.numpy().copy())
+        pattern = self.pattern.to("cpu")
+        arrays = (values.numpy(), pattern.col_indices.numpy().copy(), pattern.crow_indices.numpy().copy())
         return scipy.sparse.bsr_array(arrays, shape=self.shape)
 
     def to(self, *args: Any, **kwargs: Any) -> "BlockSparseMatrix":
@@ -233,7 +230,7 @@ class BlockSparseMatrix:
     def copy_from_dense_(self, dense: Tensor) -> "BlockSparseMatrix":
         """Overwrites the values with the same blocks of a dense matrix [out_features, in_features]."""
         with torch.no_grad():
-            self.values.copy_(_gather(dense, self.pattern))
+            self.values.copy_(call(GATHER, dense, None, self.pattern.index_on(dense.device)))
         return self
 
     def mul_(self, factor: Tensor | float) -> "BlockSparseMatrix":
@@ -263,26 +260,16 @@ class BlockSparseMatrix:
         Raises:
             InvalidPatternError: a place lies outside, or is taken. Nothing has changed then.
         """
-        chosen = torch.as_tensor(slots, device="cpu").long().reshape(-1)
-        places = torch.as_tensor(blocks, device="cpu").long().reshape(-1, 2)
-        if len(places) != len(chosen):
-            raise InvalidArgumentError(
-                f"blocks: {len(chosen)} places expected, one per slot, got {len(places)}"
-            )
-        if len(set(chosen.tolist())) != len(chosen) or ((chosen < 0) | (chosen >= self.nnz)).any():
-            raise InvalidPatternError(f"slots: different numbers from 0 to {self.nnz - 1} expected")
-        blocks = torch.stack(self.pattern.block_indices(), 1)
-        blocks[chosen] = places
-        self.pattern.update_(BlockPattern.from_blocks(blocks, shape=self.shape, block_shape=self.block_shape))
+        self.pattern.move_blocks_(slots, blocks)
         return self
 
     def equal(self, other: "BlockSparseMatrix") -> bool:
         """Whether both store the same blocks with the same values, in whatever slots."""
-        mine, theirs = self.pattern, other.pattern
+        mine, theirs = (matrix.pattern.index_on(self.device) for matrix in (self, other))
         return (
-            (mine.shape, mine.block_shape, self.dtype) == (theirs.shape, theirs.block_shape, other.dtype)
-            and torch.equal(mine.row_ptr, theirs.row_ptr)
-            and torch.equal(mine.col_idx, theirs.col_idx)
+            (*mine[3:], self.dtype, self.nnz) == (*theirs[3:], other.dtype, other.nnz)
+            and torch.equal(mine.crow_indices, theirs.crow_indices)
+            and torch.equal(mine.col_indices, theirs.col_indices)
             and torch.equal(self._in_row_order(), other._in_row_order())
         )
 
@@ -290,18 +277,6 @@ class BlockSparseMatrix:
         """Whether this matrix is close to a dense one, zeros outside the stored blocks included."""
         return torch.allclose(self.to_dense(), dense, rtol=rtol, atol=atol)
 
-    def _indices(self) -> tuple[Tensor, Tensor]:
-        rows, cols = self.pattern.block_indices()
-        return rows.to(self.device), cols.to(self.device)
-
     def _in_row_order(self) -> Tensor:
         """A detached copy of the values, entry by entry of the pattern."""
-        return self.values.detach()[self.pattern.slot.to(self.device).long()]
-
-
-def _gather(dense: Tensor, pattern: BlockPattern) -> Tensor:
-    """[nnz, bn, bk] the pattern's blocks of a dense matrix, in slot order."""
-    if dense.shape != pattern.shape:
-        raise InvalidArgumentError(f"dense: shape {pattern.shape} expected, got {tuple(dense.shape)}")
-    rows, cols = pattern.block_indices()
-    return blocks_of(dense, pattern.block_shape)[rows.to(dense.device), cols.to(dense.device)].contiguous()
+        return self.values.detach()[self.pattern.index_on(self.device).slot.long()]

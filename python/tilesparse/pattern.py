@@ -1,101 +1,121 @@
 """Block patterns: which blocks of a weight are kept."""
 
-import itertools
-import weakref
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._prepared import PreparedPattern
+from . import _C, _launch
+from ._checks import INT32_MAX, Index, as_integer, check_block_shape, check_index, check_shapes
+from ._launch import blocks_of, follow_update
 from .errors import InvalidArgumentError, InvalidPatternError
 
-BLOCK_SIZES = (16, 32, 64, 128)
-INT32_MAX = 2**31 - 1
-
-_handles = itertools.count(1)
-_live: "weakref.WeakValueDictionary[int, BlockPattern]" = weakref.WeakValueDictionary()
+Device = torch.device | str | int | None
 
 
 class BlockPattern:
     """The kept blocks of a weight W of shape [out_features, in_features].
 
     W is cut into R x C blocks of ``block_shape``. The kept ones are listed as block compressed rows
-    (BSR): block row r holds the entries ``row_ptr[r]`` to ``row_ptr[r + 1]`` of ``col_idx``, whose
-    columns ascend. Entry e is stored at position ``slot[e]`` of a values tensor [nnz, bn, bk], so a
-    pattern can change without moving a weight. Empty rows, empty columns and patterns without any
-    block are legal. The arrays are copied, kept on the host, and must not be modified.
+    (BSR), with the names of PyTorch's BSR tensors: block row r holds the entries ``crow_indices[r]`` to
+    ``crow_indices[r + 1]`` of ``col_indices``, whose columns ascend. Entry e is stored at position
+    ``slot[e]`` of a values tensor [nnz, bn, bk], so a pattern can change without moving a weight. Empty
+    rows, empty columns and patterns without any block are legal.
+
+    A pattern is these three tensors, on whatever device. They are copied and checked here, once.
+    `update_` changes them in place, and everything that uses them follows: compiled code, captured CUDA
+    graphs, and the layer whose ``pattern`` this is. Products want them on the device of the values, and
+    copy them there otherwise.
 
     Args:
-        row_ptr: [R + 1] integers, tensor or sequence.
-        col_idx: [nnz] integers.
+        crow_indices: [R + 1] integers, tensor or sequence.
+        col_indices: [nnz] integers.
         shape: (out_features, in_features), multiples of the block shape.
-        block_shape: (bn, bk), rows (out) and columns (in) of a block; each 16, 32, 64 or 128.
+        block_shape: (bn, bk), rows (out) and columns (in) of a block, each 16, 32, 64 or 128; or one
+            number for both.
         slot: [nnz] a permutation of 0..nnz-1; None means 0..nnz-1 in order.
+        device: where the tensors are to lie; None is where ``col_indices`` lies.
 
     Raises:
         InvalidArgumentError: ``shape`` or ``block_shape`` is not allowed.
-        InvalidPatternError: the arrays do not describe a pattern of that shape.
+        InvalidPatternError: the tensors do not describe a pattern of that shape.
     """
 
     def __init__(
         self,
-        row_ptr: Tensor | Sequence[int],
-        col_idx: Tensor | Sequence[int],
+        crow_indices: Tensor | Sequence[int],
+        col_indices: Tensor | Sequence[int],
         *,
         shape: Sequence[int],
-        block_shape: Sequence[int],
+        block_shape: int | Sequence[int],
         slot: Tensor | Sequence[int] | None = None,
+        device: Device = None,
     ) -> None:
-        self._shape, self._block_shape, (block_rows, _) = _check_shapes(shape, block_shape)
-        self._row_ptr = _index_array("row_ptr", row_ptr, block_rows + 1)
-        self._col_idx = _index_array("col_idx", col_idx)
-        nnz = len(self._col_idx)
-        if slot is None:
-            slot = torch.arange(nnz, dtype=torch.int32, device="cpu")
-        self._slot = _index_array("slot", slot, nnz)
-        self.prepared = self._prepare()
-        self.prepared.validate()
-        self._version = 0
-        self._handle = next(_handles)
-        _live[self._handle] = self
+        with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
+            self._own(_checked(crow_indices, col_indices, shape, block_shape, slot, device))
+
+    def _own(self, index: Index) -> None:
+        self._index = index
+        self._copies: dict[torch.device, tuple[Index, tuple[int, ...]]] = {}
+        self._is_view = False
+
+    @classmethod
+    def _of(cls, index: Index, *, is_view: bool = False) -> BlockPattern:
+        """Of tensors that are known to be a pattern. A view has a layer's, whose values have that nnz."""
+        check_index(index)
+        pattern = cls.__new__(cls)
+        pattern._own(index)
+        pattern._is_view = is_view
+        return pattern
 
     @classmethod
     def random(
         cls,
         shape: Sequence[int],
         *,
-        block_shape: Sequence[int],
+        block_shape: int | Sequence[int],
         density: float | None = None,
         nnz: int | None = None,
         generator: torch.Generator | None = None,
-    ) -> "BlockPattern":
+        device: Device = None,
+    ) -> BlockPattern:
         """Blocks drawn uniformly without replacement.
 
         Args:
             density: kept fraction; round(density * R * C) blocks are drawn. Or give
             nnz: how many blocks.
             generator: a CPU generator; None is PyTorch's default one.
+            device: of the pattern; None is the CPU.
 
         Raises:
-            InvalidArgumentError: not exactly one of density and nnz, or one out of range.
+            InvalidArgumentError: not exactly one of density and nnz, or one out of range, or a density
+                that is not 0 and rounds to no block.
         """
-        shape, block_shape, (rows, cols) = _check_shapes(shape, block_shape)
+        shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
         kept = _kept_blocks(rows * cols, density, nnz)
         chosen = torch.randperm(rows * cols, generator=generator, device="cpu")[:kept]
-        return cls._from_sorted(chosen.sort().values, shape, block_shape)
+        return cls._from_sorted(chosen.sort().values, shape, block_shape, device=device)
 
     @classmethod
-    def full(cls, shape: Sequence[int], *, block_shape: Sequence[int]) -> "BlockPattern":
+    def full(
+        cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
+    ) -> BlockPattern:
         """Every block kept."""
-        shape, block_shape, (rows, cols) = _check_shapes(shape, block_shape)
-        return cls._from_sorted(torch.arange(rows * cols, device="cpu"), shape, block_shape)
+        shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
+        chosen = torch.arange(rows * cols, device="cpu")
+        return cls._from_sorted(chosen, shape, block_shape, device=device)
 
     @classmethod
     def from_blocks(
-        cls, blocks: Tensor | Sequence[tuple[int, int]], *, shape: Sequence[int], block_shape: Sequence[int]
-    ) -> "BlockPattern":
+        cls,
+        blocks: Tensor | Sequence[tuple[int, int]],
+        *,
+        shape: Sequence[int],
+        block_shape: int | Sequence[int],
+    ) -> BlockPattern:
         """The listed blocks, in any order; block i of the list is stored at slot i of the values.
 
         Args:
@@ -104,7 +124,8 @@ class BlockPattern:
         Raises:
             InvalidPatternError: a block lies outside the shape or is listed twice.
         """
-        shape, block_shape, (rows, cols) = _check_shapes(shape, block_shape)
+        shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
+        device = blocks.device if isinstance(blocks, Tensor) else None
         pairs = torch.as_tensor(blocks, device="cpu")
         if pairs.numel() == 0:
             pairs = torch.empty(0, 2, dtype=torch.int64, device="cpu")
@@ -123,24 +144,26 @@ class BlockPattern:
         if len(twice):
             first = divmod(int(chosen[twice[0, 0]]), cols)
             raise InvalidPatternError(f"blocks: {first} is listed twice")
-        return cls._from_sorted(chosen, shape, block_shape, slot)
+        return cls._from_sorted(chosen, shape, block_shape, slot, device)
 
     @classmethod
-    def from_block_mask(cls, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockPattern":
+    def from_block_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
         """The blocks that are nonzero (True) in ``mask`` [R, C]."""
         _check_matrix("mask", mask)
-        bn, bk = _check_block_shape(block_shape)
+        bn, bk = check_block_shape(block_shape)
         shape = (mask.shape[0] * bn, mask.shape[1] * bk)
-        return cls._from_sorted(mask.detach().cpu().reshape(-1).nonzero().reshape(-1), shape, (bn, bk))
+        chosen = mask.detach().cpu().reshape(-1).nonzero().reshape(-1)
+        return cls._from_sorted(chosen, shape, (bn, bk), device=mask.device)
 
     @classmethod
-    def from_mask(cls, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockPattern":
+    def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
         """The blocks that hold at least one nonzero of the element mask [out_features, in_features]."""
         _check_matrix("mask", mask)
+        block_shape = check_shapes(mask.shape, block_shape)[1]
         return cls.from_block_mask(blocks_of(mask != 0, block_shape).any(-1).any(-1), block_shape=block_shape)
 
     @classmethod
-    def from_bsr(cls, matrix: Tensor) -> "BlockPattern":
+    def from_bsr(cls, matrix: Tensor) -> BlockPattern:
         """The blocks a ``torch.sparse_bsr`` matrix stores; slot i is its i-th stored block."""
         if matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
             raise InvalidArgumentError(
@@ -154,7 +177,7 @@ class BlockPattern:
         )
 
     @classmethod
-    def from_scipy(cls, matrix: Any, *, block_shape: Sequence[int] | None = None) -> "BlockPattern":
+    def from_scipy(cls, matrix: Any, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
         """The blocks of a scipy.sparse matrix of any format.
 
         Args:
@@ -174,10 +197,10 @@ class BlockPattern:
         cls,
         scores: Tensor,
         *,
-        block_shape: Sequence[int],
+        block_shape: int | Sequence[int],
         density: float | None = None,
         nnz: int | None = None,
-    ) -> "BlockPattern":
+    ) -> BlockPattern:
         """The best-scored blocks; of equal scores the first in row order.
 
         Args:
@@ -186,26 +209,27 @@ class BlockPattern:
             nnz: how many blocks.
         """
         _check_matrix("scores", scores)
-        bn, bk = _check_block_shape(block_shape)
+        bn, bk = check_block_shape(block_shape)
         flat = scores.detach().cpu().reshape(-1)
         if bool(flat.isnan().any()):
             raise InvalidArgumentError("scores: NaN cannot be ranked")
         kept = _kept_blocks(flat.numel(), density, nnz)
         best = flat.sort(descending=True, stable=True).indices[:kept]
         shape = (scores.shape[0] * bn, scores.shape[1] * bk)
-        return cls._from_sorted(best.sort().values, shape, (bn, bk))
+        return cls._from_sorted(best.sort().values, shape, (bn, bk), device=scores.device)
 
     @classmethod
     def from_dense(
         cls,
         dense: Tensor,
         *,
-        block_shape: Sequence[int],
+        block_shape: int | Sequence[int],
         density: float | None = None,
         nnz: int | None = None,
-    ) -> "BlockPattern":
+    ) -> BlockPattern:
         """The blocks of a dense matrix [out_features, in_features] with the largest Frobenius norm."""
         _check_matrix("dense", dense)
+        block_shape = check_shapes(dense.shape, block_shape)[1]
         blocks = blocks_of(dense.detach(), block_shape)
         precision = torch.promote_types(dense.dtype, torch.float32)
         scores = torch.linalg.vector_norm(blocks, dim=(-2, -1), dtype=precision)
@@ -213,43 +237,51 @@ class BlockPattern:
 
     @classmethod
     def _from_sorted(
-        cls, chosen: Tensor, shape: Sequence[int], block_shape: Sequence[int], slot: Tensor | None = None
-    ) -> "BlockPattern":
-        """From ascending block numbers row * C + col."""
+        cls,
+        chosen: Tensor,
+        shape: Sequence[int],
+        block_shape: Sequence[int],
+        slot: Tensor | None = None,
+        device: Device = None,
+    ) -> BlockPattern:
+        """From ascending block numbers row * C + col on the host."""
         rows, cols = shape[0] // block_shape[0], shape[1] // block_shape[1]
-        row_ptr = torch.zeros(rows + 1, dtype=torch.int64, device="cpu")
-        row_ptr[1:] = torch.bincount(chosen // cols, minlength=rows).cumsum(0)
-        return cls(row_ptr, chosen % cols, shape=shape, block_shape=block_shape, slot=slot)
+        crow = torch.zeros(rows + 1, dtype=torch.int64, device="cpu")
+        crow[1:] = torch.bincount(chosen // cols, minlength=rows).cumsum(0)
+        return cls(
+            crow, chosen % cols, shape=shape, block_shape=block_shape, slot=slot, device=device or "cpu"
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
-        return self._shape
+        return self._index.shape
 
     @property
     def out_features(self) -> int:
         """Rows of the weight."""
-        return self._shape[0]
+        return self._index.shape[0]
 
     @property
     def in_features(self) -> int:
         """Columns of the weight."""
-        return self._shape[1]
+        return self._index.shape[1]
 
     @property
     def block_shape(self) -> tuple[int, int]:
         """(bn, bk): rows and columns of a block."""
-        return self._block_shape
+        return self._index.block_shape
 
     @property
     def grid(self) -> tuple[int, int]:
         """(R, C): block rows and block columns of the weight."""
-        return self._shape[0] // self._block_shape[0], self._shape[1] // self._block_shape[1]
+        (out_features, in_features), (bn, bk) = self.shape, self.block_shape
+        return out_features // bn, in_features // bk
 
     @property
     def nnz(self) -> int:
         """Number of kept blocks."""
-        return self._col_idx.shape[0]
+        return self._index.col_indices.shape[0]
 
     @property
     def density(self) -> float:
@@ -258,109 +290,219 @@ class BlockPattern:
         return self.nnz / (rows * cols)
 
     @property
-    def row_ptr(self) -> Tensor:
-        """[R + 1] int32 on the host: where each block row starts."""
-        return self._row_ptr
+    def device(self) -> torch.device:
+        """Where the pattern's tensors lie."""
+        return self._index.col_indices.device
 
     @property
-    def col_idx(self) -> Tensor:
-        """[nnz] int32 on the host: block column of each entry."""
-        return self._col_idx
+    def crow_indices(self) -> Tensor:
+        """[R + 1] int32: where each block row starts."""
+        return self._index.crow_indices
+
+    @property
+    def col_indices(self) -> Tensor:
+        """[nnz] int32: block column of each entry."""
+        return self._index.col_indices
 
     @property
     def slot(self) -> Tensor:
-        """[nnz] int32 on the host: position in the values of each entry's block."""
-        return self._slot
+        """[nnz] int32: position in the values of each entry's block."""
+        return self._index.slot
 
-    @property
-    def handle(self) -> int:
-        """A number that is this object's alone in this process."""
-        return self._handle
+    def to(self, device: torch.device | str | int) -> BlockPattern:
+        """A copy on another device, or this pattern if it is there."""
+        index = _moved(self._index, torch.device(device))
+        return self if index is self._index else BlockPattern._of(index)
 
-    @property
-    def version(self) -> int:
-        """How often the pattern was updated."""
-        return self._version
+    def index_on(self, device: torch.device) -> Index:
+        """As operators on that device take it: its own tensors, or a copy there that follows them."""
+        if device == self.device:
+            return self._index
+        if torch.compiler.is_compiling():
+            return _moved(self._index, device)
+        source = self._index
+        state = tuple(-1 if tensor.is_inference() else tensor._version for tensor in source[:3])
+        copied = self._copies.get(device)
+        if copied is None:
+            copied = self._copies[device] = _moved(source, device), state
+        elif copied[1] != state:
+            _overwrite(copied[0], source)
+            self._copies[device] = copied[0], state
+        return copied[0]
 
-    def update_(self, other: "BlockPattern") -> "BlockPattern":
+    @torch.inference_mode(False)
+    def update_(self, other: BlockPattern) -> BlockPattern:
         """Takes over the blocks of ``other``, a pattern of the same shape and block shape.
 
-        A backward pass whose forward pass ran before the update raises PatternChangedError.
+        With as many blocks as before everything is written in place: the pattern's tensors, plans that
+        captured graphs read, and, where it is a layer's, the layer's buffers. On a CUDA device the host does
+        not wait. A backward pass whose forward pass ran before the update raises PatternChangedError.
+
+        Raises:
+            InvalidArgumentError: another shape or block shape.
+            InvalidPatternError: another number of blocks, in a layer's pattern.
         """
         if (other.shape, other.block_shape) != (self.shape, self.block_shape):
             raise InvalidArgumentError(
                 f"other: shape {self.shape} in blocks of {self.block_shape} expected, "
                 f"got {other.shape} in blocks of {other.block_shape}"
             )
-        self._row_ptr, self._col_idx, self._slot = other.row_ptr, other.col_idx, other.slot
-        self._version += 1
-        self.prepared = self._prepare()
+        if other.nnz == self.nnz:
+            return self._take(other._index)
+        if self._is_view:
+            raise InvalidPatternError(
+                f"other: {self.nnz} blocks expected, as many as the layer has weights for, got {other.nnz}"
+            )
+        self._own(_moved(other._index, self.device, copy=True))
+        return self
+
+    def move_blocks_(
+        self,
+        slots: Tensor | Sequence[int],
+        blocks: Tensor | Sequence[tuple[int, int]],
+        *,
+        check: bool = True,
+    ) -> BlockPattern:
+        """Gives the blocks at ``slots`` new places; see `update_` for what follows.
+
+        Blocks may take places that other moved blocks leave.
+
+        Args:
+            slots: [n] integers, each at most once.
+            blocks: [n, 2] the new (block row, block column) of each.
+            check: whether to look for places that lie outside or are taken, for which the host waits on CUDA
+                devices. Without, such places are undefined behaviour.
+
+        Raises:
+            InvalidPatternError: a place lies outside, or is taken. Nothing has changed then.
+        """
+        chosen = torch.as_tensor(slots, device=self.device).long().reshape(-1)
+        places = torch.as_tensor(blocks, device=self.device).long().reshape(-1, 2)
+        if len(places) != len(chosen):
+            raise InvalidArgumentError(
+                f"blocks: {len(chosen)} places expected, one per slot, got {len(places)}"
+            )
+        if check:
+            numbers = chosen.tolist()
+            if len(set(numbers)) != len(numbers) or not all(0 <= slot < self.nnz for slot in numbers):
+                raise InvalidPatternError(f"slots: different numbers from 0 to {self.nnz - 1} expected")
+        everywhere = torch.stack(self.block_indices(), 1)
+        everywhere[chosen] = places
+        if check:
+            return self.update_(
+                BlockPattern.from_blocks(everywhere, shape=self.shape, block_shape=self.block_shape)
+            )
+        return self._take(_index_of(everywhere, self._index))
+
+    def _take(self, other: Index) -> BlockPattern:
+        _overwrite(self._index, other)
+        for device, (copied, _) in self._copies.items():
+            _overwrite(copied, self._index)
+            state = tuple(-1 if tensor.is_inference() else tensor._version for tensor in self._index[:3])
+            self._copies[device] = copied, state
         return self
 
     def block_indices(self) -> tuple[Tensor, Tensor]:
         """(rows, cols), each [nnz] int64: where the block at every slot lies."""
-        rows, cols = self.prepared.block_indices()
-        return rows, cols
+        return _launch.block_indices(self._index)
 
     def to_block_mask(self) -> Tensor:
-        """[R, C] bool on the host, True for kept blocks."""
-        mask = torch.zeros(self.grid, dtype=torch.bool, device="cpu")
+        """[R, C] bool, True for kept blocks."""
+        mask = torch.zeros(self.grid, dtype=torch.bool, device=self.device)
         mask[self.block_indices()] = True
         return mask
 
     def to_mask(self) -> Tensor:
-        """[out_features, in_features] bool on the host, True for elements of kept blocks."""
-        bn, bk = self._block_shape
+        """[out_features, in_features] bool, True for elements of kept blocks."""
+        bn, bk = self.block_shape
         return self.to_block_mask().repeat_interleave(bn, 0).repeat_interleave(bk, 1)
 
-    def transpose(self) -> "BlockPattern":
+    def transpose(self) -> BlockPattern:
         """The pattern of the transposed weight; every block keeps its slot."""
-        col_ptr, row_idx, col_slot = self.prepared.columns()
-        return BlockPattern(
-            col_ptr, row_idx, shape=self._shape[::-1], block_shape=self._block_shape[::-1], slot=col_slot
-        )
+        columns = (array.clone() for array in _launch.prepared(self._index).columns())
+        return BlockPattern._of(Index(*columns, self.shape[::-1], self.block_shape[::-1]))
 
     def __eq__(self, other: object) -> bool:
-        """Same shapes, same blocks at the same slots."""
+        """Same shapes, same blocks at the same slots, on whatever devices."""
         if not isinstance(other, BlockPattern):
             return NotImplemented
-        return (
-            (self._shape, self._block_shape) == (other._shape, other._block_shape)
-            and torch.equal(self._row_ptr, other._row_ptr)
-            and torch.equal(self._col_idx, other._col_idx)
-            and torch.equal(self._slot, other._slot)
+        mine, theirs = self._index, other._index
+        return mine[3:] == theirs[3:] and all(
+            a.shape == b.shape and torch.equal(a, b.to(a.device))
+            for a, b in zip(mine[:3], theirs[:3], strict=True)
         )
 
     __hash__ = None  # type: ignore[assignment]  # patterns are compared by content and can change
 
-    def __reduce__(self) -> tuple[Callable[..., "BlockPattern"], tuple[Any, ...]]:
-        arrays = (self._row_ptr, self._col_idx, self._slot)
-        return _rebuild, (*arrays, self._shape, self._block_shape)
+    def __reduce__(self) -> tuple[Callable[..., BlockPattern], tuple[Any, ...]]:
+        return _rebuild, tuple(self._index)
 
     def __repr__(self) -> str:
         return (
-            f"BlockPattern(shape={self._shape}, block_shape={self._block_shape}, "
-            f"nnz={self.nnz}, density={self.density:.3g})"
+            f"BlockPattern(shape={self.shape}, block_shape={self.block_shape}, "
+            f"nnz={self.nnz}, density={self.density:.3g}, device={str(self.device)!r})"
         )
 
-    def _prepare(self) -> PreparedPattern:
-        return PreparedPattern(self._row_ptr, self._col_idx, self._slot, self._shape, self._block_shape)
+
+def _checked(
+    crow_indices: Tensor | Sequence[int],
+    col_indices: Tensor | Sequence[int],
+    shape: Sequence[int],
+    block_shape: int | Sequence[int],
+    slot: Tensor | Sequence[int] | None,
+    device: Device,
+) -> Index:
+    """Copies of a pattern's arrays, once they are known to be one."""
+    if device is None:
+        device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
+    shape, block_shape, (block_rows, _) = check_shapes(shape, block_shape)
+    crow = _index_array("crow_indices", crow_indices, block_rows + 1)
+    col = _index_array("col_indices", col_indices)
+    nnz = len(col)
+    if slot is None:
+        slot = torch.arange(nnz, dtype=torch.int32, device="cpu")
+    index = Index(crow, col, _index_array("slot", slot, nnz), shape, block_shape)
+    _C.pattern_validate(_C.Pattern(*block_shape, *shape, nnz, *(array.data_ptr() for array in index[:3])))
+    return _moved(index, torch.device(device))
 
 
-def lookup(handle: int) -> BlockPattern:
-    """The live pattern with that handle."""
-    pattern = _live.get(handle)
-    if pattern is None:
-        raise InvalidArgumentError(f"handle: no pattern with handle {handle} is alive")
-    return pattern
+def _moved(index: Index, device: torch.device, copy: bool = False) -> Index:
+    """On that device; pinned on the way to a GPU, so that the host need not wait."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    here = index.col_indices.device
+    if device == here and not copy:
+        return index
+    pinned = here.type == "cpu" and device.type == "cuda" and not torch.compiler.is_compiling()
+    tensors = (tensor.pin_memory() if pinned else tensor for tensor in index[:3])
+    return Index(*(tensor.to(device, non_blocking=pinned, copy=True) for tensor in tensors), *index[3:])
 
 
-def canonical_scipy(matrix: Any, block_shape: Sequence[int] | None) -> Any:
+@torch.no_grad()
+def _overwrite(target: Index, source: Index) -> None:
+    """Writes the source's pattern where the target's is, and what is derived from it."""
+    source = _moved(source, target.col_indices.device)
+    for to, tensor in zip(target[:3], source[:3], strict=True):
+        to.copy_(tensor)
+    follow_update(target)
+
+
+def _index_of(places: Tensor, like: Index) -> Index:
+    """From the (block row, block column) of the block at every slot; on a GPU the host does not wait."""
+    (out_features, in_features), (bn, bk) = like.shape, like.block_shape
+    rows, cols = out_features // bn, in_features // bk
+    numbers, slot = (places[:, 0] * cols + places[:, 1]).sort()
+    starts = torch.arange(rows + 1, device=places.device) * cols
+    crow = torch.searchsorted(numbers, starts, out_int32=True)
+    return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
+
+
+def canonical_scipy(matrix: Any, block_shape: int | Sequence[int] | None) -> Any:
     """A scipy BSR copy with sorted columns and no duplicates."""
     if block_shape is None and matrix.format != "bsr":
         raise InvalidArgumentError(f"block_shape: needed for a scipy matrix of format {matrix.format!r}")
     if block_shape is not None:
-        block_shape = _check_shapes(matrix.shape, block_shape)[1]
+        block_shape = check_shapes(matrix.shape, block_shape)[1]
     matrix = matrix.tobsr(blocksize=block_shape, copy=True)
     matrix.sum_duplicates()
     matrix.sort_indices()
@@ -368,33 +510,13 @@ def canonical_scipy(matrix: Any, block_shape: Sequence[int] | None) -> Any:
 
 
 def _rebuild(
-    row_ptr: Tensor, col_idx: Tensor, slot: Tensor, shape: tuple[int, int], block_shape: tuple[int, int]
+    crow_indices: Tensor,
+    col_indices: Tensor,
+    slot: Tensor,
+    shape: tuple[int, int],
+    block_shape: tuple[int, int],
 ) -> BlockPattern:
-    return BlockPattern(row_ptr, col_idx, shape=shape, block_shape=block_shape, slot=slot)
-
-
-def _check_block_shape(block_shape: Sequence[int]) -> tuple[int, int]:
-    if len(block_shape) != 2 or any(size not in BLOCK_SIZES for size in block_shape):
-        raise InvalidArgumentError(
-            f"block_shape: (bn, bk) with sizes from {BLOCK_SIZES} expected, got {tuple(block_shape)}"
-        )
-    return int(block_shape[0]), int(block_shape[1])
-
-
-def _check_shapes(
-    shape: Sequence[int], block_shape: Sequence[int]
-) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Checked (shape, block_shape, grid)."""
-    bn, bk = _check_block_shape(block_shape)
-    if len(shape) != 2:
-        raise InvalidArgumentError(f"shape: (out_features, in_features) expected, got {tuple(shape)}")
-    for name, size, block in (("out_features", shape[0], bn), ("in_features", shape[1], bk)):
-        if size % block or not 0 < size <= INT32_MAX:
-            raise InvalidArgumentError(
-                f"{name}: a positive multiple of the block size {block} below 2^31 expected, got {size}"
-            )
-    out_features, in_features = int(shape[0]), int(shape[1])
-    return (out_features, in_features), (bn, bk), (out_features // bn, in_features // bk)
+    return BlockPattern(crow_indices, col_indices, shape=shape, block_shape=block_shape, slot=slot)
 
 
 def _is_integer(array: Tensor) -> bool:
@@ -426,12 +548,6 @@ def _check_matrix(name: str, matrix: Tensor) -> None:
         )
 
 
-def blocks_of(matrix: Tensor, block_shape: Sequence[int]) -> Tensor:
-    """[out, in] as a view [R, C, bn, bk]."""
-    _, (bn, bk), (rows, cols) = _check_shapes(matrix.shape, block_shape)
-    return matrix.reshape(rows, bn, cols, bk).transpose(1, 2)
-
-
 def _kept_blocks(total: int, density: float | None, nnz: int | None) -> int:
     """How many of ``total`` blocks to keep."""
     if (density is None) == (nnz is None):
@@ -439,7 +555,12 @@ def _kept_blocks(total: int, density: float | None, nnz: int | None) -> int:
     if density is not None:
         if not 0 <= density <= 1:
             raise InvalidArgumentError(f"density: a number from 0 to 1 expected, got {density}")
-        return round(density * total)
-    if nnz is None or not 0 <= nnz <= total:
-        raise InvalidArgumentError(f"nnz: a number from 0 to {total} expected, got {nnz}")
-    return nnz
+        kept = round(float(density) * total)
+        if kept == 0 and density > 0:
+            raise InvalidArgumentError(
+                f"density: {density} of {total} blocks rounds to none; give 0 or at least {1 / total:.3g}"
+            )
+        return kept
+    if nnz is not None and not isinstance(nnz, bool) and hasattr(nnz, "__index__") and 0 <= nnz <= total:
+        return as_integer(nnz)
+    raise InvalidArgumentError(f"nnz: a number from 0 to {total} expected, got {nnz}")

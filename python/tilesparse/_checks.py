@@ -1,0 +1,202 @@
+"""What operands of the products must be: checked before anything is computed, also of fake tensors."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import InvalidArgumentError, InvalidPatternError
+
+BLOCK_SIZES = (16, 32, 64, 128)
+INT32_MAX = 2**31 - 1
+ALIGNMENT = 16  # bytes, of every operand and leading dimension on CUDA devices
+DTYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+
+
+class Index(NamedTuple):
+    """A pattern as operators take it: block compressed rows, and where each block lies in the values."""
+
+    crow_indices: Tensor  # [R + 1] int32
+    col_indices: Tensor  # [nnz] int32
+    slot: Tensor  # [nnz] int32
+    shape: tuple[int, int]  # (out_features, in_features)
+    block_shape: tuple[int, int]
+
+
+def check_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
+    """(bn, bk); one number stands for square blocks."""
+    sizes = block_shape if isinstance(block_shape, Sequence | Tensor) else (block_shape, block_shape)
+    try:
+        bn, bk = (as_integer(size) for size in sizes)
+        if bn in BLOCK_SIZES and bk in BLOCK_SIZES:
+            return bn, bk
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgumentError(
+        f"block_shape: (bn, bk) with sizes from {BLOCK_SIZES}, or one of these for both, expected, "
+        f"got {block_shape}"
+    )
+
+
+def as_integer(number: object) -> int:
+    """An integer of Python, NumPy or a one-element tensor as one of Python; 2.0 and True are none."""
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(f"an integer expected, got {number!r}")
+    return int(number.__index__())
+
+
+def check_shapes(
+    shape: Sequence[int], block_shape: int | Sequence[int]
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Checked (shape, block_shape, grid)."""
+    bn, bk = check_block_shape(block_shape)
+    if len(shape) != 2:
+        raise InvalidArgumentError(f"shape: (out_features, in_features) expected, got {tuple(shape)}")
+    features = []
+    for name, size, block in (("out_features", shape[0], bn), ("in_features", shape[1], bk)):
+        try:
+            number = as_integer(size)
+        except TypeError:
+            number = 0
+        if number % block or not 0 < number <= INT32_MAX:
+            raise InvalidArgumentError(
+                f"{name}: a positive multiple of the block size {block} below 2^31 expected, got {size}"
+            )
+        features.append(number)
+    return (features[0], features[1]), (bn, bk), (features[0] // bn, features[1] // bk)
+
+
+def check_index(index: Index) -> None:
+    """Sizes, dtype and device of a pattern's tensors, not what is in them."""
+    block_rows = check_shapes(index.shape, index.block_shape)[2][0]
+    crow, col = index.crow_indices, index.col_indices
+    for name, array, length in (
+        ("crow_indices", crow, block_rows + 1),
+        ("col_indices", col, None),
+        ("slot", index.slot, col.shape[0] if col.dim() == 1 else None),
+    ):
+        if array.dim() != 1 or array.dtype != torch.int32 or not array.is_contiguous():
+            raise InvalidPatternError(
+                f"{name}: a contiguous 1-D int32 tensor expected, got shape {tuple(array.shape)} with "
+                f"strides {array.stride()} of {array.dtype}"
+            )
+        if length is not None and array.shape[0] != length:
+            raise InvalidPatternError(f"{name}: {length} entries expected, got {array.shape[0]}")
+        if array.device != col.device:
+            raise InvalidPatternError(
+                f"{name}: device {col.device} of col_indices expected, got {array.device}"
+            )
+
+
+def check_dds(
+    name: str,
+    matrix: Tensor,
+    values: Tensor,
+    index: Index,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Of x Wᵀ, where ``name`` is "x", or y W, where it is "y"."""
+    out_features, in_features = index.shape
+    _check_activations(name, matrix, in_features if name == "x" else out_features)
+    check_values("values", values, index)
+    _check_alike(name, matrix, "values", values)
+    if bias is not None:
+        _check_added("bias", bias, (out_features,), name, matrix)
+    if residual is not None:
+        _check_added("residual", residual, (*matrix.shape[:-1], out_features), name, matrix)
+
+
+def check_sdd(y: Tensor, x: Tensor, index: Index, out: Tensor | None = None) -> None:
+    """Of yᵀ x on the pattern, and of the values it is written to."""
+    _check_activations("x", x, index.shape[1])
+    _check_activations("y", y, index.shape[0])
+    if y.shape[:-1] != x.shape[:-1]:
+        raise InvalidArgumentError(
+            f"y: the leading dimensions {tuple(x.shape[:-1])} of x expected, got {tuple(y.shape[:-1])}"
+        )
+    _check_alike("y", y, "x", x)
+    _check_device("x", x, index)
+    if out is not None:
+        check_values("out", out, index)
+        _check_alike("out", out, "x", x)
+
+
+def check_separate(out: Tensor, y: Tensor, x: Tensor) -> None:
+    """Of the memory that a product of y and x is written to."""
+    for name, operand in (("y", y), ("x", x)):
+        if _overlap(operand, out):
+            raise InvalidArgumentError(f"out: must not share memory with {name}")
+    if is_misaligned(out):
+        raise InvalidArgumentError(f"out: must be aligned to {ALIGNMENT} bytes")
+
+
+def _check_activations(name: str, matrix: Tensor, features: int) -> None:
+    shape = matrix.shape
+    if not shape or shape[-1] != features:
+        raise InvalidArgumentError(f"{name}: last dimension {features} expected, got shape {tuple(shape)}")
+    if matrix.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise InvalidArgumentError(f"{name}: dtype {names} expected, got {matrix.dtype}")
+
+
+def check_values(name: str, values: Tensor, index: Index) -> None:
+    expected = (index.col_indices.shape[0], *index.block_shape)
+    if values.shape != expected or not values.is_contiguous():
+        raise InvalidArgumentError(
+            f"{name}: a contiguous tensor [nnz, bn, bk] = {list(expected)} expected, "
+            f"got shape {list(values.shape)} with strides {values.stride()}"
+        )
+    _check_device(name, values, index)
+
+
+def check_dense(dense: Tensor, index: Index) -> None:
+    if dense.shape != index.shape:
+        raise InvalidArgumentError(f"dense: shape {index.shape} expected, got {tuple(dense.shape)}")
+    _check_device("dense", dense, index)
+
+
+def _check_device(name: str, tensor: Tensor, index: Index) -> None:
+    if tensor.device != index.col_indices.device:
+        raise InvalidArgumentError(
+            f"{name}: device {index.col_indices.device} of the pattern expected, got {tensor.device}"
+        )
+
+
+def checked_residual(residual: Tensor, y: Tensor) -> Tensor:
+    """The residual, if it can be added to a product."""
+    _check_added("residual", residual, y.shape, "the product", y)
+    return residual
+
+
+def is_misaligned(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.data_ptr() % ALIGNMENT != 0
+
+
+def _check_added(name: str, tensor: Tensor, shape: tuple[int, ...], like_name: str, like: Tensor) -> None:
+    if tensor.shape != shape:
+        raise InvalidArgumentError(f"{name}: shape {tuple(shape)} expected, got {tuple(tensor.shape)}")
+    _check_alike(name, tensor, like_name, like)
+
+
+def _check_alike(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.dtype != like.dtype:
+        raise InvalidArgumentError(f"{name}: dtype {like.dtype} of {like_name} expected, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise InvalidArgumentError(
+            f"{name}: device {like.device} of {like_name} expected, got {tensor.device}"
+        )
+
+
+def _overlap(operand: Tensor, out: Tensor) -> bool:
+    """Whether the address ranges of two tensors meet."""
+    first, second = _range(operand), _range(out)
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize

@@ -1,0 +1,559 @@
+"""Patterns and products as the native library takes them: transposes, plans, kernels that were chosen.
+
+All that is derived from a pattern is kept by the identity of its index tensors, and made anew, in the same
+memory, when they were written to: graphs that were captured follow a pattern that is updated.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _C
+from ._checks import ALIGNMENT, DTYPES, Index, check_dds, check_index, check_sdd, check_separate
+from ._layout import Form, Lines, aligned, empty, like_result, result_form, usable
+from .errors import InvalidArgumentError, UnsupportedError
+
+DDS_NT, DDS_NN, SDD_TN = range(3)
+ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
+MAX_CALLS = 1024  # a program whose token counts never repeat must not grow without bound
+EXPAND_AND_RUN_DENSE = -1  # in place of a kernel
+_AUTO = 1  # TS_POLICY_AUTO
+
+Context = tuple[int, int, int, int]  # kernel asked for, stream, current device, precision
+# Of the addresses of x, y, values, bias, residual and workspace, and the stream.
+Run = Callable[[int, int, int, int, int, int, int], None]
+
+
+class Call(NamedTuple):
+    """How to run a product whose operands were checked."""
+
+    run: Run
+    workspace: int  # elements
+    form: Form  # of the result
+
+
+class Plan(NamedTuple):
+    memory: Tensor
+    kernel: int  # one of those that walk it
+
+
+State = tuple[int, ...]
+
+
+def _state(index: Index) -> State:
+    """What changes when a pattern's tensors are written to or moved.
+
+    Tensors made in inference mode count no writes: of these only `BlockPattern.update_` is noticed.
+    """
+    crow, col, slot, _, _ = index
+    where = crow.data_ptr(), col.data_ptr(), slot.data_ptr()
+    if crow.is_inference() or col.is_inference() or slot.is_inference():
+        return where
+    return (*where, crow._version, col._version, slot._version)
+
+
+class Prepared:
+    """A pattern in every form that was asked for so far.
+
+    Attributes:
+        generation: how often its contents have changed.
+    """
+
+    def __init__(self, index: Index) -> None:
+        check_index(index)
+        shape, (bn, bk), nnz = index.shape, index.block_shape, index.col_indices.shape[0]
+        self._shape, self._block_shape = shape, (bn, bk)
+        self.device = index.col_indices.device
+        self.generation = 0
+        self.state: State = ()
+        self._tensors = tuple(weakref.ref(tensor) for tensor in index[:3])
+        sizes = shape[0] // bn + 1, nnz, nnz, shape[1] // bk + 1, nnz, nnz
+        memory = [area.view(torch.int32) for area in _allocate((4 * size for size in sizes), self.device)]
+        self._snapshot, self._columns = memory[:3], memory[3:]
+        pointers = (tensor.data_ptr() for tensor in (*index[:3], *self._columns))
+        self.descriptor = _C.Pattern(bn, bk, *shape, nnz, *pointers)
+        self._plans: dict[tuple[int, int], Plan] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}  # that may be reading
+        self._arrivals: list[torch.cuda.Event] = []  # of all that is written
+        self._places: Tensor | None = None
+        self._calls: dict[Hashable, Call] = {}
+        self.find: Callable[[Hashable], Call | None] = self._calls.get
+        if self.device.type == "cpu":
+            self._validate(index)
+        self._write(index)
+
+    def columns(self) -> list[Tensor]:
+        """[col_ptr [C + 1], row_idx [nnz], col_slot [nnz]], int32: the same blocks by column."""
+        return self._columns
+
+    def block_indices(self) -> tuple[Tensor, Tensor]:
+        """(rows, cols), each [nnz] int64: where the block at every slot lies."""
+        if self._places is None:
+            (memory,) = _allocate((16 * self._snapshot[1].shape[0],), self.device)
+            self._wait()
+            self._places = memory.view(torch.int64).view(2, -1)
+            self._write_places()
+            self._record()
+        elif self.device.type == "cuda":
+            self._wait()
+            self._places.record_stream(torch.cuda.current_stream(self.device))
+        return self._places[0], self._places[1]
+
+    def rewrite(self, index: Index) -> None:
+        """Follows changed contents: everything derived is written anew, where it is."""
+        self.generation += 1
+        self._calls.clear()  # a stream that has called before must wait for what is written now
+        self._write(index)
+
+    def follow(self) -> None:
+        """Looks whether tensors that were written to hold something else.
+
+        DistributedDataParallel writes all buffers of a model before every forward pass, in general with
+        what they hold. So all patterns of the device are looked at together, and the host waits once.
+        """
+        if self.device.type == "cuda":
+            _refuse_capture()
+        written = [
+            (entry, index)
+            for entry in list(_entries.values())
+            if entry.device == self.device and (index := entry._written()) is not None
+        ]
+        same = torch.equal(
+            torch.cat([tensor for _, index in written for tensor in index[:3]]),
+            torch.cat([tensor for entry, _ in written for tensor in entry._snapshot]),
+        )
+        for entry, index in written:
+            if not same and not all(map(torch.equal, index[:3], entry._snapshot)):
+                entry._validate(index)
+                entry.rewrite(index)
+            entry.state = _state(index)
+
+    def call(self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form) -> Call:
+        """How to run the product on the current device and stream, kept under the key."""
+        with _on(self.device):
+            kernel, plan_id = product.resolve()
+            if plan_id:
+                memory = self._plan(op, kernel, plan_id).memory
+                product.use_plan(memory.data_ptr(), memory.numel(), _C.plan_key(self.descriptor, kernel, op))
+            workspace_bytes = product.workspace_size()
+            if self.device.type == "cuda":
+                self._read_on(torch.cuda.current_stream(self.device))
+        if len(self._calls) >= MAX_CALLS:
+            self._calls.clear()
+        here = self.device.type == "cpu" or self.device.index == torch.cuda.current_device()
+        run = product.run if here else _run_on(self.device, product.run)
+        self._calls[key] = call = Call(run, -(-workspace_bytes // itemsize), form)
+        return call
+
+    def _written(self) -> Index | None:
+        """The tensors this was made of, if they may hold something else by now."""
+        crow, col, slot = (reference() for reference in self._tensors)
+        if crow is None or col is None or slot is None:
+            return None
+        index = Index(crow, col, slot, self._shape, self._block_shape)
+        state = _state(index)
+        return index if state != self.state and state[:3] == self.state[:3] else None
+
+    def _validate(self, index: Index) -> None:
+        host = [tensor.cpu() for tensor in index[:3]]
+        addresses = (tensor.data_ptr() for tensor in host)
+        _C.pattern_validate(_C.Pattern(*self._block_shape, *self._shape, len(host[1]), *addresses))
+
+    def _write(self, index: Index) -> None:
+        """Writes copies, the transpose and all plans on the current stream."""
+        columns = [tensor.data_ptr() for tensor in self._columns]
+        if self.device.type == "cpu":
+            self._copy(index)
+            _C.pattern_transpose(self.descriptor, *columns)
+            self._write_places()
+        else:
+            _refuse_capture()
+            with _on(self.device):
+                current = torch.cuda.current_stream(self.device)
+                for stream in self._streams.values():
+                    current.wait_stream(stream)
+                self._copy(index)
+                workspace = self._scratch(_C.pattern_device_transpose_size(self.descriptor))
+                area = workspace.data_ptr(), workspace.numel()
+                _C.pattern_device_transpose(self.descriptor, *columns, *area, current.cuda_stream)
+                for (op, _), plan in self._plans.items():
+                    self._build(op, plan)
+                self._write_places()
+                self._arrivals.clear()
+                self._record()
+        self.state = _state(index)
+
+    def _copy(self, index: Index) -> None:
+        for snapshot, tensor in zip(self._snapshot, index[:3], strict=True):
+            snapshot.copy_(tensor)
+
+    def _write_places(self) -> None:
+        if self._places is not None:
+            index = Index(*self._snapshot, self._shape, self._block_shape)
+            for place, indices in zip(self._places, block_indices(index), strict=True):
+                place.copy_(indices)
+
+    def _record(self) -> None:
+        """Notes that the current stream was asked to write something."""
+        if self.device.type == "cuda":
+            self._arrivals.append(torch.cuda.current_stream(self.device).record_event())
+
+    def _plan(self, op: int, kernel: int, plan_id: int) -> Plan:
+        """The plan for kernels with that `plan` in the C interface, on the current device."""
+        plan = self._plans.get((op, plan_id))
+        if plan is None:
+            (memory,) = _allocate(_C.plan_device_size(self.descriptor, kernel, op)[:1], self.device)
+            plan = Plan(memory, kernel)
+            self._wait()
+            self._build(op, plan)
+            self._record()
+            self._plans[op, plan_id] = plan
+        return plan
+
+    def _build(self, op: int, plan: Plan) -> None:
+        workspace = self._scratch(_C.plan_device_size(self.descriptor, plan.kernel, op)[1])
+        _C.plan_device_build(
+            self.descriptor,
+            plan.kernel,
+            op,
+            plan.memory.data_ptr(),
+            plan.memory.numel(),
+            workspace.data_ptr(),
+            workspace.numel(),
+            torch.cuda.current_stream(self.device).cuda_stream,
+        )
+
+    def _scratch(self, size: int) -> Tensor:
+        """Memory for what the current stream does next; to be held until that was asked for."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def _read_on(self, stream: torch.cuda.Stream) -> None:
+        """Makes what was written safe to read on a stream, also after this object is gone."""
+        self._wait()
+        self._streams[stream.cuda_stream] = stream
+        for tensor in (*self._columns, *(plan.memory for plan in self._plans.values())):
+            tensor.record_stream(stream)
+
+    def _wait(self) -> None:
+        """Lets the current stream wait for all that was written.
+
+        A graph cannot wait for what is not part of it, but whatever it needs was asked for before its
+        capture began, and so before any replay.
+        """
+        if self._arrivals and not torch.cuda.is_current_stream_capturing():
+            for event in self._arrivals:
+                torch.cuda.current_stream(self.device).wait_event(event)
+
+
+_Key = tuple[int, int, int, tuple[int, int], tuple[int, int]]
+_entries: dict[_Key, Prepared] = {}
+
+
+def prepared(index: Index) -> Prepared:
+    """What is kept of a pattern, as its tensors are now."""
+    crow, col, slot, shape, block_shape = index
+    entry = _entries.get((id(crow), id(col), id(slot), shape, block_shape))
+    if entry is None:
+        return _prepare(index)
+    state = entry.state
+    if state[:3] != (crow.data_ptr(), col.data_ptr(), slot.data_ptr()):  # moved, as by tensor.data = other
+        return _prepare(index)
+    if len(state) > 3 and state[3:] != (crow._version, col._version, slot._version):
+        entry.follow()
+    return entry
+
+
+def _prepare(index: Index) -> Prepared:
+    crow, col, slot, shape, block_shape = index
+    key = id(crow), id(col), id(slot), shape, block_shape
+    entry = _entries[key] = Prepared(index)
+    for tensor in (crow, col, slot):
+        weakref.finalize(tensor, _entries.pop, key, None).atexit = False
+    return entry
+
+
+def follow_update(index: Index) -> None:
+    """After new contents were written to a pattern: what is derived from them follows, without a wait."""
+    crow, col, slot, shape, block_shape = index
+    entry = _entries.get((id(crow), id(col), id(slot), shape, block_shape))
+    if entry is not None and entry.state[:3] == _state(index)[:3]:
+        entry.rewrite(index)
+
+
+# ---- products ----
+
+_forced_kernel = 0
+
+
+@contextmanager
+def use_kernel(name: str) -> Iterator[None]:
+    """Within it every product runs on the named kernel of ``_C.kernels()``, or raises."""
+    global _forced_kernel
+    names = [kernel.name for kernel in _C.kernels()]
+    if name not in names:
+        raise InvalidArgumentError(f"name: one of {names} expected, got {name!r}")
+    before, _forced_kernel = _forced_kernel, names.index(name) + 1
+    try:
+        yield
+    finally:
+        _forced_kernel = before
+
+
+# All that decides whether a product can run, and how, makes up a key, but for the alignment of its
+# operands. What a key stands for is checked and resolved once, so that later calls cost one look-up.
+
+
+def dds(
+    op: int,
+    source: Tensor,
+    values: Tensor,
+    index: Index,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    feature_major: bool = False,
+) -> Tensor:
+    """x Wᵀ or y W, as ``op`` says."""
+    entry, context = prepared(index), _context(source)
+    key = (
+        op,
+        source.shape,
+        source.stride(),
+        source.dtype,
+        source.get_device(),
+        values.shape,
+        values.stride(),
+        values.dtype,
+        values.get_device(),
+        None if bias is None else _form(bias),
+        None if residual is None else _form(residual),
+        activation,
+        feature_major,
+        context,
+    )
+    call = entry.find(key)
+    source_at, values_at = source.data_ptr(), values.data_ptr()
+    residual_at = 0 if residual is None else residual.data_ptr()
+    if call is None or ((source_at | values_at | residual_at) % ALIGNMENT and source.is_cuda):
+        name = "x" if op == DDS_NT else "y"
+        check_dds(name, source, values, index, bias, residual)
+        (operand, lines), weight = usable(name, source), aligned(values)
+        added, added_lines = (None, None) if residual is None else like_result(residual, feature_major)
+        if operand is not source or weight is not values or added is not residual:
+            return dds(op, operand, weight, index, bias, added, activation, feature_major)
+        form = result_form(source, index.shape[op], feature_major)
+        product = _dds_product(op, entry, source, lines, form, added_lines, activation, context)
+        call = entry.call(key, product, op, source.itemsize, form)
+    result = empty(source, call.form)
+    bias = None if bias is None else bias.contiguous()
+    bias_at = 0 if bias is None else bias.data_ptr()
+    workspace = source.new_empty(call.workspace) if call.workspace else None
+    workspace_at = 0 if workspace is None else workspace.data_ptr()
+    if op == DDS_NT:
+        call.run(source_at, result.data_ptr(), values_at, bias_at, residual_at, workspace_at, context[1])
+    else:
+        call.run(result.data_ptr(), source_at, values_at, 0, 0, workspace_at, context[1])
+    return result
+
+
+def sdd(y: Tensor, x: Tensor, index: Index) -> Tensor:
+    """yᵀ x on the pattern."""
+    out = x.new_empty(index[1].shape[0], *index[4])
+    _sdd(y, x, out, index, False)
+    return out
+
+
+def sdd_into(y: Tensor, x: Tensor, out: Tensor, index: Index, accumulate: bool) -> None:
+    """yᵀ x on the pattern, written or added to ``out``."""
+    check_sdd(y, x, index, out)
+    check_separate(out, y, x)
+    _sdd(y, x, out, index, accumulate)
+
+
+def _sdd(y: Tensor, x: Tensor, out: Tensor, index: Index, accumulate: bool) -> None:
+    entry, context = prepared(index), _context(x)
+    key = (SDD_TN, _form(y), _form(x), accumulate, context)
+    call = entry.find(key)
+    y_at, x_at = y.data_ptr(), x.data_ptr()
+    if call is None or ((y_at | x_at) % ALIGNMENT and x.is_cuda):
+        check_sdd(y, x, index, out)
+        (usable_y, y_lines), (usable_x, x_lines) = usable("y", y), usable("x", x)
+        if usable_y is not y or usable_x is not x:
+            return _sdd(usable_y, usable_x, out, index, accumulate)
+        product = _product(SDD_TN, entry, x, x_lines, y_lines, context, accumulate=accumulate)
+        call = entry.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
+    workspace = x.new_empty(call.workspace) if call.workspace else None
+    workspace_at = 0 if workspace is None else workspace.data_ptr()
+    call.run(x_at, y_at, out.data_ptr(), 0, 0, workspace_at, context[1])
+
+
+def expand(values: Tensor, index: Index) -> Tensor:
+    """The dense W."""
+    dense = values.new_zeros(index.shape)
+    # Written through a view: building the blocks and then transposing them takes twice as long.
+    blocks_of(dense, index.block_shape)[prepared(index).block_indices()] = values
+    return dense
+
+
+def gather(dense: Tensor, index: Index) -> Tensor:
+    """The values of a dense W."""
+    return blocks_of(dense, index.block_shape)[prepared(index).block_indices()].contiguous()
+
+
+def blocks_of(matrix: Tensor, block_shape: tuple[int, int]) -> Tensor:
+    """[out, in] as a view [R, C, bn, bk]."""
+    (bn, bk), (rows, cols) = block_shape, matrix.shape
+    return matrix.reshape(rows // bn, bn, cols // bk, bk).transpose(1, 2)
+
+
+def block_indices(index: Index) -> tuple[Tensor, Tensor]:
+    """(rows, cols), each [nnz] int64: where the block at every slot lies."""
+    crow, col, slot = index[:3]
+    nnz, rows = col.shape[0], crow.shape[0] - 1
+    every_row = torch.arange(rows, device=crow.device)
+    by_entry = torch.repeat_interleave(every_row, crow.diff(), output_size=nnz)
+    places = slot.long()
+    found = torch.empty(2, nnz, dtype=torch.int64, device=crow.device)
+    found[0, places], found[1, places] = by_entry, col.long()
+    return found[0], found[1]
+
+
+def prefers_dense(x: Tensor, index: Index) -> bool:
+    """Whether writing W out and a dense product are estimated to take less time than the sparse one."""
+    if x.device.type != "cuda" or x.dtype not in DTYPES:
+        return False
+    (out_features, in_features), nnz = index.shape, index.col_indices.shape[0]
+    product = _C.Product(
+        _C.Pattern(*index.block_shape, out_features, in_features, nnz, 0, 0, 0),
+        DDS_NT,
+        DTYPES[x.dtype],
+        1,
+        x.numel() // in_features,
+        precision=_context(x)[3],
+        policy=_AUTO,
+        ldx=in_features,
+        ldy=out_features,
+    )
+    return product.select(_device_info(x.get_device()))[0] == EXPAND_AND_RUN_DENSE
+
+
+@cache
+def _device_info(ordinal: int) -> _C.DeviceInfo:
+    return _C.device_info(1, ordinal)
+
+
+def _context(operand: Tensor) -> Context:
+    """What decides on a call besides its arguments."""
+    device = operand.get_device()
+    if device < 0:
+        return _forced_kernel, 0, device, 0
+    tf32 = operand.dtype == torch.float32 and _tf32_allowed()
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    return _forced_kernel, stream, torch._C._cuda_getDevice(), int(tf32)
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    """All of a tensor but its memory. Only tensors of the CPU (-1) and of CUDA devices come here."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
+def _dds_product(
+    op: int,
+    entry: Prepared,
+    source: Tensor,
+    lines: Lines,
+    form: Form,
+    residual: Lines | None,
+    activation: int,
+    context: Context,
+) -> _C.Product:
+    shape, strides = form
+    result_lines = (lines[0], shape[-1], 0) if strides is None else (lines[0], strides[-1], 1)
+    x, y = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
+    return _product(op, entry, source, x, y, context, activation=activation, residual=residual)
+
+
+def _product(
+    op: int,
+    entry: Prepared,
+    like: Tensor,
+    x: Lines,
+    y: Lines,
+    context: Context,
+    activation: int = 0,
+    residual: Lines | None = None,
+    accumulate: bool = False,
+) -> _C.Product:
+    kernel, _, device, precision = context
+    return _C.Product(
+        entry.descriptor,
+        op,
+        DTYPES[like.dtype],
+        int(device >= 0),
+        x[0],
+        activation=activation,
+        precision=precision,
+        accumulate=accumulate,
+        kernel=kernel,
+        x_layout=x[2],
+        ldx=x[1],
+        y_layout=y[2],
+        ldy=y[1],
+        residual=residual is not None,
+        ldr=0 if residual is None else residual[1],
+    )
+
+
+def _run_on(device: torch.device, run: Run) -> Run:
+    def guarded(*addresses: int) -> None:
+        with torch.cuda.device(device):
+            run(*addresses)
+
+    return guarded
+
+
+def _on(device: torch.device) -> torch.cuda.device:
+    return torch.cuda.device(-1 if device.type == "cpu" else device)  # -1 changes nothing
+
+
+def _tf32_allowed() -> bool:
+    """Whether PyTorch's settings let float32 products run in TF32."""
+    if hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.9 and later
+        return bool(torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32")
+    return bool(torch._C._get_cublas_allow_tf32())
+
+
+def _allocate(sizes: Iterable[int], device: torch.device) -> list[Tensor]:
+    """So many bytes each, on a CUDA device for the current stream to fill.
+
+    With ``torch.compile(mode="reduce-overhead")`` whatever the thread allocates while it runs a graph for the
+    first time, on another stream than the default one, is taken back. So another thread allocates there.
+    """
+
+    def allocate() -> list[Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+
+    if device.type == "cpu":
+        return allocate()
+    _refuse_capture()
+    stream, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    if stream == default:
+        return allocate()
+    with ThreadPoolExecutor(1) as executor:
+        tensors = executor.submit(allocate).result()
+    stream.wait_stream(default)  # that of the new thread: it may still use what lay there before
+    return tensors
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a CUDA graph is being captured and the pattern is not on the GPU in the form that this product "
+            "needs, or was written to: call it once with the same arguments before the capture"
+        )

@@ -1,0 +1,208 @@
+"""The operators ``torch.ops.tilesparse.*``: schemas, kernels, fakes, gradients, and counts of their work.
+
+A pattern travels as its three tensors and two pairs of integers, so that whatever holds a graph of these
+operators holds its patterns, too. Index tensors on CUDA devices are taken as they are: `BlockPattern` checks
+what is in them where it is made.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import _launch
+from ._autograd import Product, Tensors, autograd_of, call
+from ._checks import Index, check_dds, check_dense, check_index, check_sdd, check_values
+from ._layout import empty, result_form
+
+_PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
+LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped-call]
+LIB.define(
+    f"dds_nt(Tensor x, Tensor values, {_PATTERN}, Tensor? bias=None, Tensor? residual=None, "
+    "int activation=0, bool feature_major=False) -> Tensor"
+)
+LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=False) -> Tensor")
+LIB.define(f"sdd_tn(Tensor y, Tensor x, {_PATTERN}) -> Tensor")
+LIB.define(f"sdd_tn_into(Tensor y, Tensor x, {_PATTERN}, Tensor(a!) out, bool accumulate) -> ()")
+LIB.define(f"expand(Tensor values, {_PATTERN}) -> Tensor")
+LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
+
+
+# ---- kernels: of two factors, or one and None, and a pattern ----
+
+
+def _dds_nt(
+    x: Tensor,
+    values: Tensor,
+    index: Index,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    feature_major: bool = False,
+) -> Tensor:
+    return _launch.dds(_launch.DDS_NT, x, values, index, bias, residual, activation, feature_major)
+
+
+def _dds_nn(y: Tensor, values: Tensor, index: Index, feature_major: bool = False) -> Tensor:
+    return _launch.dds(_launch.DDS_NN, y, values, index, None, None, 0, feature_major)
+
+
+def _sdd_tn(y: Tensor, x: Tensor, index: Index) -> Tensor:
+    return _launch.sdd(y, x, index)
+
+
+def _sdd_tn_into(y: Tensor, x: Tensor, index: Index, out: Tensor, accumulate: bool) -> None:
+    _launch.sdd_into(y, x, out, index, accumulate)
+
+
+def _expand(values: Tensor, _: None, index: Index) -> Tensor:
+    check_values("values", values, index)
+    return _launch.expand(values, index)
+
+
+def _gather(dense: Tensor, _: None, index: Index) -> Tensor:
+    check_dense(dense, index)
+    return _launch.gather(dense, index)
+
+
+# ---- what they would give ----
+
+
+def _dds_nt_fake(
+    x: Tensor,
+    values: Tensor,
+    index: Index,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    feature_major: bool = False,
+) -> Tensor:
+    check_dds("x", x, values, index, bias, residual)
+    return empty(x, result_form(x, index.shape[0], feature_major))
+
+
+def _dds_nn_fake(y: Tensor, values: Tensor, index: Index, feature_major: bool = False) -> Tensor:
+    check_dds("y", y, values, index)
+    return empty(y, result_form(y, index.shape[1], feature_major))
+
+
+def _sdd_tn_fake(y: Tensor, x: Tensor, index: Index) -> Tensor:
+    check_sdd(y, x, index)
+    return x.new_empty(index.col_indices.shape[0], *index.block_shape)
+
+
+def _sdd_tn_into_fake(y: Tensor, x: Tensor, index: Index, out: Tensor, accumulate: bool) -> None:
+    check_sdd(y, x, index, out)
+
+
+def _expand_fake(values: Tensor, _: None, index: Index) -> Tensor:
+    check_values("values", values, index)
+    return values.new_empty(index.shape)
+
+
+def _gather_fake(dense: Tensor, _: None, index: Index) -> Tensor:
+    check_dense(dense, index)
+    return dense.new_empty(index.col_indices.shape[0], *index.block_shape)
+
+
+# ---- gradients ----
+
+
+def _dds_nt_gradients(
+    grad: Tensor, x: Tensor, values: Tensor, index: Index, needs: Sequence[bool]
+) -> Tensors:
+    return (
+        call(DDS_NN, grad, values, index, False) if needs[0] else None,
+        call(SDD_TN, grad, x, index) if needs[1] else None,
+        grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None,
+        grad if needs[3] else None,
+    )
+
+
+def _dds_nn_gradients(
+    grad: Tensor, y: Tensor, values: Tensor, index: Index, needs: Sequence[bool]
+) -> Tensors:
+    return (
+        call(DDS_NT, grad, values, index, None, None, 0, False) if needs[0] else None,
+        call(SDD_TN, y, grad, index) if needs[1] else None,
+    )
+
+
+def _sdd_tn_gradients(grad: Tensor, y: Tensor, x: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
+    values = grad.contiguous()
+    return (
+        call(DDS_NT, x, values, index, None, None, 0, False) if needs[0] else None,
+        call(DDS_NN, y, values, index, False) if needs[1] else None,
+    )
+
+
+def _expand_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
+    return (call(GATHER, grad, None, index),)
+
+
+def _gather_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
+    return (call(EXPAND, grad.contiguous(), None, index),)
+
+
+# ---- registration ----
+
+
+def _rebundled(function: Callable[..., Any], factors: int) -> Callable[..., Any]:
+    """Takes the fields of the pattern one by one, as operators do."""
+    fields = len(Index._fields)
+
+    def flat(*arguments: Any) -> Any:
+        crow, col, slot, shape, block_shape = arguments[factors : factors + fields]
+        index = Index(crow, col, slot, tuple(shape), tuple(block_shape))
+        second = (None,) if factors == 1 else ()
+        return function(*arguments[:factors], *second, index, *arguments[factors + fields :])
+
+    return flat
+
+
+def _register(name: str, factors: int, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    def checked_fake(*arguments: Any) -> Any:
+        check_index(Index(*arguments[factors : factors + len(Index._fields)]))
+        return _rebundled(fake, factors)(*arguments)
+
+    torch.library.register_fake(f"tilesparse::{name}", checked_fake, lib=LIB)
+    for device in ("CPU", "CUDA"):
+        LIB.impl(name, _rebundled(kernel, factors), device)
+    return getattr(torch.ops.tilesparse, name).default
+
+
+def _differentiable(
+    name: str, factors: int, functions: tuple[Any, Any, Any], optional: int = 0, options: int = 0
+) -> Product:
+    kernel, fake, gradients = functions
+    product = Product(_register(name, factors, kernel, fake), kernel, gradients)
+    backward, setup_context = autograd_of(product, factors, optional, options)
+    torch.library.register_autograd(f"tilesparse::{name}", backward, setup_context=setup_context, lib=LIB)
+    return product
+
+
+DDS_NT = _differentiable("dds_nt", 2, (_dds_nt, _dds_nt_fake, _dds_nt_gradients), 2, 2)
+DDS_NN = _differentiable("dds_nn", 2, (_dds_nn, _dds_nn_fake, _dds_nn_gradients), 0, 1)
+SDD_TN = _differentiable("sdd_tn", 2, (_sdd_tn, _sdd_tn_fake, _sdd_tn_gradients))
+EXPAND = _differentiable("expand", 1, (_expand, _expand_fake, _expand_gradients))
+GATHER = _differentiable("gather", 1, (_gather, _gather_fake, _gather_gradients))
+SDD_TN_INTO = _register("sdd_tn_into", 2, _sdd_tn_into, _sdd_tn_into_fake)
+
+
+# ---- work ----
+
+
+def _flops(
+    first: Sequence[int], _: Sequence[int], crow: Any, col: Sequence[int], *rest: Any, **__: Any
+) -> int:
+    """Two for each kept element and token."""
+    block_shape = rest[2]
+    tokens = math.prod(first[:-1])
+    return 2 * tokens * col[0] * int(block_shape[0] * block_shape[1])
+
+
+for _name in ("dds_nt", "dds_nn", "sdd_tn", "sdd_tn_into"):
+    register_flop_formula(getattr(torch.ops.tilesparse, _name))(_flops)
