@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ._progress import Progress
 from .errors import InvalidArgumentError
 from .linear import BlockSparseLinear
 from .patch import BlockSparseModelPatcher, PatchReport
@@ -187,11 +188,12 @@ def make_sparse(dense: GPT, settings: Settings) -> tuple[nn.Module, PatchReport]
 def train(trainees: Sequence[Trainee], text: Tensor) -> None:
     """Trains all on the same batches, in turns, so that a busy machine slows all of them."""
     settings = trainees[0].settings
+    progress = Progress(settings.steps, bar=sys.stderr.isatty())
     for index, batch in enumerate(_batches(text, settings, settings.steps, seed=0)):
         for trainee in trainees if index % 2 else reversed(trainees):
             trainee.step(batch)
         losses = "  ".join(f"{trainee.name} loss {trainee.loss:.3f}" for trainee in trainees)
-        _show_progress(index + 1, settings.steps, losses)
+        progress.show(index + 1, losses)
 
 
 def load_text(path: Path | None, context: int) -> tuple[Tensor, Tensor]:
@@ -241,13 +243,6 @@ def synchronize(device: torch.device) -> None:
     """Waits until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _show_progress(done: int, total: int, text: str) -> None:
-    if sys.stderr.isatty():
-        bar = ("#" * (30 * done // total)).ljust(30, ".")
-        end = "\n" if done == total else ""
-        print(f"\r[{bar}] {done}/{total}  {text}", end=end, file=sys.stderr, flush=True)
 
 
 def _introduction(settings: Settings, report: PatchReport, text_bytes: int) -> str:

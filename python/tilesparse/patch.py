@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -10,25 +11,53 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
+from ._ops import DTYPES
+from ._progress import Progress
 from .errors import InvalidArgumentError, TileSparseError
 from .linear import BlockSparseLinear, PseudoBlockSparseLinear
-from .pattern import BLOCK_SIZES
+from .pattern import BLOCK_SIZES, BlockPattern
 
+POLICIES = ("sparse", "auto", "dense")
 DEFAULT_OPTIONS: Mapping[str, Any] = {
     "density": 0.5,
     "block_shape": (32, 32),
-    "expand": False,
+    "pattern": None,
+    "policy": "sparse",
     "pseudo_linear": False,
     "untie": False,
 }
 
 _Replacement: TypeAlias = BlockSparseLinear | PseudoBlockSparseLinear
 
+# What `torch.nn.Module` keeps of the hooks of a call. A new layer shares the containers, so that the
+# handles that were given out still remove their hooks.
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+)
+_STATE_HOOKS = (
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
 
 @dataclass(frozen=True)
 class Size:
-    """Numbers of parameters and of bytes (of parameters and buffers); a shared tensor counts once."""
+    """Numbers of parameters and of bytes (of parameters and buffers).
+
+    A shared tensor counts once, and what is not initialised yet (in lazy layers) does not count.
+    """
 
     parameters: int
     bytes: int
@@ -36,21 +65,27 @@ class Size:
 
 @dataclass(frozen=True)
 class PatchedLayer:
-    """One replaced layer; `shape` is (out_features, in_features)."""
+    """One replaced layer.
+
+    `shape` is (out_features, in_features), and `policy` that of the `BlockSparseLinear`, or "pseudo"
+    for a `PseudoBlockSparseLinear`.
+    """
 
     name: str
     shape: tuple[int, int]
     block_shape: tuple[int, int]
     density: float
+    policy: str
     before: Size
     after: Size
 
 
 @dataclass(frozen=True)
 class SkippedLayer:
-    """A module that a pattern matched and that was left alone, and why."""
+    """A module that a pattern matched and that was left alone, the name of its class, and why."""
 
     name: str
+    kind: str
     reason: str
 
 
@@ -69,24 +104,29 @@ class PatchReport:
     after: Size
 
     def __str__(self) -> str:
-        rows = [("layer", "shape", "block", "density", "parameters", "after", "bytes", "after")]
+        rows = [("layer", "shape", "block", "density", "policy", "parameters", "after", "bytes", "after")]
         for layer in self.layers:
             shape, block = (f"{rows}x{cols}" for rows, cols in (layer.shape, layer.block_shape))
-            rows.append(
-                (layer.name, shape, block, f"{layer.density:.3f}", *_sizes(layer.before, layer.after))
-            )
-        rows.append(("whole model", "", "", "", *_sizes(self.before, self.after)))
+            choices = (shape, block, f"{layer.density:.3f}", layer.policy)
+            rows.append((layer.name, *choices, *_sizes(layer.before, layer.after)))
+        rows.append(("whole model", "", "", "", "", *_sizes(self.before, self.after)))
         lines = _aligned(rows)
         lines += [f"skipped {text}" for text in self._skipped_by_reason()]
         lines += [f"no layer matches {regex!r}" for regex in self.unmatched]
         return "\n".join(lines)
 
     def _skipped_by_reason(self) -> Iterator[str]:
-        names: dict[str, list[str]] = {}
+        groups: dict[str, list[SkippedLayer]] = {}
         for layer in self.skipped:
-            names.setdefault(layer.reason, []).append(layer.name or "(the model)")
-        for reason, (first, *others) in names.items():
-            yield f"{first}{f' and {len(others)} more' if others else ''}: {reason}"
+            groups.setdefault(layer.reason, []).append(layer)
+        for reason, group in groups.items():
+            first, counts = group[0], Counter(layer.kind for layer in group)
+            if len(group) == 1:
+                text = f"{first.name or 'the model'} ({first.kind})"
+            else:
+                text = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+                text += f" ({first.name}, …)" if len(counts) == 1 else ""
+            yield f"{text}: {reason}"
 
 
 @dataclass(frozen=True)
@@ -100,6 +140,11 @@ class _Rule:
     def matches(self, names: Iterable[str]) -> bool:
         match = self.regex.fullmatch if self.fullmatch else self.regex.match
         return any(match(name) for name in names)
+
+    def spells(self, names: Iterable[str]) -> bool:
+        """Whether the last part of a name is written out, rather than met by a wildcard."""
+        text = re.sub(r"\\[A-Za-z]", " ", self.regex.pattern)
+        return any(re.search(rf"(?<!\w){re.escape(name.rpartition('.')[2])}(?!\w)", text) for name in names)
 
 
 @dataclass(frozen=True)
@@ -125,7 +170,16 @@ class BlockSparseModelPatcher:
 
     Only `torch.nn.Linear` itself is replaced. Its subclasses and Transformers' ``Conv1D`` (which
     stores the transposed weight) are reported as skipped; override `is_patchable` and
-    `new_child_module` to handle such layers.
+    `new_child_module` to handle such layers. Skipped are also layers of which something would get
+    lost: parametrizations, parameters or buffers besides weight and bias, hooks of parameters or of
+    the state dict, and a ``forward`` of their own. Hooks of the module's calls move to the new layer,
+    and their handles go on to work.
+
+    The output embedding of a language model decides every token, so it is patched only where a
+    pattern writes out the last part of its name: ``lm_head`` does, ``.*`` does not. Output embeddings
+    are what a ``get_output_embeddings()`` in the model returns, and layers named ``lm_head``.
+
+    Where patching takes long, lines on stderr say how far it is.
 
     The patcher keeps the modules it replaces, and so their memory, until `undo` or until it is
     dropped itself.
@@ -133,7 +187,7 @@ class BlockSparseModelPatcher:
 
     def __init__(self) -> None:
         self._rules: list[_Rule] = []
-        self._originals: MutableMapping[nn.Module, dict[str, nn.Module]] = WeakKeyDictionary()
+        self._originals: MutableMapping[nn.Module, dict[str, _Target]] = WeakKeyDictionary()
 
     def add_pattern(
         self, regex: str, options: Mapping[str, Any] | None = None, *, fullmatch: bool = False
@@ -142,10 +196,17 @@ class BlockSparseModelPatcher:
 
         Args:
             regex: matched against the start of the names of ``model.named_modules()`` (`re.match`).
-            options: any of ``density`` (kept fraction; 0.5), ``block_shape`` ((bn, bk); (32, 32)),
-                ``expand`` (compute with the weight written out dense; False), ``pseudo_linear`` (use
-                `PseudoBlockSparseLinear`; False) and ``untie`` (patch a layer even if it shares a
-                parameter with another module, which then keeps the dense one; False).
+            options: any of
+
+                - ``density``: kept fraction; 0.5. Layers of which it would keep no block are skipped,
+                  except for 0 itself.
+                - ``block_shape``: (bn, bk); (32, 32).
+                - ``pattern``: the `BlockPattern` to use, which says density and block shape, too. Layers
+                  on the meta device need one, as there is nothing to choose blocks by.
+                - ``policy``: how the layer computes, "sparse", "auto" or "dense"; "sparse".
+                - ``pseudo_linear``: use `PseudoBlockSparseLinear`; False.
+                - ``untie``: patch a layer even if it shares a parameter with another module, which then
+                  keeps the dense one; False.
             fullmatch: the whole name has to match (`re.fullmatch`).
 
         Raises:
@@ -157,7 +218,7 @@ class BlockSparseModelPatcher:
             raise InvalidArgumentError(
                 f"regex: a regular expression expected, got {regex!r}: {error}"
             ) from error
-        self._rules.append(_Rule(compiled, fullmatch, _checked_options(options or {})))
+        self._rules.append(_Rule(compiled, fullmatch, _checked_options({} if options is None else options)))
 
     def is_patchable(self, name: str, module: nn.Module) -> bool:
         """Whether `new_child_module` can replace a module of this kind. Override to change it."""
@@ -165,8 +226,14 @@ class BlockSparseModelPatcher:
 
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> _Replacement:
         """Makes the replacement of one layer. `options` has a value for every option."""
+        if options["pattern"] is None and isinstance(module, nn.Linear):
+            _check_blocks_can_be_chosen(module, options["block_shape"])
         layer = BlockSparseLinear.from_linear(
-            module, options["density"], block_shape=options["block_shape"], expand=options["expand"]
+            module,
+            options["density"],
+            block_shape=options["block_shape"],
+            pattern=options["pattern"],
+            policy=options["policy"],
         )
         return PseudoBlockSparseLinear(layer) if options["pseudo_linear"] else layer
 
@@ -184,7 +251,9 @@ class BlockSparseModelPatcher:
             dry_run: only report what would be done.
 
         Raises:
-            InvalidArgumentError: a matched layer cannot be cut into blocks of its ``block_shape``.
+            InvalidArgumentError: a matched layer cannot be cut into blocks of its ``block_shape``, does
+                not have the shape of its ``pattern``, has NaN in its weight, or is on the meta device
+                without a ``pattern``.
         """
         names = _names_of_modules(model)
         targets, skipped = self._plan(model, names)
@@ -195,7 +264,7 @@ class BlockSparseModelPatcher:
         return report
 
     def undo(self, model: nn.Module) -> None:
-        """Puts back the very modules that this patcher has replaced in `model`.
+        """Puts back the very modules that this patcher has replaced in `model`, with all hooks.
 
         Raises:
             InvalidArgumentError: this patcher has not patched `model`; a copy of a patched model is
@@ -203,34 +272,44 @@ class BlockSparseModelPatcher:
         """
         if model not in self._originals:
             raise InvalidArgumentError("model: not patched by this patcher, or already undone")
-        for name, module in self._originals.pop(model).items():
-            _set_submodule(model, name, module)
+        for name, target in self._originals.pop(model).items():
+            _share_hooks(target.replacement, target.module)
+            _set_submodule(model, name, target.module)
 
     def _plan(
         self, model: nn.Module, names: Mapping[nn.Module, list[str]]
     ) -> tuple[list[_Target], list[SkippedLayer]]:
         """Everything that can fail; the model is only read."""
-        owners = _owners_of_parameters(names)
-        targets, skipped = [], []
+        owners, outputs = _owners_of_parameters(names), _output_embeddings(names)
+        matched, skipped = [], []
         for module, aliases in names.items():
-            rule = next((rule for rule in self._rules if rule.matches(aliases)), None)
-            if rule is None:
+            rules = [rule for rule in self._rules if rule.matches(aliases)]
+            naming = [rule for rule in rules if rule.spells(aliases)] if module in outputs else rules
+            if not rules:
                 continue
-            reason = self._reason_to_skip(model, module, aliases)
-            if reason is None and not rule.options["untie"]:
+            options = (naming or rules)[0].options
+            reason = self._reason_to_skip(model, module, aliases, options)
+            if reason is None and not naming:
+                reason = "output embedding; a pattern that names it patches it"
+            if reason is None and not options["untie"]:
                 reason = _tie(module, names, owners)
             if reason is None:
-                targets.append(_Target(aliases, module, self._build(aliases[0], module, rule.options)))
+                matched.append((module, aliases, options))
             else:
-                skipped.append(SkippedLayer(aliases[0], reason))
+                skipped.append(SkippedLayer(aliases[0], type(module).__name__, reason))
+        progress, targets = Progress(len(matched)), []
+        for done, (module, aliases, options) in enumerate(matched, 1):
+            targets.append(_Target(aliases, module, self._build(aliases[0], module, options)))
+            progress.show(done, f"layers made block-sparse, {aliases[0]} the last")
         return targets, skipped
 
-    def _reason_to_skip(self, model: nn.Module, module: nn.Module, aliases: list[str]) -> str | None:
+    def _reason_to_skip(
+        self, model: nn.Module, module: nn.Module, aliases: list[str], options: Mapping[str, Any]
+    ) -> str | None:
         if isinstance(module, _Replacement):
             return "already block-sparse"
         if not self.is_patchable(aliases[0], module):
-            kind = type(module)
-            return "is_patchable refuses it" if kind is nn.Linear else f"{kind.__name__} is not nn.Linear"
+            return _reason_not_patchable(module)
         if module is model:
             return "the model itself cannot be replaced in place"
         parents = (model.get_submodule(name.rpartition(".")[0]) for name in aliases)
@@ -241,7 +320,10 @@ class BlockSparseModelPatcher:
                 "nn.TransformerEncoderLayer reads its weight directly in inference; call "
                 "torch.backends.mha.set_fastpath_enabled(False) first"
             )
-        return None
+        reason = _what_would_be_lost(module)
+        if reason is None and type(module) is nn.Linear:
+            reason = _reason_not_sparse(module, options)
+        return reason
 
     def _build(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> _Replacement:
         try:
@@ -252,12 +334,17 @@ class BlockSparseModelPatcher:
     def _replace(self, model: nn.Module, targets: Sequence[_Target]) -> None:
         originals = self._originals.setdefault(model, {})
         for target in targets:
+            _share_hooks(target.module, target.replacement)
             for name in target.names:
                 _set_submodule(model, name, target.replacement)
-                originals[name] = target.module
+                originals[name] = target
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(options, Mapping):
+        raise InvalidArgumentError(
+            f"options: a mapping such as {{'density': 0.25}} expected, got {options!r}"
+        )
     unknown = sorted(set(options) - set(DEFAULT_OPTIONS))
     if unknown:
         raise InvalidArgumentError(f"options: names from {sorted(DEFAULT_OPTIONS)} expected, got {unknown}")
@@ -273,7 +360,13 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArgumentError(
             f"block_shape: (bn, bk) with sizes from {BLOCK_SIZES} expected, got {block_shape!r}"
         )
-    for name in ("expand", "pseudo_linear", "untie"):
+    if not isinstance(checked["pattern"], BlockPattern | None):
+        raise InvalidArgumentError(
+            f"pattern: a BlockPattern expected, got {type(checked['pattern']).__name__}"
+        )
+    if checked["policy"] not in POLICIES:
+        raise InvalidArgumentError(f"policy: one of {POLICIES} expected, got {checked['policy']!r}")
+    for name in ("pseudo_linear", "untie"):
         if not isinstance(checked[name], bool):
             raise InvalidArgumentError(f"{name}: True or False expected, got {checked[name]!r}")
     return checked
@@ -294,6 +387,79 @@ def _owners_of_parameters(modules: Iterable[nn.Module]) -> dict[nn.Parameter, li
     return owners
 
 
+def _output_embeddings(names: Mapping[nn.Module, list[str]]) -> set[nn.Module]:
+    """Layers named lm_head, and those that Transformers' models say are theirs."""
+    found = {
+        module
+        for module, aliases in names.items()
+        if any(alias.rpartition(".")[2] == "lm_head" for alias in aliases)
+    }
+    for module in names:
+        get = getattr(module, "get_output_embeddings", None)
+        try:
+            output = get() if callable(get) else None
+        except NotImplementedError:  # a model without any
+            continue
+        if isinstance(output, nn.Module):
+            found.add(output)
+    return found
+
+
+def _reason_not_patchable(module: nn.Module) -> str:
+    if type(module) is nn.Linear:
+        return "is_patchable refuses it"
+    if isinstance(module, nn.LazyLinear):
+        return "not initialised yet; pass a batch through the model first"
+    if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
+        return "parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
+    return "not nn.Linear"
+
+
+def _what_would_be_lost(module: nn.Module) -> str | None:
+    """What belongs to the module and could not be kept in another one."""
+    parameters = module.parameters(recurse=False)
+    if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
+        return "a hook on a parameter cannot move to the new one; remove it first"
+    if any(getattr(module, attribute) for attribute in _STATE_HOOKS):
+        return "a hook of its state dict cannot move to a sparse layer; remove it first"
+    if module._backward_hooks and not module._is_full_backward_hook:
+        return "a hook of register_backward_hook cannot move; use register_full_backward_hook"
+    if "forward" in vars(module):
+        return "its forward was replaced by another function, which would be lost"
+    return None
+
+
+def _reason_not_sparse(module: nn.Linear, options: Mapping[str, Any]) -> str | None:
+    """What keeps a dense layer with these options from becoming a sparse one that is of use."""
+    own = sorted({*module._parameters, *module._buffers, *module._modules})
+    if own != ["bias", "weight"]:
+        return f"it holds {', '.join(own)} in place of weight and bias (remove weight_norm, pruning, … first)"
+    if module.weight.dtype not in DTYPES:
+        return f"its weight is {module.weight.dtype}, for which there are no sparse layers"
+    if module.weight.numel() == 0:
+        return "its weight is empty"
+    (bn, bk), density = options["block_shape"], options["density"]
+    blocks = (module.out_features // bn) * (module.in_features // bk)
+    if options["pattern"] is None and blocks and density > 0 and round(density * blocks) == 0:
+        return f"density {density:g} of its {blocks} blocks in {bn}x{bk} rounds to none"
+    return None
+
+
+def _check_blocks_can_be_chosen(module: nn.Linear, block_shape: Sequence[int]) -> None:
+    sizes = ("out_features", module.out_features), ("in_features", module.in_features)
+    for (name, size), block in zip(sizes, block_shape, strict=True):
+        if size % block:
+            raise InvalidArgumentError(
+                f"block_shape: {tuple(block_shape)} does not fit, {name} is {size}, no multiple of {block}"
+            )
+    if module.weight.is_meta:
+        raise InvalidArgumentError(
+            "pattern: expected, because on the meta device there are no weights to choose blocks by"
+        )
+    if bool(module.weight.isnan().any()):
+        raise InvalidArgumentError("its weight has NaN, so its blocks cannot be ranked")
+
+
 def _tie(
     module: nn.Module,
     names: Mapping[nn.Module, list[str]],
@@ -306,6 +472,11 @@ def _tie(
     return None
 
 
+def _share_hooks(source: nn.Module, receiver: nn.Module) -> None:
+    for attribute in _HOOKS:
+        setattr(receiver, attribute, getattr(source, attribute))
+
+
 def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
@@ -315,8 +486,8 @@ def _size(modules: Iterable[nn.Module]) -> Size:
     parameters: set[torch.Tensor] = set()
     buffers: set[torch.Tensor] = set()
     for module in modules:
-        parameters.update(module.parameters(recurse=False))
-        buffers.update(module.buffers(recurse=False))
+        parameters.update(tensor for tensor in module.parameters(recurse=False) if not is_lazy(tensor))
+        buffers.update(tensor for tensor in module.buffers(recurse=False) if not is_lazy(tensor))
     return Size(
         sum(parameter.numel() for parameter in parameters),
         sum(tensor.nbytes for tensor in parameters | buffers),
@@ -336,6 +507,7 @@ def _report(
             (target.replacement.out_features, target.replacement.in_features),
             target.replacement.block_shape,
             target.replacement.density,
+            target.replacement.policy if isinstance(target.replacement, BlockSparseLinear) else "pseudo",
             _size([target.module]),
             _size([target.replacement]),
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilesparse import cli, demo
+from tilesparse import _progress, cli, demo
 
 TINY = ["demo", "--size", "tiny", "--device", "cpu"]
 
@@ -35,6 +35,15 @@ def test_trains_both_models_on_the_standard_library_and_compares_them(
     assert rows["speedup"].startswith("1.00x")
     assert "4 linear layers made block-sparse: density 0.5" in output.out
     assert "\r" not in output.err  # no bar where there is no terminal
+
+
+def test_progress_is_said_without_a_terminal_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_progress, "SECONDS", 0)
+    assert cli.main([*TINY, "--steps", "2"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "loss" in line]
+    assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
 
 
 def test_both_models_see_the_same_batches_in_the_same_number_of_steps() -> None:

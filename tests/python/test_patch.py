@@ -3,16 +3,19 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
-from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, PseudoBlockSparseLinear
+from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher, PseudoBlockSparseLinear
+from tilesparse import _progress as progress
 from tilesparse.demo import GPT, SIZES
 from tilesparse.errors import InvalidArgumentError
+from tilesparse.patch import SkippedLayer
 
 BLOCKS = r"blocks\.\d+\.(attention|mlp)\."
 
@@ -67,9 +70,10 @@ def test_density_one_gives_the_results_of_the_dense_model() -> None:
 
 def test_layers_can_be_patched_to_compute_densely() -> None:
     models, x = [gpt(), gpt()], tokens()
-    for model, expand in zip(models, (False, True), strict=True):
-        patcher(expand=expand).patch_model(model)
-        assert model.blocks[0].mlp[0].expand is expand
+    for model, policy in zip(models, ("sparse", "dense"), strict=True):
+        report = patcher(policy=policy).patch_model(model)
+        assert model.blocks[0].mlp[0].policy == policy
+        assert {layer.policy for layer in report.layers} == {policy} and f"  {policy}" in str(report)
     torch.testing.assert_close(models[0](x), models[1](x), rtol=0, atol=1e-3)
 
 
@@ -155,9 +159,8 @@ def test_the_first_matching_pattern_wins_and_prefixes_match() -> None:
 def test_fullmatch_wants_the_whole_name_and_unmatched_patterns_are_reported() -> None:
     report = patcher(r"blocks\.0\.mlp", fullmatch=True).patch_model(gpt())
     assert not report.layers and not report.unmatched
-    assert [(layer.name, layer.reason) for layer in report.skipped] == [
-        ("blocks.0.mlp", "Sequential is not nn.Linear")
-    ]
+    assert report.skipped == [SkippedLayer("blocks.0.mlp", "Sequential", "not nn.Linear")]
+    assert "skipped blocks.0.mlp (Sequential): not nn.Linear" in str(report)
     report = patcher("encoder").patch_model(gpt())
     assert report.unmatched == ["encoder"] and "'encoder'" in str(report)
     assert report.before == report.after
@@ -175,8 +178,8 @@ def test_a_layer_tied_to_another_module_is_skipped_unless_asked() -> None:
 
 
 def test_a_layer_registered_twice_stays_shared() -> None:
-    shared = nn.Linear(32, 32)
-    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.Linear(32, 32))})
+    shared = nn.Linear(64, 64)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.Linear(64, 64))})
     made = patcher(r"b\.0")
     report = made.patch_model(model)
     assert len(report.layers) == 1
@@ -229,10 +232,12 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
         (".*", {"block_shape": 32}, "block_shape"),
         (".*", {"block_shape": (32, 20)}, "block_shape"),
         (".*", {"pseudo_linear": 1}, "pseudo_linear"),
-        (".*", {"expand": "yes"}, "expand"),
+        (".*", {"policy": "fast"}, "policy.*'dense'.*'fast'"),
+        (".*", {"pattern": [[0, 0]]}, "pattern.*list"),
+        (".*", 0.5, "options.*0.5"),
     ],
 )
-def test_bad_patterns_are_refused_when_added(regex: Any, options: dict[str, Any], field: str) -> None:
+def test_bad_patterns_are_refused_when_added(regex: Any, options: Any, field: str) -> None:
     with pytest.raises(InvalidArgumentError, match=field):
         BlockSparseModelPatcher().add_pattern(regex, options)
 
@@ -255,3 +260,223 @@ def test_subclasses_choose_and_make_layers() -> None:
     assert ("blocks.0.attention.output", "is_patchable refuses it") in [
         (layer.name, layer.reason) for layer in report.skipped
     ]
+
+
+def reasons(model: nn.Module, regex: str = ".*", **options: Any) -> dict[str, str]:
+    """Why each skipped module was, once it is known that none was replaced."""
+    modules = dict(model.named_modules())
+    report = patcher(regex, **options).patch_model(model)
+    assert not report.layers and dict(model.named_modules()) == modules
+    return {layer.name: layer.reason for layer in report.skipped}
+
+
+def test_layers_that_are_not_initialised_are_skipped() -> None:
+    model = nn.Sequential(nn.LazyLinear(64), nn.Linear(64, 64))
+    dry = patcher(density=0.25).patch_model(model, dry_run=True)
+    assert (dry.before.parameters, dry.skipped) == (64 * 64 + 64, [])
+    assert "pass a batch" in patcher("0").patch_model(model).skipped[0].reason
+    model(torch.randn(2, 32))
+    assert [layer.name for layer in patcher("0").patch_model(model).layers] == ["0"]
+
+
+def test_errors_name_the_layer_and_what_is_wrong_with_it() -> None:
+    model = gpt()
+    model.blocks[0].mlp[0].weight.data[3, 5] = float("nan")
+    with pytest.raises(InvalidArgumentError, match=r"'blocks.0.mlp.0'.*weight.*NaN"):
+        patcher().patch_model(model)
+    with pytest.raises(InvalidArgumentError, match=r"'1'.*block_shape.*\(128, 16\).*out_features is 64"):
+        patcher("1", block_shape=(128, 16)).patch_model(nn.Sequential(nn.ReLU(), nn.Linear(64, 64)))
+    small = BlockPattern.full((32, 32), block_shape=(16, 16))
+    with pytest.raises(InvalidArgumentError, match=r"'1'.*pattern.*64.*32"):
+        patcher("1", pattern=small).patch_model(nn.Sequential(nn.ReLU(), nn.Linear(64, 64)))
+
+
+def test_no_layer_loses_all_its_blocks_unless_asked() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(32, 32))
+    assert reasons(model, r"\d", density=0.1) == {
+        "0": "density 0.1 of its 4 blocks in 32x32 rounds to none",
+        "1": "density 0.1 of its 1 blocks in 32x32 rounds to none",
+    }
+    none = BlockPattern.from_blocks([], shape=(64, 64), block_shape=(16, 16))
+    for options in ({"density": 0}, {"pattern": none}):
+        report = patcher("0", **options).patch_model(copy.deepcopy(model))
+        assert [layer.density for layer in report.layers] == [0]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_layers_that_no_sparse_layer_can_stand_for_are_skipped() -> None:
+    def legacy_hook(*_: object) -> None: ...
+
+    layers = {name: nn.Linear(64, 64) for name in "abcdefg"}
+    nn.utils.parametrizations.weight_norm(layers["a"])
+    prune.l1_unstructured(layers["b"], "weight", 0.5)
+    layers["c"].register_backward_hook(legacy_hook)
+    layers["d"].weight.register_hook(lambda gradient: gradient)
+    layers["e"].register_state_dict_post_hook(legacy_hook)
+    layers["f"].forward = lambda x: x  # type: ignore[method-assign]
+    layers["g"].weight = nn.Parameter(layers["g"].weight.to(torch.float8_e4m3fn), requires_grad=False)
+    said = reasons(nn.ModuleDict({**layers, "h": nn.Linear(0, 64)}), "[a-h]$")
+    for name, word in zip(
+        "abcdefgh",
+        (
+            "remove_parametrizations",
+            "weight_mask, weight_orig",
+            "register_full_backward_hook",
+            "on a parameter",
+            "state dict",
+            "forward was replaced",
+            "float8_e4m3fn",
+            "empty",
+        ),
+        strict=True,
+    ):
+        assert word in said[name]
+
+
+@pytest.mark.parametrize("pseudo_linear", [False, True])
+def test_hooks_move_to_the_new_layer_and_back(pseudo_linear: bool) -> None:
+    calls: list[str] = []
+
+    def record(name: str) -> Callable[..., None]:
+        return lambda module, *_: calls.append(f"{name} {type(module).__name__}")
+
+    def scale(module: nn.Module, args: Any, kwargs: dict[str, Any], y: torch.Tensor) -> torch.Tensor:
+        calls.append(f"scale {sorted(kwargs)}")
+        return 2 * y
+
+    model = nn.Sequential(nn.Linear(64, 64))
+    dense = model[0]
+    dense.register_forward_pre_hook(record("before"))
+    dense.register_forward_hook(record("second"))
+    dense.register_forward_hook(record("first"), prepend=True)
+    dense.register_forward_hook(scale, with_kwargs=True)
+    removed = dense.register_forward_hook(record("removed"))
+    dense.register_full_backward_pre_hook(record("backward begins"))
+    dense.register_full_backward_hook(record("backward ends"))
+    x = torch.randn(3, 64, requires_grad=True)
+    expected = model(x)
+    expected.sum().backward()
+    seen_dense, calls[:] = list(calls), []
+
+    made = patcher("0", density=1, pseudo_linear=pseudo_linear)
+    made.patch_model(model, dry_run=True)
+    made.patch_model(model)
+    y = model(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-4)
+    assert calls == [call.replace(" Linear", f" {type(model[0]).__name__}") for call in seen_dense]
+
+    removed.remove()
+    model[0].register_full_backward_hook(record("added"))
+    made.undo(model)
+    calls.clear()
+    model(x).sum().backward()
+    assert model[0] is dense
+    assert calls == [*(call for call in seen_dense if not call.startswith("removed")), "added Linear"]
+
+
+class Transformer(nn.Module):
+    """Says what its output embedding is, as the models of Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        self.embed_out = nn.Linear(64, 96)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.embed_out
+
+
+class Decoder(nn.Module):
+    """Its output embedding has the usual name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        self.lm_head = nn.Linear(64, 96)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Transformer, "embed_out"), (Decoder, "lm_head")])
+@pytest.mark.parametrize(
+    ("regex", "is_patched"),
+    [
+        (".*", False),
+        (r"model\.(layers\.\d|.*_(out|head))", False),
+        ("model.NAM", False),
+        ("model.NAME", True),
+        (r"model\.(layers\.\d+|NAME)$", True),
+        (r".*\bNAME\b", True),
+    ],
+)
+def test_the_output_embedding_is_patched_only_where_it_is_named(
+    regex: str, is_patched: bool, kind: type[nn.Module], name: str
+) -> None:
+    regex = regex.replace("NAME", name).replace("NAM", name[:-1])
+    report = patcher(regex).patch_model(nn.ModuleDict({"model": kind()}))
+    patched = [layer.name for layer in report.layers]
+    skipped = [layer.name for layer in report.skipped if "output embedding" in layer.reason]
+    assert (f"model.{name}" in patched, f"model.{name}" in skipped) == (is_patched, not is_patched)
+
+
+def test_a_later_pattern_may_name_the_output_embedding() -> None:
+    made, model = patcher(density=0.5, regex=".*"), Transformer()
+    made.add_pattern("embed_out", {"density": 1})
+    made.patch_model(model)
+    assert (model.layers[0].density, model.embed_out.density) == (0.5, 1)
+
+
+def test_models_without_an_output_embedding_are_patched() -> None:
+    class Encoder(Transformer):
+        def get_output_embeddings(self) -> nn.Module:
+            raise NotImplementedError
+
+    assert len(patcher(".*").patch_model(Encoder()).layers) == 3
+
+
+def test_the_report_counts_kinds_of_skipped_modules() -> None:
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.LayerNorm(64)) for _ in range(3)),
+        nn.Linear(64, 64),
+        nn.Linear(64, 64),
+    )
+    model[3].weight = model[4].weight
+    report = patcher("").patch_model(model)
+    assert len(report.layers) == 3 and len(report.skipped) == 12
+    said = [line for line in str(report).splitlines() if line.startswith("skipped")]
+    assert said[0] == "skipped 4 Sequential, 3 Dropout, 3 LayerNorm: not nn.Linear"
+    assert len(said) == 3 and said[1].startswith("skipped 3 (Linear): weight is shared with 4")
+    dropouts = patcher(r"\d\.1").patch_model(model)
+    assert "skipped 3 Dropout (0.1, …): not nn.Linear" in str(dropouts)
+
+
+def test_models_on_the_meta_device_need_patterns() -> None:
+    with torch.device("meta"):
+        model = GPT(SIZES["tiny"])
+    with pytest.raises(InvalidArgumentError, match=r"'blocks\.0\.attention.inputs'.*pattern.*meta"):
+        patcher().patch_model(model)
+    pattern = BlockPattern.random((256, 64), block_shape=(16, 32), density=0.25)
+    for pseudo_linear in (False, True):
+        twin = copy.deepcopy(model)
+        report = patcher(r"blocks\.0\.mlp\.0", pattern=pattern, pseudo_linear=pseudo_linear).patch_model(twin)
+        (layer,) = report.layers
+        assert (layer.block_shape, layer.density) == ((16, 32), 0.25)
+        assert twin.blocks[0].mlp[0].weight.is_meta
+
+
+def test_a_given_pattern_is_the_pattern_of_the_layer() -> None:
+    pattern = BlockPattern.random((256, 64), block_shape=(64, 16), density=0.5)
+    model = gpt()
+    patcher(r"blocks\.0\.mlp\.0", pattern=pattern).patch_model(model)
+    assert model.blocks[0].mlp[0].pattern == pattern
+
+
+def test_long_patching_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patcher().patch_model(gpt())
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "SECONDS", 0)
+    patcher().patch_model(gpt())
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
+    assert "blocks.0.mlp.2" in lines[-1]
