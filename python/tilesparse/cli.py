@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -17,19 +18,35 @@ from torch.nn import functional as F
 
 from . import _C, _ops, demo, functional
 from .errors import TileSparseError, UnsupportedError
+from .linear import BlockSparseLinear
 from .pattern import BLOCK_SIZES, BlockPattern
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _ops.DTYPES}
 OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
 DEVICES = ("cpu", "cuda")  # likewise, device
+LIBRARY = Path(_C.__file__).parent / "lib" / "libtilesparse.so"
 BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
+BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends, in a shell
 ROUNDS = 9
 ROUND_SECONDS = 0.01
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, 2 for bad input or 130 when interrupted."""
-    arguments = _parser().parse_args(argv)
+    """Runs one command and returns its exit status.
+
+    That is 0, 2 for bad input, 130 when interrupted, or 141 when nobody reads the output any more.
+    """
+    try:
+        try:
+            return _run(_parser().parse_args(argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+        return BROKEN_PIPE
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         arguments.run(arguments)
     except TileSparseError as error:
@@ -43,11 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilesparse", description="Block-sparse linear layers.")
+    parser.add_argument("--version", action="version", version=f"tilesparse {_C.version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | bench | demo")
     layer = _layer_options()
 
     command = commands.add_parser(
-        "info", parents=[layer], help="versions, devices, kernels, and which kernel a layer would use and why"
+        "info",
+        parents=[layer],
+        help="versions, devices, where dense is faster, and which kernel a layer would use and why",
     )
     command.set_defaults(run=info)
 
@@ -92,40 +112,40 @@ def _layer_options() -> argparse.ArgumentParser:
 
 
 def info(arguments: argparse.Namespace) -> None:
-    """Prints versions, devices, kernels, which kernel would run for the layer, and where dense is faster."""
-    print(f"tilesparse {_C.version()}, ABI {_C.abi_version()}")
-    print(f"PyTorch {torch.__version__}, Python {platform.python_version()}")
-    print(f"architectures in the library: {_C.architectures()}")
-    devices = list(_devices())
-    for device in devices:
+    """Prints versions, devices, where dense is faster, which kernel the layer would use, and all kernels."""
+    print(f"tilesparse {_C.version()}, PyTorch {torch.__version__}, Python {platform.python_version()}")
+    print(f"library: {LIBRARY}, ABI {_C.abi_version()}, for {_C.architectures()}")
+    devices = []
+    for device in _devices():
         print(_describe_device(device))
-    print("kernels:")
-    for kernel in _C.kernels():
-        dtypes = _members(kernel.dtypes, DTYPES)
-        print(f"  {kernel.name:32} {DEVICES[kernel.device]:6}{_members(kernel.ops, OPS)}; {dtypes}")
+        devices.append(device)
+    _print_break_even()
     pattern = _pattern(arguments)
     print(f"{_describe_layer(arguments)}:")
     for device in devices:
         for op in _chosen_ops(arguments):
             kernel_and_reason = _selection(pattern, op, arguments, device)
             print(f"  {DEVICES[device.device]:6}{op:9}{kernel_and_reason}")
-    _print_break_even()
+    print("kernels:")
+    for kernel in _C.kernels():
+        dtypes = _members(kernel.dtypes, DTYPES)
+        print(f"  {kernel.name:32} {DEVICES[kernel.device]:6}{_members(kernel.ops, OPS)}; {dtypes}")
 
 
 def bench(arguments: argparse.Namespace) -> None:
-    """Prints times of one layer: dense, sparse and with expand=True.
+    """Prints times of one layer: dense, sparse with the policy "dense", and sparse.
 
-    The speedup and η = t_dense · density / t_sparse are those of the sparse one.
+    The speedup and η = t_dense · density / t_sparse are those of the last.
     """
     device = arguments.device or _default_device()
     pattern = _pattern(arguments)
     print(f"{_describe_layer(arguments)}, on {device}")
-    print(f"{'':9}{'dense':>12}{'expanded':>12}{'sparse':>12}{'speedup':>10}{'η':>7}")
+    print(f"{'':9}{'dense':>12}{'policy=dense':>15}{'sparse':>12}{'speedup':>10}{'η':>7}")
     for op in _chosen_ops(arguments):
         products = _products(pattern, op, arguments.tokens, DTYPES[arguments.dtype], device)
         dense, expanded, sparse = _median_seconds(products, device)
         print(
-            f"{op:9}{1e3 * dense:9.3f} ms{1e3 * expanded:9.3f} ms{1e3 * sparse:9.3f} ms"
+            f"{op:9}{1e3 * dense:9.3f} ms{1e3 * expanded:12.3f} ms{1e3 * sparse:9.3f} ms"
             f"{dense / sparse:9.2f}x{dense / sparse * pattern.density:7.2f}"
         )
 
@@ -151,25 +171,29 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return int(text)
 
 
 def _density(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
     if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a number between 0 and 1")
     return number
 
 
 def _block(text: str) -> tuple[int, int]:
-    rows, _, cols = text.partition("x")
-    block = (int(rows), int(cols or rows))
-    if not set(block) <= set(BLOCK_SIZES):
-        raise argparse.ArgumentTypeError(f"{text} is not made of {', '.join(map(str, BLOCK_SIZES))}")
-    return block
+    sizes = {str(size): size for size in BLOCK_SIZES}
+    sides = text.split("x")
+    if len(sides) > 2 or not set(sides) <= set(sizes):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a block such as 32 or 32x64, of sizes {', '.join(sizes)}"
+        )
+    return sizes[sides[0]], sizes[sides[-1]]
 
 
 def _device(text: str) -> torch.device:
@@ -191,6 +215,8 @@ def _default_device() -> torch.device:
 
 def _devices() -> Iterable[_C.DeviceInfo]:
     yield _C.device_info(DEVICES.index("cpu"))
+    if not torch.cuda.is_available():
+        print("cuda: PyTorch finds no device")
     for ordinal in range(torch.cuda.device_count()):
         try:
             yield _C.device_info(DEVICES.index("cuda"), ordinal)
@@ -204,8 +230,20 @@ def _describe_device(device: _C.DeviceInfo) -> str:
     major, minor = divmod(device.compute_capability, 10)
     return (
         f"cuda: {device.name}, compute capability {major}.{minor}, {device.multiprocessors} multiprocessors, "
-        f"{device.shared_memory >> 10} KiB shared memory"
+        f"{device.shared_memory >> 10} KiB shared memory\n"
+        f"  kernels: {_families(device) or 'none of this library runs on it'}"
     )
+
+
+def _families(device: _C.DeviceInfo) -> str:
+    """The architectures whose kernels run on a GPU, the newest first, and what these compute."""
+    dtypes: dict[str, int] = {}
+    for kernel in sorted(_C.kernels(), key=lambda kernel: kernel.min_compute_capability, reverse=True):
+        is_new_enough = kernel.min_compute_capability <= device.compute_capability
+        if kernel.device == device.device and is_new_enough:
+            family = kernel.name.partition("_")[0]
+            dtypes[family] = dtypes.get(family, 0) | kernel.dtypes
+    return ", ".join(f"{family} ({_members(bits, DTYPES)})" for family, bits in dtypes.items())
 
 
 def _print_break_even() -> None:
@@ -216,7 +254,8 @@ def _print_break_even() -> None:
     print(f"  {'blocks':9}" + "".join(f"{block + 'x' + block:>9}" for block in blocks))
     for op, densities in measured["densities"].items():
         print(f"  {op:9}" + "".join(f"{densities[block]:9.2f}" for block in blocks))
-    print("a layer with expand=True computes densely instead; tilesparse bench times both")
+    print("a layer with policy='dense' computes densely instead, and with 'auto' where that is likely")
+    print("to be faster; tilesparse bench times a layer")
 
 
 def _members(bits: int, names: Iterable[str]) -> str:
@@ -267,7 +306,7 @@ def _selection(pattern: BlockPattern, op: str, arguments: argparse.Namespace, de
 def _products(
     pattern: BlockPattern, op: str, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[], Tensor], ...]:
-    """One product on random operands as computed dense, by a layer with expand=True, and sparse."""
+    """One product on random operands as computed dense, by a layer with the policy "dense", and sparse."""
     generator = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -275,10 +314,20 @@ def _products(
 
     x, y = randn(tokens, pattern.in_features), randn(tokens, pattern.out_features)
     weight, values = randn(*pattern.shape), randn(pattern.nnz, *pattern.block_shape)
+    layer = BlockSparseLinear(
+        pattern.in_features,
+        pattern.out_features,
+        bias=False,
+        pattern=pattern,
+        policy="dense",
+        device=device,
+        dtype=dtype,
+    )
     if op == "forward":
+        layer.requires_grad_(False)
         return (
             lambda: F.linear(x, weight),
-            lambda: functional.linear(x, values, pattern, expand=True),
+            lambda: layer(x),
             lambda: functional.linear(x, values, pattern),
         )
     if op == "dgrad":  # its dense weight is still there from the forward pass
@@ -287,10 +336,10 @@ def _products(
             lambda: y @ weight,
             lambda: functional.dds(y, values, pattern, transpose=False),
         )
-    key = (pattern.handle, pattern.version)
+    result = layer(x)
     return (
         lambda: y.t() @ x,
-        lambda: torch.ops.tilesparse.gather(y.t() @ x, *key),
+        lambda: torch.autograd.grad(result, layer.weight, y, retain_graph=True)[0],
         lambda: functional.sdd(y, x, pattern),
     )
 

@@ -179,6 +179,8 @@ def make_sparse(dense: GPT, settings: Settings) -> tuple[nn.Module, PatchReport]
         fullmatch=True,
     )
     report = patcher.patch_model(sparse)
+    for layer in report.skipped:
+        raise InvalidArgumentError(f"layer {layer.name!r}: {layer.reason}")
     for module in sparse.modules():
         if isinstance(module, BlockSparseLinear):
             module.reset_parameters()

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +21,43 @@ def test_info_lists_versions_kernels_and_the_choice(capsys: pytest.CaptureFixtur
     for expected in (_C.version(), torch.__version__, _C.architectures(), _C.device_info(0).name):
         assert expected in text
     assert all(kernel.name in text for kernel in _C.kernels())
-    assert "expand=True" in text
     choice = text[text.index("64 -> 96 features") :]
     assert "blocks 32x16" in choice
     for op in cli.OPS:
         line = next(line for line in choice.splitlines() if line.split()[:2] == ["cpu", op])
         assert any(f"{kernel.name}: " in line for kernel in _C.kernels())
+
+
+def test_info_begins_with_what_is_asked_most(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_devices", lambda: [_C.device_info(0), _C.DeviceInfo(1, 90, 132, 227 << 10)])
+    assert cli.main(["info", *LAYER]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    starts = ["tilesparse 0", "library: ", "cpu: ", "cuda: ", "  kernels: ", "density from which dense"]
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=False))
+    library = Path(lines[1].split(",")[0].removeprefix("library: "))
+    assert library.is_file() and "compute capability 9.0" in lines[3]
+    policy = next(place for place, line in enumerate(lines) if "policy='dense'" in line)
+    layer = next(place for place, line in enumerate(lines) if line.startswith("64 -> 96"))
+    assert policy < layer < lines.index("kernels:")
+
+
+def test_the_kernels_of_a_gpu_are_those_it_is_new_enough_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [
+        SimpleNamespace(name=name, device=device, min_compute_capability=least, dtypes=dtypes)
+        for name, device, least, dtypes in (
+            ("cpu_portable", 0, 0, 0b1111),
+            ("sm80_first", 1, 80, 0b0010),
+            ("sm80_second", 1, 80, 0b1100),
+            ("sm90_first", 1, 90, 0b1100),
+        )
+    ]
+    monkeypatch.setattr(_C, "kernels", lambda: kernels)
+    old, new = "sm80 (float32, float16, bfloat16)", "sm90 (float16, bfloat16)"
+    for capability, families in ((75, "none"), (89, old), (90, f"{new}, {old}"), (120, f"{new}, {old}")):
+        text = cli._describe_device(_C.DeviceInfo(1, capability, 10, 100 << 10))
+        assert text.splitlines()[1].startswith(f"  kernels: {families}")
 
 
 def test_info_says_from_which_density_dense_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,8 +82,8 @@ def test_bench_compares_the_products_asked_for(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("op", cli.OPS)
 def test_bench_computes_the_same_on_all_sides(op: str) -> None:
     pattern = cli.BlockPattern.full((96, 64), block_shape=(32, 32))
-    dense, expanded, sparse = cli._products(pattern, op, 16, torch.float32, torch.device("cpu"))
-    assert expanded().shape == sparse().shape
+    dense, written_out, sparse = cli._products(pattern, op, 16, torch.float32, torch.device("cpu"))
+    assert written_out().shape == sparse().shape
     assert sparse().numel() == dense().numel()
 
 
@@ -58,11 +92,15 @@ def test_bench_computes_the_same_on_all_sides(op: str) -> None:
     [
         ([], "required"),
         (["train"], "invalid choice"),
-        (["info", "--block", "24"], "24"),
-        (["info", "--density", "1.5"], "1.5"),
+        (["info", "--block", "24"], "24 is not a block such as 32 or 32x64, of sizes 16, 32, 64, 128"),
+        (["info", "--block", "32x"], "32x is"),
+        (["info", "--block", "square"], "square is not a block"),
+        (["info", "--density", "1.5"], "1.5 is not a number between 0 and 1"),
+        (["info", "--density", "half"], "half is not a number"),
+        (["info", "--tokens", "some"], "some is not a number"),
         (["bench", "--device", "tpu"], "tpu"),
         (["bench", "--device", "cuda:99"], "cuda:99"),
-        (["demo", "--steps", "0"], "0 is not at least 1"),
+        (["demo", "--steps", "0"], "0 is not a number of at least 1"),
         (["demo", "--size", "huge"], "huge"),
     ],
 )
@@ -73,6 +111,13 @@ def test_bad_options_are_explained(
         cli.main(arguments)
     assert exit_.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "block"), [("32", "32x32"), ("32x64", "32x64"), ("128x16", "128x16")])
+def test_blocks_are_one_number_or_two(given: str, block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--in-features", "128", "--out-features", "128"]
+    assert cli.main(["info", *sizes, "--block", given]) == 0
+    assert f"blocks {block}, " in capsys.readouterr().out
 
 
 def test_bad_input_is_one_line_and_status_two(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,3 +142,21 @@ def test_the_command_and_the_module_are_installed() -> None:
     assert script.load() is cli.main
     run = subprocess.run([sys.executable, "-m", "tilesparse", "--help"], capture_output=True, text=True)
     assert run.returncode == 0 and "demo" in run.stdout
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"tilesparse {_C.version()}\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_may_leave(unbuffered: str) -> None:
+    """As head does: without a traceback, and with the status of programs that SIGPIPE ends."""
+    command = ["env", f"PYTHONUNBUFFERED={unbuffered}", sys.executable, "-m", "tilesparse", "info"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE

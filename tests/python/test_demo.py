@@ -81,3 +81,8 @@ def test_the_text_is_split_and_always_the_same() -> None:
 def test_bad_block_shapes_are_refused_before_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*TINY, "--block", "128"]) == 2
     assert "blocks.0.attention" in capsys.readouterr().err
+
+
+def test_a_density_that_keeps_no_block_is_refused_before_training(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*TINY, "--density", "0.01"]) == 2
+    assert "density 0.01 of its 12 blocks" in capsys.readouterr().err
