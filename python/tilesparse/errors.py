@@ -1,4 +1,8 @@
-"""The errors TileSparse raises. Each also is the built-in error a caller would expect."""
+"""The errors TileSparse raises. Each also is the built-in error a caller would expect.
+
+A text about an argument begins with its name. All checks come before the first write, so a product that
+raises one of these has written nothing.
+"""
 
 
 class TileSparseError(Exception):
@@ -6,27 +10,49 @@ class TileSparseError(Exception):
 
 
 class InvalidArgumentError(TileSparseError, ValueError):
-    """An argument is out of range, or does not fit the others; the text names it."""
+    """An argument is out of range, or does not fit the others; the text names it.
+
+    Raised by constructors, conversions and products alike: sizes that are no multiple of the block
+    shape, tensors of another shape, dtype or device than expected, options that do not exist.
+    """
 
 
 class InvalidPatternError(InvalidArgumentError):
-    """The arrays of a pattern break one of its invariants."""
+    """The index arrays or the list of blocks given for a pattern break one of its invariants.
+
+    Raised where a `BlockPattern` is made or taken from the buffers of a layer; ``load_state_dict``
+    reports it in its own RuntimeError.
+    """
 
 
 class UnsupportedError(TileSparseError, NotImplementedError):
-    """The request is valid, but nothing here computes it."""
+    """The request is valid, but nothing here computes it.
+
+    Raised by products for which the library has no kernel on the device, by derivatives that do not
+    exist, and by what cannot be done while a CUDA graph is captured.
+    """
 
 
 class NoDeviceError(TileSparseError, RuntimeError):
-    """There is no usable CUDA device, or the library was built without CUDA."""
+    """There is no usable CUDA device, or the library was built without CUDA.
+
+    Raised by the first product or plan on a CUDA device.
+    """
 
 
 class CudaError(TileSparseError, RuntimeError):
-    """The CUDA runtime reported an error."""
+    """The CUDA runtime reported an error.
+
+    Raised by the product or the plan whose launch failed. What goes wrong on the GPU later is PyTorch's to
+    report.
+    """
 
 
 class PatternChangedError(TileSparseError, RuntimeError):
-    """A pattern was updated between a forward pass and its backward pass."""
+    """A pattern was updated between a forward pass and its backward pass.
+
+    Raised by the backward pass, which would compute with other blocks than the forward pass did.
+    """
 
 
 class UnsynchronizedPatternError(TileSparseError, RuntimeError):
@@ -34,4 +60,7 @@ class UnsynchronizedPatternError(TileSparseError, RuntimeError):
 
 
 class InternalError(TileSparseError, RuntimeError):
-    """A defect of this package; please report it."""
+    """A defect of this package; please report it.
+
+    Raised where the library meets what its own checks should have excluded.
+    """
