@@ -90,8 +90,8 @@ def _kernels_named(prefix: str) -> Iterator[None]:
 
 def _copy(pattern: BlockPattern) -> BlockPattern:
     return BlockPattern(
-        pattern.row_ptr,
-        pattern.col_idx,
+        pattern.crow_indices,
+        pattern.col_indices,
         shape=pattern.shape,
         block_shape=pattern.block_shape,
         slot=pattern.slot,
@@ -147,7 +147,7 @@ def _triton(problem: Problem, timer: CudaTimer) -> Prepared:
 
 def _bsr(pattern: BlockPattern, values: Tensor) -> Tensor:
     slot = pattern.slot.long().to(values.device)
-    row_ptr, col_idx = pattern.row_ptr.to(values.device), pattern.col_idx.to(values.device)
+    row_ptr, col_idx = pattern.crow_indices.to(values.device), pattern.col_indices.to(values.device)
     blocks = values[slot].contiguous()
     return torch.sparse_bsr_tensor(row_ptr, col_idx, blocks, size=pattern.shape, check_invariants=False)
 
@@ -187,7 +187,7 @@ def _stk(problem: Problem, timer: CudaTimer) -> Prepared:
     stk = importlib.import_module("stk")
     x, y, pattern = problem.x, problem.y, problem.pattern
     rows, cols = (index.int().cuda() for index in pattern.block_indices())  # its own int16 overflows
-    weight = stk.Matrix(pattern.shape, problem.values, rows, cols, pattern.row_ptr.cuda())
+    weight = stk.Matrix(pattern.shape, problem.values, rows, cols, pattern.crow_indices.cuda())
     if problem.case.op == "dds_nt":
         transposed = weight.t()
         return Prepared(lambda: _tensor(stk.ops.dds(x, transposed)), {})

@@ -122,7 +122,7 @@ class Problem:
 
     def bytes(self) -> int:
         """What must be moved at least: values and column indices, and both activations."""
-        indices = self.pattern.nnz * self.pattern.col_idx.itemsize
+        indices = self.pattern.nnz * self.pattern.col_indices.itemsize
         elements = self.values.numel() + self.x.numel() + self.y.numel()
         return elements * self.values.itemsize + indices
 

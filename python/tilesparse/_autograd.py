@@ -24,6 +24,7 @@ from ._launch import prepared
 from .errors import PatternChangedError, UnsupportedError
 
 Tensors = Sequence[Tensor | None]
+Gradients = Callable[[Tensor, Tensor, Tensor, Index, Sequence[bool]], Tensors]
 
 
 class Product(NamedTuple):
@@ -34,11 +35,13 @@ class Product(NamedTuple):
         kernel: what computes it on plain tensors.
         gradients: of the arguments that are tensors, from that of the result and the factors, each of which
             is there if it is needed.
+        transformed: the operator for the transforms of ``torch.func``.
     """
 
     op: Callable[..., Tensor]
     kernel: Callable[..., Tensor]
-    gradients: Callable[[Tensor, Tensor, Tensor, Index, Sequence[bool]], Tensors]
+    gradients: Gradients
+    transformed: Callable[..., Tensor]
 
 
 def call(product: Product, first: Tensor, second: Tensor | None, index: Index, *rest: Any) -> Tensor:
@@ -47,7 +50,8 @@ def call(product: Product, first: Tensor, second: Tensor | None, index: Index, *
     if not is_plain(tensors):
         _refuse_tangents(tensors)
         factors = (first,) if second is None else (first, second)
-        return product.op(*factors, *index, *rest)
+        op = product.transformed if transforms_active() else product.op
+        return op(*factors, *index, *rest)
     if records_gradient(tensors):
         return _record(product, first, second, index, *rest)
     return product.kernel(first, second, index, *rest)
@@ -143,10 +147,11 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # ---- the long route ----
 
 
-def autograd_of(product: Product, factors: int, optional: int, options: int) -> Any:
+def autograd_of(gradients: Gradients, factors: int, optional: int, options: int) -> Any:
     """(backward, setup_context) for ``torch.library.register_autograd``.
 
     Args:
+        gradients: see `Product`.
         factors: how many tensors come before the pattern.
         optional: how many may come after it.
         options: how many arguments follow that are no tensors.
@@ -170,10 +175,28 @@ def autograd_of(product: Product, factors: int, optional: int, options: int) -> 
         index = Index(*tensors, *(tuple(shape) for shape in ctx.shapes))
         need = ctx.needs_input_grad
         needs = (*need[:factors], *need[factors + fields : factors + fields + optional])
-        gradients = product.gradients(grad, first, second, index, needs)
-        return (*gradients[:factors], *(None,) * fields, *gradients[factors:], *(None,) * options)
+        of_tensors = gradients(grad, first, second, index, (*needs, *(False,) * optional))
+        return (*of_tensors[:factors], *(None,) * fields, *of_tensors[factors:], *(None,) * options)
 
     return backward, setup_context
+
+
+def transformable(op: Callable[..., Tensor], backward: Any, setup_context: Any) -> Callable[..., Tensor]:
+    """The operator as the transforms of ``torch.func`` differentiate it, which those registered are not."""
+    members = {
+        "generate_vmap_rule": True,
+        "forward": staticmethod(op),
+        "setup_context": staticmethod(setup_context),
+        "backward": staticmethod(backward),
+    }
+    function: Any = type("_Transformed", (torch.autograd.Function,), members)
+    apply: Callable[..., Tensor] = function.apply
+    return apply
+
+
+def transforms_active() -> bool:
+    """Whether a transform of ``torch.func`` is at work."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 def keep(

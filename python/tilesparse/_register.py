@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _launch
-from ._autograd import Product, Tensors, autograd_of, call
+from ._autograd import Product, Tensors, autograd_of, call, transformable
 from ._checks import Index, check_dds, check_dense, check_index, check_sdd, check_values
 from ._layout import empty, result_form
 
@@ -178,10 +178,10 @@ def _differentiable(
     name: str, factors: int, functions: tuple[Any, Any, Any], optional: int = 0, options: int = 0
 ) -> Product:
     kernel, fake, gradients = functions
-    product = Product(_register(name, factors, kernel, fake), kernel, gradients)
-    backward, setup_context = autograd_of(product, factors, optional, options)
+    op = _register(name, factors, kernel, fake)
+    backward, setup_context = autograd_of(gradients, factors, optional, options)
     torch.library.register_autograd(f"tilesparse::{name}", backward, setup_context=setup_context, lib=LIB)
-    return product
+    return Product(op, kernel, gradients, transformable(op, backward, setup_context))
 
 
 DDS_NT = _differentiable("dds_nt", 2, (_dds_nt, _dds_nt_fake, _dds_nt_gradients), 2, 2)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import _C, _ops, demo, functional
+from . import _C, _checks, demo, functional
+from ._checks import BLOCK_SIZES
 from .errors import TileSparseError, UnsupportedError
 from .linear import BlockSparseLinear
-from .pattern import BLOCK_SIZES, BlockPattern
+from .pattern import BlockPattern
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _ops.DTYPES}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _checks.DTYPES}
 OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
 DEVICES = ("cpu", "cuda")  # likewise, device
 LIBRARY = Path(_C.__file__).parent / "lib" / "libtilesparse.so"
@@ -283,21 +284,15 @@ def _chosen_ops(arguments: argparse.Namespace) -> Sequence[str]:
     return [arguments.op] if arguments.op else OPS
 
 
-def _descriptor(pattern: BlockPattern) -> _C.Pattern:
-    arrays = (pattern.row_ptr, pattern.col_idx, pattern.slot)
-    addresses = (array.data_ptr() for array in arrays)
-    return _C.Pattern(*pattern.block_shape, *pattern.shape, pattern.nnz, *addresses)
-
-
 def _selection(pattern: BlockPattern, op: str, arguments: argparse.Namespace, device: _C.DeviceInfo) -> str:
     try:
-        kernel, reason = _C.select(
-            _descriptor(pattern),
+        kernel, reason = _C.Product(
+            _C.Pattern(*pattern.block_shape, *pattern.shape, pattern.nnz, 0, 0, 0),
             OPS.index(op),
-            _ops.DTYPES[DTYPES[arguments.dtype]],
-            device,
+            _checks.DTYPES[DTYPES[arguments.dtype]],
+            device.device,
             arguments.tokens,
-        )
+        ).select(device)
     except UnsupportedError as error:
         return str(error)
     return f"{_C.kernels()[kernel].name}: {reason}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ._autograd import transforms_active
 from ._checks import Index, check_block_shape, check_shapes
 from ._launch import blocks_of, follow_update
 from .errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
@@ -270,11 +271,15 @@ class BlockSparseLinear(nn.Module):
     # Where the pattern comes from, and whether it was written to since that was noted.
 
     def _mark(self, origin: int) -> None:
-        self._origin, self._marked = origin, self._versions()
+        arrays = (self.get_buffer(name) for name in _ARRAYS)
+        self._origin, self._marked = origin, [(array, _version(array)) for array in arrays]
 
-    def _versions(self) -> list[int]:
-        buffers = (self._buffers[name] for name in _ARRAYS)
-        return [-1 if array is None or array.is_inference() else array._version for array in buffers]
+    def _is_as_marked(self) -> bool:
+        arrays = (self._buffers[name] for name in _ARRAYS)
+        return all(
+            array is marked and _version(marked) == version
+            for array, (marked, version) in zip(arrays, self._marked, strict=True)
+        )
 
     def _settle(self) -> None:
         """Raises where a step would go wrong because the pattern is missing, or others may have another."""
@@ -285,17 +290,18 @@ class BlockSparseLinear(nn.Module):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _check_filled(self) -> None:
-        if self._versions() == self._marked:
+        if self._is_as_marked():
             raise InvalidPatternError(
                 "pattern: missing, because the layer left the meta device empty; call load_state_dict or "
                 "reset_parameters, or assign layer.pattern"
             )
-        self._check_arrays({name: self.get_buffer(name) for name in _ARRAYS}, self._block_shape)
-        self._mark(_SHARED)
+        if not transforms_active():  # within them nothing has a content to check
+            self._check_arrays({name: self.get_buffer(name) for name in _ARRAYS}, self._block_shape)
+            self._mark(_SHARED)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _check_shared(self) -> None:
-        if self._versions() == self._marked:
+        if self._is_as_marked():
             raise UnsynchronizedPatternError(
                 "pattern: made by this process alone, while others train with it and may have another; call "
                 "tilesparse.parallel.synchronize_patterns(model) before, or let "
@@ -328,6 +334,9 @@ class BlockSparseLinear(nn.Module):
         if self._origin == _MISSING:
             self._settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_marked"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -456,6 +465,11 @@ class PseudoBlockSparseLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return _representation(self)
+
+
+def _version(array: Tensor) -> int:
+    """Counts changes in place, which are not counted in inference mode."""
+    return -1 if array.is_inference() else array._version
 
 
 def _has_peers() -> bool:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -14,13 +15,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from ._ops import DTYPES
+from ._checks import DTYPES, check_block_shape
 from ._progress import Progress
 from .errors import InvalidArgumentError, TileSparseError
+from .functional import POLICIES
 from .linear import BlockSparseLinear, PseudoBlockSparseLinear
-from .pattern import BLOCK_SIZES, BlockPattern
+from .pattern import BlockPattern
 
-POLICIES = ("sparse", "auto", "dense")
 DEFAULT_OPTIONS: Mapping[str, Any] = {
     "density": 0.5,
     "block_shape": (32, 32),
@@ -350,16 +351,9 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArgumentError(f"options: names from {sorted(DEFAULT_OPTIONS)} expected, got {unknown}")
     checked = {**DEFAULT_OPTIONS, **options}
     density, block_shape = checked["density"], checked["block_shape"]
-    if not isinstance(density, int | float) or not 0 <= density <= 1:
+    if not isinstance(density, Real) or not 0 <= density <= 1:
         raise InvalidArgumentError(f"density: a number from 0 to 1 expected, got {density!r}")
-    if (
-        not isinstance(block_shape, Sequence)
-        or len(block_shape) != 2
-        or any(size not in BLOCK_SIZES for size in block_shape)
-    ):
-        raise InvalidArgumentError(
-            f"block_shape: (bn, bk) with sizes from {BLOCK_SIZES} expected, got {block_shape!r}"
-        )
+    checked["block_shape"] = check_block_shape(block_shape)
     if not isinstance(checked["pattern"], BlockPattern | None):
         raise InvalidArgumentError(
             f"pattern: a BlockPattern expected, got {type(checked['pattern']).__name__}"

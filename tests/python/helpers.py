@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesparse import BlockPattern
-from tilesparse._ops import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
+from tilesparse._launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -77,7 +77,11 @@ def shuffled(pattern: BlockPattern, seed: int = 1) -> BlockPattern:
     """The same blocks in random slots."""
     slot = torch.randperm(pattern.nnz, generator=seeded(seed))
     return BlockPattern(
-        pattern.row_ptr, pattern.col_idx, shape=pattern.shape, block_shape=pattern.block_shape, slot=slot
+        pattern.crow_indices,
+        pattern.col_indices,
+        shape=pattern.shape,
+        block_shape=pattern.block_shape,
+        slot=slot,
     )
 
 
@@ -95,7 +99,11 @@ def dense_weight(values: Tensor, pattern: BlockPattern) -> Tensor:
     """W [out_features, in_features] in float64 on the host, block by block from the definition of BSR."""
     bn, bk = pattern.block_shape
     weight = torch.zeros(pattern.shape, dtype=torch.float64)
-    row_ptr, col_idx, slot = pattern.row_ptr.tolist(), pattern.col_idx.tolist(), pattern.slot.tolist()
+    row_ptr, col_idx, slot = (
+        pattern.crow_indices.tolist(),
+        pattern.col_indices.tolist(),
+        pattern.slot.tolist(),
+    )
     for row in range(len(row_ptr) - 1):
         for entry in range(row_ptr[row], row_ptr[row + 1]):
             col = col_idx[entry]

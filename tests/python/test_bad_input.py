@@ -29,8 +29,8 @@ SHAPE, BLOCK_SHAPE = (48, 64), (16, 32)
 def pattern_of(**changes: Any) -> BlockPattern:
     """A valid pattern with some arguments replaced: blocks (0, 0), (0, 1), (2, 1)."""
     arguments = {
-        "row_ptr": [0, 2, 2, 3],
-        "col_idx": [0, 1, 1],
+        "crow_indices": [0, 2, 2, 3],
+        "col_indices": [0, 1, 1],
         "slot": [0, 1, 2],
         "shape": SHAPE,
         "block_shape": BLOCK_SHAPE,
@@ -62,22 +62,22 @@ def test_shapes(changes: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"row_ptr": [0, 2, 3]}, "row_ptr.*4 entries"),
-        ({"row_ptr": [1, 2, 2, 3]}, "row_ptr"),
-        ({"row_ptr": [0, 2, 1, 3]}, "row_ptr"),
-        ({"row_ptr": [0, 2, 2, 2]}, "row_ptr"),
-        ({"row_ptr": [0, 2, 2, 4]}, "row_ptr"),
-        ({"row_ptr": [0, 9, 2, 3]}, "row_ptr"),
-        ({"row_ptr": [0, -1, 2, 3]}, "row_ptr"),
-        ({"row_ptr": [0, 2, 2, 2**32 + 3]}, "row_ptr"),
-        ({"row_ptr": torch.tensor([0.0, 2, 2, 3])}, "row_ptr.*integers"),
-        ({"row_ptr": torch.tensor([[0, 2, 2, 3]])}, "row_ptr.*1-D"),
-        ({"col_idx": [1, 0, 1]}, "col_idx"),
-        ({"col_idx": [1, 1, 1]}, "col_idx"),
-        ({"col_idx": [0, 2, 1]}, "col_idx"),
-        ({"col_idx": [0, -1, 1]}, "col_idx"),
-        ({"col_idx": [0, 2**32 + 1, 1]}, "col_idx"),
-        ({"col_idx": torch.tensor([True, True, True])}, "col_idx.*integers"),
+        ({"crow_indices": [0, 2, 3]}, "row_ptr.*4 entries"),
+        ({"crow_indices": [1, 2, 2, 3]}, "crow_indices"),
+        ({"crow_indices": [0, 2, 1, 3]}, "crow_indices"),
+        ({"crow_indices": [0, 2, 2, 2]}, "crow_indices"),
+        ({"crow_indices": [0, 2, 2, 4]}, "crow_indices"),
+        ({"crow_indices": [0, 9, 2, 3]}, "crow_indices"),
+        ({"crow_indices": [0, -1, 2, 3]}, "crow_indices"),
+        ({"crow_indices": [0, 2, 2, 2**32 + 3]}, "crow_indices"),
+        ({"crow_indices": torch.tensor([0.0, 2, 2, 3])}, "row_ptr.*integers"),
+        ({"crow_indices": torch.tensor([[0, 2, 2, 3]])}, "row_ptr.*1-D"),
+        ({"col_indices": [1, 0, 1]}, "col_indices"),
+        ({"col_indices": [1, 1, 1]}, "col_indices"),
+        ({"col_indices": [0, 2, 1]}, "col_indices"),
+        ({"col_indices": [0, -1, 1]}, "col_indices"),
+        ({"col_indices": [0, 2**32 + 1, 1]}, "col_indices"),
+        ({"col_indices": torch.tensor([True, True, True])}, "col_idx.*integers"),
         ({"slot": [0, 1]}, "slot.*3 entries"),
         ({"slot": [0, 1, 1]}, "slot"),
         ({"slot": [0, 1, 3]}, "slot"),
@@ -181,7 +181,7 @@ class Call:
 
     def expanded(self) -> Tensor:
         tensors = (self.x, self.values, self.pattern, self.bias)
-        return functional.linear(*tensors, residual=self.residual, expand=True)
+        return functional.linear(*tensors, residual=self.residual, policy="dense")
 
     def dds(self) -> Tensor:
         return functional.dds(self.y, self.values, self.pattern, transpose=False)

@@ -69,14 +69,14 @@ def test_products_for_any_tokens_and_blocks(
     assert_sdd_close(functional.sdd(y, x, pattern), y, x, pattern)
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 3, 4), (2, 0, 4)])
-def test_leading_dimensions(device: str, lead: tuple[int, ...], expand: bool) -> None:
+def test_leading_dimensions(device: str, lead: tuple[int, ...], policy: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
     values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
     x = randn(*lead, pattern.in_features, dtype=torch.float32, device=device, seed=1).requires_grad_()
-    y = functional.linear(x, values, pattern, expand=expand)
+    y = functional.linear(x, values, pattern, policy=policy)
     assert y.shape == (*lead, pattern.out_features)
     grad = randn(*y.shape, dtype=torch.float32, device=device, seed=2)
     y.backward(grad)
@@ -126,15 +126,15 @@ def test_strided_operands(device: str, layout: str, tokens: int) -> None:
     assert torch.equal(x, before[0]) and torch.equal(y, before[1])
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("lead", [(24,), (37,), (1,), (0,), (3, 5)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_feature_major_output(device: str, lead: tuple[int, ...], expand: bool) -> None:
+def test_feature_major_output(device: str, lead: tuple[int, ...], policy: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (32, 16))
     values = random_values(pattern, dtype=torch.float32, device=device)
     x = randn(*lead, pattern.in_features, dtype=torch.float32, device=device)
     bias = randn(pattern.out_features, dtype=torch.float32, device=device)
-    y = functional.linear(x, values, pattern, bias, feature_major_output=True, expand=expand)
+    y = functional.linear(x, values, pattern, bias, feature_major_output=True, policy=policy)
     assert y.shape == (*lead, pattern.out_features)
     flat = y.reshape(-1, y.shape[-1])
     assert flat.t().stride(-1) == 1 or len(flat) <= 1
@@ -220,10 +220,10 @@ def test_strided_residuals(device: str, layout: str, feature_major: bool, tokens
     assert torch.equal(residual, before)
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_of_linear(device: str, activation: str, expand: bool) -> None:
+def test_gradients_of_linear(device: str, activation: str, policy: str) -> None:
     """Against autograd through the dense layer, in the dtype training uses."""
     pattern = make_pattern("random 50%", (3, 4), (16, 32))
     values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
@@ -231,7 +231,7 @@ def test_gradients_of_linear(device: str, activation: str, expand: bool) -> None
     bias = randn(pattern.out_features, dtype=torch.float32, device=device, seed=2).requires_grad_()
     grad = randn(2, 21, pattern.out_features, dtype=torch.float32, device=device, seed=3)
     residual = randn(*grad.shape, dtype=torch.float32, device=device, seed=4).requires_grad_()
-    functional.linear(x, values, pattern, bias, activation, residual=residual, expand=expand).backward(grad)
+    functional.linear(x, values, pattern, bias, activation, residual=residual, policy=policy).backward(grad)
 
     dense = dense_weight(values, pattern).requires_grad_()
     reference_x = x.detach().cpu().double().requires_grad_()
@@ -280,7 +280,7 @@ def test_gradients_of_every_order(check: Callable[..., bool]) -> None:
 def test_gradients_of_every_order_when_expanded(feature_major: bool, check: Callable[..., bool]) -> None:
     pattern = make_pattern("diagonal", (2, 2), (16, 16))
     x, y, values, bias = double_tensors(pattern)
-    options = {"feature_major_output": feature_major, "expand": True}
+    options = {"feature_major_output": feature_major, "policy": "dense"}
     assert check(
         lambda *t: functional.linear(*t[:2], pattern, t[2], "silu", residual=t[3], **options),
         (x, values, bias, y),
@@ -303,7 +303,7 @@ def test_expanded_equals_sparse(device: str, dtype: torch.dtype, name: str) -> N
     results = []
     for expand in (False, True):
         x, values, bias, residual = (leaf.clone().requires_grad_() for leaf in leaves)
-        y = functional.linear(x, values, pattern, bias, "gelu", residual=residual, expand=expand)
+        y = functional.linear(x, values, pattern, bias, "gelu", residual=residual, policy=policy)
         y.backward(grad)
         results.append([t.detach().double() for t in (y, x.grad, values.grad, bias.grad, residual.grad)])
     for sparse, expanded in zip(*results, strict=True):
@@ -321,7 +321,7 @@ def test_expanded_with_strided_operands(device: str, layout: str, feature_major:
     values = random_values(pattern, dtype=torch.bfloat16, device=device)
     x = STRIDED[layout](24, pattern.in_features, torch.bfloat16, device)
     residual = STRIDED[layout](24, pattern.out_features, torch.bfloat16, device)
-    options = {"feature_major_output": feature_major, "expand": True}
+    options = {"feature_major_output": feature_major, "policy": "dense"}
     product = functional.linear(x, values, pattern, **options)
     plain = functional.linear(x, values, pattern, feature_major_output=feature_major)
     assert product.stride() == plain.stride()
@@ -362,44 +362,44 @@ def test_sdd_out(device: str) -> None:
     assert_within(out, expected, rounded(expected, tolerance, torch.float32))
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_backward_after_an_update_is_refused(device: str, expand: bool) -> None:
+def test_backward_after_an_update_is_refused(device: str, policy: str) -> None:
     pattern = make_pattern("diagonal", (3, 3), (16, 16))
     values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
     x = randn(4, pattern.in_features, dtype=torch.float32, device=device)
-    y = functional.linear(x, values, pattern, expand=expand)
+    y = functional.linear(x, values, pattern, policy=policy)
     pattern.update_(BlockPattern.from_blocks([(0, 2), (1, 0), (2, 1)], shape=(48, 48), block_shape=(16, 16)))
     with pytest.raises(PatternChangedError, match="version"):
         y.sum().backward()
     assert values.grad is None
     # The next forward pass follows the new pattern.
     assert_product_close(
-        functional.linear(x, values, pattern, expand=expand), x, dense_weight(values, pattern).t()
+        functional.linear(x, values, pattern, policy=policy), x, dense_weight(values, pattern).t()
     )
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_pattern_outlives_its_last_name_until_backward(device: str, expand: bool) -> None:
+def test_a_pattern_outlives_its_last_name_until_backward(device: str, policy: str) -> None:
     pattern = make_pattern("diagonal", (3, 3), (16, 16))
     values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
-    y = functional.linear(randn(4, 48, dtype=torch.float32, device=device), values, pattern, expand=expand)
+    y = functional.linear(randn(4, 48, dtype=torch.float32, device=device), values, pattern, policy=policy)
     del pattern
     y.sum().backward()
     assert values.grad is not None
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
-def test_autocast(device: str, dtype: torch.dtype, expand: bool) -> None:
+def test_autocast(device: str, dtype: torch.dtype, policy: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 16))
     values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
     x = randn(9, pattern.in_features, dtype=torch.float32, device=device).requires_grad_()
     bias = randn(pattern.out_features, dtype=torch.float32, device=device)
     with torch.autocast(device, dtype=dtype):
-        y = functional.linear(x, values, pattern, bias, expand=expand)
+        y = functional.linear(x, values, pattern, bias, policy=policy)
         assert y.dtype == dtype
         assert functional.dds(y, values, pattern, transpose=False).dtype == dtype
         assert functional.sdd(y, x, pattern).dtype == dtype
@@ -427,18 +427,18 @@ def test_results_repeat_bitwise(device: str, dtype: torch.dtype) -> None:
     assert torch.equal(functional.sdd(y, x, pattern), functional.sdd(y, x, pattern))
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_compile_without_graph_breaks(device: str, dynamic: bool, expand: bool) -> None:
+def test_compile_without_graph_breaks(device: str, dynamic: bool, policy: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 16))
     values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
     bias = randn(pattern.out_features, dtype=torch.float32, device=device).requires_grad_()
 
     def step(x: Tensor) -> Tensor:
-        y = functional.linear(x, values, pattern, bias, "gelu", feature_major_output=True, expand=expand)
+        y = functional.linear(x, values, pattern, bias, "gelu", feature_major_output=True, policy=policy)
         y = functional.dds(y, values, pattern, transpose=False).sin()
-        return functional.linear(y, values, pattern, residual=y[:, : pattern.out_features], expand=expand)
+        return functional.linear(y, values, pattern, residual=y[:, : pattern.out_features], policy=policy)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for tokens in (8, 13):
@@ -451,14 +451,14 @@ def test_compile_without_graph_breaks(device: str, dynamic: bool, expand: bool) 
             torch.testing.assert_close(other, eager)
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
-def test_compiled_code_follows_an_update(expand: bool) -> None:
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+def test_compiled_code_follows_an_update(policy: str) -> None:
     torch.compiler.reset()  # what other parameters compiled counts towards the limit
     pattern = make_pattern("diagonal", (3, 3), (16, 16))
     values = random_values(pattern, dtype=torch.float32)
     x = randn(4, 48, dtype=torch.float32)
     compiled = torch.compile(
-        lambda x: functional.linear(x, values, pattern, expand=expand), fullgraph=True, backend="aot_eager"
+        lambda x: functional.linear(x, values, pattern, policy=policy), fullgraph=True, backend="aot_eager"
     )
     for name in ("diagonal", "banded", "full", "banded", "diagonal"):
         pattern.update_(make_pattern(name, (3, 3), (16, 16)))
@@ -466,12 +466,12 @@ def test_compiled_code_follows_an_update(expand: bool) -> None:
         assert_product_close(compiled(x), x, dense_weight(values, pattern).t())
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
-def test_meta_tensors_give_shapes_only(expand: bool) -> None:
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+def test_meta_tensors_give_shapes_only(policy: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
     x = torch.empty(2, 5, pattern.in_features, device="meta")
     values = torch.empty(pattern.nnz, 16, 32, device="meta", requires_grad=True)
-    y = functional.linear(x, values, pattern, activation="relu", expand=expand)
+    y = functional.linear(x, values, pattern, activation="relu", policy=policy)
     assert y.device.type == "meta" and y.shape == (2, 5, pattern.out_features)
     y.sum().backward()
     assert values.grad.shape == values.shape
@@ -492,20 +492,20 @@ def test_float32_follows_pytorchs_tf32_setting() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
-def test_streams_and_graph_capture(expand: bool) -> None:
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+def test_streams_and_graph_capture(policy: str) -> None:
     pattern = make_pattern("random 50%", (8, 8), (64, 64))
     values = random_values(pattern, dtype=torch.bfloat16, device="cuda")
     x = randn(256, pattern.in_features, dtype=torch.bfloat16, device="cuda")
-    expected = functional.linear(x, values, pattern, expand=expand)
+    expected = functional.linear(x, values, pattern, policy=policy)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        assert torch.equal(functional.linear(x, values, pattern, expand=expand), expected)
+        assert torch.equal(functional.linear(x, values, pattern, policy=policy), expected)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = functional.linear(x, values, pattern, expand=expand)
+        y = functional.linear(x, values, pattern, policy=policy)
     x.copy_(x.roll(1, 0))
     graph.replay()
     assert torch.equal(y, expected.roll(1, 0))

@@ -146,7 +146,9 @@ def test_a_captured_pattern_follows_its_arrays() -> None:
         with torch.cuda.graph(graph):
             captured_build(arrays, index, op, tuple(operands), workspaces)
         for pattern in patterns[::-1]:
-            for array, now in zip(arrays, (pattern.row_ptr, pattern.col_idx, pattern.slot), strict=False):
+            for array, now in zip(
+                arrays, (pattern.crow_indices, pattern.col_indices, pattern.slot), strict=False
+            ):
                 array.copy_(now)
             graph.replay()
             with _ops.use_kernel(kernel.name):

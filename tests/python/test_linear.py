@@ -66,14 +66,14 @@ def reload(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return loaded
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("leading", [(), (5,), (2, 3), (0,)])
 def test_computes_the_dense_layer_and_its_gradients(
-    device: str, bias: bool, leading: tuple[int, ...], expand: bool
+    device: str, bias: bool, leading: tuple[int, ...], policy: str
 ) -> None:
-    layer = make(bias=bias, expand=expand, device=device)
+    layer = make(bias=bias, policy=policy, device=device)
     dense = layer.to_linear()
     x = randn(*leading, IN, device=device).requires_grad_()
     torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
@@ -84,10 +84,10 @@ def test_computes_the_dense_layer_and_its_gradients(
     torch.testing.assert_close(got[2:], expected[2:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_adds_a_residual(device: str, expand: bool) -> None:
-    layer = make(expand=expand, device=device)
+def test_adds_a_residual(device: str, policy: str) -> None:
+    layer = make(policy=policy, device=device)
     dense, twin = layer.to_linear(), PseudoBlockSparseLinear(layer)
     x, residual = randn(2, 5, IN, device=device), randn(2, 5, OUT, device=device).requires_grad_()
     expected = dense(x) + residual
@@ -194,8 +194,8 @@ def test_copies_are_equal_and_independent() -> None:
 
 
 def test_expand_is_a_choice_of_each_layer_and_not_of_its_state() -> None:
-    layer, other = make(expand=True), make()
-    assert "expand=True" in repr(layer) and "expand" not in repr(other)
+    layer, other = make(policy="dense"), make()
+    assert "policy="dense"" in repr(layer) and "expand" not in repr(other)
     assert layer.state_dict().keys() == other.state_dict().keys()
     other.load_state_dict(layer.state_dict())
     assert layer.expand and not other.expand
@@ -206,7 +206,7 @@ def test_expand_is_a_choice_of_each_layer_and_not_of_its_state() -> None:
         assert recorder.seen == {"expand"}
         other(randn(2, IN))
         assert recorder.seen == {"expand", "dds_nt"}
-    assert BlockSparseLinear.from_linear(nn.Linear(IN, OUT), expand=True).expand
+    assert BlockSparseLinear.from_linear(nn.Linear(IN, OUT), policy="dense").expand
 
 
 @pytest.mark.parametrize(
@@ -247,11 +247,11 @@ def broken(name: str, value: Tensor | None) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("state", "field"),
     [
-        (broken("col_idx", torch.tensor([0, 1, 9])), "col_idx"),
+        (broken("col_indices", torch.tensor([0, 1, 9])), "col_indices"),
         (broken("slot", torch.tensor([0, 0, 1])), "slot"),
         (broken("slot", None), "slot"),
-        (broken("row_ptr", torch.tensor([0, 3])), "row_ptr"),
-        (broken("row_ptr", torch.empty(4, dtype=torch.int32, device="meta")), "meta"),
+        (broken("crow_indices", torch.tensor([0, 3])), "crow_indices"),
+        (broken("crow_indices", torch.empty(4, dtype=torch.int32, device="meta")), "meta"),
         (broken("weight", torch.zeros(OUT, IN)), "weight"),
         (broken("weight", torch.zeros(4, 32, 32)), "weight"),
         (broken("bias", torch.zeros(OUT + 1)), "bias"),
@@ -268,7 +268,7 @@ def test_a_broken_state_dict_changes_nothing(state: dict[str, Tensor], field: st
 
 def test_a_state_dict_holds_only_tensors_with_memory_of_their_own() -> None:
     state = make().state_dict()
-    assert set(state) == {"weight", "bias", "row_ptr", "col_idx", "slot"}
+    assert set(state) == {"weight", "bias", "crow_indices", "col_indices", "slot"}
     assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
     assert all(tensor.is_contiguous() for tensor in state.values())
 
@@ -282,7 +282,7 @@ def test_the_meta_device_costs_no_memory_and_can_be_left() -> None:
     loaded.load_state_dict(saved.state_dict(), assign=True)
     assert same_layers(loaded, saved)
     layer.to_empty(device="cpu")
-    assert torch.equal(layer.col_idx, layer.pattern.col_idx)
+    assert torch.equal(layer.col_indices, layer.pattern.col_indices)
     layer.reset_parameters()
     assert layer(randn(2, IN)).isfinite().all()
 
@@ -291,24 +291,24 @@ def test_conversions_leave_the_indices_alone() -> None:
     layer = make()
     for changed in (layer.half(), layer.bfloat16(), layer.double(), layer.type(torch.float16)):
         assert changed.col_idx.dtype == torch.int32
-        assert torch.equal(changed.col_idx, changed.pattern.col_idx)
+        assert torch.equal(changed.col_idx, changed.pattern.col_indices)
     assert layer.weight.dtype == torch.float16
 
 
 def test_buffers_changed_in_place_replace_the_pattern() -> None:
     layer, other = make(seed=1), make(seed=2)
-    for name in ("row_ptr", "col_idx", "slot"):
+    for name in ("crow_indices", "col_indices", "slot"):
         getattr(layer, name).copy_(getattr(other, name))
     layer.load_state_dict({"weight": other.weight, "bias": other.bias}, strict=False)
     x = randn(3, IN)
     assert torch.equal(layer(x), other(x))
     assert layer.pattern == other.pattern
     pattern = layer.pattern
-    layer.col_idx.copy_(layer.col_idx.clone())  # no change of content
+    layer.col_indices.copy_(layer.col_indices.clone())  # no change of content
     layer(x)
     assert layer.pattern is pattern
-    layer.col_idx.fill_(99)
-    with pytest.raises(InvalidPatternError, match="col_idx"):
+    layer.col_indices.fill_(99)
+    with pytest.raises(InvalidPatternError, match="col_indices"):
         layer(x)
 
 
@@ -317,10 +317,10 @@ def test_another_buffer_in_the_place_of_a_dropped_one_replaces_the_pattern() -> 
         make(pattern=BlockPattern.from_blocks([(0, column)], shape=(OUT, IN), block_shape=(32, 32)))
         for column in (0, 1)
     )
-    dropped = id(layer.col_idx)
-    layer.col_idx = torch.zeros_like(layer.col_idx)
-    arrays = [other.col_idx.clone() for _ in range(100)]  # one is where the first buffer was, if that is free
-    layer.col_idx = next((array for array in arrays if id(array) == dropped), arrays[0])
+    dropped = id(layer.col_indices)
+    layer.col_indices = torch.zeros_like(layer.col_indices)
+    arrays = [other.col_indices.clone() for _ in range(100)]  # one is where the first buffer was, if that is free
+    layer.col_indices = next((array for array in arrays if id(array) == dropped), arrays[0])
     layer.weight, layer.bias = other.weight, other.bias
     x = randn(3, IN)
     assert torch.equal(layer(x), other(x))
@@ -329,18 +329,18 @@ def test_another_buffer_in_the_place_of_a_dropped_one_replaces_the_pattern() -> 
 def test_an_updated_pattern_reaches_buffers_and_state_dict() -> None:
     layer, other = make(seed=1), make(seed=2)
     layer.pattern.update_(other.pattern)
-    assert torch.equal(layer.state_dict()["col_idx"], other.col_idx)
+    assert torch.equal(layer.state_dict()["col_indices"], other.col_indices)
     layer.pattern = make(seed=3).pattern
     layer(randn(1, IN))
-    assert torch.equal(layer.col_idx, make(seed=3).col_idx)
+    assert torch.equal(layer.col_indices, make(seed=3).col_idx)
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
 def test_autocast_computes_in_its_dtype_and_keeps_gradients_in_that_of_the_parameters(
-    device: str, expand: bool
+    device: str, policy: str
 ) -> None:
-    layer = make(expand=expand, device=device)
+    layer = make(policy=policy, device=device)
     x = randn(4, IN, device=device)
     with torch.autocast(device, torch.bfloat16):
         y = layer(x)
@@ -349,9 +349,9 @@ def test_autocast_computes_in_its_dtype_and_keeps_gradients_in_that_of_the_param
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
-def test_second_derivatives(expand: bool) -> None:
-    layer = BlockSparseLinear(32, 48, density=0.5, block_shape=(16, 16), dtype=torch.float64, expand=expand)
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+def test_second_derivatives(policy: str) -> None:
+    layer = BlockSparseLinear(32, 48, density=0.5, block_shape=(16, 16), dtype=torch.float64, policy=policy)
     x = randn(2, 32, dtype=torch.float64).requires_grad_()
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
@@ -361,11 +361,11 @@ def test_second_derivatives(expand: bool) -> None:
     assert torch.autograd.gradgradcheck(function, (x, layer.weight), fast_mode=True)
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["sparse", "expanded"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_compiles_without_graph_breaks_and_follows_a_new_pattern(device: str, expand: bool) -> None:
-    layer, other = make(seed=1, expand=expand, device=device), make(seed=2, device=device)
-    for name in ("row_ptr", "col_idx", "slot"):
+def test_compiles_without_graph_breaks_and_follows_a_new_pattern(device: str, policy: str) -> None:
+    layer, other = make(seed=1, policy=policy, device=device), make(seed=2, device=device)
+    for name in ("crow_indices", "col_indices", "slot"):
         getattr(layer, name).copy_(getattr(other, name))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = randn(4, IN, device=device).requires_grad_()

@@ -147,7 +147,7 @@ def eager_products(pattern: BlockPattern, x: Tensor, y: Tensor, values: Tensor) 
             functional.linear(x, values, pattern, residual=y),
             functional.dds(y, values, pattern, transpose=False),
             functional.sdd(y, x, pattern),
-            functional.linear(x, values, pattern, residual=y, expand=True),
+            functional.linear(x, values, pattern, residual=y, policy="dense"),
         ]
 
 

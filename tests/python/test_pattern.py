@@ -33,7 +33,7 @@ def patterns(draw: st.DrawFn) -> BlockPattern:
 @given(patterns())
 def test_arrays_hold_the_invariants_of_bsr(pattern: BlockPattern) -> None:
     rows, cols = pattern.grid
-    row_ptr, col_idx = pattern.row_ptr.tolist(), pattern.col_idx.tolist()
+    row_ptr, col_idx = pattern.crow_indices.tolist(), pattern.col_indices.tolist()
     assert row_ptr[0] == 0 and row_ptr[-1] == pattern.nnz == len(col_idx)
     assert len(row_ptr) == rows + 1
     for begin, end in pairwise(row_ptr):
@@ -42,7 +42,9 @@ def test_arrays_hold_the_invariants_of_bsr(pattern: BlockPattern) -> None:
         assert all(0 <= column < cols for column in columns)
     assert sorted(pattern.slot.tolist()) == list(range(pattern.nnz))
     assert pattern.density == pattern.nnz / (rows * cols)
-    assert {array.dtype for array in (pattern.row_ptr, pattern.col_idx, pattern.slot)} == {torch.int32}
+    assert {array.dtype for array in (pattern.crow_indices, pattern.col_indices, pattern.slot)} == {
+        torch.int32
+    }
 
 
 @given(patterns())
@@ -50,7 +52,7 @@ def test_round_trips(pattern: BlockPattern) -> None:
     blocks = torch.stack(pattern.block_indices(), 1)
     assert BlockPattern.from_blocks(blocks, shape=pattern.shape, block_shape=pattern.block_shape) == pattern
     in_row_order = BlockPattern(
-        pattern.row_ptr, pattern.col_idx, shape=pattern.shape, block_shape=pattern.block_shape
+        pattern.crow_indices, pattern.col_indices, shape=pattern.shape, block_shape=pattern.block_shape
     )
     mask = pattern.to_block_mask()
     assert int(mask.sum()) == pattern.nnz
@@ -105,8 +107,8 @@ def test_full_keeps_every_block() -> None:
 
 def test_from_blocks_stores_in_the_given_order() -> None:
     pattern = BlockPattern.from_blocks([(1, 0), (0, 1), (1, 2)], shape=(32, 48), block_shape=(16, 16))
-    assert pattern.row_ptr.tolist() == [0, 1, 3]
-    assert pattern.col_idx.tolist() == [1, 0, 2]
+    assert pattern.crow_indices.tolist() == [0, 1, 3]
+    assert pattern.col_indices.tolist() == [1, 0, 2]
     assert pattern.slot.tolist() == [1, 0, 2]
     assert [indices.tolist() for indices in pattern.block_indices()] == [[1, 0, 1], [0, 1, 2]]
 
@@ -151,7 +153,7 @@ def test_from_bsr_and_scipy(name: str) -> None:
 def test_from_scipy_sorts_and_merges() -> None:
     blocks, columns, rows = torch.ones(3, 16, 16).numpy(), [1, 0, 1], [0, 3]
     pattern = BlockPattern.from_scipy(scipy.sparse.bsr_array((blocks, columns, rows), shape=(16, 32)))
-    assert pattern.col_idx.tolist() == [0, 1]
+    assert pattern.col_indices.tolist() == [0, 1]
 
 
 def test_equality_sees_slots() -> None:
@@ -178,7 +180,7 @@ def test_arrays_are_copies() -> None:
     row_ptr = torch.tensor([0, 1], dtype=torch.int32)
     pattern = BlockPattern(row_ptr, [0], shape=(16, 16), block_shape=(16, 16))
     row_ptr.zero_()
-    assert pattern.row_ptr.tolist() == [0, 1]
+    assert pattern.crow_indices.tolist() == [0, 1]
 
 
 def test_update_takes_over_the_blocks_and_counts() -> None:
@@ -195,6 +197,6 @@ def test_update_takes_over_the_blocks_and_counts() -> None:
 def test_patterns_live_on_the_host_whatever_the_default_device() -> None:
     with torch.device("meta"):
         pattern = BlockPattern.random((64, 64), block_shape=(16, 16), density=0.5)
-        assert pattern.row_ptr.device.type == "cpu"
+        assert pattern.crow_indices.device.type == "cpu"
         assert pattern.transpose().transpose() == pattern
         assert pattern.to_mask().sum() == pattern.nnz * 256
