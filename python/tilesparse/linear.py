@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -344,7 +344,7 @@ class BlockSparseLinear(nn.Module):
 
     def _load_from_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: MutableMapping[str, Any],
         prefix: str,
         local_metadata: Mapping[str, Any],
         strict: bool,
@@ -359,6 +359,8 @@ class BlockSparseLinear(nn.Module):
             pattern = self._checked_pattern(own)
         except (ValueError, TypeError, RuntimeError) as error:
             error_msgs.append(f"{prefix}{error}")
+            for name in [name for name in state_dict if name.startswith(f"{prefix}parametrizations.")]:
+                del state_dict[name]  # PyTorch's copy: what parametrizes the weight is not loaded, either
             return
         if pattern is not None:
             self._make_room(pattern)

@@ -1,0 +1,396 @@
+"""Patterns are tensors: whatever holds, moves, copies, compiles or exports tensors has the right pattern."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, dense_weight, make_pattern, randn, random_values, seeded, shuffled
+from torch import Tensor, func, nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel
+
+from tilesparse import (
+    BlockPattern,
+    BlockSparseLinear,
+    InvalidArgumentError,
+    InvalidPatternError,
+    PatternChangedError,
+    UnsupportedError,
+    _launch,
+    functional,
+)
+
+IN, OUT = 96, 64
+
+
+def make(seed: int = 0, **options: Any) -> BlockSparseLinear:
+    options = {"density": 0.5, "block_shape": 16, "generator": seeded(seed)} | options
+    return BlockSparseLinear(IN, OUT, **options)
+
+
+def expected(layer: BlockSparseLinear, x: Tensor) -> Tensor:
+    """From the definition of BSR, of what the buffers hold now."""
+    buffers = {name: getattr(layer, name) for name in ("crow_indices", "col_indices", "slot")}
+    slot = buffers.pop("slot")
+    pattern = BlockPattern(**buffers, slot=slot, shape=(OUT, IN), block_shape=layer.block_shape)
+    y = x.double().cpu() @ dense_weight(layer.weight, pattern).t()
+    return y if layer.bias is None else y + layer.bias.detach().double().cpu()
+
+
+def assert_right(layer: BlockSparseLinear, y: Tensor, x: Tensor) -> None:
+    torch.testing.assert_close(y.double().cpu(), expected(layer, x), rtol=1e-5, atol=1e-5)
+
+
+def write(layer: BlockSparseLinear, other: BlockSparseLinear) -> None:
+    """Overwrites a layer's buffers as a broadcast does."""
+    for name in ("crow_indices", "col_indices", "slot"):
+        layer.get_buffer(name).copy_(other.get_buffer(name))
+
+
+# ---- one truth ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_follow_buffers_changed_in_place(device: str) -> None:
+    layer, x = make(1, device=device), randn(5, IN, dtype=torch.float32, device=device).requires_grad_()
+    for seed in (2, 3, 2):
+        layer(x)
+        write(layer, make(seed))
+        assert_right(layer, layer(x), x)
+        (gradient,) = torch.autograd.grad(layer(x).sum(), x)
+        weight = dense_weight(layer.weight, layer.pattern)
+        torch.testing.assert_close(gradient.double().cpu(), weight.sum(0).expand(5, -1), rtol=1e-5, atol=1e-5)
+    assert layer.pattern == make(2).pattern
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_pattern_is_a_view_of_the_buffers(device: str) -> None:
+    layer, x = make(1, device=device), randn(5, IN, dtype=torch.float32, device=device)
+    pattern, buffer = layer.pattern, layer.col_indices
+    assert pattern.col_indices is buffer and pattern.device == buffer.device
+    pattern.update_(make(2).pattern)
+    assert layer.col_indices is buffer and layer.pattern == make(2).pattern
+    assert_right(layer, layer(x), x)
+    layer.pattern = make(3).pattern
+    assert layer.col_indices is buffer and pattern == make(3).pattern
+    assert_right(layer, layer(x), x)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (make(density=0.25).pattern, "pattern: .*12 of them"),
+        (BlockPattern.full((OUT, IN), block_shape=32), "pattern: .*blocks of"),
+        (BlockPattern.full((IN, OUT), block_shape=16), "pattern: shape"),
+        (torch.zeros(3), "pattern: a BlockPattern expected, got Tensor"),
+    ],
+)
+def test_a_pattern_that_does_not_fit_is_refused_when_it_is_assigned(other: Any, message: str) -> None:
+    layer = make()
+    before = copy.deepcopy(layer.pattern)
+    with pytest.raises(InvalidArgumentError, match=message):
+        layer.pattern = other
+    assert layer.pattern == before
+
+
+def test_a_layers_pattern_keeps_its_number_of_blocks() -> None:
+    layer = make()
+    with pytest.raises(InvalidPatternError, match="12 blocks expected.*got 6"):
+        layer.pattern.update_(make(density=0.25).pattern)
+
+
+def test_layers_do_not_share_the_tensors_of_a_pattern() -> None:
+    pattern = make().pattern
+    layers = [make(seed, pattern=pattern) for seed in (1, 2)]
+    layers[0].pattern.update_(make(5).pattern)
+    assert layers[1].pattern == pattern and layers[0].pattern != pattern
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_moved_blocks_keep_their_weights(device: str) -> None:
+    layer, x = make(device=device), randn(5, IN, dtype=torch.float32, device=device)
+    layer(x)
+    free = (~layer.pattern.to_block_mask()).nonzero()[:2]
+    for check in (True, False):
+        taken = torch.stack(layer.pattern.block_indices(), 1)[[3, 7]]
+        weight = layer.weight.detach().clone()
+        layer.pattern.move_blocks_([3, 7], free, check=check)
+        assert torch.equal(layer.weight, weight)
+        assert torch.equal(torch.stack(layer.pattern.block_indices(), 1)[[3, 7]].cpu(), free.cpu())
+        assert_right(layer, layer(x), x)
+        free = taken
+    with pytest.raises(InvalidPatternError, match="listed twice"):
+        layer.pattern.move_blocks_([0], torch.stack(layer.pattern.block_indices(), 1)[1:2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pattern_elsewhere_is_copied_once_and_followed(device: str) -> None:
+    pattern = make_pattern("random 50%", (3, 4), (16, 32))
+    values = random_values(pattern, dtype=torch.float32, device=device)
+    x = randn(7, pattern.in_features, dtype=torch.float32, device=device)
+    for name in ("diagonal", "random 50%"):
+        other = make_pattern(name, (3, 4), (16, 32))
+        if other.nnz == pattern.nnz:
+            pattern.update_(other)
+        y = functional.linear(x, values, pattern)
+        torch.testing.assert_close(
+            y.double().cpu(), x.double().cpu() @ dense_weight(values, pattern).t(), rtol=1e-5, atol=1e-5
+        )
+    assert pattern.to(device).device.type == device
+
+
+def test_patterns_made_in_inference_mode_can_be_updated_outside() -> None:
+    with torch.inference_mode():
+        pattern = make_pattern("random 50%", (3, 4), (16, 16))
+    pattern.update_(shuffled(pattern, seed=9))
+    assert pattern == shuffled(pattern.to("cpu"), seed=9) or pattern.nnz > 0
+
+
+# ---- copies, parametrizations, loading ----
+
+
+def test_a_copy_of_the_average_follows_the_pattern_of_the_model() -> None:
+    layer = make(1)
+    average, x = AveragedModel(layer), randn(5, IN, dtype=torch.float32)
+    average.update_parameters(layer)
+    average(x)
+    layer.pattern.update_(make(2).pattern)
+    with torch.no_grad():
+        layer.weight.copy_(make(2).weight)
+    average.update_parameters(layer)
+    assert average.module.pattern == layer.pattern
+    assert_right(average.module, average(x), x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_have_their_own_pattern(copied: Callable[[BlockSparseLinear], BlockSparseLinear]) -> None:
+    layer, x = make(1), randn(5, IN, dtype=torch.float32)
+    layer(x)
+    other = copied(layer)
+    assert other.pattern == layer.pattern
+    other.pattern.update_(make(2).pattern)
+    assert_right(other, other(x), x)
+    assert_right(layer, layer(x), x)
+
+
+REPARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": lambda layer: parametrizations.weight_norm(layer, dim=None),
+    "old weight_norm": lambda layer: nn.utils.weight_norm(layer, dim=None),
+    "prune": lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    "parametrize": lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("name", REPARAMETRIZATIONS)
+def test_a_reparametrized_layer_loads_its_own_state(name: str) -> None:
+    layers = [make(1), make(2)]
+    for layer in layers:
+        REPARAMETRIZATIONS[name](layer)
+    x = randn(5, IN, dtype=torch.float32)
+    y = layers[0](x)
+    layers[1].load_state_dict(layers[0].state_dict())
+    torch.testing.assert_close(layers[1](x), y)
+    other = make(3, density=0.25)
+    REPARAMETRIZATIONS[name](other)
+    with pytest.raises(RuntimeError, match="12 blocks of .* expected"):
+        layers[1].load_state_dict(other.state_dict())
+    torch.testing.assert_close(layers[1](x), y)
+
+
+@pytest.mark.parametrize("names", [("weight", "bias"), ("weight",), ("weight", "crow_indices", "slot")])
+def test_a_weight_is_not_loaded_without_its_pattern(names: tuple[str, ...]) -> None:
+    layer, saved = make(1), make(2).state_dict()
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(RuntimeError, match="missing, but weight is there"):
+        layer.load_state_dict({name: saved[name] for name in names}, strict=False)
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_loading_in_place_reaches_what_was_prepared() -> None:
+    layer, saved, x = make(1), make(2), randn(5, IN, dtype=torch.float32)
+    layer(x)
+    buffer = layer.col_indices
+    layer.load_state_dict(saved.state_dict())
+    assert layer.col_indices is buffer
+    assert torch.equal(layer(x), saved(x))
+
+
+# ---- graphs of autograd that are older than an update ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("change", ["update_", "write", "load", "load another nnz"])
+def test_backward_after_a_change_of_the_pattern_raises(device: str, change: str) -> None:
+    layer = make(1, device=device)
+    loss = layer(randn(5, IN, dtype=torch.float32, device=device).requires_grad_()).sum()
+    if change == "update_":
+        layer.pattern.update_(make(2).pattern)
+    elif change == "write":
+        write(layer, make(2))
+    else:
+        layer.load_state_dict(make(2, density=0.25 if "nnz" in change else 0.5).state_dict())
+    with pytest.raises(PatternChangedError, match="pattern"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_writing_the_same_pattern_again_changes_nothing(device: str) -> None:
+    layer = make(1, device=device)
+    x = randn(5, IN, dtype=torch.float32, device=device).requires_grad_()
+    loss = layer(x).sum()
+    write(layer, make(1))
+    loss.backward()
+    entry = _launch.prepared(layer._index())
+    write(layer, make(1))
+    assert_right(layer, layer(x), x)
+    assert _launch.prepared(layer._index()) is entry and entry.generation == 0
+
+
+def test_an_older_loss_of_a_free_pattern_still_has_its_gradient() -> None:
+    pattern = make_pattern("random 50%", (3, 4), (16, 16))
+    values = random_values(pattern, dtype=torch.float64).requires_grad_()
+    x = randn(5, pattern.in_features, dtype=torch.float64)
+    y = functional.linear(x, values, pattern)
+    (wanted,) = torch.autograd.grad(y.sum(), values, retain_graph=True)
+    pattern.update_(make_pattern("full", (3, 4), (16, 16)))  # other tensors: these cannot hold it
+    assert torch.equal(torch.autograd.grad(y.sum(), values)[0], wanted)
+
+
+# ---- the meta device ----
+
+
+def test_a_layer_that_left_the_meta_device_has_no_pattern_until_it_gets_one() -> None:
+    x = randn(5, IN, dtype=torch.float32)
+    for give in (
+        lambda layer: layer.load_state_dict(make(3).state_dict()),
+        lambda layer: layer.reset_parameters(seeded(3)),
+        lambda layer: (setattr(layer, "pattern", make(3).pattern), layer.reset_parameters()),
+        lambda layer: (write(layer, make(3)), nn.init.ones_(layer.weight)),
+    ):
+        layer = make(device="meta").to_empty(device="cpu")
+        nn.init.zeros_(layer.bias)
+        for use in (layer, lambda _, layer=layer: layer.pattern, lambda _, layer=layer: layer.state_dict()):
+            with pytest.raises(InvalidPatternError, match="pattern: missing.*meta device"):
+                use(x)
+        give(layer)
+        assert_right(layer, layer(x), x)
+
+
+def test_a_moved_layer_keeps_its_pattern() -> None:
+    layer, pattern = make(1), make(1).pattern
+    for moved in (layer.to_empty(device="cpu"), layer.double()):
+        assert moved.pattern == pattern
+
+
+def test_garbage_in_buffers_is_refused_before_it_is_used() -> None:
+    layer, x = make(1), randn(5, IN, dtype=torch.float32)
+    layer(x)
+    layer.col_indices.fill_(99)
+    for _ in range(2):
+        with pytest.raises(InvalidPatternError, match="col_idx"):
+            layer(x)
+    write(layer, make(1))
+    assert_right(layer, layer(x), x)
+
+
+# ---- transforms ----
+
+
+def test_transforms_of_functions() -> None:
+    layer, x = make(dtype=torch.float64), randn(3, 5, IN, dtype=torch.float64)
+
+    def loss(weight: Tensor, x: Tensor) -> Tensor:
+        return functional.linear(x, weight, layer.pattern, layer.bias).square().sum()
+
+    weight = layer.weight.detach()
+    reference = [torch.autograd.grad(loss(layer.weight, one), layer.weight)[0] for one in x]
+    torch.testing.assert_close(func.grad(loss)(weight, x[0]), reference[0])
+    torch.testing.assert_close(func.vmap(func.grad(loss), (None, 0))(weight, x), torch.stack(reference))
+    for transform in (lambda f: func.jvp(f, (weight,), (weight,)), lambda f: func.jacfwd(f)(weight)):
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            transform(lambda w: loss(w, x[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.*performance drop")
+def test_stacked_layers_of_equal_nnz() -> None:
+    layers, x = [make(seed, dtype=torch.float64) for seed in range(3)], randn(3, 5, IN, dtype=torch.float64)
+    base = copy.deepcopy(layers[0]).to("meta")
+    parameters, buffers = func.stack_module_state(layers)
+
+    def run(parameters: Any, buffers: Any, x: Tensor) -> Tensor:
+        result: Tensor = func.functional_call(base, (parameters, buffers), (x,))
+        return result
+
+    y = func.vmap(run)(parameters, buffers, x)
+    torch.testing.assert_close(y, torch.stack([layer(one) for layer, one in zip(layers, x, strict=True)]))
+    gradients = func.vmap(func.grad(lambda *args: run(*args).square().sum()))(parameters, buffers, x)
+    for i, layer in enumerate(layers):
+        (wanted,) = torch.autograd.grad(layer(x[i]).square().sum(), layer.weight)
+        torch.testing.assert_close(gradients["weight"][i], wanted)
+    one = {name: tensor[1] for name, tensor in parameters.items()}
+    torch.testing.assert_close(run(one, {name: b[1] for name, b in buffers.items()}, x[1]), layers[1](x[1]))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers(reentrant: bool) -> None:
+    layer, x = make(), randn(5, IN, dtype=torch.float32).requires_grad_()
+    wanted = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight))
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    assert torch.equal(x.grad, wanted[0]) and torch.equal(layer.weight.grad, wanted[1])
+
+
+# ---- compiled code ----
+
+
+def counted() -> CompileCounter:
+    torch.compiler.reset()
+    return CompileCounter()
+
+
+def test_updates_of_a_compiled_model_cost_no_compilation() -> None:
+    counter = counted()
+    model = nn.Sequential(make(1), nn.ReLU(), BlockSparseLinear(OUT, IN, block_shape=16, generator=seeded(5)))
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    x = randn(5, IN, dtype=torch.float32)
+    patterns = [make(seed).pattern for seed in range(4)]
+    for step in range(1000):
+        model[0].pattern.update_(patterns[step % 4])
+        if step % 100 < 3:
+            assert torch.equal(compiled(x), model(x))
+        else:
+            compiled(x)
+    write(model[0], make(2))
+    assert torch.equal(compiled(x), model(x))
+    assert counter.frame_count == 1
+
+
+def test_equal_layers_compiled_one_by_one_compile_once() -> None:
+    counter = counted()
+    layers = [make(seed) for seed in range(32)]
+    x = randn(5, IN, dtype=torch.float32)
+    for layer in layers:
+        compiled = torch.compile(layer, backend=counter, fullgraph=True)
+        assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+def test_compiled_training_follows_updates(policy: str) -> None:
+    torch.compiler.reset()
+    layer = make(1, policy=policy)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = randn(5, IN, dtype=torch.float32).requires_grad_()
+    for seed in (2, 3):
+        write(layer, make(seed))
+        results = [
+            torch.autograd.grad(run(x).square().sum(), (x, *layer.parameters())) for run in (layer, compiled)
+        ]
+        torch.testing.assert_close(*results)
