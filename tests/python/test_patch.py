@@ -449,6 +449,21 @@ def test_the_report_counts_kinds_of_skipped_modules() -> None:
     assert "skipped 3 Dropout (0.1, …): not nn.Linear" in str(dropouts)
 
 
+def test_relatives_of_linear_layers_are_left_alone_and_reported() -> None:
+    class Conv1D(nn.Module):
+        """With its weight transposed, as that of Transformers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(64, 96))
+
+    class Scaled(nn.Linear): ...
+
+    report = patcher(r"\d").patch_model(nn.Sequential(Conv1D(), Scaled(64, 64), nn.Linear(64, 64)))
+    assert [layer.name for layer in report.layers] == ["2"]
+    assert "skipped 1 Conv1D, 1 Scaled: not nn.Linear" in str(report)
+
+
 def test_models_on_the_meta_device_need_patterns() -> None:
     with torch.device("meta"):
         model = GPT(SIZES["tiny"])
