@@ -1,0 +1,210 @@
+"""Processes that train one model with seeds of their own have one pattern, or an error in time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import randn, seeded
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tilesparse import BlockSparseLinear, UnsynchronizedPatternError, _launch
+from tilesparse.parallel import synchronize_patterns
+
+IN, OUT = 96, 64
+WORLD = 2
+
+
+def here() -> str:
+    """The device of this process, among several."""
+    return "cpu" if dist.get_backend() == "gloo" else f"cuda:{dist.get_rank()}"
+
+
+def make(seed: int, **options: Any) -> nn.Sequential:
+    options = {"density": 0.5, "block_shape": 16, "generator": seeded(seed), "device": here()} | options
+    return nn.Sequential(
+        BlockSparseLinear(IN, OUT, **options), nn.Tanh(), BlockSparseLinear(OUT, IN, **options)
+    )
+
+
+def sparse_layers(model: nn.Module) -> list[BlockSparseLinear]:
+    return [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
+
+
+def fingerprint(model: nn.Module) -> list[list[int]]:
+    return [tensor.tolist() for layer in sparse_layers(model) for tensor in layer._index()[:3]]
+
+
+def patterns_agree(model: nn.Module) -> bool:
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, fingerprint(model))
+    return all(theirs == everyone[0] for theirs in everyone)
+
+
+def train(wrapped: nn.Module, steps: int = 3) -> list[float]:
+    """Losses on data that differ from process to process."""
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = randn(8, IN, dtype=torch.float32, device=here(), seed=10 * step + dist.get_rank())
+        loss = (wrapped(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ---- what each of the processes does ----
+
+
+def by_default(rank: int) -> None:
+    model = make(rank)
+    assert not patterns_agree(model)
+    wrapped = DistributedDataParallel(model)
+    train(wrapped)
+    assert patterns_agree(model)
+    twin = make(0)  # what the first process began with, trained on both processes' data at once
+    twin.load_state_dict(make(0).state_dict())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for other in range(WORLD):
+            x = randn(8, IN, dtype=torch.float32, device=here(), seed=10 * step + other)
+            ((twin(x) - x).square().mean() / WORLD).backward()
+        optimizer.step()
+    for name, tensor in twin.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor)
+    entries = [_launch.prepared(layer._index()) for layer in sparse_layers(model)]
+    train(wrapped)
+    assert [_launch.prepared(layer._index()) for layer in sparse_layers(model)] == entries
+    # The first process broadcasts what it has: what was prepared elsewhere changed at most once, before.
+    assert all(entry.generation <= 1 for entry in entries)
+
+
+def without_broadcasts(rank: int) -> None:
+    model = make(rank)
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsynchronizedPatternError, match="synchronize_patterns"):
+        train(wrapped)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    wrapped.eval()
+    wrapped(randn(8, IN, dtype=torch.float32, device=here()))  # inference is nobody else's matter
+
+
+def without_broadcasts_synchronized(rank: int) -> None:
+    model = make(rank)
+    weights = [layer.weight.detach().clone() for layer in sparse_layers(model)]
+    synchronize_patterns(model)
+    assert patterns_agree(model) and fingerprint(model) == fingerprint(make(0))
+    for layer, weight in zip(sparse_layers(model), weights, strict=True):
+        assert torch.equal(layer.weight, weight)
+    train(DistributedDataParallel(model, broadcast_buffers=False))
+    assert patterns_agree(model)
+
+
+def loaded(rank: int) -> None:
+    model = make(rank)
+    model.load_state_dict(make(7).state_dict())
+    train(DistributedDataParallel(model, broadcast_buffers=False))
+    assert patterns_agree(model)
+
+
+def of_other_sizes(rank: int) -> None:
+    with pytest.raises(UnsynchronizedPatternError, match="the same layers"):
+        synchronize_patterns(make(0, density=(0.5, 0.25)[rank]))
+
+
+def from_meta(rank: int) -> None:
+    model = make(rank, device="meta").to_empty(device=here())
+    for layer in sparse_layers(model):
+        layer.reset_parameters(seeded(rank))
+    with pytest.raises(UnsynchronizedPatternError):
+        train(DistributedDataParallel(model, broadcast_buffers=False))
+    empty = make(rank, device="meta").to_empty(device=here()) if rank else make(0)
+    for layer in sparse_layers(empty):
+        nn.init.ones_(layer.bias)
+    train(DistributedDataParallel(empty))
+    assert patterns_agree(empty)
+
+
+def sharded(rank: int) -> None:
+    model = fully_shard(make(rank))
+    with pytest.raises(UnsynchronizedPatternError):
+        train(model)
+    model = make(rank)
+    synchronize_patterns(model)
+    for layer in sparse_layers(model):
+        fully_shard(layer)
+    train(fully_shard(model))
+    assert patterns_agree(model)
+
+
+def flattened(rank: int) -> None:
+    device = torch.device(here())
+    unsynchronized = FullyShardedDataParallel(make(rank), device_id=device)
+    with pytest.raises(UnsynchronizedPatternError):
+        train(unsynchronized)
+    for original in (False, True):
+        model = make(rank)
+        on_gpu = device.type == "cuda"  # where FSDP can broadcast by itself
+        if not on_gpu:
+            synchronize_patterns(model)
+        wrapped = FullyShardedDataParallel(
+            model, sync_module_states=on_gpu, use_orig_params=original, device_id=device
+        )
+        train(wrapped)
+        assert patterns_agree(wrapped)
+
+
+SCENES: dict[str, Callable[[int], None]] = {
+    scene.__name__: scene
+    for scene in (
+        by_default,
+        without_broadcasts,
+        without_broadcasts_synchronized,
+        loaded,
+        of_other_sizes,
+        from_meta,
+        sharded,
+        flattened,
+    )
+}
+
+
+def _run(rank: int, backend: str, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
+    if backend != "gloo":
+        torch.cuda.set_device(rank)
+    try:
+        for name, scene in SCENES.items():
+            try:
+                scene(rank)
+            except Exception as error:
+                raise AssertionError(f"{name}, rank {rank}: {error!r}") from error
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def test_every_way_to_train_together(backend: str, tmp_path: Path) -> None:
+    """One test, since starting processes takes longer than all they do."""
+    if backend == "nccl" and torch.cuda.device_count() < WORLD:
+        pytest.skip("needs two GPUs")
+    torch.multiprocessing.spawn(_run, (backend, str(tmp_path / "rendezvous")), nprocs=WORLD)
+
+
+def test_one_process_alone_needs_no_agreement() -> None:
+    layer = BlockSparseLinear(IN, OUT, block_shape=16)
+    layer(randn(8, IN, dtype=torch.float32)).sum().backward()
+    assert layer.weight.grad is not None
