@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling
 
 from ._checks import Index
-from ._launch import prepared
+from ._launch import Prepared, prepared
 from .errors import PatternChangedError, UnsupportedError
 
 Tensors = Sequence[Tensor | None]
@@ -32,7 +32,7 @@ class Product(NamedTuple):
 
     Attributes:
         op: as the dispatcher knows it, with the fields of the pattern one by one.
-        kernel: what computes it on plain tensors.
+        kernel: what computes it on plain tensors and a pattern that is prepared.
         gradients: of the arguments that are tensors, from that of the result and the factors, each of which
             is there if it is needed.
         transformed: the operator for the transforms of ``torch.func``.
@@ -52,9 +52,10 @@ def call(product: Product, first: Tensor, second: Tensor | None, index: Index, *
         factors = (first,) if second is None else (first, second)
         op = product.transformed if transforms_active() else product.op
         return op(*factors, *index, *rest)
+    pattern = prepared(index)
     if records_gradient(tensors):
-        return _record(product, first, second, index, *rest)
-    return product.kernel(first, second, index, *rest)
+        return _record(product, first, second, pattern, index, *rest)
+    return product.kernel(first, second, pattern, *rest)
 
 
 # ---- the short route ----
@@ -65,58 +66,63 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, product: Product, first: Tensor, second: Tensor | None, index: Index, *rest: Any
+        ctx: Any,
+        product: Product,
+        first: Tensor,
+        second: Tensor | None,
+        pattern: Prepared,
+        index: Index,
+        *rest: Any,
     ) -> Tensor:
-        keep(ctx, first, second, ctx.needs_input_grad[1:3])
-        entry = prepared(index)
-        ctx.product, ctx.index, ctx.of_pattern = product, index, (entry, entry.generation)
+        need = ctx.needs_input_grad
+        ctx.save_for_backward(first if need[2] else None, second if need[1] else None)
         # A layer that loads another number of blocks gives its parameter other memory and another shape.
-        ctx.weight = (second, second.shape) if type(second) is torch.nn.Parameter else None
-        ctx.nones = len(rest)
-        return product.kernel(first, second, index, *rest)
+        weight = second if type(second) is torch.nn.Parameter else None
+        ctx.of = product, index, pattern, pattern.generation, weight
+        return product.kernel(first, second, pattern, *rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        _check_unchanged(ctx)
+        product, index = _unchanged(*ctx.of)
         need = ctx.needs_input_grad
         first, second = ctx.saved_tensors
-        needs = (need[1], need[2], *need[4:6])
-        gradients = ctx.product.gradients(grads[0], first, second, ctx.index, needs)
-        return None, *gradients[:2], None, *gradients[2:], *(None,) * (ctx.nones + 2 - len(gradients))
+        gradients = product.gradients(grads[0], first, second, index, (need[1], need[2], *need[5:7]))
+        nones = len(need) - 3 - len(gradients)
+        return None, *gradients[:2], None, None, *gradients[2:], *(None,) * nones
 
 
 # Function.apply looks for transforms first, which is_plain excludes.
 _record: Callable[..., Tensor] = getattr(super(torch.autograd.Function, _Recorded), "apply", _Recorded.apply)
 
 
-def _check_unchanged(ctx: Any) -> None:
-    entry, generation = ctx.of_pattern
-    now = prepared(ctx.index)
-    if now is not entry or now.generation != generation:
+def _unchanged(
+    product: Product, index: Index, pattern: Prepared, generation: int, weight: Tensor | None
+) -> tuple[Product, Index]:
+    """The product and its pattern, unless a gradient would be that of other blocks."""
+    now = prepared(index)
+    if now is not pattern or now.generation != generation:
         raise PatternChangedError("the pattern was updated between this product's forward and backward pass")
-    if ctx.weight is not None and ctx.weight[0].shape != ctx.weight[1]:
+    if weight is not None and weight.shape != pattern.values_shape:
         raise PatternChangedError(
-            f"the weight was {list(ctx.weight[1])} in the forward pass and is now "
-            f"{list(ctx.weight[0].shape)}: another pattern was loaded in between"
+            f"the weight was {list(pattern.values_shape)} in the forward pass and is now "
+            f"{list(weight.shape)}: another pattern was loaded in between"
         )
+    return product, index
 
 
 def is_plain(tensors: Tensors) -> bool:
     """Whether nothing but autograd and a kernel would act on a product of these."""
     if (
         is_compiling()
-        or torch._C._dispatch_tls_local_include_set().raw_repr() not in _PLAIN_MODES
-        or torch._C._len_torch_function_stack() > 0
+        or _C._dispatch_tls_local_include_set().raw_repr() not in _PLAIN_MODES
+        or _C._len_torch_function_stack()
         or forward_ad._current_level >= 0
         or profiler._is_profiler_enabled
     ):
         return False
     for tensor in tensors:
         if tensor is not None and (
-            type(tensor) not in _PLAIN_TYPES
-            or not (tensor.is_cuda or tensor.is_cpu)
-            or tensor.is_neg()
-            or tensor.layout is not torch.strided
+            type(tensor) not in _PLAIN_TYPES or not (tensor.is_cuda or tensor.is_cpu) or tensor.is_neg()
         ):
             return False
     return True
@@ -134,7 +140,7 @@ def records_gradient(tensors: Tensors) -> bool:
 def _keys(*names: str) -> int:
     keys = 0
     for name in names:
-        keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+        keys |= _C.DispatchKeySet(getattr(_C.DispatchKey, name)).raw_repr()
     return keys
 
 
@@ -165,9 +171,9 @@ def autograd_of(gradients: Gradients, factors: int, optional: int, options: int)
                 "activation: a fused one has no gradient; functional.linear applies it after the product"
             )
         second = inputs[1] if factors > 1 else None
-        needs = ctx.needs_input_grad
-        first_needed, second_needed = needs[0], factors > 1 and needs[1]
-        keep(ctx, inputs[0], second, (first_needed, second_needed), index[:3])
+        need = ctx.needs_input_grad
+        first = inputs[0] if factors > 1 and need[1] else None
+        ctx.save_for_backward(first, second if need[0] else None, *index[:3])
         ctx.shapes = index[3:]
 
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -196,14 +202,7 @@ def transformable(op: Callable[..., Tensor], backward: Any, setup_context: Any) 
 
 def transforms_active() -> bool:
     """Whether a transform of ``torch.func`` is at work."""
-    return bool(torch._C._are_functorch_transforms_active())
-
-
-def keep(
-    ctx: Any, first: Tensor, second: Tensor | None, needs: Sequence[bool], more: Sequence[Tensor] = ()
-) -> None:
-    """Saves each factor only if the gradient of the other one is asked for."""
-    ctx.save_for_backward(first if needs[1] else None, second if needs[0] else None, *more)
+    return bool(_C._are_functorch_transforms_active())
 
 
 def _refuse_tangents(tensors: Tensors) -> None:

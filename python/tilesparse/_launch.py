@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._checks import ALIGNMENT, DTYPES, Index, check_dds, check_index, check_sdd, check_separate
+from ._checks import (
+    ALIGNMENT,
+    DTYPES,
+    Index,
+    check_dds,
+    check_dense,
+    check_index,
+    check_sdd,
+    check_separate,
+    check_values,
+)
 from ._layout import Form, Lines, aligned, empty, like_result, result_form, usable
 from .errors import InvalidArgumentError, UnsupportedError
 
@@ -63,12 +73,13 @@ class Prepared:
 
     Attributes:
         generation: how often its contents have changed.
+        find: the call that was kept under a key, or None.
     """
 
     def __init__(self, index: Index) -> None:
         check_index(index)
         shape, (bn, bk), nnz = index.shape, index.block_shape, index.col_indices.shape[0]
-        self._shape, self._block_shape = shape, (bn, bk)
+        self.shape, self.block_shape, self.values_shape = shape, (bn, bk), (nnz, bn, bk)
         self.device = index.col_indices.device
         self.generation = 0
         self.state: State = ()
@@ -87,6 +98,12 @@ class Prepared:
         if self.device.type == "cpu":
             self._validate(index)
         self._write(index)
+
+    def index(self) -> Index:
+        """The pattern's tensors, which somebody else holds."""
+        crow, col, slot = (reference() for reference in self._tensors)
+        assert crow is not None and col is not None and slot is not None
+        return Index(crow, col, slot, self.shape, self.block_shape)
 
     def columns(self) -> list[Tensor]:
         """[col_ptr [C + 1], row_idx [nnz], col_slot [nnz]], int32: the same blocks by column."""
@@ -153,17 +170,16 @@ class Prepared:
 
     def _written(self) -> Index | None:
         """The tensors this was made of, if they may hold something else by now."""
-        crow, col, slot = (reference() for reference in self._tensors)
-        if crow is None or col is None or slot is None:
+        if any(reference() is None for reference in self._tensors):
             return None
-        index = Index(crow, col, slot, self._shape, self._block_shape)
+        index = self.index()
         state = _state(index)
         return index if state != self.state and state[:3] == self.state[:3] else None
 
     def _validate(self, index: Index) -> None:
         host = [tensor.cpu() for tensor in index[:3]]
         addresses = (tensor.data_ptr() for tensor in host)
-        _C.pattern_validate(_C.Pattern(*self._block_shape, *self._shape, len(host[1]), *addresses))
+        _C.pattern_validate(_C.Pattern(*self.block_shape, *self.shape, len(host[1]), *addresses))
 
     def _write(self, index: Index) -> None:
         """Writes copies, the transpose and all plans on the current stream."""
@@ -195,7 +211,7 @@ class Prepared:
 
     def _write_places(self) -> None:
         if self._places is not None:
-            index = Index(*self._snapshot, self._shape, self._block_shape)
+            index = Index(*self._snapshot, self.shape, self.block_shape)
             for place, indices in zip(self._places, block_indices(index), strict=True):
                 place.copy_(indices)
 
@@ -313,14 +329,14 @@ def dds(
     op: int,
     source: Tensor,
     values: Tensor,
-    index: Index,
+    pattern: Prepared,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: int = 0,
     feature_major: bool = False,
 ) -> Tensor:
     """x Wᵀ or y W, as ``op`` says."""
-    entry, context = prepared(index), _context(source)
+    context = _context(source)
     key = (
         op,
         source.shape,
@@ -337,19 +353,19 @@ def dds(
         feature_major,
         context,
     )
-    call = entry.find(key)
+    call = pattern.find(key)
     source_at, values_at = source.data_ptr(), values.data_ptr()
     residual_at = 0 if residual is None else residual.data_ptr()
     if call is None or ((source_at | values_at | residual_at) % ALIGNMENT and source.is_cuda):
-        name = "x" if op == DDS_NT else "y"
+        name, index = "x" if op == DDS_NT else "y", pattern.index()
         check_dds(name, source, values, index, bias, residual)
         (operand, lines), weight = usable(name, source), aligned(values)
         added, added_lines = (None, None) if residual is None else like_result(residual, feature_major)
         if operand is not source or weight is not values or added is not residual:
-            return dds(op, operand, weight, index, bias, added, activation, feature_major)
+            return dds(op, operand, weight, pattern, bias, added, activation, feature_major)
         form = result_form(source, index.shape[op], feature_major)
-        product = _dds_product(op, entry, source, lines, form, added_lines, activation, context)
-        call = entry.call(key, product, op, source.itemsize, form)
+        product = _dds_product(op, pattern, source, lines, form, added_lines, activation, context)
+        call = pattern.call(key, product, op, source.itemsize, form)
     result = empty(source, call.form)
     bias = None if bias is None else bias.contiguous()
     bias_at = 0 if bias is None else bias.data_ptr()
@@ -362,48 +378,50 @@ def dds(
     return result
 
 
-def sdd(y: Tensor, x: Tensor, index: Index) -> Tensor:
+def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
     """yᵀ x on the pattern."""
-    out = x.new_empty(index[1].shape[0], *index[4])
-    _sdd(y, x, out, index, False)
+    out = x.new_empty(*pattern.values_shape)
+    _sdd(y, x, out, pattern, False)
     return out
 
 
-def sdd_into(y: Tensor, x: Tensor, out: Tensor, index: Index, accumulate: bool) -> None:
+def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
     """yᵀ x on the pattern, written or added to ``out``."""
-    check_sdd(y, x, index, out)
+    check_sdd(y, x, pattern.index(), out)
     check_separate(out, y, x)
-    _sdd(y, x, out, index, accumulate)
+    _sdd(y, x, out, pattern, accumulate)
 
 
-def _sdd(y: Tensor, x: Tensor, out: Tensor, index: Index, accumulate: bool) -> None:
-    entry, context = prepared(index), _context(x)
+def _sdd(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
+    context = _context(x)
     key = (SDD_TN, _form(y), _form(x), accumulate, context)
-    call = entry.find(key)
+    call = pattern.find(key)
     y_at, x_at = y.data_ptr(), x.data_ptr()
     if call is None or ((y_at | x_at) % ALIGNMENT and x.is_cuda):
-        check_sdd(y, x, index, out)
+        check_sdd(y, x, pattern.index(), out)
         (usable_y, y_lines), (usable_x, x_lines) = usable("y", y), usable("x", x)
         if usable_y is not y or usable_x is not x:
-            return _sdd(usable_y, usable_x, out, index, accumulate)
-        product = _product(SDD_TN, entry, x, x_lines, y_lines, context, accumulate=accumulate)
-        call = entry.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
+            return _sdd(usable_y, usable_x, out, pattern, accumulate)
+        product = _product(SDD_TN, pattern, x, x_lines, y_lines, context, accumulate=accumulate)
+        call = pattern.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
     workspace = x.new_empty(call.workspace) if call.workspace else None
     workspace_at = 0 if workspace is None else workspace.data_ptr()
     call.run(x_at, y_at, out.data_ptr(), 0, 0, workspace_at, context[1])
 
 
-def expand(values: Tensor, index: Index) -> Tensor:
+def expand(values: Tensor, pattern: Prepared) -> Tensor:
     """The dense W."""
-    dense = values.new_zeros(index.shape)
+    check_values("values", values, pattern.index())
+    dense = values.new_zeros(pattern.shape)
     # Written through a view: building the blocks and then transposing them takes twice as long.
-    blocks_of(dense, index.block_shape)[prepared(index).block_indices()] = values
+    blocks_of(dense, pattern.block_shape)[pattern.block_indices()] = values
     return dense
 
 
-def gather(dense: Tensor, index: Index) -> Tensor:
+def gather(dense: Tensor, pattern: Prepared) -> Tensor:
     """The values of a dense W."""
-    return blocks_of(dense, index.block_shape)[prepared(index).block_indices()].contiguous()
+    check_dense(dense, pattern.index())
+    return blocks_of(dense, pattern.block_shape)[pattern.block_indices()].contiguous()
 
 
 def blocks_of(matrix: Tensor, block_shape: tuple[int, int]) -> Tensor:
@@ -465,7 +483,7 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 def _dds_product(
     op: int,
-    entry: Prepared,
+    pattern: Prepared,
     source: Tensor,
     lines: Lines,
     form: Form,
@@ -476,12 +494,12 @@ def _dds_product(
     shape, strides = form
     result_lines = (lines[0], shape[-1], 0) if strides is None else (lines[0], strides[-1], 1)
     x, y = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
-    return _product(op, entry, source, x, y, context, activation=activation, residual=residual)
+    return _product(op, pattern, source, x, y, context, activation=activation, residual=residual)
 
 
 def _product(
     op: int,
-    entry: Prepared,
+    pattern: Prepared,
     like: Tensor,
     x: Lines,
     y: Lines,
@@ -492,7 +510,7 @@ def _product(
 ) -> _C.Product:
     kernel, _, device, precision = context
     return _C.Product(
-        entry.descriptor,
+        pattern.descriptor,
         op,
         DTYPES[like.dtype],
         int(device >= 0),

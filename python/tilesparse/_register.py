@@ -7,6 +7,7 @@ what is in them where it is made.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import _launch
 from ._autograd import Product, Tensors, autograd_of, call, transformable
 from ._checks import Index, check_dds, check_dense, check_index, check_sdd, check_values
+from ._launch import Prepared, dds, expand, gather, prepared, sdd, sdd_into
 from ._layout import empty, result_form
 
 _PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
@@ -34,38 +36,23 @@ LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
 # ---- kernels: of two factors, or one and None, and a pattern ----
 
 
-def _dds_nt(
-    x: Tensor,
-    values: Tensor,
-    index: Index,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int = 0,
-    feature_major: bool = False,
-) -> Tensor:
-    return _launch.dds(_launch.DDS_NT, x, values, index, bias, residual, activation, feature_major)
+_dds_nt = partial(dds, _launch.DDS_NT)
 
 
-def _dds_nn(y: Tensor, values: Tensor, index: Index, feature_major: bool = False) -> Tensor:
-    return _launch.dds(_launch.DDS_NN, y, values, index, None, None, 0, feature_major)
+def _dds_nn(y: Tensor, values: Tensor, pattern: Prepared, feature_major: bool = False) -> Tensor:
+    return dds(_launch.DDS_NN, y, values, pattern, None, None, 0, feature_major)
 
 
-def _sdd_tn(y: Tensor, x: Tensor, index: Index) -> Tensor:
-    return _launch.sdd(y, x, index)
+def _sdd_tn_into(y: Tensor, x: Tensor, pattern: Prepared, out: Tensor, accumulate: bool) -> None:
+    sdd_into(y, x, out, pattern, accumulate)
 
 
-def _sdd_tn_into(y: Tensor, x: Tensor, index: Index, out: Tensor, accumulate: bool) -> None:
-    _launch.sdd_into(y, x, out, index, accumulate)
+def _expand(values: Tensor, _: None, pattern: Prepared) -> Tensor:
+    return expand(values, pattern)
 
 
-def _expand(values: Tensor, _: None, index: Index) -> Tensor:
-    check_values("values", values, index)
-    return _launch.expand(values, index)
-
-
-def _gather(dense: Tensor, _: None, index: Index) -> Tensor:
-    check_dense(dense, index)
-    return _launch.gather(dense, index)
+def _gather(dense: Tensor, _: None, pattern: Prepared) -> Tensor:
+    return gather(dense, pattern)
 
 
 # ---- what they would give ----
@@ -150,27 +137,30 @@ def _gather_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, needs: 
 # ---- registration ----
 
 
-def _rebundled(function: Callable[..., Any], factors: int) -> Callable[..., Any]:
+def _rebundled(
+    function: Callable[..., Any], factors: int, pattern_of: Callable[[Index], Any]
+) -> Callable[..., Any]:
     """Takes the fields of the pattern one by one, as operators do."""
     fields = len(Index._fields)
 
     def flat(*arguments: Any) -> Any:
         crow, col, slot, shape, block_shape = arguments[factors : factors + fields]
-        index = Index(crow, col, slot, tuple(shape), tuple(block_shape))
+        pattern = pattern_of(Index(crow, col, slot, tuple(shape), tuple(block_shape)))
         second = (None,) if factors == 1 else ()
-        return function(*arguments[:factors], *second, index, *arguments[factors + fields :])
+        return function(*arguments[:factors], *second, pattern, *arguments[factors + fields :])
 
     return flat
 
 
-def _register(name: str, factors: int, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    def checked_fake(*arguments: Any) -> Any:
-        check_index(Index(*arguments[factors : factors + len(Index._fields)]))
-        return _rebundled(fake, factors)(*arguments)
+def _checked(index: Index) -> Index:
+    check_index(index)
+    return index
 
-    torch.library.register_fake(f"tilesparse::{name}", checked_fake, lib=LIB)
+
+def _register(name: str, factors: int, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    torch.library.register_fake(f"tilesparse::{name}", _rebundled(fake, factors, _checked), lib=LIB)
     for device in ("CPU", "CUDA"):
-        LIB.impl(name, _rebundled(kernel, factors), device)
+        LIB.impl(name, _rebundled(kernel, factors, prepared), device)
     return getattr(torch.ops.tilesparse, name).default
 
 
@@ -186,7 +176,7 @@ def _differentiable(
 
 DDS_NT = _differentiable("dds_nt", 2, (_dds_nt, _dds_nt_fake, _dds_nt_gradients), 2, 2)
 DDS_NN = _differentiable("dds_nn", 2, (_dds_nn, _dds_nn_fake, _dds_nn_gradients), 0, 1)
-SDD_TN = _differentiable("sdd_tn", 2, (_sdd_tn, _sdd_tn_fake, _sdd_tn_gradients))
+SDD_TN = _differentiable("sdd_tn", 2, (sdd, _sdd_tn_fake, _sdd_tn_gradients))
 EXPAND = _differentiable("expand", 1, (_expand, _expand_fake, _expand_gradients))
 GATHER = _differentiable("gather", 1, (_gather, _gather_fake, _gather_gradients))
 SDD_TN_INTO = _register("sdd_tn_into", 2, _sdd_tn_into, _sdd_tn_into_fake)
