@@ -90,12 +90,13 @@ bool overlap(const Array& a, const Array& b) {
 void check_bounds(const Pattern& pattern, bool by_column) {
     const auto& [ptr, idx, slot] = by_column ? pattern.cols : pattern.rows;
     const int64_t rows = block_row_count(pattern), cols = block_col_count(pattern);
-    const int64_t lines = by_column ? cols : rows;
-    bool ascends = ptr[0] == 0 && ptr[lines] == pattern.nnz;
-    for (int64_t line = 0; line < lines; ++line) ascends &= ptr[line] <= ptr[line + 1];
-    require_pattern(ascends, by_column ? "col_ptr" : "row_ptr",
-                    " does not ascend from 0 to nnz = ", pattern.nnz);
-    check_entries(idx, pattern, by_column ? rows : cols, by_column ? "row_idx" : "col_idx");
+    const int64_t lines = by_column ? cols : rows, most = by_column ? rows : cols;
+    bool fits = ptr[0] == 0 && ptr[lines] == pattern.nnz;
+    for (int64_t line = 0; line < lines; ++line)
+        fits &= (ptr[line] <= ptr[line + 1]) & (int64_t{ptr[line + 1]} - ptr[line] <= most);
+    require_pattern(fits, by_column ? "col_ptr" : "row_ptr", " does not ascend from 0 to nnz = ", pattern.nnz,
+                    " by at most ", most, " each");
+    check_entries(idx, pattern, most, by_column ? "row_idx" : "col_idx");
     check_entries(slot, pattern, pattern.nnz, by_column ? "col_slot" : "row_slot");
 }
 

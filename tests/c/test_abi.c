@@ -471,6 +471,8 @@ static void test_wild_arrays(void) {
     static int32_t wild[4];
     for (int i = 0; i < 4; ++i) wild[i] = INT32_MAX - i;
     REFUSES(TS_DDS_NT, o.pattern.row_ptr = wild, TS_INVALID_PATTERN, "row_ptr");
+    static int32_t crowded[ROWS + 1] = {0, NNZ, NNZ, NNZ}; /* a row with more blocks than columns */
+    REFUSES(TS_DDS_NT, o.pattern.row_ptr = crowded, TS_INVALID_PATTERN, "row_ptr");
     REFUSES(TS_DDS_NT, o.pattern.col_idx = wild, TS_INVALID_PATTERN, "col_idx has the entry 2147483647");
     REFUSES(TS_SDD_TN, o.pattern.row_slot = wild, TS_INVALID_PATTERN, "row_slot");
     REFUSES(TS_DDS_NN, o.pattern.col_ptr = wild, TS_INVALID_PATTERN, "col_ptr");
