@@ -2,8 +2,11 @@
 
 #include <cstring>
 #include <new>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 
+#include "abi.h"
 #include "device.h"
 #include "device_plan.h"
 #include "dispatch.h"
@@ -18,20 +21,31 @@ namespace {
 
 thread_local std::string last_error;
 
+// Keeps the sentence, also where there is no memory left for it.
+ts_status_t report(ts_status_t status, const char* sentence) noexcept {
+    try {
+        last_error = sentence;
+    } catch (...) {
+        last_error = "out of memory";  // short enough to need none
+    }
+    return status;
+}
+
 template <class Body>
-ts_status_t guard(Body body) {
+ts_status_t guard(Body body) noexcept {
     try {
         body();
         return TS_SUCCESS;
     } catch (const Error& error) {
-        last_error = error.what();
-        return error.status();
+        return report(error.status(), error.what());
     } catch (const std::bad_alloc&) {
-        last_error = "out of host memory";
-        return TS_OUT_OF_MEMORY;
+        return report(TS_OUT_OF_MEMORY, "out of host memory");
+    } catch (const std::length_error&) {  // of a container: more than there can be memory for
+        return report(TS_OUT_OF_MEMORY, "out of host memory");
     } catch (const std::exception& error) {
-        last_error = error.what();
-        return TS_INTERNAL_ERROR;
+        return report(TS_INTERNAL_ERROR, error.what());
+    } catch (...) {
+        return report(TS_INTERNAL_ERROR, "an exception without a text");
     }
 }
 
@@ -68,45 +82,71 @@ std::vector<int32_t> plan_of(const ts_pattern* source, int32_t index, int32_t op
     return build_plan(pattern, static_cast<Op>(op), kernel.plan);
 }
 
-// A CUDA kernel without a plan walks the block rows of its results.
-void check_rows(const Problem& problem, const Kernel& kernel) {
-    const Adjacency& rows = problem.block_rows();
-    require(
-        rows.ptr != nullptr && (problem.pattern.nnz == 0 || (rows.idx != nullptr && rows.slot != nullptr)),
-        "pattern.", problem.forward() ? "row_ptr, col_idx or row_slot" : "col_ptr, row_idx or col_slot",
-        " is null; kernel ", kernel.name, " reads them");
+// A kernel without a plan finds blocks by the pattern's arrays: by column for dds_nn, otherwise by row.
+void check_arrays(const Problem& problem, const Kernel& kernel) {
+    static constexpr const char* kNames[2][3] = {{"row_ptr", "col_idx", "row_slot"},
+                                                 {"col_ptr", "row_idx", "col_slot"}};
+    const bool by_column = problem.op == Op::dds_nn;
+    const Pattern& pattern = problem.pattern;
+    const Adjacency& lines = by_column ? pattern.cols : pattern.rows;
+    const int32_t* const arrays[] = {lines.ptr, lines.idx, lines.slot};
+    for (int i = 0; i < (pattern.nnz > 0 ? 3 : 1); ++i) {
+        const char* const name = kNames[by_column][i];
+        require(arrays[i] != nullptr, "pattern.", name, " is null; kernel ", kernel.name, " reads it");
+        require(is_aligned(arrays[i], sizeof(int32_t)), "pattern.", name, " is at address ", arrays[i],
+                ", not aligned to ", sizeof(int32_t), " bytes");
+    }
+    if (kernel.device == DeviceType::cpu) check_bounds(pattern, by_column);
 }
 
+// The plan, or what a kernel without one reads in its place.
 void check_plan(const ts_matmul_desc& desc, const Problem& problem, const Kernel& kernel) {
-    if (kernel.plan.tile == 0) {
-        if (kernel.device == DeviceType::cuda) check_rows(problem, kernel);
-        return;
-    }
+    if (kernel.plan.tile == 0) return check_arrays(problem, kernel);
     require(desc.plan != nullptr, "plan is null; kernel ", kernel.name, " needs one from ts_plan_build");
     if (desc.plan_bytes < sizeof(PlanHeader))
         fail(TS_WORKSPACE_TOO_SMALL, "plan_bytes is ", desc.plan_bytes, ", less than a plan's header of ",
              sizeof(PlanHeader));
+    const int32_t key = plan_key(problem.pattern, problem.op, kernel.plan);
+    require(desc.plan_key == 0 || desc.plan_key == key, "plan_key is ", desc.plan_key, ", but kernel ",
+            kernel.name, " computes this and walks plans of key ", key,
+            "; set kernel to that for which the plan was made");
 }
 
-void check_workspace(const Kernel& kernel, size_t needed, const void* workspace, size_t bytes) {
+// Memory of the caller's that a kernel needs `needed` bytes of.
+void check_area(const void* area, size_t bytes, size_t needed, const char* name, const Kernel& kernel) {
     if (needed == 0) return;
     if (bytes < needed)
-        fail(TS_WORKSPACE_TOO_SMALL, "workspace_bytes is ", bytes, "; kernel ", kernel.name, " needs ",
-             needed);
-    require(workspace != nullptr, "workspace is null");
-    const size_t alignment = kernel.device == DeviceType::cpu ? 64 : 256;
-    require(reinterpret_cast<uintptr_t>(workspace) % alignment == 0, "workspace is at address ", workspace,
-            ", not aligned to ", alignment, " bytes");
+        fail(TS_WORKSPACE_TOO_SMALL, name, "_bytes is ", bytes, "; kernel ", kernel.name, " needs ", needed);
+    require(area != nullptr, name, " is null");
+    check_aligned(area, kernel.device == DeviceType::cpu ? 64 : kDeviceAreaAlignment, name);
+}
+
+size_t packed_size(const Problem& problem, const Kernel& kernel) {
+    return kernel.packed_size == nullptr ? 0 : kernel.packed_size(problem);
 }
 
 void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* stream) {
     const Problem problem = check_problem(desc, true);
     const Device& device = device_of(problem);
     const Choice choice = choose(problem, device, desc.kernel);
-    check_plan(desc, problem, *choice.kernel);
-    check_workspace(*choice.kernel, choice.kernel->workspace_size(problem, device), workspace, bytes);
+    const Kernel& kernel = *choice.kernel;
+    check_plan(desc, problem, kernel);
+    if (desc.packed != nullptr)
+        check_area(desc.packed, desc.packed_bytes, packed_size(problem, kernel), "packed", kernel);
+    check_area(workspace, bytes, kernel.workspace_size(problem, device), "workspace", kernel);
     log_choice(problem, choice);
-    check_launch(choice.kernel->launch(problem, device, workspace, stream), choice.kernel->name);
+    check_launch(kernel.launch(problem, device, workspace, stream), kernel.name);
+}
+
+void pack_values(const ts_matmul_desc& desc, void* packed, size_t bytes, void* stream) {
+    const Problem problem = check_problem(desc, false);
+    const Kernel& kernel = *choose(problem, device_of(problem), desc.kernel).kernel;
+    const size_t needed = packed_size(problem, kernel);
+    if (needed == 0) return;
+    check_plan(desc, problem, kernel);
+    check_area(packed, bytes, needed, "packed", kernel);
+    check_packing(problem, packed, needed);
+    check_launch(kernel.pack(problem, packed, stream), kernel.name);
 }
 
 }  // namespace
@@ -117,8 +157,18 @@ using namespace ts;
 const char* ts_version(void) { return TS_VERSION; }
 int32_t ts_abi_version(void) { return TS_ABI_VERSION; }
 const char* ts_last_error(void) { return last_error.c_str(); }
-const char* ts_architectures(void) { return architectures().c_str(); }
-int32_t ts_kernel_count(void) { return static_cast<int32_t>(registry().size()); }
+
+const char* ts_architectures(void) {
+    const char* list = "";  // where there is no memory for it
+    guard([&] { list = architectures().c_str(); });
+    return list;
+}
+
+int32_t ts_kernel_count(void) {
+    int32_t count = 0;
+    guard([&] { count = static_cast<int32_t>(registry().size()); });
+    return count;
+}
 
 const char* ts_status_string(ts_status_t status) {
     switch (status) {
@@ -147,37 +197,38 @@ const char* ts_status_string(ts_status_t status) {
 
 ts_status_t ts_kernel_get(int32_t index, ts_kernel_info* info) {
     return guard([&] {
-        read_struct(info, "info");
+        checked_size(info, "info");
         const Kernel& kernel = kernel_at(index);
         ts_kernel_info result{};
-        result.struct_size = sizeof result;
         result.device = static_cast<int32_t>(kernel.device);
         result.min_compute_capability = kernel.min_compute_capability;
         result.ops = kernel.ops;
         result.dtypes = kernel.dtypes;
         result.precision = static_cast<int32_t>(kernel.precision);
-        result.plan = plan_key(kernel.plan);
+        result.plan = plan_number(kernel.plan);
         result.tile_tokens = kernel.tile_tokens;
         result.tile_features = kernel.tile_features;
         result.max_tokens = kernel.max_tokens;
         copy_name(result.name, kernel.name);
-        *info = result;
+        result.storages = kernel.storages;
+        result.values_dtypes = kernel.values_dtypes;
+        result.result_dtypes = kernel.result_dtypes;
+        write_struct(result, info);
     });
 }
 
 ts_status_t ts_device_get(int32_t device, int32_t ordinal, ts_device_info* info) {
     return guard([&] {
-        read_struct(info, "info");
+        checked_size(info, "info");
         require(device == TS_CPU || device == TS_CUDA, "device is ", device, "; allowed are 0 and 1");
         const NamedDevice& found = device == TS_CPU ? cpu_device() : cuda_device(ordinal);
         ts_device_info result{};
-        result.struct_size = sizeof result;
         result.device = device;
         result.compute_capability = found.properties.compute_capability;
         result.multiprocessors = found.properties.multiprocessors;
         result.shared_memory = found.properties.shared_memory;
         copy_name(result.name, found.name);
-        *info = result;
+        write_struct(result, info);
     });
 }
 
@@ -191,9 +242,7 @@ ts_status_t ts_pattern_transpose(const ts_pattern* source, int32_t* col_ptr, int
         Pattern pattern = check_pattern(source);
         pattern.cols = {};
         validate_pattern(pattern);
-        require(col_ptr != nullptr, "col_ptr is null");
-        require(pattern.nnz == 0 || row_idx != nullptr, "row_idx is null");
-        require(pattern.nnz == 0 || col_slot != nullptr, "col_slot is null");
+        check_transpose(pattern, {col_ptr, row_idx, col_slot});
         transpose_pattern(pattern, col_ptr, row_idx, col_slot);
     });
 }
@@ -202,25 +251,22 @@ ts_status_t ts_matmul_select(const ts_matmul_desc* source, const ts_device_info*
                              char* reason, size_t reason_bytes) {
     return guard([&] {
         const ts_matmul_desc desc = read_struct(source, "desc");
-        const ts_device_info device = read_struct(info, "device");
-        require(kernel != nullptr, "kernel is null");
-        Problem problem = check_problem(desc, false);
-        require(device.device == desc.device, "device.device is ", device.device, ", but desc.device is ",
+        const Device device = check_device(read_struct(info, "device"));
+        check_pointer(kernel, "kernel");
+        const Problem problem = check_problem(desc, false);
+        require(device.type == problem.device, "device.device is ", info->device, ", but desc.device is ",
                 desc.device);
-        const Choice choice =
-            choose(problem,
-                   {problem.device, device.compute_capability, device.multiprocessors, device.shared_memory},
-                   desc.kernel);
+        const Choice choice = choose(problem, device, desc.kernel);
         *kernel = choice.index;
         if (reason == nullptr || reason_bytes == 0) return;
-        std::strncpy(reason, choice.reason, reason_bytes - 1);
-        reason[reason_bytes - 1] = '\0';
+        const std::string_view text(choice.reason);
+        reason[text.copy(reason, reason_bytes - 1)] = '\0';
     });
 }
 
 ts_status_t ts_plan_size(const ts_pattern* pattern, int32_t kernel, int32_t op, size_t* bytes) {
     return guard([&] {
-        require(bytes != nullptr, "bytes is null");
+        check_pointer(bytes, "bytes");
         *bytes = plan_of(pattern, kernel, op).size() * sizeof(int32_t);
     });
 }
@@ -235,10 +281,35 @@ ts_status_t ts_plan_build(const ts_pattern* pattern, int32_t kernel, int32_t op,
     });
 }
 
+ts_status_t ts_plan_key(const ts_pattern* source, int32_t index, int32_t op, int64_t* key) {
+    return guard([&] {
+        const Pattern pattern = check_pattern(source);
+        const Kernel& kernel = kernel_for(index, op);
+        check_pointer(key, "key");
+        const bool has_plan = kernel.plan.tile != 0;
+        if (has_plan) check_plan_shape(pattern, static_cast<Op>(op), kernel.plan);
+        *key = has_plan ? plan_key(pattern, static_cast<Op>(op), kernel.plan) : 0;
+    });
+}
+
+ts_status_t ts_values_packed_size(const ts_matmul_desc* source, size_t* bytes) {
+    return guard([&] {
+        const ts_matmul_desc desc = read_struct(source, "desc");
+        check_pointer(bytes, "bytes");
+        const Problem problem = check_problem(desc, false);
+        *bytes = packed_size(problem, *choose(problem, device_of(problem), desc.kernel).kernel);
+    });
+}
+
+ts_status_t ts_values_pack(const ts_matmul_desc* source, void* packed, size_t packed_bytes,
+                           ts_stream_t stream) {
+    return guard([&] { pack_values(read_struct(source, "desc"), packed, packed_bytes, stream); });
+}
+
 ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* source, size_t* bytes) {
     return guard([&] {
         const ts_matmul_desc desc = read_struct(source, "desc");
-        require(bytes != nullptr, "bytes is null");
+        check_pointer(bytes, "bytes");
         const Problem problem = check_problem(desc, false);
         const Device& device = device_of(problem);
         *bytes = choose(problem, device, desc.kernel).kernel->workspace_size(problem, device);
@@ -255,8 +326,8 @@ ts_status_t ts_plan_device_size(const ts_pattern* pattern, int32_t kernel, int32
     return guard([&] {
         const Pattern checked = check_pattern(pattern);
         const Kernel& chosen = kernel_for(kernel, op);
-        require(plan_bytes != nullptr, "plan_bytes is null");
-        require(workspace_bytes != nullptr, "workspace_bytes is null");
+        check_pointer(plan_bytes, "plan_bytes");
+        check_pointer(workspace_bytes, "workspace_bytes");
         const DevicePlanBytes bytes = device_plan_bytes(checked, static_cast<Op>(op), chosen);
         *plan_bytes = bytes.plan;
         *workspace_bytes = bytes.workspace;
@@ -276,7 +347,7 @@ ts_status_t ts_plan_device_build(const ts_pattern* pattern, int32_t kernel, int3
 ts_status_t ts_pattern_device_transpose_size(const ts_pattern* pattern, size_t* workspace_bytes) {
     return guard([&] {
         const Pattern checked = check_pattern(pattern);
-        require(workspace_bytes != nullptr, "workspace_bytes is null");
+        check_pointer(workspace_bytes, "workspace_bytes");
         *workspace_bytes = device_transpose_bytes(checked);
     });
 }

@@ -23,9 +23,14 @@ namespace {
 
 constexpr int32_t kMaxDevices = 64;
 
+// An error that is reported here must not surface in a later call; one of the caller's own must.
+void forget(cudaError_t code) {
+    if (cudaPeekAtLastError() == code) cudaGetLastError();
+}
+
 void check_device_call(cudaError_t code) {
     if (code == cudaSuccess) return;
-    cudaGetLastError();  // the error is reported here and must not surface in a later call
+    forget(code);
     fail(TS_NO_DEVICE, "no usable CUDA device: ", cudaGetErrorString(code));
 }
 
@@ -42,16 +47,18 @@ NamedDevice query_device(int32_t ordinal) {
 const NamedDevice& cuda_device(int32_t ordinal) {
     static std::array<NamedDevice, kMaxDevices> devices;
     static std::array<std::once_flag, kMaxDevices> known;
+    require(ordinal >= -1 && ordinal < kMaxDevices, "ordinal is ", ordinal, "; allowed are -1 to ",
+            kMaxDevices - 1);
     if (ordinal < 0) check_device_call(cudaGetDevice(&ordinal));
-    require(ordinal < kMaxDevices, "ordinal is ", ordinal, "; at most ", kMaxDevices - 1, " is allowed");
     std::call_once(known[ordinal], [&] { devices[ordinal] = query_device(ordinal); });
     return devices[ordinal];
 }
 
 void check_launch(int32_t code, const char* kernel) {
-    if (code == cudaSuccess) return;
-    cudaGetLastError();
-    fail(TS_CUDA_ERROR, kernel, ": ", cudaGetErrorString(static_cast<cudaError_t>(code)));
+    const auto error = static_cast<cudaError_t>(code);
+    if (error == cudaSuccess) return;
+    forget(error);
+    fail(TS_CUDA_ERROR, kernel, ": ", cudaGetErrorString(error));
 }
 
 #else

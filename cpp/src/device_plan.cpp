@@ -1,5 +1,6 @@
 #include "device_plan.h"
 
+#include "abi.h"
 #include "error.h"
 
 #ifdef TILESPARSE_CUDA
@@ -22,8 +23,9 @@ void check_size(const Pattern& pattern) {
              std::numeric_limits<int32_t>::max(), " are within reach of the GPU's builder");
 }
 
-void check_device_array(const void* array, const char* name) {
+void check_device_array(const void* array, const char* name, size_t alignment = alignof(int32_t)) {
     require(array != nullptr, name, " is null");
+    check_aligned(array, alignment, name);
     require(plans::is_on_device(array), name, " is at address ", array,
             ", which is not in memory of a CUDA device");
 }
@@ -38,9 +40,7 @@ void check_arrays(const Adjacency& arrays, int64_t nnz, const char* ptr, const c
 // An area of device memory that is written.
 void check_area(const void* area, size_t bytes, size_t needed, const char* name, size_t alignment) {
     if (bytes < needed) fail(TS_WORKSPACE_TOO_SMALL, name, "_bytes is ", bytes, "; ", needed, " are needed");
-    check_device_array(area, name);
-    require(reinterpret_cast<uintptr_t>(area) % alignment == 0, name, " is at address ", area,
-            ", not aligned to ", alignment, " bytes");
+    check_device_array(area, name, alignment);
 }
 
 }  // namespace
@@ -50,8 +50,8 @@ DevicePlanBytes device_plan_bytes(const Pattern& pattern, Op op, const Kernel& k
     check_plan_shape(pattern, op, kernel.plan);
     check_size(pattern);
     const auto [plan, workspace] = plans::bytes_of(pattern, op, kernel.plan);
-    if (plan / sizeof(int32_t) > size_t{std::numeric_limits<int32_t>::max()})
-        fail(TS_UNSUPPORTED, "the plan could take ", plan, " bytes, more than 32 bits can number");
+    if (plan / sizeof(int32_t) >= size_t{std::numeric_limits<int32_t>::max()})
+        fail(TS_UNSUPPORTED, "the plan could take ", plan, " bytes or more, which 32 bits cannot number");
     return {plan, workspace};
 }
 
@@ -63,8 +63,8 @@ void build_device_plan(const Pattern& pattern, Op op, const Kernel& kernel, void
         check_arrays(pattern.cols, pattern.nnz, "pattern.col_ptr", "pattern.row_idx", "pattern.col_slot");
     else
         check_arrays(pattern.rows, pattern.nnz, "pattern.row_ptr", "pattern.col_idx", "pattern.row_slot");
-    check_area(plan, plan_bytes, needed.plan, "plan", 16);
-    check_area(workspace, workspace_bytes, needed.workspace, "workspace", 256);
+    check_area(plan, plan_bytes, needed.plan, "plan", kDeviceAlignment);
+    check_area(workspace, workspace_bytes, needed.workspace, "workspace", kDeviceAreaAlignment);
     check_launch(plans::build(pattern, op, kernel.plan, plan, workspace, stream), "building a plan");
 }
 
@@ -78,7 +78,7 @@ void transpose_on_device(const Pattern& pattern, int32_t* col_ptr, int32_t* row_
     const size_t needed = device_transpose_bytes(pattern);
     check_arrays(pattern.rows, pattern.nnz, "pattern.row_ptr", "pattern.col_idx", "pattern.row_slot");
     check_arrays({col_ptr, row_idx, col_slot}, pattern.nnz, "col_ptr", "row_idx", "col_slot");
-    if (needed > 0) check_area(workspace, workspace_bytes, needed, "workspace", 256);
+    if (needed > 0) check_area(workspace, workspace_bytes, needed, "workspace", kDeviceAreaAlignment);
     check_launch(plans::transpose(pattern, col_ptr, row_idx, col_slot, workspace, stream),
                  "transposing a pattern");
 }

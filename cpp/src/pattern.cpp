@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "abi.h"
 #include "error.h"
 #include "problem.h"
 
@@ -15,9 +16,9 @@ void require_pattern(bool holds, const auto&... parts) {
 
 void validate_rows(const Pattern& pattern) {
     const auto& [ptr, idx, slot] = pattern.rows;
-    require(ptr != nullptr, "pattern.row_ptr is null");
-    require(pattern.nnz == 0 || idx != nullptr, "pattern.col_idx is null");
-    require(pattern.nnz == 0 || slot != nullptr, "pattern.row_slot is null");
+    check_pointer(ptr, "pattern.row_ptr");
+    if (pattern.nnz > 0) check_pointer(idx, "pattern.col_idx");
+    if (pattern.nnz > 0) check_pointer(slot, "pattern.row_slot");
     const int64_t rows = block_row_count(pattern), cols = block_col_count(pattern);
     require_pattern(ptr[0] == 0, "row_ptr[0] is ", ptr[0], "; it must be 0");
     require_pattern(ptr[rows] == pattern.nnz, "row_ptr[", rows, "] is ", ptr[rows],
@@ -50,19 +51,73 @@ void validate_slots(const Pattern& pattern) {
 
 void validate_transpose(const Pattern& pattern) {
     const auto& [ptr, idx, slot] = pattern.cols;
+    check_pointer(ptr, "pattern.col_ptr");
+    if (pattern.nnz > 0) check_pointer(idx, "pattern.row_idx");
+    if (pattern.nnz > 0) check_pointer(slot, "pattern.col_slot");
     const int64_t cols = block_col_count(pattern);
     std::vector<int32_t> col_ptr(cols + 1), row_idx(pattern.nnz), col_slot(pattern.nnz);
     transpose_pattern(pattern, col_ptr.data(), row_idx.data(), col_slot.data());
     require_pattern(std::equal(col_ptr.begin(), col_ptr.end(), ptr), "col_ptr is not that of the transpose");
     if (pattern.nnz == 0) return;
-    require(idx != nullptr, "pattern.row_idx is null");
-    require(slot != nullptr, "pattern.col_slot is null");
     require_pattern(std::equal(row_idx.begin(), row_idx.end(), idx), "row_idx is not that of the transpose");
     require_pattern(std::equal(col_slot.begin(), col_slot.end(), slot),
                     "col_slot is not that of the transpose");
 }
 
+// All in one pass without a branch: this runs before every product.
+void check_entries(const int32_t* entries, const Pattern& pattern, int64_t limit, const char* name) {
+    uint32_t most = 0;  // a negative entry counts as a large one
+    for (int64_t e = 0; e < pattern.nnz; ++e) most = std::max(most, static_cast<uint32_t>(entries[e]));
+    require_pattern(pattern.nnz == 0 || most < limit, name, " has the entry ", static_cast<int32_t>(most),
+                    "; allowed are 0 to ", limit - 1);
+}
+
+struct Array {
+    const int32_t* data;
+    int64_t size;
+    const char* name;
+};
+
+bool overlap(const Array& a, const Array& b) {
+    const auto begin = [](const Array& array) { return reinterpret_cast<uintptr_t>(array.data); };
+    const auto bytes = [](const Array& array) { return array.size * sizeof(int32_t); };
+    if (a.size == 0 || b.size == 0) return false;
+    return begin(a) <= begin(b) ? begin(b) - begin(a) < bytes(a) : begin(a) - begin(b) < bytes(b);
+}
+
 }  // namespace
+
+void check_bounds(const Pattern& pattern, bool by_column) {
+    const auto& [ptr, idx, slot] = by_column ? pattern.cols : pattern.rows;
+    const int64_t rows = block_row_count(pattern), cols = block_col_count(pattern);
+    const int64_t lines = by_column ? cols : rows, most = by_column ? rows : cols;
+    bool fits = ptr[0] == 0 && ptr[lines] == pattern.nnz;
+    for (int64_t line = 0; line < lines; ++line)
+        fits &= (ptr[line] <= ptr[line + 1]) & (int64_t{ptr[line + 1]} - ptr[line] <= most);
+    require_pattern(fits, by_column ? "col_ptr" : "row_ptr", " does not ascend from 0 to nnz = ", pattern.nnz,
+                    " by at most ", most, " each");
+    check_entries(idx, pattern, most, by_column ? "row_idx" : "col_idx");
+    check_entries(slot, pattern, pattern.nnz, by_column ? "col_slot" : "row_slot");
+}
+
+void check_transpose(const Pattern& pattern, const Adjacency& cols) {
+    const Adjacency& rows = pattern.rows;
+    const int64_t nnz = pattern.nnz;
+    const Array results[] = {{cols.ptr, block_col_count(pattern) + 1, "col_ptr"},
+                             {cols.idx, nnz, "row_idx"},
+                             {cols.slot, nnz, "col_slot"}};
+    const Array sources[] = {{rows.ptr, block_row_count(pattern) + 1, "pattern.row_ptr"},
+                             {rows.idx, nnz, "pattern.col_idx"},
+                             {rows.slot, nnz, "pattern.row_slot"}};
+    for (const Array& result : results) {
+        if (result.size > 0) check_pointer(result.data, result.name);
+        for (const Array& source : sources)
+            require(!overlap(result, source), result.name, " and ", source.name, " overlap in memory");
+        for (const Array& other : results)
+            require(&other == &result || !overlap(result, other), result.name, " and ", other.name,
+                    " overlap in memory");
+    }
+}
 
 void validate_pattern(const Pattern& pattern) {
     validate_rows(pattern);

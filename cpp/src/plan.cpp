@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -49,8 +51,8 @@ class ColumnSets {
     void add(int32_t row, std::vector<uint64_t>& set) const {
         for (int64_t w = 0; w < words_; ++w) set[w] |= bits_[row * words_ + w];
     }
-    int64_t overlap(const std::vector<uint64_t>& a, const std::vector<uint64_t>& b) const {
-        int64_t both = 0;
+    int32_t overlap(const std::vector<uint64_t>& a, const std::vector<uint64_t>& b) const {
+        int32_t both = 0;
         for (int64_t w = 0; w < words_; ++w) both += std::popcount(a[w] & b[w]);
         return both;
     }
@@ -105,6 +107,11 @@ std::vector<Group> group_rows(const View& view, int32_t size) {
     return groups;
 }
 
+struct Candidate {
+    int32_t overlap;
+    int32_t first, second;  // groups
+};
+
 // Pairs the groups that share most columns, greedily; one that is left over stays alone. A pair is the
 // first group's places, then the second's.
 std::vector<Group> pair_groups(const ColumnSets& sets, const std::vector<Group>& groups) {
@@ -114,13 +121,10 @@ std::vector<Group> pair_groups(const ColumnSets& sets, const std::vector<Group>&
         for (const int32_t row : group)
             if (row >= 0) sets.add(row, columns.back());
     }
-    struct Candidate {
-        int64_t overlap;
-        size_t first, second;
-    };
     std::vector<Candidate> candidates;
-    for (size_t i = 0; i < groups.size(); ++i)
-        for (size_t j = i + 1; j < groups.size(); ++j)
+    const auto count = static_cast<int32_t>(groups.size());
+    for (int32_t i = 0; i < count; ++i)
+        for (int32_t j = i + 1; j < count; ++j)
             candidates.push_back({sets.overlap(columns[i], columns[j]), i, j});
     std::stable_sort(candidates.begin(), candidates.end(),
                      [](const Candidate& a, const Candidate& b) { return a.overlap > b.overlap; });
@@ -421,17 +425,45 @@ class SddPlanBuilder {
     std::vector<int32_t> counts_, rows_, masks_, k_, slots_;
 };
 
+// Refuses a weight for which the sets of columns, or the list of all pairs of block rows, would take the
+// machine's memory for a pattern that may have hardly a block.
+void check_host_size(const View& view, PlanShape shape) {
+    constexpr int64_t kMostBytes = int64_t{8} << 30;
+    const bool pairs = shape.kind == PlanKind::aligned || shape.ranks > 1;
+    const int64_t sets = (view.col_count + 63) / 64 * static_cast<int64_t>(sizeof(uint64_t));
+    const int64_t row_bytes =
+        sets + (pairs ? view.row_count / 2 * static_cast<int64_t>(sizeof(Candidate)) : 0);
+    if (view.row_count > 0 && row_bytes > kMostBytes / view.row_count)
+        fail(TS_UNSUPPORTED, "the weight has ", view.row_count, " x ", view.col_count,
+             " places for blocks; the host's builder would need more than ", kMostBytes, " bytes");
+}
+
+std::vector<int32_t> build_words(const Pattern& pattern, Op op, PlanShape shape) {
+    const View view = view_of(pattern, op);
+    check_host_size(view, shape);
+    if (shape.kind == PlanKind::strips) {
+        const StripPlan plan = build_strip_plan(pattern);
+        return assemble(plan.header, {plan.tiles, {}, {}, plan.units, plan.slots});
+    }
+    if (op == Op::sdd_tn) return SddPlanBuilder(view, shape).build();
+    if (shape.kind == PlanKind::aligned) return AlignedPlanBuilder(view, shape).build();
+    return DdsPlanBuilder(view, shape).build();
+}
+
 }  // namespace
 
 std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<int32_t>>& sections) {
     int32_t* const offsets[] = {&header.tiles_at, &header.rows_at,  &header.masks_at,
                                 &header.k_at,     &header.slots_at, &header.starts_at};
-    int32_t at = sizeof(PlanHeader) / sizeof(int32_t);
+    int64_t at = sizeof(PlanHeader) / sizeof(int32_t);
     for (size_t i = 0; i < sections.size(); ++i) {
-        *offsets[i] = at;
-        at += static_cast<int32_t>((sections[i].size() + 3) / 4 * 4);  // each section 16-byte aligned
+        *offsets[i] = static_cast<int32_t>(at);
+        at += static_cast<int64_t>((sections[i].size() + 3) / 4 * 4);  // each section 16-byte aligned
+        if (at > std::numeric_limits<int32_t>::max())
+            fail(TS_UNSUPPORTED, "the plan would take more than ", std::numeric_limits<int32_t>::max(),
+                 " words, more than 32 bits can number");
     }
-    header.words = at;
+    header.words = static_cast<int32_t>(at);
     std::vector<int32_t> plan(at, -1);
     std::memcpy(plan.data(), &header, sizeof header);
     for (size_t i = 0; i < sections.size(); ++i)
@@ -455,14 +487,9 @@ void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
 std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape) {
     if (shape.tile == 0) return {};
     check_plan_shape(pattern, op, shape);
-    if (shape.kind == PlanKind::strips) {
-        const StripPlan plan = build_strip_plan(pattern);
-        return assemble(plan.header, {plan.tiles, {}, {}, plan.units, plan.slots});
-    }
-    const View view = view_of(pattern, op);
-    if (op == Op::sdd_tn) return SddPlanBuilder(view, shape).build();
-    if (shape.kind == PlanKind::aligned) return AlignedPlanBuilder(view, shape).build();
-    return DdsPlanBuilder(view, shape).build();
+    std::vector<int32_t> plan = build_words(pattern, op, shape);
+    plan[offsetof(PlanHeader, key) / sizeof(int32_t)] = plan_key(pattern, op, shape);
+    return plan;
 }
 
 }  // namespace ts

@@ -18,8 +18,8 @@ std::vector<int32_t> build_plan(const Pattern& pattern, Op op, PlanShape shape);
 // A plan of sections that follow the header in its order.
 std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<int32_t>>& sections);
 
-// A number for the ABI that is equal for equal shapes and 0 where no plan is needed.
-inline int32_t plan_key(PlanShape shape) {
+// What ts_kernel_info says of a kernel's plans: equal for equal shapes, and 0 where none is needed.
+inline int32_t plan_number(PlanShape shape) {
     return shape.tile == 0
                ? 0
                : static_cast<int32_t>(shape.kind) << 28 | shape.ranks << 24 | shape.tile << 12 | shape.step;

@@ -4,6 +4,7 @@
 #include <array>
 #include <limits>
 
+#include "abi.h"
 #include "error.h"
 
 namespace ts {
@@ -31,102 +32,132 @@ void check_features(int64_t features, int32_t block, const char* name, const cha
     require(features % block == 0, name, " is ", features, ", not a multiple of ", block_name, " = ", block);
 }
 
-// Bytes [begin, end) a matrix spans, and how it lies in them.
+// Memory from `begin` to `end` in which lines of `length` bytes begin every `pitch` bytes.
 struct Span {
     uintptr_t begin;
     uintptr_t end;
-    int64_t pitch;   // bytes from one line to the next
-    int64_t length;  // bytes used of each line
+    uint64_t pitch;
+    uint64_t length;
 };
 
-Span span_of(const Matrix& matrix, int64_t tokens, int64_t features, int size) {
-    const bool row_major = matrix.layout == Layout::row_major;
-    const int64_t lines = row_major ? tokens : features;
-    const int64_t length = (row_major ? features : tokens) * size;
-    const int64_t pitch = matrix.ld * size;
-    const auto begin = reinterpret_cast<uintptr_t>(matrix.data);
-    const int64_t bytes = lines == 0 || length == 0 ? 0 : (lines - 1) * pitch + length;
-    return {begin, begin + bytes, pitch, length};
-}
-
-Span span_of(const void* data, int64_t bytes) {
+Span span_of(const void* data, uint64_t bytes, const char* name) {
     const auto begin = reinterpret_cast<uintptr_t>(data);
-    return {begin, begin + bytes, std::max<int64_t>(bytes, 1), bytes};
+    require(bytes <= std::numeric_limits<uintptr_t>::max() - begin, name, " has ", bytes,
+            " bytes from address ", data, " on, more than there is memory behind it");
+    return {begin, begin + bytes, std::max<uint64_t>(bytes, 1), bytes};
 }
 
 bool overlap(const Span& a, const Span& b) {
-    if (a.begin >= b.end || b.begin >= a.end) return false;
+    if (a.begin == a.end || b.begin == b.end || a.begin >= b.end || b.begin >= a.end) return false;
     if (a.pitch != b.pitch) return true;
     // Column slices of one buffer interleave without sharing an element.
     const Span& low = a.begin <= b.begin ? a : b;
     const Span& high = a.begin <= b.begin ? b : a;
-    const int64_t offset = static_cast<int64_t>(high.begin - low.begin) % low.pitch;
-    return offset < low.length || offset + high.length > low.pitch;
+    const uint64_t offset = (high.begin - low.begin) % low.pitch;
+    return offset < low.length || high.length > low.pitch - offset;
 }
 
-Matrix check_matrix(const ts_matrix& source, const char* name) {
+// No address space holds more elements, and nothing that is worked out from so many overflows.
+constexpr int64_t kMaxElements = int64_t{1} << 47;
+
+// Of an empty matrix nothing is read or written, wherever it is said to lie.
+Matrix check_matrix(const ts_matrix& source, int64_t tokens, int64_t features, const char* name) {
     require(source.reserved == 0, name, ".reserved is ", source.reserved, "; it must be 0");
-    return {source.data, source.ld, check_enum<Layout>(source.layout, 2, name, ".layout")};
+    const auto layout = check_enum<Layout>(source.layout, 2, name, ".layout");
+    if (tokens == 0 || features == 0) return {nullptr, 0, layout};
+    require(tokens <= kMaxElements / features, name, " has ", tokens, " tokens of ", features,
+            " features; at most ", kMaxElements, " elements are allowed");
+    return {source.data, source.ld, layout};
 }
 
-void check_alignment(const void* data, const char* name, const Problem& problem) {
-    const int size = problem.device == DeviceType::cuda ? 16 : element_size(problem.dtype);
-    require(reinterpret_cast<uintptr_t>(data) % size == 0, name, " is at address ", data, ", not aligned to ",
-            size, " bytes");
+// 0: the dtype of the activations; d + 1: the dtype d.
+DType check_own_dtype(int32_t value, DType activations, const char* name) {
+    const auto own = check_enum<int32_t>(value, static_cast<int32_t>(kDTypes.size()) + 1, name);
+    return own == 0 ? activations : static_cast<DType>(own - 1);
 }
 
-void check_matrix_operand(const Matrix& matrix, int64_t features, const char* name, const Problem& problem) {
-    if (problem.tokens == 0 || features == 0) return;
+void check_alignment(const void* data, int element_bytes, const char* name, DeviceType device) {
+    check_aligned(data, device == DeviceType::cuda ? kDeviceAlignment : element_bytes, name);
+}
+
+// What a matrix takes of memory, after checking that it can.
+Span check_operand(const Matrix& matrix, int64_t features, DType dtype, const char* name,
+                   const Problem& problem) {
+    if (problem.tokens == 0 || features == 0) return {};
+    const int size = element_size(dtype);
     require(matrix.data != nullptr, name, ".data is null");
-    check_alignment(matrix.data, name, problem);
-    const int64_t line = matrix.layout == Layout::row_major ? features : problem.tokens;
+    check_alignment(matrix.data, size, name, problem.device);
+    const bool row_major = matrix.layout == Layout::row_major;
+    const int64_t line = row_major ? features : problem.tokens, lines = row_major ? problem.tokens : features;
     require(matrix.ld >= line, name, ".ld is ", matrix.ld, ", less than the ", line, " elements of a line");
     require(matrix.ld <= kMaxExtent, name, ".ld is ", matrix.ld, "; at most ", kMaxExtent, " is allowed");
-    const int size = element_size(problem.dtype);
-    require(problem.device == DeviceType::cpu || matrix.ld * size % 16 == 0, name, ".ld is ", matrix.ld,
-            " elements of ", size, " bytes, not a multiple of 16 bytes");
+    const int64_t pitch = matrix.ld * size, length = line * size;
+    require(problem.device == DeviceType::cpu || pitch % 16 == 0, name, ".ld is ", matrix.ld, " elements of ",
+            size, " bytes, not a multiple of 16 bytes");
+    require(lines <= std::numeric_limits<int64_t>::max() / pitch, name, ".ld is ", matrix.ld, " for ", lines,
+            " lines, more than there is memory for");
+    Span span = span_of(matrix.data, (lines - 1) * pitch + length, name);
+    span.pitch = pitch;
+    span.length = length;
+    return span;
 }
 
-void check_operands(const Problem& problem) {
+Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
+    const auto storage = check_enum<Storage>(desc.storage, 1, "storage");
+    require(desc.values_aux == nullptr, "values_aux is given; plain storage has none");
+    const DType dtype = check_own_dtype(desc.values_dtype, problem.dtype, "values_dtype");
+    require(problem.op != Op::sdd_tn || dtype == problem.result_dtype, "values_dtype stands for ",
+            to_string(dtype), " and result_dtype for ", to_string(problem.result_dtype),
+            "; the values are what sdd_tn writes");
+    return {desc.values, desc.values_aux, dtype, storage};
+}
+
+Span values_span(const Problem& problem) {
+    const Values& values = problem.values;
+    if (problem.pattern.nnz == 0) return {};
+    require(values.data != nullptr, "values is null");
+    check_alignment(values.data, element_size(values.dtype), "values", problem.device);
+    return span_of(values.data, values.bytes(problem.pattern), "values");
+}
+
+// What kernels read element by element, so that it needs no more than an element's alignment.
+Span vector_span(const void* data, int64_t elements, DType dtype, const char* name) {
+    if (data == nullptr) return {};
+    check_aligned(data, element_size(dtype), name);
+    return span_of(data, elements * element_size(dtype), name);
+}
+
+void check_operands(const Problem& problem, const ts_matmul_desc& desc) {
     const Pattern& pattern = problem.pattern;
-    const int size = element_size(problem.dtype);
-    check_matrix_operand(problem.x, pattern.in_features, "x", problem);
-    check_matrix_operand(problem.y, pattern.out_features, "y", problem);
+    const bool writes_x = problem.op == Op::dds_nn, writes_y = problem.op == Op::dds_nt;
+    const DType result = problem.result_dtype;
     const bool has_residual = problem.residual.data != nullptr;
-    if (has_residual) check_matrix_operand(problem.residual, pattern.out_features, "residual", problem);
-    if (pattern.nnz > 0) {
-        require(problem.values.data != nullptr, "values is null");
-        check_alignment(problem.values.data, "values", problem);
+    struct Operand {
+        const char* name;
+        Span span;
+    };
+    const Operand operands[] = {
+        {"x", check_operand(problem.x, pattern.in_features, writes_x ? result : problem.dtype, "x", problem)},
+        {"y",
+         check_operand(problem.y, pattern.out_features, writes_y ? result : problem.dtype, "y", problem)},
+        {"values", values_span(problem)},
+        {"bias", vector_span(problem.bias, pattern.out_features, problem.dtype, "bias")},
+        {"residual", has_residual
+                         ? check_operand(problem.residual, pattern.out_features, result, "residual", problem)
+                         : Span{}},
+        {"plan", span_of(desc.plan, desc.plan == nullptr ? 0 : desc.plan_bytes, "plan")},
+        {"packed", span_of(desc.packed, desc.packed == nullptr ? 0 : desc.packed_bytes, "packed")}};
+    if (problem.device == DeviceType::cuda) {
+        check_aligned(desc.plan, kDeviceAlignment, "plan");
+        check_aligned(desc.packed, kDeviceAreaAlignment, "packed");
     }
-    const Span x = span_of(problem.x, problem.tokens, pattern.in_features, size);
-    const Span y = span_of(problem.y, problem.tokens, pattern.out_features, size);
-    const Span values = span_of(problem.values.data, pattern.value_count() * size);
-    const Span bias = span_of(problem.bias, problem.bias ? pattern.out_features * size : 0);
-    const Span residual =
-        span_of(problem.residual, has_residual ? problem.tokens : 0, pattern.out_features, size);
-    // Only pairs in which one side is written.
-    const bool writes_x = problem.op == Op::dds_nn, writes_y = problem.op == Op::dds_nt,
-               writes_values = problem.op == Op::sdd_tn;
-    require(!((writes_x || writes_y) && overlap(x, y)), "x and y overlap in memory");
-    require(!((writes_x || writes_values) && overlap(x, values)), "x and values overlap in memory");
-    require(!((writes_y || writes_values) && overlap(y, values)), "y and values overlap in memory");
-    require(!(writes_y && overlap(y, bias)), "y and bias overlap in memory");
-    require(!(writes_y && overlap(y, residual)), "y and residual overlap in memory");
+    const Operand& written = operands[writes_x ? 0 : writes_y ? 1 : 2];
+    for (const Operand& other : operands)
+        require(&other == &written || !overlap(written.span, other.span), std::min(&written, &other)->name,
+                " and ", std::max(&written, &other)->name, " overlap in memory");
 }
 
 }  // namespace
-
-template <class T>
-T read_struct(const T* source, const char* name) {
-    require(source != nullptr, name, " is null");
-    require(source->struct_size == sizeof(T), name, ".struct_size is ", source->struct_size,
-            "; this library (ABI ", TS_ABI_VERSION, ") expects ", sizeof(T));
-    return *source;
-}
-template ts_pattern read_struct(const ts_pattern*, const char*);
-template ts_matmul_desc read_struct(const ts_matmul_desc*, const char*);
-template ts_device_info read_struct(const ts_device_info*, const char*);
-template ts_kernel_info read_struct(const ts_kernel_info*, const char*);
 
 Pattern check_pattern(const ts_pattern* source) {
     const ts_pattern pattern = read_struct(source, "pattern");
@@ -154,23 +185,25 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.op = check_enum<Op>(desc.op, static_cast<int32_t>(kOps.size()), "op");
     problem.dtype = check_enum<DType>(desc.dtype, static_cast<int32_t>(kDTypes.size()), "dtype");
     problem.device = check_enum<DeviceType>(desc.device, 2, "device");
-    problem.result_dtype = problem.dtype;
+    problem.result_dtype = check_own_dtype(desc.result_dtype, problem.dtype, "result_dtype");
     problem.activation = check_enum<Activation>(desc.activation, 4, "activation");
     problem.precision = check_enum<Precision>(desc.precision, 2, "precision");
     problem.accumulate = check_enum<int32_t>(desc.accumulate, 2, "accumulate") == 1;
+    check_enum<int32_t>(desc.policy, 3, "policy");
     require(desc.reserved == 0, "reserved is ", desc.reserved, "; it must be 0");
+    require(desc.reserved2 == 0, "reserved2 is ", desc.reserved2, "; it must be 0");
     require(desc.tokens >= 0 && desc.tokens <= kMaxExtent, "tokens is ", desc.tokens, "; allowed are 0 to ",
             kMaxExtent);
     problem.tokens = desc.tokens;
     problem.pattern = check_pattern(desc.pattern);
-    problem.x = check_matrix(desc.x, "x");
-    problem.y = check_matrix(desc.y, "y");
-    problem.values = {desc.values, desc.values_aux, problem.dtype,
-                      check_enum<Storage>(desc.storage, 1, "storage")};
+    const int64_t ins = problem.pattern.in_features, outs = problem.pattern.out_features;
+    problem.x = check_matrix(desc.x, problem.tokens, ins, "x");
+    problem.y = check_matrix(desc.y, problem.tokens, outs, "y");
+    problem.values = check_storage(desc, problem);
     problem.packed = desc.packed;
     problem.bias = desc.bias;
     problem.plan = desc.plan;
-    problem.residual = check_matrix(desc.residual, "residual");
+    problem.residual = check_matrix(desc.residual, problem.tokens, outs, "residual");
 
     const bool forward = problem.forward();
     require(forward || problem.activation == Activation::none, "activation is ", desc.activation,
@@ -181,8 +214,28 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     require(!has_residual || problem.residual.layout == problem.y.layout, "residual.layout is ",
             desc.residual.layout, "; it must be y.layout, ", desc.y.layout);
     require(problem.op == Op::sdd_tn || !problem.accumulate, "accumulate is 1; only sdd_tn accumulates");
-    if (operands) check_operands(problem);
+    if (operands) check_operands(problem, desc);
     return problem;
+}
+
+void check_packing(const Problem& problem, const void* packed, size_t bytes) {
+    require(!overlap(values_span(problem), span_of(packed, bytes, "packed")),
+            "values and packed overlap in memory");
+}
+
+Device check_device(const ts_device_info& info) {
+    constexpr int32_t kMaxProcessors = 1 << 16, kMaxSharedBytes = 1 << 24;
+    const auto type = check_enum<DeviceType>(info.device, 2, "device.device");
+    const bool is_cuda = type == DeviceType::cuda;
+    const auto check = [](int32_t value, int32_t least, int32_t most, const char* name) {
+        require(value >= least && value <= most, "device.", name, " is ", value, "; allowed are ", least,
+                " to ", most);
+        return value;
+    };
+    check(info.reserved, 0, 0, "reserved");
+    return {type, check(info.compute_capability, is_cuda ? 10 : 0, is_cuda ? 999 : 0, "compute_capability"),
+            check(info.multiprocessors, 1, kMaxProcessors, "multiprocessors"),
+            check(info.shared_memory, 0, is_cuda ? kMaxSharedBytes : 0, "shared_memory")};
 }
 
 const char* to_string(Op op) { return kOps[static_cast<size_t>(op)]; }

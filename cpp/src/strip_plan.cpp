@@ -12,6 +12,8 @@ namespace {
 
 using Units = std::vector<int32_t>;
 
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // The units of a strip that are in no tile yet, as bits.
 class UnitSet {
   public:
@@ -69,10 +71,10 @@ class StripPlanBuilder {
           unit_(strip_unit(pattern)),
           window_(kStripWindow / unit_),
           row_strips_(std::max(1, pattern.block_rows / kStripFeatures)),
-          rows_(static_cast<int32_t>((pattern.out_features - 1) / (row_strips_ * kStripFeatures) + 1)),
+          rows_(static_cast<int32_t>(divide_up(pattern.out_features, row_strips_ * kStripFeatures))),
           row_parts_(std::max(1, kStripFeatures / pattern.block_rows)),
           col_parts_(std::max(1, unit_ / pattern.block_cols)),
-          left_(rows_, UnitSet((pattern.in_features - 1) / unit_ + 1)),
+          left_(rows_, UnitSet(divide_up(pattern.in_features, unit_))),
           slots_(rows_) {
         for (int32_t row = 0; row < rows_; ++row) find_units(row);
     }

@@ -37,6 +37,7 @@ struct Pattern {
     Adjacency rows;  // of each block row (out)
     Adjacency cols;  // of each block column (in)
 
+    // Elements of the weight that the kept blocks cover, whatever their storage keeps of them.
     int64_t value_count() const { return nnz * block_rows * block_cols; }
     double density() const {
         const double size = static_cast<double>(out_features) * static_cast<double>(in_features);
@@ -57,6 +58,9 @@ struct Values {
     const void* aux;  // metadata or scales, as the storage wants them
     DType dtype;
     Storage storage;
+
+    // Bytes of the blocks of a pattern in `data`: those of a plain storage, the only one there is.
+    int64_t bytes(const Pattern& pattern) const { return pattern.value_count() * element_size(dtype); }
 };
 
 // A product whose descriptor has been checked; see ts_matmul_desc for the meaning of every field.

@@ -166,7 +166,7 @@ inline PlanHeader lay_out(const std::array<int64_t, 6>& sizes) {
         *offsets[i] = static_cast<int32_t>(at);
         at += (sizes[i] + 3) / 4 * 4;  // each section 16-byte aligned
     }
-    header.words = static_cast<int32_t>(at);
+    header.words = static_cast<int32_t>(std::min<int64_t>(at, INT32_MAX));  // the most stands for too many
     return header;
 }
 

@@ -1,4 +1,5 @@
 /* Every public function, called from plain C: what it returns, what it refuses and what it writes. */
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,6 +30,9 @@ static int failures = 0;
         CHECK(status == (expected), "%s: %s", #call, ts_status_string(status));               \
         CHECK(strstr(ts_last_error(), (mention)) != NULL, "no mention of \"%s\"", (mention)); \
     } while (0)
+
+/* Bytes of the structures in the first version of the header, which test_first.c compares with it. */
+enum { FIRST_MATMUL_DESC = 160, FIRST_KERNEL_INFO = 104 };
 
 /* --- One small layer: block row 1 is empty, slots are out of order ---------------------------- */
 
@@ -240,6 +244,37 @@ static void test_empty_products(void) {
     for (int64_t n = 0; n < OUT; ++n) CHECK(y_at(&o, 2, n) == 0, "y[2, %d] is %g", (int)n, y_at(&o, 2, n));
 }
 
+/* Without outputs there is nothing to do; without inputs y is activation(bias) + residual and x is 0. */
+static void test_no_features(void) {
+    static operands o, before;
+    static int32_t no_blocks[ROWS + COLS + 1];
+    for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op)
+        for (int no_inputs = 0; no_inputs < 2; ++no_inputs) {
+            init_operands(&o, op, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+            o.pattern.nnz = 0;
+            o.pattern.row_ptr = o.pattern.col_ptr = no_blocks;
+            *(no_inputs ? &o.pattern.in_features : &o.pattern.out_features) = 0;
+            if (op == TS_DDS_NT) {
+                o.desc.bias = o.memory[3];
+                o.desc.activation = TS_RELU;
+                give_residual(&o);
+            }
+            before = o;
+            SUCCEEDS(run(&o));
+            for (int64_t t = 0; t < TOKENS; ++t) {
+                for (int64_t n = 0; op == TS_DDS_NT && no_inputs && n < OUT; ++n) {
+                    const double bias = get(&o, 3, n), added = get(&o, 4, at(&o.desc.residual, t, n));
+                    CHECK(y_at(&o, t, n) == (bias > 0 ? bias : 0) + added, "y[%d, %d] is %g", (int)t, (int)n,
+                          y_at(&o, t, n));
+                }
+                for (int64_t k = 0; op == TS_DDS_NN && !no_inputs && k < IN; ++k)
+                    CHECK(x_at(&o, t, k) == 0, "x[%d, %d] is %g", (int)t, (int)k, x_at(&o, t, k));
+            }
+            if (op == TS_SDD_TN || no_inputs == (op == TS_DDS_NN))
+                CHECK(memcmp(before.memory, o.memory, sizeof o.memory) == 0, "op %d: written", (int)op);
+        }
+}
+
 /* --- Bad descriptors ------------------------------------------------------------------------------- */
 
 /* After `change` the product fails with that status, its text mentions a word, and nothing is written. */
@@ -279,6 +314,83 @@ static void test_bad_descriptors(void) {
     REFUSES(TS_DDS_NT, o.desc.residual.reserved = 1, TS_INVALID_ARGUMENT, "residual.reserved");
     REFUSES(TS_DDS_NN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
     REFUSES(TS_SDD_TN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
+    REFUSES(TS_DDS_NT, o.desc.values_aux = o.memory[3], TS_INVALID_ARGUMENT, "values_aux");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = 5, TS_INVALID_ARGUMENT, "values_dtype is 5; allowed are 0 to 4");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = -1, TS_INVALID_ARGUMENT, "values_dtype");
+    REFUSES(TS_DDS_NT, o.desc.result_dtype = 5, TS_INVALID_ARGUMENT, "result_dtype");
+    REFUSES(TS_SDD_TN, o.desc.result_dtype = TS_FLOAT16 + 1, TS_INVALID_ARGUMENT, "result_dtype");
+    REFUSES(TS_DDS_NT, o.desc.policy = 3, TS_INVALID_ARGUMENT, "policy");
+    REFUSES(TS_DDS_NT, o.desc.reserved2 = 1, TS_INVALID_ARGUMENT, "reserved2");
+}
+
+/* The activations' dtype by its own number is what 0 stands for. */
+static void test_own_dtypes(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    o.desc.values_dtype = o.desc.result_dtype = TS_FLOAT32 + 1;
+    SUCCEEDS(run(&o));
+    check_forward(&o);
+}
+
+/* --- Versions of the header: structures shorter and longer than the library's -------------------------- */
+
+static void test_short_structures(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    o.desc.struct_size = FIRST_MATMUL_DESC; /* what lies behind belongs to something else */
+    memset((char*)&o.desc + FIRST_MATMUL_DESC, 0xa5, sizeof o.desc - FIRST_MATMUL_DESC);
+    SUCCEEDS(run(&o));
+    check_forward(&o);
+    REFUSES(TS_DDS_NT, o.desc.struct_size = FIRST_MATMUL_DESC - 1, TS_INVALID_ARGUMENT,
+            "desc.struct_size is 159; allowed are 160");
+
+    ts_kernel_info info;
+    memset(&info, 0xa5, sizeof info);
+    info.struct_size = FIRST_KERNEL_INFO;
+    SUCCEEDS(ts_kernel_get(0, &info));
+    CHECK(info.struct_size == FIRST_KERNEL_INFO && strncmp(info.name, "cpu", 3) == 0, "%s", info.name);
+    for (size_t i = FIRST_KERNEL_INFO; i < sizeof info; ++i)
+        CHECK(((unsigned char*)&info)[i] == 0xa5, "byte %d, which the caller does not know, was written",
+              (int)i);
+}
+
+static void test_long_structures(void) {
+    static operands o;
+    static struct {
+        ts_matmul_desc known;
+        unsigned char unknown[40];
+    } desc;
+    static struct {
+        ts_pattern known;
+        unsigned char unknown[24];
+    } pattern;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    desc.known = o.desc;
+    desc.known.struct_size = sizeof desc;
+    pattern.known = o.pattern;
+    pattern.known.struct_size = sizeof pattern;
+    desc.known.pattern = &pattern.known;
+    size_t bytes = 0;
+    SUCCEEDS(ts_matmul_workspace_size(&desc.known, &bytes));
+    void* workspace = aligned_alloc(256, (bytes / 256 + 1) * 256);
+    SUCCEEDS(ts_matmul(&desc.known, workspace, bytes, NULL));
+    free(workspace);
+    check_forward(&o);
+    pattern.unknown[23] = 1;
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 111 of pattern is not 0");
+    pattern.unknown[23] = 0;
+    desc.unknown[0] = 1;
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 208 of desc is not 0");
+    desc.known.struct_size = UINT32_MAX;
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "desc.struct_size");
+
+    struct {
+        ts_device_info known;
+        unsigned char unknown[8];
+    } device = {{.struct_size = sizeof device}, {1, 2, 3, 4, 5, 6, 7, 8}};
+    SUCCEEDS(ts_device_get(TS_CPU, -1, &device.known));
+    CHECK(device.known.struct_size == sizeof device && device.known.multiprocessors > 0, "size or content");
+    for (int i = 0; i < 8; ++i) CHECK(device.unknown[i] == 0, "byte %d behind the known ones", i);
 }
 
 static void test_bad_operands(void) {
@@ -300,6 +412,27 @@ static void test_bad_operands(void) {
             TS_INVALID_ARGUMENT, "residual is at address");
     REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.data = o.desc.y.data), TS_INVALID_ARGUMENT,
             "y and residual overlap");
+    REFUSES(TS_DDS_NT, o.desc.bias = (char*)o.memory[3] + 2, TS_INVALID_ARGUMENT, "bias is at address");
+    REFUSES(TS_DDS_NT, (o.desc.packed = o.desc.y.data, o.desc.packed_bytes = 4), TS_INVALID_ARGUMENT,
+            "y and packed overlap");
+    REFUSES(TS_DDS_NT, (o.desc.plan = o.desc.y.data, o.desc.plan_bytes = 4), TS_INVALID_ARGUMENT,
+            "y and plan overlap");
+    REFUSES(TS_DDS_NT, (o.desc.packed = o.memory[3], o.desc.packed_bytes = SIZE_MAX), TS_INVALID_ARGUMENT,
+            "packed has");
+    REFUSES(TS_DDS_NT,
+            (o.desc.tokens = INT32_MAX, o.pattern.in_features = INT32_MAX / BK * BK, o.desc.x.ld = INT32_MAX),
+            TS_INVALID_ARGUMENT, "x has 2147483647 tokens");
+    REFUSES(TS_DDS_NT, (o.desc.tokens = INT32_MAX, o.desc.dtype = TS_FLOAT64, o.desc.x.ld = INT32_MAX),
+            TS_INVALID_ARGUMENT, "x.ld");
+    REFUSES(TS_DDS_NT, (o.desc.tokens = 1 << 24, o.desc.x.data = (void*)(UINTPTR_MAX - 15)),
+            TS_INVALID_ARGUMENT, "x has");
+    REFUSES(
+        TS_DDS_NT,
+        (o.desc.device = TS_CUDA, o.desc.plan = (char*)o.memory[3] + 8, o.desc.x.ld = IN, o.desc.y.ld = OUT),
+        TS_INVALID_ARGUMENT, "plan is at address");
+    REFUSES(TS_DDS_NT,
+            (o.desc.device = TS_CUDA, o.desc.packed = (char*)0x1010, o.desc.x.ld = IN, o.desc.y.ld = OUT),
+            TS_INVALID_ARGUMENT, "packed is at address");
     /* On CUDA 16 bytes of alignment are asked for; this is found before any device is looked for. */
     REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.x.data = (char*)o.memory[0] + 4), TS_INVALID_ARGUMENT,
             "x");
@@ -315,6 +448,37 @@ static void test_bad_pattern_descriptors(void) {
     REFUSES(TS_DDS_NT, o.pattern.in_features = -BK, TS_INVALID_ARGUMENT, "in_features");
     REFUSES(TS_DDS_NT, o.pattern.nnz = ROWS * COLS + 1, TS_INVALID_ARGUMENT, "nnz");
     REFUSES(TS_DDS_NT, o.pattern.nnz = -1, TS_INVALID_ARGUMENT, "nnz");
+    REFUSES(TS_DDS_NT, o.desc.pattern = (ts_pattern*)((char*)&o.pattern + 1), TS_INVALID_ARGUMENT,
+            "pattern is at address");
+}
+
+/* Kernels of the CPU read the pattern's arrays, those by column for dds_nn. */
+static void test_missing_arrays(void) {
+    REFUSES(TS_DDS_NT, o.pattern.row_ptr = NULL, TS_INVALID_ARGUMENT, "pattern.row_ptr is null");
+    REFUSES(TS_DDS_NT, o.pattern.col_idx = NULL, TS_INVALID_ARGUMENT, "pattern.col_idx is null");
+    REFUSES(TS_DDS_NT, o.pattern.row_slot = NULL, TS_INVALID_ARGUMENT, "pattern.row_slot is null");
+    REFUSES(TS_SDD_TN, o.pattern.row_ptr = NULL, TS_INVALID_ARGUMENT, "pattern.row_ptr is null");
+    REFUSES(TS_SDD_TN, o.pattern.row_slot = NULL, TS_INVALID_ARGUMENT, "pattern.row_slot is null");
+    REFUSES(TS_DDS_NN, o.pattern.col_ptr = NULL, TS_INVALID_ARGUMENT, "pattern.col_ptr is null");
+    REFUSES(TS_DDS_NN, o.pattern.row_idx = NULL, TS_INVALID_ARGUMENT, "pattern.row_idx is null");
+    REFUSES(TS_DDS_NN, o.pattern.col_slot = NULL, TS_INVALID_ARGUMENT, "pattern.col_slot is null");
+    REFUSES(TS_DDS_NT, o.pattern.row_ptr = (int32_t*)((char*)row_ptr + 2), TS_INVALID_ARGUMENT,
+            "pattern.row_ptr is at address");
+}
+
+/* Arrays that lead out of the weight or the values. */
+static void test_wild_arrays(void) {
+    static int32_t wild[4];
+    for (int i = 0; i < 4; ++i) wild[i] = INT32_MAX - i;
+    REFUSES(TS_DDS_NT, o.pattern.row_ptr = wild, TS_INVALID_PATTERN, "row_ptr");
+    static int32_t crowded[ROWS + 1] = {0, NNZ, NNZ, NNZ}; /* a row with more blocks than columns */
+    REFUSES(TS_DDS_NT, o.pattern.row_ptr = crowded, TS_INVALID_PATTERN, "row_ptr");
+    REFUSES(TS_DDS_NT, o.pattern.col_idx = wild, TS_INVALID_PATTERN, "col_idx has the entry 2147483647");
+    REFUSES(TS_SDD_TN, o.pattern.row_slot = wild, TS_INVALID_PATTERN, "row_slot");
+    REFUSES(TS_DDS_NN, o.pattern.col_ptr = wild, TS_INVALID_PATTERN, "col_ptr");
+    REFUSES(TS_DDS_NN, o.pattern.row_idx = wild, TS_INVALID_PATTERN, "row_idx");
+    wild[0] = -1;
+    REFUSES(TS_DDS_NN, o.pattern.col_slot = wild, TS_INVALID_PATTERN, "col_slot");
 }
 
 /* A workspace of one byte less than asked for. */
@@ -387,6 +551,11 @@ static void test_pattern_transpose(void) {
     FAILS(ts_pattern_transpose(&pattern, NULL, made_idx, made_slot), TS_INVALID_ARGUMENT, "col_ptr");
     FAILS(ts_pattern_transpose(&pattern, made_ptr, NULL, made_slot), TS_INVALID_ARGUMENT, "row_idx");
     FAILS(ts_pattern_transpose(&pattern, made_ptr, made_idx, NULL), TS_INVALID_ARGUMENT, "col_slot");
+    FAILS(ts_pattern_transpose(&pattern, made_ptr, col_idx, made_slot), TS_INVALID_ARGUMENT,
+          "row_idx and pattern.col_idx overlap");
+    FAILS(ts_pattern_transpose(&pattern, made_ptr, made_idx, made_idx + 1), TS_INVALID_ARGUMENT, "overlap");
+    FAILS(ts_pattern_transpose(&pattern, (int32_t*)((char*)made_ptr + 1), made_idx, made_slot),
+          TS_INVALID_ARGUMENT, "col_ptr is at address");
     col_idx[1] = COLS;
     made_ptr[0] = -7;
     FAILS(ts_pattern_transpose(&pattern, made_ptr, made_idx, made_slot), TS_INVALID_PATTERN, "col_idx");
@@ -421,7 +590,7 @@ static void test_kernels(void) {
     FAILS(ts_kernel_get(0, NULL), TS_INVALID_ARGUMENT, "info");
     FAILS(ts_kernel_get(-1, &info), TS_INVALID_ARGUMENT, "kernel");
     FAILS(ts_kernel_get(ts_kernel_count(), &info), TS_INVALID_ARGUMENT, "kernel");
-    info.struct_size = sizeof info - 1;
+    info.struct_size = FIRST_KERNEL_INFO - 1;
     FAILS(ts_kernel_get(0, &info), TS_INVALID_ARGUMENT, "struct_size");
 }
 
@@ -444,6 +613,14 @@ static void test_absent_device(void) {
     REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.x.ld = IN, o.desc.y.ld = OUT), TS_NO_DEVICE, "CUDA");
 }
 
+static ts_device_info h100(void) {
+    return (ts_device_info){.struct_size = sizeof(ts_device_info),
+                            .device = TS_CUDA,
+                            .compute_capability = 90,
+                            .multiprocessors = 132,
+                            .shared_memory = 232448};
+}
+
 /* Kernels are chosen from numbers alone: also for GPUs this machine does not have. */
 static void test_select(void) {
     static operands o;
@@ -459,18 +636,19 @@ static void test_select(void) {
     SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, shortened, 4));
     CHECK(strncmp(shortened, reason, 3) == 0 && shortened[3] == '\0', "%s", shortened);
     SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, NULL, 0));
+    char whole[256]; /* no more is written than the text, whatever room there is said to be */
+    SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, whole, SIZE_MAX));
+    CHECK(strcmp(whole, reason) == 0, "%s", whole);
     FAILS(ts_matmul_select(NULL, &cpu, &kernel, NULL, 0), TS_INVALID_ARGUMENT, "desc");
     FAILS(ts_matmul_select(&o.desc, NULL, &kernel, NULL, 0), TS_INVALID_ARGUMENT, "device");
     FAILS(ts_matmul_select(&o.desc, &cpu, NULL, NULL, 0), TS_INVALID_ARGUMENT, "kernel");
     o.desc.device = TS_CUDA;
     FAILS(ts_matmul_select(&o.desc, &cpu, &kernel, NULL, 0), TS_INVALID_ARGUMENT, "device");
 
-    ts_device_info gpu = {.struct_size = sizeof gpu, .device = TS_CUDA};
+    ts_device_info gpu = h100();
     gpu.compute_capability = 10; /* older than any kernel */
     FAILS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0), TS_UNSUPPORTED, "CUDA");
     gpu.compute_capability = 90;
-    gpu.multiprocessors = 132;
-    gpu.shared_memory = 232448;
     const int has_cuda = strstr(ts_architectures(), "sm_") != NULL;
     for (o.desc.op = TS_DDS_NT; o.desc.op <= TS_SDD_TN; ++o.desc.op) {
         o.desc.dtype = TS_FLOAT16;
@@ -480,15 +658,40 @@ static void test_select(void) {
     }
 }
 
+/* After `change` the device is none that a kernel could be chosen for. */
+#define REFUSES_DEVICE(change, mention)                                                            \
+    do {                                                                                           \
+        static operands o;                                                                         \
+        init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);                      \
+        o.desc.device = TS_CUDA;                                                                   \
+        ts_device_info device = h100();                                                            \
+        int32_t kernel = -7;                                                                       \
+        change;                                                                                    \
+        FAILS(ts_matmul_select(&o.desc, &device, &kernel, NULL, 0), TS_INVALID_ARGUMENT, mention); \
+        CHECK(kernel == -7, "%s: written", #change);                                               \
+    } while (0)
+
+static void test_bad_devices(void) {
+    REFUSES_DEVICE(device.multiprocessors = 0, "device.multiprocessors is 0; allowed are 1 to");
+    REFUSES_DEVICE(device.multiprocessors = -1, "device.multiprocessors");
+    REFUSES_DEVICE(device.multiprocessors = INT32_MIN, "device.multiprocessors");
+    REFUSES_DEVICE(device.multiprocessors = INT32_MAX, "device.multiprocessors");
+    REFUSES_DEVICE(device.shared_memory = -1, "device.shared_memory");
+    REFUSES_DEVICE(device.shared_memory = INT32_MAX, "device.shared_memory");
+    REFUSES_DEVICE(device.compute_capability = -90, "device.compute_capability");
+    REFUSES_DEVICE(device.compute_capability = INT32_MAX, "device.compute_capability");
+    REFUSES_DEVICE(device.reserved = 1, "device.reserved");
+    REFUSES_DEVICE(device.device = 2, "device.device");
+    REFUSES_DEVICE((device.device = TS_CPU, o.desc.device = TS_CPU), "device.compute_capability");
+    REFUSES_DEVICE((device = (ts_device_info){.struct_size = sizeof device}, o.desc.device = TS_CPU),
+                   "device.multiprocessors");
+}
+
 /* Kernels for few tokens come before the others and refuse more tokens. */
 static void test_select_few_tokens(void) {
     static operands o;
     init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
-    const ts_device_info gpu = {.struct_size = sizeof gpu,
-                                .device = TS_CUDA,
-                                .compute_capability = 90,
-                                .multiprocessors = 132,
-                                .shared_memory = 232448};
+    const ts_device_info gpu = h100();
     ts_kernel_info few = {.struct_size = sizeof few}, chosen = {.struct_size = sizeof chosen};
     o.desc.device = TS_CUDA;
     for (int32_t i = 0; i < ts_kernel_count(); ++i) {
@@ -546,6 +749,91 @@ static void test_plans(void) {
     FAILS(ts_plan_build(&pattern, 0, TS_DDS_NT, NULL, 0), TS_INVALID_ARGUMENT, "col_ptr");
 }
 
+/* Plans say for which kernels, product and sizes they were made. */
+static void test_plan_keys(void) {
+    ts_pattern pattern = layer_pattern();
+    pattern.in_features = pattern.in_features / pattern.block_cols * pattern.block_rows;
+    pattern.block_cols = pattern.block_rows;
+    ts_pattern longer = pattern;
+    longer.out_features += longer.block_rows;
+    ts_kernel_info info = {.struct_size = sizeof info};
+    int64_t key = 0, other = 0;
+    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel) {
+        SUCCEEDS(ts_kernel_get(kernel, &info));
+        for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op) {
+            if (!(info.ops >> op & 1)) continue;
+            SUCCEEDS(ts_plan_key(&pattern, kernel, op, &key));
+            CHECK((key != 0) == (info.plan != 0), "%s: %d", info.name, (int)key);
+            if (key == 0) continue;
+            SUCCEEDS(ts_plan_key(&longer, kernel, op, &other));
+            CHECK(other != 0 && other != key, "%s: other sizes have the key %d, too", info.name, (int)key);
+            size_t bytes = 0;
+            SUCCEEDS(ts_plan_size(&pattern, kernel, op, &bytes));
+            int32_t* plan = malloc(bytes);
+            SUCCEEDS(ts_plan_build(&pattern, kernel, op, plan, bytes));
+            CHECK(plan[11] == key, "%s: the plan has the key %d", info.name, (int)plan[11]);
+            free(plan);
+        }
+    }
+    FAILS(ts_plan_key(NULL, 0, TS_DDS_NT, &key), TS_INVALID_ARGUMENT, "pattern");
+    FAILS(ts_plan_key(&pattern, 0, TS_DDS_NT, NULL), TS_INVALID_ARGUMENT, "key");
+    FAILS(ts_plan_key(&pattern, -1, TS_DDS_NT, &key), TS_INVALID_ARGUMENT, "kernel");
+    FAILS(ts_plan_key(&pattern, 0, -1, &key), TS_INVALID_ARGUMENT, "op");
+}
+
+/* A product takes no plan that was made for other kernels. No address is followed. */
+static void test_foreign_plan(void) {
+    ts_device_info info = {.struct_size = sizeof info};
+    if (ts_device_get(TS_CUDA, -1, &info) != TS_SUCCESS) return;
+    REFUSES(TS_DDS_NT,
+            (o.desc.device = TS_CUDA, o.desc.tokens = 1 << 20, o.desc.x.ld = IN, o.desc.y.ld = OUT,
+             o.desc.x.data = (void*)(1ull << 40), o.desc.y.data = (void*)(2ull << 40),
+             o.desc.plan = o.memory[3], o.desc.plan_bytes = 64, o.desc.plan_key = 1),
+            TS_INVALID_ARGUMENT, "plan_key is 1, but kernel");
+}
+
+/* A weight of so many blocks, kept or not, that the host's sets would take the machine's memory. */
+static void test_vast_plans(void) {
+    enum { SIDE = 1 << 20 };
+    int32_t* no_blocks = calloc(SIDE + 1, sizeof *no_blocks);
+    ts_pattern pattern = {.struct_size = sizeof pattern,
+                          .block_rows = 16,
+                          .block_cols = 16,
+                          .out_features = (int64_t)SIDE * 16,
+                          .in_features = (int64_t)SIDE * 16,
+                          .row_ptr = no_blocks,
+                          .col_ptr = no_blocks};
+    ts_kernel_info info = {.struct_size = sizeof info};
+    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel) {
+        SUCCEEDS(ts_kernel_get(kernel, &info));
+        const int32_t op = info.ops >> TS_SDD_TN & 1 ? TS_SDD_TN : info.ops >> TS_DDS_NN & 1;
+        size_t bytes = 0;
+        if (info.plan != 0)
+            FAILS(ts_plan_size(&pattern, kernel, op, &bytes), TS_UNSUPPORTED, "places for blocks");
+        else
+            SUCCEEDS(ts_plan_size(&pattern, kernel, op, &bytes));
+    }
+    free(no_blocks);
+}
+
+/* Kernels of the CPU read values as they are. */
+static void test_packing(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    size_t bytes = 1;
+    SUCCEEDS(ts_values_packed_size(&o.desc, &bytes));
+    CHECK(bytes == 0, "%d bytes", (int)bytes);
+    SUCCEEDS(ts_values_pack(&o.desc, NULL, 0, NULL));
+    o.desc.packed = o.memory[4];
+    SUCCEEDS(run(&o));
+    check_forward(&o);
+    FAILS(ts_values_packed_size(NULL, &bytes), TS_INVALID_ARGUMENT, "desc");
+    FAILS(ts_values_packed_size(&o.desc, NULL), TS_INVALID_ARGUMENT, "bytes");
+    FAILS(ts_values_pack(NULL, NULL, 0, NULL), TS_INVALID_ARGUMENT, "desc");
+    o.desc.op = 3;
+    FAILS(ts_values_pack(&o.desc, NULL, 0, NULL), TS_INVALID_ARGUMENT, "op");
+}
+
 /* On the GPU plans are made of patterns in its memory alone, and in a library with CUDA alone. */
 static void test_plans_on_the_device(void) {
     const int has_cuda = strstr(ts_architectures(), "sm_") != NULL;
@@ -593,16 +881,27 @@ int main(void) {
     test_pattern_transpose();
     test_bad_descriptors();
     test_bad_operands();
+    test_own_dtypes();
+    test_short_structures();
+    test_long_structures();
     test_bad_pattern_descriptors();
+    test_missing_arrays();
+    test_wild_arrays();
     test_small_workspace();
     test_select();
+    test_bad_devices();
     test_select_few_tokens();
     test_plans();
+    test_plan_keys();
+    test_foreign_plan();
+    test_vast_plans();
+    test_packing();
     test_plans_on_the_device();
     for (int32_t dtype = TS_FLOAT64; dtype <= TS_FLOAT32; ++dtype)
         for (int32_t layouts = 0; layouts < 4; ++layouts) test_products(dtype, layouts & 1, layouts >> 1);
     test_forced_kernels();
     test_empty_products();
+    test_no_features();
     printf("%d failures\n", failures);
     return failures > 0;
 }

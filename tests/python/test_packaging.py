@@ -71,10 +71,16 @@ def test_library_is_small() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "programs"), [("tests/c", ["test_abi", "test_threads"]), ("examples/cpp", ["product"])]
+    ("source", "programs"),
+    [
+        ("tests/c", ["test_abi", "test_first", "test_threads", "test_memory", "fuzz_abi"]),
+        ("examples/cpp", ["product"]),
+    ],
 )
 def test_consumers_in_c_and_cpp(source: str, programs: list[str], tmp_path: Path) -> None:
-    """Projects that use find_package(tilesparse); tests/c/test_abi.c covers every public function."""
+    """Projects that use find_package(tilesparse); tests/c/test_abi.c covers every public function.
+
+    test_first is one that was built against the first version of the header."""
     run("cmake", "-G", "Ninja", "-S", ROOT / source, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={PACKAGE}")
     run("cmake", "--build", tmp_path)
     for program in programs:

@@ -17,8 +17,12 @@
  *    naming the field, the value and what is allowed. On an error nothing has been written.
  *  - Structures start with struct_size, set by the caller to sizeof(the structure); fields are only
  *    ever appended. Zero is the default of every optional field. The library takes every size from that of
- *    the first version on, fields that a smaller one lacks are zero, and it writes no field that the caller
- *    does not know; of larger ones the fields that this library does not know must be zero.
+ *    the first version to 4096: fields that a smaller one lacks are zero, and it writes no field that the
+ *    caller does not know; of larger ones the bytes that this library does not know must be zero, and become
+ *    zero in results. ts_matrix lies within ts_matmul_desc and never grows.
+ *  - Memory is as large as its arguments say. What they say of each other is checked: nothing that a
+ *    structure holds, nor a null or misaligned pointer, ends the process. Arrays in device memory are not
+ *    read for that, so the caller answers for what they hold.
  *  - All functions are thread-safe.
  */
 #ifndef TILESPARSE_TILESPARSE_H_
@@ -103,12 +107,15 @@ typedef struct ts_matrix {
 } ts_matrix;
 
 /* One product. Operands of one call must not overlap the memory it writes. On TS_CUDA all of them
- * lie on the current device and x, y, values and residual are aligned to 16 bytes, as is every ld in
- * bytes. */
+ * lie on the current device; x, y, values, residual and plan are aligned to 16 bytes, as is every ld in
+ * bytes, packed to 256 bytes and bias to one element. On TS_CPU the arrays of the pattern that the product
+ * reads (by column for TS_DDS_NN, otherwise by row) are checked not to lead out of the operands. Without
+ * outputs there is nothing to do; without inputs y is activation(bias) + residual and x is 0. */
 typedef struct ts_matmul_desc {
     uint32_t struct_size;
     int32_t op;
-    int32_t dtype; /* of all operands; sums are float32 (float64 for TS_FLOAT64) and rounded once */
+    int32_t dtype; /* of x, y and bias, and of all else that says nothing of its own, below; sums are
+                      float32 (float64 for TS_FLOAT64) and rounded once */
     int32_t device;
     int32_t storage;
     int32_t activation; /* TS_DDS_NT only */
@@ -127,8 +134,9 @@ typedef struct ts_matmul_desc {
     ts_matrix residual;     /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
     const void* values_aux; /* metadata or scales of the storage; NULL for TS_STORAGE_PLAIN */
     int32_t values_dtype;   /* 0: that of the activations, `dtype`; d + 1: the dtype d */
-    int32_t result_dtype;   /* likewise, of what is written */
-    int64_t plan_key;       /* what ts_plan_key gives for the kernel the plan was made for; 0: not known */
+    int32_t result_dtype;   /* likewise, of what is written and of residual; for TS_SDD_TN that of values */
+    int64_t plan_key;       /* what ts_plan_key gives for the kernel the plan was made for, so that a product
+                               for which another one is chosen refuses it; 0: not known */
     const void* packed;     /* made by ts_values_pack of the same values, pattern and kernel, or NULL */
     size_t packed_bytes;
     int32_t policy;    /* of ts_matmul_select alone */
@@ -139,9 +147,9 @@ typedef struct ts_matmul_desc {
 typedef struct ts_device_info {
     uint32_t struct_size;
     int32_t device;             /* TS_CPU or TS_CUDA */
-    int32_t compute_capability; /* major * 10 + minor; 0 on the CPU */
-    int32_t multiprocessors;    /* processors (cores) on the CPU */
-    int32_t shared_memory;      /* bytes a thread block may use; 0 on the CPU */
+    int32_t compute_capability; /* major * 10 + minor, 10 to 999; 0 on the CPU */
+    int32_t multiprocessors;    /* processors (cores) on the CPU; 1 to 65536 */
+    int32_t shared_memory;      /* bytes a thread block may use, at most 2^24; 0 on the CPU */
     int32_t reserved;           /* zero */
     char name[64];
 } ts_device_info;
@@ -187,7 +195,8 @@ TS_API ts_status_t ts_device_get(int32_t device, int32_t ordinal, ts_device_info
 TS_API ts_status_t ts_pattern_validate(const ts_pattern* pattern);
 
 /* Writes the transpose of a valid host pattern: col_ptr [in_features / block_cols + 1],
- * row_idx [nnz] and col_slot [nnz]. The pattern's own column arrays are ignored. */
+ * row_idx [nnz] and col_slot [nnz], none of which may overlap another or the row arrays. The pattern's own
+ * column arrays are ignored. */
 TS_API ts_status_t ts_pattern_transpose(const ts_pattern* pattern, int32_t* col_ptr, int32_t* row_idx,
                                         int32_t* col_slot);
 
@@ -200,7 +209,8 @@ TS_API ts_status_t ts_matmul_select(const ts_matmul_desc* desc, const ts_device_
 
 /* The plan a kernel walks for one pattern: what to load and multiply, in which order. It depends on
  * the kernel's `plan` and op and on the pattern alone. Built in host memory from host arrays (both
- * directions); for TS_CUDA the caller copies it to the device, aligned to 16 bytes. */
+ * directions); for TS_CUDA the caller copies it to the device, aligned to 16 bytes. TS_UNSUPPORTED: the
+ * weight has so many places for blocks, kept or not, that the builder would need more than 8 GiB. */
 TS_API ts_status_t ts_plan_size(const ts_pattern* pattern, int32_t kernel, int32_t op, size_t* bytes);
 TS_API ts_status_t ts_plan_build(const ts_pattern* pattern, int32_t kernel, int32_t op, void* plan,
                                  size_t bytes);
@@ -209,14 +219,17 @@ TS_API ts_status_t ts_plan_build(const ts_pattern* pattern, int32_t kernel, int3
 TS_API ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* desc, size_t* bytes);
 
 /* A number, never 0, that two plans have in common only if kernels can walk either of them: it follows from
- * the kernel's `plan`, op, and the sizes of the pattern. 0 for a kernel without a plan. */
+ * the kernel's `plan`, op, and the sizes of the pattern, whose arrays are not read. 0 for a kernel without a
+ * plan. ts_matmul_desc.plan_key is for it, and the plan holds it, too. */
 TS_API ts_status_t ts_plan_key(const ts_pattern* pattern, int32_t kernel, int32_t op, int64_t* key);
 
 /* Some kernels copy the values before every product into the order in which they multiply them. The caller
  * may keep that copy instead, while values and plan stay as they are: `packed` of the descriptor, in device
  * memory aligned to 256 bytes. ts_values_packed_size gives 0 for kernels that have no use for it; with
  * `packed` set (its address is not followed), ts_matmul_workspace_size counts no room for the copy.
- * ts_values_pack reads values, pattern, plan and kernel of the descriptor, no activations. */
+ * ts_values_pack reads values, pattern, plan and kernel of the descriptor, no activations, and does nothing
+ * where the size is 0. A copy serves the kernel it was made for alone: set desc.kernel for all of these
+ * calls. */
 TS_API ts_status_t ts_values_packed_size(const ts_matmul_desc* desc, size_t* bytes);
 TS_API ts_status_t ts_values_pack(const ts_matmul_desc* desc, void* packed, size_t packed_bytes,
                                   ts_stream_t stream);

@@ -170,7 +170,7 @@ class Dds {
     // Panels of a chunk of tokens stay in the cache while the values pass by. A wave of chunks is packed
     // and then computed in at least `units` units of work, if there are tokens enough.
     void choose_parts(int64_t units) {
-        const int64_t panel_bytes = depth_ * steps_.tile * steps_.packed_size;
+        const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
         chunk_ =
             std::clamp<int64_t>(cache_bytes() / panel_bytes, 1, kChunkTokens / steps_.tile) * steps_.tile;
         group_ = kGroup;
@@ -463,8 +463,15 @@ const char* refuses(const Problem&, const Device&) {
     return set.available() ? nullptr : set.missing;
 }
 
+// Whether a product writes nothing.
+bool is_empty(const Problem& problem) {
+    if (problem.op == Op::sdd_tn) return problem.pattern.nnz == 0;
+    return problem.tokens == 0 || problem.features() == 0;
+}
+
 template <const InstructionSet& set>
 size_t workspace_size(const Problem& problem, const Device& device) {
+    if (is_empty(problem)) return 0;
     const Steps& steps = set.steps[static_cast<int>(problem.dtype)];
     if (problem.op == Op::sdd_tn) return Sdd(steps, problem, device, nullptr).workspace_size();
     return Dds(steps, problem, device, nullptr).workspace_size();
@@ -472,6 +479,7 @@ size_t workspace_size(const Problem& problem, const Device& device) {
 
 template <const InstructionSet& set>
 int32_t launch(const Problem& problem, const Device& device, void* memory, void*) {
+    if (is_empty(problem)) return 0;
     const Steps& steps = set.steps[static_cast<int>(problem.dtype)];
     if (problem.op == Op::sdd_tn)
         Sdd(steps, problem, device, memory).run();

@@ -1,0 +1,497 @@
+// Hostile calls of the C interface: fuzz_abi [calls [seed]]. Every call begins with valid arguments, of which
+// some are then replaced: wild numbers, missing and misaligned memory, structures too short and too long,
+// broken patterns. Memory has exactly the size that the arguments claim, so that a sanitizer sees every
+// access beyond it; where they claim too much it is null. What must hold: the status is one that fits, with a
+// sentence if it is an error, and then no result was written.
+#include <stdlib.h>
+#include <tilesparse/tilesparse.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+namespace {
+
+__extension__ typedef __int128 wide;  // in which no size that is claimed overflows
+
+// ---- Numbers ----
+
+uint64_t state;
+
+uint64_t draw() {  // splitmix64
+    uint64_t z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+int64_t draw(int64_t least, int64_t most) {
+    return least + static_cast<int64_t>(draw() % static_cast<uint64_t>(most - least + 1));
+}
+bool chance(int percent) { return draw(1, 100) <= percent; }
+template <class T, size_t size>
+T one_of(const T (&values)[size]) {
+    return values[draw(0, size - 1)];
+}
+
+int64_t wild_number() {
+    static constexpr int64_t kValues[] = {0,
+                                          1,
+                                          -1,
+                                          2,
+                                          3,
+                                          4,
+                                          5,
+                                          7,
+                                          8,
+                                          15,
+                                          16,
+                                          17,
+                                          32,
+                                          48,
+                                          64,
+                                          100,
+                                          128,
+                                          256,
+                                          4096,
+                                          65535,
+                                          65536,
+                                          1 << 24,
+                                          INT32_MAX,
+                                          INT32_MIN,
+                                          1ll << 31,
+                                          1ll << 32,
+                                          1ll << 47,
+                                          1ll << 62,
+                                          INT64_MAX,
+                                          INT64_MIN,
+                                          INT32_MAX / 128 * 128ll};
+    return chance(80) ? one_of(kValues) : static_cast<int64_t>(draw());
+}
+
+// As good as endless for memory, and far from overflowing where it is multiplied.
+int64_t bounded(int64_t number) { return std::clamp<int64_t>(number, -(1ll << 40), 1ll << 40); }
+
+// ---- Memory ----
+
+constexpr unsigned char kUntouched = 0x5a;
+constexpr int64_t kMostBytes = 1 << 20;  // that are really given
+
+struct Block {
+    void* memory;
+    unsigned char* data;
+    size_t bytes;
+};
+std::vector<Block> blocks;  // freed after the call
+
+// So many bytes and not one more, `shift` bytes behind an aligned address; null where they are too many.
+unsigned char* take(wide bytes, size_t shift = 0) {
+    if (bytes < 0 || bytes > kMostBytes) return nullptr;
+    Block block{nullptr, nullptr, static_cast<size_t>(bytes)};
+    if (posix_memalign(&block.memory, 256, block.bytes + shift) != 0) abort();
+    block.data = static_cast<unsigned char*>(block.memory) + shift;
+    std::memset(block.data, kUntouched, block.bytes);
+    blocks.push_back(block);
+    return block.data;
+}
+
+// The same, now and then misaligned or missing.
+unsigned char* take_some(wide bytes) {
+    if (chance(3)) return nullptr;
+    static constexpr size_t kShifts[] = {1, 2, 4, 8, 16, 64};
+    return take(bytes, chance(4) ? one_of(kShifts) : 0);
+}
+
+// For what no call may follow.
+void* wild_address() {
+    static constexpr uintptr_t kAddresses[] = {
+        0, 1, 4, 16, 256, uintptr_t{1} << 40, UINTPTR_MAX - 255, UINTPTR_MAX};
+    return reinterpret_cast<void*>(one_of(kAddresses));
+}
+
+// Memory of `take` that is as it was then.
+bool is_untouched(const void* data) {
+    for (const Block& block : blocks)
+        if (block.data == data)
+            return std::all_of(block.data, block.data + block.bytes,
+                               [](unsigned char byte) { return byte == kUntouched; });
+    return data == nullptr;
+}
+
+// A structure as a caller of some version has it: of the size it says, or a size that is refused unread.
+template <class T>
+T* as_caller_has_it(T structure) {
+    static constexpr uint32_t kOdd[] = {0,   1,   4,   8,   87,  88,  92,  100, 103,
+                                        104, 120, 159, 160, 168, 176, 184, 208};
+    uint32_t size = sizeof(T);
+    if (chance(10)) size = one_of(kOdd);
+    if (chance(4)) size = sizeof(T) + static_cast<uint32_t>(draw(1, 100));
+    if (chance(2)) size = static_cast<uint32_t>(wild_number());
+    if (chance(1)) return nullptr;
+    structure.struct_size = size;
+    const size_t held = std::max<size_t>(std::min<size_t>(size, 8192), sizeof(uint32_t));
+    unsigned char* const data = take(held, chance(2) ? 4 : 0);
+    std::memset(data, 0, held);
+    std::memcpy(data, &structure, std::min(held, sizeof(T)));
+    if (held > sizeof(T) && chance(50)) data[draw(sizeof(T), static_cast<int64_t>(held) - 1)] = 1;
+    return reinterpret_cast<T*>(data);
+}
+
+// ---- Arguments ----
+
+struct Field {
+    size_t offset;
+    bool is_wide;
+};
+
+template <class T, size_t size>
+void spoil(T& structure, const Field (&fields)[size]) {
+    const Field field = one_of(fields);
+    const int64_t value = wild_number();
+    const auto narrow = static_cast<int32_t>(value);
+    auto* const target = reinterpret_cast<unsigned char*>(&structure) + field.offset;
+    if (field.is_wide)
+        std::memcpy(target, &value, sizeof value);
+    else
+        std::memcpy(target, &narrow, sizeof narrow);
+}
+
+#define NARROW(type, field) {offsetof(type, field), false}
+#define WIDE(type, field) {offsetof(type, field), true}
+
+constexpr Field kPatternFields[] = {NARROW(ts_pattern, block_rows), NARROW(ts_pattern, block_cols),
+                                    NARROW(ts_pattern, reserved),   WIDE(ts_pattern, out_features),
+                                    WIDE(ts_pattern, in_features),  WIDE(ts_pattern, nnz)};
+
+constexpr Field kDescFields[] = {
+    NARROW(ts_matmul_desc, op),           NARROW(ts_matmul_desc, dtype),
+    NARROW(ts_matmul_desc, device),       NARROW(ts_matmul_desc, storage),
+    NARROW(ts_matmul_desc, activation),   NARROW(ts_matmul_desc, precision),
+    NARROW(ts_matmul_desc, accumulate),   NARROW(ts_matmul_desc, kernel),
+    NARROW(ts_matmul_desc, reserved),     NARROW(ts_matmul_desc, x.layout),
+    NARROW(ts_matmul_desc, x.reserved),   NARROW(ts_matmul_desc, y.layout),
+    NARROW(ts_matmul_desc, y.reserved),   NARROW(ts_matmul_desc, residual.layout),
+    NARROW(ts_matmul_desc, values_dtype), NARROW(ts_matmul_desc, result_dtype),
+    NARROW(ts_matmul_desc, policy),       NARROW(ts_matmul_desc, reserved2),
+    WIDE(ts_matmul_desc, tokens),         WIDE(ts_matmul_desc, x.ld),
+    WIDE(ts_matmul_desc, y.ld),           WIDE(ts_matmul_desc, residual.ld),
+    WIDE(ts_matmul_desc, plan_key),       WIDE(ts_matmul_desc, plan_bytes),
+    WIDE(ts_matmul_desc, packed_bytes),   WIDE(ts_matmul_desc, values_aux)};
+
+constexpr Field kDeviceFields[] = {NARROW(ts_device_info, device), NARROW(ts_device_info, compute_capability),
+                                   NARROW(ts_device_info, multiprocessors),
+                                   NARROW(ts_device_info, shared_memory), NARROW(ts_device_info, reserved)};
+
+// An array of the size that the arguments claim, which begins with what a valid one has.
+const int32_t* array(const std::vector<int32_t>& valid, wide size) {
+    auto* const data = reinterpret_cast<int32_t*>(take_some(size * 4));
+    if (data == nullptr || reinterpret_cast<uintptr_t>(data) % 4 != 0) return data;
+    for (int64_t i = 0; i < static_cast<int64_t>(size); ++i)
+        data[i] = i < static_cast<int64_t>(valid.size()) ? valid[i] : static_cast<int32_t>(wild_number());
+    if (size > 0 && chance(3))
+        data[draw(0, static_cast<int64_t>(size) - 1)] = static_cast<int32_t>(wild_number());
+    return data;
+}
+
+ts_pattern some_pattern() {
+    static constexpr int32_t kBlocks[] = {16, 16, 32, 64, 128};
+    ts_pattern pattern{};
+    pattern.struct_size = sizeof pattern;
+    pattern.block_rows = one_of(kBlocks);
+    pattern.block_cols = chance(50) ? pattern.block_rows : one_of(kBlocks);
+    const int64_t rows = draw(0, 6), cols = draw(0, 6);
+    const int density = static_cast<int>(draw(0, 100));
+    std::vector<int32_t> ptr{0}, idx, col_ptr{0}, row_idx, col_slot;
+    for (int64_t row = 0; row < rows; ++row) {
+        for (int32_t col = 0; col < cols; ++col)
+            if (chance(density)) idx.push_back(col);
+        ptr.push_back(static_cast<int32_t>(idx.size()));
+    }
+    std::vector<int32_t> slot(idx.size());
+    std::iota(slot.begin(), slot.end(), 0);
+    for (size_t i = slot.size(); i > 1; --i)
+        std::swap(slot[i - 1], slot[draw(0, static_cast<int64_t>(i) - 1)]);
+    for (int32_t col = 0; col < cols; ++col) {
+        for (int32_t row = 0; row < rows; ++row)
+            for (int32_t e = ptr[row]; e < ptr[row + 1]; ++e)
+                if (idx[e] == col) row_idx.push_back(row), col_slot.push_back(slot[e]);
+        col_ptr.push_back(static_cast<int32_t>(row_idx.size()));
+    }
+    pattern.out_features = rows * pattern.block_rows;
+    pattern.in_features = cols * pattern.block_cols;
+    pattern.nnz = static_cast<int64_t>(idx.size());
+    while (chance(15)) spoil(pattern, kPatternFields);
+    const wide claimed_rows = pattern.out_features / std::max(pattern.block_rows, 1);
+    const wide claimed_cols = pattern.in_features / std::max(pattern.block_cols, 1);
+    pattern.row_ptr = array(ptr, claimed_rows + 1);
+    pattern.col_idx = array(idx, pattern.nnz);
+    pattern.row_slot = array(slot, pattern.nnz);
+    pattern.col_ptr = array(col_ptr, claimed_cols + 1);
+    pattern.row_idx = array(row_idx, pattern.nnz);
+    pattern.col_slot = array(col_slot, pattern.nnz);
+    if (chance(10)) pattern.col_ptr = nullptr;
+    return pattern;
+}
+
+int64_t most_bytes(const ts_matmul_desc& desc) {  // of an element of any operand
+    const auto size = [](int32_t dtype) { return dtype == TS_FLOAT64 ? 8 : dtype == TS_FLOAT32 ? 4 : 2; };
+    int64_t most = size(desc.dtype);
+    if (desc.values_dtype > 0) most = std::max<int64_t>(most, size(desc.values_dtype - 1));
+    if (desc.result_dtype > 0) most = std::max<int64_t>(most, size(desc.result_dtype - 1));
+    return most;
+}
+
+void place(ts_matrix& matrix, const ts_matmul_desc& desc, int64_t features) {
+    const bool row_major = matrix.layout == TS_ROW_MAJOR;
+    const int64_t tokens = bounded(desc.tokens);
+    const wide lines = row_major ? tokens : bounded(features), line = row_major ? bounded(features) : tokens;
+    const wide elements = lines <= 0 || line <= 0 ? 0 : (lines - 1) * bounded(matrix.ld) + line;
+    matrix.data = take_some(elements * most_bytes(desc));
+}
+
+// Where the pattern's structure may be read, its memory is there; `followed`: that of the operands, too.
+ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
+    ts_matmul_desc desc{};
+    desc.struct_size = sizeof desc;
+    desc.op = static_cast<int32_t>(draw(0, 2));
+    desc.dtype = static_cast<int32_t>(draw(0, 3));
+    desc.device = chance(followed ? 95 : 40) ? TS_CPU : TS_CUDA;
+    desc.tokens = draw(0, 40);
+    desc.x.layout = static_cast<int32_t>(draw(0, 1));
+    desc.y.layout = desc.residual.layout = static_cast<int32_t>(draw(0, 1));
+    if (desc.op == TS_DDS_NT) desc.activation = static_cast<int32_t>(draw(0, 3));
+    if (desc.op == TS_SDD_TN) desc.accumulate = static_cast<int32_t>(draw(0, 1));
+    if (chance(10)) desc.kernel = static_cast<int32_t>(draw(0, ts_kernel_count() + 1));
+    const auto line = [&](int32_t layout, int64_t features) {
+        return bounded(layout == TS_ROW_MAJOR ? features : desc.tokens) + 8 * draw(0, 2);
+    };
+    desc.x.ld = line(desc.x.layout, pattern.in_features);
+    desc.y.ld = line(desc.y.layout, pattern.out_features);
+    desc.residual.ld = line(desc.residual.layout, pattern.out_features);
+    while (chance(35)) spoil(desc, kDescFields);
+    desc.plan = chance(80) ? nullptr : wild_address();
+    desc.packed = chance(80) ? nullptr : wild_address();
+    const bool has_bias = chance(30) && desc.op == TS_DDS_NT,
+               has_residual = chance(30) && desc.op == TS_DDS_NT;
+    if (!followed) {
+        for (void** operand : {&desc.x.data, &desc.y.data, &desc.values}) *operand = wild_address();
+        if (has_bias) desc.bias = wild_address();
+        if (has_residual) desc.residual.data = wild_address();
+        return desc;
+    }
+    place(desc.x, desc, pattern.in_features);
+    place(desc.y, desc, pattern.out_features);
+    if (has_residual) place(desc.residual, desc, pattern.out_features);
+    if (has_bias) desc.bias = take_some(wide(bounded(pattern.out_features)) * most_bytes(desc));
+    desc.values =
+        take_some(wide(bounded(pattern.nnz)) * pattern.block_rows * pattern.block_cols * most_bytes(desc));
+    return desc;
+}
+
+ts_device_info some_device() {
+    static constexpr int32_t kCapabilities[] = {75, 80, 86, 89, 90, 100, 120};
+    ts_device_info device{};
+    device.struct_size = sizeof device;
+    device.device = chance(30) ? TS_CPU : TS_CUDA;
+    device.multiprocessors = static_cast<int32_t>(draw(1, 200));
+    if (device.device == TS_CUDA) {
+        device.compute_capability = one_of(kCapabilities);
+        device.shared_memory = static_cast<int32_t>(draw(0, 232448));
+    }
+    while (chance(25)) spoil(device, kDeviceFields);
+    return device;
+}
+
+int32_t some_kernel() {
+    return static_cast<int32_t>(chance(95) ? draw(0, ts_kernel_count() - 1) : wild_number());
+}
+int32_t some_op() { return static_cast<int32_t>(chance(95) ? draw(0, 2) : wild_number()); }
+
+// ---- What must hold ----
+
+bool has_gpu() {
+    ts_device_info info{};
+    info.struct_size = sizeof info;
+    return ts_device_get(TS_CUDA, -1, &info) == TS_SUCCESS;
+}
+
+// The name of the call that broke a rule, or null.
+const char* broken = nullptr;
+
+void check(const char* call, bool holds) {
+    if (!holds) broken = call;
+}
+
+bool check_status(const char* call, ts_status_t status) {
+    check(call, status >= TS_SUCCESS && status <= TS_OUT_OF_MEMORY && status != TS_CUDA_ERROR);
+    check(call, status == TS_SUCCESS || ts_last_error()[0] != '\0');
+    return status == TS_SUCCESS;
+}
+
+// A result of that many bytes is written by a call that succeeds and by no other.
+struct Result {
+    explicit Result(size_t size) : data(take_some(size)) {}
+    template <class T>
+    T* as() const {
+        return reinterpret_cast<T*>(data);
+    }
+    void check_untouched(const char* call, bool succeeded) const {
+        check(call, succeeded || is_untouched(data));
+    }
+    unsigned char* data;
+};
+
+// ---- Calls ----
+
+void call_get() {
+    // Longer ones are filled up with zeros, so that all of it must be there.
+    ts_kernel_info* const kernel = as_caller_has_it(ts_kernel_info{});
+    check_status("ts_kernel_get", ts_kernel_get(some_kernel(), kernel));
+    ts_device_info* const device = as_caller_has_it(ts_device_info{});
+    const auto ordinal = static_cast<int32_t>(chance(50) ? -1 : wild_number());
+    check_status("ts_device_get", ts_device_get(static_cast<int32_t>(draw(-1, 2)), ordinal, device));
+    check("ts_status_string", ts_status_string(static_cast<int32_t>(wild_number())) != nullptr);
+}
+
+void call_pattern() {
+    const ts_pattern pattern = some_pattern();
+    check_status("ts_pattern_validate", ts_pattern_validate(as_caller_has_it(pattern)));
+    const wide cols = pattern.in_features / std::max(pattern.block_cols, 1), nnz = pattern.nnz;
+    auto* const col_ptr = reinterpret_cast<int32_t*>(take_some((cols + 1) * 4));
+    auto* row_idx = reinterpret_cast<int32_t*>(take_some(nnz * 4));
+    auto* const col_slot = reinterpret_cast<int32_t*>(take_some(nnz * 4));
+    if (chance(5)) row_idx = const_cast<int32_t*>(pattern.col_idx);
+    const bool done = check_status(
+        "ts_pattern_transpose", ts_pattern_transpose(as_caller_has_it(pattern), col_ptr, row_idx, col_slot));
+    check("ts_pattern_transpose", done || is_untouched(col_slot));
+}
+
+void call_select() {
+    const ts_pattern pattern = some_pattern();
+    ts_matmul_desc desc = some_product(pattern, false);
+    desc.pattern = as_caller_has_it(pattern);
+    const Result kernel(4), reason(256);
+    const size_t reason_bytes = chance(80) ? 256 : static_cast<size_t>(draw(0, 4));
+    ts_device_info device = some_device();
+    if (chance(80)) desc.device = device.device;
+    const bool done = check_status("ts_matmul_select",
+                                   ts_matmul_select(as_caller_has_it(desc), as_caller_has_it(device),
+                                                    kernel.as<int32_t>(), reason.as<char>(), reason_bytes));
+    kernel.check_untouched("ts_matmul_select", done);
+    reason.check_untouched("ts_matmul_select", done);
+}
+
+void call_sizes() {
+    const ts_pattern pattern = some_pattern();
+    ts_matmul_desc desc = some_product(pattern, false);
+    desc.pattern = as_caller_has_it(pattern);
+    const Result workspace(8), packed(8);
+    workspace.check_untouched(
+        "ts_matmul_workspace_size",
+        check_status("ts_matmul_workspace_size",
+                     ts_matmul_workspace_size(as_caller_has_it(desc), workspace.as<size_t>())));
+    packed.check_untouched("ts_values_packed_size",
+                           check_status("ts_values_packed_size",
+                                        ts_values_packed_size(as_caller_has_it(desc), packed.as<size_t>())));
+}
+
+void call_plan() {
+    const ts_pattern pattern = some_pattern();
+    const int32_t kernel = some_kernel(), op = some_op();
+    const Result key(8), needed(8);
+    key.check_untouched(
+        "ts_plan_key",
+        check_status("ts_plan_key", ts_plan_key(as_caller_has_it(pattern), kernel, op, key.as<int64_t>())));
+    size_t bytes = 0;
+    check_status("ts_plan_size", ts_plan_size(as_caller_has_it(pattern), kernel, op, &bytes));
+    needed.check_untouched("ts_plan_size",
+                           check_status("ts_plan_size", ts_plan_size(as_caller_has_it(pattern), kernel, op,
+                                                                     needed.as<size_t>())));
+    if (chance(10)) bytes = static_cast<size_t>(draw(0, 256));
+    const Result plan(bytes);
+    plan.check_untouched("ts_plan_build",
+                         check_status("ts_plan_build", ts_plan_build(as_caller_has_it(pattern), kernel, op,
+                                                                     plan.data, bytes)));
+}
+
+// Host memory, which the functions that work on the GPU refuse.
+void call_device_plan() {
+    const ts_pattern pattern = some_pattern();
+    const int32_t kernel = some_kernel(), op = some_op();
+    const Result plan_bytes(8), workspace_bytes(8);
+    const bool sized = check_status(
+        "ts_plan_device_size", ts_plan_device_size(as_caller_has_it(pattern), kernel, op,
+                                                   plan_bytes.as<size_t>(), workspace_bytes.as<size_t>()));
+    plan_bytes.check_untouched("ts_plan_device_size", sized);
+    const Result memory(4096);
+    const auto claimed = static_cast<size_t>(wild_number());
+    check_status("ts_plan_device_build",
+                 ts_plan_device_build(as_caller_has_it(pattern), kernel, op, memory.data, claimed,
+                                      memory.data, claimed, nullptr));
+    check_status("ts_pattern_device_transpose_size",
+                 ts_pattern_device_transpose_size(as_caller_has_it(pattern), workspace_bytes.as<size_t>()));
+    auto* const array = memory.as<int32_t>();
+    const bool transposed = check_status("ts_pattern_device_transpose",
+                                         ts_pattern_device_transpose(as_caller_has_it(pattern), array, array,
+                                                                     array, memory.data, claimed, nullptr));
+    memory.check_untouched("functions of the device", false);
+    check("ts_pattern_device_transpose", !transposed);
+}
+
+void call_matmul(bool with_gpu) {
+    const ts_pattern pattern = some_pattern();
+    ts_matmul_desc desc = some_product(pattern, true);
+    if (with_gpu && desc.device == TS_CUDA) return;  // to which this memory would be wild
+    desc.pattern = as_caller_has_it(pattern);
+    const ts_matmul_desc* const given = as_caller_has_it(desc);
+    size_t bytes = 0;
+    check_status("ts_matmul_workspace_size", ts_matmul_workspace_size(given, &bytes));
+    if (chance(5)) bytes = static_cast<size_t>(draw(0, 4096));
+    const Result workspace(bytes);
+    const bool done = check_status("ts_matmul", ts_matmul(given, workspace.data, bytes, nullptr));
+    workspace.check_untouched("ts_matmul", done);
+    for (const void* operand : {desc.x.data, desc.y.data, desc.values})
+        check("ts_matmul", done || is_untouched(operand));
+    check_status("ts_values_pack", ts_values_pack(given, workspace.data, bytes, nullptr));
+}
+
+void call_any(bool with_gpu) {
+    switch (draw(0, 9)) {
+        case 0:
+            return call_get();
+        case 1:
+            return call_pattern();
+        case 2:
+            return call_select();
+        case 3:
+            return call_sizes();
+        case 4:
+        case 5:
+            return call_plan();
+        case 6:
+            return call_device_plan();
+        default:
+            return call_matmul(with_gpu);
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const long calls = argc > 1 ? strtol(argv[1], nullptr, 10) : 10000;
+    const unsigned long long seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1;
+    const bool with_gpu = has_gpu();
+    for (long i = 0; i < calls && broken == nullptr; ++i) {
+        // Of itself alone, so that `fuzz_abi 1 seed` repeats a call by the number that is printed.
+        state = (seed + static_cast<uint64_t>(i)) * 0x2545f4914f6cdd1du;
+        call_any(with_gpu);
+        if (broken != nullptr)
+            std::printf("%s, seed %llu: %s\n", broken, seed + static_cast<uint64_t>(i), ts_last_error());
+        for (const Block& block : blocks) free(block.memory);
+        blocks.clear();
+    }
+    return broken == nullptr ? 0 : 1;
+}
