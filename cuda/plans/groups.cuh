@@ -137,7 +137,7 @@ class Grouping {
 
     static int group_count(int rows, int size) { return (rows + size - 1) / size; }
 
-    void build(void* stream) {
+    void build(Stream& stream) {
         groups_ = buffers_[0];
         groups_.size = 1;
         groups_.rows = nullptr;
@@ -152,10 +152,10 @@ class Grouping {
     const int2* pairs() const { return pairs_; }
 
   private:
-    void pair_up(float density, void* stream) {
+    void pair_up(float density, Stream& stream) {
         const int count = groups_.sets.count;
         const Fit fit{density, halves_ && 2 * groups_.size == size_ ? 0.5f : 0.0f};
-        cudaMemsetAsync(named_[0], 0xff, count * sizeof(int), static_cast<cudaStream_t>(stream));
+        fill(named_[0], 0xff, count * sizeof(int), stream);
         int rounds = 4;
         for (int n = count; n > 1; n = (n + 1) / 2) rounds += 2;
         for (int round = 0; round < rounds; ++round)
