@@ -120,9 +120,9 @@ class DecodeLoader {
         const int from = entry_ + j - batch_;
         const int64_t col = __shfl_sync(~0u, current_.x, from), slot = __shfl_sync(~0u, current_.y, from);
         const int bytes = entry_ + j < last_entry_ ? 16 : 0;
+        weight_.copy(stage_, j, slot, k, bytes);
         const char* x = input_ + ((col << arguments_.k_shift) + k) * kElement;
         const uint32_t target = stage_ + Traits::Weight::kBytes + j * Traits::kTokens * Lines::kBytes;
-        weight_.copy(stage_, j, slot, k, bytes);
 #pragma unroll
         for (int i = 0; i < (Traits::kTokens + kCopyLines - 1) / kCopyLines; ++i)
             copy_async_if(line_ + i * kCopyLines < tokens_, (target ^ Lines::swap(i)) + i * Lines::kCopyBytes,
@@ -147,7 +147,6 @@ class DecodeLoader {
     int2 current_, next_;
     const char* input_;
     uint32_t stage_, first_stage_;  // where the thread's chunk of the first of its lines of tokens goes
-    const typename Traits::Weight::template Loader<32 * Traits::kTeam> weight_;
 };
 
 // Reads a warp's fragments of the tokens of a stage, 16 of k at a time.
