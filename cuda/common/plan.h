@@ -60,7 +60,8 @@ struct PlanHeader {
 };
 static_assert(sizeof(PlanHeader) == 64);
 
-// A number, never 0, that plans share only if a kernel that can walk the one can walk the other (FNV-1a).
+// A number, never 0, that plans share only if a kernel that can walk the one can walk the other. It is worked
+// out in every launch.
 inline int32_t plan_key(const Pattern& pattern, Op op, const PlanShape& shape) {
     const int64_t parts[] = {static_cast<int64_t>(op),
                              shape.tile,
@@ -72,11 +73,13 @@ inline int32_t plan_key(const Pattern& pattern, Op op, const PlanShape& shape) {
                              pattern.out_features,
                              pattern.in_features,
                              pattern.nnz};
-    uint32_t hash = 2166136261u;
-    for (const int64_t part : parts)
-        for (int shift = 0; shift < 64; shift += 8)
-            hash = (hash ^ (static_cast<uint64_t>(part) >> shift & 0xff)) * 16777619u;
-    return hash == 0 ? 1 : static_cast<int32_t>(hash);
+    uint64_t hash = 0;
+    for (const int64_t part : parts) {
+        hash = (hash ^ static_cast<uint64_t>(part)) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 32;
+    }
+    const auto key = static_cast<int32_t>(hash);
+    return key == 0 ? 1 : key;
 }
 
 }  // namespace ts

@@ -131,21 +131,21 @@ static __global__ void __launch_bounds__(1024)
 
 class AlignedBuilder {
   public:
-    AlignedBuilder(Arena& arena, const View& view, PlanShape shape)
+    AlignedBuilder(Arena& arena, const View& view, PlanShape shape, int32_t key)
         : view_(view),
           shape_(shape_of(view, shape)),
           grouping_(arena, view, shape_.groups, false),
           costs_(arena.take<int2>(shape_.tiles)) {
         const int64_t steps = shape_.most_steps, starts = steps * shape.ranks;
-        header_ = lay_out({int64_t{2} * shape_.tiles, int64_t{shape_.tiles} * shape_.groups,
-                           2 * steps * (shape.tile / 64), steps, view.nnz, starts + 1});
+        header_ = lay_out(key, {int64_t{2} * shape_.tiles, int64_t{shape_.tiles} * shape_.groups,
+                                2 * steps * (shape.tile / 64), steps, view.nnz, starts + 1});
         header_.tiles = shape_.tiles;
         header_.groups = shape_.groups;
     }
 
     int64_t words() const { return header_.words; }
 
-    void build(void* plan, void* stream) {
+    void build(void* plan, Stream& stream) {
         grouping_.build(stream);
         const Groups& tiles = grouping_.groups();
         int* const words = static_cast<int*>(plan);
@@ -153,7 +153,7 @@ class AlignedBuilder {
         const int most_starts = shape_.most_steps * shape_.ranks;
         const Sections sections{header_, words};
         // Of steps that there could be but are not, zeros are summed up.
-        cudaMemsetAsync(starts, 0, most_starts * sizeof(int), static_cast<cudaStream_t>(stream));
+        fill(starts, 0, most_starts * sizeof(int), stream);
         launch(count_aligned_steps, shape_.tiles, 128, stream, view_, tiles.sets, tiles.rows, shape_, costs_);
         launch(write_aligned_tiles, int64_t{1024} * shape_.tiles, 1024, stream, view_, shape_, tiles.sets,
                tiles.rows, costs_, sections);

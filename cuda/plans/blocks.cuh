@@ -150,7 +150,7 @@ static __global__ void write_block_tiles(View view, const BlockTile* tiles, cons
 
 class BlockBuilder {
   public:
-    BlockBuilder(Arena& arena, const View& view, const Pattern& pattern)
+    BlockBuilder(Arena& arena, const View& view, const Pattern& pattern, int32_t key)
         : view_(view),
           by_column_(pattern.out_features < pattern.in_features),
           rows_{nullptr, view.rows, (view.cols + 31) / 32},
@@ -167,14 +167,14 @@ class BlockBuilder {
         tiles_ = arena.take<BlockTile>(most);
         singles_ = arena.take<BlockTile>(lists_);
         const int units = 2 * kStripWindow / kStripFeatures;
-        header_ = lay_out({4 * most, 0, 0, most * units, most * units});
+        header_ = lay_out(key, {4 * most, 0, 0, most * units, most * units});
         header_.groups = 1;
         header_.pieces = units;
     }
 
     int64_t words() const { return header_.words; }
 
-    void build(void* plan, void* stream) {
+    void build(void* plan, Stream& stream) {
         launch(fill_sets, rows_.size(), 256, stream, view_, rows_, Elements{});
         if (by_column_)
             launch(transpose_sets, int64_t{32} * rows_.width * columns_.width, 256, stream, rows_, columns_);

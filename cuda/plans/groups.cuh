@@ -28,10 +28,25 @@ __device__ inline bool is_paired(const int* named, int set) {
     return other >= 0 && named[other] == set;
 }
 
+// How well two sets fit, as a number that says which is the other. Of equally good ones a set takes the one
+// with the nearest number: neighbours of an ordered pattern.
+__device__ inline uint64_t offer(const Sets& sets, const int* counts, const Fit& fit, int own, int other) {
+    int common = 0;
+    for (int w = 0; w < sets.width; ++w) common += __popc(sets.word(own, w) & sets.word(other, w));
+    const uint64_t value = uint64_t{fit(common, counts[own], counts[other])} << 32;
+    return value | ~static_cast<uint32_t>(own ^ other);
+}
+
+// Of the offers of a warp's lanes, 0 where there is none: the set that made the best, or -1.
+__device__ inline int best_of(uint64_t best, int own) {
+    for (int distance = 16; distance > 0; distance /= 2)
+        best = max(best, __shfl_xor_sync(~0u, best, distance));
+    return best == 0 ? -1 : own ^ static_cast<int>(~static_cast<uint32_t>(best));
+}
+
 constexpr int kMatchWarps = 8;
 
-// One warp for each set. Of equally good ones a set takes the one with the nearest number: neighbours of an
-// ordered pattern.
+// One round. One warp for each set.
 static __global__ void __launch_bounds__(32 * kMatchWarps)
     name_partners(Sets sets, const int* __restrict__ counts, Fit fit, const int* __restrict__ before,
                   int* __restrict__ after) {
@@ -51,18 +66,49 @@ static __global__ void __launch_bounds__(32 * kMatchWarps)
         __syncthreads();
         for (int i = lane; searches && i < free_count; i += 32) {
             const int other = free_sets[i];
-            if (other == own) continue;
-            int common = 0;
-            for (int w = 0; w < sets.width; ++w) common += __popc(sets.word(own, w) & sets.word(other, w));
-            const uint64_t value = uint64_t{fit(common, counts[own], counts[other])} << 32;
-            best = max(best, value | ~static_cast<uint32_t>(own ^ other));
+            if (other != own) best = max(best, offer(sets, counts, fit, own, other));
         }
         __syncthreads();
     }
-    for (int distance = 16; distance > 0; distance /= 2)
-        best = max(best, __shfl_xor_sync(~0u, best, distance));
-    if (searches && lane == 0)
-        after[own] = best == 0 ? -1 : own ^ static_cast<int>(~static_cast<uint32_t>(best));
+    const int partner = best_of(best, own);
+    if (searches && lane == 0) after[own] = partner;
+}
+
+// Whether one block compares sets sooner than the rounds can be launched: it reads all words of each pair.
+constexpr int kFewSets = 256;
+inline bool are_few(const Sets& sets) {
+    constexpr int64_t kFewWords = 1 << 18;
+    return sets.count <= kFewSets && int64_t{sets.count} * sets.count * sets.width <= kFewWords;
+}
+
+// All rounds of few sets. One block.
+static __global__ void __launch_bounds__(1024)
+    name_partners_of_few(Sets sets, const int* __restrict__ counts, Fit fit, int rounds, int* named) {
+    __shared__ int places[2][kFewSets];
+    const int lane = threadIdx.x % 32;
+    int *before = places[0], *after = places[1];
+    for (int i = threadIdx.x; i < sets.count; i += blockDim.x) before[i] = -1;
+    __syncthreads();
+    for (int round = 0; round < rounds; ++round) {
+        bool searches = false;
+        for (int own = threadIdx.x / 32; own < sets.count; own += blockDim.x / 32) {
+            int partner = before[own];
+            if (!is_paired(before, own)) {
+                searches = true;
+                uint64_t best = 0;
+                for (int i = lane; i < sets.count; i += 32)
+                    if (i != own && !is_paired(before, i)) best = max(best, offer(sets, counts, fit, own, i));
+                partner = best_of(best, own);
+            }
+            if (lane == 0) after[own] = partner;
+        }
+        const bool goes_on = __syncthreads_or(searches);
+        int* const read = before;
+        before = after;
+        after = read;
+        if (!goes_on) break;
+    }
+    for (int i = threadIdx.x; i < sets.count; i += blockDim.x) named[i] = before[i];
 }
 
 // pairs: first and second set of each, the second -1 where there is none. One block.
@@ -137,7 +183,7 @@ class Grouping {
 
     static int group_count(int rows, int size) { return (rows + size - 1) / size; }
 
-    void build(void* stream) {
+    void build(Stream& stream) {
         groups_ = buffers_[0];
         groups_.size = 1;
         groups_.rows = nullptr;
@@ -152,16 +198,21 @@ class Grouping {
     const int2* pairs() const { return pairs_; }
 
   private:
-    void pair_up(float density, void* stream) {
+    void pair_up(float density, Stream& stream) {
         const int count = groups_.sets.count;
         const Fit fit{density, halves_ && 2 * groups_.size == size_ ? 0.5f : 0.0f};
-        cudaMemsetAsync(named_[0], 0xff, count * sizeof(int), static_cast<cudaStream_t>(stream));
         int rounds = 4;
         for (int n = count; n > 1; n = (n + 1) / 2) rounds += 2;
-        for (int round = 0; round < rounds; ++round)
-            launch(name_partners, int64_t{32} * count, 32 * kMatchWarps, stream, groups_.sets, groups_.counts,
-                   fit, named_[round % 2], named_[(round + 1) % 2]);
-        launch(list_pairs, 0, 1024, stream, named_[rounds % 2], count, left_over_, pairs_);
+        int* const named = named_[rounds % 2];
+        if (are_few(groups_.sets)) {
+            launch(name_partners_of_few, 0, 1024, stream, groups_.sets, groups_.counts, fit, rounds, named);
+        } else {
+            fill(named_[0], 0xff, count * sizeof(int), stream);
+            for (int round = 0; round < rounds; ++round)
+                launch(name_partners, int64_t{32} * count, 32 * kMatchWarps, stream, groups_.sets,
+                       groups_.counts, fit, named_[round % 2], named_[(round + 1) % 2]);
+        }
+        launch(list_pairs, 0, 1024, stream, named, count, left_over_, pairs_);
         before_ = groups_;
         Groups& to = buffers_[groups_.sets.words == buffers_[0].sets.words ? 1 : 0];
         groups_ = {

@@ -21,17 +21,18 @@ View view_of(const Pattern& pattern, Op op) {
 template <class Visit>
 void with_builder(Arena& arena, const Pattern& pattern, Op op, PlanShape shape, Visit visit) {
     const View view = view_of(pattern, op);
+    const int32_t key = plan_key(pattern, op, shape);
     if (shape.kind == PlanKind::aligned) {
-        AlignedBuilder builder(arena, view, shape);
+        AlignedBuilder builder(arena, view, shape, key);
         visit(builder);
     } else if (shape.kind == PlanKind::strips && are_wide_blocks(pattern)) {
-        BlockBuilder builder(arena, view, pattern);
+        BlockBuilder builder(arena, view, pattern, key);
         visit(builder);
     } else if (shape.kind == PlanKind::strips) {
-        StripBuilder builder(arena, view, pattern);
+        StripBuilder builder(arena, view, pattern, key);
         visit(builder);
     } else {
-        TileBuilder builder(arena, view, shape, op == Op::sdd_tn);
+        TileBuilder builder(arena, view, shape, op == Op::sdd_tn, key);
         visit(builder);
     }
 }
@@ -47,8 +48,9 @@ Bytes bytes_of(const Pattern& pattern, Op op, PlanShape shape) {
 
 int32_t build(const Pattern& pattern, Op op, PlanShape shape, void* plan, void* workspace, void* stream) {
     Arena arena(workspace);
-    with_builder(arena, pattern, op, shape, [&](auto& builder) { builder.build(plan, stream); });
-    return cudaGetLastError();
+    Stream enqueued{static_cast<cudaStream_t>(stream)};
+    with_builder(arena, pattern, op, shape, [&](auto& builder) { builder.build(plan, enqueued); });
+    return enqueued.error;
 }
 
 size_t transpose_workspace(const Pattern& pattern) {
@@ -60,16 +62,14 @@ size_t transpose_workspace(const Pattern& pattern) {
 int32_t transpose(const Pattern& pattern, int32_t* col_ptr, int32_t* row_idx, int32_t* col_slot,
                   void* workspace, void* stream) {
     Arena arena(workspace);
-    Transposer(arena, view_of(pattern, Op::dds_nt)).run(col_ptr, row_idx, col_slot, stream);
-    return cudaGetLastError();
+    Stream enqueued{static_cast<cudaStream_t>(stream)};
+    Transposer(arena, view_of(pattern, Op::dds_nt)).run(col_ptr, row_idx, col_slot, enqueued);
+    return enqueued.error;
 }
 
 bool is_on_device(const void* address) {
     cudaPointerAttributes attributes{};
-    if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
-        cudaGetLastError();
-        return false;
-    }
+    if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) return false;
     return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
 }
 

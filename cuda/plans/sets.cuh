@@ -157,8 +157,9 @@ static __global__ void __launch_bounds__(1024) scan_counts(int* counts, int size
 }
 
 // Where the sections of a plan lie, by their largest sizes in int32.
-inline PlanHeader lay_out(const std::array<int64_t, 6>& sizes) {
+inline PlanHeader lay_out(int32_t key, const std::array<int64_t, 6>& sizes) {
     PlanHeader header{};
+    header.key = key;
     int32_t* const offsets[] = {&header.tiles_at, &header.rows_at,  &header.masks_at,
                                 &header.k_at,     &header.slots_at, &header.starts_at};
     int64_t at = sizeof(PlanHeader) / sizeof(int32_t);
@@ -201,11 +202,30 @@ class Arena {
     size_t used_ = 0;
 };
 
+// What is enqueued one after another, up to the first error.
+struct Stream {
+    cudaStream_t handle;
+    cudaError_t error = cudaSuccess;
+};
+
+template <class T>
+struct Same {
+    using Type = T;
+};
+
 // A kernel of at least `threads` threads in all, which it checks for itself.
-template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t threads, int block, void* stream, Arguments... arguments) {
+template <class... Parameters>
+void launch(void (*kernel)(Parameters...), int64_t threads, int block, Stream& stream,
+            typename Same<Parameters>::Type... arguments) {
+    if (stream.error != cudaSuccess) return;
     const int64_t blocks = threads == 0 ? 1 : (threads + block - 1) / block;
-    kernel<<<static_cast<unsigned>(blocks), block, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
+    void* parameters[] = {&arguments...};
+    stream.error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(blocks),
+                                    block, parameters, 0, stream.handle);
+}
+
+inline void fill(void* memory, int byte, size_t bytes, Stream& stream) {
+    if (stream.error == cudaSuccess) stream.error = cudaMemsetAsync(memory, byte, bytes, stream.handle);
 }
 
 }  // namespace ts::plans

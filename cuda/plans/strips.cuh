@@ -246,7 +246,7 @@ static __global__ void __launch_bounds__(128)
 
 class StripBuilder {
   public:
-    StripBuilder(Arena& arena, const View& view, const Pattern& pattern)
+    StripBuilder(Arena& arena, const View& view, const Pattern& pattern, int32_t key)
         : view_(view), shape_(shape_of(view, pattern)) {
         const int64_t units = (int64_t{view.cols} * view.col_block - 1) / shape_.unit + 1;
         const int64_t in_row = units / (shape_.row_strips > 1 ? shape_.window : 2 * shape_.window) + 1;
@@ -262,14 +262,15 @@ class StripBuilder {
         const int64_t blocks = view.nnz * elements().parts, all = std::min(blocks, shape_.rows * units);
         const int64_t full = all / (shape_.row_strips > 1 ? shape_.window : 2 * shape_.window);
         const int64_t most = full + std::min<int64_t>(shape_.rows, all), room = 2 * shape_.window;
-        header_ = lay_out({4 * most, 0, 0, most * room, most * room * shape_.row_parts * shape_.col_parts});
+        header_ =
+            lay_out(key, {4 * most, 0, 0, most * room, most * room * shape_.row_parts * shape_.col_parts});
         header_.groups = shape_.row_parts * shape_.col_parts;
         header_.pieces = 2 * shape_.window;
     }
 
     int64_t words() const { return header_.words; }
 
-    void build(void* plan, void* stream) {
+    void build(void* plan, Stream& stream) {
         launch(fill_sets, left_.size(), 256, stream, view_, left_, elements());
         launch(count_elements, shape_.rows, 128, stream, left_, counts_);
         const int64_t neighbourhoods = shape_.neighbourhoods();

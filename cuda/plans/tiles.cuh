@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(256)
 
 class TileBuilder {
   public:
-    TileBuilder(Arena& arena, const View& view, PlanShape shape, bool sdd)
+    TileBuilder(Arena& arena, const View& view, PlanShape shape, bool sdd, int32_t key)
         : view_(view),
           sdd_(sdd),
           shape_{shape.tile / view.row_block, std::max(1, shape.step / view.col_block),
@@ -149,14 +149,14 @@ class TileBuilder {
           tiles_(Grouping::group_count(view.rows, shape_.rows())),
           grouping_(arena, view, shape_.rows(), shape.ranks == 2),
           steps_(arena.take<int>(tiles_)),
-          header_(lay_out(sections())) {
+          header_(lay_out(key, sections())) {
         header_.groups = shape_.groups;
         header_.pieces = shape_.pieces;
     }
 
     int64_t words() const { return header_.words; }
 
-    void build(void* plan, void* stream) {
+    void build(void* plan, Stream& stream) {
         grouping_.build(stream);
         const Groups& all = grouping_.groups();
         const Groups& ranks = shape_.ranks == 2 ? grouping_.halves() : all;

@@ -46,7 +46,7 @@ class Transposer {
         columns_.words = arena.take<uint32_t>(columns_.size());
     }
 
-    void run(int* col_ptr, int* row_idx, int* col_slot, void* stream) {
+    void run(int* col_ptr, int* row_idx, int* col_slot, Stream& stream) {
         launch(fill_sets, rows_.size(), 256, stream, view_, rows_, Elements{});
         launch(transpose_sets, int64_t{32} * rows_.width * columns_.width, 256, stream, rows_, columns_);
         launch(count_elements, columns_.count, 128, stream, columns_, col_ptr);

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     if (threadIdx.x == 0) ring.init(Traits::kThreads);
     __syncthreads();
 
-    const DdsPlan plan(arguments.plan);
+    const DdsPlan plan(arguments.plan, arguments.plan_key);
     const DdsSchedule schedule(Traits::kTileTokens, arguments.tokens, arguments.row_tiles);
     DdsLoader<Traits, kRowMajorInput> loader(arguments, schedule, plan, ring, stages);
     for (int ahead = 0; ahead < arguments.lookahead; ++ahead) loader.load();
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     const int warp_token = warp % Traits::kTokenWarps * Traits::kWarpTokens;
     const int warp_feature = warp / Traits::kTokenWarps * Traits::kWarpFeatures;
     const Reader<InputTile, Element, Side::a, kMTiles> read_input(warp_token, lane);
-    const Reader<typename Traits::WeightTile, Element, Side::b, kNTiles> read_weight(warp_feature, lane);
+    const typename Traits::Weight::template Reader<kNTiles> read_weight(warp_feature, lane);
     RingPosition position;
     for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
         const auto work = schedule.at(index);
@@ -67,9 +67,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
 }
 
 // Host side: one row of the registry.
-template <Op kOp, class Math, int kTileTokens, int kTileFeatures, int kWarpTokens, int kWarpFeatures>
+template <Op kOp, class Math, int kTileTokens, int kTileFeatures, int kWarpTokens, int kWarpFeatures,
+          class Weight = PlainWeight<kOp, Math, kTileFeatures>>
 struct Dds {
-    using Traits = DdsTraits<kOp, Math, kTileTokens, kTileFeatures, kWarpTokens, kWarpFeatures>;
+    using Traits = DdsTraits<Math, Weight, kTileTokens, kWarpTokens, kWarpFeatures>;
+    static constexpr PlanShape kPlan = {kTileFeatures, Traits::kStep};
 
     struct Occupancy {
         int resident;  // CTAs on a multiprocessor
@@ -120,7 +122,8 @@ struct Dds {
                                      log2_of_block(row_block),
                                      log2_of_block(problem.k_block()),
                                      fit.stages,
-                                     lookahead(fit.stages)};
+                                     lookahead(fit.stages),
+                                     plan_key(problem.pattern, problem.op, kPlan)};
         const auto start = input.layout == Layout::row_major
                                ? ts::sm80::launch<dds_kernel<Traits, true>, DdsArguments>
                                : ts::sm80::launch<dds_kernel<Traits, false>, DdsArguments>;
@@ -137,13 +140,16 @@ struct Dds {
                 1u << static_cast<int>(kOp),
                 1u << static_cast<int>(Math::kDType),
                 Math::kPrecision,
-                {kTileFeatures, Traits::kStep},
+                kPlan,
                 kTileTokens,
                 kTileFeatures,
                 0,
                 refuses,
                 workspace_size,
-                launch};
+                launch,
+                false,
+                Weight::kStorages,
+                Weight::kDTypes};
     }
 };
 

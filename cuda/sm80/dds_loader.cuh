@@ -32,22 +32,6 @@ class DdsSchedule {
     int tile_tokens_, token_tiles_, row_tiles_, width_;
 };
 
-// A plan's arrays on the device.
-struct DdsPlan {
-    int groups, pieces;
-    const int2* tiles;
-    const int *rows, *masks, *k, *slots;
-
-    __device__ explicit DdsPlan(const PlanHeader* header) : groups(header->groups), pieces(header->pieces) {
-        const int* words = reinterpret_cast<const int*>(header);
-        tiles = reinterpret_cast<const int2*>(words + header->tiles_at);
-        rows = words + header->rows_at;
-        masks = words + header->masks_at;
-        k = words + header->k_at;
-        slots = words + header->slots_at;
-    }
-};
-
 // Walks the steps of all tiles of this CTA.
 class DdsCursor {
   public:
@@ -83,18 +67,14 @@ class DdsCursor {
     int index_, step_, last_, first_token_;
 };
 
-// One thread's share in filling the ring: its chunk of 16 bytes in a line is fixed, the lines are
-// kLinesAtOnce apart. What does not depend on the step is computed once. Offsets are in chunks, so
-// that 32 bits reach 64 GiB.
+// One thread's share in filling the ring: of the input, its chunk of 16 bytes in a line is fixed, the lines
+// are kLinesAtOnce apart; of the weight see its format. What does not depend on the step is computed once.
 template <class Traits, bool kRowMajorInput>
 class DdsLoader {
     using Element = typename Traits::Element;
     using InputTile = typename Traits::template InputTile<kRowMajorInput>;
-    using WeightTile = typename Traits::WeightTile;
     static constexpr int kChunk = Traits::kChunk;
     static constexpr int kLinesAtOnce = Traits::kThreads / kChunksPerLine;
-    static constexpr int kWeightParts = WeightTile::kLines / kLinesAtOnce;
-    static constexpr int kPanels = WeightTile::kPanels;
     static constexpr int kStepParts = Traits::kStep / kLinesAtOnce;
 
   public:
@@ -107,21 +87,8 @@ class DdsLoader {
           cursor_(schedule, plan),
           line_(threadIdx.x / kChunksPerLine),
           chunk_(threadIdx.x % kChunksPerLine),
-          piece_shift_(min(arguments.k_shift, Traits::kStepShift)) {
-        const int row_mask = (1 << arguments.row_shift) - 1;
-#pragma unroll
-        for (int i = 0; i < kWeightParts; ++i) {
-#pragma unroll
-            for (int panel = 0; panel < kPanels; ++panel) {
-                const int line = line_ + i * kLinesAtOnce;
-                const int feature =
-                    Traits::kTransposed ? panel * WeightTile::kPanelExtent + chunk_ * kChunk : line;
-                const int k = Traits::kTransposed ? line : chunk_ * kChunk;
-                slot_index_[i][panel] = (k >> piece_shift_) * plan.groups + (feature >> arguments.row_shift);
-                feature_offset_[i][panel] =
-                    (feature & row_mask) * (Traits::kTransposed ? 1 : 1 << arguments.k_shift) / kChunk;
-            }
-        }
+          piece_shift_(min(arguments.k_shift, Traits::kStepShift)),
+          weight_(arguments, plan) {
         if (!cursor_.done()) fetch();
     }
 
@@ -134,7 +101,7 @@ class DdsLoader {
             copy_row_major(stage);
         else
             copy_feature_major(stage);
-        copy_weight(stage + Traits::kInputBytes);
+        weight_.copy(stage + Traits::kInputBytes);
         ring_.full(position_.stage).arrive_after_copies();
         position_.advance(ring_.stages());
         cursor_.next();
@@ -145,19 +112,14 @@ class DdsLoader {
     // Reads where the operands of the step lie; done one step ahead, to hide its latency.
     __device__ void fetch() {
         const int* k = plan_.k + cursor_.step() * plan_.pieces;
-        const int* slots = plan_.slots + cursor_.step() * plan_.pieces * plan_.groups;
-        if constexpr (kRowMajorInput || !Traits::kTransposed)
+        if constexpr (kRowMajorInput) {
             chunk_k_ = __ldg(k + (chunk_ * kChunk >> piece_shift_));
-        if constexpr (!kRowMajorInput || Traits::kTransposed) {
+        } else {
 #pragma unroll
             for (int i = 0; i < kStepParts; ++i)
                 line_k_[i] = __ldg(k + (line_ + i * kLinesAtOnce >> piece_shift_));
         }
-#pragma unroll
-        for (int i = 0; i < kWeightParts; ++i)
-#pragma unroll
-            for (int panel = 0; panel < kPanels; ++panel)
-                slots_[i][panel] = __ldg(slots + slot_index_[i][panel]);
+        weight_.fetch(cursor_.step());
     }
 
     // Where this thread's chunk or line lies in its piece.
@@ -199,26 +161,6 @@ class DdsLoader {
         }
     }
 
-    __device__ void copy_weight(uint32_t tile) const {
-        const int k_mask = (1 << arguments_.k_shift) - 1;
-        const uint32_t block_chunks = (1 << arguments_.row_shift + arguments_.k_shift) / kChunk;
-        const uint32_t target = tile + WeightTile::offset(line_, chunk_);
-#pragma unroll
-        for (int i = 0; i < kWeightParts; ++i) {
-            const int k_offset =
-                Traits::kTransposed
-                    ? ((line_k_[i] + line_in_piece(i) & k_mask) << arguments_.row_shift) / kChunk
-                    : (chunk_k_ + chunk_in_piece() & k_mask) / kChunk;
-#pragma unroll
-            for (int panel = 0; panel < kPanels; ++panel) {
-                const uint32_t chunk = slots_[i][panel] * block_chunks + feature_offset_[i][panel] + k_offset;
-                copy_async_if(slots_[i][panel] >= 0,
-                              target + panel * WeightTile::kPanelBytes + i * kLinesAtOnce * kLineBytes,
-                              static_cast<const char*>(arguments_.values) + uint64_t{chunk} * kChunkBytes);
-            }
-        }
-    }
-
     __device__ static const char* address(const void* matrix, int line, uint32_t ld) {
         return static_cast<const char*>(matrix) + static_cast<uint64_t>(line) * ld * kChunkBytes;
     }
@@ -231,14 +173,10 @@ class DdsLoader {
     DdsCursor cursor_;
     int line_, chunk_;
     int piece_shift_;  // log2 of the k that one piece contributes to a step
-    int slot_index_[kWeightParts][kPanels];
-    int feature_offset_[kWeightParts][kPanels];
     // Of the next step, -1 where there is none:
     int chunk_k_;             // k of the piece this thread's chunk lies in, where k runs along lines
     int line_k_[kStepParts];  // k of the pieces this thread's lines lie in, where they run along k
-    int slots_[kWeightParts][kPanels];
-    const char* row_;  // of this thread's first line of the input
-    int lines_left_;   // tokens after it
+    typename Traits::Weight::template Loader<Traits::kThreads> weight_;
 };
 
 }  // namespace ts::sm80

@@ -1,41 +1,20 @@
-// The arguments of a dds kernel and what follows from its tile.
+// What follows from the tile of a dds kernel.
 #pragma once
 
-#include "common/plan.h"
-#include "common/problem.h"
 #include "sm80/async.cuh"
+#include "sm80/dds_weight.cuh"
 #include "sm80/math.cuh"
 #include "sm80/tile.cuh"
 
 namespace ts::sm80 {
 
-struct DdsArguments {
-    const void* input;
-    uint32_t input_ld;  // in chunks of 16 bytes
-    void* output;
-    int64_t output_ld;
-    const void* values;
-    const void* bias;
-    const void* residual;  // in the output's layout
-    int64_t residual_ld;
-    const PlanHeader* plan;
-    Layout output_layout;
-    Activation activation;
-    int tokens;
-    int row_tiles;
-    int row_shift;  // log2 of the features of a block
-    int k_shift;    // log2 of the k of a block
-    int stages;
-    int lookahead;  // steps whose copies are under way while one is multiplied
-};
-
-template <Op kOp, class Math_, int kTileTokens_, int kTileFeatures_, int kWarpTokens_, int kWarpFeatures_>
+template <class Math_, class Weight_, int kTileTokens_, int kWarpTokens_, int kWarpFeatures_>
 struct DdsTraits {
     using Math = Math_;
-    using Element = typename Math::Element;
-    static constexpr bool kTransposed = kOp == Op::dds_nn;
+    using Element = typename Math::Element;  // of activations and results
+    using Weight = Weight_;                  // its format, see dds_weight.cuh
     static constexpr int kTileTokens = kTileTokens_;
-    static constexpr int kTileFeatures = kTileFeatures_;
+    static constexpr int kTileFeatures = Weight::kFeatures;
     static constexpr int kWarpTokens = kWarpTokens_;
     static constexpr int kWarpFeatures = kWarpFeatures_;
     static constexpr int kFeatureWarps = kTileFeatures / kWarpFeatures;
@@ -53,14 +32,13 @@ struct DdsTraits {
     static_assert(1 << kStepShift == kStep);
     static_assert(kTileFeatures == 128, "plans' masks hold 8 tiles of 16 features");
 
-    using WeightTile = Tile<Element, kTileFeatures, !kTransposed>;
     template <bool kRowMajorInput>
     using InputTile = Tile<Element, kTileTokens, kRowMajorInput>;
 
     static constexpr int kInputBytes = InputTile<true>::kBytes > InputTile<false>::kBytes
                                            ? InputTile<true>::kBytes
                                            : InputTile<false>::kBytes;
-    static constexpr int kStageBytes = kInputBytes + WeightTile::kBytes;
+    static constexpr int kStageBytes = kInputBytes + Weight::kBytes;
 
     // Sums of 8 tokens at a time pass through shared memory, so that each lane can store 8 neighbours.
     // The padding keeps the 4 lanes of a token and 4 tokens off each other's banks.

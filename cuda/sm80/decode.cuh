@@ -11,46 +11,24 @@
 #include "common/epilogue.cuh"
 #include "common/problem.h"
 #include "sm80/async.cuh"
+#include "sm80/decode_weight.cuh"
 #include "sm80/launch.cuh"
 #include "sm80/math.cuh"
 
 namespace ts::sm80 {
 
-struct DecodeArguments {
-    const void* input;
-    int64_t input_ld;  // in bytes
-    void* output;
-    int64_t output_ld;
-    const void* values;
-    const void* bias;
-    const void* residual;  // in the output's layout
-    int64_t residual_ld;
-    Adjacency rows;  // of results
-    Layout output_layout;
-    Activation activation;
-    int tokens;
-    int row_shift;  // log2 of the rows of a block
-    int k_shift;    // log2 of the k of a block
-};
-
-// `kTransposed`: blocks are stored k by features. `kChunks`: of 16 bytes, of a block's k within a slice; it
-// follows from the k of a block.
-template <class Math_, bool kTransposed_, int kRows_, int kTokenTiles_, int kChunks_>
+// `Weight`: its format, see decode_weight.cuh.
+template <class Math_, class Weight_, int kTokenTiles_>
 struct DecodeTraits {
     using Math = Math_;
-    using Element = typename Math::Element;
-    static constexpr bool kTransposed = kTransposed_;
-    static constexpr int kRows = kRows_;
+    using Element = typename Math::Element;  // of activations and results
+    using Weight = Weight_;
+    static constexpr int kRows = Weight::kRows;
     static constexpr int kTokenTiles = kTokenTiles_;  // of 8 tokens
     static constexpr int kTokens = 8 * kTokenTiles;
-    static constexpr int kChunks = kChunks_;
-    static constexpr int kSlice = 64;                // elements of k
-    static constexpr int kBlocks = 8 / kChunks;      // of a slice
-    static constexpr int kLineBytes = 16 * kChunks;  // a token's k of a block in shared memory
-    // The lines of a block's slice, as they are stored.
-    static constexpr int kWeightChunks = kTransposed ? kRows / 8 : kChunks;
-    static constexpr int kWeightLineBytes = 16 * kWeightChunks;
-    static constexpr int kWeightLines = kTransposed ? kSlice / kBlocks : kRows;
+    static constexpr int kSlice = kDecodeSlice;
+    static constexpr int kChunks = Weight::kBlockChunks;  // of 16 bytes, of a block's k in a slice
+    static constexpr int kBlocks = 8 / kChunks;           // of a slice
 
     // The warps of a team multiply different halves of each slice, and different rows or tokens.
     static constexpr int kTeam = kTokenTiles == 8 && kRows >= 32 ? 4 : 1;
@@ -61,11 +39,9 @@ struct DecodeTraits {
     static constexpr int kWarpRowTiles = kWarpRows / 16;
     static constexpr int kWarpTokenTiles = kWarpTokens / 8;
 
-    static constexpr int kCopyLines = 32 * kTeam / kChunks;  // that a team copies at a time
-    static constexpr int kWeightCopyLines = 32 * kTeam / kWeightChunks;
-    static constexpr int kCopyBytes = 32 * kTeam * 16;
-    static constexpr int kValueBytes = kRows * kSlice * static_cast<int>(sizeof(Element));
-    static constexpr int kStageBytes = kValueBytes + kTokens * kSlice * static_cast<int>(sizeof(Element));
+    // A stage has the weight of a slice, and of each of its blocks [kTokens][8 * kChunks of k].
+    using Lines = DecodeLines<kChunks, 32 * kTeam>;  // of tokens
+    static constexpr int kStageBytes = Weight::kBytes + kTokens * kSlice * static_cast<int>(sizeof(Element));
     // Many short rings in a multiprocessor are better than few long ones (measured on an H200).
     static constexpr int kStages = kTeam > 1 || kStageBytes <= 4096 ? 3 : 2;
     static constexpr int kRingBytes = kStages * kStageBytes;
@@ -73,18 +49,6 @@ struct DecodeTraits {
     static constexpr int kSumBytes = kRingBytes / kHalves;  // the sums of all rows take the ring's place
     static_assert(sizeof(Element) == 2);
     static_assert(kTokens * kSumLine * static_cast<int>(sizeof(float)) <= kSumBytes);
-
-    // Where a chunk of a line lies: permuted among the 128 bytes around it, so that ldmatrix finds the same
-    // chunk of 8 lines in different banks.
-    template <int kLineChunks>
-    __device__ static uint32_t offset(int line, int chunk) {
-        return (line * kLineChunks + (chunk ^ (line * kLineChunks / 8 & (kLineChunks - 1)))) * 16;
-    }
-    // What is to be added by exclusive or to the offset of a line of a team's i-th copy after the first.
-    template <int kLineChunks>
-    __device__ static constexpr uint32_t swap(int i) {
-        return i * (kCopyBytes / 128) % kLineChunks * 16;
-    }
 };
 
 template <int kPending>
@@ -95,9 +59,8 @@ __device__ inline void wait_for_copies() {
 // Copies the slices of a team's part of a block row into its ring, one after another.
 template <class Traits>
 class DecodeLoader {
-    static constexpr bool kTransposed = Traits::kTransposed;
-    static constexpr int kChunks = Traits::kChunks, kCopyLines = Traits::kCopyLines;
-    static constexpr int kWeightLines = Traits::kWeightLines, kWeightCopyLines = Traits::kWeightCopyLines;
+    using Lines = typename Traits::Lines;
+    static constexpr int kChunks = Traits::kChunks, kCopyLines = Lines::kCopyLines;
     static constexpr int kBatch = 32;  // entries: one a lane
 
   public:
@@ -107,7 +70,7 @@ class DecodeLoader {
           tokens_(arguments.tokens - token),
           lane_(thread % 32),
           line_(thread / kChunks),
-          weight_line_(thread / Traits::kWeightChunks) {
+          weight_(arguments, feature, thread, Lines::offset(line_, thread % kChunks)) {
         const int row = feature >> arguments.row_shift, k_shift = arguments.k_shift;
         const int first = __ldg(arguments.rows.ptr + row);
         last_entry_ = __ldg(arguments.rows.ptr + row + 1);
@@ -119,18 +82,11 @@ class DecodeLoader {
         current_ = fetch(batch_);
         next_ = fetch(batch_ + kBatch);
 
-        const int chunk = thread % kChunks, weight_chunk = thread % Traits::kWeightChunks;
-        const int64_t row_in_block = feature & ((1 << arguments.row_shift) - 1);
-        const int64_t first_value =
-            kTransposed ? (static_cast<int64_t>(weight_line_) << arguments.row_shift) + row_in_block
-                        : (row_in_block + weight_line_) << k_shift;
-        values_ = static_cast<const char*>(arguments.values) + first_value * kElement + weight_chunk * 16;
+        const int chunk = thread % kChunks;
         input_ =
             static_cast<const char*>(arguments.input) + (token + line_) * arguments.input_ld + chunk * 16;
-        stage_ = ring + Traits::template offset<kChunks>(line_, chunk);
+        stage_ = ring + Lines::offset(line_, chunk);
         first_stage_ = stage_;
-        to_weight_ =
-            ring + Traits::template offset<Traits::kWeightChunks>(weight_line_, weight_chunk) - stage_;
     }
 
     __device__ int slices() const { return last_slice_ - slice_; }
@@ -164,24 +120,12 @@ class DecodeLoader {
         const int from = entry_ + j - batch_;
         const int64_t col = __shfl_sync(~0u, current_.x, from), slot = __shfl_sync(~0u, current_.y, from);
         const int bytes = entry_ + j < last_entry_ ? 16 : 0;
-        const int k_shift = arguments_.k_shift, line_shift = kTransposed ? arguments_.row_shift : k_shift;
-        const int64_t k_value = kTransposed ? static_cast<int64_t>(k) << line_shift : k;
-        const char* w = values_ + ((slot << (arguments_.row_shift + k_shift)) + k_value) * kElement;
-        const char* x = input_ + ((col << k_shift) + k) * kElement;
-        const int64_t w_step = (int64_t{kWeightCopyLines} << line_shift) * kElement;
-        const uint32_t w_target =
-            stage_ + (kTransposed ? to_weight_ : 0) + j * kWeightLines * Traits::kWeightLineBytes;
-        const uint32_t x_target = stage_ + Traits::kValueBytes + j * Traits::kTokens * Traits::kLineBytes;
-#pragma unroll
-        for (int i = 0; i < (kWeightLines + kWeightCopyLines - 1) / kWeightCopyLines; ++i)
-            copy_async_if(
-                kWeightLines % kWeightCopyLines == 0 || weight_line_ < kWeightLines,
-                (w_target ^ Traits::template swap<Traits::kWeightChunks>(i)) + i * Traits::kCopyBytes,
-                w + i * w_step, bytes);
+        weight_.copy(stage_, j, slot, k, bytes);
+        const char* x = input_ + ((col << arguments_.k_shift) + k) * kElement;
+        const uint32_t target = stage_ + Traits::Weight::kBytes + j * Traits::kTokens * Lines::kBytes;
 #pragma unroll
         for (int i = 0; i < (Traits::kTokens + kCopyLines - 1) / kCopyLines; ++i)
-            copy_async_if(line_ + i * kCopyLines < tokens_,
-                          (x_target ^ Traits::template swap<kChunks>(i)) + i * Traits::kCopyBytes,
+            copy_async_if(line_ + i * kCopyLines < tokens_, (target ^ Lines::swap(i)) + i * Lines::kCopyBytes,
                           x + i * kCopyLines * arguments_.input_ld, bytes);
     }
 
@@ -195,91 +139,53 @@ class DecodeLoader {
     const DecodeArguments& arguments_;
     const int tokens_;  // from the CTA's first on
     const int lane_;
-    const int line_;         // of the tokens copied at a time, the one of which this thread copies a chunk
-    const int weight_line_;  // of the lines of a block
+    const int line_;  // of the tokens copied at a time, the one of which this thread copies a chunk
+    const typename Traits::Weight::template Loader<32 * Traits::kTeam> weight_;
     int slice_, last_slice_;
     int entry_, last_entry_;
     int batch_;  // first entry of the current batch
     int2 current_, next_;
-    const char* values_;
     const char* input_;
-    uint32_t stage_, first_stage_;
-    uint32_t to_weight_;  // from stage_, which is of the thread's line of tokens, to that of a block
+    uint32_t stage_, first_stage_;  // where the thread's chunk of the first of its lines of tokens goes
 };
 
-template <bool kTransposed>
-__device__ inline Fragment<4> load_matrices(uint32_t address) {
-    Fragment<4> to;
-    if constexpr (kTransposed)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
-                     : "r"(address)
-                     : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
-                     : "r"(address)
-                     : "memory");
-    return to;
-}
-
-// Reads a warp's fragments of a stage, 16 of k at a time.
+// Reads a warp's fragments of the tokens of a stage, 16 of k at a time.
 template <class Traits>
 class DecodeReader {
-    static constexpr bool kTransposed = Traits::kTransposed;
-    static constexpr int kChunks = Traits::kChunks, kElement = sizeof(typename Traits::Element);
+    using Lines = typename Traits::Lines;
 
   public:
-    __device__ DecodeReader(int lane, int first_row, int first_token)
-        : values_(kTransposed ? offset<Traits::kWeightChunks>(lane / 16 * 8 + lane % 8, lane / 8 % 2) ^
-                                    first_row * kElement
-                              : offset<kChunks>(lane % 16, lane / 16) + first_row * Traits::kLineBytes),
-          input_(offset<kChunks>((Traits::kTokens > 8 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2) +
-                 first_token * Traits::kLineBytes + Traits::kValueBytes) {}
+    __device__ DecodeReader(int lane, int first_token)
+        : offset_(Lines::offset((Traits::kTokens > 8 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2) +
+                  first_token * Lines::kBytes + Traits::Weight::kBytes) {}
 
-    // Of the rows 16 * i to 16 * i + 15.
-    __device__ Fragment<4> values(uint32_t stage, int quarter, int i) const {
-        if constexpr (kTransposed)
-            return load_matrices<true>(stage + quarter * 16 * Traits::kWeightLineBytes +
-                                       (values_ ^ i * 16 * kElement));
-        else
-            return load_matrices<false>(stage + quarter_of(values_, quarter, Traits::kRows) +
-                                        i * 16 * Traits::kLineBytes);
-    }
     // Of the tokens 16 * i to 16 * i + 7 in the first half, and 8 more in the second.
-    __device__ Fragment<4> input(uint32_t stage, int quarter, int i) const {
-        return load_matrices<false>(stage + quarter_of(input_, quarter, Traits::kTokens) +
-                                    i * 16 * Traits::kLineBytes);
+    __device__ Fragment<4> load(uint32_t stage, int quarter, int i) const {
+        constexpr int kQuarters = Traits::kChunks / 2;  // of a block
+        return load_matrices<false>(stage + (offset_ ^ quarter % kQuarters * 32) +
+                                    quarter / kQuarters * Traits::kTokens * Lines::kBytes +
+                                    i * 16 * Lines::kBytes);
     }
 
   private:
-    template <int kLineChunks>
-    __device__ static uint32_t offset(int line, int chunk) {
-        return Traits::template offset<kLineChunks>(line, chunk);
-    }
-    __device__ static uint32_t quarter_of(uint32_t offset, int quarter, int lines) {
-        constexpr int kQuarters = kChunks / 2;  // of a block
-        return (offset ^ quarter % kQuarters * 32) + quarter / kQuarters * lines * Traits::kLineBytes;
-    }
-
-    uint32_t values_, input_;
+    uint32_t offset_;
 };
 
 template <class Traits>
 using DecodeSums = float[Traits::kWarpRowTiles][Traits::kWarpTokenTiles][4];
 
 template <class Traits>
-__device__ inline void multiply_slice(DecodeSums<Traits>& sums, const DecodeReader<Traits>& reader,
-                                      uint32_t stage, int half) {
+__device__ inline void multiply_slice(DecodeSums<Traits>& sums, const typename Traits::Weight::Reader& weight,
+                                      const DecodeReader<Traits>& input, uint32_t stage, int half) {
     constexpr int kTokenTiles = Traits::kWarpTokenTiles, kQuarters = 4 / Traits::kHalves;
 #pragma unroll
     for (int i = 0; i < kQuarters; ++i) {
         const int quarter = half * kQuarters + i;
         Fragment<4> a[Traits::kWarpRowTiles], b[(kTokenTiles + 1) / 2];
 #pragma unroll
-        for (int m = 0; m < Traits::kWarpRowTiles; ++m) a[m] = reader.values(stage, quarter, m);
+        for (int m = 0; m < Traits::kWarpRowTiles; ++m) a[m] = weight.load(stage, quarter, m);
 #pragma unroll
-        for (int n = 0; n < (kTokenTiles + 1) / 2; ++n) b[n] = reader.input(stage, quarter, n);
+        for (int n = 0; n < (kTokenTiles + 1) / 2; ++n) b[n] = input.load(stage, quarter, n);
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
@@ -371,14 +277,15 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
 #pragma unroll 1
     for (int i = 0; i < Traits::kStages; ++i) loader.load();
 
-    const DecodeReader<Traits> reader(lane, first_row, first_token);
+    const typename Traits::Weight::Reader read_weight(lane, first_row);
+    const DecodeReader<Traits> read_input(lane, first_token);
     DecodeSums<Traits> sums = {};
     uint32_t stage = ring;
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
         wait_for_copies<Traits::kStages - 1>();
         sync_team<kTeam>(team);
-        multiply_slice<Traits>(sums, reader, stage, half);
+        multiply_slice<Traits>(sums, read_weight, read_input, stage, half);
         sync_team<kTeam>(team);
         loader.load();
         stage = stage == ring + Traits::kRingBytes - Traits::kStageBytes ? ring : stage + Traits::kStageBytes;
@@ -391,7 +298,7 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
 }
 
 // Host side: one row of the registry.
-template <class Math>
+template <class Math, template <class, bool, int, int> class Weight = PlainDecodeWeight>
 struct Decode {
     static constexpr int kMaxTokens = 1024;
 
@@ -427,7 +334,10 @@ struct Decode {
                 kMaxTokens,
                 refuses,
                 workspace_size,
-                launch};
+                launch,
+                false,
+                Weight<Math, false, 16, 8>::kStorages,
+                Weight<Math, false, 16, 8>::kDTypes};
     }
 
   private:
@@ -455,9 +365,10 @@ struct Decode {
 
     template <int kRows, int kTokenTiles, int kChunks>
     static int32_t launch_directed(const Problem& problem, const Device& device, void* stream) {
-        return problem.forward()
-                   ? start<DecodeTraits<Math, false, kRows, kTokenTiles, kChunks>>(problem, device, stream)
-                   : start<DecodeTraits<Math, true, kRows, kTokenTiles, kChunks>>(problem, device, stream);
+        using Forward = DecodeTraits<Math, Weight<Math, false, kRows, kChunks>, kTokenTiles>;
+        using Backward = DecodeTraits<Math, Weight<Math, true, kRows, kChunks>, kTokenTiles>;
+        return problem.forward() ? start<Forward>(problem, device, stream)
+                                 : start<Backward>(problem, device, stream);
     }
 
     template <class Traits>

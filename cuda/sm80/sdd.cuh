@@ -36,6 +36,7 @@ struct SddArguments {
     int stages;
     int lookahead;  // steps whose copies are under way while one is multiplied
     bool accumulate;
+    int plan_key;  // that the plan must have
 };
 
 template <class Math_, int kTileRows_, int kTileColumns_, int kWarpRows_, int kWarpColumns_>
@@ -70,13 +71,14 @@ struct SddTraits {
     static constexpr int shared_bytes(int stages) { return stages * kStageBytes + Ring::bytes(stages); }
 };
 
-// A plan's arrays on the device.
+// A plan's arrays on the device. Ends the kernel with an error if it is not the plan that the launch is for.
 struct SddPlan {
     int tile_count, groups, pieces;
     const int *rows, *masks, *k, *slots;
 
-    __device__ explicit SddPlan(const PlanHeader* header)
+    __device__ SddPlan(const PlanHeader* header, int key)
         : tile_count(header->tiles), groups(header->groups), pieces(header->pieces) {
+        if (header->key != key) __trap();
         const int* words = reinterpret_cast<const int*>(header);
         rows = words + header->rows_at;
         masks = words + header->masks_at;
@@ -297,7 +299,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) ring.init(Traits::kThreads);
     __syncthreads();
 
-    const SddPlan plan(arguments.plan);
+    const SddPlan plan(arguments.plan, arguments.plan_key);
     SddLoader<Traits, kRowMajorY, kRowMajorX> loader(arguments, plan, ring, stages);
     for (int ahead = 0; ahead < arguments.lookahead; ++ahead) loader.load();
 
@@ -357,6 +359,7 @@ template <class Math, int kTileRows, int kTileColumns, int kWarpRows, int kWarpC
 struct Sdd {
     using Traits = SddTraits<Math, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
     using Element = typename Math::Element;
+    static constexpr PlanShape kPlan = {kTileRows, kTileColumns};
 
     static int stages(const Device& device) { return stages_within<Traits>(device.shared_memory); }
 
@@ -379,6 +382,7 @@ struct Sdd {
 
     // The number of splits with the least estimated time. Units: one step of one tile.
     static int splits(const Problem& problem, const Device& device) {
+        if (problem.pattern.nnz == 0) return 1;
         constexpr double kTileOverhead = 6;        // filling the ring, storing the sums
         constexpr double kStepsPerPartial = 4e-6;  // writing, reading and adding one partial sum
         const int64_t steps = (problem.tokens + Traits::kStep - 1) / Traits::kStep;
@@ -429,7 +433,8 @@ struct Sdd {
             log2_of_block(problem.pattern.block_cols),
             stage_count,
             lookahead(stage_count),
-            problem.accumulate};
+            problem.accumulate,
+            plan_key(problem.pattern, problem.op, kPlan)};
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
         const auto start =
@@ -451,7 +456,7 @@ struct Sdd {
                 1u << static_cast<int>(Op::sdd_tn),
                 1u << static_cast<int>(Math::kDType),
                 Math::kPrecision,
-                {kTileRows, kTileColumns},
+                kPlan,
                 0,
                 kTileRows,
                 0,

@@ -108,9 +108,9 @@ class DdsConsumer {
 
     __device__ void multiply(float (&sums)[Traits::kSums], bool add) {
         shared_.weight_ring[group_].wait_full(weight_);
-        multiply_step<typename Traits::template Atom<kRowMajorInput>>(
-            sums, arguments_.weight, operand_address(shared_.weight[group_][weight_.stage]),
-            arguments_.tokens_by_k, operand_address(shared_.input[input_.stage]), add);
+        Traits::Weight::template multiply<kRowMajorInput, Traits::kTileTokens>(
+            sums, arguments_, shared_.weight[group_][weight_.stage],
+            operand_address(shared_.input[input_.stage]), add);
         if (multiplied_) {
             cute::warpgroup_wait<1>();
             release(multiplied_input_, multiplied_weight_);
@@ -171,9 +171,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const auto rank = static_cast<int>(cute::block_rank_in_cluster());
     // All of it is in memory at first: what will be read is asked for while the barriers are set up.
-    const DdsPlan plan(arguments.plan);
-    if (threadIdx.x == 32)
-        for (const CUtensorMap* map : {&arguments.values, &arguments.input, &arguments.output}) prefetch(map);
+    const DdsPlan plan(arguments.plan, arguments.plan_key);
+    if (threadIdx.x == 32) {
+        if (arguments.value_rows > 0)
+            for (const CUtensorMap* map : {&arguments.values, &arguments.input}) prefetch(map);
+        prefetch(&arguments.output);
+    }
     if (threadIdx.x == 0) {
         shared.input_ring.init(4 * Traits::kGroups * Traits::kRowRanks);
         for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks);
@@ -183,7 +186,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         cutlass::arch::fence_barrier_init();
     }
     cute::cluster_sync();
-    if (Traits::kSplits) cudaTriggerProgrammaticLaunchCompletion();  // see dds_reduce
+    if (Traits::kSplits && arguments.partial != nullptr)
+        cudaTriggerProgrammaticLaunchCompletion();  // see dds_reduce
 
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
@@ -193,7 +197,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         else if (warp <= Traits::kGroups)
             producer.load_weight(warp - 1);
         else
-            shared.schedule.run(arguments.schedule, plan.tiles, blockIdx.x / Traits::kRanks,
+            shared.schedule.run(arguments.schedule, plan.tiles, plan.is_own, blockIdx.x / Traits::kRanks,
                                 gridDim.x / Traits::kRanks, lane);
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
@@ -203,16 +207,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Host side: one row of the registry.
-template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens>
+template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens,
+          class Weight = PlainWeight<kOp, Math>>
 struct Dds {
-    using Traits = DdsTraits<kOp, Math, kTokenRanks, kRowRanks, kTileTokens>;
+    using Traits = DdsTraits<Math, Weight, kTokenRanks, kRowRanks, kTileTokens>;
+    static constexpr PlanShape kPlan = {Traits::kTileFeatures, Traits::kStep, kRowRanks};
     static constexpr int kUnitTokens = kTokenRanks * Traits::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Traits::kSharedBytes)) return reason;
-        const int64_t rows = problem.pattern.nnz * problem.pattern.block_rows;
-        if (rows > INT32_MAX - 128) return "values of 2^31 rows or more are out of its reach";
+        if (Weight::value_rows(problem.pattern) > INT32_MAX - 128)
+            return "values of 2^31 rows or more are out of its reach";
         if (!Traits::Schedule::can_hold(tile_count(problem), unit_count(problem),
                                         problem.k_size() / Traits::kStep + 1, device.multiprocessors))
             return "so much work is out of its reach";
@@ -245,14 +251,16 @@ struct Dds {
                 1u << static_cast<int>(kOp),
                 1u << static_cast<int>(Math::kDType),
                 Precision::highest,
-                {Traits::kTileFeatures, Traits::kStep, kRowRanks},
+                kPlan,
                 kUnitTokens,
                 kClusterFeatures,
                 0,
                 refuses,
                 workspace_size,
                 launch,
-                Traits::kSplits};
+                Traits::kSplits,
+                Weight::kStorages,
+                Weight::kDTypes};
     }
 
   private:
@@ -292,45 +300,43 @@ struct Dds {
                                 int64_t splits) {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.plan_key = plan_key(pattern, problem.op, kPlan);
         arguments.tokens = static_cast<int>(problem.tokens);
         arguments.k_size = static_cast<int>(problem.k_size());
         arguments.k_block = problem.k_block();
-        arguments.value_rows = pattern.nnz * pattern.block_rows;
+        arguments.value_rows = Weight::value_rows(pattern);
         arguments.units = static_cast<int>(units);
         arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
                                                 static_cast<int>(splits), group_units(arguments.k_size));
         if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
-        describe_shared_memory(arguments, problem.input().layout);
+        if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
+        arguments.weight = Weight::operand(arguments);
+        arguments.tokens_by_k = describe_input(arguments, problem.input().layout);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
-        return map_values(arguments, problem);
+        return Weight::map(arguments, problem);
     }
 
     // So many tokens that their activations take a third of L2, but two units at least: within a group tiles
     // are in order, and the longer the order the better they are balanced.
     static int group_units(int k_size) {
         constexpr int64_t kPanelBytes = 16 << 20;
-        return static_cast<int>(std::max<int64_t>(2, kPanelBytes / (int64_t{kUnitTokens} * k_size * 2)));
+        const int64_t bytes = int64_t{kUnitTokens} * std::max(k_size, 1) * 2;
+        return static_cast<int>(std::max<int64_t>(2, kPanelBytes / bytes));
     }
 
     static int k_width(const DdsArguments& arguments) { return std::min(arguments.k_block, Traits::kStep); }
 
-    // How the pieces of a step and the block rows of a warpgroup follow one another in shared memory.
-    static void describe_shared_memory(DdsArguments& arguments, Layout input_layout) {
-        const int width = k_width(arguments), rows = arguments.row_width;
-        const bool row_major = input_layout == Layout::row_major;
-        Operand& tokens = arguments.tokens_by_k;
-        tokens = row_major ? operand(2 * width, 0) : operand(128, 128 * width);
-        Operand& weight = arguments.weight;
-        weight = Traits::kTransposed ? operand(2 * rows, Traits::kStep * 2 * rows) : operand(2 * width, 0);
+    // How the pieces of a step follow one another in shared memory.
+    static Operand describe_input(const DdsArguments& arguments, Layout layout) {
+        const int width = k_width(arguments);
+        const bool row_major = layout == Layout::row_major;
+        Operand tokens = row_major ? operand(2 * width, 0) : operand(128, 128 * width);
         for (int i = 0; i < 4; ++i) {
             const int piece = 16 * i / width, within = 16 * i % width;
-            const int input_offset = piece * width * Traits::kTileTokens * 2 + within * (row_major ? 2 : 128);
-            const int weight_offset = Traits::kTransposed
-                                          ? 16 * i * 2 * rows
-                                          : piece * width * Traits::kGroupFeatures * 2 + within * 2;
-            tokens.step[i] = static_cast<uint32_t>(input_offset / 16);
-            weight.step[i] = static_cast<uint32_t>(weight_offset / 16);
+            const int offset = piece * width * Traits::kTileTokens * 2 + within * (row_major ? 2 : 128);
+            tokens.step[i] = static_cast<uint32_t>(offset / 16);
         }
+        return tokens;
     }
 
     static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {
@@ -348,16 +354,6 @@ struct Dds {
             return error;
         return encode(arguments.input_tail, problem.dtype, matrix.data,
                       {{tokens, 1, kAtom}, {k_size, matrix.ld, width}});
-    }
-
-    static cudaError_t map_values(DdsArguments& arguments, const Problem& problem) {
-        const int width = k_width(arguments), rows = arguments.row_width;
-        const int64_t columns = problem.pattern.block_cols;
-        // A pattern without blocks has steps nowhere; the map is never used but must be valid.
-        if (arguments.value_rows == 0) return cudaSuccess;
-        return encode(arguments.values, problem.dtype, problem.values.data,
-                      {{columns, 1, Traits::kTransposed ? rows : width},
-                       {arguments.value_rows, columns, Traits::kTransposed ? width : rows}});
     }
 };
 

@@ -7,14 +7,13 @@
 // so that they have as many columns as possible in common, and k in which none of them has a block cost
 // nothing. Four warpgroups take turns: while one reads its weight the others multiply.
 //
-// Activations are walked in whole steps of k, with what there is of the weight. A call first packs the
-// blocks in the order in which they are multiplied, transposed where need be, so that those of a step are one
-// copy. The two CTAs of a cluster compute different features from the same activations, of which each loads
-// one half for both.
+// Activations are walked in whole steps of k, with what there is of the weight. Its blocks are packed in the
+// order in which they are multiplied, transposed where need be, so that those of a step are one copy: by the
+// caller once for many calls, or by each call. The two CTAs of a cluster compute different features from the
+// same activations, of which each loads one half for both.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
-#include <cute/arch/copy_sm75.hpp>
 
 #include "sm90/dds_epilogue.cuh"
 #include "sm90/dds_narrow_pack.cuh"
@@ -139,7 +138,7 @@ class NarrowConsumer {
           group_(warp / 4),
           warp_(warp % 4),
           lane_(lane),
-          place_(place()) {}
+          place_(Weight::first_place(warp_ * Traits::kWarpFeatures % Traits::kBlock, lane)) {}
 
     __device__ void run() {
         Epilogue epilogue(arguments_, shared_.output[group_], shared_.residual[group_], group_);
@@ -161,11 +160,11 @@ class NarrowConsumer {
     }
 
   private:
+    using Weight = typename Traits::Weight;
     using Epilogue = DdsEpilogue<Traits>;
     using Atom =
         typename NarrowAtom<typename Traits::Math,
                             kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>::Type;
-    using Fragment = uint32_t[4];  // of the weight: a warp's 16 features by 16 of k
     static constexpr int kQuarters = Traits::kLine / 16;
     static constexpr int kUnit = Traits::kBlock / 16;  // quarters of a block
 
@@ -216,16 +215,16 @@ class NarrowConsumer {
 
     // 64 of k. `weight`: where the warp's next block is.
     __device__ void multiply(float (&sums)[Traits::kSums], uint32_t mask, uint32_t& weight, uint32_t input) {
-        Fragment fragments[kQuarters];
+        WeightFragment fragments[kQuarters];
         const uint32_t own = mask >> warp_;
 #pragma unroll
         for (int k16 = 0; k16 < kQuarters; k16 += kUnit) {
             const bool present = own >> 4 * k16 & 1;
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) {
-                Fragment& fragment = fragments[k16 + i];
+                WeightFragment& fragment = fragments[k16 + i];
                 fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0;
-                if (present) read(fragment, weight ^ i * 32);
+                if (present) Weight::read(fragment, shared_.weight[0], weight, i);
             }
             if (present) weight += Traits::kBlockBytes;
         }
@@ -243,20 +242,8 @@ class NarrowConsumer {
         cute::warpgroup_wait<0>();
     }
 
-    // Where in a block the lane's line of the warp's first fragment is.
-    __device__ int place() const {
-        const int first = warp_ * Traits::kWarpFeatures % Traits::kBlock;
-        return packed_place<Traits::kBlock>(first + lane_ % 16, lane_ / 16);
-    }
-
-    // `offset`: from the first block in shared memory.
-    __device__ void read(Fragment& fragment, uint32_t offset) const {
-        const auto& line = *reinterpret_cast<const cute::uint128_t*>(shared_.weight[0] + offset);
-        cute::SM75_U32x4_LDSM_N::copy(line, fragment[0], fragment[1], fragment[2], fragment[3]);
-    }
-
     template <size_t... kIndex>
-    __device__ static void fma(float (&sums)[Traits::kSums], const Fragment& a, uint64_t b,
+    __device__ static void fma(float (&sums)[Traits::kSums], const WeightFragment& a, uint64_t b,
                                std::index_sequence<kIndex...>) {
         Atom::fma(a[0], a[1], a[2], a[3], b, sums[kIndex]..., cute::SM90::GMMA::ScaleOut::One);
     }
@@ -268,7 +255,7 @@ class NarrowConsumer {
     int group_;
     int warp_;
     int lane_;
-    uint32_t place_;  // see place()
+    uint32_t place_;  // see Weight::first_place()
     typename Ring<Traits::Schedule::kQueue>::Position next_;
     int2 masks_ = {};  // what the plan says of the lane's step of the next tile
     typename Ring<Traits::kStages>::Position position_;
@@ -281,9 +268,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const auto rank = static_cast<int>(cute::block_rank_in_cluster());
-    const DdsPlan plan(arguments.plan);
-    if (threadIdx.x == 32)
-        for (const CUtensorMap* map : {&arguments.input, &arguments.output}) prefetch(map);
+    const DdsPlan plan(arguments.plan, arguments.plan_key);
+    if (threadIdx.x == 32) {
+        if (arguments.value_rows > 0) prefetch(&arguments.input);
+        prefetch(&arguments.output);
+    }
     if (threadIdx.x == 0) {
         shared.ring.init(4 * Traits::kGroups * Traits::kRanks);
         for (auto& group : shared.residual)
@@ -299,7 +288,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if (warp == 0)
             NarrowProducer<Traits, kRowMajorInput>(arguments, shared, plan, rank, lane).run();
         else if (warp == 1)
-            shared.schedule.run(arguments.schedule, plan.tiles, blockIdx.x / Traits::kRanks,
+            shared.schedule.run(arguments.schedule, plan.tiles, plan.is_own, blockIdx.x / Traits::kRanks,
                                 gridDim.x / Traits::kRanks, lane);
     } else {
         cutlass::arch::warpgroup_reg_alloc<112>();
@@ -309,11 +298,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Host side: one row of the registry.
-template <class Math, int kStep>
+template <class Math, int kStep, template <class, int> class Weight = PlainNarrowWeight>
 struct DdsNarrow {
-    using Common = NarrowTraits<Math, 32, kStep, 3>;  // for what is the same for all blocks and stages
-    using Element = typename Math::Element;
+    // For what is the same for all blocks and stages.
+    using Common = NarrowTraits<Math, Weight<Math, 32>, kStep, 3>;
     static constexpr int kClusterFeatures = Common::kRanks * Common::kTileFeatures;
+    static constexpr PlanShape kPlan = {kClusterFeatures, Common::kStep, Common::kRanks, PlanKind::aligned};
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Common::kSharedBytes)) return reason;
@@ -326,14 +316,24 @@ struct DdsNarrow {
         return refuses_results(problem.output(), problem.tokens);
     }
 
-    // The packed weight, and the partial sums.
+    // The packed weight, unless the caller has it, and the partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
         const int64_t items = tile_count(problem) * unit_count(problem);
-        return packed_bytes(problem) + partial_bytes<Common>(items, splits_of(problem, device));
+        return own_packed_bytes(problem) + partial_bytes<Common>(items, splits_of(problem, device));
+    }
+
+    static size_t packed_size(const Problem& problem) {
+        constexpr int64_t kWide = Weight<Math, 32>::kBlockBytes, kNarrow = Weight<Math, 16>::kBlockBytes;
+        return problem.pattern.nnz * (is_wide(problem) ? kWide : kNarrow);
+    }
+
+    static int32_t pack(const Problem& problem, void* packed, void* stream) {
+        return is_wide(problem) ? pack_as<Weight<Math, 32>>(problem, packed, stream)
+                                : pack_as<Weight<Math, 16>>(problem, packed, stream);
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
-        const bool wide = problem.pattern.block_rows == 32;
+        const bool wide = is_wide(problem);
         const int64_t splits = splits_of(problem, device);
         if constexpr (kStep == 64) {
             return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, splits, workspace, stream);
@@ -354,14 +354,20 @@ struct DdsNarrow {
                 1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
                 1u << static_cast<int>(Math::kDType),
                 Precision::highest,
-                {kClusterFeatures, Common::kStep, Common::kRanks, PlanKind::aligned},
+                kPlan,
                 Common::kTileTokens,
                 kClusterFeatures,
                 0,
                 refuses,
                 workspace_size,
                 launch,
-                kStep == 128};
+                kStep == 128,
+                Weight<Math, 32>::kStorages,
+                Weight<Math, 32>::kDTypes,
+                0,
+                nullptr,
+                packed_size,
+                pack};
     }
 
   private:
@@ -372,10 +378,10 @@ struct DdsNarrow {
         return split_count(problem, tile_count(problem) * unit_count(problem),
                            device.multiprocessors / Common::kRanks);
     }
-    // Up to where the partial sums begin.
-    static int64_t packed_bytes(const Problem& problem) {
-        const int64_t bytes = problem.pattern.value_count() * sizeof(Element);
-        return (bytes + 255) / 256 * 256;
+    static bool is_wide(const Problem& problem) { return problem.pattern.block_rows == 32; }
+    // Of the workspace, up to where the partial sums begin.
+    static size_t own_packed_bytes(const Problem& problem) {
+        return problem.packed != nullptr ? 0 : (packed_size(problem) + 255) / 256 * 256;
     }
 
     static int64_t tile_count(const Problem& problem) {
@@ -387,59 +393,67 @@ struct DdsNarrow {
 
     template <int kBlock, int kStages, bool kSplits = false>
     static int32_t launch_as(const Problem& problem, int64_t splits, void* workspace, void* stream) {
-        using Traits = NarrowTraits<Math, kBlock, kStep, kStages, kSplits>;
+        using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kStep, kStages, kSplits>;
         const int64_t tiles = tile_count(problem), units = unit_count(problem),
                       parts = tiles * units * splits;
         if (parts == 0) return cudaSuccess;
         DdsArguments arguments{};
-        arguments.packed = static_cast<const char*>(workspace);
-        arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + packed_bytes(problem));
+        const bool packs = problem.packed == nullptr && problem.pattern.nnz > 0;
+        arguments.packed = static_cast<const char*>(packs ? workspace : problem.packed);
+        arguments.partial =
+            reinterpret_cast<float4*>(static_cast<char*>(workspace) + own_packed_bytes(problem));
         if (const cudaError_t error = describe(arguments, problem, tiles, units, splits)) return error;
-        if (const cudaError_t error = pack<kBlock>(problem, workspace, stream)) return error;
+        if (packs)
+            if (const cudaError_t error = pack_as<typename Traits::Weight>(problem, workspace, stream))
+                return error;
         const auto start = problem.input().layout == Layout::row_major
                                ? ClusterLauncher<dds_narrow_kernel<Traits, true>, DdsArguments>::launch
                                : ClusterLauncher<dds_narrow_kernel<Traits, false>, DdsArguments>::launch;
         const int64_t clusters = std::min<int64_t>(parts, Traits::Schedule::kMaxClusters);
-        const bool follows_pack = problem.pattern.nnz > 0;
         const cudaError_t error =
             start(kSplits ? without_epilogue(arguments) : arguments, clusters, Traits::kRanks,
-                  Traits::kThreads, Traits::kSharedBytes, stream, follows_pack);
+                  Traits::kThreads, Traits::kSharedBytes, stream, packs);
         if constexpr (kSplits)
             if (error == cudaSuccess) return reduce_parts<Traits>(arguments, tiles * units, stream);
         return error;
     }
 
-    template <int kBlock>
-    static cudaError_t pack(const Problem& problem, void* workspace, void* stream) {
+    template <class Format>
+    static cudaError_t pack_as(const Problem& problem, void* packed, void* stream) {
         constexpr int kThreads = 256;
-        const int64_t blocks = problem.pattern.nnz;
+        auto blocks = static_cast<int>(problem.pattern.nnz);
         if (blocks == 0) return cudaSuccess;
-        const auto kernel = problem.forward() ? pack_narrow_kernel<Element, kBlock, false>
-                                              : pack_narrow_kernel<Element, kBlock, true>;
-        const int64_t ctas = (blocks * 32 + kThreads - 1) / kThreads;
-        kernel<<<static_cast<unsigned>(ctas), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            static_cast<const PlanHeader*>(problem.plan), static_cast<int>(blocks),
-            static_cast<const Element*>(problem.values.data), static_cast<char*>(workspace));
-        return cudaGetLastError();
+        const auto kernel =
+            problem.forward() ? pack_narrow_kernel<Format, false> : pack_narrow_kernel<Format, true>;
+        const int64_t ctas = (int64_t{blocks} * 32 + kThreads - 1) / kThreads;
+        const void* plan = problem.plan;
+        int key = plan_key(problem.pattern, problem.op, kPlan);
+        void* values = problem.values.data;
+        void* parameters[] = {&plan, &key, &blocks, &values, &packed};
+        return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(ctas), kThreads,
+                                parameters, 0, static_cast<cudaStream_t>(stream));
     }
 
     static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units,
                                 int64_t splits) {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
+        arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
         arguments.units = static_cast<int>(units);
         arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
                                                 static_cast<int>(splits), group_units(problem.k_size()));
         const bool row_major = problem.input().layout == Layout::row_major;
         arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
-        if (const cudaError_t error = map_input(arguments, problem)) return error;
+        if (arguments.value_rows > 0)
+            if (const cudaError_t error = map_input(arguments, problem)) return error;
         return describe_results<Common>(arguments, problem);
     }
 
     // So many tokens that their activations take a sixth of L2.
     static int group_units(int64_t k_size) {
         constexpr int64_t kPanelBytes = 8 << 20;
-        return static_cast<int>(
-            std::max<int64_t>(1, kPanelBytes / (int64_t{Common::kTileTokens} * k_size * 2)));
+        const int64_t bytes = int64_t{Common::kTileTokens} * std::max<int64_t>(k_size, 1) * 2;
+        return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));
     }
 
     static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {

@@ -1,7 +1,9 @@
 // What follows from the tile of the dds kernel for narrow blocks.
 #pragma once
 
-#include "sm90/dds_traits.cuh"
+#include "sm90/dds_arguments.cuh"
+#include "sm90/dds_narrow_weight.cuh"
+#include "sm90/pipeline.cuh"
 
 namespace ts::sm90 {
 
@@ -17,23 +19,16 @@ struct NarrowAtom<f16, kInput> {
     using Type = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kInput>;
 };
 
-// Where in a packed block 8 of a feature's k are: in lines of k, swizzled so that eight features can be read
-// from shared memory at once.
-template <int kBlock>
-__device__ int packed_place(int feature, int piece) {
-    constexpr int kLine = 2 * kBlock, kPieces = kLine / 16;
-    return feature * kLine + (piece ^ (feature * kLine / 128 & kPieces - 1)) * 16;
-}
-
 // A cluster of two CTAs computes 512 features x 128 tokens, half of the features each.
 //
 // What shared memory has beside the results is for activations where the weight is sparse, for more of the
 // weight where it is not. Warpgroups with more blocks in a step than others fall behind by what is there.
-template <class Math_, int kBlock_, int kStep_, int kStages_, bool kSplits_ = false>
+template <class Math_, class Weight_, int kStep_, int kStages_, bool kSplits_ = false>
 struct NarrowTraits {
     using Math = Math_;
-    using Element = typename Math::Element;
-    static constexpr int kBlock = kBlock_;
+    using Element = typename Math::Element;  // of activations and results
+    using Weight = Weight_;                  // its format, see dds_narrow_weight.cuh
+    static constexpr int kBlock = Weight::kBlock;
     static constexpr int kRanks = 2;
     static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
 
@@ -57,7 +52,7 @@ struct NarrowTraits {
     static constexpr int kLines = kStep / kLine;
     static constexpr int kStages = kStages_;
     static constexpr int kInputBytes = kTileTokens * kStep * 2;
-    static constexpr int kBlockBytes = kBlock * kBlock * 2;
+    static constexpr int kBlockBytes = Weight::kBlockBytes;
     static constexpr int kBlocks = ((192 << 10) - kStages * kInputBytes) / kBlockBytes;
     static_assert(kBlocks >= kBlockRows * kStep / kBlock);  // as many as a step can have
 
@@ -70,6 +65,7 @@ struct NarrowTraits {
     using Schedule = sm90::Schedule<kSplits>;
 
     struct Shared {
+        // Row-major [kLines][kTileTokens][kLine], else [kRanks][kStep][kRankTokens].
         alignas(1024) char input[kStages][kInputBytes];
         alignas(1024) char output[kGroups][kChunks][kChunkBytes];
         alignas(128) char weight[kBlocks][kBlockBytes];

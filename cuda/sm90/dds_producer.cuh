@@ -7,6 +7,8 @@ namespace ts::sm90 {
 
 template <class Traits>
 struct DdsProducer {
+    using Weight = typename Traits::Weight;
+
     const DdsArguments& arguments;
     typename Traits::Shared& shared;
     const DdsPlan& plan;
@@ -53,11 +55,7 @@ struct DdsProducer {
         const int feature = arguments.row_block > Traits::kGroupFeatures ? group * Traits::kGroupFeatures : 0;
         const bool loads = Traits::kTokenRanks == 1 || group % Traits::kTokenRanks == rank;
         const Multicast to{Traits::kTokenRanks == 1 ? uint16_t{1} : Traits::kAllRanks};
-        const int k_width = min(arguments.k_block, Traits::kStep);
-        const int line = 2 * (Traits::kTransposed ? arguments.row_width : k_width);
-        const int offset = Traits::kTransposed
-                               ? (part * Traits::kStep + piece * k_width) * line
-                               : (piece * Traits::kGroupFeatures + part * arguments.row_block) * line;
+        const int offset = Weight::offset(arguments, part, piece);
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kWeightStages>::Position position;
         while (true) {
@@ -78,13 +76,9 @@ struct DdsProducer {
                 const int k = slot < 0 ? 0 : column & arguments.k_block - 1;
                 shared.weight_ring[group].wait_empty(position);
                 const Barrier& full = shared.weight_ring[group].full[position.stage];
-                if (elected) full.arrive_and_expect_tx(Traits::kWeightBytes);
+                if (elected) full.arrive_and_expect_tx(Weight::kStageBytes);
                 if (loads) {
-                    // An absent block reads as zero, being outside of the values.
-                    const int block = Traits::kTransposed ? arguments.k_block : arguments.row_block;
-                    const int first = slot < 0 ? static_cast<int>(arguments.value_rows) : slot * block;
-                    const int x = Traits::kTransposed ? feature : k;
-                    const int y = first + (Traits::kTransposed ? k : feature);
+                    const auto [x, y] = Weight::corner(arguments, slot, feature, k);
                     for (int i = 0; i < parts * plan.pieces; ++i)
                         load_block(full, to,
                                    shared.weight[group][position.stage] + __shfl_sync(~0u, offset, i),
@@ -125,7 +119,7 @@ struct DdsProducer {
     }
 
     __device__ void load_block(const Barrier& full, Multicast to, char* target, int x, int y) const {
-        if (elected) load_box(&arguments.values, full, to, target, x, y);
+        if (elected) Weight::load(arguments, full, to, target, make_int2(x, y));
     }
 
     // All tokens of one piece's k, zero where there is none.

@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
     }
     __syncthreads();
 
-    const DdsPlan plan(arguments.plan);
+    const DdsPlan plan(arguments.plan, arguments.plan_key);
+    if (!plan.is_own) __trap();
     const int group = blockIdx.x % Traits::kGroups, cta = blockIdx.x / Traits::kGroups;
     const int rank = cta % Traits::kRanks, item = cta / Traits::kRanks;
     Work work{item / arguments.units, item % arguments.units, 0, 0, 0};
@@ -58,9 +59,9 @@ inline DdsArguments without_epilogue(DdsArguments arguments) {
 }
 
 template <class Traits>
-cudaError_t reduce_parts(DdsArguments& arguments, int64_t items, void* stream) {
-    return launch_early<dds_reduce<Traits>>(arguments, items * Traits::kRanks * Traits::kGroups, 128,
-                                            sizeof(ReduceShared<Traits>), stream);
+cudaError_t reduce_parts(const DdsArguments& arguments, int64_t items, void* stream) {
+    return launch_early<dds_reduce<Traits>, sizeof(ReduceShared<Traits>)>(
+        arguments, items * Traits::kRanks * Traits::kGroups, 128, stream);
 }
 
 }  // namespace ts::sm90

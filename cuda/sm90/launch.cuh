@@ -22,9 +22,6 @@ class ClusterLauncher {
     // it still runs, for which it waits by itself.
     static cudaError_t launch(const Arguments& arguments, int64_t clusters, int cluster_size, int threads,
                               int shared_bytes, void* stream, bool early) {
-        const auto kernel = reinterpret_cast<const void*>(kKernel);
-        static std::atomic<uint64_t> devices_done{0};
-        if (const cudaError_t error = allow_shared_memory(kernel, shared_bytes, devices_done)) return error;
         cudaLaunchAttribute attributes[2];
         attributes[0].id = cudaLaunchAttributeClusterDimension;
         attributes[0].val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
@@ -41,11 +38,11 @@ class ClusterLauncher {
         if (const cudaError_t error = resident_clusters(config, cluster_size, resident)) return error;
         config.gridDim.x *= static_cast<unsigned>(clusters < resident ? clusters : resident);
         void* parameters[] = {const_cast<Arguments*>(&arguments)};
-        return cudaLaunchKernelExC(&config, kernel, parameters);
+        return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), parameters);
     }
 
   private:
-    // Asked once for each device and size of clusters.
+    // Asked once for each device and size of clusters, when the kernel's limit of shared memory is raised.
     static cudaError_t resident_clusters(const cudaLaunchConfig_t& config, int cluster_size, int& count) {
         constexpr int kMaxDevices = 64, kMaxSize = 2;
         static std::array<std::atomic<int>, kMaxDevices * kMaxSize> known{};
@@ -54,32 +51,34 @@ class ClusterLauncher {
         std::atomic<int>& answer = known[device % kMaxDevices * kMaxSize + (cluster_size - 1) % kMaxSize];
         count = answer.load(std::memory_order_relaxed);
         if (count > 0) return cudaSuccess;
-        const cudaError_t error =
-            cudaOccupancyMaxActiveClusters(&count, reinterpret_cast<const void*>(kKernel), &config);
-        if (error == cudaSuccess && count == 0) return cudaErrorLaunchOutOfResources;
+        const auto kernel = reinterpret_cast<const void*>(kKernel);
+        if (const cudaError_t error =
+                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     static_cast<int>(config.dynamicSmemBytes)))
+            return error;
+        if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&count, kernel, &config)) return error;
+        if (count == 0) return cudaErrorLaunchOutOfResources;
         answer.store(count, std::memory_order_relaxed);
-        return error;
+        return cudaSuccess;
     }
 };
 
 // Launches a kernel while the one before it still runs, for which it waits by itself.
-template <auto kKernel, class Arguments>
-cudaError_t launch_early(Arguments& arguments, int64_t ctas, int threads, int shared_bytes, void* stream) {
-    const auto kernel = reinterpret_cast<const void*>(kKernel);
-    static std::atomic<uint64_t> devices_done{0};
-    if (const cudaError_t error = allow_shared_memory(kernel, shared_bytes, devices_done)) return error;
+template <auto kKernel, int kSharedBytes, class Arguments>
+cudaError_t launch_early(const Arguments& arguments, int64_t ctas, int threads, void* stream) {
+    static_assert(kSharedBytes <= kUsualSharedBytes);
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(ctas));
     config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_bytes;
+    config.dynamicSmemBytes = kSharedBytes;
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &early;
     config.numAttrs = 1;
-    void* parameters[] = {&arguments};
-    return cudaLaunchKernelExC(&config, kernel, parameters);
+    void* parameters[] = {const_cast<Arguments*>(&arguments)};
+    return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), parameters);
 }
 
 }  // namespace ts::sm90

@@ -68,13 +68,17 @@ struct Schedule {
     // `readers`: warps that take work.
     __device__ void init(int readers) { ring.init(readers); }
 
-    // Called by one warp: fills the queue for this cluster, of at most as many as there is work.
-    __device__ void run(const ScheduleArguments& arguments, const int2* tiles, int cluster, int clusters,
-                        int lane) {
+    // Called by one warp: fills the queue for this cluster, of at most as many as there is work. `is_own`:
+    // whether the tiles are of the plan that the launch is for. If not, the kernel ends with an error before
+    // any warp has work.
+    __device__ void run(const ScheduleArguments& arguments, const int2* tiles, bool is_own, int cluster,
+                        int clusters, int lane) {
         Ring<kQueue>::Position position;
         // Nothing waits for the first round to be ranked: it is in order but for the end of a group of
         // tokens.
-        push(work_at(arguments, tiles, cluster), position, lane);
+        const Work first_work = work_at(arguments, tiles, cluster);
+        if (!is_own) __trap();
+        push(first_work, position, lane);
         // Keys are sorted; their last bits are the cluster, or the place of the tile in its round.
         Keys loads;
         steps_of_round(loads, arguments, tiles, 0, lane);

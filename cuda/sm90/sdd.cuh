@@ -209,14 +209,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 128) prefetch_plan(arguments);
     if (threadIdx.x == 0) {
-        prefetch(&arguments.y);
-        prefetch(&arguments.x);
+        if (arguments.steps > 0)
+            for (const CUtensorMap* map : {&arguments.y, &arguments.x}) prefetch(map);
         for (auto& ring : shared.rings) ring.init(Traits::kHalves * arguments.team_size);
         cutlass::arch::fence_barrier_init();
     }
     cute::cluster_arrive();
     const int rank = blockIdx.x % arguments.team_size;
-    const SddPlan plan(arguments.plan);
+    const SddPlan plan(arguments.plan, arguments.plan_key);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
                                arguments.may_split);
     cute::cluster_wait();
@@ -237,6 +237,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 template <class Math>
 struct Sdd {
     using Traits = SddTraits<Math>;
+    static constexpr PlanShape kPlan = {Traits::kStrip, Traits::kWindow, Traits::kHalves, PlanKind::strips};
 
     static const char* refuses(const Problem&, const Device& device) {
         return sm90::refuses(device, Traits::kSharedBytes);
@@ -268,7 +269,7 @@ struct Sdd {
         if (const cudaError_t error = start(arguments, stream)) return error;
         if (!arguments.may_split) return cudaSuccess;
         const int ctas = 16 * arguments.teams * arguments.team_size;
-        return launch_early<sdd_reduce<Traits>>(arguments, ctas, 128, 0, stream);
+        return launch_early<sdd_reduce<Traits>, 0>(arguments, ctas, 128, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -278,7 +279,7 @@ struct Sdd {
                 1u << static_cast<int>(Op::sdd_tn),
                 1u << static_cast<int>(Math::kDType),
                 Precision::highest,
-                {Traits::kStrip, Traits::kWindow, Traits::kHalves, PlanKind::strips},
+                kPlan,
                 0,
                 Traits::kHalves * Traits::kStrip,
                 0,
@@ -344,6 +345,7 @@ struct Sdd {
         const Pattern& pattern = problem.pattern;
         const int unit = strip_unit(pattern);
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.plan_key = plan_key(pattern, problem.op, kPlan);
         arguments.values = problem.values.data;
         arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
         arguments.x_operand = describe_operand(problem.x, unit);

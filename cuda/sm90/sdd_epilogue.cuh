@@ -196,7 +196,7 @@ class SddEpilogue {
 template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
     constexpr int kColumns = 32, kPieces = kColumns / 8, kParts = Traits::kWindow / kColumns;
-    const SddPlan plan(arguments.plan);
+    const SddPlan plan(arguments.plan, arguments.plan_key);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
                                arguments.may_split);
     cudaGridDependencySynchronize();

@@ -34,6 +34,7 @@ struct SddArguments {
     int row_shift;        // log2 of bn
     int col_shift;        // log2 of bk
     bool accumulate;
+    int plan_key;  // that the plan must have
 };
 
 template <class Math_>
@@ -97,7 +98,9 @@ struct SddPlan {
     const int* units;
     const int* slots;
 
-    __device__ explicit SddPlan(const PlanHeader* plan) {
+    // Ends the kernel with an error if the plan is not the one that the launch is for.
+    __device__ SddPlan(const PlanHeader* plan, int key) {
+        if (plan->key != key) __trap();
         const auto* words = reinterpret_cast<const int*>(plan);
         // Lets the compiler see that all lanes have the same, without which it would serialise wgmma.
         tile_count = __shfl_sync(~0u, plan->tiles, 0);

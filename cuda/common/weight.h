@@ -1,0 +1,20 @@
+// Weight formats. What kernels of a family know of how values are stored is in one struct for each storage,
+// a parameter of their traits:
+//   - what the registry says of the values it takes: kStorages, kDTypes
+//   - the bytes of the weight in a stage of shared memory
+//   - how they are loaded: the tensor map and its boxes, or chunks of 16 bytes
+//   - how they are multiplied: an operand in shared memory, or what products take from registers
+// What a storage has beside values, metadata or scales, is part of the stage: the format alone knows of it.
+#pragma once
+
+#include "common/problem.h"
+
+namespace ts {
+
+// Of all formats for blocks as they are, in the dtype of the activations.
+struct PlainStorage {
+    static constexpr uint32_t kStorages = 1u << static_cast<int>(Storage::plain);
+    static constexpr uint32_t kDTypes = 0;
+};
+
+}  // namespace ts

@@ -1,0 +1,113 @@
+// The weight formats of dds kernels (see common/weight.h). A stage has the weight of a tile's features in a
+// step of k.
+#pragma once
+
+#include "common/weight.h"
+#include "sm80/dds_arguments.cuh"
+#include "sm80/tile.cuh"
+
+namespace ts::sm80 {
+
+// A stage is a Tile, of lines of 128 bytes: dds_nt [kFeatures][kStep of k], as blocks are; dds_nn
+// [panels][kStep of k][kFeatures / panels], as blocks are, of which warps read fragments transposed.
+template <Op kOp, class Math, int kFeatures_>
+struct PlainWeight : PlainStorage {
+    using Element = typename Math::Element;  // of values
+    static constexpr bool kTransposed = kOp == Op::dds_nn;
+    static constexpr int kFeatures = kFeatures_;
+    using Tile = sm80::Tile<Element, kFeatures, !kTransposed>;
+    static constexpr int kBytes = Tile::kBytes;
+
+    // What warps multiply.
+    template <int kTiles>
+    using Reader = sm80::Reader<Tile, Element, Side::b, kTiles>;
+
+    template <int kThreads>
+    class Loader;
+};
+
+// One thread's share in copying: its chunk of 16 bytes in a line is fixed, the lines are kLinesAtOnce apart.
+// Offsets are in chunks, so that 32 bits reach 64 GiB.
+template <Op kOp, class Math, int kFeatures_>
+template <int kThreads>
+class PlainWeight<kOp, Math, kFeatures_>::Loader {
+    static constexpr int kChunk = Tile::kChunk;
+    static constexpr int kLinesAtOnce = kThreads / kChunksPerLine;
+    static constexpr int kParts = Tile::kLines / kLinesAtOnce;
+    static constexpr int kPanels = Tile::kPanels;
+    static constexpr int kStepShift = sizeof(Element) == 2 ? 6 : 5;
+    static_assert(1 << kStepShift == Tile::kStep);
+
+  public:
+    __device__ Loader(const DdsArguments& arguments, const DdsPlan& plan)
+        : arguments_(arguments),
+          plan_(plan),
+          line_(threadIdx.x / kChunksPerLine),
+          chunk_(threadIdx.x % kChunksPerLine),
+          piece_shift_(min(arguments.k_shift, kStepShift)) {
+        const int row_mask = (1 << arguments.row_shift) - 1;
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel) {
+                const int line = line_ + i * kLinesAtOnce;
+                const int feature = kTransposed ? panel * Tile::kPanelExtent + chunk_ * kChunk : line;
+                const int k = kTransposed ? line : chunk_ * kChunk;
+                slot_index_[i][panel] = (k >> piece_shift_) * plan.groups + (feature >> arguments.row_shift);
+                feature_offset_[i][panel] =
+                    (feature & row_mask) * (kTransposed ? 1 : 1 << arguments.k_shift) / kChunk;
+            }
+        }
+    }
+
+    // Reads where the weight of a step lies.
+    __device__ void fetch(int step) {
+        const int* k = plan_.k + step * plan_.pieces;
+        const int* slots = plan_.slots + step * plan_.pieces * plan_.groups;
+#pragma unroll
+        for (int i = 0; i < kKs; ++i) k_[i] = __ldg(k + (own_k(i) >> piece_shift_));
+#pragma unroll
+        for (int i = 0; i < kParts; ++i)
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel)
+                slots_[i][panel] = __ldg(slots + slot_index_[i][panel]);
+    }
+
+    // Starts the copies of that step.
+    __device__ void copy(uint32_t tile) const {
+        const int k_mask = (1 << arguments_.k_shift) - 1;
+        const uint32_t block_chunks = (1 << arguments_.row_shift + arguments_.k_shift) / kChunk;
+        const uint32_t target = tile + Tile::offset(line_, chunk_);
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+            const int at = kTransposed ? i : 0;
+            const int k = k_[at] + (own_k(at) & (1 << piece_shift_) - 1) & k_mask;
+            const int k_offset = (kTransposed ? k << arguments_.row_shift : k) / kChunk;
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel) {
+                const uint32_t chunk = slots_[i][panel] * block_chunks + feature_offset_[i][panel] + k_offset;
+                copy_async_if(slots_[i][panel] >= 0,
+                              target + panel * Tile::kPanelBytes + i * kLinesAtOnce * kLineBytes,
+                              static_cast<const char*>(arguments_.values) + uint64_t{chunk} * kChunkBytes);
+            }
+        }
+    }
+
+  private:
+    static constexpr int kKs = kTransposed ? kParts : 1;  // of k in a thread's share, each of one piece
+
+    // Of the step, where lines run along k that of a line, otherwise that of the thread's chunk.
+    __device__ int own_k(int i) const { return kTransposed ? line_ + i * kLinesAtOnce : chunk_ * kChunk; }
+
+    const DdsArguments& arguments_;
+    const DdsPlan& plan_;
+    int line_, chunk_;
+    int piece_shift_;  // log2 of the k that one piece contributes to a step
+    int slot_index_[kParts][kPanels];
+    int feature_offset_[kParts][kPanels];
+    // Of the next step, -1 where there is none:
+    int k_[kKs];  // of the pieces in which the thread's chunk or lines lie
+    int slots_[kParts][kPanels];
+};
+
+}  // namespace ts::sm80

@@ -1,0 +1,75 @@
+// What every dds kernel is told, and where it finds the plan's arrays.
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include "common/plan.h"
+#include "common/problem.h"
+#include "sm90/schedule.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace ts::sm90 {
+
+struct DdsArguments {
+    CUtensorMap input;       // this and the others are left empty where nothing is read through them
+    CUtensorMap input_tail;  // feature-major: the tokens that do not fill 64
+    CUtensorMap values;
+    CUtensorMap output;
+    CUtensorMap residual;
+    const PlanHeader* plan;
+    const void* bias;
+    const char* packed;  // the weight in the order of its products, for narrow blocks
+    float4* partial;     // sums of parts of k, or nullptr
+    int units;           // of tokens
+    ScheduleArguments schedule;
+    Operand weight;  // as the products read it from shared memory
+    Operand tokens_by_k;
+    int tokens;
+    int k_size;            // features summed over
+    int row_block;         // features of a block
+    int row_shift;         // their log2
+    int row_width;         // features of a block in a warpgroup
+    int row_parts;         // blocks across the features of a warpgroup
+    int k_block;           // k of a block
+    int64_t value_rows;    // lines of values; without any, nothing is loaded
+    Layout output_layout;  // also the residual's
+    Activation activation;
+    bool has_residual;
+    int plan_key;  // that the plan must have
+};
+
+// Where a warpgroup's sums of a part of k lie among the partial sums.
+template <class Traits>
+__device__ int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank, int group) {
+    const int64_t part =
+        (int64_t{work.tile} * arguments.units + work.unit) * arguments.schedule.by_splits.divisor;
+    return ((part + work.split) * Traits::kRanks + rank) * Traits::kGroups + group;
+}
+
+// The plan's arrays; see common/plan.h.
+struct DdsPlan {
+    const int2* tiles;
+    const int* rows;
+    const int* masks;
+    const int* k;
+    const int* slots;
+    const int* starts;  // by aligned steps alone
+    int groups;
+    int pieces;
+    bool is_own;  // the plan of this launch; another must not be walked
+
+    __device__ DdsPlan(const PlanHeader* plan, int key) {
+        const auto* words = reinterpret_cast<const int*>(plan);
+        tiles = reinterpret_cast<const int2*>(plan + 1);  // found without waiting for the header
+        rows = words + plan->rows_at;
+        masks = words + plan->masks_at;
+        k = words + plan->k_at;
+        slots = words + plan->slots_at;
+        starts = words + plan->starts_at;
+        groups = plan->groups;
+        pieces = plan->pieces;
+        is_own = plan->key == key;
+    }
+};
+
+}  // namespace ts::sm90

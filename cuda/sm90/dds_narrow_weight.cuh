@@ -1,0 +1,71 @@
+// The weight formats of dds kernels for narrow blocks (see common/weight.h), which multiply from registers.
+// The weight is packed first, see dds_narrow_pack.cuh; here is what a packed block looks like.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+
+#include "common/weight.h"
+
+namespace ts::sm90 {
+
+// Of the weight, what a lane gives to a product of a warp's 16 features by 16 of k.
+using WeightFragment = uint32_t[4];
+
+// A packed block is [kBlock features][kBlock of k]. Of its lines of 2 kBlock bytes pieces of 16 are swizzled,
+// so that eight features can be read from shared memory at once.
+template <class Math, int kBlock_>
+struct PlainNarrowWeight : PlainStorage {
+    using Element = typename Math::Element;  // of values
+    static constexpr int kBlock = kBlock_;
+    static constexpr int kBlockBytes = kBlock * kBlock * 2;
+
+    // One warp packs a block, which is features by k or, transposed, k by features. A lane moves pieces,
+    // which it reads side by side with the other lanes.
+    template <bool kTransposed>
+    __device__ static void pack(const Element* block, char* packed, int lane) {
+        constexpr int kAll = kBlock * kPieces / 32;
+        alignas(16) Element elements[kAll][kPiece];
+        int places[kAll];
+#pragma unroll
+        for (int i = 0; i < kAll; ++i) {
+            const int index = i * 32 + lane;
+            const int feature = kTransposed ? index % kBlock : index / kPieces;
+            const int piece = kTransposed ? index / kBlock : index % kPieces;
+            if (kTransposed) {
+#pragma unroll
+                for (int k = 0; k < kPiece; ++k)
+                    elements[i][k] = block[(piece * kPiece + k) * kBlock + feature];
+            } else {
+                reinterpret_cast<uint4&>(elements[i]) =
+                    reinterpret_cast<const uint4*>(block + feature * kBlock)[piece];
+            }
+            places[i] = place(feature, piece);
+        }
+#pragma unroll
+        for (int i = 0; i < kAll; ++i)
+            *reinterpret_cast<uint4*>(packed + places[i]) = reinterpret_cast<const uint4&>(elements[i]);
+    }
+
+    // What a lane of a warp reads of the first 16 of k, of 16 features from `first` on, begins here in a
+    // block.
+    __device__ static uint32_t first_place(int first, int lane) {
+        return place(first + lane % 16, lane / 16);
+    }
+
+    // The i-th 16 of k. `at`: first_place in some block, from the beginning of `blocks` on.
+    __device__ static void read(WeightFragment& fragment, const char* blocks, uint32_t at, int i) {
+        const auto& line = *reinterpret_cast<const cute::uint128_t*>(blocks + (at ^ i * 32));
+        cute::SM75_U32x4_LDSM_N::copy(line, fragment[0], fragment[1], fragment[2], fragment[3]);
+    }
+
+  private:
+    static constexpr int kPiece = 8;  // of k
+    static constexpr int kPieces = kBlock / kPiece;
+
+    __device__ static int place(int feature, int piece) {
+        constexpr int kLine = 2 * kBlock;
+        return feature * kLine + (piece ^ (feature * kLine / 128 & kPieces - 1)) * 16;
+    }
+};
+
+}  // namespace ts::sm90

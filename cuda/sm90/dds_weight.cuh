@@ -1,0 +1,88 @@
+// The weight formats of dds kernels (see common/weight.h), which multiply from shared memory. A stage has the
+// weight of a warpgroup's features in a step of k.
+#pragma once
+
+#include <algorithm>
+
+#include "common/weight.h"
+#include "sm90/dds_arguments.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/tensor_map.h"
+
+namespace ts::sm90 {
+
+// A stage holds boxes of blocks, or of parts of larger ones, which are row_width features by k_width of k; of
+// each, lines of 2 row_width or 2 k_width bytes are swizzled over that width:
+//   dds_nt: [pieces][kFeatures][k_width], as blocks are
+//   dds_nn: [row_parts][kStep][row_width], as blocks are, which wgmma transposes
+template <Op kOp, class Math>
+struct PlainWeight : PlainStorage {
+    static constexpr bool kTransposed = kOp == Op::dds_nn;
+    static constexpr int kFeatures = 64;
+    static constexpr int kStep = 64;
+    static constexpr int kStageBytes = kFeatures * kStep * 2;
+
+    // Lines of values, which are [nnz * block_rows, block_cols].
+    static int64_t value_rows(const Pattern& pattern) { return pattern.nnz * pattern.block_rows; }
+
+    static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
+        const int width = k_width(arguments), rows = arguments.row_width;
+        const int64_t columns = problem.pattern.block_cols;
+        return encode(arguments.values, problem.dtype, problem.values.data,
+                      {{columns, 1, kTransposed ? rows : width},
+                       {arguments.value_rows, columns, kTransposed ? width : rows}});
+    }
+
+    // How the products read a stage.
+    static Operand operand(const DdsArguments& arguments) {
+        const int width = k_width(arguments), rows = arguments.row_width;
+        Operand result =
+            kTransposed ? sm90::operand(2 * rows, kStep * 2 * rows) : sm90::operand(2 * width, 0);
+        for (int i = 0; i < 4; ++i) {
+            const int piece = 16 * i / width, within = 16 * i % width;
+            const int offset = kTransposed ? 16 * i * 2 * rows : piece * width * kFeatures * 2 + within * 2;
+            result.step[i] = static_cast<uint32_t>(offset / 16);
+        }
+        return result;
+    }
+
+    // Where the box of some part of the features and piece of k lies in a stage.
+    __device__ static int offset(const DdsArguments& arguments, int part, int piece) {
+        const int width = k_width(arguments);
+        const int line = 2 * (kTransposed ? arguments.row_width : width);
+        return kTransposed ? (part * kStep + piece * width) * line
+                           : (piece * kFeatures + part * arguments.row_block) * line;
+    }
+
+    // Where the box that begins at a feature and k of a block lies in values: outside, which reads as zero,
+    // if there is no block.
+    __device__ static int2 corner(const DdsArguments& arguments, int slot, int feature, int k) {
+        const int block = kTransposed ? arguments.k_block : arguments.row_block;
+        const int first = slot < 0 ? static_cast<int>(arguments.value_rows) : slot * block;
+        return make_int2(kTransposed ? feature : k, first + (kTransposed ? k : feature));
+    }
+
+    // One thread.
+    __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to,
+                                char* target, int2 corner) {
+        load_box(&arguments.values, full, to, target, corner.x, corner.y);
+    }
+
+    // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
+    template <bool kRowMajorTokens, int kTokens, int kSums>
+    __device__ static void multiply(float (&sums)[kSums], const DdsArguments& arguments, const char* stage,
+                                    uint32_t tokens, bool add) {
+        using cute::SM90::GMMA::Major;
+        using Atom = typename Math::template Atom<kTransposed ? Major::MN : Major::K,
+                                                  kRowMajorTokens ? Major::K : Major::MN, kTokens>;
+        multiply_step<Atom>(sums, arguments.weight, operand_address(stage), arguments.tokens_by_k, tokens,
+                            add);
+    }
+
+  private:
+    __host__ __device__ static int k_width(const DdsArguments& arguments) {
+        return arguments.k_block < kStep ? arguments.k_block : kStep;
+    }
+};
+
+}  // namespace ts::sm90
