@@ -105,7 +105,7 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
     const Choice choice = choose(problem, device, desc.kernel);
     check_plan(desc, problem, *choice.kernel);
     check_workspace(*choice.kernel, choice.kernel->workspace_size(problem, device), workspace, bytes);
-    log_choice(problem, choice);
+    log_choice(problem, device, choice);
     check_launch(choice.kernel->launch(problem, device, workspace, stream), choice.kernel->name);
 }
 
@@ -207,13 +207,15 @@ ts_status_t ts_matmul_select(const ts_matmul_desc* source, const ts_device_info*
         Problem problem = check_problem(desc, false);
         require(device.device == desc.device, "device.device is ", device.device, ", but desc.device is ",
                 desc.device);
-        const Choice choice =
-            choose(problem,
-                   {problem.device, device.compute_capability, device.multiprocessors, device.shared_memory},
-                   desc.kernel);
+        require(desc.policy >= TS_POLICY_SPARSE && desc.policy <= TS_POLICY_DENSE, "policy is ", desc.policy,
+                "; allowed are 0 to ", TS_POLICY_DENSE);
+        const Device properties{problem.device, device.compute_capability, device.multiprocessors,
+                                device.shared_memory};
+        const Choice choice = choose(problem, properties, desc.kernel, static_cast<Policy>(desc.policy));
+        if (choice.index == TS_EXPAND_AND_RUN_DENSE) log_choice(problem, properties, choice);
         *kernel = choice.index;
         if (reason == nullptr || reason_bytes == 0) return;
-        std::strncpy(reason, choice.reason, reason_bytes - 1);
+        std::strncpy(reason, explain(problem, properties, choice).c_str(), reason_bytes - 1);
         reason[reason_bytes - 1] = '\0';
     });
 }

@@ -13,6 +13,7 @@
 #include "sm80/async.cuh"
 #include "sm80/launch.cuh"
 #include "sm80/math.cuh"
+#include "sm80/select.h"
 
 namespace ts::sm80 {
 
@@ -415,19 +416,21 @@ struct Decode {
     }
 
     static constexpr Kernel row(const char* name) {
-        return {name,
-                DeviceType::cuda,
-                80,
-                1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
-                1u << static_cast<int>(Math::kDType),
-                Math::kPrecision,
-                {0, 0},
-                0,
-                0,
-                kMaxTokens,
-                refuses,
-                workspace_size,
-                launch};
+        Kernel row{name,
+                   DeviceType::cuda,
+                   80,
+                   1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
+                   1u << static_cast<int>(Math::kDType),
+                   Math::kPrecision,
+                   {0, 0},
+                   0,
+                   0,
+                   kMaxTokens,
+                   refuses,
+                   workspace_size,
+                   launch};
+        row.estimate = estimate_decode;
+        return row;
     }
 
   private:

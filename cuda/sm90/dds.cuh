@@ -20,6 +20,7 @@
 #include "sm90/dds_reduce.cuh"
 #include "sm90/dds_traits.cuh"
 #include "sm90/launch.cuh"
+#include "sm90/select.h"
 #include "sm90/tensor_map.h"
 
 namespace ts::sm90 {
@@ -239,20 +240,22 @@ struct Dds {
     }
 
     static constexpr Kernel row(const char* name) {
-        return {name,
-                DeviceType::cuda,
-                90,
-                1u << static_cast<int>(kOp),
-                1u << static_cast<int>(Math::kDType),
-                Precision::highest,
-                {Traits::kTileFeatures, Traits::kStep, kRowRanks},
-                kUnitTokens,
-                kClusterFeatures,
-                0,
-                refuses,
-                workspace_size,
-                launch,
-                Traits::kSplits};
+        Kernel row{name,
+                   DeviceType::cuda,
+                   90,
+                   1u << static_cast<int>(kOp),
+                   1u << static_cast<int>(Math::kDType),
+                   Precision::highest,
+                   {Traits::kTileFeatures, Traits::kStep, kRowRanks},
+                   kUnitTokens,
+                   kClusterFeatures,
+                   0,
+                   refuses,
+                   workspace_size,
+                   launch,
+                   Traits::kSplits};
+        row.estimate = estimate_dds;
+        return row;
     }
 
   private:
