@@ -119,9 +119,10 @@ ts_matmul_desc make_desc(const ts_pattern& pattern, int32_t op, int32_t dtype, i
 std::pair<int32_t, std::string> select_kernel(const ts_pattern& pattern, int32_t op, int32_t dtype,
                                               const ts_device_info& device, int64_t tokens,
                                               int32_t activation, int32_t precision, int32_t x_layout,
-                                              int32_t y_layout, int32_t kernel) {
-    const auto desc = make_desc(pattern, op, dtype, device.device, activation, precision, kernel, tokens,
-                                x_layout, y_layout);
+                                              int32_t y_layout, int32_t kernel, int32_t policy) {
+    auto desc = make_desc(pattern, op, dtype, device.device, activation, precision, kernel, tokens, x_layout,
+                          y_layout);
+    desc.policy = policy;
     int32_t index = -1;
     char reason[256];
     check(ts_matmul_select(&desc, &device, &index, reason, sizeof reason));
@@ -309,7 +310,7 @@ NB_MODULE(_C, m) {
     m.def("pattern_transpose", &pattern_transpose, "pattern"_a, "col_ptr"_a, "row_idx"_a, "col_slot"_a);
     m.def("select", &select_kernel, "pattern"_a, "op"_a, "dtype"_a, "device_info"_a, "tokens"_a,
           nb::kw_only(), "activation"_a = 0, "precision"_a = 0, "x_layout"_a = 0, "y_layout"_a = 0,
-          "kernel"_a = 0);
+          "kernel"_a = 0, "policy"_a = 0);
     m.def("query", &query, "pattern"_a, "op"_a, "dtype"_a, "device"_a, "activation"_a, "precision"_a,
           "kernel"_a, "tokens"_a, "x_layout"_a, "y_layout"_a, "residual"_a);
     m.def("plan_size", &plan_size, "pattern"_a, "kernel"_a, "op"_a);
