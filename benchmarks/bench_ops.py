@@ -104,13 +104,6 @@ def _parser() -> argparse.ArgumentParser:
         default=tuple(contenders.CONTENDERS),
         help=f"of {','.join(contenders.CONTENDERS)}; dense always runs (all)",
     )
-    parser.add_argument(
-        "--kernels",
-        type=name_list,
-        default=(),
-        metavar="PREFIXES",
-        help="measure this library also with the kernels whose names begin so, as sm80,sm90",
-    )
     parser.add_argument("--repetitions", type=positive, default=20, help="at least (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
     return parser
@@ -139,7 +132,7 @@ def _custom_shape(text: str) -> Shape:
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     start = time.monotonic()
     timer = CudaTimer()
-    prepares = contenders.contenders(arguments.contenders, arguments.kernels)
+    prepares = {name: contenders.CONTENDERS[name] for name in arguments.contenders}
     warm_up()
     document["host"] = _host_costs(prepares, timer, arguments.seed)
     cases = _cases(arguments)

@@ -10,8 +10,7 @@ import functools
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +35,6 @@ class Prepared(NamedTuple):
 Prepare = Callable[[Problem, CudaTimer], Prepared]
 
 
-def contenders(names: Sequence[str], kernel_prefixes: Sequence[str]) -> dict[str, Prepare]:
-    """The named ones in their order, and this library once more for every prefix of kernel names."""
-    chosen = {name: CONTENDERS[name] for name in names}
-    for prefix in kernel_prefixes:
-        chosen[f"tilesparse[{prefix}]"] = functools.partial(_tilesparse, kernel_prefix=prefix)
-    return chosen
-
-
 def dense(problem: Problem) -> Callable[[], Tensor]:
     """The product with a dense weight, by cuBLAS."""
     x, y, weight = problem.x, problem.y, problem.weight
@@ -54,19 +45,17 @@ def dense(problem: Problem) -> Callable[[], Tensor]:
     return lambda: y.t() @ x
 
 
-def _tilesparse(problem: Problem, timer: CudaTimer, kernel_prefix: str = "") -> Prepared:
-    with _kernels_named(kernel_prefix):
-        pattern = _copy(problem.pattern)  # a pattern keeps the kernels that were chosen for it
-        kernel = _chosen_kernel(problem, pattern)
-        if not kernel.startswith(kernel_prefix):
-            raise Unavailable(f"no kernel of that name computes this; {kernel} would")
-        call = _tilesparse_call(problem, pattern)
-        call()
+def _tilesparse(problem: Problem, timer: CudaTimer) -> Prepared:
+    kernel = _chosen_kernel(problem)
+    if not kernel.startswith(os.environ.get("TILESPARSE_KERNEL", "")):
+        raise Unavailable(f"no kernel of that name computes this; {kernel} would")
+    call = _tilesparse_call(problem)
+    call()
     return Prepared(call, {"kernel": kernel})
 
 
-def _tilesparse_call(problem: Problem, pattern: BlockPattern) -> Callable[[], Tensor]:
-    x, y, values = problem.x, problem.y, problem.values
+def _tilesparse_call(problem: Problem) -> Callable[[], Tensor]:
+    x, y, values, pattern = problem.x, problem.y, problem.values, problem.pattern
     if problem.case.op == "dds_nt":
         return lambda: functional.linear(x, values, pattern)
     if problem.case.op == "dds_nn":
@@ -74,36 +63,12 @@ def _tilesparse_call(problem: Problem, pattern: BlockPattern) -> Callable[[], Te
     return lambda: functional.sdd(y, x, pattern)
 
 
-@contextmanager
-def _kernels_named(prefix: str) -> Iterator[None]:
-    """Makes the library prefer kernels whose name begins so; the empty prefix leaves its choice alone."""
-    if not prefix:
-        yield
-        return
-    before = os.environ.get("TILESPARSE_KERNEL", "")
-    os.environ["TILESPARSE_KERNEL"] = prefix
-    try:
-        yield
-    finally:
-        os.environ["TILESPARSE_KERNEL"] = before
-
-
-def _copy(pattern: BlockPattern) -> BlockPattern:
-    return BlockPattern(
-        pattern.crow_indices,
-        pattern.col_indices,
-        shape=pattern.shape,
-        block_shape=pattern.block_shape,
-        slot=pattern.slot,
-    )
-
-
-def _chosen_kernel(problem: Problem, pattern: BlockPattern) -> str:
+def _chosen_kernel(problem: Problem) -> str:
     case = problem.case
     precision = PRECISIONS[case.precision]
     layout = LAYOUTS.index(case.x_layout)
     index, _ = _C.select(
-        pattern.prepared.descriptor(torch.device("cpu")),
+        problem.pattern.prepared.descriptor(torch.device("cpu")),
         OPS.index(case.op),
         _ops.DTYPES[precision.dtype],
         _C.device_info(1),

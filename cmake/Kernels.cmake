@@ -1,5 +1,5 @@
-# Every row of cuda/<folder>/tiles.def becomes one translation unit, and one line of the generated
-# tilesparse_kernels.inc that the registry includes.
+# Every row of cuda/<folder>/tiles.def becomes one translation unit, and every folder and row one line of the
+# generated tilesparse_kernels.inc that the registry includes.
 
 # Reads the rows TS_TILE(name, kernel, argument, ...) of a folder; comments and blank lines are dropped.
 function(read_rows folder result)
@@ -30,12 +30,20 @@ function(generate_kernel folder row)
   set(source ${source} PARENT_SCOPE)
 endfunction()
 
-# Compiles all rows of one architecture into an object library and links it into tilesparse.
+# Compiles all rows of one architecture into an object library and links it into tilesparse, and with it what
+# says how long its kernels take, select.cpp.
 function(add_architecture architecture)
   string(REGEX REPLACE "[a-z]$" "" number ${architecture})
   set(folder sm${number})
   set(names "")
   set(sources "")
+  set(select ${PROJECT_SOURCE_DIR}/cuda/${folder}/select.cpp)
+  if(NOT EXISTS ${select})
+    message(FATAL_ERROR "There is no cuda/${folder}/select.cpp, which estimates the times of the kernels for "
+                        "compute capability ${architecture}.")
+  endif()
+  target_sources(tilesparse PRIVATE ${select})
+  string(APPEND registry "TS_ARCHITECTURE(${folder})\n")
   read_rows(${folder} rows)
   foreach(row IN LISTS rows)
     generate_kernel(${folder} "${row}")

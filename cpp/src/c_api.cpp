@@ -134,7 +134,7 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
     if (desc.packed != nullptr)
         check_area(desc.packed, desc.packed_bytes, packed_size(problem, kernel), "packed", kernel);
     check_area(workspace, bytes, kernel.workspace_size(problem, device), "workspace", kernel);
-    log_choice(problem, choice);
+    log_choice(problem, device, choice);
     check_launch(kernel.launch(problem, device, workspace, stream), kernel.name);
 }
 
@@ -256,10 +256,11 @@ ts_status_t ts_matmul_select(const ts_matmul_desc* source, const ts_device_info*
         const Problem problem = check_problem(desc, false);
         require(device.type == problem.device, "device.device is ", info->device, ", but desc.device is ",
                 desc.device);
-        const Choice choice = choose(problem, device, desc.kernel);
+        const Choice choice = choose(problem, device, desc.kernel, static_cast<Policy>(desc.policy));
+        if (choice.index == TS_EXPAND_AND_RUN_DENSE) log_choice(problem, device, choice);
         *kernel = choice.index;
         if (reason == nullptr || reason_bytes == 0) return;
-        const std::string_view text(choice.reason);
+        const std::string text = explain(problem, device, choice);
         reason[text.copy(reason, reason_bytes - 1)] = '\0';
     });
 }

@@ -1,16 +1,24 @@
 #include "registry.h"
 
+#include <set>
+
 #include "cpu/cpu.h"
 
-// Generated from tiles.def: one TS_KERNEL(architecture, name) per row; empty without CUDA.
-#define TS_KERNEL(architecture, name) \
-    namespace architecture {          \
-    const Kernel& name();             \
+// Generated: one TS_ARCHITECTURE(folder) per architecture and one TS_KERNEL(folder, name) per row of its
+// tiles.def; empty without CUDA.
+#define TS_ARCHITECTURE(folder)                                          \
+    namespace folder {                                                   \
+    std::optional<double> estimate_dense(const Problem&, const Device&); \
+    }
+#define TS_KERNEL(folder, name) \
+    namespace folder {          \
+    const Kernel& name();       \
     }
 namespace ts {
 #include "tilesparse_kernels.inc"
 }  // namespace ts
 #undef TS_KERNEL
+#undef TS_ARCHITECTURE
 
 namespace ts {
 namespace {
@@ -18,20 +26,20 @@ namespace {
 std::vector<const Kernel*> collect() {
     std::vector<const Kernel*> kernels;
     for (const Kernel& kernel : cpu::kernels()) kernels.push_back(&kernel);
-#define TS_KERNEL(architecture, name) kernels.push_back(&architecture::name());
+#define TS_ARCHITECTURE(folder)
+#define TS_KERNEL(folder, name) kernels.push_back(&folder::name());
 #include "tilesparse_kernels.inc"
 #undef TS_KERNEL
+#undef TS_ARCHITECTURE
     return kernels;
 }
 
 std::string list_architectures() {
+    std::set<int32_t> capabilities;
+    for (const Kernel* kernel : registry())
+        if (kernel->device == DeviceType::cuda) capabilities.insert(kernel->min_compute_capability);
     std::string list = "cpu";
-    int32_t last = 0;
-    for (const Kernel* kernel : registry()) {
-        if (kernel->min_compute_capability == last) continue;
-        last = kernel->min_compute_capability;
-        list += ",sm_" + std::to_string(last);
-    }
+    for (const int32_t capability : capabilities) list += ",sm_" + std::to_string(capability);
     return list;
 }
 
@@ -40,6 +48,17 @@ std::string list_architectures() {
 const std::vector<const Kernel*>& registry() {
     static const std::vector<const Kernel*> kernels = collect();
     return kernels;
+}
+
+const std::vector<DenseEstimate>& dense_estimates() {
+    static const std::vector<DenseEstimate> estimates = {
+#define TS_ARCHITECTURE(folder) folder::estimate_dense,
+#define TS_KERNEL(folder, name)
+#include "tilesparse_kernels.inc"
+#undef TS_KERNEL
+#undef TS_ARCHITECTURE
+    };
+    return estimates;
 }
 
 const std::string& architectures() {

@@ -1,6 +1,7 @@
 // The table of all kernels in the library.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,11 @@ namespace ts {
 
 // CPU kernels, best instruction set first, then those of each GPU architecture in tiles.def's order.
 const std::vector<const Kernel*>& registry();
+
+// Microseconds of expanding the values and computing the product with the dense W, of each architecture; no
+// value where nothing was measured on the device.
+using DenseEstimate = std::optional<double> (*)(const Problem&, const Device&);
+const std::vector<DenseEstimate>& dense_estimates();
 
 // "cpu,sm_80": what the library holds code for.
 const std::string& architectures();

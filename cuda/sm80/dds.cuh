@@ -15,6 +15,7 @@
 #include "sm80/dds_loader.cuh"
 #include "sm80/dds_traits.cuh"
 #include "sm80/launch.cuh"
+#include "sm80/select.h"
 
 namespace ts::sm80 {
 
@@ -134,22 +135,24 @@ struct Dds {
     }
 
     static constexpr Kernel row(const char* name) {
-        return {name,
-                DeviceType::cuda,
-                80,
-                1u << static_cast<int>(kOp),
-                1u << static_cast<int>(Math::kDType),
-                Math::kPrecision,
-                kPlan,
-                kTileTokens,
-                kTileFeatures,
-                0,
-                refuses,
-                workspace_size,
-                launch,
-                false,
-                Weight::kStorages,
-                Weight::kDTypes};
+        Kernel row{name,
+                   DeviceType::cuda,
+                   80,
+                   1u << static_cast<int>(kOp),
+                   1u << static_cast<int>(Math::kDType),
+                   Math::kPrecision,
+                   kPlan,
+                   kTileTokens,
+                   kTileFeatures,
+                   0,
+                   refuses,
+                   workspace_size,
+                   launch,
+                   false,
+                   Weight::kStorages,
+                   Weight::kDTypes};
+        row.estimate = estimate_dds;
+        return row;
     }
 };
 

@@ -14,6 +14,7 @@
 #include "sm80/decode_weight.cuh"
 #include "sm80/launch.cuh"
 #include "sm80/math.cuh"
+#include "sm80/select.h"
 
 namespace ts::sm80 {
 
@@ -322,22 +323,24 @@ struct Decode {
     }
 
     static constexpr Kernel row(const char* name) {
-        return {name,
-                DeviceType::cuda,
-                80,
-                1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
-                1u << static_cast<int>(Math::kDType),
-                Math::kPrecision,
-                {0, 0},
-                0,
-                0,
-                kMaxTokens,
-                refuses,
-                workspace_size,
-                launch,
-                false,
-                Weight<Math, false, 16, 8>::kStorages,
-                Weight<Math, false, 16, 8>::kDTypes};
+        Kernel row{name,
+                   DeviceType::cuda,
+                   80,
+                   1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
+                   1u << static_cast<int>(Math::kDType),
+                   Math::kPrecision,
+                   {0, 0},
+                   0,
+                   0,
+                   kMaxTokens,
+                   refuses,
+                   workspace_size,
+                   launch,
+                   false,
+                   Weight<Math, false, 16, 8>::kStorages,
+                   Weight<Math, false, 16, 8>::kDTypes};
+        row.estimate = estimate_decode;
+        return row;
     }
 
   private:

@@ -15,6 +15,7 @@
 #include "sm80/async.cuh"
 #include "sm80/launch.cuh"
 #include "sm80/math.cuh"
+#include "sm80/select.h"
 #include "sm80/tile.cuh"
 
 namespace ts::sm80 {
@@ -450,19 +451,21 @@ struct Sdd {
     }
 
     static constexpr Kernel row(const char* name) {
-        return {name,
-                DeviceType::cuda,
-                80,
-                1u << static_cast<int>(Op::sdd_tn),
-                1u << static_cast<int>(Math::kDType),
-                Math::kPrecision,
-                kPlan,
-                0,
-                kTileRows,
-                0,
-                refuses,
-                workspace_size,
-                launch};
+        Kernel row{name,
+                   DeviceType::cuda,
+                   80,
+                   1u << static_cast<int>(Op::sdd_tn),
+                   1u << static_cast<int>(Math::kDType),
+                   Math::kPrecision,
+                   kPlan,
+                   0,
+                   kTileRows,
+                   0,
+                   refuses,
+                   workspace_size,
+                   launch};
+        row.estimate = estimate_sdd;
+        return row;
     }
 
   private:

@@ -20,6 +20,7 @@
 #include "sm90/dds_reduce.cuh"
 #include "sm90/dds_traits.cuh"
 #include "sm90/launch.cuh"
+#include "sm90/select.h"
 #include "sm90/tensor_map.h"
 
 namespace ts::sm90 {
@@ -245,22 +246,24 @@ struct Dds {
     }
 
     static constexpr Kernel row(const char* name) {
-        return {name,
-                DeviceType::cuda,
-                90,
-                1u << static_cast<int>(kOp),
-                1u << static_cast<int>(Math::kDType),
-                Precision::highest,
-                kPlan,
-                kUnitTokens,
-                kClusterFeatures,
-                0,
-                refuses,
-                workspace_size,
-                launch,
-                Traits::kSplits,
-                Weight::kStorages,
-                Weight::kDTypes};
+        Kernel row{name,
+                   DeviceType::cuda,
+                   90,
+                   1u << static_cast<int>(kOp),
+                   1u << static_cast<int>(Math::kDType),
+                   Precision::highest,
+                   kPlan,
+                   kUnitTokens,
+                   kClusterFeatures,
+                   0,
+                   refuses,
+                   workspace_size,
+                   launch,
+                   Traits::kSplits,
+                   Weight::kStorages,
+                   Weight::kDTypes};
+        row.estimate = estimate_dds;
+        return row;
     }
 
   private:

@@ -20,6 +20,7 @@
 #include "sm90/dds_narrow_traits.cuh"
 #include "sm90/dds_reduce.cuh"
 #include "sm90/launch.cuh"
+#include "sm90/select.h"
 #include "sm90/tensor_map.h"
 
 namespace ts::sm90 {
@@ -348,26 +349,28 @@ struct DdsNarrow {
     }
 
     static constexpr Kernel row(const char* name) {
-        return {name,
-                DeviceType::cuda,
-                90,
-                1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
-                1u << static_cast<int>(Math::kDType),
-                Precision::highest,
-                kPlan,
-                Common::kTileTokens,
-                kClusterFeatures,
-                0,
-                refuses,
-                workspace_size,
-                launch,
-                kStep == 128,
-                Weight<Math, 32>::kStorages,
-                Weight<Math, 32>::kDTypes,
-                0,
-                nullptr,
-                packed_size,
-                pack};
+        Kernel row{name,
+                   DeviceType::cuda,
+                   90,
+                   1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
+                   1u << static_cast<int>(Math::kDType),
+                   Precision::highest,
+                   kPlan,
+                   Common::kTileTokens,
+                   kClusterFeatures,
+                   0,
+                   refuses,
+                   workspace_size,
+                   launch,
+                   kStep == 128,
+                   Weight<Math, 32>::kStorages,
+                   Weight<Math, 32>::kDTypes,
+                   0,
+                   nullptr,
+                   packed_size,
+                   pack};
+        row.estimate = estimate_narrow;
+        return row;
     }
 
   private:

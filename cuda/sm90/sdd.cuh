@@ -21,6 +21,7 @@
 #include "sm90/launch.cuh"
 #include "sm90/sdd_epilogue.cuh"
 #include "sm90/sdd_traits.cuh"
+#include "sm90/select.h"
 #include "sm90/tensor_map.h"
 
 namespace ts::sm90 {
@@ -273,19 +274,21 @@ struct Sdd {
     }
 
     static constexpr Kernel row(const char* name) {
-        return {name,
-                DeviceType::cuda,
-                90,
-                1u << static_cast<int>(Op::sdd_tn),
-                1u << static_cast<int>(Math::kDType),
-                Precision::highest,
-                kPlan,
-                0,
-                Traits::kHalves * Traits::kStrip,
-                0,
-                refuses,
-                workspace_size,
-                launch};
+        Kernel row{name,
+                   DeviceType::cuda,
+                   90,
+                   1u << static_cast<int>(Op::sdd_tn),
+                   1u << static_cast<int>(Math::kDType),
+                   Precision::highest,
+                   kPlan,
+                   0,
+                   Traits::kHalves * Traits::kStrip,
+                   0,
+                   refuses,
+                   workspace_size,
+                   launch};
+        row.estimate = estimate_sdd;
+        return row;
     }
 
   private:

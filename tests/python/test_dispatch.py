@@ -5,8 +5,17 @@ A library without CUDA kernels has nothing to choose from.
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
 from itertools import product
+from pathlib import Path
 
+import check_estimates
 import pytest
 import torch
 
@@ -19,6 +28,11 @@ A100 = _C.DeviceInfo(CUDA, 80, 108, 166912)
 H200 = _C.DeviceInfo(CUDA, 90, 132, 232448)
 RTX4090 = _C.DeviceInfo(CUDA, 89, 128, 101376)
 B200 = _C.DeviceInfo(CUDA, 100, 148, 232448)
+
+CPU = _C.device_info(0)
+SPARSE, AUTO, DENSE = range(3)  # ts_matmul_desc.policy
+RUN_DENSE = -1  # TS_EXPAND_AND_RUN_DENSE
+RESULTS = Path(check_estimates.__file__).parent / "results"
 
 HAVE_SM90 = any(kernel.min_compute_capability == 90 for kernel in KERNELS)
 needs_cuda = pytest.mark.skipif(
@@ -140,3 +154,180 @@ def test_float32_takes_kernels_of_its_precision() -> None:
 def test_more_work_than_a_schedule_counts_takes_other_kernels() -> None:
     assert chosen(H200, (64, 64), tokens=2**24).startswith("sm90_")
     assert chosen(H200, (64, 64), tokens=2**31 - 1).startswith("sm80_")
+
+
+def selection(
+    device: _C.DeviceInfo,
+    shape: tuple[int, int] = (14336, 4096),
+    block: int = 64,
+    density: float = 0.25,
+    *,
+    op: int = DDS_NT,
+    dtype: torch.dtype = torch.bfloat16,
+    tokens: int = 8192,
+    policy: int = SPARSE,
+    kernel: int = 0,
+) -> tuple[int, str]:
+    """What is chosen for a pattern of that density, and why; no array of a pattern is looked at."""
+    grid = shape[0] // block * (shape[1] // block)
+    pattern = _C.Pattern(block, block, *shape, round(density * grid), 0, 0, 0)
+    return _C.select(pattern, op, DTYPES[dtype], device, tokens, policy=policy, kernel=kernel)
+
+
+def times(reason: str) -> tuple[float, float]:
+    """The estimates, of a kernel and of dense, in a reason."""
+    found = re.search(r"estimated ([0-9.]+) us.*, dense ([0-9.]+) us", reason)
+    assert found is not None, reason
+    return float(found[1]), float(found[2])
+
+
+@needs_sm90
+@pytest.mark.parametrize("op", [DDS_NT, DDS_NN, SDD_TN])
+@pytest.mark.parametrize(("block", "density"), [(64, 0.1), (64, 0.5), (16, 0.25), (16, 0.75), (128, 1.0)])
+def test_auto_takes_what_is_estimated_to_be_faster(op: int, block: int, density: float) -> None:
+    best, reason = selection(H200, block=block, density=density, op=op)
+    sparse, dense = times(reason)
+    index, reason = selection(H200, block=block, density=density, op=op, policy=AUTO)
+    assert index == (RUN_DENSE if dense < sparse else best)
+    assert times(reason) == (sparse, dense)
+    if dense < sparse:
+        assert reason.startswith("dense is estimated to be faster;")
+        assert f"by {KERNELS[best].name}" in reason
+
+
+@needs_sm90
+def test_estimates_cross_where_measurements_do() -> None:
+    """Far from where dense is faster on an H200 according to break_even.json."""
+    assert selection(H200, block=16, density=0.9, policy=AUTO)[0] == RUN_DENSE
+    assert selection(H200, block=16, density=0.6, op=SDD_TN, policy=AUTO)[0] == RUN_DENSE
+    assert selection(H200, block=16, density=0.3, policy=AUTO)[0] != RUN_DENSE
+    assert selection(H200, block=64, density=0.7, policy=AUTO)[0] != RUN_DENSE
+
+
+@needs_cuda
+@pytest.mark.parametrize("device", [A100, RTX4090, B200], ids=["8.0", "8.9", "10.0"])
+def test_auto_stays_sparse_where_dense_was_not_measured(device: _C.DeviceInfo) -> None:
+    sparse, _ = selection(device, block=16, density=1.0)
+    index, reason = selection(device, block=16, density=1.0, policy=AUTO)
+    assert index == sparse
+    assert re.search(r"estimated [0-9.]+ us, dense was not measured on such a device$", reason)
+
+
+def test_auto_stays_sparse_on_the_cpu() -> None:
+    assert selection(CPU, density=1.0, dtype=torch.float32, policy=AUTO) == selection(
+        CPU, density=1.0, dtype=torch.float32
+    )
+
+
+def test_dense_is_always_dense() -> None:
+    index, reason = selection(CPU, dtype=torch.float32, policy=DENSE)
+    assert (index, reason) == (RUN_DENSE, "the caller asks for dense")
+
+
+@needs_sm90
+def test_dense_gives_both_estimates() -> None:
+    index, reason = selection(H200, density=0.1, policy=DENSE)
+    assert index == RUN_DENSE
+    sparse, dense = times(reason)
+    assert sparse < dense
+
+
+@needs_cuda
+@pytest.mark.parametrize("policy", [AUTO, DENSE])
+def test_products_without_a_kernel_run_dense_where_that_is_allowed(policy: int) -> None:
+    index, _ = selection(H200, dtype=torch.float64, policy=policy)
+    assert index == RUN_DENSE
+
+
+@needs_cuda
+@pytest.mark.parametrize("policy", [AUTO, DENSE])
+def test_a_named_kernel_comes_before_the_policy(policy: int) -> None:
+    best, _ = selection(H200, block=16, density=1.0)
+    assert selection(H200, block=16, density=1.0, policy=policy, kernel=best + 1)[0] == best
+
+
+@needs_cuda
+@pytest.mark.parametrize("shape", [(0, 0), (64, 64), (2**31 - 128, 2**31 - 128)])
+@pytest.mark.parametrize("tokens", [0, 1, 2**31 - 1])
+def test_estimates_are_finite(shape: tuple[int, int], tokens: int) -> None:
+    small = _C.DeviceInfo(CUDA, 90, 1, 232448)
+    for device, op, density in product((small, H200), (DDS_NT, DDS_NN, SDD_TN), (0.0, 1e-7)):
+        _, reason = selection(device, shape, 64, density, op=op, tokens=tokens, policy=AUTO)
+        estimates = re.findall(r"(\S+) us", reason)
+        assert estimates and all(0 < float(time) < float("inf") for time in estimates)
+
+
+@needs_sm90
+def test_estimates_are_close_to_what_was_measured() -> None:
+    """Of the kernels that an H200 chooses; `benchmarks/check_estimates.py` prints all."""
+    documents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("h200_*.json"))]
+    families: dict[str, list[float]] = defaultdict(list)
+    for pair in check_estimates.pairs_of(documents):
+        families[pair.family].append(abs(pair.error))
+    for family in ("sm80_decode", "sm90_dds_nt", "sm90_dds_nn", "sm90_narrow", "sm90_sdd_tn"):
+        assert len(families[family]) > 50
+        assert statistics.median(families[family]) < 0.08
+        assert statistics.quantiles(families[family], n=10)[-1] < 0.27
+
+
+def test_estimates_are_printed_by_family(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_estimates.main([str(RESULTS / "h200_untuned.json"), "--worst", "1"]) == 0
+    assert capsys.readouterr().out.startswith("family")
+
+
+SELECT = f"""
+import importlib.util, os, sys
+spec = importlib.util.spec_from_file_location("tilesparse._C", {_C.__file__!r})  # without PyTorch
+_C = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_C)
+
+def select(device, **options):
+    pattern = _C.Pattern(64, 64, 1024, 1024, 64, 0, 0, 0)
+    index, reason = _C.select(pattern, 0, 1, device, 64, **options)
+    return ("dense" if index < 0 else _C.kernels()[index].name) + ": " + reason
+
+cpu = _C.device_info(0)
+"""
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, for the environment is read once."""
+    return subprocess.run(
+        [sys.executable, "-c", SELECT + code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_kernel_that_does_not_exist_is_refused() -> None:
+    done = run("print(select(cpu))", TILESPARSE_KERNEL="sm70_")
+    sentence = "TILESPARSE_KERNEL is sm70_, with which no kernel's name begins; there are"
+    assert f"InvalidArgumentError: {sentence} {KERNELS[0].name}" in done.stderr
+    assert all(kernel.name in done.stderr for kernel in KERNELS)
+
+
+def test_a_kernel_is_named_by_the_environment_once() -> None:
+    slowest = next(kernel.name for kernel in reversed(KERNELS) if kernel.device == 0)
+    done = run(
+        "print(select(cpu)); os.environ['TILESPARSE_KERNEL'] = 'none'; print(select(cpu))",
+        TILESPARSE_KERNEL=slowest,
+    )
+    assert done.stdout.splitlines() == [f"{slowest}: TILESPARSE_KERNEL names it"] * 2, done.stderr
+
+
+@needs_sm90
+def test_the_environment_comes_before_estimates() -> None:
+    code = "print(select(_C.DeviceInfo(1, 90, 132, 232448), policy=1))"
+    done = run(code, TILESPARSE_KERNEL="sm80_dds_nt_tf32x3_128")
+    assert done.stdout.startswith("sm80_dds_nt_tf32x3_128x128: TILESPARSE_KERNEL names it;"), done.stderr
+
+
+def test_dense_is_logged_once_for_a_shape() -> None:
+    code = "for _ in range(3): select(cpu, policy=2); select(cpu)"
+    assert run(code).stderr == ""
+    line = (
+        "tilesparse: dds_nt float32 tokens=64 out=1024 in=1024 block=64x64: dense (the caller asks for dense)"
+    )
+    assert run(code, TILESPARSE_LOG="1").stderr == f"{line}\n"

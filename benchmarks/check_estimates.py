@@ -1,0 +1,113 @@
+"""Prints how far estimated times are from measured ones, by family of kernels. No GPU is needed.
+
+python benchmarks/check_estimates.py benchmarks/results/h200_*.json
+
+Results are those of bench_ops.py on one kind of GPU; estimates are what the library chooses kernels by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from problems import LAYOUTS, OPS, PRECISIONS
+from report import rows_of
+
+from tilesparse import _C, _ops
+
+DEVICES = {"NVIDIA H200": _C.DeviceInfo(1, 90, 132, 232448)}
+KERNELS = {kernel.name: index for index, kernel in enumerate(_C.kernels())}
+
+
+class Pair(NamedTuple):
+    """Microseconds of one case and kernel."""
+
+    family: str
+    case: str
+    measured: float
+    estimated: float
+
+    @property
+    def error(self) -> float:
+        return self.estimated / self.measured - 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, nargs="+", help="of bench_ops.py")
+    parser.add_argument("--worst", type=int, default=0, help="print so many of the worst cases, too")
+    arguments = parser.parse_args(argv)
+    documents = [json.loads(path.read_text()) for path in arguments.results]
+    pairs = list(pairs_of(documents))
+    families: dict[str, list[float]] = defaultdict(list)
+    for pair in pairs:
+        families[pair.family].append(pair.error)
+    print(f"{'family':24}{'cases':>6}{'bias':>8}{'median error':>14}{'90th percentile':>17}")
+    for family, errors in sorted(families.items()):
+        sizes = sorted(map(abs, errors))
+        print(
+            f"{family:24}{len(sizes):6}{statistics.median(errors):+8.1%}{statistics.median(sizes):14.1%}"
+            f"{sizes[int(0.9 * (len(sizes) - 1))]:17.1%}"
+        )
+    for pair in sorted(pairs, key=lambda pair: -abs(pair.error))[: arguments.worst]:
+        print(f"{pair.error:+7.0%}  {pair.measured:8.1f} us  {pair.family:24}{pair.case}")
+    return 0
+
+
+def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
+    """Of every measured kernel that this library has, on a GPU that is known here."""
+    for document in documents:
+        device = DEVICES.get(document["environment"].get("gpu"))
+        for case, result in rows_of([document]) if device and "op" in document["cases"][0] else ():
+            if result.get("kernel") in KERNELS:
+                estimated = estimate(case, KERNELS[result["kernel"]], device)
+                yield Pair(family_of(result["kernel"]), describe(case), result["t_us"], estimated)
+
+
+def estimate(case: Mapping[str, Any], kernel: int, device: _C.DeviceInfo) -> float:
+    """What the library says of a kernel for a case."""
+    (bn, bk), op = case["block_shape"], OPS.index(case["op"])
+    rows, cols = case["out_features"] // bn, case["in_features"] // bk
+    precision = PRECISIONS[case["dtype"]]
+    layout = LAYOUTS.index(case["x_layout"])
+    _, reason = _C.select(
+        _C.Pattern(bn, bk, rows * bn, cols * bk, round(case["density"] * rows * cols), 0, 0, 0),
+        op,
+        _ops.DTYPES[precision.dtype],
+        device,
+        case["tokens"],
+        precision=int(precision.float32 == "high"),
+        x_layout=layout if op != 1 else 0,
+        y_layout=layout if op != 0 else 0,
+        kernel=kernel + 1,
+    )
+    found = re.search(r"estimated ([0-9.]+) us", reason)
+    assert found is not None, reason
+    return float(found[1])
+
+
+def family_of(kernel: str) -> str:
+    """Kernels of one architecture and product differ in their tiles: sm90_dds_nt, sm80_decode."""
+    return re.split(r"_(?:f16|bf16|tf32|tf32x3)(?=_|$)", kernel)[0]
+
+
+def describe(case: Mapping[str, Any]) -> str:
+    """In one line."""
+    bn, bk = case["block_shape"]
+    return (
+        f"{case['op']} {case['dtype']} {case['tokens']} x {case['out_features']} x {case['in_features']}, "
+        f"{bn}x{bk}, {case['pattern']} {case['density']:.2f}, {case['x_layout']}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

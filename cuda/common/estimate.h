@@ -1,0 +1,166 @@
+// Microseconds that kernels take, as far as the estimates of several families share them: kernels of all
+// architectures that compute one product compare by these. Host code. What is fitted was measured on an H200;
+// benchmarks/check_estimates.py says how well it fits.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "common/problem.h"
+
+namespace ts {
+
+constexpr double kStart = 10;  // of a launch, its first loads and its last stores
+
+// The share of the columns of a random pattern in which at least one of some block rows has a block.
+inline double present(double density, double rows) { return 1 - std::pow(1 - density, std::max(1.0, rows)); }
+
+inline double divide_up(double a, double b) { return std::ceil(a / b); }
+
+inline double multiprocessors(const Device& device) { return std::max(device.multiprocessors, 1); }
+
+// Products of one token and one feature with another, of a dense weight.
+inline double problem_size(const Problem& problem) {
+    const Pattern& pattern = problem.pattern;
+    return static_cast<double>(problem.tokens) * static_cast<double>(pattern.out_features) *
+           static_cast<double>(pattern.in_features);
+}
+
+inline double activation_bytes(const Problem& problem) {
+    const Pattern& pattern = problem.pattern;
+    const double features =
+        static_cast<double>(pattern.out_features) + static_cast<double>(pattern.in_features);
+    return static_cast<double>(problem.tokens) * features * element_size(problem.dtype);
+}
+
+inline double value_bytes(const Problem& problem) {
+    return static_cast<double>(problem.pattern.value_count()) * element_size(problem.values.dtype);
+}
+
+// --- dds: tiles ---
+
+// Waves of the tiles over the device's multiprocessors, each tile costing its multiply-adds and the operands
+// it brings in, in units of a result. So many multiprocessors compute a tile together.
+inline double dds_work(const Kernel& kernel, const Problem& problem, const Device& device, int cluster) {
+    constexpr double kOperandWeight = 64;
+    const auto features = static_cast<double>(problem.features());
+    const double columns = divide_up(features, kernel.tile_features);
+    const double tiles = divide_up(static_cast<double>(problem.tokens), kernel.tile_tokens) * columns;
+    const double tile_features = divide_up(features, std::max(columns, 1.0));  // evenly dealt
+    const double tile_work =
+        kernel.tile_tokens * tile_features + kOperandWeight * (kernel.tile_tokens + tile_features);
+    const double work = divide_up(tiles * cluster, multiprocessors(device)) * tile_work / cluster;
+    const int64_t parts =
+        kernel.splits ? split_count(problem, static_cast<int64_t>(tiles), device.multiprocessors / cluster)
+                      : 1;
+    return parts == 1 ? work : work * std::min(1.0, split_time(dds_steps(problem, kernel.plan.step), parts));
+}
+
+inline bool has_small_blocks(const Problem& problem) {
+    return problem.pattern.block_rows == problem.pattern.block_cols && problem.pattern.block_rows <= 32;
+}
+
+// Picoseconds of a unit of work in the kernels that are made for blocks of 16 x 16 and 32 x 32.
+inline double small_block_unit(const Problem& problem) {
+    const double density = problem.pattern.density();
+    const auto k = static_cast<double>(problem.k_size());
+    if (problem.row_block() == 16) return k * (0.148 * density + 0.056 * present(density, 4) + 0.060) + 28;
+    return k * (0.198 * density + 0.032 * present(density, 2) + 0.045) + 23;
+}
+
+// How much less that is than in the kernels that walk columns. Those for small blocks multiply where one of
+// the block rows of 64 features has a block, the others walk the columns in which one of 128 features has
+// one.
+inline double small_block_share(const Problem& problem) {
+    if (problem.row_block() == 16) return 0.4;
+    const double density = problem.pattern.density(), k = 1e-3 * static_cast<double>(problem.k_size());
+    const double by_products = 0.92 * ((0.5 + 2.1 * present(density, 2)) * k + 0.3);
+    const double by_columns = 2.8 * present(density, 4) * k + 0.3;
+    return 0.75 * by_products / by_columns;
+}
+
+// Picoseconds of a unit of work in a kernel with a share of 1: one of mma.sync. Slabs of 16 k take twice as
+// many copies as those of 32 do. 16 x 32 and wider follow the kernels of mma.sync for 16 x 16.
+inline double dds_unit(const Problem& problem) {
+    constexpr double kThinSlab = 1.9;
+    const double density = problem.pattern.density();
+    const auto k = static_cast<double>(problem.k_size());
+    const bool thin = problem.k_block() == 16 && problem.input().layout == Layout::row_major;
+    const double slab = thin ? kThinSlab : 1;
+    switch (problem.row_block()) {
+        case 16:
+            if (has_small_blocks(problem)) return small_block_unit(problem) / small_block_share(problem);
+            return k * (0.374 * density + 0.188 * present(density, 8) + 0.005) + 7;
+        case 32:
+            return slab * small_block_unit(problem) / small_block_share(problem);
+        case 64:
+            return slab * (k * (0.230 * density + 0.169 * present(density, 2) + 0.007) + 42);
+        default:
+            return slab * (k * (0.427 * density + 0.010) + 49);
+    }
+}
+
+// The least share of the kernels for the newest architecture.
+inline double least_share(const Problem& problem) {
+    if (has_small_blocks(problem)) return small_block_share(problem);
+    const bool large = problem.row_block() == 128 || (problem.row_block() == 64 && problem.k_block() >= 64);
+    return large ? 0.46 : 0.75;
+}
+
+// --- dds of few tokens ---
+
+// Kernels made for few tokens read the values once for every chunk of tokens, and the activations anew for
+// each block row.
+constexpr int64_t kChunk = 64;
+
+// Up to so many tokens, what a kernel takes follows less from its tile than from where it has to be.
+inline bool has_few_tokens(const Problem& problem) {
+    return problem.tokens <= 1024 && problem.dtype != DType::float32;
+}
+
+// Of the kernels made for few tokens, beside what all have to do.
+inline double streaming_time(const Problem& problem, const Device& device) {
+    const int32_t rows = problem.row_block();
+    const auto values = static_cast<double>(problem.pattern.value_count());
+    if (problem.tokens <= kChunk) {
+        constexpr double kByte = 0.25e-6;
+        const double picoseconds = rows < 32 ? 3.1 : rows < 64 ? 0.8 : 0.5;  // of a multiprocessor's product
+        const double products = static_cast<double>(problem.tokens) * values;
+        return kByte * value_bytes(problem) + 1e-6 * picoseconds * products / multiprocessors(device);
+    }
+    const double picoseconds = rows < 32 ? 4.0 : rows < 64 ? 1.74 : 1.45;
+    const double tokens = divide_up(static_cast<double>(problem.tokens), kChunk) * kChunk;
+    return 1e-6 * picoseconds * tokens * values / multiprocessors(device);
+}
+
+// Of the others, likewise: they walk what several rows have in common; where tiles are few they take as long
+// as one tile does, less where there are so few that sums are cut into parts.
+inline double walking_time(const Problem& problem) {
+    const double columns = present(problem.pattern.density(), std::max(2, 128 / problem.row_block()));
+    const double tiles = divide_up(static_cast<double>(problem.tokens), 128) *
+                         divide_up(static_cast<double>(problem.features()), 512);
+    const double part = tiles > 16 ? 1.0 : tiles > 8 ? 0.85 : 0.62;
+    return part * 7e-3 * static_cast<double>(problem.k_size()) * columns;
+}
+
+// What all of them have to do, were every multiprocessor busy all the time: 1.6 for the operands.
+inline double shared_time(const Problem& problem, const Device& device) {
+    const double results = static_cast<double>(problem.tokens) * static_cast<double>(problem.features());
+    return 1e-6 * dds_unit(problem) * least_share(problem) * 1.6 * results / multiprocessors(device);
+}
+
+// --- dds ---
+
+// Of a kernel that takes a share of dds_unit.
+inline double dds_time(const Kernel& kernel, const Problem& problem, const Device& device, double share,
+                       int cluster) {
+    const double work = 1e-6 * share * dds_unit(problem) * dds_work(kernel, problem, device, cluster);
+    if (!has_few_tokens(problem)) return kStart + work;
+    constexpr double kRank = 1e-6;  // only says which of them is best
+    // Values are also loaded; with more tokens that is a small part.
+    const double streaming = problem.tokens > kChunk ? 0 : streaming_time(problem, device);
+    const double time = walking_time(problem) + streaming;
+    return kStart + std::hypot(time, shared_time(problem, device)) + kRank * (1 + work);
+}
+
+}  // namespace ts

@@ -1,0 +1,69 @@
+#include "sm80/select.h"
+
+#include "common/estimate.h"
+
+namespace ts::sm80 {
+namespace {
+
+// float32 takes so many times as long as 16 bits, measured in blocks of 32 and 64.
+double precision_factor(const Problem& problem) {
+    if (problem.dtype != DType::float32) return 1;
+    const bool tf32 = problem.precision == Precision::tf32;
+    return problem.op == Op::sdd_tn ? (tf32 ? 2.6 : 4.3) : (tf32 ? 3.2 : 5.4);
+}
+
+// Picoseconds of a multiprocessor for a product of one token and one feature with another, by block rows.
+struct SddTime {
+    double products;  // of those that are present
+    double columns;   // of those in columns in which one of 128 features has a block
+    double all;       // present or not
+};
+
+SddTime sdd_time(int32_t block_rows) {
+    switch (block_rows) {
+        case 16:
+            return {0.11, 0.85, 0.08};
+        case 32:
+            return {0.85, 0.50, 0};
+        case 64:
+            return {0.99, 0, 0};
+        default:
+            return {0.66, 0, 0};
+    }
+}
+
+}  // namespace
+
+// Blocks narrower than the 64 features of a large tile's warp break its products into short runs, whose
+// latency the more numerous warps of a small tile hide better.
+double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
+    constexpr double kShortRuns = 1.33;
+    const double runs = problem.row_block() < 64 && kernel.tile_tokens > 128 ? kShortRuns : 1;
+    return dds_time(kernel, problem, device, runs * precision_factor(problem), 1);
+}
+
+// Tiles hold several block rows: wide ones share loads between the many rows of the smallest blocks and fit
+// the largest; between, half of a wide tile idles.
+double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& device) {
+    constexpr double kOtherTile = 1.15, kByte = 0.4, kLaterStart = 1;  // later than those with TMA
+    const Pattern& pattern = problem.pattern;
+    const int32_t block_rows = pattern.block_rows;
+    const double density = pattern.density();
+    const SddTime time = sdd_time(block_rows);
+    const double product =
+        time.products * density + time.columns * present(density, 128 / block_rows) + time.all;
+    const double work =
+        problem_size(problem) * product / multiprocessors(device) + kByte * activation_bytes(problem);
+    const int32_t best_features = block_rows == 32 || block_rows == 64 ? 64 : 128;
+    const double tile = kernel.tile_features == best_features ? 1 : kOtherTile;
+    return kStart + tile * (kLaterStart + 1e-6 * precision_factor(problem) * work);
+}
+
+double estimate_decode(const Kernel&, const Problem& problem, const Device& device) {
+    return kStart + std::hypot(streaming_time(problem, device), shared_time(problem, device));
+}
+
+// Nothing was measured where these are the best kernels for 16 bits.
+std::optional<double> estimate_dense(const Problem&, const Device&) { return std::nullopt; }
+
+}  // namespace ts::sm80

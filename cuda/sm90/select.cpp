@@ -1,0 +1,92 @@
+#include "sm90/select.h"
+
+#include "common/estimate.h"
+
+namespace ts::sm90 {
+namespace {
+
+constexpr int kCluster = 2;  // multiprocessors that compute a tile
+
+// What a kernel takes of dds_unit. wgmma is twice as fast as mma.sync, but blocks of 16 x 16 come in too many
+// copies. Of large blocks it is best to share the weight between CTAs; small ones have columns in common with
+// many others.
+double dds_share(const Kernel& kernel, const Problem& problem) {
+    const int32_t row_block = problem.row_block(), k_block = problem.k_block();
+    const bool large = row_block == 128 || (row_block == 64 && k_block >= 64);
+    const bool tiny = row_block + k_block <= 32;
+    const bool shares_weight = kernel.plan.ranks == 1;
+    double share = shares_weight ? 1.1 : 0.75;
+    if (large) share = shares_weight ? 0.46 : 0.54;
+    if (tiny) share = shares_weight ? 3.5 : 1.6;
+    // Half as many tokens to a CTA: more of the weight for each product, but more CTAs.
+    const bool halved = kernel.tile_tokens < (shares_weight ? 512 : 256);
+    return halved ? share * (shares_weight ? 1.3 : 1.08) : share;
+}
+
+// Picoseconds of a multiprocessor for a product of one token and one feature with another, and of a byte of x
+// or y.
+struct SddTime {
+    double columns;  // for those in columns in which one of so many features has a block
+    int32_t features;
+    double all;  // present or not
+    double byte;
+};
+
+SddTime sdd_time(int32_t block_rows) {
+    switch (block_rows) {
+        case 16:
+            return {0.27, 256, 0.075, 0.22};
+        case 32:
+            return {0.39, 64, 0, 0.32};
+        case 64:
+            return {0.355, 64, 0, 0.29};
+        default:
+            return {0.317, 64, 0, 0.147};
+    }
+}
+
+// 10^6 multiplications and additions that cuBLAS does in a microsecond of a large product.
+double dense_rate(const Problem& problem) {
+    if (problem.dtype != DType::float32) return 812;
+    if (problem.precision == Precision::highest) return 52;
+    return problem.op == Op::sdd_tn ? 266 : 415;
+}
+
+}  // namespace
+
+double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
+    return dds_time(kernel, problem, device, dds_share(kernel, problem), kCluster);
+}
+
+// Of two kernels the one with short steps has more room for the weight.
+double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
+    constexpr double kDense = 0.35, kOtherSteps = 1.25;
+    const bool suits = (problem.pattern.density() > kDense) == (kernel.plan.step == 64);
+    const double share = small_block_share(problem) * (suits ? 1 : kOtherSteps);
+    return dds_time(kernel, problem, device, share, kCluster);
+}
+
+double estimate_sdd(const Kernel&, const Problem& problem, const Device& device) {
+    const int32_t block_rows = problem.pattern.block_rows;
+    const SddTime time = sdd_time(block_rows);
+    const double rows = time.features / block_rows;
+    const double product = time.columns * present(problem.pattern.density(), rows) + time.all;
+    const double products = problem_size(problem) * product / multiprocessors(device);
+    return kStart + 1e-6 * (products + time.byte * activation_bytes(problem));
+}
+
+// cuBLAS is bound by products, by memory, or by both in turn; beside it, W is filled with zeros and the
+// blocks are copied (of sdd: the whole W is computed and its blocks are copied).
+std::optional<double> estimate_dense(const Problem& problem, const Device& device) {
+    if (device.compute_capability != 90) return std::nullopt;
+    constexpr double kCopyStart = 5, kByte = 1 / 3.8e6;
+    const Pattern& pattern = problem.pattern;
+    const double weight_bytes = static_cast<double>(pattern.out_features) *
+                                static_cast<double>(pattern.in_features) * element_size(problem.dtype);
+    const double products = 2e-6 * problem_size(problem) / dense_rate(problem);
+    const double memory = kByte * (weight_bytes + activation_bytes(problem));
+    const double copies = kCopyStart + kByte * (weight_bytes + 2 * value_bytes(problem));
+    return kStart + std::hypot(products, memory) + copies;
+}
+
+}  // namespace ts::sm90

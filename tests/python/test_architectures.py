@@ -1,0 +1,155 @@
+"""A tile is one row, and an architecture one folder and its line in cmake/Architectures.cmake.
+
+A copy of the sources gets one more architecture, whose kernels have no GPU code, and is built for it alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_packaging import ROOT, run
+
+from tilesparse import _C
+
+CUDA_FOLDERS = [
+    os.path.join(home, "bin") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home
+]
+NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ["PATH"], *CUDA_FOLDERS]))
+CUTLASS = (
+    "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n"  # all that the build looks at before it compiles
+)
+ASK = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
+_C = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_C)
+
+def select(policy):
+    pattern = _C.Pattern(64, 64, 1024, 1024, 64, 0, 0, 0)
+    index, reason = _C.select(pattern, 0, 2, _C.DeviceInfo(1, 86, 84, 101376), 50, policy=policy)
+    return ["dense" if index < 0 else _C.kernels()[index].name, reason]
+
+kernels = [kernel.name for kernel in _C.kernels() if kernel.device == 1]
+print(json.dumps([_C.architectures(), kernels, select(0), select(1)]))
+"""
+
+TILES = """
+// TS_TILE(name, stub, tokens of a tile)
+TS_TILE(sm86_stub_64, stub, 64)
+"""
+SELECT_H = """
+#pragma once
+#include <optional>
+#include "common/problem.h"
+
+namespace ts::sm86 {
+double estimate_stub(const Kernel& kernel, const Problem& problem, const Device& device);
+std::optional<double> estimate_dense(const Problem& problem, const Device& device);
+}  // namespace ts::sm86
+"""
+SELECT_CPP = """
+#include "sm86/select.h"
+
+namespace ts::sm86 {
+double estimate_stub(const Kernel& kernel, const Problem&, const Device&) { return kernel.tile_tokens; }
+std::optional<double> estimate_dense(const Problem& problem, const Device&) { return problem.tokens; }
+}  // namespace ts::sm86
+"""
+STUB = """
+#pragma once
+#include "sm86/select.h"
+
+namespace ts::sm86 {
+template <int kTileTokens>
+struct Stub {
+    static const char* refuses(const Problem&, const Device&) { return nullptr; }
+    static size_t workspace_size(const Problem&, const Device&) { return 0; }
+    static int32_t launch(const Problem&, const Device&, void*, void*) { return 0; }
+    static constexpr Kernel row(const char* name) {
+        Kernel row{name, DeviceType::cuda, 86, 1u << static_cast<int>(Op::dds_nt),
+                   1u << static_cast<int>(DType::float16), Precision::highest, {0, 0}, kTileTokens, 128, 0,
+                   refuses, workspace_size, launch};
+        row.estimate = estimate_stub;
+        return row;
+    }
+};
+}  // namespace ts::sm86
+
+#define TS_INSTANCE(name, kernel, tile_tokens)                          \\
+    namespace ts::sm86 {                                                \\
+    const Kernel& name() {                                              \\
+        static constexpr Kernel kRow = Stub<tile_tokens>::row(#name);   \\
+        return kRow;                                                    \\
+    }                                                                   \\
+    }
+"""
+
+
+def copy_sources(target: Path) -> None:
+    """What CMake reads, and an architecture more."""
+    for name in ("CMakeLists.txt", "cmake", "cpp", "cuda", "third_party/cutlass/CMakeLists.txt"):
+        source = ROOT / name
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target / name)
+    folder = target / "cuda" / "sm86"
+    folder.mkdir()
+    for name, text in {
+        "tiles.def": TILES,
+        "select.h": SELECT_H,
+        "select.cpp": SELECT_CPP,
+        "stub.cuh": STUB,
+    }.items():
+        (folder / name).write_text(text)
+    listed = target / "cmake" / "Architectures.cmake"
+    listed.write_text(listed.read_text().replace("    80\n", "    80\n    86\n"))
+    headers = target / "cutlass" / "include" / "cutlass"
+    headers.mkdir(parents=True)
+    (headers / "version.h").write_text(CUTLASS)
+
+
+def build(sources: Path) -> None:
+    folder = sources / "build"
+    options = {
+        "TILESPARSE_ARCHITECTURES": 86,
+        "CUTLASS_DIR": sources / "cutlass",
+        "CMAKE_CUDA_COMPILER": NVCC,
+        "CMAKE_BUILD_TYPE": "Debug",  # which compiles sooner
+    }
+    definitions = (f"-D{name}={value}" for name, value in options.items())
+    run("cmake", "-G", "Ninja", "-S", sources, "-B", folder, *definitions)
+    run("cmake", "--build", folder)
+
+
+def ask(sources: Path) -> list[Any]:
+    """What a process that loads the new library sees: architectures, kernels, and what is chosen."""
+    folder = sources / "module"
+    (folder / "lib").mkdir(parents=True, exist_ok=True)
+    module = shutil.copy(_C.__file__, folder)
+    shutil.copy(sources / "build" / "libtilesparse.so", folder / "lib")
+    answer: list[Any] = json.loads(run(sys.executable, "-c", ASK, module))
+    return answer
+
+
+@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
+def test_an_architecture_is_a_folder_and_a_tile_is_a_row(tmp_path: Path) -> None:
+    copy_sources(tmp_path)
+    build(tmp_path)
+    architectures, kernels, chosen, automatic = ask(tmp_path)
+    assert (architectures, kernels) == ("cpu,sm_86", ["sm86_stub_64"])
+    reason = "the least estimated time on this device; estimated 64.0 us, dense 50.0 us"
+    assert chosen == ["sm86_stub_64", reason]
+    reason = "dense is estimated to be faster; estimated 64.0 us by sm86_stub_64, dense 50.0 us"
+    assert automatic == ["dense", reason]
+
+    tiles = tmp_path / "cuda" / "sm86" / "tiles.def"
+    tiles.write_text(TILES + "TS_TILE(sm86_stub_32, stub, 32)\n")
+    build(tmp_path)
+    architectures, kernels, chosen, automatic = ask(tmp_path)
+    assert (architectures, kernels) == ("cpu,sm_86", ["sm86_stub_64", "sm86_stub_32"])
+    assert chosen[0] == automatic[0] == "sm86_stub_32"
