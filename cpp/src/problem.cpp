@@ -219,6 +219,7 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
 }
 
 void check_packing(const Problem& problem, const void* packed, size_t bytes) {
+    if (problem.device == DeviceType::cuda) check_aligned(problem.plan, kDeviceAlignment, "plan");
     require(!overlap(values_span(problem), span_of(packed, bytes, "packed")),
             "values and packed overlap in memory");
 }

@@ -15,7 +15,7 @@ Pattern check_pattern(const ts_pattern* source);
 // also the operands' pointers, leading dimensions, alignment and overlap.
 Problem check_problem(const ts_matmul_desc& desc, bool operands);
 
-// Checks where the values of a problem lie, and that these bytes, to which they are packed, are others.
+// Checks where values and plan of a problem lie, for packing the values into other memory than theirs.
 void check_packing(const Problem& problem, const void* packed, size_t bytes);
 
 // What kernels are chosen by, as a caller describes it.
