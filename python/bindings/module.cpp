@@ -197,11 +197,14 @@ class Product {
         return bytes;
     }
 
-    // Packs the values there, and lets the product read them there from now on.
-    void pack(uintptr_t values, uintptr_t packed, size_t bytes, uintptr_t stream) {
+    void pack(uintptr_t values, uintptr_t packed, size_t bytes, uintptr_t stream) const {
         auto desc = described();
         desc.values = pointer<void>(values);
+        desc.packed = nullptr;
         check(ts_values_pack(&desc, pointer<void>(packed), bytes, pointer<CUstream_st>(stream)));
+    }
+
+    void use_packed(uintptr_t packed, size_t bytes) {
         desc_.packed = pointer<void>(packed);
         desc_.packed_bytes = bytes;
     }
@@ -300,6 +303,7 @@ NB_MODULE(_C, m) {
         .def("use_plan", &Product::use_plan, "plan"_a, "bytes"_a, "key"_a)
         .def("packed_size", &Product::packed_size)
         .def("pack", &Product::pack, "values"_a, "packed"_a, "bytes"_a, "stream"_a)
+        .def("use_packed", &Product::use_packed, "packed"_a, "bytes"_a)
         .def("workspace_size", &Product::workspace_size)
         .def("run", &Product::run, "x"_a, "y"_a, "values"_a, "bias"_a, "residual"_a, "workspace"_a,
              "stream"_a);

@@ -46,6 +46,25 @@ class Call(NamedTuple):
     run: Run
     workspace: int  # elements
     form: Form  # of the result
+    packed: Packed | None = None
+
+
+class Packed:
+    """A copy of values in the order in which kernels multiply them, which packs anew what has changed."""
+
+    def __init__(self, product: _C.Product, memory: Tensor) -> None:
+        self.product, self.memory = product, memory
+        self._of: tuple[int, ...] = ()
+        self._values: Callable[[], Tensor | None] = lambda: None
+
+    def follow(self, values: Tensor, generation: int, stream: int) -> None:
+        """Packs these values, unless they are what was packed last."""
+        if not values.is_inference():  # where changes are counted
+            of = id(values), values.data_ptr(), values._version, generation
+            if self._of == of and self._values() is values:
+                return
+            self._of, self._values = of, weakref.ref(values)
+        self.product.pack(values.data_ptr(), self.memory.data_ptr(), self.memory.numel(), stream)
 
 
 class Plan(NamedTuple):
@@ -74,6 +93,7 @@ class Prepared:
     Attributes:
         generation: how often its contents have changed.
         find: the call that was kept under a key, or None.
+        packs: whether values are kept packed from call to call; see `BlockSparseLinear.pack`.
     """
 
     def __init__(self, index: Index) -> None:
@@ -82,6 +102,8 @@ class Prepared:
         self.shape, self.block_shape, self.values_shape = shape, (bn, bk), (nnz, bn, bk)
         self.device = index.col_indices.device
         self.generation = 0
+        self.packs = False
+        self._packed: dict[tuple[int, int, int], Packed] = {}
         self.state: State = ()
         self._tensors = tuple(weakref.ref(tensor) for tensor in index[:3])
         sizes = shape[0] // bn + 1, nnz, nnz, shape[1] // bk + 1, nnz, nnz
@@ -158,6 +180,7 @@ class Prepared:
             if plan_id:
                 memory = self._plan(op, kernel, plan_id).memory
                 product.use_plan(memory.data_ptr(), memory.numel(), _C.plan_key(self.descriptor, kernel, op))
+            packed = self._pack(product, op, plan_id) if self.packs else None
             workspace_bytes = product.workspace_size()
             if self.device.type == "cuda":
                 self._read_on(torch.cuda.current_stream(self.device))
@@ -165,8 +188,14 @@ class Prepared:
             self._calls.clear()
         here = self.device.type == "cpu" or self.device.index == torch.cuda.current_device()
         run = product.run if here else _run_on(self.device, product.run)
-        self._calls[key] = call = Call(run, -(-workspace_bytes // itemsize), form)
+        self._calls[key] = call = Call(run, -(-workspace_bytes // itemsize), form, packed)
         return call
+
+    def keep_packed(self, keep: bool) -> None:
+        """Whether values are kept packed from call to call; what was kept is packed anew in any case."""
+        self.packs = keep
+        self._calls.clear()
+        self._packed.clear()
 
     def _written(self) -> Index | None:
         """The tensors this was made of, if they may hold something else by now."""
@@ -231,6 +260,24 @@ class Prepared:
             self._record()
             self._plans[op, plan_id] = plan
         return plan
+
+    def _pack(self, product: _C.Product, op: int, plan_id: int) -> Packed | None:
+        """Lets the product read packed values, where its kernel wants them so.
+
+        Not in a graph that is being captured: its replays would not see the values change.
+        """
+        size = product.packed_size()
+        if size == 0 or torch.cuda.is_current_stream_capturing():
+            return None
+        stream = torch.cuda.current_stream(self.device)
+        key = op, plan_id, stream.cuda_stream  # what one stream packs another may not have to wait for
+        packed = self._packed.get(key)
+        if packed is None:
+            (memory,) = _allocate((size,), self.device)
+            memory.record_stream(stream)
+            packed = self._packed[key] = Packed(product, memory)
+        product.use_packed(packed.memory.data_ptr(), size)
+        return packed
 
     def _build(self, op: int, plan: Plan) -> None:
         workspace = self._scratch(_C.plan_device_size(self.descriptor, plan.kernel, op)[1])
@@ -353,6 +400,8 @@ def dds(
         feature_major,
         context,
     )
+    if pattern.packs:
+        key = (*key, torch.cuda.is_current_stream_capturing())
     call = pattern.find(key)
     source_at, values_at = source.data_ptr(), values.data_ptr()
     residual_at = 0 if residual is None else residual.data_ptr()
@@ -371,6 +420,8 @@ def dds(
     bias_at = 0 if bias is None else bias.data_ptr()
     workspace = source.new_empty(call.workspace) if call.workspace else None
     workspace_at = 0 if workspace is None else workspace.data_ptr()
+    if call.packed is not None:
+        call.packed.follow(values, pattern.generation, context[1])
     if op == DDS_NT:
         call.run(source_at, result.data_ptr(), values_at, bias_at, residual_at, workspace_at, context[1])
     else:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ._autograd import transforms_active
 from ._checks import Index, check_block_shape, check_shapes
-from ._launch import blocks_of, follow_update
+from ._launch import blocks_of, follow_update, prepared
 from .errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
 from .functional import POLICIES, linear_on
 from .matrix import BlockSparseMatrix
@@ -259,6 +259,26 @@ class BlockSparseLinear(nn.Module):
             weight, bias = self.weight, self.bias
         return linear_on(x, weight, self._index(), bias, "none", residual, False, self._policy)
 
+    def pack(self, enabled: bool = True) -> BlockSparseLinear:
+        """Keeps a copy of the weight in the order in which kernels multiply it, for inference.
+
+        On CUDA devices kernels for blocks of 16 and 32 copy the weight so in every call; the others have no
+        use for it. The copy takes as much memory as the weight, one for each stream. It is made in the next
+        call, and anew after every change of weight or pattern that PyTorch counts, which those through
+        ``weight.data`` are not: call this again then. Calls that a CUDA graph captures do without it. It is
+        not part of ``state_dict()``, and a moved or copied layer does not have it.
+
+        Args:
+            enabled: False drops the copy.
+
+        Returns:
+            The layer.
+        """
+        if not self.col_indices.is_meta:
+            self._settle()
+            prepared(self._index()).keep_packed(enabled)
+        return self
+
     def extra_repr(self) -> str:
         return _representation(self) + ("" if self.policy == "sparse" else f", policy={self.policy!r}")
 
@@ -464,6 +484,26 @@ class PseudoBlockSparseLinear(nn.Module):
         blocks = blocks.index_put((self.block_rows, self.block_cols), self.weight)
         y = F.linear(x, blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1), self.bias)
         return y if residual is None else y + residual
+
+    def pack(self, enabled: bool = True) -> BlockSparseLinear:
+        """Keeps a copy of the weight in the order in which kernels multiply it, for inference.
+
+        On CUDA devices kernels for blocks of 16 and 32 copy the weight so in every call; the others have no
+        use for it. The copy takes as much memory as the weight, one for each stream. It is made in the next
+        call, and anew after every change of weight or pattern that PyTorch counts, which those through
+        ``weight.data`` are not: call this again then. Calls that a CUDA graph captures do without it. It is
+        not part of ``state_dict()``, and a moved or copied layer does not have it.
+
+        Args:
+            enabled: False drops the copy.
+
+        Returns:
+            The layer.
+        """
+        if not self.col_indices.is_meta:
+            self._settle()
+            prepared(self._index()).keep_packed(enabled)
+        return self
 
     def extra_repr(self) -> str:
         return _representation(self)
