@@ -35,7 +35,7 @@ struct SddTime {
 SddTime sdd_time(int32_t block_rows) {
     switch (block_rows) {
         case 16:
-            return {0.27, 256, 0.075, 0.22};
+            return {0.286, 256, 0.041, 0.22};
         case 32:
             return {0.39, 64, 0, 0.32};
         case 64:
