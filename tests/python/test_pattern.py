@@ -79,7 +79,7 @@ def test_transpose(pattern: BlockPattern) -> None:
 def test_random_keeps_the_density(rows: int, cols: int, density: float, seed: int) -> None:
     shape = (rows * 32, cols * 16)
     if density > 0 and round(density * rows * cols) == 0:
-        with pytest.raises(InvalidArgumentError, match="density.*rounds to none"):
+        with pytest.raises(InvalidArgumentError, match=r"density.*rounds to none"):
             BlockPattern.random(shape, block_shape=(32, 16), density=density)
         return
     pattern = BlockPattern.random(shape, block_shape=(32, 16), density=density, generator=seeded(seed))
