@@ -34,8 +34,8 @@ def check(op: Any, *args: Any) -> None:
 @pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[-1]])
 def test_opcheck(device: str, dtype: torch.dtype) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
-    index = pattern.index_on(torch.device(device))
     x, y, values, bias = operands(pattern, dtype, device)
+    index = pattern.index_on(x.device)
     check(OPS.dds_nt, x, values, *index, bias)
     check(OPS.dds_nt, x.detach(), values, *index)
     check(OPS.dds_nt, x, values.detach(), *index, None, None, 0, True)
@@ -56,8 +56,8 @@ def test_opcheck(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck_with_leading_dimensions_and_strides(device: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
-    index = pattern.index_on(torch.device(device))
     x, y, values, _ = operands(pattern, torch.float32, device, tokens=12)
+    index = pattern.index_on(x.device)
     x3 = x.detach().view(3, 4, -1).transpose(0, 1).requires_grad_()
     y_t = y.detach().t().contiguous().t().requires_grad_()
     check(OPS.dds_nt, x3, values, *index, None, None, 0, True)
@@ -129,8 +129,8 @@ def test_a_product_that_ran_lets_no_other_operands_pass(device: str, name: str) 
 @pytest.mark.parametrize("device", DEVICES)
 def test_operands_may_change_their_alignment(device: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
-    index = pattern.index_on(torch.device(device))
     x, y, values, _ = (t.detach() for t in operands(pattern, torch.float32, device))
+    index = pattern.index_on(x.device)
 
     def products() -> tuple[Tensor, ...]:
         added = OPS.dds_nt(x, values, *index, None, y)
