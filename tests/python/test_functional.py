@@ -512,17 +512,21 @@ def test_streams_and_graph_capture(policy: str) -> None:
 
 
 @pytest.mark.gpu
-def test_an_updated_pattern_leaves_launched_work_alone() -> None:
+@pytest.mark.parametrize("tokens", [4096, 8])  # kernels for few tokens read the pattern itself, not a plan
+def test_an_updated_pattern_leaves_launched_work_alone(tokens: int) -> None:
     pattern = make_pattern("random 50%", (32, 32), (64, 64))
     other = BlockPattern.random(pattern.shape, block_shape=(64, 64), nnz=pattern.nnz, generator=seeded(5))
     values = random_values(pattern, dtype=torch.bfloat16, device="cuda")
-    x = randn(4096, pattern.in_features, dtype=torch.bfloat16, device="cuda")
+    x = randn(tokens, pattern.in_features, dtype=torch.bfloat16, device="cuda")
     expected = functional.linear(x, values, pattern)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # GPU cycles: the update is asked for long before the products end
         results = [functional.linear(x, values, pattern) for _ in range(20)]
     pattern.update_(other)
+    after = functional.linear(x, values, pattern)
     trash = [torch.full((1 << 20,), -1, dtype=torch.int32, device="cuda") for _ in range(20)]
     torch.cuda.synchronize()
     assert len(trash) == 20 and all(torch.equal(result, expected) for result in results)
+    assert_product_close(after, x, dense_weight(values, other).t())

@@ -31,6 +31,7 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str,
     words = build_on_host(pattern, kernel, op) if device == "cpu" else build_on_gpu(pattern, kernel, op)
     tiles, steps, groups, pieces, *offsets, total = words[:10].tolist()
     assert total == len(words)
+    assert words[11] == _C.plan_key(prepared_on("cpu", pattern).descriptor, kernel, op) != 0
     assert all(offset % 4 == 0 and 16 <= offset <= total for offset in offsets)
     tile, ranks = _C.kernels()[kernel].plan >> 12 & 0xFFF, _C.kernels()[kernel].plan >> 24 & 0xF
     shapes: dict[str, tuple[int, ...]]
