@@ -18,7 +18,6 @@ from tilesparse import (
     BlockPattern,
     InvalidArgumentError,
     InvalidPatternError,
-    PatternChangedError,
     TileSparseError,
     functional,
 )
@@ -62,7 +61,7 @@ def test_shapes(changes: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"crow_indices": [0, 2, 3]}, "row_ptr.*4 entries"),
+        ({"crow_indices": [0, 2, 3]}, "crow_indices.*4 entries"),
         ({"crow_indices": [1, 2, 2, 3]}, "crow_indices"),
         ({"crow_indices": [0, 2, 1, 3]}, "crow_indices"),
         ({"crow_indices": [0, 2, 2, 2]}, "crow_indices"),
@@ -70,14 +69,14 @@ def test_shapes(changes: dict[str, Any], named: str) -> None:
         ({"crow_indices": [0, 9, 2, 3]}, "crow_indices"),
         ({"crow_indices": [0, -1, 2, 3]}, "crow_indices"),
         ({"crow_indices": [0, 2, 2, 2**32 + 3]}, "crow_indices"),
-        ({"crow_indices": torch.tensor([0.0, 2, 2, 3])}, "row_ptr.*integers"),
-        ({"crow_indices": torch.tensor([[0, 2, 2, 3]])}, "row_ptr.*1-D"),
+        ({"crow_indices": torch.tensor([0.0, 2, 2, 3])}, "crow_indices.*integers"),
+        ({"crow_indices": torch.tensor([[0, 2, 2, 3]])}, "crow_indices.*1-D"),
         ({"col_indices": [1, 0, 1]}, "col_indices"),
         ({"col_indices": [1, 1, 1]}, "col_indices"),
         ({"col_indices": [0, 2, 1]}, "col_indices"),
         ({"col_indices": [0, -1, 1]}, "col_indices"),
         ({"col_indices": [0, 2**32 + 1, 1]}, "col_indices"),
-        ({"col_indices": torch.tensor([True, True, True])}, "col_idx.*integers"),
+        ({"col_indices": torch.tensor([True, True, True])}, "col_indices.*integers"),
         ({"slot": [0, 1]}, "slot.*3 entries"),
         ({"slot": [0, 1, 1]}, "slot"),
         ({"slot": [0, 1, 3]}, "slot"),
@@ -201,12 +200,12 @@ BAD_OPERANDS: list[tuple[list[str], str, Callable[[Tensor], Tensor], str]] = [
     (["linear", "expanded", "sdd", "sdd_out"], "x", lambda x: x.sum(), "x.*128"),
     (["linear", "expanded", "dsd", "sdd"], "x", lambda x: x.int(), "x.*dtype.*int32"),
     (["linear", "expanded", "dsd", "sdd"], "x", lambda x: x.to(torch.complex64), "x.*dtype.*complex64"),
-    (["linear", "expanded", "dsd"], "x", lambda x: x.half(), "values.*dtype.*float16"),
+    (["linear", "expanded", "dsd"], "x", lambda x: x.half(), "x.*float32 of values.*float16"),
     (["sdd", "sdd_out"], "x", lambda x: x.half(), "y.*dtype.*float16"),
     (["sdd", "sdd_out"], "x", lambda x: x[:7], "y.*leading.*7.*8"),
     (["sdd"], "x", lambda x: x[None], "y.*leading"),
     (["dds", "sdd"], "y", lambda y: y[:, 1:], "y.*48"),
-    (["dds"], "y", lambda y: y.double(), "values.*dtype.*float64 of y"),
+    (["dds"], "y", lambda y: y.double(), "y.*float32 of values.*float64"),
     (["sdd"], "y", lambda y: y.double(), "y.*dtype"),
     (["linear", "expanded", "dds", "dsd"], "values", lambda v: v[1:], "values.*nnz"),
     (["linear", "expanded", "dds", "dsd"], "values", lambda v: v.transpose(1, 2), "values"),
@@ -292,7 +291,7 @@ def test_mixed_devices_without_a_gpu() -> None:
         call.added()
     call.values = call.values.to("meta")
     for product in (call.linear, call.expanded):
-        with pytest.raises(InvalidArgumentError, match=r"values.*device cpu of x.*meta"):
+        with pytest.raises(InvalidArgumentError, match=r"x.*device meta of values.*cpu"):
             product()
 
 
@@ -351,22 +350,69 @@ def test_more_tokens_than_kernels_can_count() -> None:
         functional.linear(endless, call.values, call.pattern)
 
 
-def test_unknown_handles_and_versions() -> None:
+def test_policy() -> None:
     call = Call()
-    dds_nt = torch.ops.tilesparse.dds_nt
-    with pytest.raises(InvalidArgumentError, match="handle"):
-        dds_nt(call.x, call.values, None, -1, 0)
-    with pytest.raises(PatternChangedError, match="version"):
-        dds_nt(call.x, call.values, None, call.pattern.handle, call.pattern.version + 1)
+    with pytest.raises(InvalidArgumentError, match=r"policy.*'dense'.*'fast'"):
+        functional.linear(call.x, call.values, call.pattern, policy="fast")
+
+
+BAD_PATTERNS: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
+    ("crow_indices", lambda crow: crow[:-1], InvalidPatternError, "crow_indices.*4 entries.*3"),
+    ("crow_indices", lambda crow: crow.long(), InvalidPatternError, "crow_indices.*int32.*int64"),
+    ("col_indices", lambda col: col[None], InvalidPatternError, "col_indices.*1-D"),
+    ("col_indices", lambda col: col.float(), InvalidPatternError, "col_indices.*int32.*float32"),
+    ("slot", lambda slot: slot[1:], InvalidPatternError, "slot.*entries"),
+    ("slot", lambda slot: torch.stack([slot, slot], 1)[:, 0], InvalidPatternError, "slot.*contiguous"),
+    ("shape", lambda shape: (40, 128), InvalidArgumentError, "out_features.*multiple.*16.*40"),
+    ("shape", lambda shape: (64, 128), InvalidPatternError, "crow_indices.*5 entries"),
+    ("block_shape", lambda block_shape: (16, 24), InvalidArgumentError, "block_shape.*24"),
+]
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "meta"])
+@pytest.mark.parametrize(("field", "change", "error", "named"), BAD_PATTERNS)
+def test_operators_check_the_form_of_patterns(
+    field: str, change: Callable[[Any], Any], error: type[Exception], named: str, device: str
+) -> None:
+    call, ops = Call(device), torch.ops.tilesparse
+    index = call.pattern.index_on(call.values.device)
+    bad = index._replace(**{field: change(getattr(index, field))})
+    for operator in (
+        lambda: ops.dds_nt(call.x, call.values, *bad),
+        lambda: ops.dds_nn(call.y, call.values, *bad),
+        lambda: ops.sdd_tn(call.y, call.x, *bad),
+        lambda: ops.sdd_tn_into(call.y, call.x, *bad, call.values, True),
+    ):
+        with pytest.raises(error, match=named):
+            operator()
+
+
+def test_operators_check_what_patterns_on_the_cpu_hold() -> None:
+    call, dds_nt = Call(), torch.ops.tilesparse.dds_nt
+    for field in ("crow_indices", "col_indices", "slot"):
+        index = call.pattern.index_on(call.values.device)
+        index = index._replace(**{field: torch.full_like(getattr(index, field), 9)})
+        with pytest.raises(InvalidPatternError, match=field):
+            dds_nt(call.x, call.values, *index)
+
+
+def test_operators_take_patterns_where_the_values_are() -> None:
+    call = Call()
+    index = call.pattern.index_on(torch.device("meta"))
+    with pytest.raises(InvalidArgumentError, match=r"values.*device meta of the pattern.*cpu"):
+        torch.ops.tilesparse.dds_nt(call.x, call.values, *index)
+    mixed = index._replace(slot=call.pattern.slot)
+    with pytest.raises(InvalidPatternError, match=r"slot.*device meta of col_indices.*cpu"):
+        torch.ops.tilesparse.dds_nt(call.x, call.values, *mixed)
 
 
 def test_operators_between_values_and_dense_matrices() -> None:
     call, ops = Call(), torch.ops.tilesparse
-    key = (call.pattern.handle, call.pattern.version)
+    index = call.pattern.index_on(call.values.device)
     with pytest.raises(InvalidArgumentError, match=r"values.*nnz"):
-        ops.expand(call.values[1:], *key)
+        ops.expand(call.values[1:], *index)
     with pytest.raises(InvalidArgumentError, match=r"dense.*\(48, 128\).*\(128, 48\)"):
-        ops.gather(torch.ones(128, 48), *key)
+        ops.gather(torch.ones(128, 48), *index)
 
 
 @pytest.mark.parametrize("name", [name for name in tilesparse.__all__ if name.endswith("Error")])

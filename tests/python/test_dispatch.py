@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from tilesparse import _C, BlockPattern, UnsupportedError
-from tilesparse._ops import DDS_NN, DDS_NT, DTYPES, SDD_TN
+from tilesparse._checks import DTYPES
+from tilesparse._launch import DDS_NN, DDS_NT, SDD_TN, prepared
 
 KERNELS = _C.kernels()
 CUDA = 1
@@ -56,9 +57,9 @@ def chosen(
     density: float = 0.25,
 ) -> str:
     pattern = BlockPattern.random(shape, block_shape=block_shape, density=density)
-    descriptor = pattern.prepared.descriptor(torch.device("cpu"))
-    index, _ = _C.select(descriptor, op, DTYPES[dtype], device, tokens, x_layout=x_layout, y_layout=y_layout)
-    return KERNELS[index].name
+    descriptor = prepared(pattern.index_on(torch.device("cpu"))).descriptor
+    product = _C.Product(descriptor, op, DTYPES[dtype], CUDA, tokens, x_layout=x_layout, y_layout=y_layout)
+    return KERNELS[product.select(device)[0]].name
 
 
 @needs_sm90

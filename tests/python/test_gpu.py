@@ -28,10 +28,10 @@ from tilesparse import (
     BlockSparseLinear,
     InvalidArgumentError,
     UnsupportedError,
-    _ops,
     functional,
 )
-from tilesparse.pattern import BLOCK_SIZES
+from tilesparse._checks import BLOCK_SIZES
+from tilesparse._launch import DDS_NN, DDS_NT, SDD_TN, prepared, use_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -114,11 +114,14 @@ def captured_build(
     plan_size, build_size = _C.plan_device_size(pattern, kernel, op)
     plan = memory(plan_size)
     _C.plan_device_build(pattern, kernel, op, *plan, *memory(build_size), stream)
-    size = _C.query(pattern, op, 3, 1, 0, 0, kernel + 1, len(x), 0, 0, False)[2]
-    launch = _C.Launch(
-        pattern, op, 3, 1, 0, 0, 0, kernel + 1, len(x), shape[1], 0, shape[0], 0, 0, *plan, size, stream
-    )
-    launch.run(*(tensor.data_ptr() for tensor in operands), 0, 0, memory(size)[0])
+    multiply = _C.Product(pattern, op, 3, 1, len(x), kernel=kernel + 1, ldx=shape[1], ldy=shape[0])
+    multiply.use_plan(*plan, _C.plan_key(pattern, kernel, op))
+    workspace, _ = memory(multiply.workspace_size())
+    multiply.run(*(tensor.data_ptr() for tensor in operands), 0, 0, workspace, stream)
+
+
+def rows_of(pattern: BlockPattern) -> tuple[Tensor, Tensor, Tensor]:
+    return pattern.crow_indices, pattern.col_indices, pattern.slot
 
 
 def test_a_captured_pattern_follows_its_arrays() -> None:
@@ -132,35 +135,34 @@ def test_a_captured_pattern_follows_its_arrays() -> None:
     x, y = (randn(300, size, dtype=BF16, device="cuda", seed=size) for size in (896, 1280))
     values = random_values(patterns[0], dtype=BF16, device="cuda")
     checked = 0
-    for (index, kernel), op in product(enumerate(_C.kernels()), (_ops.DDS_NT, _ops.DDS_NN, _ops.SDD_TN)):
+    for (index, kernel), op in product(enumerate(_C.kernels()), (DDS_NT, DDS_NN, SDD_TN)):
         does_it = kernel.plan and kernel.ops >> op & kernel.dtypes >> 3 & 1
         if not does_it or kernel.min_compute_capability not in (80, capability):
             continue
         checked += 1
         operands = [x, y, values]
         operands[(1, 0, 2)[op]] = result = torch.zeros_like(operands[(1, 0, 2)[op]])
-        arrays = [array.cuda() for array in (patterns[0].row_ptr, patterns[0].col_idx, patterns[0].slot)]
-        arrays += [torch.zeros_like(array.cuda()) for array in patterns[0].prepared.columns()]
+        arrays = [array.cuda() for array in rows_of(patterns[0])]
+        columns = prepared(patterns[0].index_on(arrays[0].device)).columns()
+        arrays += [torch.zeros_like(array) for array in columns]
         workspaces: list[Tensor] = []
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured_build(arrays, index, op, tuple(operands), workspaces)
         for pattern in patterns[::-1]:
-            for array, now in zip(
-                arrays, (pattern.crow_indices, pattern.col_indices, pattern.slot), strict=False
-            ):
+            for array, now in zip(arrays, rows_of(pattern), strict=False):
                 array.copy_(now)
             graph.replay()
-            with _ops.use_kernel(kernel.name):
+            with use_kernel(kernel.name):
                 expected = a_product(op, x, y, values, pattern)
             assert torch.equal(result, expected), kernel.name
     assert checked
 
 
 def a_product(op: int, x: Tensor, y: Tensor, values: Tensor, pattern: BlockPattern) -> Tensor:
-    if op == _ops.DDS_NT:
+    if op == DDS_NT:
         return functional.linear(x, values, pattern)
-    if op == _ops.DDS_NN:
+    if op == DDS_NN:
         return functional.dds(y, values, pattern, transpose=False)
     return functional.sdd(y, x, pattern)
 
@@ -395,7 +397,7 @@ def test_compiled_graphs_make_the_plans_they_need(training: bool) -> None:
     """Memory that a graph's first run allocates is taken back, but for the results."""
     torch.compiler.reset()
     layers = [make_layer(256, 384), make_layer(384, 384), make_layer(384, 256)]
-    layers[1].expand = True
+    layers[1].policy = "dense"
     model = torch.nn.Sequential(*layers)
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
     batches = [
@@ -421,7 +423,7 @@ def misaligned(pattern: BlockPattern, like: Tensor) -> Tensor:
 
 
 def with_kernel(name: str, pattern: BlockPattern, x: Tensor, values: Tensor) -> None:
-    with _ops.use_kernel(name):
+    with use_kernel(name):
         functional.linear(x, values, pattern)
 
 
@@ -434,12 +436,12 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
     "values on the CPU": (
         lambda p, x, y, v, b: functional.linear(x, v.cpu(), p),
         InvalidArgumentError,
-        "values: device cuda:0 of x expected, got cpu",
+        "x: device cpu of values expected, got cuda:0",
     ),
     "x on the CPU": (
         lambda p, x, y, v, b: functional.linear(x.cpu(), v, p),
         InvalidArgumentError,
-        "values: device cpu of x expected, got cuda:0",
+        "x: device cuda:0 of values expected, got cpu",
     ),
     "bias on the CPU": (
         lambda p, x, y, v, b: functional.linear(x, v, p, b.cpu()),
@@ -454,7 +456,7 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
     "out on the CPU": (
         lambda p, x, y, v, b: functional.sdd(y, x, p, out=v.cpu()),
         InvalidArgumentError,
-        "out: device cuda:0 of x expected, got cpu",
+        "out: device cuda:0 of the pattern expected, got cpu",
     ),
     "misaligned out": (
         lambda p, x, y, v, b: functional.sdd(y, x, p, out=misaligned(p, v)),
@@ -472,12 +474,12 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
         "no kernel computes dds_nt in float64",
     ),
     "the kernel of another product": (
-        lambda p, x, y, v, b: with_kernel(a_kernel(1, _ops.SDD_TN), p, x, v),
+        lambda p, x, y, v, b: with_kernel(a_kernel(1, SDD_TN), p, x, v),
         UnsupportedError,
         "it computes another product",
     ),
     "a kernel for the CPU": (
-        lambda p, x, y, v, b: with_kernel(a_kernel(0, _ops.DDS_NT), p, x, v),
+        lambda p, x, y, v, b: with_kernel(a_kernel(0, DDS_NT), p, x, v),
         UnsupportedError,
         "it is for another kind of device",
     ),
@@ -511,7 +513,7 @@ def test_another_device_than_the_current_one() -> None:
     assert all(result.device == torch.device("cuda", 1) for result in results)
     for result, right in zip(results, expected, strict=True):
         torch.testing.assert_close(result.cpu(), right.cpu())
-    with pytest.raises(InvalidArgumentError, match="values: device cuda:0 of x expected, got cuda:1"):
+    with pytest.raises(InvalidArgumentError, match="x: device cuda:1 of values expected, got cuda:0"):
         twin(x)
 
 
@@ -536,8 +538,7 @@ def test_more_than_2_to_the_31_elements(feature_major: bool) -> None:
         blocks_of_dense(tolerance, pattern),
     )
     del x
-    key = (pattern.handle, pattern.version)
-    dx = torch.ops.tilesparse.dds_nn(y, values, *key, feature_major)
+    dx = torch.ops.tilesparse.dds_nn(y, values, *pattern.index_on(y.device), feature_major)
     assert_product_close(dx[last], y[last], weight)
     assert not dx[:-100].any()
 

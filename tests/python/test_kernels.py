@@ -8,9 +8,11 @@ its output out leaves NaN in it.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle, product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,9 +33,8 @@ from helpers import (
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
-from tilesparse._ops import ACTIVATIONS, DDS_NN, DDS_NT, DTYPES, SDD_TN
-from tilesparse._prepared import Launch, LaunchKey
-from tilesparse.pattern import BLOCK_SIZES
+from tilesparse._checks import BLOCK_SIZES, DTYPES
+from tilesparse._launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
 
 pytestmark = pytest.mark.gpu
 
@@ -114,22 +115,27 @@ def accepts(
     row: Row, block_shape: tuple[int, int], x_layout: int = 0, y_layout: int = 0, tokens: int = 8
 ) -> bool:
     pattern = BlockPattern.full(block_shape, block_shape=block_shape)
-    descriptor = pattern.prepared.descriptor(torch.device("cpu"))
+    product = _C.Product(
+        prepared_on("cpu", pattern).descriptor,
+        row.op,
+        DTYPES[row.dtype],
+        CUDA,
+        tokens,
+        precision=row.precision,
+        kernel=row.number,
+        x_layout=x_layout,
+        y_layout=y_layout,
+    )
     try:
-        _C.select(
-            descriptor,
-            row.op,
-            DTYPES[row.dtype],
-            _C.device_info(CUDA),
-            tokens,
-            precision=row.precision,
-            x_layout=x_layout,
-            y_layout=y_layout,
-            kernel=row.number,
-        )
+        product.select(_C.device_info(CUDA))
     except UnsupportedError:
         return False
     return True
+
+
+def prepared_on(device: str | torch.device, pattern: BlockPattern) -> Prepared:
+    """What products on that device read of a pattern; its memory lasts as long as the pattern."""
+    return prepared(pattern.index_on(torch.device(device)))
 
 
 def within(row: Row, tokens: int) -> int:
@@ -198,7 +204,7 @@ class Operands:
         self.x, self.y = (
             self.buffers[name].lines.t() if transposed[name] else self.buffers[name].lines for name in "xy"
         )
-        self.values = self.buffers["values"].lines.view(pattern.prepared.values_shape)
+        self.values = self.buffers["values"].lines.view(pattern.nnz, *pattern.block_shape)
         self.bias = self.buffers["bias"].lines[0] if problem.bias else None
         residual = self.buffers["residual"].lines if problem.residual else None
         self.residual = residual.t() if problem.y_layout and residual is not None else residual
@@ -221,55 +227,72 @@ def normal(size: torch.Size, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(size, dtype=dtype, device=DEVICE, generator=generator)
 
 
-def resolve(row: Row, problem: Problem) -> Launch:
-    key = LaunchKey(
-        op=row.op,
-        dtype=DTYPES[row.dtype],
-        device=DEVICE.index,
-        stream=torch.cuda.current_stream(DEVICE).cuda_stream,
-        tokens=problem.tokens,
-        x_layout=problem.x_layout,
-        y_layout=problem.y_layout,
-        activation=ACTIVATIONS[problem.activation],
-        precision=row.precision,
-        kernel=row.number,
-        residual=problem.residual,
-    )
-    return problem.pattern.prepared.launch(key)
-
-
-def launch(row: Row, problem: Problem, operands: Operands, **changes: int) -> None:
-    """Calls the kernel with a poisoned workspace; `changes` replace arguments of the call."""
-    resolved = resolve(row, problem)
-    workspace = Guarded(1, (resolved.workspace_bytes + 3) // 4, torch.float32, alignment=256)
+def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any) -> _C.Product:
+    """The product as that kernel is to compute it, but for a plan; `changes` replace arguments."""
     x, y, residual = (operands.buffers[name] for name in ("x", "y", "residual"))
     arguments: dict[str, Any] = {
-        "pattern": resolved.pattern,
-        "op": row.op,
-        "dtype": DTYPES[row.dtype],
-        "device": CUDA,
         "activation": ACTIVATIONS[problem.activation],
         "precision": row.precision,
-        "accumulate": int(problem.accumulate),
-        "kernel": resolved.kernel,
-        "tokens": problem.tokens,
-        "x": x.address,
-        "ldx": x.ld,
+        "accumulate": problem.accumulate,
+        "kernel": row.number,
         "x_layout": problem.x_layout,
-        "y": y.address,
-        "ldy": y.ld,
+        "ldx": x.ld,
         "y_layout": problem.y_layout,
-        "values": operands.buffers["values"].address,
-        "bias": operands.buffers["bias"].address if problem.bias else 0,
-        "residual": residual.address if problem.residual else 0,
+        "ldy": y.ld,
+        "residual": problem.residual,
         "ldr": residual.ld,
-        "plan": resolved.plan,
-        "plan_bytes": resolved.plan_bytes,
-        "workspace": workspace.address,
-        "workspace_bytes": resolved.workspace_bytes,
-        "stream": torch.cuda.current_stream(DEVICE).cuda_stream,
     }
-    _C.matmul(**(arguments | changes))
+    descriptor = prepared_on(DEVICE, problem.pattern).descriptor
+    product = _C.Product(descriptor, row.op, DTYPES[row.dtype], CUDA, problem.tokens, **(arguments | changes))
+    assert product.resolve() == (row.number - 1, row.plan), "another kernel was chosen"
+    return product
+
+
+class Plan(NamedTuple):
+    """Of which kernel and pattern it is, and where."""
+
+    address: int
+    size: int
+    key: int
+
+
+def plan_of(row: Row, problem: Problem) -> Plan:
+    """The plan as products of tensors walk it, made by the GPU; empty for kernels without one."""
+    if not row.plan:
+        return Plan(0, 0, 0)
+    entry = prepared_on(DEVICE, problem.pattern)
+    memory = entry._plan(row.op, row.number - 1, row.plan).memory
+    return Plan(memory.data_ptr(), memory.numel(), key_of(row, entry))
+
+
+def key_of(row: Row, entry: Prepared) -> int:
+    return _C.plan_key(entry.descriptor, row.number - 1, row.op)
+
+
+def run(product: _C.Product, problem: Problem, operands: Operands, workspace: int, **changes: int) -> None:
+    """Calls the kernel with a workspace at that address; `changes` replace other addresses."""
+    addresses = {name: buffer.address for name, buffer in operands.buffers.items()}
+    if not problem.bias:
+        addresses["bias"] = 0
+    if not problem.residual:
+        addresses["residual"] = 0
+    stream = torch.cuda.current_stream(DEVICE).cuda_stream
+    product.run(**(addresses | changes), workspace=workspace, stream=stream)
+
+
+def launch(
+    row: Row,
+    problem: Problem,
+    operands: Operands,
+    plan: Plan | None = None,
+    arguments: Mapping[str, int] = MappingProxyType({}),
+    **addresses: int,
+) -> None:
+    """Calls the kernel with a poisoned workspace, and as it is called otherwise but for what is given."""
+    product = make_product(row, problem, operands, **arguments)
+    product.use_plan(*(plan_of(row, problem) if plan is None else plan))
+    workspace = Guarded(1, (product.workspace_size() + 3) // 4, torch.float32, alignment=256)
+    run(product, problem, operands, workspace.address, **addresses)
     assert workspace.is_poison(inside=False), "memory around the workspace was written"
 
 
@@ -332,15 +355,16 @@ def blocks_of(dense: Tensor, pattern: BlockPattern) -> Tensor:
     return dense.reshape(rows, bn, cols, bk).transpose(1, 2)[pattern.block_indices()]
 
 
-def host_plan(row: Row, problem: Problem) -> Tensor:
-    """The plan as the host makes it, in device memory. Elsewhere the GPU makes them."""
-    descriptor = problem.pattern.prepared.descriptor(torch.device("cpu"))
-    plan = torch.empty(_C.plan_size(descriptor, row.number - 1, row.op), dtype=torch.uint8)
-    _C.plan_build(descriptor, row.number - 1, row.op, plan.data_ptr(), plan.numel())
-    return plan.to(DEVICE)
+def host_plan(row: Row, problem: Problem) -> tuple[Plan, Tensor]:
+    """The plan as the host makes it, and the device memory it is in. Elsewhere the GPU makes them."""
+    entry = prepared_on("cpu", problem.pattern)
+    plan = torch.empty(_C.plan_size(entry.descriptor, row.number - 1, row.op), dtype=torch.uint8)
+    _C.plan_build(entry.descriptor, row.number - 1, row.op, plan.data_ptr(), plan.numel())
+    memory = plan.to(DEVICE)
+    return Plan(memory.data_ptr(), memory.numel(), key_of(row, entry)), memory
 
 
-def check(row: Row, problem: Problem, plan: Tensor | None = None) -> None:
+def check(row: Row, problem: Problem, plan: Plan | None = None) -> None:
     """Runs a problem twice and checks everything about it.
 
     Some kernels store feature-major results in whole pieces of 16 bytes only: they get more tokens.
@@ -355,14 +379,13 @@ def check(row: Row, problem: Problem, plan: Tensor | None = None) -> None:
     checked_kernels.add(row.name)
 
 
-def _check(row: Row, problem: Problem, plan: Tensor | None) -> None:
-    changes = {} if plan is None else {"plan": plan.data_ptr(), "plan_bytes": plan.numel()}
+def _check(row: Row, problem: Problem, plan: Plan | None) -> None:
     operands = Operands(row, problem)
     inputs = [buffer.bits.clone() for buffer in operands.inputs]
     results = []
     for _ in range(2):
         operands.prepare_output()
-        launch(row, problem, operands, **changes)
+        launch(row, problem, operands, plan)
         assert operands.output.is_poison(inside=False), "memory around the output was written"
         results.append(operands.output.bits.clone())
     assert torch.equal(*results), "two runs differ"
@@ -412,7 +435,9 @@ def test_long_sums(row: Row) -> None:
 def test_plans_of_the_host(row: Row, name: str) -> None:
     for block_shape in accepted_shapes(row)[::3]:
         problem = Problem(make_pattern(name, (40, 10), block_shape), 137)
-        check(row, problem, host_plan(row, problem))
+        plan, memory = host_plan(row, problem)
+        check(row, problem, plan)
+        del memory  # not before
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -478,8 +503,9 @@ def test_every_number_of_few_tokens(row: Row) -> None:
     for tokens in (*range(1, 66), 127, 128, 129, row.max_tokens - 1, row.max_tokens):
         pattern = make_pattern("power-law rows", (9, 12), draw.choice(accepted_shapes(row)))
         check(row, Problem(pattern, tokens, **draw.choice(OPTIONS[row.op])))
+    problem = Problem(pattern, row.max_tokens + 1)
     with pytest.raises(UnsupportedError, match="fewer tokens"):
-        resolve(row, Problem(pattern, row.max_tokens + 1))
+        make_product(row, problem, Operands(row, problem))
 
 
 @pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=lambda row: row.name, indirect=True)
@@ -500,18 +526,23 @@ def test_refused_calls_write_nothing(row: Row) -> None:
     operands = Operands(row, problem)
     x, values = operands.buffers["x"], operands.buffers["values"]
     size = row.dtype.itemsize
-    refused: list[tuple[str, dict[str, int]]] = [
+    refused: list[tuple[str, dict[str, Any]]] = [
         ("x is at address", {"x": x.address + size}),
         ("x.data is null", {"x": 0}),
-        ("x.ld", {"ldx": x.ld - CHUNK // size}),
-        ("x.ld", {"ldx": x.ld + 1}),
+        ("x.ld", {"arguments": {"ldx": x.ld - CHUNK // size}}),
+        ("x.ld", {"arguments": {"ldx": x.ld + 1}}),
         ("values is at address", {"values": values.address + size}),
         ("overlap", {"y": x.address, "values": x.address}),
         *_bad_residuals(row, operands),
-        ("kernel is", {"kernel": 1_000_000}),
+        ("kernel is", {"arguments": {"kernel": 1_000_000}}),
     ]
     if row.plan:
-        refused += [("plan is null", {"plan": 0}), ("plan_bytes", {"plan_bytes": 8})]
+        plan = plan_of(row, problem)
+        refused += [
+            ("plan is null", {"plan": plan._replace(address=0)}),
+            ("plan_bytes", {"plan": plan._replace(size=8)}),
+            ("plan_key", {"plan": plan._replace(key=plan.key ^ 1)}),
+        ]
     for message, changes in refused:
         with pytest.raises(InvalidArgumentError, match=message):
             launch(row, problem, operands, **changes)
@@ -519,33 +550,39 @@ def test_refused_calls_write_nothing(row: Row) -> None:
     check(row, problem)
 
 
-def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, int]]]:
+def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, Any]]]:
     residual, size = operands.buffers["residual"], row.dtype.itemsize
     good = {"residual": residual.address}
     if row.op != DDS_NT:
         return [("residual is given", good)]
+    short = {"arguments": {"ldr": operands.y.shape[1] - CHUNK // size}}
     return [
         ("residual is at address", {"residual": residual.address + size}),
-        ("residual.ld", good | {"ldr": operands.y.shape[1] - CHUNK // size}),
-        ("residual.ld", good | {"ldr": residual.ld + 1}),
+        ("residual.ld", good | short),
+        ("residual.ld", good | {"arguments": {"ldr": residual.ld + 1}}),
         ("y and residual overlap", {"residual": operands.output.address}),
     ]
 
 
 def test_a_short_workspace_is_refused(row: Row) -> None:
-    """Where one is needed, as for the sum over many tokens of few blocks; elsewhere it may be null."""
+    """Where one is needed, as for the sum over many tokens of few blocks; elsewhere it may be null.
+
+    A product that was never asked for its size takes it to be 0; one less by a byte is in tests/c.
+    """
     problem = Problem(make_pattern("first block", (2, 3), accepted_shapes(row)[0]), within(row, 4097))
     operands = Operands(row, problem)
-    needed = resolve(row, problem).workspace_bytes
+    product = make_product(row, problem, operands)
+    product.use_plan(*plan_of(row, problem))
+    needed = make_product(row, problem, operands).workspace_size()
     if needed == 0:
-        launch(row, problem, operands, workspace=0)
+        run(product, problem, operands, 0)
         return
-    for message, changes in (
-        ("workspace_bytes", {"workspace_bytes": needed - 1}),
-        ("workspace is null", {"workspace": 0}),
-    ):
-        with pytest.raises(InvalidArgumentError, match=message):
-            launch(row, problem, operands, **changes)
+    workspace = Guarded(1, (needed + 3) // 4, torch.float32, alignment=256)
+    with pytest.raises(InvalidArgumentError, match="workspace_bytes"):
+        run(product, problem, operands, workspace.address)
+    assert product.workspace_size() == needed
+    with pytest.raises(InvalidArgumentError, match="workspace is null"):
+        run(product, problem, operands, 0)
     assert operands.output.is_poison(inside=True)
 
 

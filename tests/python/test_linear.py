@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
+from tilesparse._launch import prepared
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError
 
 IN, OUT = 128, 96
@@ -187,26 +188,39 @@ def test_copies_are_equal_and_independent() -> None:
     layer = make()
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert same_layers(layer, other)
-        assert other.pattern.handle != layer.pattern.handle
+        mine, theirs = layer.pattern, other.pattern
+        for name in ("crow_indices", "col_indices", "slot"):
+            assert getattr(theirs, name).data_ptr() != getattr(mine, name).data_ptr()
         nn.init.zeros_(other.weight)
         assert other(randn(2, IN)).shape == (2, OUT)
     assert layer.weight.any()
 
 
-def test_expand_is_a_choice_of_each_layer_and_not_of_its_state() -> None:
+def test_the_policy_is_a_choice_of_each_layer_and_not_of_its_state() -> None:
     layer, other = make(policy="dense"), make()
-    assert "policy="dense"" in repr(layer) and "expand" not in repr(other)
+    assert "policy='dense'" in repr(layer) and "policy" not in repr(other)
     assert layer.state_dict().keys() == other.state_dict().keys()
     other.load_state_dict(layer.state_dict())
-    assert layer.expand and not other.expand
+    assert layer.policy == "dense" and other.policy == "sparse"
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert copied.expand
+        assert copied.policy == "dense"
     with Recorder() as recorder:
         layer(randn(2, IN))
         assert recorder.seen == {"expand"}
         other(randn(2, IN))
         assert recorder.seen == {"expand", "dds_nt"}
-    assert BlockSparseLinear.from_linear(nn.Linear(IN, OUT), policy="dense").expand
+        recorder.seen.clear()
+        other.policy = "dense"
+        other(randn(2, IN))
+        assert recorder.seen == {"expand"}
+        recorder.seen.clear()
+        other.policy = "auto"  # sparse where there is no estimate, as on the CPU
+        other(randn(2, IN))
+        assert recorder.seen == {"dds_nt"}
+    with pytest.raises(InvalidArgumentError, match=r"policy.*'sparse', 'auto', 'dense'.*'fast'"):
+        layer.policy = "fast"
+    assert layer.policy == "dense"
+    assert BlockSparseLinear.from_linear(nn.Linear(IN, OUT), policy="dense").policy == "dense"
 
 
 @pytest.mark.parametrize(
@@ -282,16 +296,19 @@ def test_the_meta_device_costs_no_memory_and_can_be_left() -> None:
     loaded.load_state_dict(saved.state_dict(), assign=True)
     assert same_layers(loaded, saved)
     layer.to_empty(device="cpu")
-    assert torch.equal(layer.col_indices, layer.pattern.col_indices)
+    with pytest.raises(InvalidPatternError, match=r"pattern: missing.*meta device"):
+        _ = layer.pattern
     layer.reset_parameters()
+    assert torch.equal(layer.col_indices, layer.pattern.col_indices)
+    assert layer.pattern.nnz == len(layer.weight)
     assert layer(randn(2, IN)).isfinite().all()
 
 
 def test_conversions_leave_the_indices_alone() -> None:
     layer = make()
     for changed in (layer.half(), layer.bfloat16(), layer.double(), layer.type(torch.float16)):
-        assert changed.col_idx.dtype == torch.int32
-        assert torch.equal(changed.col_idx, changed.pattern.col_indices)
+        assert changed.col_indices.dtype == torch.int32
+        assert changed.pattern == make().pattern
     assert layer.weight.dtype == torch.float16
 
 
@@ -299,14 +316,16 @@ def test_buffers_changed_in_place_replace_the_pattern() -> None:
     layer, other = make(seed=1), make(seed=2)
     for name in ("crow_indices", "col_indices", "slot"):
         getattr(layer, name).copy_(getattr(other, name))
-    layer.load_state_dict({"weight": other.weight, "bias": other.bias}, strict=False)
+    with torch.no_grad():
+        for mine, theirs in zip(layer.parameters(), other.parameters(), strict=True):
+            mine.copy_(theirs)
     x = randn(3, IN)
     assert torch.equal(layer(x), other(x))
     assert layer.pattern == other.pattern
-    pattern = layer.pattern
+    entry = prepared(layer._index())
     layer.col_indices.copy_(layer.col_indices.clone())  # no change of content
     layer(x)
-    assert layer.pattern is pattern
+    assert prepared(layer._index()) is entry and entry.generation == 0
     layer.col_indices.fill_(99)
     with pytest.raises(InvalidPatternError, match="col_indices"):
         layer(x)
@@ -319,7 +338,8 @@ def test_another_buffer_in_the_place_of_a_dropped_one_replaces_the_pattern() -> 
     )
     dropped = id(layer.col_indices)
     layer.col_indices = torch.zeros_like(layer.col_indices)
-    arrays = [other.col_indices.clone() for _ in range(100)]  # one is where the first buffer was, if that is free
+    # One is where the first buffer was, if that is free.
+    arrays = [other.col_indices.clone() for _ in range(100)]
     layer.col_indices = next((array for array in arrays if id(array) == dropped), arrays[0])
     layer.weight, layer.bias = other.weight, other.bias
     x = randn(3, IN)
@@ -332,7 +352,7 @@ def test_an_updated_pattern_reaches_buffers_and_state_dict() -> None:
     assert torch.equal(layer.state_dict()["col_indices"], other.col_indices)
     layer.pattern = make(seed=3).pattern
     layer(randn(1, IN))
-    assert torch.equal(layer.col_indices, make(seed=3).col_idx)
+    assert torch.equal(layer.col_indices, make(seed=3).col_indices)
 
 
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
@@ -414,6 +434,7 @@ def test_distributed_data_parallel_shares_pattern_and_gradients(tmp_path: Path) 
         ({"density": 1.5}, "density"),
         ({"block_shape": (8, 32)}, "block_shape"),
         ({"pattern": BlockPattern.full((IN, OUT), block_shape=(32, 32))}, "pattern"),
+        ({"policy": "fast"}, "policy"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], field: str) -> None:
@@ -429,6 +450,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], field: str) -> None:
         (nn.Linear(IN, OUT + 1), {}, "out_features"),
         (nn.Linear(IN, OUT), {"scores": torch.zeros(2, 2)}, "scores"),
         (nn.Linear(IN, OUT), {"density": -1}, "density"),
+        (nn.Linear(IN, OUT), {"policy": "fast"}, "policy"),
     ],
 )
 def test_from_linear_names_what_is_wrong(linear: nn.Module, options: dict[str, Any], field: str) -> None:

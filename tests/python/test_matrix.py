@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import scipy.sparse
 import torch
@@ -214,13 +216,17 @@ def test_in_place_changes(device: str) -> None:
 def test_move_blocks() -> None:
     values = randn(3, 16, 16, dtype=torch.float32)
     matrix = BlockSparseMatrix.from_blocks([(0, 0), (1, 1), (2, 2)], values, shape=(48, 48))
-    version = matrix.pattern.version
+    pattern = matrix.pattern
+    tensors = (pattern.crow_indices, pattern.col_indices, pattern.slot)
     matrix.move_blocks_([0, 1], [(1, 1), (0, 2)])  # into the place that the other one leaves
     dense = matrix.to_dense()
     assert torch.equal(dense[16:32, 16:32], values[0])
     assert torch.equal(dense[:16, 32:], values[1])
     assert torch.equal(dense[32:, 32:], values[2])
-    assert matrix.values is values and matrix.pattern.version == version + 1
+    assert matrix.values is values and matrix.pattern is pattern
+    assert pattern == BlockPattern.from_blocks([(1, 1), (0, 2), (2, 2)], shape=(48, 48), block_shape=(16, 16))
+    after = (pattern.crow_indices, pattern.col_indices, pattern.slot)
+    assert all(tensor is before for tensor, before in zip(after, tensors, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -239,10 +245,17 @@ def test_move_blocks_refuses_collisions(slots: list[int], blocks: list[tuple[int
     matrix = BlockSparseMatrix.from_blocks(
         [(0, 0), (1, 1), (2, 2)], randn(3, 16, 16, dtype=torch.float32), shape=(48, 48)
     )
-    before, version = matrix.to_dense(), matrix.pattern.version
+    pattern, before = matrix.pattern, matrix.to_dense()
+    same, versions = copy.deepcopy(pattern), versions_of(pattern)
     with pytest.raises(InvalidArgumentError, match=named):
         matrix.move_blocks_(slots, blocks)
-    assert torch.equal(matrix.to_dense(), before) and matrix.pattern.version == version
+    assert torch.equal(matrix.to_dense(), before)
+    assert matrix.pattern is pattern and pattern == same and versions_of(pattern) == versions
+
+
+def versions_of(pattern: BlockPattern) -> list[int]:
+    """How often each of a pattern's tensors was written to."""
+    return [tensor._version for tensor in (pattern.crow_indices, pattern.col_indices, pattern.slot)]
 
 
 def test_equality() -> None:

@@ -10,7 +10,8 @@ from helpers import DEVICE_DTYPES, DEVICES, make_pattern, randn, random_values
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError, _ops, functional
+from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError, functional
+from tilesparse._launch import ACTIVATIONS, prepared, use_kernel
 
 OPS = torch.ops.tilesparse
 
@@ -33,46 +34,46 @@ def check(op: Any, *args: Any) -> None:
 @pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[-1]])
 def test_opcheck(device: str, dtype: torch.dtype) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
-    key = (pattern.handle, pattern.version)
     x, y, values, bias = operands(pattern, dtype, device)
-    check(OPS.dds_nt, x, values, bias, *key)
-    check(OPS.dds_nt, x.detach(), values, None, *key)
-    check(OPS.dds_nt, x, values.detach(), None, *key, 0, True)
-    check(OPS.dds_nt, x.detach(), values.detach(), bias.detach(), *key, _ops.ACTIVATIONS["gelu"])
-    check(OPS.dds_nt, x, values, bias, *key, 0, False, y)
-    check(OPS.dds_nt, x.detach(), values.detach(), None, *key, 0, True, y)
-    check(OPS.dds_nt, x.detach(), values.detach(), None, *key, _ops.ACTIVATIONS["relu"], True, y.detach())
-    check(OPS.dds_nn, y, values, *key)
-    check(OPS.dds_nn, y, values, *key, True)
-    check(OPS.sdd_tn, y, x, *key)
-    check(OPS.sdd_tn_into, y.detach(), x.detach(), values.detach(), *key, True)
+    index = pattern.index_on(x.device)
+    check(OPS.dds_nt, x, values, *index, bias)
+    check(OPS.dds_nt, x.detach(), values, *index)
+    check(OPS.dds_nt, x, values.detach(), *index, None, None, 0, True)
+    check(OPS.dds_nt, x.detach(), values.detach(), *index, bias.detach(), None, ACTIVATIONS["gelu"])
+    check(OPS.dds_nt, x, values, *index, bias, y)
+    check(OPS.dds_nt, x.detach(), values.detach(), *index, None, y, 0, True)
+    check(OPS.dds_nt, x.detach(), values.detach(), *index, None, y.detach(), ACTIVATIONS["relu"], True)
+    check(OPS.dds_nn, y, values, *index)
+    check(OPS.dds_nn, y, values, *index, True)
+    check(OPS.sdd_tn, y, x, *index)
+    check(OPS.sdd_tn_into, y.detach(), x.detach(), *index, values.detach(), True)
     weight = randn(*pattern.shape, dtype=dtype, device=device, seed=4)
-    check(OPS.expand, values, *key)
-    check(OPS.gather, weight.requires_grad_(), *key)
-    check(OPS.gather, weight.detach().t().contiguous().t(), *key)
+    check(OPS.expand, values, *index)
+    check(OPS.gather, weight.requires_grad_(), *index)
+    check(OPS.gather, weight.detach().t().contiguous().t(), *index)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck_with_leading_dimensions_and_strides(device: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
-    key = (pattern.handle, pattern.version)
     x, y, values, _ = operands(pattern, torch.float32, device, tokens=12)
+    index = pattern.index_on(x.device)
     x3 = x.detach().view(3, 4, -1).transpose(0, 1).requires_grad_()
     y_t = y.detach().t().contiguous().t().requires_grad_()
-    check(OPS.dds_nt, x3, values, None, *key, 0, True)
-    check(OPS.dds_nn, y_t, values, *key)
-    check(OPS.sdd_tn, y_t, x, *key)
+    check(OPS.dds_nt, x3, values, *index, None, None, 0, True)
+    check(OPS.dds_nn, y_t, values, *index)
+    check(OPS.sdd_tn, y_t, x, *index)
 
 
 def test_opcheck_without_blocks_or_tokens() -> None:
     for name, tokens in (("empty", 5), ("full", 0)):
         pattern = make_pattern(name, (2, 3), (16, 32))
-        key = (pattern.handle, pattern.version)
         x, y, values, bias = operands(pattern, torch.float32, "cpu", tokens=tokens)
-        check(OPS.dds_nt, x, values, bias, *key)
-        check(OPS.dds_nn, y, values, *key)
-        check(OPS.sdd_tn, y, x, *key)
-        check(OPS.expand, values, *key)
+        index = pattern.index_on(x.device)
+        check(OPS.dds_nt, x, values, *index, bias)
+        check(OPS.dds_nn, y, values, *index)
+        check(OPS.sdd_tn, y, x, *index)
+        check(OPS.expand, values, *index)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -80,7 +81,7 @@ def test_a_fused_activation_records_no_gradient(device: str) -> None:
     pattern = make_pattern("full", (1, 1), (16, 16))
     x, _, values, _ = operands(pattern, torch.float32, device)
     with pytest.raises(UnsupportedError, match="activation"):
-        OPS.dds_nt(x, values, None, pattern.handle, pattern.version, _ops.ACTIVATIONS["relu"])
+        OPS.dds_nt(x, values, *pattern.index_on(x.device), None, None, ACTIVATIONS["relu"])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,9 +115,10 @@ BAD_ARGUMENTS: dict[str, Any] = {
 def test_a_product_that_ran_lets_no_other_operands_pass(device: str, name: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (32, 32))
     x, y, values, bias = (t.detach() for t in operands(pattern, torch.float32, device))
+    index = pattern.index_on(x.device)
 
     def run(x: Tensor, values: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-        result: Tensor = OPS.dds_nt(x, values, bias, pattern.handle, pattern.version, 0, False, residual)
+        result: Tensor = OPS.dds_nt(x, values, *index, bias, residual)
         return result
 
     run(x, values, bias, y)
@@ -127,12 +129,12 @@ def test_a_product_that_ran_lets_no_other_operands_pass(device: str, name: str) 
 @pytest.mark.parametrize("device", DEVICES)
 def test_operands_may_change_their_alignment(device: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
-    key = (pattern.handle, pattern.version)
     x, y, values, _ = (t.detach() for t in operands(pattern, torch.float32, device))
+    index = pattern.index_on(x.device)
 
     def products() -> tuple[Tensor, ...]:
-        added = OPS.dds_nt(x, values, None, *key, 0, False, y)
-        return added, OPS.dds_nt(x, values, None, *key), OPS.dds_nn(y, values, *key), OPS.sdd_tn(y, x, *key)
+        added = OPS.dds_nt(x, values, *index, None, y)
+        return added, OPS.dds_nt(x, values, *index), OPS.dds_nn(y, values, *index), OPS.sdd_tn(y, x, *index)
 
     expected = products()
     x, y, values = (t.new_empty(t.numel() + 1)[1:].view_as(t).copy_(t) for t in (x, y, values))
@@ -246,12 +248,12 @@ def test_eager_products_in_inference_mode(device: str) -> None:
 
 
 def test_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilesparse._prepared.MAX_LAUNCHES", 4)
+    monkeypatch.setattr("tilesparse._launch.MAX_CALLS", 4)
     pattern = make_pattern("full", (1, 1), (16, 16))
     values = random_values(pattern, dtype=torch.float32)
     for tokens in range(1, 12):
         functional.linear(torch.ones(tokens, 16), values, pattern)
-        assert len(pattern.prepared._launches) <= 4
+        assert 0 < len(prepared(pattern.index_on(values.device))._calls) <= 4
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -263,7 +265,7 @@ def test_use_kernel_forces_each_kernel(device: str) -> None:
     ran = 0
     for kernel in _C.kernels():
         try:
-            with _ops.use_kernel(kernel.name):
+            with use_kernel(kernel.name):
                 y = functional.linear(x, values, pattern)
         except UnsupportedError as error:
             assert kernel.name in str(error)
@@ -271,7 +273,7 @@ def test_use_kernel_forces_each_kernel(device: str) -> None:
             ran += 1
             torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     assert ran
-    with pytest.raises(InvalidArgumentError, match="no such kernel"), _ops.use_kernel("no such kernel"):
+    with pytest.raises(InvalidArgumentError, match="no such kernel"), use_kernel("no such kernel"):
         pass
     assert torch.equal(functional.linear(x, values, pattern), expected)
 

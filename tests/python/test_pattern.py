@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 from helpers import DEVICES, PATTERNS, dense_weight, make_pattern, random_values, seeded, shuffled
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tilesparse import BlockPattern, InvalidArgumentError
-from tilesparse.pattern import BLOCK_SIZES, lookup
+from tilesparse._checks import BLOCK_SIZES
+from tilesparse._launch import _entries, prepared
 
 block_shapes = st.tuples(st.sampled_from(BLOCK_SIZES), st.sampled_from(BLOCK_SIZES))
 
@@ -75,6 +78,10 @@ def test_transpose(pattern: BlockPattern) -> None:
 @given(st.integers(1, 12), st.integers(1, 12), st.floats(0, 1), st.integers(0, 99))
 def test_random_keeps_the_density(rows: int, cols: int, density: float, seed: int) -> None:
     shape = (rows * 32, cols * 16)
+    if density > 0 and round(density * rows * cols) == 0:
+        with pytest.raises(InvalidArgumentError, match=r"density.*rounds to none"):
+            BlockPattern.random(shape, block_shape=(32, 16), density=density)
+        return
     pattern = BlockPattern.random(shape, block_shape=(32, 16), density=density, generator=seeded(seed))
     assert pattern.nnz == round(density * rows * cols)
     assert pattern == BlockPattern.random(
@@ -164,16 +171,32 @@ def test_equality_sees_slots() -> None:
     assert pattern != "pattern"
 
 
-def test_handles_are_unique_and_weak() -> None:
+def tensors_of(pattern: BlockPattern) -> tuple[Tensor, Tensor, Tensor]:
+    return pattern.crow_indices, pattern.col_indices, pattern.slot
+
+
+def test_copies_have_tensors_of_their_own() -> None:
     pattern = BlockPattern.full((32, 32), block_shape=(16, 16))
     others = [copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern)), pattern.transpose()]
-    assert len({pattern.handle, *(other.handle for other in others)}) == 4
-    assert lookup(pattern.handle) is pattern
-    handle = pattern.handle
-    del pattern
+    memory = {tensor.data_ptr() for one in (pattern, *others) for tensor in tensors_of(one)}
+    assert len(memory) == 4 * 3
+    before = [[tensor.tolist() for tensor in tensors_of(other)] for other in others]
+    pattern.move_blocks_([0, 1], [(0, 1), (0, 0)])
+    assert [[tensor.tolist() for tensor in tensors_of(other)] for other in others] == before
+    assert pattern != others[0] == others[1]
+
+
+def test_what_is_derived_goes_with_the_tensors() -> None:
+    """Whichever object names them, and as soon as nothing does."""
     gc.collect()
-    with pytest.raises(InvalidArgumentError, match="handle"):
-        lookup(handle)
+    pattern, before = BlockPattern.full((32, 32), block_shape=(16, 16)), len(_entries)
+    index = pattern.index_on(pattern.device)
+    assert prepared(index) is prepared(pattern.index_on(torch.device("cpu")))
+    assert len(_entries) == before + 1
+    alive = weakref.ref(prepared(index))
+    del pattern, index
+    gc.collect()
+    assert alive() is None and len(_entries) == before
 
 
 def test_arrays_are_copies() -> None:
@@ -183,20 +206,34 @@ def test_arrays_are_copies() -> None:
     assert pattern.crow_indices.tolist() == [0, 1]
 
 
-def test_update_takes_over_the_blocks_and_counts() -> None:
+def test_update_takes_over_the_blocks_in_place() -> None:
+    pattern = make_pattern("diagonal", (4, 4), (16, 16))
+    other = BlockPattern.from_blocks(
+        [(0, 1), (3, 0), (2, 3), (1, 1)], shape=pattern.shape, block_shape=pattern.block_shape
+    )
+    transposed, tensors, entry = pattern.transpose(), tensors_of(pattern), prepared(pattern._index)
+    generation, addresses = entry.generation, [tensor.data_ptr() for tensor in tensors]
+    assert pattern.update_(other) is pattern
+    assert pattern == other
+    assert all(now is before for now, before in zip(tensors_of(pattern), tensors, strict=True))
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+    assert prepared(pattern._index) is entry and entry.generation == generation + 1
+    assert pattern.transpose() == other.transpose() != transposed
+
+
+def test_update_may_change_the_number_of_blocks() -> None:
     pattern = make_pattern("diagonal", (4, 4), (16, 16))
     other = make_pattern("banded", (4, 4), (16, 16))
     transposed = pattern.transpose()
-    handle, version = pattern.handle, pattern.version
     assert pattern.update_(other) is pattern
-    assert pattern == other
-    assert (pattern.handle, pattern.version) == (handle, version + 1)
+    assert pattern == other and pattern.nnz != transposed.nnz
     assert pattern.transpose() == other.transpose() != transposed
+    assert tensors_of(pattern)[0] is not tensors_of(other)[0]
 
 
 def test_patterns_live_on_the_host_whatever_the_default_device() -> None:
     with torch.device("meta"):
         pattern = BlockPattern.random((64, 64), block_shape=(16, 16), density=0.5)
-        assert pattern.crow_indices.device.type == "cpu"
+        assert {tensor.device.type for tensor in tensors_of(pattern)} == {"cpu"}
         assert pattern.transpose().transpose() == pattern
         assert pattern.to_mask().sum() == pattern.nnz * 256

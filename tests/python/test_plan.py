@@ -17,8 +17,8 @@ from helpers import DEVICES, PATTERNS, make_pattern, seeded, shuffled
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
-from tilesparse._ops import DDS_NN, DDS_NT, SDD_TN
-from tilesparse.pattern import BLOCK_SIZES
+from tilesparse._checks import BLOCK_SIZES
+from tilesparse._launch import DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
 
 BLOCK_SHAPES = list(product(BLOCK_SIZES, BLOCK_SIZES))
 # The index of one kernel for each plan shape and set of products.
@@ -31,6 +31,7 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str,
     words = build_on_host(pattern, kernel, op) if device == "cpu" else build_on_gpu(pattern, kernel, op)
     tiles, steps, groups, pieces, *offsets, total = words[:10].tolist()
     assert total == len(words)
+    assert words[11] == _C.plan_key(prepared_on("cpu", pattern).descriptor, kernel, op) != 0
     assert all(offset % 4 == 0 and 16 <= offset <= total for offset in offsets)
     tile, ranks = _C.kernels()[kernel].plan >> 12 & 0xFFF, _C.kernels()[kernel].plan >> 24 & 0xF
     shapes: dict[str, tuple[int, ...]]
@@ -65,8 +66,13 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str,
     return sections_of(words, offsets, shapes)
 
 
+def prepared_on(device: str, pattern: BlockPattern) -> Prepared:
+    """What is read of a pattern on that device; its memory lasts as long as the pattern."""
+    return prepared(pattern.index_on(torch.device(device)))
+
+
 def build_on_host(pattern: BlockPattern, kernel: int, op: int) -> np.ndarray:
-    descriptor = pattern.prepared.descriptor(torch.device("cpu"))
+    descriptor = prepared_on("cpu", pattern).descriptor
     words = np.full(_C.plan_size(descriptor, kernel, op) // 4, -7, dtype=np.int32)
     _C.plan_build(descriptor, kernel, op, words.ctypes.data, words.nbytes)
     return words
@@ -74,7 +80,7 @@ def build_on_host(pattern: BlockPattern, kernel: int, op: int) -> np.ndarray:
 
 def build_on_gpu(pattern: BlockPattern, kernel: int, op: int) -> np.ndarray:
     """Built twice over different memory, of which no more than announced may be written."""
-    descriptor = pattern.prepared.descriptor(torch.device("cuda", 0))
+    descriptor = prepared_on("cuda:0", pattern).descriptor
     sizes = _C.plan_device_size(descriptor, kernel, op)
     plans = []
     for fill in (-7, 0x5A5A5A5A):
@@ -128,10 +134,11 @@ def computes(pattern: BlockPattern, index: int, op: int) -> bool:
     """Whether a kernel accepts a product on that pattern."""
     kernel = _C.kernels()[index]
     dtype = next(bit for bit in range(4) if kernel.dtypes >> bit & 1)
-    descriptor = pattern.prepared.descriptor(torch.device("cpu"))
     h100 = _C.DeviceInfo(1, 90, 132, 232448)  # runs every kernel there is
+    descriptor = prepared_on("cpu", pattern).descriptor
+    product = _C.Product(descriptor, op, dtype, 1, 1024, precision=kernel.precision, kernel=index + 1)
     try:
-        _C.select(descriptor, op, dtype, h100, 1024, precision=kernel.precision, kernel=index + 1)
+        product.select(h100)
     except UnsupportedError:
         return False
     return True
@@ -410,8 +417,8 @@ def test_plans_of_the_gpu_are_as_good(name: str) -> None:
 @pytest.mark.parametrize("grid", [(7, 10), (131, 29), (33, 1100)])
 def test_transpose_on_the_gpu(name: str, grid: tuple[int, int]) -> None:
     pattern = make_pattern(name, grid, (16, 64))
-    descriptor = pattern.prepared.descriptor(torch.device("cuda", 0))
-    expected = pattern.prepared.columns()
+    descriptor = prepared_on("cuda:0", pattern).descriptor
+    expected = prepared_on("cpu", pattern).columns()
     results = [guarded(4 * len(array), -7) for array in expected]
     size = _C.pattern_device_transpose_size(descriptor)
     workspace = guarded(size, -7)
@@ -426,7 +433,7 @@ def test_transpose_on_the_gpu(name: str, grid: tuple[int, int]) -> None:
 @needs_plans
 def test_bad_memory_is_refused() -> None:
     pattern = make_pattern("random 50%", (7, 10), (32, 32))
-    host, device = (pattern.prepared.descriptor(torch.device(name)) for name in ("cpu", "cuda:0"))
+    host, device = (prepared_on(name, pattern).descriptor for name in ("cpu", "cuda:0"))
     kernel, op = next((i, op) for (_, ops), i in KERNELS.items() for op in (DDS_NT, DDS_NN) if ops >> op & 1)
     sizes = _C.plan_device_size(device, kernel, op)
     plan, workspace = (guarded(size, -7) for size in sizes)
@@ -450,7 +457,7 @@ def test_bad_memory_is_refused() -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             _C.plan_device_build(kernel=kernel, op=op, stream=0, **(good | bad))
-    columns = [array.data_ptr() for array in pattern.prepared.columns()]
+    columns = [array.data_ptr() for array in prepared_on("cpu", pattern).columns()]
     with pytest.raises(InvalidArgumentError, match=r"col_ptr is at .* not in memory of a CUDA device"):
         _C.pattern_device_transpose(device, *columns, workspace.data_ptr(), workspace.numel() * 4, 0)
     assert (plan == -7).all()
