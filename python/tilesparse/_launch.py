@@ -40,15 +40,6 @@ Context = tuple[int, int, int, int]  # kernel asked for, stream, current device,
 Run = Callable[[int, int, int, int, int, int, int], None]
 
 
-class Call(NamedTuple):
-    """How to run a product whose operands were checked."""
-
-    run: Run
-    workspace: int  # elements
-    form: Form  # of the result
-    packed: Packed | None = None
-
-
 class Packed:
     """A copy of values in the order in which kernels multiply them, which packs anew what has changed."""
 
@@ -65,6 +56,15 @@ class Packed:
                 return
             self._of, self._values = of, weakref.ref(values)
         self.product.pack(values.data_ptr(), self.memory.data_ptr(), self.memory.numel(), stream)
+
+
+class Call(NamedTuple):
+    """How to run a product whose operands were checked."""
+
+    run: Run
+    workspace: int  # elements
+    form: Form  # of the result
+    packed: Packed | None = None
 
 
 class Plan(NamedTuple):

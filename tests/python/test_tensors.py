@@ -101,7 +101,7 @@ def test_a_pattern_that_does_not_fit_is_refused_when_it_is_assigned(other: Any, 
 
 def test_a_layers_pattern_keeps_its_number_of_blocks() -> None:
     layer = make()
-    with pytest.raises(InvalidPatternError, match="12 blocks expected.*got 6"):
+    with pytest.raises(InvalidPatternError, match=r"12 blocks expected.*got 6"):
         layer.pattern.update_(make(density=0.25).pattern)
 
 
@@ -199,7 +199,7 @@ def test_a_reparametrized_layer_loads_its_own_state(name: str) -> None:
     torch.testing.assert_close(layers[1](x), y)
     other = make(3, density=0.25)
     REPARAMETRIZATIONS[name](other)
-    with pytest.raises(RuntimeError, match="12 blocks of .* expected"):
+    with pytest.raises(RuntimeError, match=r"12 blocks of .* expected"):
         layers[1].load_state_dict(other.state_dict())
     torch.testing.assert_close(layers[1](x), y)
 
@@ -278,7 +278,7 @@ def test_a_layer_that_left_the_meta_device_has_no_pattern_until_it_gets_one() ->
         layer = make(device="meta").to_empty(device="cpu")
         nn.init.zeros_(layer.bias)
         for use in (layer, lambda _, layer=layer: layer.pattern, lambda _, layer=layer: layer.state_dict()):
-            with pytest.raises(InvalidPatternError, match="pattern: missing.*meta device"):
+            with pytest.raises(InvalidPatternError, match=r"pattern: missing.*meta device"):
                 use(x)
         give(layer)
         assert_right(layer, layer(x), x)
