@@ -6,6 +6,7 @@ and tuned, and what remains is a call with all arguments bound.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import itertools
@@ -20,7 +21,9 @@ from problems import LAYOUTS, OPS, PRECISIONS, Problem
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilesparse import _C, BlockPattern, _ops, functional
+from tilesparse import _C, BlockPattern, functional
+from tilesparse._checks import DTYPES
+from tilesparse._launch import prepared
 
 TUNING_REPETITIONS = 5
 STK_BLOCK = 128
@@ -56,7 +59,8 @@ def dense(problem: Problem) -> Callable[[], Tensor]:
 
 def _tilesparse(problem: Problem, timer: CudaTimer, kernel_prefix: str = "") -> Prepared:
     with _kernels_named(kernel_prefix):
-        pattern = _copy(problem.pattern)  # a pattern keeps the kernels that were chosen for it
+        # A pattern keeps the kernels that were chosen for it.
+        pattern = copy.deepcopy(problem.pattern).to(problem.values.device)
         kernel = _chosen_kernel(problem, pattern)
         if not kernel.startswith(kernel_prefix):
             raise Unavailable(f"no kernel of that name computes this; {kernel} would")
@@ -88,31 +92,21 @@ def _kernels_named(prefix: str) -> Iterator[None]:
         os.environ["TILESPARSE_KERNEL"] = before
 
 
-def _copy(pattern: BlockPattern) -> BlockPattern:
-    return BlockPattern(
-        pattern.crow_indices,
-        pattern.col_indices,
-        shape=pattern.shape,
-        block_shape=pattern.block_shape,
-        slot=pattern.slot,
-    )
-
-
 def _chosen_kernel(problem: Problem, pattern: BlockPattern) -> str:
     case = problem.case
     precision = PRECISIONS[case.precision]
     layout = LAYOUTS.index(case.x_layout)
-    index, _ = _C.select(
-        pattern.prepared.descriptor(torch.device("cpu")),
+    product = _C.Product(
+        prepared(pattern.index_on(pattern.device)).descriptor,
         OPS.index(case.op),
-        _ops.DTYPES[precision.dtype],
-        _C.device_info(1),
+        DTYPES[precision.dtype],
+        1,
         case.shape.tokens,
         precision=int(case.precision == "tf32"),
         x_layout=layout if case.op != "dds_nn" else 0,
         y_layout=layout if case.op != "dds_nt" else 0,
     )
-    return _C.kernels()[index].name
+    return _C.kernels()[product.select(_C.device_info(1))[0]].name
 
 
 def _triton(problem: Problem, timer: CudaTimer) -> Prepared:
