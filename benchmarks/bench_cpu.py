@@ -24,7 +24,8 @@ from harness import environment, write_json
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, BlockSparseMatrix
-from tilesparse._ops import DTYPES as CODES
+from tilesparse._checks import DTYPES as CODES
+from tilesparse._launch import prepared
 from tilesparse.functional import dds, linear, sdd
 
 OPS = ("forward", "dgrad", "wgrad")  # numbered as in ts_matmul_desc.op
@@ -92,9 +93,9 @@ class Contender:
         return float((self().float() - expected).norm() / expected.norm())
 
     def kernel(self) -> str:
-        descriptor = self.pattern.prepared.descriptor(torch.device("cpu"))
+        descriptor = prepared(self.pattern.index_on(self.values.device)).descriptor
         op, dtype = OPS.index(self.task.op), CODES[self.task.dtype]
-        index, _ = _C.select(descriptor, op, dtype, _C.device_info(0), self.task.tokens)
+        index, _ = _C.Product(descriptor, op, dtype, 0, self.task.tokens).select(_C.device_info(0))
         return _C.kernels()[index].name
 
 

@@ -19,7 +19,8 @@ from problems import LAYOUTS, OPS, PRECISIONS, Problem
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilesparse import _C, BlockPattern, _ops, functional
+from tilesparse import _C, BlockPattern, functional
+from tilesparse._checks import DTYPES
 
 TUNING_REPETITIONS = 5
 STK_BLOCK = 128
@@ -67,17 +68,17 @@ def _chosen_kernel(problem: Problem) -> str:
     case = problem.case
     precision = PRECISIONS[case.precision]
     layout = LAYOUTS.index(case.x_layout)
-    index, _ = _C.select(
-        problem.pattern.prepared.descriptor(torch.device("cpu")),
+    product = _C.Product(
+        _C.Pattern(*problem.pattern.block_shape, *problem.pattern.shape, problem.pattern.nnz, 0, 0, 0),
         OPS.index(case.op),
-        _ops.DTYPES[precision.dtype],
-        _C.device_info(1),
+        DTYPES[precision.dtype],
+        1,
         case.shape.tokens,
         precision=int(case.precision == "tf32"),
         x_layout=layout if case.op != "dds_nn" else 0,
         y_layout=layout if case.op != "dds_nt" else 0,
     )
-    return _C.kernels()[index].name
+    return _C.kernels()[product.select(_C.device_info(1))[0]].name
 
 
 def _triton(problem: Problem, timer: CudaTimer) -> Prepared:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tilesparse import _C
-from tilesparse.pattern import BLOCK_SIZES
+from tilesparse._checks import BLOCK_SIZES
 
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 LAUNCH_SECONDS = 250e-6  # the host needs less than this to issue one repetition of anything measured
@@ -236,11 +236,13 @@ def relative_error(result: Tensor, exact: Tensor) -> float | None:
 
 def host_microseconds(call: Callable[[], Tensor], batches: int = 9) -> float:
     """Median time in which the host issues one call; the GPU's work must be shorter than that."""
-    return statistics.median(_host_batch(call) for _ in range(batches))
+    return statistics.median(host_batch(call) for _ in range(batches))
 
 
-def _host_batch(call: Callable[[], Tensor]) -> float:
-    torch.cuda.synchronize()
+def host_batch(call: Callable[[], object]) -> float:
+    """Microseconds of the host for one of many calls in a row."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(HOST_CALLS):
         call()

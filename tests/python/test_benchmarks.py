@@ -8,8 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import bench_cpu
+import bench_host
 import bench_models
 import break_even
+import harness
 import models
 import pytest
 import report
@@ -116,6 +119,30 @@ def test_results_and_failures_are_recorded_and_reported(
 def test_nothing_starts_after_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = run(tmp_path / "models.json", monkeypatch, "--budget", "0")
     assert "budget" in document["stopped"] and not document["cases"]
+
+
+def test_the_time_of_the_host_is_measured_in_every_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "HOST_CALLS", 2)
+    path = tmp_path / "host.json"
+    assert bench_host.main(["--device", "cpu", "--rounds", "3", "--output", str(path)]) == 0
+    cases = json.loads(path.read_text())["cases"]
+    assert [case["mode"] for case in cases] == ["inference", "no_grad", "forward", "forward+backward"]
+    for case in cases:
+        (result,) = case["results"]
+        assert result["ratio"] == pytest.approx(result["host_us"] / result["dense_host_us"], rel=1e-2)
+
+
+def test_products_of_the_cpu_are_measured_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_cpu, "LAYERS", ((128, 192),))
+    path = tmp_path / "cpu.json"
+    assert bench_cpu.main(["--dtypes", "float32", "--repetitions", "1", "--output", str(path)]) == 0
+    cases = json.loads(path.read_text())["cases"]
+    assert len(cases) == 4 * len(bench_cpu.BLOCKS) * len(bench_cpu.DENSITIES)
+    assert all(case["kernel"].startswith("cpu_") and not case["wrong"] for case in cases)
 
 
 @pytest.mark.parametrize(
