@@ -27,7 +27,7 @@ from ._checks import (
     check_values,
 )
 from ._layout import Form, Lines, aligned, empty, like_result, result_form, usable
-from .errors import InvalidArgumentError, UnsupportedError
+from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
@@ -118,7 +118,7 @@ class Prepared:
         self._calls: dict[Hashable, Call] = {}
         self.find: Callable[[Hashable], Call | None] = self._calls.get
         if self.device.type == "cpu":
-            self._validate(index)
+            validate(index)
         self._write(index)
 
     def index(self) -> Index:
@@ -150,6 +150,13 @@ class Prepared:
         self._calls.clear()  # a stream that has called before must wait for what is written now
         self._write(index)
 
+    def wait_for_readers(self) -> None:
+        """Lets the current stream wait until no other one reads the pattern or its plans any more."""
+        current = torch.cuda.current_stream(self.device)
+        for stream in self._streams.values():
+            if stream != current:
+                current.wait_stream(stream)
+
     def follow(self) -> None:
         """Looks whether tensors that were written to hold something else.
 
@@ -169,7 +176,7 @@ class Prepared:
         )
         for entry, index in written:
             if not same and not all(map(torch.equal, index[:3], entry._snapshot)):
-                entry._validate(index)
+                validate(index)
                 entry.rewrite(index)
             entry.state = _state(index)
 
@@ -205,11 +212,6 @@ class Prepared:
         state = _state(index)
         return index if state != self.state and state[:3] == self.state[:3] else None
 
-    def _validate(self, index: Index) -> None:
-        host = [tensor.cpu() for tensor in index[:3]]
-        addresses = (tensor.data_ptr() for tensor in host)
-        _C.pattern_validate(_C.Pattern(*self.block_shape, *self.shape, len(host[1]), *addresses))
-
     def _write(self, index: Index) -> None:
         """Writes copies, the transpose and all plans on the current stream."""
         columns = [tensor.data_ptr() for tensor in self._columns]
@@ -220,13 +222,12 @@ class Prepared:
         else:
             _refuse_capture()
             with _on(self.device):
-                current = torch.cuda.current_stream(self.device)
-                for stream in self._streams.values():
-                    current.wait_stream(stream)
+                self.wait_for_readers()
                 self._copy(index)
                 workspace = self._scratch(_C.pattern_device_transpose_size(self.descriptor))
                 area = workspace.data_ptr(), workspace.numel()
-                _C.pattern_device_transpose(self.descriptor, *columns, *area, current.cuda_stream)
+                stream = torch.cuda.current_stream(self.device).cuda_stream
+                _C.pattern_device_transpose(self.descriptor, *columns, *area, stream)
                 for (op, _), plan in self._plans.items():
                     self._build(op, plan)
                 self._write_places()
@@ -300,7 +301,7 @@ class Prepared:
         """Makes what was written safe to read on a stream, also after this object is gone."""
         self._wait()
         self._streams[stream.cuda_stream] = stream
-        for tensor in (*self._columns, *(plan.memory for plan in self._plans.values())):
+        for tensor in (*self.index()[:3], *self._columns, *(plan.memory for plan in self._plans.values())):
             tensor.record_stream(stream)
 
     def _wait(self) -> None:
@@ -341,12 +342,19 @@ def _prepare(index: Index) -> Prepared:
     return entry
 
 
-def follow_update(index: Index) -> None:
-    """After new contents were written to a pattern: what is derived from them follows, without a wait."""
+@contextmanager
+def update_of(index: Index) -> Iterator[None]:
+    """Within it a pattern may be given other contents. What is derived from them follows, without a wait."""
     crow, col, slot, shape, block_shape = index
     entry = _entries.get((id(crow), id(col), id(slot), shape, block_shape))
-    if entry is not None and entry.state[:3] == _state(index)[:3]:
-        entry.rewrite(index)
+    if entry is None or entry.state[:3] != _state(index)[:3]:
+        yield
+        return
+    if entry.device.type == "cuda":
+        _refuse_capture()
+        entry.wait_for_readers()
+    yield
+    entry.rewrite(index)
 
 
 # ---- products ----
@@ -479,6 +487,17 @@ def blocks_of(matrix: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """[out, in] as a view [R, C, bn, bk]."""
     (bn, bk), (rows, cols) = block_shape, matrix.shape
     return matrix.reshape(rows // bn, bn, cols // bk, bk).transpose(1, 2)
+
+
+def validate(index: Index) -> None:
+    """Raises InvalidPatternError unless the tensors hold a pattern; the host waits for those of a GPU."""
+    host = [tensor.cpu() for tensor in index[:3]]
+    addresses = (tensor.data_ptr() for tensor in host)
+    try:
+        _C.pattern_validate(_C.Pattern(*index.block_shape, *index.shape, len(host[1]), *addresses))
+    except InvalidPatternError as error:
+        text = str(error).replace("row_ptr", "crow_indices").replace("col_idx", "col_indices")
+        raise InvalidPatternError(text) from None
 
 
 def block_indices(index: Index) -> tuple[Tensor, Tensor]:

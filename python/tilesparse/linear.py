@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from ._autograd import transforms_active
 from ._checks import Index, check_block_shape, check_shapes
-from ._launch import blocks_of, follow_update, prepared
+from ._launch import blocks_of, prepared, update_of
 from .errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
 from .functional import POLICIES, linear_on
 from .matrix import BlockSparseMatrix
@@ -384,14 +385,14 @@ class BlockSparseLinear(nn.Module):
             return
         if pattern is not None:
             self._make_room(pattern)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        with nullcontext() if pattern is None or self.slot.is_meta else update_of(self._index()):
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
         if pattern is not None and not self.slot.is_meta:
             for name in _ARRAYS:  # those assigned may have another dtype
                 if self.get_buffer(name).dtype != torch.int32:
                     self._buffers[name] = getattr(pattern, name).to(self.slot.device)
-            follow_update(self._index())
             self._mark(_SHARED)
 
     def _checked_pattern(self, state: Mapping[str, Any]) -> BlockPattern | None:

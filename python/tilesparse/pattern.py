@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C, _launch
+from . import _launch
 from ._checks import INT32_MAX, Index, as_integer, check_block_shape, check_index, check_shapes
-from ._launch import blocks_of, follow_update
+from ._launch import blocks_of, update_of, validate
 from .errors import InvalidArgumentError, InvalidPatternError
 
 Device = torch.device | str | int | None
@@ -462,7 +462,7 @@ def _checked(
     if slot is None:
         slot = torch.arange(nnz, dtype=torch.int32, device="cpu")
     index = Index(crow, col, _index_array("slot", slot, nnz), shape, block_shape)
-    _C.pattern_validate(_C.Pattern(*block_shape, *shape, nnz, *(array.data_ptr() for array in index[:3])))
+    validate(index)
     return _moved(index, torch.device(device))
 
 
@@ -482,9 +482,9 @@ def _moved(index: Index, device: torch.device, copy: bool = False) -> Index:
 def _overwrite(target: Index, source: Index) -> None:
     """Writes the source's pattern where the target's is, and what is derived from it."""
     source = _moved(source, target.col_indices.device)
-    for to, tensor in zip(target[:3], source[:3], strict=True):
-        to.copy_(tensor)
-    follow_update(target)
+    with update_of(target):
+        for to, tensor in zip(target[:3], source[:3], strict=True):
+            to.copy_(tensor)
 
 
 def _index_of(places: Tensor, like: Index) -> Index:

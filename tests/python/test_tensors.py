@@ -295,7 +295,7 @@ def test_garbage_in_buffers_is_refused_before_it_is_used() -> None:
     layer(x)
     layer.col_indices.fill_(99)
     for _ in range(2):
-        with pytest.raises(InvalidPatternError, match="col_idx"):
+        with pytest.raises(InvalidPatternError, match="col_indices"):
             layer(x)
     write(layer, make(1))
     assert_right(layer, layer(x), x)
