@@ -6,7 +6,6 @@ and tuned, and what remains is a call with all arguments bound.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import itertools
@@ -59,8 +58,7 @@ def dense(problem: Problem) -> Callable[[], Tensor]:
 
 def _tilesparse(problem: Problem, timer: CudaTimer, kernel_prefix: str = "") -> Prepared:
     with _kernels_named(kernel_prefix):
-        # A pattern keeps the kernels that were chosen for it.
-        pattern = copy.deepcopy(problem.pattern).to(problem.values.device)
+        pattern = problem.pattern.to("cuda")  # a copy, since it keeps the kernels that were chosen for it
         kernel = _chosen_kernel(problem, pattern)
         if not kernel.startswith(kernel_prefix):
             raise Unavailable(f"no kernel of that name computes this; {kernel} would")
