@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any
 
 import torch
 from harness import CYCLES_PER_SECOND
@@ -104,7 +105,7 @@ def rewire_seconds(pattern: BlockPattern, tokens: int) -> tuple[float, float]:
 
 def make_plans(pattern: BlockPattern, tokens: int) -> None:
     """By running every product once."""
-    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     x, y = (torch.randn(tokens, features, **options) for features in pattern.shape[::-1])
     values = torch.randn(pattern.nnz, *pattern.block_shape, **options)
     functional.linear(x, values, pattern)

@@ -129,6 +129,7 @@ class Prepared:
 
     def columns(self) -> list[Tensor]:
         """[col_ptr [C + 1], row_idx [nnz], col_slot [nnz]], int32: the same blocks by column."""
+        self._wait()
         return self._columns
 
     def block_indices(self) -> tuple[Tensor, Tensor]:
@@ -214,7 +215,8 @@ class Prepared:
 
     def _write(self, index: Index) -> None:
         """Writes copies, the transpose and all plans on the current stream."""
-        columns = [tensor.data_ptr() for tensor in self._columns]
+        col_ptr, row_idx, col_slot = self._columns
+        columns = col_ptr.data_ptr(), row_idx.data_ptr(), col_slot.data_ptr()
         if self.device.type == "cpu":
             self._copy(index)
             _C.pattern_transpose(self.descriptor, *columns)
@@ -225,9 +227,10 @@ class Prepared:
                 self.wait_for_readers()
                 self._copy(index)
                 workspace = self._scratch(_C.pattern_device_transpose_size(self.descriptor))
-                area = workspace.data_ptr(), workspace.numel()
                 stream = torch.cuda.current_stream(self.device).cuda_stream
-                _C.pattern_device_transpose(self.descriptor, *columns, *area, stream)
+                _C.pattern_device_transpose(
+                    self.descriptor, *columns, workspace.data_ptr(), workspace.numel(), stream
+                )
                 for (op, _), plan in self._plans.items():
                     self._build(op, plan)
                 self._write_places()
@@ -241,7 +244,8 @@ class Prepared:
 
     def _write_places(self) -> None:
         if self._places is not None:
-            index = Index(*self._snapshot, self.shape, self.block_shape)
+            crow, col, slot = self._snapshot
+            index = Index(crow, col, slot, self.shape, self.block_shape)
             for place, indices in zip(self._places, block_indices(index), strict=True):
                 place.copy_(indices)
 
@@ -392,7 +396,7 @@ def dds(
 ) -> Tensor:
     """x Wᵀ or y W, as ``op`` says."""
     context = _context(source)
-    key = (
+    key: Hashable = (
         op,
         source.shape,
         source.stride(),
@@ -409,7 +413,7 @@ def dds(
         context,
     )
     if pattern.packs:
-        key = (*key, torch.cuda.is_current_stream_capturing())
+        key = key, torch.cuda.is_current_stream_capturing()
     call = pattern.find(key)
     source_at, values_at = source.data_ptr(), values.data_ptr()
     residual_at = 0 if residual is None else residual.data_ptr()

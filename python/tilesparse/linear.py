@@ -254,8 +254,9 @@ class BlockSparseLinear(nn.Module):
         """x [..., in_features] -> [..., out_features], to which a residual of that shape is added."""
         if self._origin:
             self._settle()
+        parameters: dict[str, Any] = self._parameters
         try:
-            weight, bias = self._parameters["weight"], self._parameters["bias"]
+            weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # parametrizations and the like put attributes in their places
             weight, bias = self.weight, self.bias
         return linear_on(x, weight, self._index(), bias, "none", residual, False, self._policy)
@@ -284,7 +285,7 @@ class BlockSparseLinear(nn.Module):
         return _representation(self) + ("" if self.policy == "sparse" else f", policy={self.policy!r}")
 
     def _index(self) -> Index:
-        buffers = self._buffers
+        buffers: dict[str, Any] = self._buffers  # __getattr__ takes longer
         return Index(
             buffers["crow_indices"], buffers["col_indices"], buffers["slot"], self._shape, self._block_shape
         )
@@ -360,7 +361,7 @@ class BlockSparseLinear(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "_marked"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark(self._origin)  # the versions of copied tensors begin anew
 
     def _load_from_state_dict(
@@ -485,26 +486,6 @@ class PseudoBlockSparseLinear(nn.Module):
         blocks = blocks.index_put((self.block_rows, self.block_cols), self.weight)
         y = F.linear(x, blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1), self.bias)
         return y if residual is None else y + residual
-
-    def pack(self, enabled: bool = True) -> BlockSparseLinear:
-        """Keeps a copy of the weight in the order in which kernels multiply it, for inference.
-
-        On CUDA devices kernels for blocks of 16 and 32 copy the weight so in every call; the others have no
-        use for it. The copy takes as much memory as the weight, one for each stream. It is made in the next
-        call, and anew after every change of weight or pattern that PyTorch counts, which those through
-        ``weight.data`` are not: call this again then. Calls that a CUDA graph captures do without it. It is
-        not part of ``state_dict()``, and a moved or copied layer does not have it.
-
-        Args:
-            enabled: False drops the copy.
-
-        Returns:
-            The layer.
-        """
-        if not self.col_indices.is_meta:
-            self._settle()
-            prepared(self._index()).keep_packed(enabled)
-        return self
 
     def extra_repr(self) -> str:
         return _representation(self)

@@ -40,8 +40,8 @@ def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = Non
         )
     for _, layer in layers:
         index = layer._index()
-        tensors = [tensor.clone() for tensor in index[:3]]
-        for tensor in tensors:
+        crow, col, slot = (tensor.clone() for tensor in index[:3])
+        for tensor in (crow, col, slot):
             dist.broadcast(tensor, src, group)
-        layer.pattern = BlockPattern._of(Index(*tensors, *index[3:]))
+        layer.pattern = BlockPattern._of(Index(crow, col, slot, index.shape, index.block_shape))
         layer._mark(_SHARED)

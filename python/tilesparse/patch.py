@@ -351,7 +351,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArgumentError(f"options: names from {sorted(DEFAULT_OPTIONS)} expected, got {unknown}")
     checked = {**DEFAULT_OPTIONS, **options}
     density, block_shape = checked["density"], checked["block_shape"]
-    if not isinstance(density, Real) or not 0 <= density <= 1:
+    if not isinstance(density, Real) or not 0 <= float(density) <= 1:
         raise InvalidArgumentError(f"density: a number from 0 to 1 expected, got {density!r}")
     checked["block_shape"] = check_block_shape(block_shape)
     if not isinstance(checked["pattern"], BlockPattern | None):

@@ -419,8 +419,9 @@ class BlockPattern:
 
     def transpose(self) -> BlockPattern:
         """The pattern of the transposed weight; every block keeps its slot."""
-        columns = (array.clone() for array in _launch.prepared(self._index).columns())
-        return BlockPattern._of(Index(*columns, self.shape[::-1], self.block_shape[::-1]))
+        col_ptr, row_idx, slot = (array.clone() for array in _launch.prepared(self._index).columns())
+        (out_features, in_features), (bn, bk) = self.shape, self.block_shape
+        return BlockPattern._of(Index(col_ptr, row_idx, slot, (in_features, out_features), (bk, bn)))
 
     def __eq__(self, other: object) -> bool:
         """Same shapes, same blocks at the same slots, on whatever devices."""
@@ -475,7 +476,8 @@ def _moved(index: Index, device: torch.device, copy: bool = False) -> Index:
         return index
     pinned = here.type == "cpu" and device.type == "cuda" and not torch.compiler.is_compiling()
     tensors = (tensor.pin_memory() if pinned else tensor for tensor in index[:3])
-    return Index(*(tensor.to(device, non_blocking=pinned, copy=True) for tensor in tensors), *index[3:])
+    crow, col, slot = (tensor.to(device, non_blocking=pinned, copy=True) for tensor in tensors)
+    return Index(crow, col, slot, index.shape, index.block_shape)
 
 
 @torch.no_grad()

@@ -51,6 +51,10 @@ def pattern_of(**changes: Any) -> BlockPattern:
         ({"block_shape": (256, 16)}, "block_shape"),
         ({"block_shape": (16,)}, "block_shape"),
         ({"block_shape": (0, 16)}, "block_shape"),
+        ({"block_shape": 24}, "block_shape.*24"),
+        ({"block_shape": 16.0}, "block_shape.*16.0"),
+        ({"block_shape": True}, "block_shape.*True"),
+        ({"block_shape": "16"}, "block_shape.*16"),
     ],
 )
 def test_shapes(changes: dict[str, Any], named: str) -> None:

@@ -252,6 +252,25 @@ def test_two_streams_share_a_pattern() -> None:
         assert all(all_equal(run, right) for run in result)
 
 
+@pytest.mark.parametrize("tokens", [1500, 8])  # kernels for few tokens read the pattern itself, not a plan
+def test_a_dropped_pattern_leaves_launched_work_alone(tokens: int) -> None:
+    """Nobody but the library knows the copy of a pattern that another stream reads."""
+    pattern = make_pattern("random 50%", (16, 16), (64, 64))
+    values = random_values(pattern, dtype=BF16, device="cuda")
+    x = randn(tokens, pattern.in_features, dtype=BF16, device="cuda")
+    expected = functional.linear(x, values, pattern)
+    sizes = [len(tensor) for tensor in rows_of(pattern)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP)
+        results = [functional.linear(x, values, pattern) for _ in range(3)]
+    del pattern
+    trash = [torch.zeros(size, dtype=torch.int32, device="cuda") for size in 100 * sizes]
+    torch.cuda.synchronize()
+    assert len(trash) == 300 and all(torch.equal(result, expected) for result in results)
+
+
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_products_in_quick_succession(block_size: int) -> None:
     """One after another without waiting, as in a model: none hangs, the last gives what the first gave."""

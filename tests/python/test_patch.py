@@ -229,7 +229,7 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
         (".*", {"dense": 0.5}, "dense"),
         (".*", {"density": 2}, "density"),
         (".*", {"density": "half"}, "density"),
-        (".*", {"block_shape": 32}, "block_shape"),
+        (".*", {"block_shape": 24}, "block_shape"),
         (".*", {"block_shape": (32, 20)}, "block_shape"),
         (".*", {"pseudo_linear": 1}, "pseudo_linear"),
         (".*", {"policy": "fast"}, "policy.*'dense'.*'fast'"),
@@ -240,6 +240,12 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
 def test_bad_patterns_are_refused_when_added(regex: Any, options: Any, field: str) -> None:
     with pytest.raises(InvalidArgumentError, match=field):
         BlockSparseModelPatcher().add_pattern(regex, options)
+
+
+def test_one_number_stands_for_square_blocks() -> None:
+    model = gpt()
+    report = patcher(block_shape=16).patch_model(model)
+    assert report.layers and {layer.block_shape for layer in report.layers} == {(16, 16)}
 
 
 def test_subclasses_choose_and_make_layers() -> None:
