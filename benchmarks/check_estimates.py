@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from problems import LAYOUTS, OPS, PRECISIONS
 from report import rows_of
 
-from tilesparse import _C, _ops
+from tilesparse import _C
+from tilesparse._checks import DTYPES
 
 DEVICES = {"NVIDIA H200": _C.DeviceInfo(1, 90, 132, 232448)}
 KERNELS = {kernel.name: index for index, kernel in enumerate(_C.kernels())}
@@ -79,17 +80,18 @@ def estimate(case: Mapping[str, Any], kernel: int, device: _C.DeviceInfo) -> flo
     rows, cols = case["out_features"] // bn, case["in_features"] // bk
     precision = PRECISIONS[case["dtype"]]
     layout = LAYOUTS.index(case["x_layout"])
-    _, reason = _C.select(
+    product = _C.Product(
         _C.Pattern(bn, bk, rows * bn, cols * bk, round(case["density"] * rows * cols), 0, 0, 0),
         op,
-        _ops.DTYPES[precision.dtype],
-        device,
+        DTYPES[precision.dtype],
+        device.device,
         case["tokens"],
         precision=int(precision.float32 == "high"),
         x_layout=layout if op != 1 else 0,
         y_layout=layout if op != 0 else 0,
         kernel=kernel + 1,
     )
+    _, reason = product.select(device)
     found = re.search(r"estimated ([0-9.]+) us", reason)
     assert found is not None, reason
     return float(found[1])

@@ -258,7 +258,7 @@ ts_status_t ts_matmul_select(const ts_matmul_desc* source, const ts_device_info*
         require(device.type == problem.device, "device.device is ", info->device, ", but desc.device is ",
                 desc.device);
         const Choice choice = choose(problem, device, desc.kernel, static_cast<Policy>(desc.policy));
-        if (choice.index == TS_EXPAND_AND_RUN_DENSE) log_choice(problem, device, choice);
+        log_choice(problem, device, choice);
         *kernel = choice.index;
         if (reason == nullptr || reason_bytes == 0) return;
         const std::string text = explain(problem, device, choice);

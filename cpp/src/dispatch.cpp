@@ -189,12 +189,13 @@ void log_choice(const Problem& problem, const Device& device, const Choice& choi
     line << "tilesparse: " << to_string(problem.op) << ' ' << to_string(problem.dtype)
          << " tokens=" << problem.tokens << " out=" << pattern.out_features << " in=" << pattern.in_features
          << " block=" << pattern.block_rows << 'x' << pattern.block_cols << ": "
-         << (choice.index < 0 ? "dense" : choice.kernel->name) << " (" << explain(problem, device, choice)
-         << ")\n";
+         << (choice.index < 0 ? "dense" : choice.kernel->name);
     static std::mutex mutex;
-    static std::set<std::string> seen;
+    static std::set<std::string> seen;  // without the reason: who names a kernel may have been told it before
     const std::lock_guard lock(mutex);
-    if (seen.insert(line.str()).second) std::fputs(line.str().c_str(), stderr);
+    if (!seen.insert(line.str()).second) return;
+    line << " (" << explain(problem, device, choice) << ")\n";
+    std::fputs(line.str().c_str(), stderr);
 }
 
 }  // namespace ts

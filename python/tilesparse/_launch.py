@@ -96,6 +96,7 @@ class Prepared:
         packs: whether values are kept packed from call to call; see `BlockSparseLinear.pack`.
     """
 
+    @torch.inference_mode(False)  # what is made in it could not be written outside of it
     def __init__(self, index: Index) -> None:
         check_index(index)
         shape, (bn, bk), nnz = index.shape, index.block_shape, index.col_indices.shape[0]
@@ -132,6 +133,7 @@ class Prepared:
         self._wait()
         return self._columns
 
+    @torch.inference_mode(False)
     def block_indices(self) -> tuple[Tensor, Tensor]:
         """(rows, cols), each [nnz] int64: where the block at every slot lies."""
         if self._places is None:
@@ -145,6 +147,7 @@ class Prepared:
             self._places.record_stream(torch.cuda.current_stream(self.device))
         return self._places[0], self._places[1]
 
+    @torch.inference_mode(False)
     def rewrite(self, index: Index) -> None:
         """Follows changed contents: everything derived is written anew, where it is."""
         self.generation += 1
@@ -254,6 +257,7 @@ class Prepared:
         if self.device.type == "cuda":
             self._arrivals.append(torch.cuda.current_stream(self.device).record_event())
 
+    @torch.inference_mode(False)
     def _plan(self, op: int, kernel: int, plan_id: int) -> Plan:
         """The plan for kernels with that `plan` in the C interface, on the current device."""
         plan = self._plans.get((op, plan_id))
@@ -271,7 +275,7 @@ class Prepared:
 
         Not in a graph that is being captured: its replays would not see the values change.
         """
-        size = product.packed_size()
+        size = product.packed_size()  # 0 on the CPU
         if size == 0 or torch.cuda.is_current_stream_capturing():
             return None
         stream = torch.cuda.current_stream(self.device)
@@ -412,7 +416,7 @@ def dds(
         feature_major,
         context,
     )
-    if pattern.packs:
+    if pattern.packs and source.is_cuda:
         key = key, torch.cuda.is_current_stream_capturing()
     call = pattern.find(key)
     source_at, values_at = source.data_ptr(), values.data_ptr()

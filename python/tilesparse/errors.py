@@ -56,7 +56,11 @@ class PatternChangedError(TileSparseError, RuntimeError):
 
 
 class UnsynchronizedPatternError(TileSparseError, RuntimeError):
-    """Processes that train one model together may have drawn different patterns."""
+    """Processes that train one model together may have different patterns.
+
+    Raised by the first training step of a layer whose pattern its own process made, and by
+    `tilesparse.parallel.synchronize_patterns` where the layers differ in size.
+    """
 
 
 class InternalError(TileSparseError, RuntimeError):

@@ -182,7 +182,7 @@ class BlockSparseLinear(nn.Module):
         """
         if self._origin == _MISSING:
             self._settle()
-        return BlockPattern._of(self._index(), is_view=True)
+        return BlockPattern._of(self._index(), self._updated)
 
     @pattern.setter
     def pattern(self, other: BlockPattern) -> None:
@@ -195,8 +195,7 @@ class BlockSparseLinear(nn.Module):
                 f"the weight has them, got {other.shape} in {other.block_shape} with {other.nnz}"
             )
         if not self.col_indices.is_meta:
-            BlockPattern._of(self._index(), is_view=True).update_(other)
-            self._mark(_OWN)
+            BlockPattern._of(self._index(), self._updated).update_(other)
 
     @property
     def policy(self) -> str:
@@ -295,6 +294,10 @@ class BlockSparseLinear(nn.Module):
     def _mark(self, origin: int) -> None:
         arrays = (self.get_buffer(name) for name in _ARRAYS)
         self._origin, self._marked = origin, [(array, _version(array)) for array in arrays]
+
+    def _updated(self) -> None:
+        """What this process writes is its own, unless the others are known to have had the same before."""
+        self._mark(_SHARED if self._origin == _SHARED else _OWN)
 
     def _is_as_marked(self) -> bool:
         arrays = (self._buffers[name] for name in _ARRAYS)

@@ -60,15 +60,15 @@ class BlockPattern:
     def _own(self, index: Index) -> None:
         self._index = index
         self._copies: dict[torch.device, tuple[Index, tuple[int, ...]]] = {}
-        self._is_view = False
+        self._after_update: Callable[[], None] | None = None
 
     @classmethod
-    def _of(cls, index: Index, *, is_view: bool = False) -> BlockPattern:
-        """Of tensors that are known to be a pattern. A view has a layer's, whose values have that nnz."""
+    def _of(cls, index: Index, after_update: Callable[[], None] | None = None) -> BlockPattern:
+        """Of tensors that are known to be a pattern: those of a layer, if it wants to know of updates."""
         check_index(index)
         pattern = cls.__new__(cls)
         pattern._own(index)
-        pattern._is_view = is_view
+        pattern._after_update = after_update
         return pattern
 
     @classmethod
@@ -330,7 +330,6 @@ class BlockPattern:
             self._copies[device] = copied[0], state
         return copied[0]
 
-    @torch.inference_mode(False)
     def update_(self, other: BlockPattern) -> BlockPattern:
         """Takes over the blocks of ``other``, a pattern of the same shape and block shape.
 
@@ -349,11 +348,12 @@ class BlockPattern:
             )
         if other.nnz == self.nnz:
             return self._take(other._index)
-        if self._is_view:
+        if self._after_update is not None:
             raise InvalidPatternError(
                 f"other: {self.nnz} blocks expected, as many as the layer has weights for, got {other.nnz}"
             )
-        self._own(_moved(other._index, self.device, copy=True))
+        with torch.inference_mode(False):
+            self._own(_moved(other._index, self.device, copy=True))
         return self
 
     def move_blocks_(
@@ -400,6 +400,8 @@ class BlockPattern:
             _overwrite(copied, self._index)
             state = tuple(-1 if tensor.is_inference() else tensor._version for tensor in self._index[:3])
             self._copies[device] = copied, state
+        if self._after_update is not None:
+            self._after_update()
         return self
 
     def block_indices(self) -> tuple[Tensor, Tensor]:
@@ -484,7 +486,7 @@ def _moved(index: Index, device: torch.device, copy: bool = False) -> Index:
 def _overwrite(target: Index, source: Index) -> None:
     """Writes the source's pattern where the target's is, and what is derived from it."""
     source = _moved(source, target.col_indices.device)
-    with update_of(target):
+    with update_of(target), torch.inference_mode(target.col_indices.is_inference()):
         for to, tensor in zip(target[:3], source[:3], strict=True):
             to.copy_(tensor)
 

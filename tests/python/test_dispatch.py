@@ -172,7 +172,10 @@ def selection(
     """What is chosen for a pattern of that density, and why; no array of a pattern is looked at."""
     grid = shape[0] // block * (shape[1] // block)
     pattern = _C.Pattern(block, block, *shape, round(density * grid), 0, 0, 0)
-    return _C.select(pattern, op, DTYPES[dtype], device, tokens, policy=policy, kernel=kernel)
+    product = _C.Product(
+        pattern, op, DTYPES[dtype], device.device, tokens, policy=policy, kernel=kernel
+    )
+    return product.select(device)
 
 
 def times(reason: str) -> tuple[float, float]:
@@ -284,7 +287,7 @@ spec.loader.exec_module(_C)
 
 def select(device, **options):
     pattern = _C.Pattern(64, 64, 1024, 1024, 64, 0, 0, 0)
-    index, reason = _C.select(pattern, 0, 1, device, 64, **options)
+    index, reason = _C.Product(pattern, 0, 1, device.device, 64, **options).select(device)
     return ("dense" if index < 0 else _C.kernels()[index].name) + ": " + reason
 
 cpu = _C.device_info(0)
