@@ -203,8 +203,8 @@ TS_API ts_status_t ts_pattern_transpose(const ts_pattern* pattern, int32_t* col_
 /* Which kernel (index for ts_kernel_get) would compute the product on that device, and why, as text
  * of at most reason_bytes bytes with the ending zero. Reads shapes, layouts, flags, the sizes of the
  * pattern and whether there is a residual; no pointer is followed but the pattern's.
- * desc->kernel, where it is set, comes first; then TILESPARSE_KERNEL=name, which prefers the kernels whose
- * names begin so and is read once; then the policy. */
+ * desc->kernel, where it is set, comes first; then TS_POLICY_DENSE; then TILESPARSE_KERNEL=name, which
+ * prefers the kernels whose names begin so and is read once; then TS_POLICY_AUTO. */
 TS_API ts_status_t ts_matmul_select(const ts_matmul_desc* desc, const ts_device_info* device, int32_t* kernel,
                                     char* reason, size_t reason_bytes);
 
