@@ -172,9 +172,7 @@ def selection(
     """What is chosen for a pattern of that density, and why; no array of a pattern is looked at."""
     grid = shape[0] // block * (shape[1] // block)
     pattern = _C.Pattern(block, block, *shape, round(density * grid), 0, 0, 0)
-    product = _C.Product(
-        pattern, op, DTYPES[dtype], device.device, tokens, policy=policy, kernel=kernel
-    )
+    product = _C.Product(pattern, op, DTYPES[dtype], device.device, tokens, policy=policy, kernel=kernel)
     return product.select(device)
 
 
@@ -255,6 +253,7 @@ def test_a_named_kernel_comes_before_the_policy(policy: int) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 2**31 - 1])
 def test_estimates_are_finite(shape: tuple[int, int], tokens: int) -> None:
     small = _C.DeviceInfo(CUDA, 90, 1, 232448)
+    tokens = min(tokens, 2**47 // max(*shape, 1))  # a matrix has at most so many elements
     for device, op, density in product((small, H200), (DDS_NT, DDS_NN, SDD_TN), (0.0, 1e-7)):
         _, reason = selection(device, shape, 64, density, op=op, tokens=tokens, policy=AUTO)
         estimates = re.findall(r"(\S+) us", reason)
@@ -328,10 +327,14 @@ def test_the_environment_comes_before_estimates() -> None:
     assert done.stdout.startswith("sm80_dds_nt_tf32x3_128x128: TILESPARSE_KERNEL names it;"), done.stderr
 
 
-def test_dense_is_logged_once_for_a_shape() -> None:
-    code = "for _ in range(3): select(cpu, policy=2); select(cpu)"
+def test_choices_are_logged_once_for_a_shape() -> None:
+    pattern = _C.Pattern(64, 64, 1024, 1024, 64, 0, 0, 0)
+    best = _C.Product(pattern, DDS_NT, 1, 0, 64).select(CPU)[0]
+    code = f"for _ in range(3): select(cpu, policy=2); select(cpu); select(cpu, kernel={best + 1})"
     assert run(code).stderr == ""
-    line = (
-        "tilesparse: dds_nt float32 tokens=64 out=1024 in=1024 block=64x64: dense (the caller asks for dense)"
-    )
-    assert run(code, TILESPARSE_LOG="1").stderr == f"{line}\n"
+    product = "tilesparse: dds_nt float32 tokens=64 out=1024 in=1024 block=64x64"
+    dense, sparse = run(code, TILESPARSE_LOG="1").stderr.splitlines()
+    assert dense == f"{product}: dense (the caller asks for dense)"
+    # Not that the caller names it: who names what was chosen has been told why.
+    name = KERNELS[best].name
+    assert sparse == f"{product}: {name} (the best instruction set of this processor for the dtype)"
