@@ -524,19 +524,39 @@ def prefers_dense(x: Tensor, index: Index) -> bool:
     """Whether writing W out and a dense product are estimated to take less time than the sparse one."""
     if x.device.type != "cuda" or x.dtype not in DTYPES:
         return False
-    (out_features, in_features), nnz = index.shape, index.col_indices.shape[0]
+    tokens, nnz = x.numel() // index.shape[1], index.col_indices.shape[0]
+    if torch.compiler.is_compiling():
+        # Compiled code serves many numbers of tokens: those up to the next power of two share a choice.
+        limit = 1
+        while limit < tokens:
+            limit *= 2
+        tokens = limit
+    tf32 = x.dtype == torch.float32 and _tf32_allowed()
+    return _prefers_dense(tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _prefers_dense(
+    tokens: int,
+    nnz: int,
+    shape: tuple[int, int],
+    block_shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: int,
+    tf32: bool,
+) -> bool:
     product = _C.Product(
-        _C.Pattern(*index.block_shape, out_features, in_features, nnz, 0, 0, 0),
+        _C.Pattern(*block_shape, *shape, nnz, 0, 0, 0),
         DDS_NT,
-        DTYPES[x.dtype],
+        DTYPES[dtype],
         1,
-        x.numel() // in_features,
-        precision=_context(x)[3],
+        tokens,
+        precision=int(tf32),
         policy=_AUTO,
-        ldx=in_features,
-        ldy=out_features,
+        ldx=shape[1],
+        ldy=shape[0],
     )
-    return product.select(_device_info(x.get_device()))[0] == EXPAND_AND_RUN_DENSE
+    return bool(product.select(_device_info(device))[0] == EXPAND_AND_RUN_DENSE)
 
 
 @cache

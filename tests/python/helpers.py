@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesparse import BlockPattern
 from tilesparse._launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
@@ -60,6 +61,19 @@ PATTERNS = {
 
 def _uniform(r: Tensor, c: Tensor) -> Tensor:
     return torch.rand(r.shape[0], c.shape[1], generator=seeded(3))
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the operators of this package that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tilesparse":
+            self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    Recorder,
     assert_product_close,
     assert_within,
     blocks_of_dense,
@@ -27,6 +30,7 @@ from tilesparse import (
     BlockPattern,
     BlockSparseLinear,
     InvalidArgumentError,
+    InvalidPatternError,
     UnsupportedError,
     functional,
 )
@@ -567,3 +571,195 @@ def big_matrix(tokens: int, features: int, feature_major: bool) -> Tensor:
     if feature_major:
         return torch.zeros(features, tokens, dtype=BF16, device="cuda").t()
     return torch.zeros(tokens, features, dtype=BF16, device="cuda")
+
+
+def free_places(pattern: BlockPattern, count: int) -> Tensor:
+    """So many (row, column) where the pattern has no block, on its device."""
+    return (~pattern.to_block_mask()).nonzero()[:count]
+
+
+# Kernels with a plan, and those for few tokens, which read the pattern itself.
+@pytest.mark.parametrize("tokens", [200, 8])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_captured_graphs_follow_updates(tokens: int, block_size: int) -> None:
+    layer = make_layer(1024, 768, density=0.25, block_shape=block_size)
+    x = randn(tokens, 1024, dtype=BF16, device="cuda").requires_grad_()
+    grad = randn(tokens, 768, dtype=BF16, device="cuda", seed=1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(layer, x, grad)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(layer, x, grad)
+    others = [
+        make_layer(1024, 768, density=0.25, block_shape=block_size, generator=seeded(s)) for s in (1, 2)
+    ]
+    for other in others:
+        layer.pattern.update_(other.pattern)
+        graph.replay()
+        assert all_equal(captured, step(layer, x, grad))
+        layer.pattern.move_blocks_([0, 1], free_places(layer.pattern, 2), check=False)
+        graph.replay()
+        assert all_equal(captured, step(layer, x, grad))
+    layer.load_state_dict(others[0].state_dict())
+    graph.replay()
+    assert all_equal(captured, step(layer, x, grad))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_compiled_graphs_follow_updates_without_compiling_again(training: bool) -> None:
+    torch.compiler.reset()
+    layers = [make_layer(256, 384), make_layer(384, 384), make_layer(384, 256)]
+    model = torch.nn.Sequential(*layers)
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    x, grad = randn(70, 256, dtype=BF16, device="cuda"), randn(70, 256, dtype=BF16, device="cuda", seed=1)
+
+    def results(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        with torch.set_grad_enabled(training):
+            y = run(x)
+        gradients = torch.autograd.grad(y, tuple(model.parameters()), grad) if training else ()
+        return [tensor.clone() for tensor in (y, *gradients)]
+
+    for _ in range(4):
+        results(compiled)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(4):
+            layers[1].pattern.update_(make_layer(384, 384, generator=seeded(10 + seed)).pattern)
+            torch.testing.assert_close(results(compiled), results(model), rtol=2e-2, atol=5e-2)
+
+
+def test_rewiring_does_not_wait_for_the_gpu(sync_is_an_error: Callable[[], None]) -> None:
+    layer, twin = make_layer(1024, 768, density=0.25), make_layer(1024, 768, density=0.25)
+    x = randn(200, 1024, dtype=BF16, device="cuda").requires_grad_()
+    grad = randn(200, 768, dtype=BF16, device="cuda", seed=1)
+    step(layer, x, grad)
+    slots, places = torch.arange(5, device="cuda"), free_places(layer.pattern, 5)
+    layer.pattern.move_blocks_(slots, places, check=False)
+    twin.pattern.move_blocks_(slots, places)
+    expected = step(twin, x, grad)
+    layer.pattern.move_blocks_(slots, places, check=False)
+    torch.cuda.synchronize()
+    sync_is_an_error()
+    torch.cuda._sleep(20 * SLEEP)
+    asleep = torch.cuda.Event()
+    asleep.record()
+    layer.pattern.move_blocks_(slots, places, check=False)
+    results = step(layer, x, grad)
+    assert not asleep.query(), "the host waited for the GPU"
+    torch.cuda.set_sync_debug_mode("default")
+    assert all_equal(results, expected)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("tokens", [1000, 512])  # 512: sums in parts
+def test_packed_weights_give_the_same_and_follow_changes(block_size: int, tokens: int) -> None:
+    layer = make_layer(1024, 768, density=0.25, block_shape=block_size)
+    twin = copy.deepcopy(layer).pack()
+    x = randn(tokens, 1024, dtype=BF16, device="cuda")
+    memory = torch.cuda.memory_allocated()
+
+    def same() -> bool:
+        with torch.no_grad():
+            return torch.equal(layer(x), twin(x)) and torch.equal(layer(x), twin(x))
+
+    assert same()
+    held = torch.cuda.memory_allocated() - memory
+    assert held >= (layer.weight.nbytes if block_size < 64 else 0)
+    with torch.no_grad():
+        for changed in (layer, twin):
+            changed.weight.mul_(1.5)
+        assert same()
+        for changed in (layer, twin):
+            changed.pattern.update_(
+                make_layer(1024, 768, density=0.25, block_shape=block_size, generator=seeded(5)).pattern
+            )
+        assert same()
+        for changed in (layer, twin):
+            changed.weight = torch.nn.Parameter(changed.weight * 2)
+        assert same()
+        for changed in (layer, twin):
+            changed.weight.data.add_(1)
+        twin.pack()
+        assert same()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = twin(x)
+    with torch.no_grad():
+        for changed in (layer, twin):
+            changed.weight.mul_(0.5)
+    graph.replay()
+    with torch.no_grad():
+        assert torch.equal(captured, layer(x))
+
+
+def test_ddp_like_writes_of_buffers_make_no_plan_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [make_layer(256, 384, generator=seeded(seed)) for seed in range(3)]
+    x = randn(200, 256, dtype=BF16, device="cuda").requires_grad_()
+    grad = randn(200, 384, dtype=BF16, device="cuda", seed=1)
+    expected = [step(layer, x, grad) for layer in layers]
+    built: list[object] = []
+    build = _C.plan_device_build
+
+    def counted(*args: Any) -> None:
+        built.append(args)
+        build(*args)
+
+    monkeypatch.setattr(_C, "plan_device_build", counted)
+    for _ in range(3):
+        for layer in layers:
+            for buffer in layer.buffers():
+                buffer.copy_(buffer.clone())
+        results = [step(layer, x, grad) for layer in layers]
+        assert all(all_equal(result, right) for result, right in zip(results, expected, strict=True))
+    assert not built
+    layers[1].col_indices.copy_(layers[2].col_indices)  # not a pattern with the rows of the other
+    with pytest.raises(InvalidPatternError):
+        step(layers[1], x, grad)
+
+
+@pytest.mark.parametrize("policy", ["auto", "dense"])
+def test_a_policy_decides_without_changing_results(policy: str) -> None:
+    dense_wins, sparse_wins = (
+        make_layer(1024, 768, density=density, block_shape=block, policy="auto")
+        for density, block in ((0.95, 16), (0.1, 128))
+    )
+    x = randn(4096, 1024, dtype=BF16, device="cuda")
+    for layer, expected in (
+        (dense_wins, {"expand"}),
+        (sparse_wins, {"dds_nt"} if policy == "auto" else {"expand"}),
+    ):
+        layer.policy = policy
+        with torch.no_grad(), Recorder() as recorder:
+            y = layer(x)
+        assert recorder.seen == expected
+        layer.policy = "sparse"
+        torch.testing.assert_close(y, layer(x).detach(), rtol=2e-2, atol=2e-2)
+        layer.policy = policy
+        torch.compiler.reset()
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), y, rtol=2e-2, atol=2e-2)
+
+
+def test_a_foreign_plan_ends_in_an_error() -> None:
+    """What the host cannot know the kernel refuses: it ends the process's CUDA context, so in another one."""
+    code = """
+import torch
+from tilesparse import BlockPattern, _C, _launch
+a, b = (BlockPattern.random((512, 512), block_shape=64, density=d, device="cuda") for d in (0.25, 0.5))
+x, y = (torch.zeros(256, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+values = torch.zeros(b.nnz, 64, 64, dtype=torch.bfloat16, device="cuda")
+entries = [_launch.prepared(p.index_on(p.device)) for p in (a, b)]
+product = _C.Product(entries[1].descriptor, 0, 3, 1, 256, ldx=512, ldy=512)
+kernel, plan = product.resolve()
+memory = entries[0]._plan(0, kernel, plan).memory
+product.use_plan(memory.data_ptr(), memory.numel(), 0)
+product.workspace_size()
+product.run(x.data_ptr(), y.data_ptr(), values.data_ptr(), 0, 0, 0, torch.cuda.current_stream().cuda_stream)
+try:
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print("refused", type(error).__name__)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.startswith("refused"), result.stderr[-2000:]

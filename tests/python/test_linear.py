@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Recorder
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
 from tilesparse._launch import prepared
@@ -44,19 +44,6 @@ def same_layers(a: BlockSparseLinear, b: BlockSparseLinear) -> bool:
         and states[0].keys() == states[1].keys()
         and all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     )
-
-
-class Recorder(TorchDispatchMode):
-    """Notes the operators of this package that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "tilesparse":
-            self.seen.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def reload(state: dict[str, Tensor]) -> dict[str, Tensor]:

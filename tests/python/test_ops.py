@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE_DTYPES, DEVICES, make_pattern, randn, random_values
+from helpers import DEVICE_DTYPES, DEVICES, Recorder, make_pattern, randn, random_values
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError, functional
 from tilesparse._launch import ACTIVATIONS, prepared, use_kernel
@@ -160,18 +159,6 @@ def training_products(pattern: BlockPattern, x: Tensor, y: Tensor, values: Tenso
     return list(torch.autograd.grad(result, (x, values), y.detach()))
 
 
-class Recorder(TorchDispatchMode):
-    """Notes the operators that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 # The products of a call, and the operators they are.
 CALLS: dict[str, tuple[Any, set[str]]] = {
     "without gradients": (eager_products, {"dds_nt", "dds_nn", "sdd_tn", "expand"}),
@@ -188,7 +175,7 @@ def test_modes_and_profilers_see_every_product(device: str, name: str) -> None:
     expected = products(pattern, x, y, values)
     with Recorder() as recorder:
         results = products(pattern, x, y, values)
-    assert recorder.seen >= {f"tilesparse.{operator}.default" for operator in operators}
+    assert recorder.seen >= operators
     assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
     with torch.profiler.profile() as profile:
         products(pattern, x, y, values)
