@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -532,11 +532,16 @@ def prefers_dense(x: Tensor, index: Index) -> bool:
             limit *= 2
         tokens = limit
     tf32 = x.dtype == torch.float32 and _tf32_allowed()
-    return _prefers_dense(tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32)
+    return _is_dense_faster(tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _prefers_dense(
+def _is_dense_faster(*what: Any) -> bool:
+    return _estimate(*what)
+
+
+@lru_cache(MAX_CALLS)
+def _estimate(
     tokens: int,
     nnz: int,
     shape: tuple[int, int],
@@ -556,7 +561,8 @@ def _prefers_dense(
         ldx=shape[1],
         ldy=shape[0],
     )
-    return bool(product.select(_device_info(device))[0] == EXPAND_AND_RUN_DENSE)
+    kernel, _ = product.select(_device_info(device))
+    return kernel == EXPAND_AND_RUN_DENSE
 
 
 @cache
