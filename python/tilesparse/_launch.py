@@ -537,7 +537,8 @@ def prefers_dense(x: Tensor, index: Index) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_dense_faster(*what: Any) -> bool:
-    return _estimate(*what)
+    faster: bool = _estimate(*what)
+    return faster
 
 
 @lru_cache(MAX_CALLS)
