@@ -532,13 +532,15 @@ def prefers_dense(x: Tensor, index: Index) -> bool:
             limit *= 2
         tokens = limit
     tf32 = x.dtype == torch.float32 and _tf32_allowed()
-    return _is_dense_faster(tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32)
+    faster: bool = _is_dense_faster(
+        tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32
+    )
+    return faster
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_dense_faster(*what: Any) -> bool:
-    faster: bool = _estimate(*what)
-    return faster
+    return _estimate(*what)
 
 
 @lru_cache(MAX_CALLS)
