@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import torch
-from harness import CYCLES_PER_SECOND
+from harness import CYCLES_PER_SECOND, environment, write_json
 from problems import LAYERS, OPS, Shape
 
 from tilesparse import _C, BlockPattern, functional
@@ -33,23 +34,30 @@ def main() -> None:
     parser.add_argument("--shapes", default="up", help=f"comma-separated, of {', '.join(LAYERS)}")
     parser.add_argument("--blocks", default="128,64,32,16", help="comma-separated, square")
     parser.add_argument("--densities", default="0.25", help="comma-separated")
+    parser.add_argument("--output", type=Path, help="also as JSON")
+    parser.add_argument("--commit", help="of the sources (default: ask git)")
     arguments = parser.parse_args()
     print("| shape | block | density | product | kernel | GPU, µs | host, ms |")
     print("|---|---|---|---|---|---|---|")
+    cases = []
     for name in arguments.shapes.split(","):
         for block in map(int, arguments.blocks.split(",")):
             for density in map(float, arguments.densities.split(",")):
-                measure(LAYERS[name], block, density)
+                for case in measure(LAYERS[name], block, density):
+                    print("|", " | ".join(str(value) for value in case.values()), "|")
+                    cases.append(case)
+    if arguments.output:
+        write_json(arguments.output, {"environment": environment(arguments.commit), "cases": cases})
 
 
-def measure(shape: Shape, block: int, density: float) -> None:
+def measure(shape: Shape, block: int, density: float) -> Iterator[dict[str, Any]]:
     pattern = BlockPattern.random(
         (shape.out_features, shape.in_features),
         block_shape=(block, block),
         density=density,
         generator=torch.Generator().manual_seed(0),
     )
-    begin = f"| {shape.name} | {block} | {density} |"
+    begin = {"shape": shape.name, "block": block, "density": density}
     on_gpu = pattern.to("cuda")
     host, device = (prepared(copy.index_on(copy.device)).descriptor for copy in (pattern, on_gpu))
     for op, product in enumerate(OPS):
@@ -59,12 +67,17 @@ def measure(shape: Shape, block: int, density: float) -> None:
         kernel, plan = multiply.resolve()
         if plan:
             seconds = plan_seconds(device, kernel, op), host_seconds(host, kernel, op)
-            print_row(f"{begin} {product} | {_C.kernels()[kernel].name}", *seconds)
-    print_row(f"{begin} rewire | ", *rewire_seconds(on_gpu, shape.tokens))
+            yield begin | times(product, _C.kernels()[kernel].name, *seconds)
+    yield begin | times("rewire", "", *rewire_seconds(on_gpu, shape.tokens))
 
 
-def print_row(begin: str, gpu_seconds: float, host_seconds: float) -> None:
-    print(f"{begin} | {gpu_seconds * 1e6:.0f} | {host_seconds * 1e3:.1f} |")
+def times(product: str, kernel: str, gpu_seconds: float, host_seconds: float) -> dict[str, Any]:
+    return {
+        "product": product,
+        "kernel": kernel,
+        "gpu_us": round(gpu_seconds * 1e6),
+        "host_ms": round(host_seconds * 1e3, 1),
+    }
 
 
 def plan_seconds(pattern: _C.Pattern, kernel: int, op: int) -> float:
