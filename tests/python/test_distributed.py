@@ -96,6 +96,9 @@ def without_broadcasts(rank: int) -> None:
     with pytest.raises(UnsynchronizedPatternError, match="synchronize_patterns"):
         train(wrapped)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    model[0].pattern.update_(make(rank + 5)[0].pattern)  # what a process writes by itself is no agreement
+    with pytest.raises(UnsynchronizedPatternError):
+        train(wrapped)
     wrapped.eval()
     wrapped(randn(8, IN, dtype=torch.float32, device=here()))  # inference is nobody else's matter
 

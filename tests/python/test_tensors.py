@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, dense_weight, make_pattern, randn, random_values, seeded, shuffled
+from helpers import DEVICES, dense_weight, make_pattern, randn, random_values, seeded
 from torch import Tensor, func, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tilesparse import (
     BlockPattern,
@@ -145,11 +146,54 @@ def test_a_pattern_elsewhere_is_copied_once_and_followed(device: str) -> None:
     assert pattern.to(device).device.type == device
 
 
-def test_patterns_made_in_inference_mode_can_be_updated_outside() -> None:
+def test_inference_mode_leaves_nothing_that_cannot_be_updated() -> None:
+    layer, x = make(1), randn(5, IN, dtype=torch.float32)
     with torch.inference_mode():
-        pattern = make_pattern("random 50%", (3, 4), (16, 16))
-    pattern.update_(shuffled(pattern, seed=9))
-    assert pattern == shuffled(pattern.to("cpu"), seed=9) or pattern.nnz > 0
+        layer(x)
+        made_there = make(1)
+        pattern = make(1).pattern
+    for changed in (layer, made_there):
+        changed.pattern.update_(make(2).pattern)
+        assert changed.pattern == make(2).pattern
+        assert torch.equal(layer(x), changed(x))
+    layer.load_state_dict(make(3).state_dict())
+    assert_right(layer, layer(x), x)
+    assert pattern.update_(make(2).pattern) == make(2).pattern
+
+
+def test_packing_changes_nothing_on_the_cpu() -> None:
+    layer, x = make(1), randn(5, IN, dtype=torch.float32)
+    y = layer(x)
+    assert torch.equal(layer.pack()(x), y) and torch.equal(layer.pack(False)(x), y)
+
+
+def test_numbers_of_numpy_and_single_block_sizes() -> None:
+    numpy = pytest.importorskip("numpy")
+    pattern = BlockPattern.random(
+        (numpy.int64(64), numpy.int32(96)), block_shape=numpy.int16(16), nnz=numpy.int8(7)
+    )
+    assert (pattern.shape, pattern.block_shape, pattern.nnz) == ((64, 96), (16, 16), 7)
+    layer = BlockSparseLinear(numpy.int64(96), numpy.int64(64), density=numpy.float32(0.5), block_shape=32)
+    assert layer.block_shape == (32, 32) and layer.density == 0.5
+    for shape in (True, 24, 16.0, (16,), (16, 16, 16), "16"):
+        with pytest.raises(InvalidArgumentError, match="block_shape"):
+            BlockSparseLinear(96, 64, block_shape=shape)
+    with pytest.raises(InvalidArgumentError, match=r"density: 0.001 of 24 blocks rounds to none; .*0.0417"):
+        make(density=0.001)
+
+
+def test_a_layer_tells_what_it_holds() -> None:
+    assert repr(make(dtype=torch.bfloat16)) == (
+        "BlockSparseLinear(in_features=96, out_features=64, bias=True, nnz=12, density=0.5, "
+        "block_shape=(16, 16), dtype=torch.bfloat16)"
+    )
+
+
+def test_work_is_counted_for_kept_blocks() -> None:
+    layer, x = make(), randn(5, IN, dtype=torch.float32).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        layer(x).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 5 * 12 * 16 * 16
 
 
 # ---- copies, parametrizations, loading ----
