@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers import randn, seeded
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -140,14 +141,15 @@ def from_meta(rank: int) -> None:
 
 
 def sharded(rank: int) -> None:
-    model = fully_shard(make(rank))
+    mesh = init_device_mesh(torch.device(here()).type, (WORLD,))
+    model = fully_shard(make(rank), mesh=mesh)
     with pytest.raises(UnsynchronizedPatternError):
         train(model)
     model = make(rank)
     synchronize_patterns(model)
     for layer in sparse_layers(model):
-        fully_shard(layer)
-    train(fully_shard(model))
+        fully_shard(layer, mesh=mesh)
+    train(fully_shard(model, mesh=mesh))
     assert patterns_agree(model)
 
 
