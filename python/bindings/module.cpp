@@ -254,6 +254,8 @@ class Product {
     size_t workspace_bytes_ = 0;
 };
 
+using AnyTuple = nb::typed<nb::tuple, nb::any, nb::ellipsis>;
+
 // What PyTorch says of its tensors and settings. Through Python's attributes it takes several times as long.
 class Tensors {
   public:
@@ -274,7 +276,7 @@ class Tensors {
     }
 
     // Whether all but None are tensors on the CPU or CUDA devices that nothing but a kernel would act on.
-    bool are_plain(const nb::tuple& tensors) const {
+    bool are_plain(const AnyTuple& tensors) const {
         for (size_t i = 0; i < tensors.size(); ++i) {
             const nb::handle tensor = tensors[i];
             dlpack::Tensor view;
@@ -292,6 +294,14 @@ class Tensors {
             return false;
         }
         return tensor.device_type == dlpack::cpu || tensor.device_type == dlpack::cuda;
+    }
+
+    // False for a tensor without one.
+    bool read_version(nb::handle tensor, uint64_t& version) const {
+        PyObject* number = PyObject_GetAttr(tensor.ptr(), version_.ptr());
+        version = number == nullptr ? 0 : nb::cast<uint64_t>(nb::steal(number));
+        PyErr_Clear();
+        return number != nullptr;
     }
 
     uintptr_t current_stream(const dlpack::Tensor& tensor) const {
@@ -313,6 +323,7 @@ class Tensors {
   private:
     const dlpack::Exchange* exchange_;
     nb::object tensor_type_, parameter_type_, is_neg_, current_device_, tf32_;
+    nb::object version_ = nb::steal(PyUnicode_InternFromString("_version"));
 };
 
 uintptr_t address(const dlpack::Tensor& tensor) {
@@ -357,6 +368,66 @@ class Key {
 
 struct KeyHash {
     size_t operator()(const Key& key) const { return key.hash(); }
+};
+
+// The objects made for patterns, given as (crow_indices, col_indices, slot, shape, block_shape), each for as
+// long as these tensors lie where they did and are not written to.
+class Known {
+  public:
+    explicit Known(const Tensors& tensors) : tensors_(tensors) {}
+
+    // What is kept for a pattern, or None.
+    std::optional<nb::any> find(const AnyTuple& index) const {
+        const auto found = objects_.find(key(index));
+        State now;
+        if (found == objects_.end() || !read(index, now) || now != found->second.state) return std::nullopt;
+        return found->second.object;
+    }
+
+    void keep(const AnyTuple& index, nb::any object) {
+        State now;
+        if (read(index, now)) objects_.insert_or_assign(key(index), Object{std::move(object), now});
+    }
+
+    // To be called when one of the tensors is gone; index has their `id` in place of them.
+    void forget(const AnyTuple& ids) { objects_.erase(key(ids)); }
+
+  private:
+    using State = std::array<uint64_t, 6>;  // three addresses, and how often each tensor was written to
+
+    struct Object {
+        nb::any object;
+        State state;
+    };
+
+    static Key key(const AnyTuple& index) {
+        Key key;
+        for (size_t i = 0; i < 3; ++i) {
+            const nb::handle tensor = index[i];
+            const bool is_id = PyLong_CheckExact(tensor.ptr());
+            key.add(is_id ? nb::cast<int64_t>(tensor) : reinterpret_cast<int64_t>(tensor.ptr()));
+        }
+        for (size_t i = 3; i < 5; ++i) {
+            const auto [rows, cols] = nb::cast<std::pair<int64_t, int64_t>>(index[i]);
+            key.add(rows);
+            key.add(cols);
+        }
+        return key;
+    }
+
+    // False where writes are not counted, as of tensors made in inference mode.
+    bool read(const AnyTuple& index, State& state) const {
+        for (size_t i = 0; i < 3; ++i) {
+            const nb::handle object = index[i];
+            dlpack::Tensor tensor;
+            if (!tensors_.read(object, tensor) || !tensors_.read_version(object, state[3 + i])) return false;
+            state[i] = address(tensor);
+        }
+        return true;
+    }
+
+    Tensors tensors_;
+    std::unordered_map<Key, Object, KeyHash> objects_;
 };
 
 // What a product is asked to do, but for its pattern: x and values for TS_DDS_NT, y and values for TS_DDS_NN,
@@ -439,13 +510,14 @@ class Calls {
     explicit Calls(const Tensors& tensors) : tensors_(tensors) {}
 
     // The result, or None where no such call is kept.
-    std::optional<nb::object> run(const Request& request) const {
+    std::optional<nb::any> run(const Request& request) const {
         Operands operands;
         if (!operands.read(tensors_, request)) return std::nullopt;
         const auto found = calls_.find(operands.key);
         if (found == calls_.end()) return std::nullopt;
         const std::shared_ptr<const Call> call = found->second;  // others may drop it while this runs
-        const nb::object result = call->result(request.first), workspace = call->workspace(request.first);
+        auto result = nb::borrow<nb::any>(call->result(request.first));
+        const nb::object workspace = call->workspace(request.first);
         const uintptr_t result_at = at(result), workspace_at = workspace.is_valid() ? at(workspace) : 0;
         const auto& [key, first, second, bias, residual, stream] = operands;
         if (request.op == TS_DDS_NT)
@@ -549,6 +621,12 @@ NB_MODULE(_C, m) {
              "tensor_type"_a, "parameter_type"_a, "is_neg"_a, "current_device"_a.none(), "tf32"_a)
         .def("are_plain", &Tensors::are_plain);
 
+    nb::class_<Known>(m, "Known")
+        .def(nb::init<const Tensors&>(), "tensors"_a)
+        .def("find", &Known::find)
+        .def("keep", &Known::keep)
+        .def("forget", &Known::forget);
+
     nb::class_<Calls>(m, "Calls")
         .def(nb::init<const Tensors&>(), "tensors"_a)
         .def(
@@ -563,8 +641,8 @@ NB_MODULE(_C, m) {
             "keep",
             [](Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
                nb::handle residual, int32_t activation, bool feature_major, int32_t kernel,
-               const Product& product, std::pair<nb::object, nb::tuple> result,
-               std::optional<std::pair<nb::object, nb::tuple>> workspace) {
+               const Product& product, std::pair<nb::object, AnyTuple> result,
+               std::optional<std::pair<nb::object, AnyTuple>> workspace) {
                 self.keep({op, first, second, bias, residual, activation, feature_major, kernel}, product,
                           {result.first, result.second},
                           workspace ? Allocation{workspace->first, workspace->second} : Allocation{});

@@ -350,6 +350,17 @@ _entries: dict[_Key, Prepared] = {}
 
 def prepared(index: Index) -> Prepared:
     """What is kept of a pattern, as its tensors are now."""
+    if KNOWN is not None:
+        known: Prepared | None = KNOWN.find(index)
+        if known is not None:
+            return known
+    entry = _looked_up(index)
+    if KNOWN is not None:
+        KNOWN.keep(index, entry)
+    return entry
+
+
+def _looked_up(index: Index) -> Prepared:
     crow, col, slot, shape, block_shape = index
     entry = _entries.get((id(crow), id(col), id(slot), shape, block_shape))
     if entry is None:
@@ -367,8 +378,14 @@ def _prepare(index: Index) -> Prepared:
     key = id(crow), id(col), id(slot), shape, block_shape
     entry = _entries[key] = Prepared(index)
     for tensor in (crow, col, slot):
-        weakref.finalize(tensor, _entries.pop, key, None).atexit = False
+        weakref.finalize(tensor, _forget, key).atexit = False
     return entry
+
+
+def _forget(key: _Key) -> None:
+    _entries.pop(key, None)
+    if KNOWN is not None:
+        KNOWN.forget(key)
 
 
 def follow_update(index: Index) -> None:
@@ -673,3 +690,4 @@ def _refuse_capture() -> None:
 
 
 TENSORS = _tensors()
+KNOWN = None if TENSORS is None else _C.Known(TENSORS)
