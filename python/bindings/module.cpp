@@ -259,23 +259,26 @@ using AnyTuple = nb::typed<nb::tuple, nb::any, nb::ellipsis>;
 // What PyTorch says of its tensors and settings. Through Python's attributes it takes several times as long.
 class Tensors {
   public:
-    Tensors(nb::handle exchange, nb::object tensor_type, nb::object parameter_type, nb::object is_neg,
+    bool enabled = true;  // false has everything take the way without it, for tests
+
+    // Without an exchange, or one of DLPack 1, nothing can be read.
+    Tensors(nb::object exchange, nb::object tensor_type, nb::object parameter_type, nb::object is_neg,
             nb::object current_device, nb::object tf32)
-        : exchange_(static_cast<const dlpack::Exchange*>(
-              PyCapsule_GetPointer(exchange.ptr(), "dlpack_exchange_api"))),
-          tensor_type_(std::move(tensor_type)),
+        : tensor_type_(std::move(tensor_type)),
           parameter_type_(std::move(parameter_type)),
           is_neg_(std::move(is_neg)),
           current_device_(std::move(current_device)),
           tf32_(std::move(tf32)) {
-        if (exchange_ == nullptr) throw nb::python_error();
-        while (exchange_->major != dlpack::major_version || exchange_->read == nullptr) {
+        if (exchange.is_none()) return;
+        void* offered = PyCapsule_GetPointer(exchange.ptr(), "dlpack_exchange_api");
+        if (offered == nullptr) throw nb::python_error();
+        exchange_ = static_cast<const dlpack::Exchange*>(offered);
+        while (exchange_ != nullptr &&
+               (exchange_->major != dlpack::major_version || exchange_->read == nullptr))
             exchange_ = exchange_->older;
-            if (exchange_ == nullptr) throw nb::value_error("exchange: DLPack of version 1 expected");
-        }
     }
 
-    // Whether all but None are tensors on the CPU or CUDA devices that nothing but a kernel would act on.
+    // Whether all but None can be read, and hold what they show.
     bool are_plain(const AnyTuple& tensors) const {
         for (size_t i = 0; i < tensors.size(); ++i) {
             const nb::handle tensor = tensors[i];
@@ -288,6 +291,7 @@ class Tensors {
     // False for all but plain tensors on the CPU or CUDA devices. Subclasses may have any behaviour.
     bool read(nb::handle object, dlpack::Tensor& tensor) const {
         const nb::handle type = object.type();
+        if (!enabled || exchange_ == nullptr) return false;
         if (!type.is(tensor_type_) && !type.is(parameter_type_)) return false;
         if (exchange_->read(object.ptr(), &tensor) != 0) {
             PyErr_Clear();
@@ -321,7 +325,7 @@ class Tensors {
     }
 
   private:
-    const dlpack::Exchange* exchange_;
+    const dlpack::Exchange* exchange_ = nullptr;
     nb::object tensor_type_, parameter_type_, is_neg_, current_device_, tf32_;
     nb::object version_ = nb::steal(PyUnicode_InternFromString("_version"));
 };
@@ -426,7 +430,7 @@ class Known {
         return true;
     }
 
-    Tensors tensors_;
+    const Tensors& tensors_;
     std::unordered_map<Key, Object, KeyHash> objects_;
 };
 
@@ -487,6 +491,8 @@ class Allocation {
     Allocation(nb::object method, nb::tuple arguments)
         : method_(std::move(method)), arguments_(std::move(arguments)) {}
 
+    bool fits() const { return !method_.is_valid() || arguments_.size() <= Key::max_dims; }
+
     // For a tensor of this dtype and on this device; none by default.
     nb::object operator()(nb::handle like) const {
         if (!method_.is_valid()) return {};
@@ -532,7 +538,7 @@ class Calls {
     // Runs such products in this way from now on.
     void keep(const Request& request, const Product& product, Allocation result, Allocation workspace) {
         Operands operands;
-        if (!operands.read(tensors_, request)) return;
+        if (!operands.read(tensors_, request) || !result.fits() || !workspace.fits()) return;
         calls_[operands.key] = std::make_shared<Call>(Call{product, std::move(result), std::move(workspace)});
     }
 
@@ -551,7 +557,7 @@ class Calls {
         return address(tensor);
     }
 
-    Tensors tensors_;
+    const Tensors& tensors_;
     std::unordered_map<Key, std::shared_ptr<const Call>, KeyHash> calls_;
 };
 
@@ -617,18 +623,20 @@ NB_MODULE(_C, m) {
              "stream"_a);
 
     nb::class_<Tensors>(m, "Tensors")
-        .def(nb::init<nb::handle, nb::object, nb::object, nb::object, nb::object, nb::object>(), "exchange"_a,
-             "tensor_type"_a, "parameter_type"_a, "is_neg"_a, "current_device"_a.none(), "tf32"_a)
-        .def("are_plain", &Tensors::are_plain);
+        .def_rw("enabled", &Tensors::enabled)
+        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object>(),
+             "exchange"_a.none(), "tensor_type"_a, "parameter_type"_a, "is_neg"_a, "current_device"_a.none(),
+             "tf32"_a)
+        .def("are_plain", &Tensors::are_plain, "tensors"_a);
 
     nb::class_<Known>(m, "Known")
-        .def(nb::init<const Tensors&>(), "tensors"_a)
-        .def("find", &Known::find)
-        .def("keep", &Known::keep)
-        .def("forget", &Known::forget);
+        .def(nb::init<const Tensors&>(), nb::keep_alive<1, 2>(), "tensors"_a)
+        .def("find", &Known::find, "index"_a)
+        .def("keep", &Known::keep, "index"_a, "object"_a)
+        .def("forget", &Known::forget, "ids"_a);
 
     nb::class_<Calls>(m, "Calls")
-        .def(nb::init<const Tensors&>(), "tensors"_a)
+        .def(nb::init<const Tensors&>(), nb::keep_alive<1, 2>(), "tensors"_a)
         .def(
             "run",
             [](const Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,

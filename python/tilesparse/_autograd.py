@@ -19,9 +19,8 @@ from torch import _C, Tensor
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling
 
-from . import _launch
 from ._checks import Index
-from ._launch import Prepared, prepared
+from ._launch import TENSORS, Prepared, prepared
 from .errors import PatternChangedError, UnsupportedError
 
 Tensors = Sequence[Tensor | None]
@@ -63,7 +62,8 @@ def call(
         _refuse_tangents(tensors)
         factors = (first,) if second is None else (first, second)
         op = product.transformed if transforms_active() else product.op
-        return op(*factors, *index, *(bias, residual, activation, feature_major)[product.rest])
+        rest: tuple[Any, ...] = bias, residual, activation, feature_major
+        return op(*factors, *index, *rest[product.rest])
     pattern = prepared(index)
     if records_gradient(tensors):
         return _record((product, pattern, index, activation, feature_major), *tensors)
@@ -130,8 +130,8 @@ def is_plain(tensors: tuple[Tensor | None, ...]) -> bool:
         or profiler._is_profiler_enabled
     ):
         return False
-    if _launch.TENSORS is not None:
-        return _launch.TENSORS.are_plain(tensors)
+    if TENSORS.are_plain(tensors):
+        return True
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in _PLAIN_TYPES or not (tensor.is_cuda or tensor.is_cpu) or tensor.is_neg()

@@ -90,18 +90,6 @@ def _state(index: Index) -> State:
     return (*where, crow._version, col._version, slot._version)
 
 
-def _tensors() -> _C.Tensors | None:
-    """What reads tensors natively; PyTorch before 2.10 does not let it."""
-    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None:
-        return None
-    device = getattr(torch._C, "_cuda_getDevice", None)
-    try:
-        return _C.Tensors(exchange, Tensor, torch.nn.Parameter, Tensor.is_neg, device, _tf32_allowed)
-    except ValueError:  # another version of DLPack
-        return None
-
-
 class Prepared:
     """A pattern in every form that was asked for so far.
 
@@ -134,8 +122,8 @@ class Prepared:
         self._places: Tensor | None = None
         self._calls: dict[Hashable, Call] = {}
         self.find: Callable[[Hashable], Call | None] = self._calls.get
-        self._kept = None if TENSORS is None else _C.Calls(TENSORS)
-        self.run: Callable[..., Tensor | None] = _run_none if self._kept is None else self._kept.run
+        self._kept = _C.Calls(TENSORS)
+        self.run: Callable[..., Tensor | None] = self._kept.run
         if self.device.type == "cpu":
             self._validate(index)
         self._write(index)
@@ -218,14 +206,13 @@ class Prepared:
 
     def keep(self, request: Request, product: _C.Product, call: Call) -> None:
         """Lets `run` do the same from now on."""
-        if self._kept is not None and call.packed is None:
+        if call.packed is None:
             workspace = (Tensor.new_empty, (call.workspace,)) if call.workspace else None
             self._kept.keep(*request, product, allocation(call.form), workspace)
 
     def _forget_calls(self) -> None:
         self._calls.clear()
-        if self._kept is not None:
-            self._kept.clear()
+        self._kept.clear()
 
     def _written(self) -> Index | None:
         """The tensors this was made of, if they may hold something else by now."""
@@ -350,12 +337,9 @@ _entries: dict[_Key, Prepared] = {}
 
 def prepared(index: Index) -> Prepared:
     """What is kept of a pattern, as its tensors are now."""
-    if KNOWN is not None:
-        known: Prepared | None = KNOWN.find(index)
-        if known is not None:
-            return known
-    entry = _looked_up(index)
-    if KNOWN is not None:
+    entry: Prepared | None = KNOWN.find(index)
+    if entry is None:
+        entry = _looked_up(index)
         KNOWN.keep(index, entry)
     return entry
 
@@ -384,8 +368,7 @@ def _prepare(index: Index) -> Prepared:
 
 def _forget(key: _Key) -> None:
     _entries.pop(key, None)
-    if KNOWN is not None:
-        KNOWN.forget(key)
+    KNOWN.forget(key)
 
 
 def follow_update(index: Index) -> None:
@@ -644,10 +627,6 @@ def _run_on(device: torch.device, run: Run) -> Run:
     return guarded
 
 
-def _run_none(*_: object) -> None:
-    """In place of `_C.Calls.run`."""
-
-
 def _on(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(-1 if device.type == "cpu" else device)  # -1 changes nothing
 
@@ -689,5 +668,14 @@ def _refuse_capture() -> None:
         )
 
 
-TENSORS = _tensors()
-KNOWN = None if TENSORS is None else _C.Known(TENSORS)
+# How tensors are read natively, and the patterns that are found so. PyTorch before 2.10 offers no way to
+# read them: then these find nothing, and all that asks them has a way of its own.
+TENSORS = _C.Tensors(
+    getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    Tensor,
+    torch.nn.Parameter,
+    Tensor.is_neg,
+    getattr(torch._C, "_cuda_getDevice", None),
+    _tf32_allowed,
+)
+KNOWN = _C.Known(TENSORS)
