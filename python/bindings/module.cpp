@@ -459,7 +459,7 @@ struct Operands {
         if (has_bias && (other.dims != 1 || other.strides[0] != 1)) return false;
         bool tf32 = false;
         if (like.device_type == dlpack::cuda) {
-            constexpr uintptr_t alignment = 16;
+            constexpr uintptr_t alignment = 16;  // as tilesparse._checks.ALIGNMENT
             if ((first | second | residual) % alignment != 0 || !tensors.is_on_current_device(like))
                 return false;
             stream = tensors.current_stream(like);

@@ -206,7 +206,7 @@ class Prepared:
 
     def keep(self, request: Request, product: _C.Product, call: Call) -> None:
         """Lets `run` do the same from now on."""
-        if call.packed is None:
+        if not self.packs:  # which may pack, but not in a graph that is being captured
             workspace = (Tensor.new_empty, (call.workspace,)) if call.workspace else None
             self._kept.keep(*request, product, allocation(call.form), workspace)
 
