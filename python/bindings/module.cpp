@@ -390,11 +390,15 @@ class Known {
 
     void keep(const AnyTuple& index, nb::any object) {
         State now;
-        if (read(index, now)) objects_.insert_or_assign(key(index), Object{std::move(object), now});
+        if (!read(index, now)) return;
+        forget(index);
+        objects_.emplace(key(index), Object{std::move(object), now});
     }
 
-    // To be called when one of the tensors is gone; index has their `id` in place of them.
-    void forget(const AnyTuple& ids) { objects_.erase(key(ids)); }
+    // To be called when one of the tensors is gone, with their `id` in place of them.
+    void forget(const AnyTuple& ids) {
+        const auto dropped = objects_.extract(key(ids));  // the end of an object may lead back here
+    }
 
   private:
     using State = std::array<uint64_t, 6>;  // three addresses, and how often each tensor was written to
