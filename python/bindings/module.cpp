@@ -262,11 +262,10 @@ class Tensors {
     bool enabled = true;  // false has everything take the way without it, for tests
 
     // Without an exchange, or one of DLPack 1, nothing can be read.
-    Tensors(nb::object exchange, nb::object tensor_type, nb::object parameter_type, nb::object is_neg,
-            nb::object current_device, nb::object tf32)
+    Tensors(nb::object exchange, nb::object tensor_type, nb::object parameter_type, nb::object current_device,
+            nb::object tf32)
         : tensor_type_(std::move(tensor_type)),
           parameter_type_(std::move(parameter_type)),
-          is_neg_(std::move(is_neg)),
           current_device_(std::move(current_device)),
           tf32_(std::move(tf32)) {
         if (exchange.is_none()) return;
@@ -276,16 +275,6 @@ class Tensors {
         while (exchange_ != nullptr &&
                (exchange_->major != dlpack::major_version || exchange_->read == nullptr))
             exchange_ = exchange_->older;
-    }
-
-    // Whether all but None can be read, and hold what they show.
-    bool are_plain(const AnyTuple& tensors) const {
-        for (size_t i = 0; i < tensors.size(); ++i) {
-            const nb::handle tensor = tensors[i];
-            dlpack::Tensor view;
-            if (!tensor.is_none() && (!read(tensor, view) || is_neg_(tensor).ptr() != Py_False)) return false;
-        }
-        return true;
     }
 
     // False for all but plain tensors on the CPU or CUDA devices. Subclasses may have any behaviour.
@@ -326,7 +315,7 @@ class Tensors {
 
   private:
     const dlpack::Exchange* exchange_ = nullptr;
-    nb::object tensor_type_, parameter_type_, is_neg_, current_device_, tf32_;
+    nb::object tensor_type_, parameter_type_, current_device_, tf32_;
     nb::object version_ = nb::steal(PyUnicode_InternFromString("_version"));
 };
 
@@ -628,10 +617,8 @@ NB_MODULE(_C, m) {
 
     nb::class_<Tensors>(m, "Tensors")
         .def_rw("enabled", &Tensors::enabled)
-        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object>(),
-             "exchange"_a.none(), "tensor_type"_a, "parameter_type"_a, "is_neg"_a, "current_device"_a.none(),
-             "tf32"_a)
-        .def("are_plain", &Tensors::are_plain, "tensors"_a);
+        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), "exchange"_a.none(),
+             "tensor_type"_a, "parameter_type"_a, "current_device"_a.none(), "tf32"_a);
 
     nb::class_<Known>(m, "Known")
         .def(nb::init<const Tensors&>(), nb::keep_alive<1, 2>(), "tensors"_a)

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling
 
 from ._checks import Index
-from ._launch import TENSORS, Prepared, prepared
+from ._launch import Prepared, prepared
 from .errors import PatternChangedError, UnsupportedError
 
 Tensors = Sequence[Tensor | None]
@@ -120,7 +120,7 @@ def _unchanged(
     return product, index
 
 
-def is_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+def is_plain(tensors: Tensors) -> bool:
     """Whether nothing but autograd and a kernel would act on a product of these."""
     if (
         is_compiling()
@@ -130,8 +130,6 @@ def is_plain(tensors: tuple[Tensor | None, ...]) -> bool:
         or profiler._is_profiler_enabled
     ):
         return False
-    if TENSORS.are_plain(tensors):
-        return True
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in _PLAIN_TYPES or not (tensor.is_cuda or tensor.is_cpu) or tensor.is_neg()

@@ -674,7 +674,6 @@ TENSORS = _C.Tensors(
     getattr(Tensor, "__dlpack_c_exchange_api__", None),
     Tensor,
     torch.nn.Parameter,
-    Tensor.is_neg,
     getattr(torch._C, "_cuda_getDevice", None),
     _tf32_allowed,
 )
