@@ -1,16 +1,23 @@
-// tilesparse._C: the C ABI for Python, in integers and plain objects. Addresses are integers; nothing
-// here knows tensors. Errors are raised as the classes of tilesparse.errors.
+// tilesparse._C: the C ABI for Python, in integers and plain objects. Addresses are integers; only `Tensors`
+// and `Calls` know tensors, through DLPack. Errors are raised as the classes of tilesparse.errors.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "dlpack.h"
 #include "tilesparse/tilesparse.h"
 
 namespace nb = nanobind;
@@ -247,6 +254,306 @@ class Product {
     size_t workspace_bytes_ = 0;
 };
 
+using AnyTuple = nb::typed<nb::tuple, nb::any, nb::ellipsis>;
+
+// What PyTorch says of its tensors and settings. Through Python's attributes it takes several times as long.
+class Tensors {
+  public:
+    bool enabled = true;  // false has everything take the way without it, for tests
+
+    // Without an exchange, or one of DLPack 1, nothing can be read.
+    Tensors(nb::object exchange, nb::object tensor_type, nb::object parameter_type, nb::object current_device,
+            nb::object tf32)
+        : tensor_type_(std::move(tensor_type)),
+          parameter_type_(std::move(parameter_type)),
+          current_device_(std::move(current_device)),
+          tf32_(std::move(tf32)) {
+        if (exchange.is_none()) return;
+        void* offered = PyCapsule_GetPointer(exchange.ptr(), "dlpack_exchange_api");
+        if (offered == nullptr) throw nb::python_error();
+        exchange_ = static_cast<const dlpack::Exchange*>(offered);
+        while (exchange_ != nullptr &&
+               (exchange_->major != dlpack::major_version || exchange_->read == nullptr))
+            exchange_ = exchange_->older;
+    }
+
+    // False for all but plain tensors on the CPU or CUDA devices. Subclasses may have any behaviour.
+    bool read(nb::handle object, dlpack::Tensor& tensor) const {
+        const nb::handle type = object.type();
+        if (!enabled || exchange_ == nullptr) return false;
+        if (!type.is(tensor_type_) && !type.is(parameter_type_)) return false;
+        if (exchange_->read(object.ptr(), &tensor) != 0) {
+            PyErr_Clear();
+            return false;
+        }
+        return tensor.device_type == dlpack::cpu || tensor.device_type == dlpack::cuda;
+    }
+
+    // False for a tensor without one.
+    bool read_version(nb::handle tensor, uint64_t& version) const {
+        PyObject* number = PyObject_GetAttr(tensor.ptr(), version_.ptr());
+        version = number == nullptr ? 0 : nb::cast<uint64_t>(nb::steal(number));
+        PyErr_Clear();
+        return number != nullptr;
+    }
+
+    uintptr_t current_stream(const dlpack::Tensor& tensor) const {
+        void* stream = nullptr;
+        if (exchange_->current_stream(tensor.device_type, tensor.device, &stream) != 0)
+            throw nb::python_error();
+        return reinterpret_cast<uintptr_t>(stream);
+    }
+
+    bool is_on_current_device(const dlpack::Tensor& tensor) const {
+        return nb::cast<int32_t>(current_device_()) == tensor.device;
+    }
+
+    bool multiplies_in_tf32(const dlpack::Tensor& tensor) const {
+        const bool is_float = tensor.dtype.code == dlpack::floating && tensor.dtype.bits == 32;
+        return is_float && nb::cast<bool>(tf32_());
+    }
+
+  private:
+    const dlpack::Exchange* exchange_ = nullptr;
+    nb::object tensor_type_, parameter_type_, current_device_, tf32_;
+    nb::object version_ = nb::steal(PyUnicode_InternFromString("_version"));
+};
+
+uintptr_t address(const dlpack::Tensor& tensor) {
+    return reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
+}
+
+// All that decides whether a product can run, and how, but for the alignment of its operands.
+class Key {
+  public:
+    static constexpr int32_t max_dims = 4;
+
+    void add(int64_t word) { words_[size_++] = word; }
+
+    void add(const dlpack::Tensor& tensor) {
+        const auto [code, bits, lanes] = tensor.dtype;
+        add(tensor.dims | int64_t{code} << 8 | int64_t{bits} << 16 | int64_t{lanes} << 24);
+        add(int64_t{tensor.device_type} << 32 | tensor.device);
+        for (int32_t i = 0; i < tensor.dims; ++i) {
+            add(tensor.sizes[i]);
+            add(tensor.strides[i]);
+        }
+    }
+
+    bool operator==(const Key& other) const {
+        return size_ == other.size_ &&
+               std::equal(words_.begin(), words_.begin() + size_, other.words_.begin());
+    }
+
+    size_t hash() const {
+        uint64_t hash = 0;
+        for (size_t i = 0; i < size_; ++i) {
+            hash = (hash ^ static_cast<uint64_t>(words_[i])) * 0x9e3779b97f4a7c15;
+            hash ^= hash >> 32;
+        }
+        return hash;
+    }
+
+  private:
+    std::array<int64_t, 3 + 4 * (2 + 2 * max_dims)> words_;  // settings, and up to four tensors
+    size_t size_ = 0;
+};
+
+struct KeyHash {
+    size_t operator()(const Key& key) const { return key.hash(); }
+};
+
+// The objects made for patterns, given as (crow_indices, col_indices, slot, shape, block_shape), each for as
+// long as these tensors lie where they did and are not written to.
+class Known {
+  public:
+    explicit Known(const Tensors& tensors) : tensors_(tensors) {}
+
+    // What is kept for a pattern, or None.
+    std::optional<nb::any> find(const AnyTuple& index) const {
+        const auto found = objects_.find(key(index));
+        State now;
+        if (found == objects_.end() || !read(index, now) || now != found->second.state) return std::nullopt;
+        return found->second.object;
+    }
+
+    void keep(const AnyTuple& index, nb::any object) {
+        State now;
+        if (!read(index, now)) return;
+        forget(index);
+        objects_.emplace(key(index), Object{std::move(object), now});
+    }
+
+    // To be called when one of the tensors is gone, with their `id` in place of them.
+    void forget(const AnyTuple& ids) {
+        const auto dropped = objects_.extract(key(ids));  // the end of an object may lead back here
+    }
+
+  private:
+    using State = std::array<uint64_t, 6>;  // three addresses, and how often each tensor was written to
+
+    struct Object {
+        nb::any object;
+        State state;
+    };
+
+    static Key key(const AnyTuple& index) {
+        Key key;
+        for (size_t i = 0; i < 3; ++i) {
+            const nb::handle tensor = index[i];
+            const bool is_id = PyLong_CheckExact(tensor.ptr());
+            key.add(is_id ? nb::cast<int64_t>(tensor) : reinterpret_cast<int64_t>(tensor.ptr()));
+        }
+        for (size_t i = 3; i < 5; ++i) {
+            const auto [rows, cols] = nb::cast<std::pair<int64_t, int64_t>>(index[i]);
+            key.add(rows);
+            key.add(cols);
+        }
+        return key;
+    }
+
+    // False where writes are not counted, as of tensors made in inference mode.
+    bool read(const AnyTuple& index, State& state) const {
+        for (size_t i = 0; i < 3; ++i) {
+            const nb::handle object = index[i];
+            dlpack::Tensor tensor;
+            if (!tensors_.read(object, tensor) || !tensors_.read_version(object, state[3 + i])) return false;
+            state[i] = address(tensor);
+        }
+        return true;
+    }
+
+    const Tensors& tensors_;
+    std::unordered_map<Key, Object, KeyHash> objects_;
+};
+
+// What a product is asked to do, but for its pattern: x and values for TS_DDS_NT, y and values for TS_DDS_NN,
+// y and x for TS_SDD_TN. Bias and residual may be None.
+struct Request {
+    int32_t op;
+    nb::handle first, second, bias, residual;
+    int32_t activation;
+    bool feature_major;
+    int32_t kernel;  // as in ts_matmul_desc
+};
+
+// A request in the terms of the C ABI.
+struct Operands {
+    Key key;
+    uintptr_t first = 0, second = 0, bias = 0, residual = 0, stream = 0;
+
+    // False for what is out of the ordinary.
+    bool read(const Tensors& tensors, const Request& request) {
+        dlpack::Tensor like, other;
+        if (!add(tensors, request.first, like, first) || !add(tensors, request.second, other, second) ||
+            !add(tensors, request.residual, other, residual) || !add(tensors, request.bias, other, bias))
+            return false;
+        const bool has_bias = !request.bias.is_none();
+        if (has_bias && (other.dims != 1 || other.strides[0] != 1)) return false;
+        bool tf32 = false;
+        if (like.device_type == dlpack::cuda) {
+            constexpr uintptr_t alignment = 16;  // as tilesparse._checks.ALIGNMENT
+            if ((first | second | residual) % alignment != 0 || !tensors.is_on_current_device(like))
+                return false;
+            stream = tensors.current_stream(like);
+            tf32 = tensors.multiplies_in_tf32(like);
+        }
+        key.add(static_cast<int64_t>(stream));
+        key.add(request.op | request.activation << 8 | request.feature_major << 16 | tf32 << 17);
+        key.add(request.kernel);
+        return true;
+    }
+
+  private:
+    bool add(const Tensors& tensors, nb::handle object, dlpack::Tensor& tensor, uintptr_t& at) {
+        if (object.is_none()) {
+            key.add(0);
+            return true;
+        }
+        if (!tensors.read(object, tensor) || tensor.dims > Key::max_dims) return false;
+        key.add(tensor);
+        at = address(tensor);
+        return true;
+    }
+};
+
+// How to make a tensor: a method of PyTorch's tensors, and its arguments.
+class Allocation {
+  public:
+    Allocation() = default;
+    Allocation(nb::object method, nb::tuple arguments)
+        : method_(std::move(method)), arguments_(std::move(arguments)) {}
+
+    bool fits() const { return !method_.is_valid() || arguments_.size() <= Key::max_dims; }
+
+    // For a tensor of this dtype and on this device; none by default.
+    nb::object operator()(nb::handle like) const {
+        if (!method_.is_valid()) return {};
+        std::array<PyObject*, 1 + Key::max_dims> stack{like.ptr()};
+        const size_t count = arguments_.size();
+        for (size_t i = 0; i < count; ++i) stack[1 + i] = nb::handle(arguments_[i]).ptr();
+        PyObject* made = PyObject_Vectorcall(method_.ptr(), stack.data(), 1 + count, nullptr);
+        if (made == nullptr) throw nb::python_error();
+        return nb::steal(made);
+    }
+
+  private:
+    nb::object method_;
+    nb::tuple arguments_;
+};
+
+// The products of one pattern that have run, so that to run one again takes one look-up. What is out of the
+// ordinary is not kept: more dimensions, operands that must be copied, another device than the current one.
+class Calls {
+  public:
+    explicit Calls(const Tensors& tensors) : tensors_(tensors) {}
+
+    // The result, or None where no such call is kept.
+    std::optional<nb::any> run(const Request& request) const {
+        Operands operands;
+        if (!operands.read(tensors_, request)) return std::nullopt;
+        const auto found = calls_.find(operands.key);
+        if (found == calls_.end()) return std::nullopt;
+        const std::shared_ptr<const Call> call = found->second;  // others may drop it while this runs
+        auto result = nb::borrow<nb::any>(call->result(request.first));
+        const nb::object workspace = call->workspace(request.first);
+        const uintptr_t result_at = at(result), workspace_at = workspace.is_valid() ? at(workspace) : 0;
+        const auto& [key, first, second, bias, residual, stream] = operands;
+        if (request.op == TS_DDS_NT)
+            call->product.run(first, result_at, second, bias, residual, workspace_at, stream);
+        else if (request.op == TS_DDS_NN)
+            call->product.run(result_at, first, second, 0, 0, workspace_at, stream);
+        else
+            call->product.run(second, first, result_at, 0, 0, workspace_at, stream);
+        return result;
+    }
+
+    // Runs such products in this way from now on.
+    void keep(const Request& request, const Product& product, Allocation result, Allocation workspace) {
+        Operands operands;
+        if (!operands.read(tensors_, request) || !result.fits() || !workspace.fits()) return;
+        calls_[operands.key] = std::make_shared<Call>(Call{product, std::move(result), std::move(workspace)});
+    }
+
+    void clear() { calls_.clear(); }
+    size_t size() const { return calls_.size(); }
+
+  private:
+    struct Call {
+        Product product;
+        Allocation result, workspace;
+    };
+
+    uintptr_t at(nb::handle object) const {
+        dlpack::Tensor tensor;
+        if (!tensors_.read(object, tensor)) throw nb::type_error("a plain tensor expected of PyTorch");
+        return address(tensor);
+    }
+
+    const Tensors& tensors_;
+    std::unordered_map<Key, std::shared_ptr<const Call>, KeyHash> calls_;
+};
+
 }  // namespace
 
 NB_MODULE(_C, m) {
@@ -307,6 +614,42 @@ NB_MODULE(_C, m) {
         .def("workspace_size", &Product::workspace_size)
         .def("run", &Product::run, "x"_a, "y"_a, "values"_a, "bias"_a, "residual"_a, "workspace"_a,
              "stream"_a);
+
+    nb::class_<Tensors>(m, "Tensors")
+        .def_rw("enabled", &Tensors::enabled)
+        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), "exchange"_a.none(),
+             "tensor_type"_a, "parameter_type"_a, "current_device"_a.none(), "tf32"_a);
+
+    nb::class_<Known>(m, "Known")
+        .def(nb::init<const Tensors&>(), nb::keep_alive<1, 2>(), "tensors"_a)
+        .def("find", &Known::find, "index"_a)
+        .def("keep", &Known::keep, "index"_a, "object"_a)
+        .def("forget", &Known::forget, "ids"_a);
+
+    nb::class_<Calls>(m, "Calls")
+        .def(nb::init<const Tensors&>(), nb::keep_alive<1, 2>(), "tensors"_a)
+        .def(
+            "run",
+            [](const Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
+               nb::handle residual, int32_t activation, bool feature_major, int32_t kernel) {
+                return self.run({op, first, second, bias, residual, activation, feature_major, kernel});
+            },
+            "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
+            "feature_major"_a, "kernel"_a)
+        .def(
+            "keep",
+            [](Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
+               nb::handle residual, int32_t activation, bool feature_major, int32_t kernel,
+               const Product& product, std::pair<nb::object, AnyTuple> result,
+               std::optional<std::pair<nb::object, AnyTuple>> workspace) {
+                self.keep({op, first, second, bias, residual, activation, feature_major, kernel}, product,
+                          {result.first, result.second},
+                          workspace ? Allocation{workspace->first, workspace->second} : Allocation{});
+            },
+            "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
+            "feature_major"_a, "kernel"_a, "product"_a, "result"_a, "workspace"_a.none())
+        .def("clear", &Calls::clear)
+        .def("__len__", &Calls::size);
 
     m.def("version", [] { return std::string(ts_version()); });
     m.def("abi_version", &ts_abi_version);

@@ -32,30 +32,42 @@ class Product(NamedTuple):
 
     Attributes:
         op: as the dispatcher knows it, with the fields of the pattern one by one.
-        kernel: what computes it on plain tensors and a pattern that is prepared.
+        rest: which of bias, residual, activation and feature_major follow these.
+        kernel: what computes it on plain tensors and a pattern that is prepared, given all four of them.
         gradients: of the arguments that are tensors, from that of the result and the factors, each of which
             is there if it is needed.
         transformed: the operator for the transforms of ``torch.func``.
     """
 
     op: Callable[..., Tensor]
+    rest: slice
     kernel: Callable[..., Tensor]
     gradients: Gradients
     transformed: Callable[..., Tensor]
 
 
-def call(product: Product, first: Tensor, second: Tensor | None, index: Index, *rest: Any) -> Tensor:
+def call(
+    product: Product,
+    first: Tensor,
+    second: Tensor | None,
+    index: Index,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    feature_major: bool = False,
+) -> Tensor:
     """The product by the shorter route that does the same."""
-    tensors = (first, second, *rest[:2])
+    tensors = first, second, bias, residual
     if not is_plain(tensors):
         _refuse_tangents(tensors)
         factors = (first,) if second is None else (first, second)
         op = product.transformed if transforms_active() else product.op
-        return op(*factors, *index, *rest)
+        rest: tuple[Any, ...] = bias, residual, activation, feature_major
+        return op(*factors, *index, *rest[product.rest])
     pattern = prepared(index)
     if records_gradient(tensors):
-        return _record(product, first, second, pattern, index, *rest)
-    return product.kernel(first, second, pattern, *rest)
+        return _record((product, pattern, index, activation, feature_major), *tensors)
+    return product.kernel(first, second, pattern, bias, residual, activation, feature_major)
 
 
 # ---- the short route ----
@@ -67,28 +79,26 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        product: Product,
+        how: tuple[Product, Prepared, Index, int, bool],  # one argument, as each takes time
         first: Tensor,
         second: Tensor | None,
-        pattern: Prepared,
-        index: Index,
-        *rest: Any,
+        bias: Tensor | None,
+        residual: Tensor | None,
     ) -> Tensor:
         need = ctx.needs_input_grad
         ctx.save_for_backward(first if need[2] else None, second if need[1] else None)
+        product, pattern, index, activation, feature_major = how
         # A layer that loads another number of blocks gives its parameter other memory and another shape.
         weight = second if type(second) is torch.nn.Parameter else None
         ctx.of = product, index, pattern, pattern.generation, weight
-        return product.kernel(first, second, pattern, *rest)
+        return product.kernel(first, second, pattern, bias, residual, activation, feature_major)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         product, index = _unchanged(*ctx.of)
-        need = ctx.needs_input_grad
         first, second = ctx.saved_tensors
-        gradients = product.gradients(grads[0], first, second, index, (need[1], need[2], *need[5:7]))
-        nones = len(need) - 3 - len(gradients)
-        return None, *gradients[:2], None, None, *gradients[2:], *(None,) * nones
+        gradients = product.gradients(grads[0], first, second, index, ctx.needs_input_grad[1:])
+        return None, *gradients, *(None,) * (4 - len(gradients))
 
 
 # Function.apply looks for transforms first, which is_plain excludes.

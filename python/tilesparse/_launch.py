@@ -26,7 +26,7 @@ from ._checks import (
     check_separate,
     check_values,
 )
-from ._layout import Form, Lines, aligned, empty, like_result, result_form, usable
+from ._layout import Form, Lines, aligned, allocation, empty, like_result, result_form, usable
 from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
@@ -36,6 +36,9 @@ EXPAND_AND_RUN_DENSE = -1  # in place of a kernel
 _AUTO = 1  # TS_POLICY_AUTO
 
 Context = tuple[int, int, int, int]  # kernel asked for, stream, current device, precision
+# A product's letter code, its first and second factor, bias, residual, activation, whether the result is
+# feature-major, and the kernel asked for.
+Request = tuple[int, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, int]
 # Of the addresses of x, y, values, bias, residual and workspace, and the stream.
 Run = Callable[[int, int, int, int, int, int, int], None]
 
@@ -92,6 +95,8 @@ class Prepared:
 
     Attributes:
         generation: how often its contents have changed.
+        run: a product like one that has run before, and its result; None for any other, or one out of the
+            ordinary (see `_C.Calls`).
         find: the call that was kept under a key, or None.
         packs: whether values are kept packed from call to call; see `BlockSparseLinear.pack`.
     """
@@ -118,6 +123,8 @@ class Prepared:
         self._places: Tensor | None = None
         self._calls: dict[Hashable, Call] = {}
         self.find: Callable[[Hashable], Call | None] = self._calls.get
+        self._kept = _C.Calls(TENSORS)
+        self.run: Callable[..., Tensor | None] = self._kept.run
         if self.device.type == "cpu":
             validate(index)
         self._write(index)
@@ -151,7 +158,7 @@ class Prepared:
     def rewrite(self, index: Index) -> None:
         """Follows changed contents: everything derived is written anew, where it is."""
         self.generation += 1
-        self._calls.clear()  # a stream that has called before must wait for what is written now
+        self._forget_calls()  # a stream that has called before must wait for what is written now
         self._write(index)
 
     def wait_for_readers(self) -> None:
@@ -179,10 +186,11 @@ class Prepared:
             torch.cat([tensor for entry, _ in written for tensor in entry._snapshot]),
         )
         for entry, index in written:
-            if not same and not all(map(torch.equal, index[:3], entry._snapshot)):
+            if same or all(map(torch.equal, index[:3], entry._snapshot)):
+                entry.state = _state(index)
+            elif entry is self:
                 validate(index)
                 entry.rewrite(index)
-            entry.state = _state(index)
 
     def call(self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form) -> Call:
         """How to run the product on the current device and stream, kept under the key."""
@@ -196,7 +204,7 @@ class Prepared:
             if self.device.type == "cuda":
                 self._read_on(torch.cuda.current_stream(self.device))
         if len(self._calls) >= MAX_CALLS:
-            self._calls.clear()
+            self._forget_calls()
         here = self.device.type == "cpu" or self.device.index == torch.cuda.current_device()
         run = product.run if here else _run_on(self.device, product.run)
         self._calls[key] = call = Call(run, -(-workspace_bytes // itemsize), form, packed)
@@ -205,8 +213,18 @@ class Prepared:
     def keep_packed(self, keep: bool) -> None:
         """Whether values are kept packed from call to call; what was kept is packed anew in any case."""
         self.packs = keep
-        self._calls.clear()
+        self._forget_calls()
         self._packed.clear()
+
+    def keep(self, request: Request, product: _C.Product, call: Call) -> None:
+        """Lets `run` do the same from now on."""
+        if not self.packs:  # which may pack, but not in a graph that is being captured
+            workspace = (Tensor.new_empty, (call.workspace,)) if call.workspace else None
+            self._kept.keep(*request, product, allocation(call.form), workspace)
+
+    def _forget_calls(self) -> None:
+        self._calls.clear()
+        self._kept.clear()
 
     def _written(self) -> Index | None:
         """The tensors this was made of, if they may hold something else by now."""
@@ -329,6 +347,14 @@ _entries: dict[_Key, Prepared] = {}
 
 def prepared(index: Index) -> Prepared:
     """What is kept of a pattern, as its tensors are now."""
+    entry: Prepared | None = KNOWN.find(index)
+    if entry is None:
+        entry = _looked_up(index)
+        KNOWN.keep(index, entry)
+    return entry
+
+
+def _looked_up(index: Index) -> Prepared:
     crow, col, slot, shape, block_shape = index
     entry = _entries.get((id(crow), id(col), id(slot), shape, block_shape))
     if entry is None:
@@ -346,8 +372,13 @@ def _prepare(index: Index) -> Prepared:
     key = id(crow), id(col), id(slot), shape, block_shape
     entry = _entries[key] = Prepared(index)
     for tensor in (crow, col, slot):
-        weakref.finalize(tensor, _entries.pop, key, None).atexit = False
+        weakref.finalize(tensor, _forget, key).atexit = False
     return entry
+
+
+def _forget(key: _Key) -> None:
+    _entries.pop(key, None)
+    KNOWN.forget(key)
 
 
 @contextmanager
@@ -399,6 +430,10 @@ def dds(
     feature_major: bool = False,
 ) -> Tensor:
     """x Wᵀ or y W, as ``op`` says."""
+    request = op, source, values, bias, residual, activation, feature_major, _forced_kernel
+    result = pattern.run(*request)
+    if result is not None:
+        return result
     context = _context(source)
     key: Hashable = (
         op,
@@ -431,6 +466,7 @@ def dds(
         form = result_form(source, index.shape[op], feature_major)
         product = _dds_product(op, pattern, source, lines, form, added_lines, activation, context)
         call = pattern.call(key, product, op, source.itemsize, form)
+        pattern.keep(request, product, call)
     result = empty(source, call.form)
     bias = None if bias is None else bias.contiguous()
     bias_at = 0 if bias is None else bias.data_ptr()
@@ -447,6 +483,9 @@ def dds(
 
 def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
     """yᵀ x on the pattern."""
+    result = pattern.run(SDD_TN, y, x, None, None, 0, False, _forced_kernel)
+    if result is not None:
+        return result
     out = x.new_empty(*pattern.values_shape)
     _sdd(y, x, out, pattern, False)
     return out
@@ -471,6 +510,8 @@ def _sdd(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool)
             return _sdd(usable_y, usable_x, out, pattern, accumulate)
         product = _product(SDD_TN, pattern, x, x_lines, y_lines, context, accumulate=accumulate)
         call = pattern.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
+        if not accumulate:
+            pattern.keep((SDD_TN, y, x, None, None, 0, False, context[0]), product, call)
     workspace = x.new_empty(call.workspace) if call.workspace else None
     workspace_at = 0 if workspace is None else workspace.data_ptr()
     call.run(x_at, y_at, out.data_ptr(), 0, 0, workspace_at, context[1])
@@ -682,3 +723,15 @@ def _refuse_capture() -> None:
             "a CUDA graph is being captured and the pattern is not on the GPU in the form that this product "
             "needs, or was written to: call it once with the same arguments before the capture"
         )
+
+
+# How tensors are read natively, and the patterns that are found so. PyTorch before 2.10 offers no way to
+# read them: then these find nothing, and all that asks them has a way of its own.
+TENSORS = _C.Tensors(
+    getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    Tensor,
+    torch.nn.Parameter,
+    getattr(torch._C, "_cuda_getDevice", None),
+    _tf32_allowed,
+)
+KNOWN = _C.Known(TENSORS)

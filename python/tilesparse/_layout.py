@@ -1,5 +1,8 @@
 """How activations lie in memory: what the library reads in place, and what it gets as a copy."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,12 +27,18 @@ def result_form(like: Tensor, features: int, feature_major: bool) -> Form:
     return shape, (*strides, (tokens + step - 1) // step * step)
 
 
-def empty(like: Tensor, form: Form) -> Tensor:
-    """An uninitialised tensor of that form."""
+def allocation(form: Form) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """The method of a tensor, and its arguments, that gives an uninitialised one of that form beside it."""
     shape, strides = form
     if strides is None:
-        return like.new_empty(*shape)  # a sequence takes longer to parse
-    return like.new_empty_strided(shape, strides)
+        return Tensor.new_empty, tuple(shape)  # one by one: a sequence takes longer to parse
+    return Tensor.new_empty_strided, (shape, strides)
+
+
+def empty(like: Tensor, form: Form) -> Tensor:
+    """An uninitialised tensor of that form."""
+    method, arguments = allocation(form)
+    return method(like, *arguments)
 
 
 def usable(name: str, matrix: Tensor) -> tuple[Tensor, Lines]:

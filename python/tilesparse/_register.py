@@ -33,25 +33,26 @@ LIB.define(f"expand(Tensor values, {_PATTERN}) -> Tensor")
 LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
 
 
-# ---- kernels: of two factors, or one and None, and a pattern ----
+# ---- kernels: of two factors, or one and None, a pattern, and what `call` takes after it ----
 
 
 _dds_nt = partial(dds, _launch.DDS_NT)
+_dds_nn = partial(dds, _launch.DDS_NN)
 
 
-def _dds_nn(y: Tensor, values: Tensor, pattern: Prepared, feature_major: bool = False) -> Tensor:
-    return dds(_launch.DDS_NN, y, values, pattern, None, None, 0, feature_major)
+def _sdd_tn(y: Tensor, x: Tensor, pattern: Prepared, *_: object) -> Tensor:
+    return sdd(y, x, pattern)
 
 
 def _sdd_tn_into(y: Tensor, x: Tensor, pattern: Prepared, out: Tensor, accumulate: bool) -> None:
     sdd_into(y, x, out, pattern, accumulate)
 
 
-def _expand(values: Tensor, _: None, pattern: Prepared) -> Tensor:
+def _expand(values: Tensor, _: None, pattern: Prepared, *__: object) -> Tensor:
     return expand(values, pattern)
 
 
-def _gather(dense: Tensor, _: None, pattern: Prepared) -> Tensor:
+def _gather(dense: Tensor, _: None, pattern: Prepared, *__: object) -> Tensor:
     return gather(dense, pattern)
 
 
@@ -102,7 +103,7 @@ def _dds_nt_gradients(
     grad: Tensor, x: Tensor, values: Tensor, index: Index, needs: Sequence[bool]
 ) -> Tensors:
     return (
-        call(DDS_NN, grad, values, index, False) if needs[0] else None,
+        call(DDS_NN, grad, values, index) if needs[0] else None,
         call(SDD_TN, grad, x, index) if needs[1] else None,
         grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None,
         grad if needs[3] else None,
@@ -113,7 +114,7 @@ def _dds_nn_gradients(
     grad: Tensor, y: Tensor, values: Tensor, index: Index, needs: Sequence[bool]
 ) -> Tensors:
     return (
-        call(DDS_NT, grad, values, index, None, None, 0, False) if needs[0] else None,
+        call(DDS_NT, grad, values, index) if needs[0] else None,
         call(SDD_TN, y, grad, index) if needs[1] else None,
     )
 
@@ -121,8 +122,8 @@ def _dds_nn_gradients(
 def _sdd_tn_gradients(grad: Tensor, y: Tensor, x: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
     values = grad.contiguous()
     return (
-        call(DDS_NT, x, values, index, None, None, 0, False) if needs[0] else None,
-        call(DDS_NN, y, values, index, False) if needs[1] else None,
+        call(DDS_NT, x, values, index) if needs[0] else None,
+        call(DDS_NN, y, values, index) if needs[1] else None,
     )
 
 
@@ -164,19 +165,29 @@ def _register(name: str, factors: int, kernel: Callable[..., Any], fake: Callabl
     return getattr(torch.ops.tilesparse, name).default
 
 
+_REST = None, None, 0, False  # bias, residual, activation and feature_major, of which operators take the last
+
+
 def _differentiable(
     name: str, factors: int, functions: tuple[Any, Any, Any], optional: int = 0, options: int = 0
 ) -> Product:
     kernel, fake, gradients = functions
-    op = _register(name, factors, kernel, fake)
+    absent = _REST[: len(_REST) - optional - options]
+
+    def of_operator(first: Tensor, second: Tensor | None, pattern: Prepared, *given: Any) -> Tensor:
+        result: Tensor = kernel(first, second, pattern, *absent, *given)
+        return result
+
+    op = _register(name, factors, of_operator, fake)
     backward, setup_context = autograd_of(gradients, factors, optional, options)
     torch.library.register_autograd(f"tilesparse::{name}", backward, setup_context=setup_context, lib=LIB)
-    return Product(op, kernel, gradients, transformable(op, backward, setup_context))
+    rest = slice(len(absent), None)
+    return Product(op, rest, kernel, gradients, transformable(op, backward, setup_context))
 
 
 DDS_NT = _differentiable("dds_nt", 2, (_dds_nt, _dds_nt_fake, _dds_nt_gradients), 2, 2)
 DDS_NN = _differentiable("dds_nn", 2, (_dds_nn, _dds_nn_fake, _dds_nn_gradients), 0, 1)
-SDD_TN = _differentiable("sdd_tn", 2, (sdd, _sdd_tn_fake, _sdd_tn_gradients))
+SDD_TN = _differentiable("sdd_tn", 2, (_sdd_tn, _sdd_tn_fake, _sdd_tn_gradients))
 EXPAND = _differentiable("expand", 1, (_expand, _expand_fake, _expand_gradients))
 GATHER = _differentiable("gather", 1, (_gather, _gather_fake, _gather_gradients))
 SDD_TN_INTO = _register("sdd_tn_into", 2, _sdd_tn_into, _sdd_tn_into_fake)

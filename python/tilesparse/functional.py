@@ -180,8 +180,8 @@ def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feat
         a, values = _autocast(a, values)
     index = pattern.index_on(values.device)
     if transpose:
-        return call(DDS_NT, a, values, index, None, None, 0, feature_major)
-    return call(DDS_NN, a, values, index, feature_major)
+        return call(DDS_NT, a, values, index, feature_major=feature_major)
+    return call(DDS_NN, a, values, index, feature_major=feature_major)
 
 
 def _expanded_linear(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,9 +11,16 @@ from helpers import DEVICE_DTYPES, DEVICES, Recorder, make_pattern, randn, rando
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError, functional
-from tilesparse._launch import ACTIVATIONS, prepared, use_kernel
+from tilesparse._launch import ACTIVATIONS, TENSORS, prepared, use_kernel
 
 OPS = torch.ops.tilesparse
+EXCHANGE = "__dlpack_c_exchange_api__"  # of PyTorch 2.10 and later
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["native", "python"])
+def _reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are read natively, or as with PyTorch before 2.10, which has nothing to read them with."""
+    monkeypatch.setattr(TENSORS, "enabled", request.param)
 
 
 def operands(
@@ -240,7 +248,69 @@ def test_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     values = random_values(pattern, dtype=torch.float32)
     for tokens in range(1, 12):
         functional.linear(torch.ones(tokens, 16), values, pattern)
-        assert 0 < len(prepared(pattern.index_on(values.device))._calls) <= 4
+        entry = prepared(pattern.index_on(values.device))
+        assert 0 < len(entry._calls) <= 4 and len(entry._kept) <= len(entry._calls)
+
+
+# Products of (x, y, values, bias), and how many calls of the kind are kept natively.
+REPEATED: dict[str, tuple[Any, int]] = {
+    "x Wᵀ": (lambda p, x, y, values, bias: functional.linear(x, values, p), 1),
+    "relu(x Wᵀ + bias) + y": (
+        lambda p, x, y, values, bias: functional.linear(x, values, p, bias, "relu", residual=y),
+        1,
+    ),
+    "y W": (lambda p, x, y, values, bias: functional.dds(y, values, p, transpose=False), 1),
+    "yᵀ x": (lambda p, x, y, values, bias: functional.sdd(y, x, p), 1),
+    "W xᵀ": (lambda p, x, y, values, bias: functional.dsd(values, p, x.reshape(-1, x.shape[-1]).t()), 1),
+    "no tokens": (lambda p, x, y, values, bias: functional.linear(x[:0], values, p, bias), 1),
+    "one token": (lambda p, x, y, values, bias: functional.linear(x[0, 0], values, p, bias), 1),
+    "4 dimensions": (lambda p, x, y, values, bias: functional.linear(x[None], values, p, bias), 1),
+    "5 dimensions": (lambda p, x, y, values, bias: functional.linear(x[None, None], values, p, bias), 0),
+    "x feature-major": (
+        lambda p, x, y, values, bias: functional.dds(x[0].t().contiguous().t(), values, p),
+        1,
+    ),
+    "tokens at varying distances": (
+        lambda p, x, y, values, bias: functional.linear(torch.cat([x, x])[:, 1:], values, p),
+        1,  # of the copy
+    ),
+    "bias with gaps": (
+        lambda p, x, y, values, bias: functional.linear(x, values, p, torch.stack([bias, bias], 1)[:, 0]),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_are_repeated_as_they_ran(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    product, kept = REPEATED[name]
+    pattern = make_pattern("random 50%", (2, 3), (32, 32))
+    x, y, values, bias = (t.detach() for t in operands(pattern, torch.float32, device, tokens=15))
+    x, y = x.view(3, 5, -1), y.view(3, 5, -1)
+    results = [product(pattern, x, y, values, bias) for _ in range(3)]
+    entry = prepared(pattern.index_on(values.device))
+    assert len(entry._kept) == (kept if TENSORS.enabled and hasattr(Tensor, EXCHANGE) else 0)
+    monkeypatch.setattr(TENSORS, "enabled", False)
+    expected = product(pattern, x, y, values, bias)
+    for result in results:
+        assert torch.equal(result, expected) and result.stride() == expected.stride()
+        assert type(result) is Tensor and not result.requires_grad
+
+
+def test_products_of_threads_that_update_and_run() -> None:
+    """What one thread drops while another runs it must live on."""
+    pattern = make_pattern("full", (2, 2), (16, 16))
+    values, x = random_values(pattern, dtype=torch.float32), torch.ones(4, 32)
+    expected = functional.linear(x, values, pattern)
+    entry = prepared(pattern.index_on(values.device))
+
+    def run(_: int) -> bool:
+        entry._forget_calls()
+        return all(torch.equal(functional.linear(x, values, pattern), expected) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as executor:
+        assert all(executor.map(run, range(40)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
