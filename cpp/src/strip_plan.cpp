@@ -92,8 +92,8 @@ class StripPlanBuilder {
         }
         StripPlan plan{};
         plan.header.tiles = static_cast<int32_t>(tiles_.size());
-        plan.header.groups = row_parts_ * col_parts_;
-        plan.header.pieces = 2 * window_;
+        plan.header.unit_blocks = row_parts_ * col_parts_;
+        plan.header.units = 2 * window_;
         for (const Tile& tile : tiles_) write(tile, plan);
         return plan;
     }

@@ -264,8 +264,8 @@ class StripBuilder {
         const int64_t most = full + std::min<int64_t>(shape_.rows, all), room = 2 * shape_.window;
         header_ =
             lay_out(key, {4 * most, 0, 0, most * room, most * room * shape_.row_parts * shape_.col_parts});
-        header_.groups = shape_.row_parts * shape_.col_parts;
-        header_.pieces = 2 * shape_.window;
+        header_.unit_blocks = shape_.row_parts * shape_.col_parts;
+        header_.units = 2 * shape_.window;
     }
 
     int64_t words() const { return header_.words; }

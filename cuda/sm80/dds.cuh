@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
             ring.empty(position.stage).arrive();
             position.advance(arguments.stages);
         }
-        const DdsEpilogue<Traits> epilogue(arguments, plan.rows + work.row_tile * plan.groups,
+        const DdsEpilogue<Traits> epilogue(arguments, plan.rows + work.row_tile * plan.group_rows,
                                            staging + warp * Traits::kStagingFloats * sizeof(float));
         epilogue.store(sums, work.first_token + warp_token, warp_feature);
     }
@@ -102,8 +102,8 @@ struct Dds {
         const Matrix &input = problem.input(), &output = problem.output();
         const int row_block = problem.row_block();
         const int64_t block_rows = problem.features() / row_block;
-        const int groups = kTileFeatures / row_block;
-        const auto row_tiles = static_cast<int>((block_rows + groups - 1) / groups);
+        const int group_rows = kTileFeatures / row_block;
+        const auto row_tiles = static_cast<int>((block_rows + group_rows - 1) / group_rows);
         const int64_t tiles = row_tiles * ((problem.tokens + kTileTokens - 1) / kTileTokens);
         if (tiles == 0) return cudaSuccess;
         const Occupancy fit = occupancy(device);

@@ -5,7 +5,7 @@
 
 namespace ts::sm80 {
 
-// Tiles in the order CTAs take them: tokens in groups whose input stays in L2 while the rows of W pass.
+// Tiles in the order CTAs take them: tokens in bands whose input stays in L2 while the rows of W pass.
 class DdsSchedule {
   public:
     struct Work {
@@ -17,19 +17,20 @@ class DdsSchedule {
         : tile_tokens_(tile_tokens),
           token_tiles_((tokens + tile_tokens - 1) / tile_tokens),
           row_tiles_(row_tiles),
-          width_(kGroupTokens / tile_tokens) {}
+          width_(kBandTokens / tile_tokens) {}
 
     __device__ int size() const { return token_tiles_ * row_tiles_; }
     __device__ Work at(int index) const {
-        const int group = index / (width_ * row_tiles_), within = index % (width_ * row_tiles_);
-        const int width = min(width_, token_tiles_ - group * width_);
-        return {within / width, (group * width_ + within % width) * tile_tokens_};
+        const int band = index / (width_ * row_tiles_), within = index % (width_ * row_tiles_);
+        const int width = min(width_, token_tiles_ - band * width_);
+        return {within / width, (band * width_ + within % width) * tile_tokens_};
     }
 
   private:
-    static constexpr int kGroupTokens = 1024;
+    static constexpr int kBandTokens = 1024;
 
-    int tile_tokens_, token_tiles_, row_tiles_, width_;
+    int tile_tokens_, token_tiles_, row_tiles_;
+    int width_;  // of a band, in tiles
 };
 
 // Walks the steps of all tiles of this CTA.

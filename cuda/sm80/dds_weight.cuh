@@ -53,7 +53,8 @@ class PlainWeight<kOp, Math, kFeatures_>::Loader {
                 const int line = line_ + i * kLinesAtOnce;
                 const int feature = kTransposed ? panel * Tile::kPanelExtent + chunk_ * kChunk : line;
                 const int k = kTransposed ? line : chunk_ * kChunk;
-                slot_index_[i][panel] = (k >> piece_shift_) * plan.groups + (feature >> arguments.row_shift);
+                slot_index_[i][panel] =
+                    (k >> piece_shift_) * plan.group_rows + (feature >> arguments.row_shift);
                 feature_offset_[i][panel] =
                     (feature & row_mask) * (kTransposed ? 1 : 1 << arguments.k_shift) / kChunk;
             }
@@ -63,7 +64,7 @@ class PlainWeight<kOp, Math, kFeatures_>::Loader {
     // Reads where the weight of a step lies.
     __device__ void fetch(int step) {
         const int* k = plan_.k + step * plan_.pieces;
-        const int* slots = plan_.slots + step * plan_.pieces * plan_.groups;
+        const int* slots = plan_.slots + step * plan_.pieces * plan_.group_rows;
 #pragma unroll
         for (int i = 0; i < kKs; ++i) k_[i] = __ldg(k + (own_k(i) >> piece_shift_));
 #pragma unroll

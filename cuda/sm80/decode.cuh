@@ -92,7 +92,7 @@ class DecodeLoader {
 
     __device__ int slices() const { return last_slice_ - slice_; }
 
-    // Starts the copies of the next slice, if there is one, as one group.
+    // Starts the copies of the next slice, if there is one. wait_for_copies counts them as one.
     __device__ void load() {
         if (slice_ < last_slice_) copy_slice();
         asm volatile("cp.async.commit_group;" ::: "memory");

@@ -74,11 +74,11 @@ struct SddTraits {
 
 // A plan's arrays on the device. Ends the kernel with an error if it is not the plan that the launch is for.
 struct SddPlan {
-    int tile_count, groups, pieces;
+    int tile_count, group_rows, pieces;
     const int *rows, *masks, *k, *slots;
 
     __device__ SddPlan(const PlanHeader* header, int key)
-        : tile_count(header->tiles), groups(header->groups), pieces(header->pieces) {
+        : tile_count(header->tiles), group_rows(header->group_rows), pieces(header->pieces) {
         if (header->key != key) __trap();
         const int* words = reinterpret_cast<const int*>(header);
         rows = words + header->rows_at;
@@ -206,11 +206,11 @@ class SddLoader {
             token_ = work.first_token;
             last_token_ = work.last_token;
             if (token_ >= last_token_) continue;
-            const int* rows = plan_.rows + work.tile * plan_.groups;
+            const int* rows = plan_.rows + work.tile * plan_.group_rows;
             const int* k = plan_.k + work.tile * plan_.pieces;
             const int row_shift = arguments_.row_shift;
-            y_.begin(row_shift, [&](int group) {
-                const int row = __ldg(rows + group);
+            y_.begin(row_shift, [&](int in_group) {
+                const int row = __ldg(rows + in_group);
                 return row < 0 ? -1 : row << row_shift;
             });
             x_.begin(arguments_.col_shift, [&](int piece) { return __ldg(k + piece); });
@@ -268,8 +268,8 @@ __device__ inline void sdd_store(const SddArguments& arguments, const SddPlan& p
     for (int tile = 0; tile < Traits::kMTiles * Traits::kNTiles; ++tile) {
         const int m = tile / Traits::kNTiles, n = tile % Traits::kNTiles;
         const int row = first_row + 16 * m, column = first_column + 16 * n;
-        const int piece = column >> arguments.col_shift, group = row >> arguments.row_shift;
-        const int slot = __ldg(plan.slots + (work.tile * plan.pieces + piece) * plan.groups + group);
+        const int piece = column >> arguments.col_shift, in_group = row >> arguments.row_shift;
+        const int slot = __ldg(plan.slots + (work.tile * plan.pieces + piece) * plan.group_rows + in_group);
         if (slot < 0) continue;
         const int64_t block = int64_t{slot} << arguments.row_shift + arguments.col_shift;
 #pragma unroll
@@ -373,12 +373,13 @@ struct Sdd {
     static double expected_tiles(const Pattern& pattern) {
         const double rows = static_cast<double>(pattern.out_features / pattern.block_rows);
         const double columns = static_cast<double>(pattern.in_features / pattern.block_cols);
-        const double groups = kTileRows / pattern.block_rows;
+        const double group_rows = kTileRows / pattern.block_rows;
         double absent = 1;  // probability that a column has no block in a group
-        for (int i = 0; i < groups; ++i) absent *= 1 - static_cast<double>(pattern.nnz) / (rows * columns);
+        for (int i = 0; i < group_rows; ++i)
+            absent *= 1 - static_cast<double>(pattern.nnz) / (rows * columns);
         const double group_columns = columns * (1 - absent);
         // Half a tile is lost in each group on the average.
-        return rows / groups * (group_columns * pattern.block_cols / kTileColumns + 0.5);
+        return rows / group_rows * (group_columns * pattern.block_cols / kTileColumns + 0.5);
     }
 
     // The number of splits with the least estimated time. Units: one step of one tile.

@@ -40,10 +40,10 @@ struct DdsArguments {
 
 // Where a warpgroup's sums of a part of k lie among the partial sums.
 template <class Traits>
-__device__ int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank, int group) {
+__device__ int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank, int warpgroup) {
     const int64_t part =
         (int64_t{work.tile} * arguments.units + work.unit) * arguments.schedule.by_splits.divisor;
-    return ((part + work.split) * Traits::kRanks + rank) * Traits::kGroups + group;
+    return ((part + work.split) * Traits::kRanks + rank) * Traits::kWarpgroups + warpgroup;
 }
 
 // The plan's arrays; see common/plan.h.
@@ -54,7 +54,7 @@ struct DdsPlan {
     const int* k;
     const int* slots;
     const int* starts;  // by aligned steps alone
-    int groups;
+    int group_rows;
     int pieces;
     bool is_own;  // the plan of this launch; another must not be walked
 
@@ -66,7 +66,7 @@ struct DdsPlan {
         k = words + plan->k_at;
         slots = words + plan->slots_at;
         starts = words + plan->starts_at;
-        groups = plan->groups;
+        group_rows = plan->group_rows;
         pieces = plan->pieces;
         is_own = plan->key == key;
     }

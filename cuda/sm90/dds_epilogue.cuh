@@ -26,11 +26,12 @@ class DdsEpilogue {
     using Buffers = char[Traits::kChunks][Traits::kChunkBytes];
     using Arrived = Barrier[Traits::kChunks];  // of the residual in a buffer
 
-    __device__ DdsEpilogue(const DdsArguments& arguments, Buffers& buffers, const Arrived& arrived, int group)
+    __device__ DdsEpilogue(const DdsArguments& arguments, Buffers& buffers, const Arrived& arrived,
+                           int warpgroup)
         : arguments_(arguments),
           buffers_(buffers),
           arrived_(arrived),
-          group_(group),
+          warpgroup_(warpgroup),
           thread_(threadIdx.x % 128),
           parts_(arguments.row_parts),
           staged_(place()),
@@ -83,9 +84,9 @@ class DdsEpilogue {
     static constexpr int kRest = kAllChunks - Traits::kChunks;
     static_assert(kRest <= Traits::kChunks);
     static constexpr int kSumsOfChunk = Traits::kChunkTokens / 2;
-    static constexpr int kMaxParts = Traits::kGroupFeatures / 16;
+    static constexpr int kMaxParts = Traits::kWarpgroupFeatures / 16;
 
-    __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + group_); }
+    __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup_); }
 
     // Chunks take the buffers in turn. As many as there are buffers are rounded at a time, since waiting for
     // one another takes longer, and then the others.
@@ -123,12 +124,12 @@ class DdsEpilogue {
 
     // The place in the tile of the block row of a feature of the warpgroup.
     __device__ int row_of(int feature) const {
-        return group_ * Traits::kGroupFeatures + feature >> arguments_.row_shift;
+        return warpgroup_ * Traits::kWarpgroupFeatures + feature >> arguments_.row_shift;
     }
 
     // The feature of the output that is a feature of the warpgroup, negative if the tile has none there.
     __device__ int output_feature(int row, int feature) const {
-        const int within_tile = group_ * Traits::kGroupFeatures + feature;
+        const int within_tile = warpgroup_ * Traits::kWarpgroupFeatures + feature;
         return row < 0 ? row : (row << arguments_.row_shift) + (within_tile & arguments_.row_block - 1);
     }
 
@@ -227,7 +228,7 @@ class DdsEpilogue {
     const DdsArguments& arguments_;
     Buffers& buffers_;
     const Arrived& arrived_;
-    int group_;
+    int warpgroup_;
     int thread_;
     int parts_;        // block rows of the warpgroup
     uint32_t staged_;  // see place()
@@ -243,7 +244,7 @@ class DdsEpilogue {
 // Host side: the output, or the residual, which is laid out like it.
 template <class Traits>
 cudaError_t map_results(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
-    const int rows = std::min(problem.row_block(), Traits::kGroupFeatures);
+    const int rows = std::min(problem.row_block(), Traits::kWarpgroupFeatures);
     if (matrix.layout == Layout::row_major)
         return encode(map, problem.dtype, matrix.data,
                       {{problem.features(), 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});
@@ -257,8 +258,8 @@ cudaError_t describe_results(DdsArguments& arguments, const Problem& problem) {
     arguments.bias = problem.bias;
     arguments.row_block = problem.row_block();
     arguments.row_shift = log2_of_block(arguments.row_block);
-    arguments.row_width = std::min(arguments.row_block, Traits::kGroupFeatures);
-    arguments.row_parts = Traits::kGroupFeatures / arguments.row_width;
+    arguments.row_width = std::min(arguments.row_block, Traits::kWarpgroupFeatures);
+    arguments.row_parts = Traits::kWarpgroupFeatures / arguments.row_width;
     arguments.output_layout = problem.output().layout;
     arguments.activation = problem.activation;
     arguments.has_residual = problem.residual.data != nullptr;

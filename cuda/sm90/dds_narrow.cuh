@@ -136,13 +136,13 @@ class NarrowConsumer {
           shared_(shared),
           plan_(plan),
           rank_(rank),
-          group_(warp / 4),
+          warpgroup_(warp / 4),
           warp_(warp % 4),
           lane_(lane),
           place_(Weight::first_place(warp_ * Traits::kWarpFeatures % Traits::kBlock, lane)) {}
 
     __device__ void run() {
-        Epilogue epilogue(arguments_, shared_.output[group_], shared_.residual[group_], group_);
+        Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
         float sums[Traits::kSums];
         Work work = next_work(epilogue);
         while (work.tile >= 0) {
@@ -151,9 +151,10 @@ class NarrowConsumer {
             const Work done = work;
             work = next_work(epilogue);
             if constexpr (Traits::kSplits)
-                store_sums(partial_sums<Traits::kSums>(
-                               arguments_.partial, partial_place<Traits>(arguments_, done, rank_, group_)),
-                           sums);
+                store_sums(
+                    partial_sums<Traits::kSums>(arguments_.partial,
+                                                partial_place<Traits>(arguments_, done, rank_, warpgroup_)),
+                    sums);
             else
                 epilogue.store(sums);
         }
@@ -182,7 +183,7 @@ class NarrowConsumer {
         const int step = work.step + min(first + lane_, work.steps - 1);
         if (work.steps == 0) return {};
         const auto* const masks = reinterpret_cast<const int2*>(plan_.masks);
-        return __ldg(masks + (step * Traits::kRanks + rank_) * Traits::kGroups + group_);
+        return __ldg(masks + (step * Traits::kRanks + rank_) * Traits::kWarpgroups + warpgroup_);
     }
 
     __device__ void multiply_all(float (&sums)[Traits::kSums], const Work& work) {
@@ -253,7 +254,7 @@ class NarrowConsumer {
     typename Traits::Shared& shared_;
     const DdsPlan& plan_;
     int rank_;
-    int group_;
+    int warpgroup_;
     int warp_;
     int lane_;
     uint32_t place_;  // see Weight::first_place()
@@ -275,10 +276,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         prefetch(&arguments.output);
     }
     if (threadIdx.x == 0) {
-        shared.ring.init(4 * Traits::kGroups * Traits::kRanks);
-        for (auto& group : shared.residual)
-            for (const Barrier& arrived : group) arrived.init(1);
-        shared.schedule.init(1 + 4 * Traits::kGroups);
+        shared.ring.init(4 * Traits::kWarpgroups * Traits::kRanks);
+        for (auto& chunks : shared.residual)
+            for (const Barrier& arrived : chunks) arrived.init(1);
+        shared.schedule.init(1 + 4 * Traits::kWarpgroups);
         cutlass::arch::fence_barrier_init();
     }
     cute::cluster_sync();
@@ -444,7 +445,7 @@ struct DdsNarrow {
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
         arguments.units = static_cast<int>(units);
         arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
-                                                static_cast<int>(splits), group_units(problem.k_size()));
+                                                static_cast<int>(splits), band_units(problem.k_size()));
         const bool row_major = problem.input().layout == Layout::row_major;
         arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
         if (arguments.value_rows > 0)
@@ -453,7 +454,7 @@ struct DdsNarrow {
     }
 
     // So many tokens that their activations take a sixth of L2.
-    static int group_units(int64_t k_size) {
+    static int band_units(int64_t k_size) {
         constexpr int64_t kPanelBytes = 8 << 20;
         const int64_t bytes = int64_t{Common::kTileTokens} * std::max<int64_t>(k_size, 1) * 2;
         return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));

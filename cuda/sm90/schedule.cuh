@@ -1,7 +1,7 @@
 // Which tiles a cluster computes. Clusters stay on their multiprocessors and take one tile after another.
 //
-// Tiles are numbered by groups of tokens small enough that the group's activations stay in L2 while all
-// features are computed from them; inside a group by their steps, longest first. In every round each
+// Tiles are numbered by bands of tokens small enough that the band's activations stay in L2 while all
+// features are computed from them; inside a band by their steps, longest first. In every round each
 // cluster gets one tile: the clusters with the least work so far get the tiles with most steps, which is
 // within 2 % of handing tiles out one by one. Each cluster finds that out for itself, in a warp that has
 // nothing else to do, so that no memory needs to be prepared for a launch and every run gives the same
@@ -28,24 +28,24 @@ struct Work {
 struct ScheduleArguments {
     int size;                           // tiles of the plan times units of tokens times splits
     cutlass::FastDivmod by_splits;      // parts of a tile's steps; a unit is so many units below
-    int group_units;                    // units of a group of tokens
-    cutlass::FastDivmod by_group;       // tiles of a group
-    cutlass::FastDivmod by_units;       // units of a group
-    cutlass::FastDivmod by_last_units;  // units of the last group
-    int whole_groups;
+    int band_units;                     // units of a band of tokens
+    cutlass::FastDivmod by_band;        // tiles of a band
+    cutlass::FastDivmod by_units;       // units of a band
+    cutlass::FastDivmod by_last_units;  // units of the last band
+    int whole_bands;
 };
 
-inline ScheduleArguments schedule_arguments(int tiles, int units, int splits, int group_units) {
+inline ScheduleArguments schedule_arguments(int tiles, int units, int splits, int band_units) {
     units *= splits;
-    group_units = std::min(group_units, units);
-    const int last = units % group_units;
+    band_units = std::min(band_units, units);
+    const int last = units % band_units;
     return {tiles * units,
             cutlass::FastDivmod(splits),
-            group_units,
-            cutlass::FastDivmod(tiles * group_units),
-            cutlass::FastDivmod(group_units),
-            cutlass::FastDivmod(last == 0 ? group_units : last),
-            units / group_units};
+            band_units,
+            cutlass::FastDivmod(tiles * band_units),
+            cutlass::FastDivmod(band_units),
+            cutlass::FastDivmod(last == 0 ? band_units : last),
+            units / band_units};
 }
 
 // `kSplits`: whether tiles may be cut into parts.
@@ -74,7 +74,7 @@ struct Schedule {
     __device__ void run(const ScheduleArguments& arguments, const int2* tiles, bool is_own, int cluster,
                         int clusters, int lane) {
         Ring<kQueue>::Position position;
-        // Nothing waits for the first round to be ranked: it is in order but for the end of a group of
+        // Nothing waits for the first round to be ranked: it is in order but for the end of a band of
         // tokens.
         const Work first_work = work_at(arguments, tiles, cluster);
         if (!is_own) __trap();
@@ -129,12 +129,12 @@ struct Schedule {
 
     // Without the steps, of which the plan knows.
     __device__ static Work place_at(const ScheduleArguments& arguments, int item) {
-        int group, within;
+        int band, within;
         Work work{};
-        arguments.by_group(group, within, item);
-        (group < arguments.whole_groups ? arguments.by_units : arguments.by_last_units)(work.tile, work.unit,
-                                                                                        within);
-        work.unit += group * arguments.group_units;
+        arguments.by_band(band, within, item);
+        (band < arguments.whole_bands ? arguments.by_units : arguments.by_last_units)(work.tile, work.unit,
+                                                                                      within);
+        work.unit += band * arguments.band_units;
         if (kSplits) arguments.by_splits(work.unit, work.split, work.unit);
         return work;
     }
@@ -183,9 +183,9 @@ struct Schedule {
                            ? (kMostSteps - costs[i]) * kPlaces + place
                            : kLast + place;
         }
-        // Within a group of tokens they are in order.
+        // Within a band of tokens they are in order.
         const int last = min(first + clusters, arguments.size) - 1;
-        if (arguments.by_group.div(first) != arguments.by_group.div(last)) sort(costs, lane);
+        if (arguments.by_band.div(first) != arguments.by_band.div(last)) sort(costs, lane);
     }
 
     // Bitonic: afterwards the key of rank r is in lane r % 32, at r / 32.

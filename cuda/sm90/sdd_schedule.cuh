@@ -41,9 +41,9 @@ class SddSchedule {
     // `may_split`: whether there is memory for partial sums and a second kernel.
     __host__ __device__ SddSchedule(int tiles, int steps, int teams, int team_size, bool may_split)
         : tiles_(tiles), steps_(steps), teams_(teams), team_size_(team_size) {
-        const int groups = (tiles + team_size - 1) / team_size;
-        whole_ = may_split ? groups / teams * teams : groups;
-        rest_ = groups - whole_;
+        const int team_tiles = (tiles + team_size - 1) / team_size;
+        whole_ = may_split ? team_tiles / teams * teams : team_tiles;
+        rest_ = team_tiles - whole_;
         share_ = steps;
         pieces_ = 1;
         left_ = 0;
@@ -62,7 +62,7 @@ class SddSchedule {
     // For one CTA of the team.
     __device__ SddWork work(int index, int rank) const {
         const Piece piece = piece_at(index);
-        const int tile = piece.group * team_size_ + rank;
+        const int tile = piece.team_tile * team_size_ + rank;
         return {min(tile, tiles_ - 1), piece.first_step, piece.last_step,
                 piece.partial < 0 ? -1 : piece.partial * team_size_ + rank, piece.exists && tile < tiles_};
     }
@@ -85,9 +85,9 @@ class SddSchedule {
     static int max_partials(int ctas) { return 2 * ctas; }
 
   private:
-    // Of the tiles of a team.
+    // Of a team's tile: as many tiles, one after another in the plan, as it has CTAs.
     struct Piece {
-        int group;
+        int team_tile;
         int first_step;
         int last_step;
         int partial;
@@ -156,7 +156,7 @@ class SddSchedule {
     int steps_;
     int teams_;
     int team_size_;
-    // In tiles of a team:
+    // In teams' tiles:
     int whole_;   // that are not split, the first ones
     int rest_;    // all others
     int share_;   // steps of a team's share of these

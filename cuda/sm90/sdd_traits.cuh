@@ -104,7 +104,7 @@ struct SddPlan {
         const auto* words = reinterpret_cast<const int*>(plan);
         // Lets the compiler see that all lanes have the same, without which it would serialise wgmma.
         tile_count = __shfl_sync(~0u, plan->tiles, 0);
-        parts = plan->groups;
+        parts = plan->unit_blocks;
         tiles = reinterpret_cast<const int4*>(words + plan->tiles_at);
         units = words + plan->k_at;
         slots = words + plan->slots_at;

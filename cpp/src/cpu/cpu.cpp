@@ -19,10 +19,10 @@
 namespace ts::cpu {
 namespace {
 
-constexpr int64_t kChunkTokens = 256;           // most tokens whose panels are visited together
-constexpr int64_t kPackedFeatures = 512;        // features one unit of packing covers
-constexpr int64_t kSlab = 64;                   // most tokens of a slab
-constexpr int64_t kSumBytes = kGroup * 64 * 4;  // of a group times the widest tile
+constexpr int64_t kChunkTokens = 256;                  // most tokens whose panels are visited together
+constexpr int64_t kPackedFeatures = 512;               // features one unit of packing covers
+constexpr int64_t kSlab = 64;                          // most tokens of a slab
+constexpr int64_t kSumBytes = kTaskFeatures * 64 * 4;  // of a task times the widest tile
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -143,7 +143,7 @@ class Dds {
         choose_parts(4 * device.multiprocessors);
         const int64_t packed_tokens = by_tokens_ ? 0 : std::min(wave_, round_up(p_.tokens, steps_.lanes));
         panels_ = workspace_.take(packed_tokens * depth_ * steps_.packed_size);
-        values_ = workspace_.take(device.multiprocessors * (kGroup / rows_) * value_bytes_);
+        values_ = workspace_.take(device.multiprocessors * (kTaskFeatures / rows_) * value_bytes_);
     }
 
     size_t workspace_size() const { return workspace_.size(); }
@@ -160,8 +160,8 @@ class Dds {
             }
 #pragma omp for collapse(2) schedule(dynamic)
             for (int64_t token = wave; token < end; token += chunk_)
-                for (int64_t feature = 0; feature < features_; feature += group_)
-                    compute(feature, std::min(feature + group_, features_), token,
+                for (int64_t feature = 0; feature < features_; feature += task_features_)
+                    compute(feature, std::min(feature + task_features_, features_), token,
                             std::min(token + chunk_, end));
         }
     }
@@ -173,12 +173,12 @@ class Dds {
         const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
         chunk_ =
             std::clamp<int64_t>(cache_bytes() / panel_bytes, 1, kChunkTokens / steps_.tile) * steps_.tile;
-        group_ = kGroup;
-        if (ceil_div(features_, group_) * ceil_div(p_.tokens, chunk_) < units) {
-            group_ = rows_;
+        task_features_ = kTaskFeatures;
+        if (ceil_div(features_, task_features_) * ceil_div(p_.tokens, chunk_) < units) {
+            task_features_ = rows_;
             chunk_ = steps_.tile;
         }
-        wave_ = chunk_ * ceil_div(units, ceil_div(features_, group_));
+        wave_ = chunk_ * ceil_div(units, ceil_div(features_, task_features_));
     }
 
     int64_t tile_tokens(int64_t token) const { return std::min<int64_t>(steps_.tile, p_.tokens - token); }
@@ -199,7 +199,7 @@ class Dds {
     // Computes features [feature, feature_end) of tokens [token, token_end), tile by tile.
     void compute(int64_t feature, int64_t feature_end, int64_t token, int64_t token_end) const {
         alignas(64) std::byte sums[kSumBytes];
-        Strip strips[kGroup / kMinRows];
+        Strip strips[kTaskFeatures / kMinRows];
         const int64_t count = (feature_end - feature) / rows_;
         for (int64_t i = 0; i < count; ++i) strips[i] = strip_of(feature + i * rows_, i);
         for (; token < token_end; token += steps_.tile) {
@@ -226,10 +226,10 @@ class Dds {
     void multiply_tokens(const Strip& strip, int64_t token, float* sums) const {
         const int64_t ld = input_.ld * element_size(p_.dtype);
         steps_.multiply_tokens({offset(input_.data, token * ld), ld, strip.a, strip.idx, strip.entries,
-                                strip.depth, tile_tokens(token), sums, kGroup});
+                                strip.depth, tile_tokens(token), sums, kTaskFeatures});
     }
 
-    // The strip that begins at a feature, all but its tokens. It is the index-th of its group.
+    // The strip that begins at a feature, all but its tokens. It is the index-th of its task.
     Strip strip_of(int64_t feature, int64_t index) const {
         const int64_t row = feature / block_, first = adjacency_.ptr[row];
         Strip strip{};
@@ -249,7 +249,7 @@ class Dds {
             strip.a_row = forward_ ? depth_block_ : 1;
             strip.a_step = forward_ ? 1 : block_;
         } else {
-            const int64_t place = omp_get_thread_num() * (kGroup / rows_) + index;
+            const int64_t place = omp_get_thread_num() * (kTaskFeatures / rows_) + index;
             strip.a = offset(values_, place * value_bytes_);
             strip.a_entry = rows_ * depth_block_;
             strip.a_row = depth_block_;
@@ -289,7 +289,7 @@ class Dds {
         const Matrix& residual = p_.residual;
         const void* bias = p_.bias ? offset(p_.bias, feature * size) : nullptr;
         return {sums,
-                by_tokens_ ? kGroup : round_up(columns, steps_.lanes),
+                by_tokens_ ? kTaskFeatures : round_up(columns, steps_.lanes),
                 by_tokens_ ? columns : features,
                 by_tokens_ ? features : columns,
                 offset(output_.data, first(output_.ld) * size),
@@ -314,7 +314,7 @@ class Dds {
     const bool direct_;     // values are read where they lie
     const int threads_;
     const int64_t value_bytes_;
-    int64_t chunk_, group_, wave_;  // tokens, features and tokens
+    int64_t chunk_, task_features_, wave_;  // tokens, features and tokens
     Workspace workspace_;
     std::byte* panels_;
     std::byte* values_;  // of each thread
