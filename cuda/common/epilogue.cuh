@@ -24,7 +24,7 @@ __device__ inline float normal_cdf(float x) {
     return __saturatef(fmaf(slope, x, 0.5f));
 }
 
-// x / (1 + exp(-x)) from the approximations of the special function unit, which are exact to about 2^-22.
+// x / (1 + exp(-x)) from the hardware's approximations, which are exact to about 2^-22.
 __device__ inline float silu(float x) {
     constexpr float kLog2E = 1.442695041f;
     float power, inverse;

@@ -382,7 +382,7 @@ struct Sdd {
         return rows / group_rows * (group_columns * pattern.block_cols / kTileColumns + 0.5);
     }
 
-    // The number of splits with the least estimated time. Units: one step of one tile.
+    // The number of splits with the least estimated time. Times are counted in steps of a tile.
     static int splits(const Problem& problem, const Device& device) {
         if (problem.pattern.nnz == 0) return 1;
         constexpr double kTileOverhead = 6;        // filling the ring, storing the sums

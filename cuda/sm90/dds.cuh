@@ -214,14 +214,14 @@ template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens,
 struct Dds {
     using Traits = DdsTraits<Math, Weight, kTokenRanks, kRowRanks, kTileTokens>;
     static constexpr PlanShape kPlan = {Traits::kTileFeatures, Traits::kStep, kRowRanks};
-    static constexpr int kUnitTokens = kTokenRanks * Traits::kTileTokens;
+    static constexpr int kSpanTokens = kTokenRanks * Traits::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Traits::kSharedBytes)) return reason;
         if (Weight::value_rows(problem.pattern) > INT32_MAX - 128)
             return "values of 2^31 rows or more are out of its reach";
-        if (!Traits::Schedule::can_hold(tile_count(problem), unit_count(problem),
+        if (!Traits::Schedule::can_hold(tile_count(problem), span_count(problem),
                                         problem.k_size() / Traits::kStep + 1, device.multiprocessors))
             return "so much work is out of its reach";
         return refuses_results(problem.output(), problem.tokens);
@@ -229,21 +229,21 @@ struct Dds {
 
     // The partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        return partial_bytes<Traits>(tile_count(problem) * unit_count(problem), splits_of(problem, device));
+        return partial_bytes<Traits>(tile_count(problem) * span_count(problem), splits_of(problem, device));
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
-        const int64_t tiles = tile_count(problem), units = unit_count(problem);
-        if (tiles * units == 0) return cudaSuccess;
+        const int64_t tiles = tile_count(problem), spans = span_count(problem);
+        if (tiles * spans == 0) return cudaSuccess;
         const int64_t splits = splits_of(problem, device);
         DdsArguments arguments{};
-        if (const cudaError_t error = describe(arguments, problem, tiles, units, splits)) return error;
+        if (const cudaError_t error = describe(arguments, problem, tiles, spans, splits)) return error;
         if constexpr (Traits::kSplits)
             if (splits > 1) {
                 arguments.partial = static_cast<float4*>(workspace);
-                return multiply_parts(arguments, problem, tiles * units, stream);
+                return multiply_parts(arguments, problem, tiles * spans, stream);
             }
-        return multiply(arguments, problem, tiles * units, stream);
+        return multiply(arguments, problem, tiles * spans, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -254,7 +254,7 @@ struct Dds {
                    1u << static_cast<int>(Math::kDType),
                    Precision::highest,
                    kPlan,
-                   kUnitTokens,
+                   kSpanTokens,
                    kClusterFeatures,
                    0,
                    refuses,
@@ -270,7 +270,7 @@ struct Dds {
   private:
     static int64_t splits_of(const Problem& problem, const Device& device) {
         if (!Traits::kSplits) return 1;
-        return split_count(problem, tile_count(problem) * unit_count(problem),
+        return split_count(problem, tile_count(problem) * span_count(problem),
                            device.multiprocessors / Traits::kRanks);
     }
 
@@ -296,11 +296,11 @@ struct Dds {
         const int64_t tile_rows = kClusterFeatures / problem.row_block();
         return (problem.features() / problem.row_block() + tile_rows - 1) / tile_rows;
     }
-    static int64_t unit_count(const Problem& problem) {
-        return (problem.tokens + kUnitTokens - 1) / kUnitTokens;
+    static int64_t span_count(const Problem& problem) {
+        return (problem.tokens + kSpanTokens - 1) / kSpanTokens;
     }
 
-    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units,
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t spans,
                                 int64_t splits) {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
@@ -309,9 +309,9 @@ struct Dds {
         arguments.k_size = static_cast<int>(problem.k_size());
         arguments.k_block = problem.k_block();
         arguments.value_rows = Weight::value_rows(pattern);
-        arguments.units = static_cast<int>(units);
-        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
-                                                static_cast<int>(splits), band_units(arguments.k_size));
+        arguments.spans = static_cast<int>(spans);
+        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
+                                                static_cast<int>(splits), band_spans(arguments.k_size));
         if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
         if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
         arguments.weight = Weight::operand(arguments);
@@ -320,11 +320,11 @@ struct Dds {
         return Weight::map(arguments, problem);
     }
 
-    // So many tokens that their activations take a third of L2, but two units at least: within a band tiles
+    // So many tokens that their activations take a third of L2, but two spans at least: within a band tiles
     // are in order, and the longer the order the better they are balanced.
-    static int band_units(int k_size) {
+    static int band_spans(int k_size) {
         constexpr int64_t kPanelBytes = 16 << 20;
-        const int64_t bytes = int64_t{kUnitTokens} * std::max(k_size, 1) * 2;
+        const int64_t bytes = int64_t{kSpanTokens} * std::max(k_size, 1) * 2;
         return static_cast<int>(std::max<int64_t>(2, kPanelBytes / bytes));
     }
 

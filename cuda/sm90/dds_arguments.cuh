@@ -20,7 +20,7 @@ struct DdsArguments {
     const void* bias;
     const char* packed;  // the weight in the order of its products, for narrow blocks
     float4* partial;     // sums of parts of k, or nullptr
-    int units;           // of tokens
+    int spans;           // of tokens
     ScheduleArguments schedule;
     Operand weight;  // as the products read it from shared memory
     Operand tokens_by_k;
@@ -42,7 +42,7 @@ struct DdsArguments {
 template <class Traits>
 __device__ int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank, int warpgroup) {
     const int64_t part =
-        (int64_t{work.tile} * arguments.units + work.unit) * arguments.schedule.by_splits.divisor;
+        (int64_t{work.tile} * arguments.spans + work.span) * arguments.schedule.by_splits.divisor;
     return ((part + work.split) * Traits::kRanks + rank) * Traits::kWarpgroups + warpgroup;
 }
 

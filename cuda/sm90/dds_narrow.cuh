@@ -44,7 +44,7 @@ class NarrowProducer {
         while (true) {
             const Work work = shared_.schedule.pop(next, lane_);
             if (work.tile < 0) return;
-            const int token = work.unit * Traits::kTileTokens + rank_ * Traits::kRankTokens;
+            const int token = work.span * Traits::kTileTokens + rank_ * Traits::kRankTokens;
             for (int first = 0; first < work.steps; first += 32) {
                 const int step = work.step + min(first + lane_, work.steps - 1);
                 const int k = __ldg(plan_.k + step);
@@ -168,7 +168,7 @@ class NarrowConsumer {
         typename NarrowAtom<typename Traits::Math,
                             kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>::Type;
     static constexpr int kQuarters = Traits::kLine / 16;
-    static constexpr int kUnit = Traits::kBlock / 16;  // quarters of a block
+    static constexpr int kBlockQuarters = Traits::kBlock / 16;
 
     __device__ Work next_work(Epilogue& epilogue) {
         const Work work = shared_.schedule.pop(next_, lane_);
@@ -220,10 +220,10 @@ class NarrowConsumer {
         WeightFragment fragments[kQuarters];
         const uint32_t own = mask >> warp_;
 #pragma unroll
-        for (int k16 = 0; k16 < kQuarters; k16 += kUnit) {
+        for (int k16 = 0; k16 < kQuarters; k16 += kBlockQuarters) {
             const bool present = own >> 4 * k16 & 1;
 #pragma unroll
-            for (int i = 0; i < kUnit; ++i) {
+            for (int i = 0; i < kBlockQuarters; ++i) {
                 WeightFragment& fragment = fragments[k16 + i];
                 fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0;
                 if (present) Weight::read(fragment, shared_.weight[0], weight, i);
@@ -232,10 +232,10 @@ class NarrowConsumer {
         }
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int k16 = 0; k16 < kQuarters; k16 += kUnit) {
+        for (int k16 = 0; k16 < kQuarters; k16 += kBlockQuarters) {
             if ((mask >> 4 * k16 & 0xf) == 0) continue;
 #pragma unroll
-            for (int i = k16; i < k16 + kUnit; ++i)
+            for (int i = k16; i < k16 + kBlockQuarters; ++i)
                 fma(sums, fragments[i],
                     uint64_t{arguments_.tokens_by_k.high} << 32 | (input + i * (kRowMajorInput ? 2 : 128)),
                     std::make_index_sequence<Traits::kSums>());
@@ -312,7 +312,7 @@ struct DdsNarrow {
         const Pattern& pattern = problem.pattern;
         if (pattern.block_rows != pattern.block_cols || pattern.block_rows > 32)
             return "its blocks are 16 x 16 or 32 x 32";
-        if (!Common::Schedule::can_hold(tile_count(problem), unit_count(problem),
+        if (!Common::Schedule::can_hold(tile_count(problem), span_count(problem),
                                         problem.k_size() / Common::kStep + 1, device.multiprocessors))
             return "so much work is out of its reach";
         return refuses_results(problem.output(), problem.tokens);
@@ -320,7 +320,7 @@ struct DdsNarrow {
 
     // The packed weight, unless the caller has it, and the partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        const int64_t items = tile_count(problem) * unit_count(problem);
+        const int64_t items = tile_count(problem) * span_count(problem);
         return own_packed_bytes(problem) + partial_bytes<Common>(items, splits_of(problem, device));
     }
 
@@ -379,7 +379,7 @@ struct DdsNarrow {
 
     static int64_t splits_of(const Problem& problem, const Device& device) {
         if (kStep == 64) return 1;
-        return split_count(problem, tile_count(problem) * unit_count(problem),
+        return split_count(problem, tile_count(problem) * span_count(problem),
                            device.multiprocessors / Common::kRanks);
     }
     static bool is_wide(const Problem& problem) { return problem.pattern.block_rows == 32; }
@@ -391,22 +391,22 @@ struct DdsNarrow {
     static int64_t tile_count(const Problem& problem) {
         return (problem.features() + kClusterFeatures - 1) / kClusterFeatures;
     }
-    static int64_t unit_count(const Problem& problem) {
+    static int64_t span_count(const Problem& problem) {
         return (problem.tokens + Common::kTileTokens - 1) / Common::kTileTokens;
     }
 
     template <int kBlock, int kStages, bool kSplits = false>
     static int32_t launch_as(const Problem& problem, int64_t splits, void* workspace, void* stream) {
         using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kStep, kStages, kSplits>;
-        const int64_t tiles = tile_count(problem), units = unit_count(problem),
-                      parts = tiles * units * splits;
+        const int64_t tiles = tile_count(problem), spans = span_count(problem),
+                      parts = tiles * spans * splits;
         if (parts == 0) return cudaSuccess;
         DdsArguments arguments{};
         const bool packs = problem.packed == nullptr && problem.pattern.nnz > 0;
         arguments.packed = static_cast<const char*>(packs ? workspace : problem.packed);
         arguments.partial =
             reinterpret_cast<float4*>(static_cast<char*>(workspace) + own_packed_bytes(problem));
-        if (const cudaError_t error = describe(arguments, problem, tiles, units, splits)) return error;
+        if (const cudaError_t error = describe(arguments, problem, tiles, spans, splits)) return error;
         if (packs)
             if (const cudaError_t error = pack_as<typename Traits::Weight>(problem, workspace, stream))
                 return error;
@@ -418,7 +418,7 @@ struct DdsNarrow {
             start(kSplits ? without_epilogue(arguments) : arguments, clusters, Traits::kRanks,
                   Traits::kThreads, Traits::kSharedBytes, stream, packs);
         if constexpr (kSplits)
-            if (error == cudaSuccess) return reduce_parts<Traits>(arguments, tiles * units, stream);
+            if (error == cudaSuccess) return reduce_parts<Traits>(arguments, tiles * spans, stream);
         return error;
     }
 
@@ -438,14 +438,14 @@ struct DdsNarrow {
                                 parameters, 0, static_cast<cudaStream_t>(stream));
     }
 
-    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units,
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t spans,
                                 int64_t splits) {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
-        arguments.units = static_cast<int>(units);
-        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
-                                                static_cast<int>(splits), band_units(problem.k_size()));
+        arguments.spans = static_cast<int>(spans);
+        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
+                                                static_cast<int>(splits), band_spans(problem.k_size()));
         const bool row_major = problem.input().layout == Layout::row_major;
         arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
         if (arguments.value_rows > 0)
@@ -454,7 +454,7 @@ struct DdsNarrow {
     }
 
     // So many tokens that their activations take a sixth of L2.
-    static int band_units(int64_t k_size) {
+    static int band_spans(int64_t k_size) {
         constexpr int64_t kPanelBytes = 8 << 20;
         const int64_t bytes = int64_t{Common::kTileTokens} * std::max<int64_t>(k_size, 1) * 2;
         return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));

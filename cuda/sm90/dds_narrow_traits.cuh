@@ -32,7 +32,7 @@ struct NarrowTraits {
     static constexpr int kRanks = 2;
     static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
 
-    __device__ static int first_token(const Work& work, int) { return work.unit * kTileTokens; }
+    __device__ static int first_token(const Work& work, int) { return work.span * kTileTokens; }
     // The block rows of a CTA's tile.
     __device__ static const int* rows_of(const DdsPlan& plan, int tile, int rank) {
         return plan.rows + (tile * kRanks + rank) * kBlockRows;

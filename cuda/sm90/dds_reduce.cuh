@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
     if (!plan.is_own) __trap();
     const int warpgroup = blockIdx.x % Traits::kWarpgroups, cta = blockIdx.x / Traits::kWarpgroups;
     const int rank = cta % Traits::kRanks, item = cta / Traits::kRanks;
-    Work work{item / arguments.units, item % arguments.units, 0, 0, 0};
+    Work work{item / arguments.spans, item % arguments.spans, 0, 0, 0};
     DdsEpilogue<Traits> epilogue(arguments, shared.output, shared.residual, warpgroup);
     epilogue.prepare(Traits::rows_of(plan, work.tile, rank));
     epilogue.begin(Traits::first_token(work, rank));

@@ -23,7 +23,7 @@ struct DdsTraits {
     // The place in the plan of a CTA's part of a tile or step.
     __device__ static int plan_index(int index, int rank) { return index * kRowRanks + row_rank(rank); }
     __device__ static int first_token(const Work& work, int rank) {
-        return (work.unit * kTokenRanks + token_rank(rank)) * kTileTokens;
+        return (work.span * kTokenRanks + token_rank(rank)) * kTileTokens;
     }
 
     // The block rows of a CTA's tile.

@@ -19,33 +19,33 @@ namespace ts::sm90 {
 
 struct Work {
     int tile;   // of the plan; -1: no more
-    int unit;   // tokens: a cluster's share, counted from 0
+    int span;   // of tokens: as many as a cluster computes, counted from 0
     int split;  // which part of the tile's steps
     int step;   // first step
     int steps;  // number of steps
 };
 
 struct ScheduleArguments {
-    int size;                           // tiles of the plan times units of tokens times splits
-    cutlass::FastDivmod by_splits;      // parts of a tile's steps; a unit is so many units below
-    int band_units;                     // units of a band of tokens
+    int size;                           // tiles of the plan times spans of tokens times parts
+    cutlass::FastDivmod by_splits;      // parts of a tile's steps; below, each counts as a span
+    int band_spans;                     // spans of a band
     cutlass::FastDivmod by_band;        // tiles of a band
-    cutlass::FastDivmod by_units;       // units of a band
-    cutlass::FastDivmod by_last_units;  // units of the last band
+    cutlass::FastDivmod by_spans;       // spans of a band
+    cutlass::FastDivmod by_last_spans;  // spans of the last band
     int whole_bands;
 };
 
-inline ScheduleArguments schedule_arguments(int tiles, int units, int splits, int band_units) {
-    units *= splits;
-    band_units = std::min(band_units, units);
-    const int last = units % band_units;
-    return {tiles * units,
+inline ScheduleArguments schedule_arguments(int tiles, int spans, int splits, int band_spans) {
+    spans *= splits;
+    band_spans = std::min(band_spans, spans);
+    const int last = spans % band_spans;
+    return {tiles * spans,
             cutlass::FastDivmod(splits),
-            band_units,
-            cutlass::FastDivmod(tiles * band_units),
-            cutlass::FastDivmod(band_units),
-            cutlass::FastDivmod(last == 0 ? band_units : last),
-            units / band_units};
+            band_spans,
+            cutlass::FastDivmod(tiles * band_spans),
+            cutlass::FastDivmod(band_spans),
+            cutlass::FastDivmod(last == 0 ? band_spans : last),
+            spans / band_spans};
 }
 
 // `kSplits`: whether tiles may be cut into parts.
@@ -56,10 +56,10 @@ struct Schedule {
     static constexpr int kTileCost = 3;  // of a tile's beginning and end, in steps
 
     // Whether the numbers of all work, and of a cluster's steps, fit into 32 bits.
-    static bool can_hold(int64_t tiles, int64_t units, int64_t steps, int multiprocessors) {
+    static bool can_hold(int64_t tiles, int64_t spans, int64_t steps, int multiprocessors) {
         const int64_t clusters = std::max(multiprocessors / 4, 1);  // there are at least so many
-        return tiles * units < int64_t{1} << 30 && steps < kMostSteps &&
-               (tiles * units / clusters + 1) * (steps + kTileCost) < kLast / kPlaces;
+        return tiles * spans < int64_t{1} << 30 && steps < kMostSteps &&
+               (tiles * spans / clusters + 1) * (steps + kTileCost) < kLast / kPlaces;
     }
 
     Ring<kQueue> ring;
@@ -111,7 +111,7 @@ struct Schedule {
         Work work = queue[position.stage];
         // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
         work.tile = __shfl_sync(~0u, work.tile, 0);
-        work.unit = __shfl_sync(~0u, work.unit, 0);
+        work.span = __shfl_sync(~0u, work.span, 0);
         work.split = __shfl_sync(~0u, work.split, 0);
         work.step = __shfl_sync(~0u, work.step, 0);
         work.steps = __shfl_sync(~0u, work.steps, 0);
@@ -132,10 +132,10 @@ struct Schedule {
         int band, within;
         Work work{};
         arguments.by_band(band, within, item);
-        (band < arguments.whole_bands ? arguments.by_units : arguments.by_last_units)(work.tile, work.unit,
+        (band < arguments.whole_bands ? arguments.by_spans : arguments.by_last_spans)(work.tile, work.span,
                                                                                       within);
-        work.unit += band * arguments.band_units;
-        if (kSplits) arguments.by_splits(work.unit, work.split, work.unit);
+        work.span += band * arguments.band_spans;
+        if (kSplits) arguments.by_splits(work.span, work.split, work.span);
         return work;
     }
 

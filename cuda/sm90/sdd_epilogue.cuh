@@ -134,12 +134,12 @@ class SddEpilogue {
     // A warp holds 16 columns of 16 lines, where lines are of x. Eight by eight they are transposed.
     template <int kCount>
     __device__ void store_columns(const float (&sums)[kCount], int first) const {
-        constexpr int kUnit = 32;
+        constexpr int kColumns = 32;  // from one of a lane's targets to the next
         const int eighth = threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
-        Element* to[2 * kCount / kUnit];
+        Element* to[2 * kCount / kColumns];
 #pragma unroll
-        for (int i = 0; i < 2 * kCount / kUnit; ++i)
-            to[i] = target(line_ - eighth + 8 * (lane % 2), first + kUnit * i + eighth + 8 * (lane / 2));
+        for (int i = 0; i < 2 * kCount / kColumns; ++i)
+            to[i] = target(line_ - eighth + 8 * (lane % 2), first + kColumns * i + eighth + 8 * (lane / 2));
 #pragma unroll
         for (int i = 0; i < kCount / 8; ++i) {
             uint32_t words[4];

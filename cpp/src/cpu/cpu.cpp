@@ -3,8 +3,8 @@
 //   dds  columns are tokens; the activations are packed into panels once, W is read where it lies
 //   sdd  columns are features of x; tokens are cut into slabs, which take the place of the blocks
 //
-// A unit of parallel work owns what it writes and sums in the order of the pattern, so results do not
-// depend on the number of threads.
+// A task, what one thread does by itself, owns what it writes and sums in the order of the pattern, so
+// results do not depend on the number of threads.
 #include "cpu/cpu.h"
 
 #include <omp.h>
@@ -20,7 +20,7 @@ namespace ts::cpu {
 namespace {
 
 constexpr int64_t kChunkTokens = 256;                  // most tokens whose panels are visited together
-constexpr int64_t kPackedFeatures = 512;               // features one unit of packing covers
+constexpr int64_t kPackedFeatures = 512;               // features that a task packs
 constexpr int64_t kSlab = 64;                          // most tokens of a slab
 constexpr int64_t kSumBytes = kTaskFeatures * 64 * 4;  // of a task times the widest tile
 
@@ -140,7 +140,7 @@ class Dds {
           threads_(std::min(omp_get_max_threads(), device.multiprocessors)),
           value_bytes_(direct_ ? 0 : rows_ * depth_ * steps_.packed_size),
           workspace_(memory) {
-        choose_parts(4 * device.multiprocessors);
+        choose_tasks(4 * device.multiprocessors);
         const int64_t packed_tokens = by_tokens_ ? 0 : std::min(wave_, round_up(p_.tokens, steps_.lanes));
         panels_ = workspace_.take(packed_tokens * depth_ * steps_.packed_size);
         values_ = workspace_.take(device.multiprocessors * (kTaskFeatures / rows_) * value_bytes_);
@@ -168,17 +168,17 @@ class Dds {
 
   private:
     // Panels of a chunk of tokens stay in the cache while the values pass by. A wave of chunks is packed
-    // and then computed in at least `units` units of work, if there are tokens enough.
-    void choose_parts(int64_t units) {
+    // and then computed in at least `tasks` tasks, if there are tokens enough.
+    void choose_tasks(int64_t tasks) {
         const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
         chunk_ =
             std::clamp<int64_t>(cache_bytes() / panel_bytes, 1, kChunkTokens / steps_.tile) * steps_.tile;
         task_features_ = kTaskFeatures;
-        if (ceil_div(features_, task_features_) * ceil_div(p_.tokens, chunk_) < units) {
+        if (ceil_div(features_, task_features_) * ceil_div(p_.tokens, chunk_) < tasks) {
             task_features_ = rows_;
             chunk_ = steps_.tile;
         }
-        wave_ = chunk_ * ceil_div(units, ceil_div(features_, task_features_));
+        wave_ = chunk_ * ceil_div(tasks, ceil_div(features_, task_features_));
     }
 
     int64_t tile_tokens(int64_t token) const { return std::min<int64_t>(steps_.tile, p_.tokens - token); }
@@ -338,7 +338,7 @@ class Sdd {
           feature_bytes_(slabs_ * slab_ / steps_.pair * steps_.packed_size),
           threads_(std::min(omp_get_max_threads(), device.multiprocessors)),
           workspace_(memory) {
-        choose_parts(4 * device.multiprocessors);
+        choose_tasks(4 * device.multiprocessors);
         x_panels_ = workspace_.take(x_wave_ * feature_bytes_);
         y_panels_ = workspace_.take(y_wave_ * feature_bytes_);
     }
@@ -365,23 +365,23 @@ class Sdd {
     }
 
   private:
-    // A unit of work is a block row and a chunk of columns whose panels stay in the cache. The operand of
-    // more features is packed in waves that stay there too, but give at least `units` units; the other
+    // A task is a block row and a chunk of columns whose panels stay in the cache. The operand of
+    // more features is packed in waves that stay there too, but give at least `tasks` tasks; the other
     // one is packed whole.
-    void choose_parts(int64_t units) {
+    void choose_tasks(int64_t tasks) {
         const int64_t rows = p_.pattern.out_features / block_rows_,
                       cols = p_.pattern.in_features / block_cols_;
         const int64_t cached_features = feature_bytes_ ? cache_bytes() / feature_bytes_ : cache_bytes();
         int64_t chunk = std::clamp<int64_t>(cached_features / block_cols_, 1, cols);
-        if (rows * ceil_div(cols, chunk) < units) chunk = 1;
+        if (rows * ceil_div(cols, chunk) < tasks) chunk = 1;
         chunk_ = chunk * block_cols_;
         x_wave_ = p_.pattern.in_features;
         y_wave_ = p_.pattern.out_features;
         if (x_wave_ > y_wave_)
-            x_wave_ = std::min(x_wave_, chunk_ * ceil_div(units, rows));
+            x_wave_ = std::min(x_wave_, chunk_ * ceil_div(tasks, rows));
         else
             y_wave_ = std::min(y_wave_, block_rows_ * std::max(cached_features / block_rows_,
-                                                               ceil_div(units, ceil_div(cols, chunk))));
+                                                               ceil_div(tasks, ceil_div(cols, chunk))));
     }
 
     // Packs features [feature, end) as panels [features / width][slab], each [tokens of a slab, width] or
