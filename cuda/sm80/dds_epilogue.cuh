@@ -76,9 +76,9 @@ class DdsEpilogue {
     }
 
     __device__ static void copy_neighbours(Element* target, const char* source) {
-        constexpr int kPieces = kNeighbours * sizeof(Element) / sizeof(uint4);
+        constexpr int kVectors = kNeighbours * sizeof(Element) / sizeof(uint4);
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i)
+        for (int i = 0; i < kVectors; ++i)
             reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(source)[i];
     }
 

@@ -195,7 +195,7 @@ class SddEpilogue {
 // columns of half a tile.
 template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
-    constexpr int kColumns = 32, kPieces = kColumns / 8, kParts = Traits::kWindow / kColumns;
+    constexpr int kColumns = 32, kVectors = kColumns / 8, kParts = Traits::kWindow / kColumns;
     const SddPlan plan(arguments.plan, arguments.plan_key);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
                                arguments.may_split);
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArg
         for (int number = 0; number < partials.count(); ++number) {
             const float4* const from =
                 partial_sums<kSums>(arguments.partial, 2 * int64_t{partials.at(number)} + half);
-            add_sums(from + part * kPieces * 128, sums);
+            add_sums(from + part * kVectors * 128, sums);
         }
         SddEpilogue<Traits>(arguments, plan, schedule.first_split() + place, half)
             .store(sums, kColumns * part);
