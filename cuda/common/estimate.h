@@ -51,7 +51,7 @@ inline double dds_work(const Kernel& kernel, const Problem& problem, const Devic
         kernel.tile_tokens * tile_features + kOperandWeight * (kernel.tile_tokens + tile_features);
     const double work = divide_up(tiles * cluster, multiprocessors(device)) * tile_work / cluster;
     const int64_t parts =
-        kernel.splits ? split_count(problem, static_cast<int64_t>(tiles), device.multiprocessors / cluster)
+        kernel.splits ? part_count(problem, static_cast<int64_t>(tiles), device.multiprocessors / cluster)
                       : 1;
     return parts == 1 ? work : work * std::min(1.0, split_time(dds_steps(problem, kernel.plan.step), parts));
 }
@@ -139,8 +139,8 @@ inline double walking_time(const Problem& problem) {
     const double columns = present(problem.pattern.density(), std::max(2, 128 / problem.row_block()));
     const double tiles = divide_up(static_cast<double>(problem.tokens), 128) *
                          divide_up(static_cast<double>(problem.features()), 512);
-    const double part = tiles > 16 ? 1.0 : tiles > 8 ? 0.85 : 0.62;
-    return part * 7e-3 * static_cast<double>(problem.k_size()) * columns;
+    const double factor = tiles > 16 ? 1.0 : tiles > 8 ? 0.85 : 0.62;
+    return factor * 7e-3 * static_cast<double>(problem.k_size()) * columns;
 }
 
 // What all of them have to do, were every multiprocessor busy all the time: 1.6 for the operands.
@@ -157,7 +157,7 @@ inline double dds_time(const Kernel& kernel, const Problem& problem, const Devic
     const double work = 1e-6 * share * dds_cost(problem) * dds_work(kernel, problem, device, cluster);
     if (!has_few_tokens(problem)) return kStart + work;
     constexpr double kRank = 1e-6;  // only says which of them is best
-    // Values are also loaded; with more tokens that is a small part.
+    // Values are also loaded; with more tokens that is little.
     const double streaming = problem.tokens > kChunk ? 0 : streaming_time(problem, device);
     const double time = walking_time(problem) + streaming;
     return kStart + std::hypot(time, shared_time(problem, device)) + kRank * (1 + work);

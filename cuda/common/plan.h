@@ -69,7 +69,7 @@ static_assert(sizeof(PlanHeader) == 64);
 // A number, never 0, that plans share only if a kernel that can walk the one can walk the other. It is worked
 // out in every launch.
 inline int32_t plan_key(const Pattern& pattern, Op op, const PlanShape& shape) {
-    const int64_t parts[] = {static_cast<int64_t>(op),
+    const int64_t words[] = {static_cast<int64_t>(op),
                              shape.tile,
                              shape.step,
                              shape.ranks,
@@ -80,8 +80,8 @@ inline int32_t plan_key(const Pattern& pattern, Op op, const PlanShape& shape) {
                              pattern.in_features,
                              pattern.nnz};
     uint64_t hash = 0;
-    for (const int64_t part : parts) {
-        hash = (hash ^ static_cast<uint64_t>(part)) * 0x9e3779b97f4a7c15u;
+    for (const int64_t word : words) {
+        hash = (hash ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15u;
         hash ^= hash >> 32;
     }
     const auto key = static_cast<int32_t>(hash);

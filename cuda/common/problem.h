@@ -116,7 +116,7 @@ inline double split_time(double steps, int64_t parts) {
 
 // The number of parts for some tiles, so that all `workers`, which take one at a time, have work. The partial
 // sums need no more memory than one tile of each worker.
-inline int64_t split_count(const Problem& problem, int64_t tiles, int64_t workers) {
+inline int64_t part_count(const Problem& problem, int64_t tiles, int64_t workers) {
     constexpr int64_t kMost = 8, kLeastSteps = 4;
     if (tiles == 0 || workers / tiles < 2) return 1;
     const double steps = dds_steps(problem);
@@ -155,7 +155,7 @@ struct Kernel {
     size_t (*workspace_size)(const Problem&, const Device&);
     // 0, or the CUDA error of the launch.
     int32_t (*launch)(const Problem&, const Device&, void* workspace, void* stream);
-    bool splits = false;  // the sums of few tiles, see split_count
+    bool splits = false;  // the sums of few tiles into parts, see part_count
     // What of values and results it computes with; the dtypes are bits, 0 for those of the activations.
     uint32_t storages = 1u << static_cast<int>(Storage::plain);
     uint32_t values_dtypes = 0;

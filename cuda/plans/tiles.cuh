@@ -10,7 +10,7 @@ namespace ts::plans {
 struct TileShape {
     int group_rows;  // block rows of a rank
     int pieces;
-    int parts;  // steps of a column
+    int column_steps;
     int ranks;
     int step;
 
@@ -23,7 +23,7 @@ static __global__ void count_steps(Groups ranks, const int2* pairs, TileShape sh
     if (tile >= tiles) return;
     const int2 pair = shape.ranks == 2 ? pairs[tile] : make_int2(tile, -1);
     const int longest = max(ranks.counts[pair.x], pair.y < 0 ? 0 : ranks.counts[pair.y]);
-    steps[tile] = (longest + shape.pieces - 1) / shape.pieces * shape.parts;
+    steps[tile] = (longest + shape.pieces - 1) / shape.pieces * shape.column_steps;
 }
 
 // Writes one rank's columns in the order in which they are walked: first those that the other rank has, too,
@@ -51,10 +51,10 @@ __device__ inline void write_columns(const Sets& sets, int own, int other, const
             const bool goes_first = (common >> lane & 1) && shared_place < shared;
             const int at = goes_first ? shared_place : shared + place - min(shared_place, shared);
             const int column = 32 * (first + w) + lane;
-            for (int part = 0; part < shape.parts; ++part) {
-                const int step = first_step + at / shape.pieces * shape.parts + part;
+            for (int i = 0; i < shape.column_steps; ++i) {
+                const int step = first_step + at / shape.pieces * shape.column_steps + i;
                 k[(step * shape.ranks + rank) * shape.pieces + at % shape.pieces] =
-                    column * view.col_block + part * shape.step;
+                    column * view.col_block + i * shape.step;
             }
         }
     }
@@ -173,7 +173,7 @@ class TileBuilder {
     int64_t most_steps() const {
         const int64_t columns = std::min<int64_t>(view_.nnz, int64_t{tiles_} * view_.cols);
         const int64_t full = columns / shape_.pieces, partial = std::min<int64_t>(columns, tiles_);
-        return (full + partial) * shape_.parts;
+        return (full + partial) * shape_.column_steps;
     }
 
     std::array<int64_t, 6> sections() const {

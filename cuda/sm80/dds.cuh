@@ -5,7 +5,7 @@
 // A CTA computes tiles of kTileTokens x kTileFeatures, one after another. A tile's features belong to
 // several block rows (see common/plan.h); it walks the steps of k in which one of them has a block.
 // All threads together fill a ring of stages with cp.async, some steps ahead and on into the next
-// tile: all tokens' k of the step, and of W the blocks that exist. Each warp multiplies its part of
+// tile: all tokens' k of the step, and of W the blocks that exist. Each warp multiplies what it has of
 // the tile with mma.sync, skipping what does not exist. (Warps that only load would leave the others
 // 168 registers instead of 255, too few to hide the latency of 64 x 64 sums' fragments.)
 #pragma once

@@ -229,17 +229,17 @@ struct Dds {
 
     // The partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        return partial_bytes<Traits>(tile_count(problem) * span_count(problem), splits_of(problem, device));
+        return partial_bytes<Traits>(tile_count(problem) * span_count(problem), parts_of(problem, device));
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         const int64_t tiles = tile_count(problem), spans = span_count(problem);
         if (tiles * spans == 0) return cudaSuccess;
-        const int64_t splits = splits_of(problem, device);
+        const int64_t parts = parts_of(problem, device);
         DdsArguments arguments{};
-        if (const cudaError_t error = describe(arguments, problem, tiles, spans, splits)) return error;
+        if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
         if constexpr (Traits::kSplits)
-            if (splits > 1) {
+            if (parts > 1) {
                 arguments.partial = static_cast<float4*>(workspace);
                 return multiply_parts(arguments, problem, tiles * spans, stream);
             }
@@ -268,10 +268,10 @@ struct Dds {
     }
 
   private:
-    static int64_t splits_of(const Problem& problem, const Device& device) {
+    static int64_t parts_of(const Problem& problem, const Device& device) {
         if (!Traits::kSplits) return 1;
-        return split_count(problem, tile_count(problem) * span_count(problem),
-                           device.multiprocessors / Traits::kRanks);
+        return part_count(problem, tile_count(problem) * span_count(problem),
+                          device.multiprocessors / Traits::kRanks);
     }
 
     static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, int64_t items,
@@ -286,8 +286,8 @@ struct Dds {
 
     static cudaError_t multiply_parts(DdsArguments& arguments, const Problem& problem, int64_t items,
                                       void* stream) {
-        const int64_t parts = items * arguments.schedule.by_splits.divisor;
-        if (const cudaError_t error = multiply(without_epilogue(arguments), problem, parts, stream))
+        const int64_t all_parts = items * arguments.schedule.by_parts.divisor;
+        if (const cudaError_t error = multiply(without_epilogue(arguments), problem, all_parts, stream))
             return error;
         return reduce_parts<Traits>(arguments, items, stream);
     }
@@ -301,7 +301,7 @@ struct Dds {
     }
 
     static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t spans,
-                                int64_t splits) {
+                                int64_t parts) {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(pattern, problem.op, kPlan);
@@ -311,7 +311,7 @@ struct Dds {
         arguments.value_rows = Weight::value_rows(pattern);
         arguments.spans = static_cast<int>(spans);
         arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
-                                                static_cast<int>(splits), band_spans(arguments.k_size));
+                                                static_cast<int>(parts), band_spans(arguments.k_size));
         if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
         if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
         arguments.weight = Weight::operand(arguments);

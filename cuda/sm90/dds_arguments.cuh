@@ -29,7 +29,7 @@ struct DdsArguments {
     int row_block;         // features of a block
     int row_shift;         // their log2
     int row_width;         // features of a block in a warpgroup
-    int row_parts;         // blocks across the features of a warpgroup
+    int warpgroup_rows;    // block rows in the features of a warpgroup, or 1
     int k_block;           // k of a block
     int64_t value_rows;    // lines of values; without any, nothing is loaded
     Layout output_layout;  // also the residual's
@@ -41,9 +41,9 @@ struct DdsArguments {
 // Where a warpgroup's sums of a part of k lie among the partial sums.
 template <class Traits>
 __device__ int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank, int warpgroup) {
-    const int64_t part =
-        (int64_t{work.tile} * arguments.spans + work.span) * arguments.schedule.by_splits.divisor;
-    return ((part + work.split) * Traits::kRanks + rank) * Traits::kWarpgroups + warpgroup;
+    const int64_t first_part =
+        (int64_t{work.tile} * arguments.spans + work.span) * arguments.schedule.by_parts.divisor;
+    return ((first_part + work.part) * Traits::kRanks + rank) * Traits::kWarpgroups + warpgroup;
 }
 
 // The plan's arrays; see common/plan.h.

@@ -33,7 +33,7 @@ class DdsEpilogue {
           arrived_(arrived),
           warpgroup_(warpgroup),
           thread_(threadIdx.x % 128),
-          parts_(arguments.row_parts),
+          row_count_(arguments.warpgroup_rows),
           staged_(place()),
           first_row_(row_of(0)) {}
 
@@ -42,8 +42,8 @@ class DdsEpilogue {
     // Called before the results of the tile before are stored. `rows`: the block rows of the CTA's tile.
     __device__ void prepare(const int* rows) {
 #pragma unroll
-        for (int part = 0; part < kMaxParts; ++part)
-            if (part < parts_) next_rows_[part] = __ldg(rows + first_row_ + part);
+        for (int i = 0; i < kMaxRows; ++i)
+            if (i < row_count_) next_rows_[i] = __ldg(rows + first_row_ + i);
         if (arguments_.bias == nullptr) return;
         next_bias_rows_[0] = __ldg(rows + row_of(bias_feature()));
         next_bias_rows_[1] = __ldg(rows + row_of(bias_feature() + 8));
@@ -53,7 +53,7 @@ class DdsEpilogue {
     __device__ void begin(int token) {
         token_ = token;
 #pragma unroll
-        for (int part = 0; part < kMaxParts; ++part) rows_[part] = next_rows_[part];
+        for (int i = 0; i < kMaxRows; ++i) rows_[i] = next_rows_[i];
         if (arguments_.bias != nullptr) {
             bias_[0] = bias_at(output_feature(next_bias_rows_[0], bias_feature()));
             bias_[1] = bias_at(output_feature(next_bias_rows_[1], bias_feature() + 8));
@@ -84,7 +84,7 @@ class DdsEpilogue {
     static constexpr int kRest = kAllChunks - Traits::kChunks;
     static_assert(kRest <= Traits::kChunks);
     static constexpr int kSumsOfChunk = Traits::kChunkTokens / 2;
-    static constexpr int kMaxParts = Traits::kWarpgroupFeatures / 16;
+    static constexpr int kMaxRows = Traits::kWarpgroupFeatures / 16;
 
     __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup_); }
 
@@ -199,10 +199,10 @@ class DdsEpilogue {
         const int token = token_ + chunk * Traits::kChunkTokens;
         const bool row_major = arguments_.output_layout == Layout::row_major;
 #pragma unroll
-        for (int part = 0; part < kMaxParts; ++part) {
-            if (rows_[part] < 0) continue;
-            const int feature = output_feature(rows_[part], part << arguments_.row_shift);
-            char* const box = buffers_[chunk % Traits::kChunks] + (part << arguments_.row_shift) * kLine;
+        for (int i = 0; i < kMaxRows; ++i) {
+            if (rows_[i] < 0) continue;
+            const int feature = output_feature(rows_[i], i << arguments_.row_shift);
+            char* const box = buffers_[chunk % Traits::kChunks] + (i << arguments_.row_shift) * kLine;
             visit(row_major ? feature : token, row_major ? token : feature, box);
         }
     }
@@ -222,7 +222,7 @@ class DdsEpilogue {
             load_box(&arguments_.residual, arrived, Multicast{1}, box, x, y);
             ++boxes;
         });
-        arrived.arrive_and_expect_tx(boxes * Traits::kChunkBytes / parts_);
+        arrived.arrive_and_expect_tx(boxes * Traits::kChunkBytes / row_count_);
     }
 
     const DdsArguments& arguments_;
@@ -230,14 +230,14 @@ class DdsEpilogue {
     const Arrived& arrived_;
     int warpgroup_;
     int thread_;
-    int parts_;        // block rows of the warpgroup
+    int row_count_;    // block rows of the warpgroup
     uint32_t staged_;  // see place()
     uint32_t residual_parity_ = 0;
     int token_ = 0;
-    int first_row_;        // of the warpgroup in a tile
-    int rows_[kMaxParts];  // block rows of the warpgroup; -1: none
-    Element bias_[2];      // of the features of a thread's sums
-    int next_rows_[kMaxParts] = {-1, -1, -1, -1};
+    int first_row_;       // of the warpgroup in a tile
+    int rows_[kMaxRows];  // block rows of the warpgroup; -1: none
+    Element bias_[2];     // of the features of a thread's sums
+    int next_rows_[kMaxRows] = {-1, -1, -1, -1};
     int next_bias_rows_[2];
 };
 
@@ -259,7 +259,7 @@ cudaError_t describe_results(DdsArguments& arguments, const Problem& problem) {
     arguments.row_block = problem.row_block();
     arguments.row_shift = log2_of_block(arguments.row_block);
     arguments.row_width = std::min(arguments.row_block, Traits::kWarpgroupFeatures);
-    arguments.row_parts = Traits::kWarpgroupFeatures / arguments.row_width;
+    arguments.warpgroup_rows = Traits::kWarpgroupFeatures / arguments.row_width;
     arguments.output_layout = problem.output().layout;
     arguments.activation = problem.activation;
     arguments.has_residual = problem.residual.data != nullptr;

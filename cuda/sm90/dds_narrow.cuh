@@ -321,7 +321,7 @@ struct DdsNarrow {
     // The packed weight, unless the caller has it, and the partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
         const int64_t items = tile_count(problem) * span_count(problem);
-        return own_packed_bytes(problem) + partial_bytes<Common>(items, splits_of(problem, device));
+        return own_packed_bytes(problem) + partial_bytes<Common>(items, parts_of(problem, device));
     }
 
     static size_t packed_size(const Problem& problem) {
@@ -336,16 +336,16 @@ struct DdsNarrow {
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         const bool wide = is_wide(problem);
-        const int64_t splits = splits_of(problem, device);
+        const int64_t parts = parts_of(problem, device);
         if constexpr (kStep == 64) {
-            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, splits, workspace, stream);
+            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, parts, workspace, stream);
         } else {
-            if (splits > 1)
-                return (wide ? launch_as<32, 4, true> : launch_as<16, 4, true>)(problem, splits, workspace,
+            if (parts > 1)
+                return (wide ? launch_as<32, 4, true> : launch_as<16, 4, true>)(problem, parts, workspace,
                                                                                 stream);
             if (problem.pattern.density() < kThin)
-                return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, splits, workspace, stream);
-            return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, splits, workspace, stream);
+                return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, parts, workspace, stream);
+            return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, parts, workspace, stream);
         }
     }
 
@@ -377,10 +377,10 @@ struct DdsNarrow {
   private:
     static constexpr double kThin = 0.15;  // density, measured on an H200
 
-    static int64_t splits_of(const Problem& problem, const Device& device) {
+    static int64_t parts_of(const Problem& problem, const Device& device) {
         if (kStep == 64) return 1;
-        return split_count(problem, tile_count(problem) * span_count(problem),
-                           device.multiprocessors / Common::kRanks);
+        return part_count(problem, tile_count(problem) * span_count(problem),
+                          device.multiprocessors / Common::kRanks);
     }
     static bool is_wide(const Problem& problem) { return problem.pattern.block_rows == 32; }
     // Of the workspace, up to where the partial sums begin.
@@ -396,24 +396,24 @@ struct DdsNarrow {
     }
 
     template <int kBlock, int kStages, bool kSplits = false>
-    static int32_t launch_as(const Problem& problem, int64_t splits, void* workspace, void* stream) {
+    static int32_t launch_as(const Problem& problem, int64_t parts, void* workspace, void* stream) {
         using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kStep, kStages, kSplits>;
         const int64_t tiles = tile_count(problem), spans = span_count(problem),
-                      parts = tiles * spans * splits;
-        if (parts == 0) return cudaSuccess;
+                      all_parts = tiles * spans * parts;
+        if (all_parts == 0) return cudaSuccess;
         DdsArguments arguments{};
         const bool packs = problem.packed == nullptr && problem.pattern.nnz > 0;
         arguments.packed = static_cast<const char*>(packs ? workspace : problem.packed);
         arguments.partial =
             reinterpret_cast<float4*>(static_cast<char*>(workspace) + own_packed_bytes(problem));
-        if (const cudaError_t error = describe(arguments, problem, tiles, spans, splits)) return error;
+        if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
         if (packs)
             if (const cudaError_t error = pack_as<typename Traits::Weight>(problem, workspace, stream))
                 return error;
         const auto start = problem.input().layout == Layout::row_major
                                ? ClusterLauncher<dds_narrow_kernel<Traits, true>, DdsArguments>::launch
                                : ClusterLauncher<dds_narrow_kernel<Traits, false>, DdsArguments>::launch;
-        const int64_t clusters = std::min<int64_t>(parts, Traits::Schedule::kMaxClusters);
+        const int64_t clusters = std::min<int64_t>(all_parts, Traits::Schedule::kMaxClusters);
         const cudaError_t error =
             start(kSplits ? without_epilogue(arguments) : arguments, clusters, Traits::kRanks,
                   Traits::kThreads, Traits::kSharedBytes, stream, packs);
@@ -439,13 +439,13 @@ struct DdsNarrow {
     }
 
     static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t spans,
-                                int64_t splits) {
+                                int64_t parts) {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
         arguments.spans = static_cast<int>(spans);
         arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
-                                                static_cast<int>(splits), band_spans(problem.k_size()));
+                                                static_cast<int>(parts), band_spans(problem.k_size()));
         const bool row_major = problem.input().layout == Layout::row_major;
         arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
         if (arguments.value_rows > 0)

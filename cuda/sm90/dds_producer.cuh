@@ -47,16 +47,16 @@ struct DdsProducer {
 
     // One warp for each warpgroup: the weight of its 64 features.
     __device__ void load_weight(int warpgroup) const {
-        const int parts = arguments.row_parts;
-        const int piece = lane / parts, part = lane % parts;
+        const int rows = arguments.warpgroup_rows;
+        const int piece = lane / rows, row = lane % rows;
         const bool active = piece < plan.pieces;
         // A block wider than a warpgroup is shared by both.
-        const int in_group = arguments.row_block > Traits::kWarpgroupFeatures ? 0 : warpgroup * parts + part;
+        const int in_group = arguments.row_block > Traits::kWarpgroupFeatures ? 0 : warpgroup * rows + row;
         const int feature =
             arguments.row_block > Traits::kWarpgroupFeatures ? warpgroup * Traits::kWarpgroupFeatures : 0;
         const bool loads = Traits::kTokenRanks == 1 || warpgroup % Traits::kTokenRanks == rank;
         const Multicast to{Traits::kTokenRanks == 1 ? uint16_t{1} : Traits::kAllRanks};
-        const int offset = Weight::offset(arguments, part, piece);
+        const int offset = Weight::offset(arguments, row, piece);
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kWeightStages>::Position position;
         while (true) {
@@ -80,7 +80,7 @@ struct DdsProducer {
                 if (elected) full.arrive_and_expect_tx(Weight::kStageBytes);
                 if (loads) {
                     const auto [x, y] = Weight::corner(arguments, slot, feature, k);
-                    for (int i = 0; i < parts * plan.pieces; ++i)
+                    for (int i = 0; i < rows * plan.pieces; ++i)
                         load_block(full, to,
                                    shared.weight[warpgroup][position.stage] + __shfl_sync(~0u, offset, i),
                                    __shfl_sync(~0u, x, i), __shfl_sync(~0u, y, i));

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
     epilogue.begin(Traits::first_token(work, rank));
     cudaGridDependencySynchronize();
     float sums[Traits::kSums] = {};
-    for (; work.split < arguments.schedule.by_splits.divisor; ++work.split)
+    for (; work.part < arguments.schedule.by_parts.divisor; ++work.part)
         add_sums(partial_sums<Traits::kSums>(arguments.partial,
                                              partial_place<Traits>(arguments, work, rank, warpgroup)),
                  sums);
@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
 
 // Of the partial sums of so many tiles of a cluster.
 template <class Traits>
-int64_t partial_bytes(int64_t items, int64_t splits) {
+int64_t partial_bytes(int64_t items, int64_t parts) {
     constexpr int64_t kBytes = sizeof(float) * Traits::kRanks * Traits::kTileTokens * Traits::kTileFeatures;
-    return splits == 1 ? 0 : splits * items * kBytes;
+    return parts == 1 ? 0 : parts * items * kBytes;
 }
 
 // For the kernel that computes the parts.

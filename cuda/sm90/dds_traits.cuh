@@ -20,7 +20,7 @@ struct DdsTraits {
     // Of a CTA of the cluster: its places along the block rows and along the tokens.
     __device__ static int row_rank(int rank) { return kRowRanks > 1 ? rank : 0; }
     __device__ static int token_rank(int rank) { return kTokenRanks > 1 ? rank : 0; }
-    // The place in the plan of a CTA's part of a tile or step.
+    // The place in the plan of what a CTA has of a tile or step.
     __device__ static int plan_index(int index, int rank) { return index * kRowRanks + row_rank(rank); }
     __device__ static int first_token(const Work& work, int rank) {
         return (work.span * kTokenRanks + token_rank(rank)) * kTileTokens;

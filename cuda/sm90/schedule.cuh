@@ -20,14 +20,14 @@ namespace ts::sm90 {
 struct Work {
     int tile;   // of the plan; -1: no more
     int span;   // of tokens: as many as a cluster computes, counted from 0
-    int split;  // which part of the tile's steps
+    int part;   // which part of the tile's steps
     int step;   // first step
     int steps;  // number of steps
 };
 
 struct ScheduleArguments {
     int size;                           // tiles of the plan times spans of tokens times parts
-    cutlass::FastDivmod by_splits;      // parts of a tile's steps; below, each counts as a span
+    cutlass::FastDivmod by_parts;       // parts of a tile's steps; below, each counts as a span
     int band_spans;                     // spans of a band
     cutlass::FastDivmod by_band;        // tiles of a band
     cutlass::FastDivmod by_spans;       // spans of a band
@@ -35,12 +35,12 @@ struct ScheduleArguments {
     int whole_bands;
 };
 
-inline ScheduleArguments schedule_arguments(int tiles, int spans, int splits, int band_spans) {
-    spans *= splits;
+inline ScheduleArguments schedule_arguments(int tiles, int spans, int parts, int band_spans) {
+    spans *= parts;
     band_spans = std::min(band_spans, spans);
     const int last = spans % band_spans;
     return {tiles * spans,
-            cutlass::FastDivmod(splits),
+            cutlass::FastDivmod(parts),
             band_spans,
             cutlass::FastDivmod(tiles * band_spans),
             cutlass::FastDivmod(band_spans),
@@ -112,7 +112,7 @@ struct Schedule {
         // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
         work.tile = __shfl_sync(~0u, work.tile, 0);
         work.span = __shfl_sync(~0u, work.span, 0);
-        work.split = __shfl_sync(~0u, work.split, 0);
+        work.part = __shfl_sync(~0u, work.part, 0);
         work.step = __shfl_sync(~0u, work.step, 0);
         work.steps = __shfl_sync(~0u, work.steps, 0);
         if (lane == 0) ring.empty[position.stage].arrive();
@@ -135,21 +135,21 @@ struct Schedule {
         (band < arguments.whole_bands ? arguments.by_spans : arguments.by_last_spans)(work.tile, work.span,
                                                                                       within);
         work.span += band * arguments.band_spans;
-        if (kSplits) arguments.by_splits(work.span, work.split, work.span);
+        if (kSplits) arguments.by_parts(work.span, work.part, work.span);
         return work;
     }
 
     // Where a part begins in a tile of so many steps.
-    __device__ static int first_step(const ScheduleArguments& arguments, int steps, int split) {
-        return kSplits ? arguments.by_splits.div(steps * split) : steps * split;
+    __device__ static int first_step(const ScheduleArguments& arguments, int steps, int part) {
+        return kSplits ? arguments.by_parts.div(steps * part) : steps * part;
     }
 
     __device__ static Work work_at(const ScheduleArguments& arguments, const int2* tiles, int item) {
         Work work = place_at(arguments, item);
         const int2 steps = __ldg(tiles + work.tile);
-        const int first = first_step(arguments, steps.y, work.split);
+        const int first = first_step(arguments, steps.y, work.part);
         work.step = steps.x + first;
-        work.steps = first_step(arguments, steps.y, work.split + 1) - first;
+        work.steps = first_step(arguments, steps.y, work.part + 1) - first;
         return work;
     }
 
@@ -157,11 +157,11 @@ struct Schedule {
     // where there are no more items.
     __device__ static void steps_of_round(Keys& steps, const ScheduleArguments& arguments, const int2* tiles,
                                           int first, int lane) {
-        int splits[kPerLane];
+        int parts[kPerLane];
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             const Work work = place_at(arguments, min(first + lane + 32 * i, arguments.size - 1));
-            splits[i] = work.split;
+            parts[i] = work.part;
             steps[i] = __ldg(&tiles[work.tile].y);
         }
 #pragma unroll
@@ -169,7 +169,7 @@ struct Schedule {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i)
             steps[i] =
-                first_step(arguments, steps[i], splits[i] + 1) - first_step(arguments, steps[i], splits[i]);
+                first_step(arguments, steps[i], parts[i] + 1) - first_step(arguments, steps[i], parts[i]);
     }
 
     // The tiles of the round that begins with item `first`, sorted by their steps, longest first.

@@ -93,7 +93,7 @@ struct SddTile {
 // The plan's arrays; see common/strip_plan.h.
 struct SddPlan {
     int tile_count;
-    int parts;  // blocks of a strip by a unit
+    int unit_blocks;  // in a strip by a unit
     const int4* tiles;
     const int* units;
     const int* slots;
@@ -104,7 +104,7 @@ struct SddPlan {
         const auto* words = reinterpret_cast<const int*>(plan);
         // Lets the compiler see that all lanes have the same, without which it would serialise wgmma.
         tile_count = __shfl_sync(~0u, plan->tiles, 0);
-        parts = plan->unit_blocks;
+        unit_blocks = plan->unit_blocks;
         tiles = reinterpret_cast<const int4*>(words + plan->tiles_at);
         units = words + plan->k_at;
         slots = words + plan->slots_at;
@@ -116,7 +116,7 @@ struct SddPlan {
     // `units_of_tile`: of two windows.
     __device__ void prefetch(int index, int units_of_tile, int lane) const {
         constexpr int kLine = 128 / sizeof(int);
-        const int slots_of_tile = units_of_tile * parts;
+        const int slots_of_tile = units_of_tile * unit_blocks;
         const int* const of_slots = slots + index * slots_of_tile + (lane - 2) * kLine;
         const int* const at = lane == 0   ? reinterpret_cast<const int*>(tiles + index)
                               : lane == 1 ? units + index * units_of_tile

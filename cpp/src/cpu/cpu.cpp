@@ -69,14 +69,14 @@ int64_t cache_bytes() {
 #endif
 }
 
-// Hands out parts of the workspace; with no memory behind it, it counts.
+// Hands out areas of the workspace; with no memory behind it, it counts.
 class Workspace {
   public:
     explicit Workspace(void* base) : base_(base) {}
     std::byte* take(int64_t bytes) {
-        std::byte* part = base_ ? offset(base_, size_) : nullptr;
+        std::byte* area = base_ ? offset(base_, size_) : nullptr;
         size_ += round_up(bytes, 256);
-        return part;
+        return area;
     }
     size_t size() const { return size_; }
 
@@ -86,26 +86,26 @@ class Workspace {
 };
 
 // A rectangle of features x tokens of an operand, copied with zeros where tokens are padding.
-struct Part {
+struct Rectangle {
     int64_t feature, features;
     int64_t token, tokens, padded_tokens;
 };
 
-// Copies a part of an operand to [features, tokens], or to [tokens, features] if tokens_first; the
+// Copies a rectangle of an operand to [features, tokens], or to [tokens, features] if tokens_first; the
 // order of memory says which of them are multiplied in pairs: those along which sums are taken.
-void pack_part(const Steps& steps, DType dtype, const Matrix& from, const Part& part, bool tokens_first,
-               bool pair_tokens, void* target) {
+void pack_rectangle(const Steps& steps, DType dtype, const Matrix& from, const Rectangle& rectangle,
+                    bool tokens_first, bool pair_tokens, void* target) {
     const bool row_major = from.layout == Layout::row_major;
-    const int64_t first =
-        row_major ? part.token * from.ld + part.feature : part.feature * from.ld + part.token;
-    const int64_t target_ld = tokens_first ? part.features : part.padded_tokens;
+    const int64_t first = row_major ? rectangle.token * from.ld + rectangle.feature
+                                    : rectangle.feature * from.ld + rectangle.token;
+    const int64_t target_ld = tokens_first ? rectangle.features : rectangle.padded_tokens;
     const bool pair_ld = tokens_first != pair_tokens;
     Pack pack{offset(from.data, first * element_size(dtype)),
               from.ld,
-              part.features,
-              part.tokens,
-              part.features,
-              part.padded_tokens,
+              rectangle.features,
+              rectangle.tokens,
+              rectangle.features,
+              rectangle.padded_tokens,
               target,
               pair_ld ? target_ld / steps.pair : target_ld,
               row_major != tokens_first,
@@ -190,7 +190,7 @@ class Dds {
 
     void pack_input(int64_t token, int64_t feature) const {
         const int64_t width = round_up(tile_tokens(token), steps_.lanes);
-        pack_part(
+        pack_rectangle(
             steps_, p_.dtype, input_,
             {feature, std::min(kPackedFeatures, input_features_ - feature), token, tile_tokens(token), width},
             false, false, offset(panel(token), feature / steps_.pair * width * steps_.packed_size));
@@ -392,9 +392,9 @@ class Sdd {
         for (int64_t token = 0; token < p_.tokens; token += slab_)
             for (int64_t f = feature; f < end; f += width) {
                 const int64_t slab_bytes = slab_ / steps_.pair * width * steps_.packed_size;
-                pack_part(steps_, p_.dtype, from,
-                          {f, width, token, std::min(slab_, p_.tokens - token), slab_}, tokens_first, true,
-                          offset(panels, f % wave * feature_bytes_ + token / slab_ * slab_bytes));
+                pack_rectangle(steps_, p_.dtype, from,
+                               {f, width, token, std::min(slab_, p_.tokens - token), slab_}, tokens_first,
+                               true, offset(panels, f % wave * feature_bytes_ + token / slab_ * slab_bytes));
             }
     }
 
