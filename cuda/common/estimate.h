@@ -156,11 +156,11 @@ inline double dds_time(const Kernel& kernel, const Problem& problem, const Devic
                        int cluster) {
     const double work = 1e-6 * share * dds_cost(problem) * dds_work(kernel, problem, device, cluster);
     if (!has_few_tokens(problem)) return kStart + work;
-    constexpr double kRank = 1e-6;  // only says which of them is best
+    constexpr double kPreference = 1e-6;  // only says which of them is best
     // Values are also loaded; with more tokens that is little.
     const double streaming = problem.tokens > kChunk ? 0 : streaming_time(problem, device);
     const double time = walking_time(problem) + streaming;
-    return kStart + std::hypot(time, shared_time(problem, device)) + kRank * (1 + work);
+    return kStart + std::hypot(time, shared_time(problem, device)) + kPreference * (1 + work);
 }
 
 }  // namespace ts

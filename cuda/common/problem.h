@@ -130,7 +130,8 @@ enum class PlanKind : int32_t { tiles = 0, aligned = 1, strips = 2 };
 // dds: macro-tiles of `tile` output features, walked in steps of `step` elements of k; `ranks` of them
 // are walked together. Steps are gathered from columns anywhere; or `aligned`, whole ones of k, where `tile`
 // counts the features of all ranks.
-// sdd: macro-tiles of `tile` features of y by `step` features of x.
+// sdd: macro-tiles of `tile` features of y by `step` features of x; by strips that is half a tile, and
+// `ranks` counts the halves.
 struct PlanShape {
     int32_t tile;  // 0: the kernel needs no plan
     int32_t step;
@@ -160,7 +161,7 @@ struct Kernel {
     uint32_t storages = 1u << static_cast<int>(Storage::plain);
     uint32_t values_dtypes = 0;
     uint32_t result_dtypes = 0;
-    // Microseconds the product would take; nullptr where kernels are ranked by their place in the registry.
+    // Microseconds the product would take; nullptr where kernels go by their place in the registry.
     double (*estimate)(const Kernel&, const Problem&, const Device&) = nullptr;
     // A copy of the values as the kernel multiplies them, which serves until values or plan change: its
     // bytes, and how it is made. nullptr where the kernel reads values as they are.

@@ -5,7 +5,7 @@
 // cluster gets one tile: the clusters with the least work so far get the tiles with most steps, which is
 // within 2 % of handing tiles out one by one. Each cluster finds that out for itself, in a warp that has
 // nothing else to do, so that no memory needs to be prepared for a launch and every run gives the same
-// schedule. That has to take less time than a tile: ranking by counting took longer.
+// schedule. That has to take less time than a tile: sorting by counting took longer.
 #pragma once
 
 #include <algorithm>
@@ -74,7 +74,7 @@ struct Schedule {
     __device__ void run(const ScheduleArguments& arguments, const int2* tiles, bool is_own, int cluster,
                         int clusters, int lane) {
         Ring<kQueue>::Position position;
-        // Nothing waits for the first round to be ranked: it is in order but for the end of a band of
+        // Nothing waits for the first round to be sorted: it is in order but for the end of a band of
         // tokens.
         const Work first_work = work_at(arguments, tiles, cluster);
         if (!is_own) __trap();
@@ -121,7 +121,7 @@ struct Schedule {
     }
 
   private:
-    static constexpr int kPerLane = kMaxClusters / 32;  // keys of a lane: those of ranks lane + 32 i
+    static constexpr int kPerLane = kMaxClusters / 32;  // keys of a lane: those at places lane + 32 i
     static constexpr uint32_t kPlaces = 256;
     static constexpr uint32_t kMostSteps = 1 << 22;
     static constexpr uint32_t kLast = 1u << 31;  // of what does not exist
@@ -188,7 +188,7 @@ struct Schedule {
         if (arguments.by_band.div(first) != arguments.by_band.div(last)) sort(costs, lane);
     }
 
-    // Bitonic: afterwards the key of rank r is in lane r % 32, at r / 32.
+    // Bitonic: afterwards the i-th key is in lane i % 32, at i / 32.
     __device__ static void sort(Keys& keys, int lane) {
 #pragma unroll
         for (int size = 2; size <= kMaxClusters; size *= 2) {
