@@ -61,7 +61,7 @@ struct RingPosition {
     }
 };
 
-// Full and empty barriers of a ring of stages that the same threads fill and release.
+// Barriers [stages][full, empty], of 8 bytes, of a ring of stages that the same threads fill and release.
 class Ring {
   public:
     __device__ Ring(uint32_t address, int stages) : address_(address), stages_(stages) {}

@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     constexpr int kMTiles = Traits::kMTiles, kNTiles = Traits::kNTiles;
     using Element = typename Traits::Element;
     using InputTile = typename Traits::template InputTile<kRowMajorInput>;
+    // [stages][input, weight], a Tile each; [kWarps] staging memory; [stages] barriers.
     extern __shared__ __align__(128) char shared[];
     const uint32_t stages = shared_address(shared);
     char* const staging = shared + arguments.stages * Traits::kStageBytes;

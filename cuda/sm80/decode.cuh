@@ -46,6 +46,7 @@ struct DecodeTraits {
     // Many short rings in a multiprocessor are better than few long ones (measured on an H200).
     static constexpr int kStages = kTeam > 1 || kStageBytes <= 4096 ? 3 : 2;
     static constexpr int kRingBytes = kStages * kStageBytes;
+    // Sums are [kTokens][kSumLine], of which kRows are used.
     static constexpr int kSumLine = kRows + 4;              // of a token; the padding avoids bank conflicts
     static constexpr int kSumBytes = kRingBytes / kHalves;  // the sums of all rows take the ring's place
     static_assert(sizeof(Element) == 2);
@@ -265,6 +266,7 @@ template <class Traits>
 __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     decode_kernel(const __grid_constant__ DecodeArguments arguments) {
     constexpr int kTeam = Traits::kTeam, kHalves = Traits::kHalves;
+    // [teams][kStages] stages; in their place, at last, sums [teams][kHalves], see DecodeTraits.
     extern __shared__ __align__(128) char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int team = warp / kTeam, member = warp % kTeam, teams = blockDim.x / (32 * kTeam);

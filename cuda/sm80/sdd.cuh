@@ -294,6 +294,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     constexpr uint32_t kAll = kMTiles * kNTiles == 32 ? 0xffffffffu : (1u << kMTiles * kNTiles % 32) - 1;
     using Math = typename Traits::Math;
     using Element = typename Traits::Element;
+    // [stages][y, x], a Tile each; [stages] barriers.
     extern __shared__ __align__(128) char shared[];
     const uint32_t stages = shared_address(shared);
     const Ring ring(stages + arguments.stages * Traits::kStageBytes, arguments.stages);

@@ -11,15 +11,17 @@
 namespace ts::sm90 {
 
 struct DdsArguments {
-    CUtensorMap input;       // this and the others are left empty where nothing is read through them
+    // Left empty where nothing is read through them. Those of activations and results are row-major
+    // [tokens][features], else [features][tokens].
+    CUtensorMap input;       // of dds_kernel, feature-major: [tokens / 64][k][64]
     CUtensorMap input_tail;  // feature-major: the tokens that do not fill 64
-    CUtensorMap values;
+    CUtensorMap values;      // [nnz * block_rows][block_cols]
     CUtensorMap output;
     CUtensorMap residual;
     const PlanHeader* plan;
     const void* bias;
     const char* packed;  // the weight in the order of its products, for narrow blocks
-    float4* partial;     // sums of parts of k, or nullptr
+    float4* partial;     // [tiles][spans][parts][kRanks][kWarpgroups] sums of parts of k, or nullptr
     int spans;           // of tokens
     ScheduleArguments schedule;
     Operand weight;  // as the products read it from shared memory

@@ -67,8 +67,9 @@ struct NarrowTraits {
     struct Shared {
         // Row-major [kLines][kTileTokens][kLine], else [kRanks][kStep][kRankTokens].
         alignas(1024) char input[kStages][kInputBytes];
+        // A buffer is row-major [warpgroup_rows][kChunkTokens][row_width], else [64 features][kChunkTokens].
         alignas(1024) char output[kWarpgroups][kChunks][kChunkBytes];
-        alignas(128) char weight[kBlocks][kBlockBytes];
+        alignas(128) char weight[kBlocks][kBlockBytes];  // see dds_narrow_weight.cuh
         Ring<kStages> ring;
         int first_block[kStages];   // where a stage's blocks begin in `weight`
         int taken_blocks[kStages];  // what becomes free with a stage

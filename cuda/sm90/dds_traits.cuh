@@ -53,7 +53,9 @@ struct DdsTraits {
     struct Shared {
         // Row-major [pieces][kTileTokens][k of a piece], else [pieces][kTileTokens / 64][k of a piece][64].
         alignas(1024) char input[kInputStages][kInputBytes];
+        // See dds_weight.cuh.
         alignas(1024) char weight[kWarpgroups][kWeightStages][Weight::kStageBytes];
+        // A buffer is row-major [warpgroup_rows][kChunkTokens][row_width], else [64 features][kChunkTokens].
         alignas(1024) char output[kWarpgroups][kChunks][kChunkBytes];
         Ring<kInputStages> input_ring;
         Ring<kWeightStages> weight_ring[kWarpgroups];

@@ -14,12 +14,12 @@ namespace ts::sm90 {
 constexpr int kSmallTileFeatures = 2 * kStripFeatures + kStripWindow;
 
 struct SddArguments {
-    CUtensorMap y;
-    CUtensorMap x;
-    CUtensorMap blocks;  // values, if results leave through TMA
+    CUtensorMap y;       // row-major [tokens][features], else [features][tokens]
+    CUtensorMap x;       // likewise
+    CUtensorMap blocks;  // values [nnz * 128][128], if results leave through TMA
     const PlanHeader* plan;
     void* values;
-    float4* partial;
+    float4* partial;    // [partials][kHalves], see SddPartials, or nullptr
     int* pace;          // the counters, or nullptr
     Operand y_operand;  // as the products read them from shared memory
     Operand x_operand;
@@ -61,6 +61,9 @@ struct SddTraits {
     using Atom = typename Math::template Atom<kMajor<kRowMajorY>, kMajor<kRowMajorX>>;
 
     struct Shared {
+        // A stage has the strips and then the units of a tile, row-major [kStep][width], else [width][kStep].
+        // At kResultsAt results are [kHalves][units of a window][64][64]; in the place of the strips, a
+        // unit's are in each stage.
         alignas(1024) char stages[3 * kStripTileFeatures * kFeatureBytes];
         Ring<kMaxStages> rings[2];  // of the stages of small and of large tiles
     };
