@@ -22,7 +22,7 @@ struct SddWork {
 
 // Where the partial sums of a tile are, in order.
 struct SddPartials {
-    int first;  // of parts of a share, and how far apart they are
+    int first;  // of the parts that are a share each, and how far apart they are
     int distance;
     int parts;
     int left;  // of what was left over, in one or two parts
