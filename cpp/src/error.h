@@ -22,16 +22,16 @@ class Error : public std::exception {
     std::string message_;
 };
 
-template <class... Parts>
-[[noreturn]] void fail(ts_status_t status, const Parts&... parts) {
+template <class... Words>
+[[noreturn]] void fail(ts_status_t status, const Words&... words) {
     std::ostringstream text;
-    (text << ... << parts);
+    (text << ... << words);
     throw Error(status, text.str());
 }
 
-template <class... Parts>
-void require(bool holds, const Parts&... parts) {
-    if (!holds) fail(TS_INVALID_ARGUMENT, parts...);
+template <class... Words>
+void require(bool holds, const Words&... words) {
+    if (!holds) fail(TS_INVALID_ARGUMENT, words...);
 }
 
 }  // namespace ts

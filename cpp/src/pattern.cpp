@@ -10,8 +10,8 @@
 namespace ts {
 namespace {
 
-void require_pattern(bool holds, const auto&... parts) {
-    if (!holds) fail(TS_INVALID_PATTERN, parts...);
+void require_pattern(bool holds, const auto&... words) {
+    if (!holds) fail(TS_INVALID_PATTERN, words...);
 }
 
 void validate_rows(const Pattern& pattern) {

@@ -75,7 +75,7 @@ using Group = std::vector<int32_t>;
 
 // Greedy: the longest row left takes the rows most alike it. Rows of one group share the loads of
 // the columns they have in common, and similar lengths keep the warps of a tile equally busy.
-std::vector<Group> group_rows(const View& view, int32_t size) {
+std::vector<Group> group_alike(const View& view, int32_t size) {
     std::vector<int32_t> order(view.row_count);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(),
@@ -162,10 +162,10 @@ struct Column {
 
 std::vector<Column> columns_of(const View& view, const Group& group, int32_t size) {
     std::vector<std::pair<int32_t, std::pair<int32_t, int32_t>>> entries;  // column, (place, slot)
-    for (size_t g = 0; g < group.size(); ++g) {
-        if (group[g] < 0) continue;
-        for (int32_t e = view.rows.ptr[group[g]]; e < view.rows.ptr[group[g] + 1]; ++e)
-            entries.push_back({view.rows.idx[e], {static_cast<int32_t>(g), view.rows.slot[e]}});
+    for (size_t i = 0; i < group.size(); ++i) {
+        if (group[i] < 0) continue;
+        for (int32_t e = view.rows.ptr[group[i]]; e < view.rows.ptr[group[i] + 1]; ++e)
+            entries.push_back({view.rows.idx[e], {static_cast<int32_t>(i), view.rows.slot[e]}});
     }
     std::sort(entries.begin(), entries.end());
     std::vector<Column> columns;
@@ -182,7 +182,7 @@ class DdsPlanBuilder {
     DdsPlanBuilder(const View& view, PlanShape shape)
         : view_(view),
           shape_(shape),
-          groups_(shape.tile / view.row_block),
+          group_rows_(shape.tile / view.row_block),
           pieces_(std::max(1, shape.step / view.col_block)) {}
 
     std::vector<int32_t> build() {
@@ -191,9 +191,9 @@ class DdsPlanBuilder {
             std::vector<Columns> ranks;  // what each rank walks, equally long
         };
         std::vector<Tile> tiles;
-        for (Group& group :
-             shape_.ranks == 1 ? group_rows(view_, groups_) : pair_rows(view_, groups_ * shape_.ranks)) {
-            group.resize(groups_ * shape_.ranks, -1);
+        for (Group& group : shape_.ranks == 1 ? group_alike(view_, group_rows_)
+                                              : pair_rows(view_, group_rows_ * shape_.ranks)) {
+            group.resize(group_rows_ * shape_.ranks, -1);
             auto ranks = columns_of_ranks(group);
             tiles.push_back({std::move(group), std::move(ranks)});
         }
@@ -203,7 +203,7 @@ class DdsPlanBuilder {
         PlanHeader header{};
         header.tiles = static_cast<int32_t>(tiles.size());
         header.steps = static_cast<int32_t>(masks_.size()) / shape_.ranks;
-        header.groups = groups_;
+        header.group_rows = group_rows_;
         header.pieces = pieces_;
         return assemble(header, {tiles_, rows_, masks_, k_, slots_});
     }
@@ -216,14 +216,14 @@ class DdsPlanBuilder {
     std::vector<Columns> columns_of_ranks(const Group& group) const {
         std::vector<Columns> ranks;
         for (int32_t rank = 0; rank < shape_.ranks; ++rank) {
-            const auto first = group.begin() + rank * groups_;
-            ranks.push_back(columns_of(view_, Group(first, first + groups_), groups_));
+            const auto first = group.begin() + rank * group_rows_;
+            ranks.push_back(columns_of(view_, Group(first, first + group_rows_), group_rows_));
         }
         if (shape_.ranks == 2) share_columns(ranks[0], ranks[1]);
         size_t longest = 0;
         for (const Columns& columns : ranks) longest = std::max(longest, columns.size());
         const size_t padded = (longest + pieces_ - 1) / pieces_ * pieces_;
-        for (Columns& columns : ranks) columns.resize(padded, {-1, std::vector<int32_t>(groups_, -1)});
+        for (Columns& columns : ranks) columns.resize(padded, {-1, std::vector<int32_t>(group_rows_, -1)});
         return ranks;
     }
 
@@ -260,25 +260,26 @@ class DdsPlanBuilder {
         for (int32_t p = 0; p < pieces_; ++p) {
             const Column& column = columns[first + p];
             k_.push_back(column.col < 0 ? -1 : column.col * view_.col_block + k);
-            for (int32_t g = 0; g < groups_; ++g) {
-                slots_.push_back(column.slots[g]);
-                if (column.slots[g] >= 0) mask |= block_mask(p, g);
+            for (int32_t i = 0; i < group_rows_; ++i) {
+                slots_.push_back(column.slots[i]);
+                if (column.slots[i] >= 0) mask |= block_mask(p, i);
             }
         }
         masks_.push_back(static_cast<int32_t>(mask));
     }
 
-    uint32_t block_mask(int32_t piece, int32_t group) const {
+    // `in_group`: of a row in its group.
+    uint32_t block_mask(int32_t piece, int32_t in_group) const {
         const int32_t quarters = 4 / pieces_, tiles = view_.row_block / 16;
         const uint32_t columns = ((1u << quarters) - 1) << piece * quarters;
         uint32_t mask = 0;
-        for (int32_t i = group * tiles; i < (group + 1) * tiles; ++i) mask |= columns << 4 * i;
+        for (int32_t i = in_group * tiles; i < (in_group + 1) * tiles; ++i) mask |= columns << 4 * i;
         return mask;
     }
 
     View view_;
     PlanShape shape_;
-    int32_t groups_;
+    int32_t group_rows_;
     int32_t pieces_;
     std::vector<int32_t> tiles_, rows_, masks_, k_, slots_;
 };
@@ -288,8 +289,8 @@ class AlignedPlanBuilder {
   public:
     AlignedPlanBuilder(const View& view, PlanShape shape)
         : view_(view),
-          groups_(shape.tile / view.row_block),
-          rank_groups_(groups_ / shape.ranks),
+          group_rows_(shape.tile / view.row_block),
+          rank_rows_(group_rows_ / shape.ranks),
           step_columns_(shape.step / view.col_block) {}
 
     std::vector<int32_t> build() {
@@ -301,8 +302,8 @@ class AlignedPlanBuilder {
             std::pair<size_t, int64_t> cost() const { return {steps.size(), blocks}; }
         };
         std::vector<Tile> tiles;
-        for (Group& group : pair_rows(view_, groups_)) {
-            group.resize(groups_, -1);
+        for (Group& group : pair_rows(view_, group_rows_)) {
+            group.resize(group_rows_, -1);
             auto steps = steps_of(group);
             int64_t blocks = 0;
             for (const int32_t row : group) blocks += row < 0 ? 0 : view_.length(row);
@@ -315,7 +316,7 @@ class AlignedPlanBuilder {
         PlanHeader header{};
         header.tiles = static_cast<int32_t>(tiles.size());
         header.steps = static_cast<int32_t>(k_.size());
-        header.groups = groups_;
+        header.group_rows = group_rows_;
         return assemble(header, {tiles_, rows_, masks_, k_, slots_, starts_});
     }
 
@@ -340,7 +341,7 @@ class AlignedPlanBuilder {
         rows_.insert(rows_.end(), group.begin(), group.end());
         for (const int32_t step : steps) {
             k_.push_back(step * step_columns_ * view_.col_block);
-            for (auto rank = group.begin(); rank != group.end(); rank += rank_groups_)
+            for (auto rank = group.begin(); rank != group.end(); rank += rank_rows_)
                 add_step(&*rank, step * step_columns_);
         }
     }
@@ -351,8 +352,8 @@ class AlignedPlanBuilder {
         const uint32_t block = strips == 1 ? 0x1 : 0x33;
         starts_.push_back(block_count());
         const size_t first_mask = masks_.size();
-        masks_.resize(first_mask + rank_groups_ * strips / 4 * 2);
-        for (int32_t i = 0; i < rank_groups_; ++i) {
+        masks_.resize(first_mask + rank_rows_ * strips / 4 * 2);
+        for (int32_t i = 0; i < rank_rows_; ++i) {
             uint32_t mask = 0;
             const int32_t first = block_count() - starts_.back(), strip = i * strips;
             if (rows[i] >= 0) {
@@ -372,8 +373,8 @@ class AlignedPlanBuilder {
     }
 
     View view_;
-    int32_t groups_;
-    int32_t rank_groups_;
+    int32_t group_rows_;
+    int32_t rank_rows_;
     int32_t step_columns_;
     std::vector<int32_t> tiles_, rows_, masks_, k_, starts_, slots_;
 };
@@ -381,16 +382,16 @@ class AlignedPlanBuilder {
 class SddPlanBuilder {
   public:
     SddPlanBuilder(const View& view, PlanShape shape)
-        : view_(view), groups_(shape.tile / view.row_block), pieces_(shape.step / view.col_block) {}
+        : view_(view), group_rows_(shape.tile / view.row_block), pieces_(shape.step / view.col_block) {}
 
     std::vector<int32_t> build() {
-        for (const Group& group : group_rows(view_, groups_)) {
-            const auto columns = columns_of(view_, group, groups_);
+        for (const Group& group : group_alike(view_, group_rows_)) {
+            const auto columns = columns_of(view_, group, group_rows_);
             for (size_t first = 0; first < columns.size(); first += pieces_) add_tile(group, columns, first);
         }
         PlanHeader header{};
         header.tiles = static_cast<int32_t>(counts_.size());
-        header.groups = groups_;
+        header.group_rows = group_rows_;
         header.pieces = pieces_;
         return assemble(header, {counts_, rows_, masks_, k_, slots_});
     }
@@ -399,28 +400,29 @@ class SddPlanBuilder {
     void add_tile(const Group& group, const std::vector<Column>& columns, size_t first) {
         const int32_t count = std::min<int32_t>(pieces_, static_cast<int32_t>(columns.size() - first));
         counts_.push_back(count);
-        for (int32_t g = 0; g < groups_; ++g) {
-            rows_.push_back(g < static_cast<int32_t>(group.size()) ? group[g] : -1);
-            const int32_t mask = row_mask(columns, first, count, g);
+        for (int32_t i = 0; i < group_rows_; ++i) {
+            rows_.push_back(i < static_cast<int32_t>(group.size()) ? group[i] : -1);
+            const int32_t mask = row_mask(columns, first, count, i);
             masks_.insert(masks_.end(), view_.row_block / 16, mask);
         }
         for (int32_t p = 0; p < pieces_; ++p) {
             k_.push_back(p < count ? columns[first + p].col * view_.col_block : -1);
-            for (int32_t g = 0; g < groups_; ++g)
-                slots_.push_back(p < count ? columns[first + p].slots[g] : -1);
+            for (int32_t i = 0; i < group_rows_; ++i)
+                slots_.push_back(p < count ? columns[first + p].slots[i] : -1);
         }
     }
 
-    int32_t row_mask(const std::vector<Column>& columns, size_t first, int32_t count, int32_t group) const {
+    int32_t row_mask(const std::vector<Column>& columns, size_t first, int32_t count,
+                     int32_t in_group) const {
         const int32_t tiles = view_.col_block / 16;
         int32_t mask = 0;
         for (int32_t p = 0; p < count; ++p)
-            if (columns[first + p].slots[group] >= 0) mask |= ((1 << tiles) - 1) << p * tiles;
+            if (columns[first + p].slots[in_group] >= 0) mask |= ((1 << tiles) - 1) << p * tiles;
         return mask;
     }
 
     View view_;
-    int32_t groups_;
+    int32_t group_rows_;
     int32_t pieces_;
     std::vector<int32_t> counts_, rows_, masks_, k_, slots_;
 };

@@ -72,8 +72,8 @@ class StripPlanBuilder {
           window_(kStripWindow / unit_),
           row_strips_(std::max(1, pattern.block_rows / kStripFeatures)),
           rows_(static_cast<int32_t>(divide_up(pattern.out_features, row_strips_ * kStripFeatures))),
-          row_parts_(std::max(1, kStripFeatures / pattern.block_rows)),
-          col_parts_(std::max(1, unit_ / pattern.block_cols)),
+          rows_per_strip_(std::max(1, kStripFeatures / pattern.block_rows)),
+          cols_per_unit_(std::max(1, unit_ / pattern.block_cols)),
           left_(rows_, UnitSet(divide_up(pattern.in_features, unit_))),
           slots_(rows_) {
         for (int32_t row = 0; row < rows_; ++row) find_units(row);
@@ -92,8 +92,8 @@ class StripPlanBuilder {
         }
         StripPlan plan{};
         plan.header.tiles = static_cast<int32_t>(tiles_.size());
-        plan.header.groups = row_parts_ * col_parts_;
-        plan.header.pieces = 2 * window_;
+        plan.header.unit_blocks = unit_blocks();
+        plan.header.units = 2 * window_;
         for (const Tile& tile : tiles_) write(tile, plan);
         return plan;
     }
@@ -101,21 +101,25 @@ class StripPlanBuilder {
   private:
     void find_units(int32_t row) {
         const int32_t bn = pattern_.block_rows, bk = pattern_.block_cols;
-        for (int32_t part = 0; part < row_parts_; ++part) {
-            const int32_t block_row = row * row_parts_ + part;
+        for (int32_t i = 0; i < rows_per_strip_; ++i) {
+            const int32_t block_row = row * rows_per_strip_ + i;
             if (int64_t{block_row} * bn >= pattern_.out_features) break;
             for (int32_t e = pattern_.rows.ptr[block_row]; e < pattern_.rows.ptr[block_row + 1]; ++e) {
                 const int32_t first = pattern_.rows.idx[e] * bk;
                 for (int32_t k = first; k < first + bk; k += std::min(unit_, bk))
-                    add_block(row, k / unit_, part * col_parts_ + k % unit_ / bk, pattern_.rows.slot[e]);
+                    add_block(row, k / unit_, i * cols_per_unit_ + k % unit_ / bk, pattern_.rows.slot[e]);
             }
         }
     }
 
-    void add_block(int32_t row, int32_t unit, int32_t part, int32_t slot) {
-        const auto [it, is_new] = slots_[row].try_emplace(unit, row_parts_ * col_parts_, -1);
+    // In a strip by a unit.
+    int32_t unit_blocks() const { return rows_per_strip_ * cols_per_unit_; }
+
+    // `place`: among the blocks of the row's unit.
+    void add_block(int32_t row, int32_t unit, int32_t place, int32_t slot) {
+        const auto [it, is_new] = slots_[row].try_emplace(unit, unit_blocks(), -1);
         if (is_new) left_[row].insert(unit);
-        it->second[part] = slot;
+        it->second[place] = slot;
     }
 
     // Both halves share all units.
@@ -314,7 +318,7 @@ class StripPlanBuilder {
                                                    : slots_[strip / row_strips_].at(tile.units[i]);
                 to.insert(to.end(), blocks.begin(), blocks.end());
             } else {
-                to.insert(to.end(), row_parts_ * col_parts_, -1);
+                to.insert(to.end(), unit_blocks(), -1);
             }
         }
     }
@@ -327,8 +331,8 @@ class StripPlanBuilder {
     int32_t window_;  // in units
     int32_t row_strips_;
     int32_t rows_;
-    int32_t row_parts_;  // blocks in a strip by a unit
-    int32_t col_parts_;
+    int32_t rows_per_strip_;                       // block rows of a strip, at least 1
+    int32_t cols_per_unit_;                        // block columns of a unit, at least 1
     std::vector<UnitSet> left_;                    // of each row: the units in no tile yet
     std::vector<std::map<int32_t, Units>> slots_;  // of each row: a unit's blocks
     std::vector<Tile> tiles_;

@@ -24,7 +24,7 @@ __device__ inline float normal_cdf(float x) {
     return __saturatef(fmaf(slope, x, 0.5f));
 }
 
-// x / (1 + exp(-x)) from the approximations of the special function unit, which are exact to about 2^-22.
+// x / (1 + exp(-x)) from the hardware's approximations, which are exact to about 2^-22.
 __device__ inline float silu(float x) {
     constexpr float kLog2E = 1.442695041f;
     float power, inverse;
@@ -105,12 +105,12 @@ __device__ inline void store_pair(Element* target, float2 sum, bool accumulate) 
     *pair = {from_float<Element>(sum.x), from_float<Element>(sum.y)};
 }
 
-// Eight results that lie side by side in memory, stored in pieces of 16 bytes.
+// Eight results that lie side by side in memory, stored in vectors of 16 bytes.
 template <class Element>
 class Neighbours {
   public:
     static constexpr int kCount = 8;
-    static constexpr int kPieces = kCount * sizeof(Element) / sizeof(uint4);
+    static constexpr int kVectors = kCount * sizeof(Element) / sizeof(uint4);
 
     __device__ Neighbours(const float* sums, int stride) {
 #pragma unroll
@@ -125,16 +125,17 @@ class Neighbours {
 
     // As many elements of another matrix, aligned to 16 bytes. They may be read well before they are added.
     struct Others {
-        uint4 pieces[kPieces];
+        uint4 vectors[kVectors];
     };
     __device__ static Others read(const Element* from) {
         Others others;
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) others.pieces[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+        for (int i = 0; i < kVectors; ++i)
+            others.vectors[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
         return others;
     }
     __device__ void add(const Others& others) {
-        const auto* elements = reinterpret_cast<const Element*>(others.pieces);
+        const auto* elements = reinterpret_cast<const Element*>(others.vectors);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) sums_[i] += to_float(elements[i]);
     }
@@ -149,7 +150,7 @@ class Neighbours {
         alignas(16) Element results[kCount];
         round(results);
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i)
+        for (int i = 0; i < kVectors; ++i)
             reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(results)[i];
     }
     __device__ void store_first(Element* target, int count) const {

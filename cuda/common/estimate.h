@@ -39,8 +39,8 @@ inline double value_bytes(const Problem& problem) {
 
 // --- dds: tiles ---
 
-// Waves of the tiles over the device's multiprocessors, each tile costing its multiply-adds and the operands
-// it brings in, in units of a result. So many multiprocessors compute a tile together.
+// Waves of the tiles over the device's multiprocessors, each tile counted as its results and, weighted, the
+// operands that it brings in. So many multiprocessors compute a tile together.
 inline double dds_work(const Kernel& kernel, const Problem& problem, const Device& device, int cluster) {
     constexpr double kOperandWeight = 64;
     const auto features = static_cast<double>(problem.features());
@@ -51,7 +51,7 @@ inline double dds_work(const Kernel& kernel, const Problem& problem, const Devic
         kernel.tile_tokens * tile_features + kOperandWeight * (kernel.tile_tokens + tile_features);
     const double work = divide_up(tiles * cluster, multiprocessors(device)) * tile_work / cluster;
     const int64_t parts =
-        kernel.splits ? split_count(problem, static_cast<int64_t>(tiles), device.multiprocessors / cluster)
+        kernel.splits ? part_count(problem, static_cast<int64_t>(tiles), device.multiprocessors / cluster)
                       : 1;
     return parts == 1 ? work : work * std::min(1.0, split_time(dds_steps(problem, kernel.plan.step), parts));
 }
@@ -60,8 +60,8 @@ inline bool has_small_blocks(const Problem& problem) {
     return problem.pattern.block_rows == problem.pattern.block_cols && problem.pattern.block_rows <= 32;
 }
 
-// Picoseconds of a unit of work in the kernels that are made for blocks of 16 x 16 and 32 x 32.
-inline double small_block_unit(const Problem& problem) {
+// Picoseconds that dds_work is multiplied by for the kernels that are made for blocks of 16 x 16 and 32 x 32.
+inline double small_block_cost(const Problem& problem) {
     const double density = problem.pattern.density();
     const auto k = static_cast<double>(problem.k_size());
     if (problem.row_block() == 16) return k * (0.148 * density + 0.056 * present(density, 4) + 0.060) + 28;
@@ -79,9 +79,9 @@ inline double small_block_share(const Problem& problem) {
     return 0.75 * by_products / by_columns;
 }
 
-// Picoseconds of a unit of work in a kernel with a share of 1: one of mma.sync. Slabs of 16 k take twice as
-// many copies as those of 32 do. 16 x 32 and wider follow the kernels of mma.sync for 16 x 16.
-inline double dds_unit(const Problem& problem) {
+// Picoseconds that dds_work is multiplied by for a kernel with a share of 1: one of mma.sync. Slabs of 16 k
+// take twice as many copies as those of 32 do. 16 x 32 and wider follow the kernels of mma.sync for 16 x 16.
+inline double dds_cost(const Problem& problem) {
     constexpr double kThinSlab = 1.9;
     const double density = problem.pattern.density();
     const auto k = static_cast<double>(problem.k_size());
@@ -89,10 +89,10 @@ inline double dds_unit(const Problem& problem) {
     const double slab = thin ? kThinSlab : 1;
     switch (problem.row_block()) {
         case 16:
-            if (has_small_blocks(problem)) return small_block_unit(problem) / small_block_share(problem);
+            if (has_small_blocks(problem)) return small_block_cost(problem) / small_block_share(problem);
             return k * (0.374 * density + 0.188 * present(density, 8) + 0.005) + 7;
         case 32:
-            return slab * small_block_unit(problem) / small_block_share(problem);
+            return slab * small_block_cost(problem) / small_block_share(problem);
         case 64:
             return slab * (k * (0.230 * density + 0.169 * present(density, 2) + 0.007) + 42);
         default:
@@ -139,28 +139,28 @@ inline double walking_time(const Problem& problem) {
     const double columns = present(problem.pattern.density(), std::max(2, 128 / problem.row_block()));
     const double tiles = divide_up(static_cast<double>(problem.tokens), 128) *
                          divide_up(static_cast<double>(problem.features()), 512);
-    const double part = tiles > 16 ? 1.0 : tiles > 8 ? 0.85 : 0.62;
-    return part * 7e-3 * static_cast<double>(problem.k_size()) * columns;
+    const double factor = tiles > 16 ? 1.0 : tiles > 8 ? 0.85 : 0.62;
+    return factor * 7e-3 * static_cast<double>(problem.k_size()) * columns;
 }
 
 // What all of them have to do, were every multiprocessor busy all the time: 1.6 for the operands.
 inline double shared_time(const Problem& problem, const Device& device) {
     const double results = static_cast<double>(problem.tokens) * static_cast<double>(problem.features());
-    return 1e-6 * dds_unit(problem) * least_share(problem) * 1.6 * results / multiprocessors(device);
+    return 1e-6 * dds_cost(problem) * least_share(problem) * 1.6 * results / multiprocessors(device);
 }
 
 // --- dds ---
 
-// Of a kernel that takes a share of dds_unit.
+// Of a kernel that takes a share of dds_cost.
 inline double dds_time(const Kernel& kernel, const Problem& problem, const Device& device, double share,
                        int cluster) {
-    const double work = 1e-6 * share * dds_unit(problem) * dds_work(kernel, problem, device, cluster);
+    const double work = 1e-6 * share * dds_cost(problem) * dds_work(kernel, problem, device, cluster);
     if (!has_few_tokens(problem)) return kStart + work;
-    constexpr double kRank = 1e-6;  // only says which of them is best
-    // Values are also loaded; with more tokens that is a small part.
+    constexpr double kPreference = 1e-6;  // only says which of them is best
+    // Values are also loaded; with more tokens that is little.
     const double streaming = problem.tokens > kChunk ? 0 : streaming_time(problem, device);
     const double time = walking_time(problem) + streaming;
-    return kStart + std::hypot(time, shared_time(problem, device)) + kRank * (1 + work);
+    return kStart + std::hypot(time, shared_time(problem, device)) + kPreference * (1 + work);
 }
 
 }  // namespace ts

@@ -1,23 +1,23 @@
 // The layout of plans: arrays of int32 that the host or the GPU makes once per pattern and kernels walk.
 //
 // dds (both directions; "features" are those of the output, k those that are summed over):
-//   Block rows are grouped into macro-tiles of `tile` features: `groups` block rows each. A tile is
+//   Block rows are grouped into macro-tiles of `tile` features: groups of `group_rows` each. A tile is
 //   walked in steps of `step` elements of k, cut into `pieces` of one block each (one piece where
 //   blocks are wider). Only columns in which some row of the group has a block are walked. With two
 //   `ranks`, two such groups form a tile and walk as many steps, first the columns that both have, at
 //   the same time; then each its own, where the steps of one may end early.
 //     - tiles [tiles][2]: first step, number of steps; longest first
-//     - rows [tiles][ranks][groups]: block rows, -1 where there is none
+//     - rows [tiles][ranks][group_rows]: block rows, -1 where there is none
 //     - masks [steps][ranks]: bit 4 i + j says that features 16 i to 16 i + 15 have a block at quarter j
 //     - k [steps][ranks][pieces]: first element of k, -1 where there is none
-//     - slots [steps][ranks][pieces][groups]: block in values, -1 where there is none
+//     - slots [steps][ranks][pieces][group_rows]: block in values, -1 where there is none
 //
 // dds by aligned steps, for blocks of 16 x 16 and 32 x 32: macro-tiles likewise, but steps are whole ones of
 // k, from a multiple of `step`, and two `ranks` that are half of the features each walk them together. A tile
 // walks those in which some row of its group has a block.
 //     - tiles [tiles][2]: first step, number of steps; longest first, of equally long ones that with most
 //       blocks
-//     - rows [tiles][groups]: block rows, -1 where there is none
+//     - rows [tiles][group_rows]: block rows, -1 where there is none
 //     - masks [steps][tile / 64][2]: bit 4 j + i says that of 64 features those from 16 i to 16 i + 15 have a
 //       block at k from 16 j to 16 j + 15 of the step; byte i is the number of the first of these blocks
 //       among those of the rank and step
@@ -25,13 +25,13 @@
 //     - starts [steps][ranks]: entry in slots of the first block of a rank and step; and the end of the last
 //     - slots [blocks]: block in values, by step, rank, block row and k
 //
-// sdd: block rows are grouped likewise, into `groups` of `tile` features of y; the columns of a group in
-// which some row has a block are gathered into macro-tiles of `pieces` blocks (`step` features of x).
+// sdd: block rows are grouped likewise, `group_rows` in `tile` features of y; the columns of a group in which
+// some row has a block are gathered into macro-tiles of `pieces` blocks (`step` features of x).
 //     - tiles [tiles]: number of pieces used
-//     - rows [tiles][groups]: block rows, -1 where there is none
+//     - rows [tiles][group_rows]: block rows, -1 where there is none
 //     - masks [tiles][tile / 16]: bit j says that these 16 features of y have a block at features 16 j of x
 //     - k [tiles][pieces]: first feature of x, -1 where there is none
-//     - slots [tiles][pieces][groups]: block in values, -1 where there is none
+//     - slots [tiles][pieces][group_rows]: block in values, -1 where there is none
 //
 // The plans of sdd by strips are described in common/strip_plan.h. Sections may have more room than they use.
 #pragma once
@@ -45,8 +45,14 @@ namespace ts {
 struct PlanHeader {
     int32_t tiles;
     int32_t steps;
-    int32_t groups;
-    int32_t pieces;
+    union {
+        int32_t group_rows;   // block rows of a group
+        int32_t unit_blocks;  // of plans by strips: blocks in a strip by a unit
+    };
+    union {
+        int32_t pieces;
+        int32_t units;  // of plans by strips: of two windows
+    };
     // Offsets from the header in int32.
     int32_t tiles_at;
     int32_t rows_at;
@@ -63,7 +69,7 @@ static_assert(sizeof(PlanHeader) == 64);
 // A number, never 0, that plans share only if a kernel that can walk the one can walk the other. It is worked
 // out in every launch.
 inline int32_t plan_key(const Pattern& pattern, Op op, const PlanShape& shape) {
-    const int64_t parts[] = {static_cast<int64_t>(op),
+    const int64_t words[] = {static_cast<int64_t>(op),
                              shape.tile,
                              shape.step,
                              shape.ranks,
@@ -74,8 +80,8 @@ inline int32_t plan_key(const Pattern& pattern, Op op, const PlanShape& shape) {
                              pattern.in_features,
                              pattern.nnz};
     uint64_t hash = 0;
-    for (const int64_t part : parts) {
-        hash = (hash ^ static_cast<uint64_t>(part)) * 0x9e3779b97f4a7c15u;
+    for (const int64_t word : words) {
+        hash = (hash ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15u;
         hash ^= hash >> 32;
     }
     const auto key = static_cast<int32_t>(hash);

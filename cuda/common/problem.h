@@ -116,7 +116,7 @@ inline double split_time(double steps, int64_t parts) {
 
 // The number of parts for some tiles, so that all `workers`, which take one at a time, have work. The partial
 // sums need no more memory than one tile of each worker.
-inline int64_t split_count(const Problem& problem, int64_t tiles, int64_t workers) {
+inline int64_t part_count(const Problem& problem, int64_t tiles, int64_t workers) {
     constexpr int64_t kMost = 8, kLeastSteps = 4;
     if (tiles == 0 || workers / tiles < 2) return 1;
     const double steps = dds_steps(problem);
@@ -130,7 +130,8 @@ enum class PlanKind : int32_t { tiles = 0, aligned = 1, strips = 2 };
 // dds: macro-tiles of `tile` output features, walked in steps of `step` elements of k; `ranks` of them
 // are walked together. Steps are gathered from columns anywhere; or `aligned`, whole ones of k, where `tile`
 // counts the features of all ranks.
-// sdd: macro-tiles of `tile` features of y by `step` features of x.
+// sdd: macro-tiles of `tile` features of y by `step` features of x; by strips that is half a tile, and
+// `ranks` counts the halves.
 struct PlanShape {
     int32_t tile;  // 0: the kernel needs no plan
     int32_t step;
@@ -155,12 +156,12 @@ struct Kernel {
     size_t (*workspace_size)(const Problem&, const Device&);
     // 0, or the CUDA error of the launch.
     int32_t (*launch)(const Problem&, const Device&, void* workspace, void* stream);
-    bool splits = false;  // the sums of few tiles, see split_count
+    bool splits = false;  // the sums of few tiles into parts, see part_count
     // What of values and results it computes with; the dtypes are bits, 0 for those of the activations.
     uint32_t storages = 1u << static_cast<int>(Storage::plain);
     uint32_t values_dtypes = 0;
     uint32_t result_dtypes = 0;
-    // Microseconds the product would take; nullptr where kernels are ranked by their place in the registry.
+    // Microseconds the product would take; nullptr where kernels go by their place in the registry.
     double (*estimate)(const Kernel&, const Problem&, const Device&) = nullptr;
     // A copy of the values as the kernel multiplies them, which serves until values or plan change: its
     // bytes, and how it is made. nullptr where the kernel reads values as they are.

@@ -4,16 +4,16 @@
 // y is cut into strips of 64 features and x into units of strip_unit() features, whatever the blocks. A half
 // of a tile is a strip by a window of 256 gathered features of x. A tile is two halves, whose one or two
 // strips and whose units are loaded together: the windows are runs of the tile's units and may overlap.
-// Strips and units have at most 576 features. `groups` counts the blocks in a strip by a unit, at least 1,
-// and `pieces` the units of two windows:
+// Strips and units have at most 576 features. `unit_blocks` counts the blocks in a strip by a unit, at least
+// 1, and `units` the units of two windows:
 //     - tiles [tiles][4]: first feature of y of the first strip, and of the second or -1 if both halves use
 //       the first; number of units; the unit at which the second half's window begins, or -1: then y and x
 //       have changed places, strips are cut from x and units, which have 64 features here, from y, and both
 //       windows begin at the first unit. Largest first.
 //     - rows, masks: nothing
-//     - k [tiles][pieces]: first feature of x (or y) of each unit, -1 where there is none
-//     - slots [tiles][2][pieces / 2][groups]: block in values, row by row, for the units of the first half's
-//       window and of the second's, -1 where there is none
+//     - k [tiles][units]: first feature of x (or y) of each unit, -1 where there is none
+//     - slots [tiles][2][units / 2][unit_blocks]: block in values, row by row, for the units of the first
+//       half's window and of the second's, -1 where there is none
 #pragma once
 
 #include <cstdint>

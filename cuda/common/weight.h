@@ -4,7 +4,7 @@
 //   - the bytes of the weight in a stage of shared memory
 //   - how they are loaded: the tensor map and its boxes, or chunks of 16 bytes
 //   - how they are multiplied: an operand in shared memory, or what products take from registers
-// What a storage has beside values, metadata or scales, is part of the stage: the format alone knows of it.
+// What a storage has beside values, metadata or scales, belongs to the stage: the format alone knows of it.
 #pragma once
 
 #include "common/problem.h"

@@ -8,8 +8,8 @@
 namespace ts::plans {
 
 struct AlignedShape {
-    int groups;       // block rows of a tile
-    int rank_groups;  // and of a rank
+    int group_rows;  // block rows of a tile
+    int rank_rows;   // and of a rank
     int ranks;
     int columns;  // of a step
     int tiles;
@@ -29,8 +29,8 @@ static __global__ void count_aligned_steps(View view, Sets sets, const int* rows
     if (tile >= shape.tiles) return;
     int steps = 0, blocks = 0;
     for (int w = 0; w < sets.width; ++w) steps += __popc(shape.steps_of(sets.word(tile, w)));
-    for (int i = 0; i < shape.groups; ++i) {
-        const int row = rows[tile * shape.groups + i];
+    for (int i = 0; i < shape.group_rows; ++i) {
+        const int row = rows[tile * shape.group_rows + i];
         if (row >= 0) blocks += __ldg(view.blocks.ptr + row + 1) - __ldg(view.blocks.ptr + row);
     }
     costs[tile] = make_int2(steps, blocks);
@@ -40,7 +40,7 @@ static __global__ void count_aligned_steps(View view, Sets sets, const int* rows
 __device__ inline void write_masks(const View& view, const AlignedShape& shape, const int* rows,
                                    int first_column, int2* masks, int* count) {
     const int lane = threadIdx.x % 32, strips = view.row_block / 16, strip = lane * strips;
-    const int row = lane < shape.rank_groups ? rows[lane] : -1;
+    const int row = lane < shape.rank_rows ? rows[lane] : -1;
     unsigned mask = 0;
     int own = 0;
     if (row >= 0) {
@@ -61,7 +61,7 @@ __device__ inline void write_masks(const View& view, const AlignedShape& shape, 
         mask |= __shfl_xor_sync(~0u, mask, distance);
         firsts |= __shfl_xor_sync(~0u, firsts, distance);
     }
-    if (lane < shape.rank_groups && strip % 4 == 0)
+    if (lane < shape.rank_rows && strip % 4 == 0)
         masks[strip / 4] = make_int2(static_cast<int>(mask), static_cast<int>(firsts));
 }
 
@@ -84,9 +84,9 @@ static __global__ void __launch_bounds__(1024)
         plan.tiles()[2 * place] = first;
         plan.tiles()[2 * place + 1] = own_steps;
     }
-    const int* const own_rows = rows + tile * shape.groups;
-    for (int i = threadIdx.x; i < shape.groups; i += blockDim.x)
-        plan.rows()[place * shape.groups + i] = own_rows[i];
+    const int* const own_rows = rows + tile * shape.group_rows;
+    for (int i = threadIdx.x; i < shape.group_rows; i += blockDim.x)
+        plan.rows()[place * shape.group_rows + i] = own_rows[i];
     int* const k = plan.k() + first;
     if (threadIdx.x < 32) {
         int before = 0;
@@ -97,10 +97,10 @@ static __global__ void __launch_bounds__(1024)
         }
     }
     __syncthreads();
-    const int words = shape.rank_groups * view.row_block / 64;
+    const int words = shape.rank_rows * view.row_block / 64;
     for (int i = threadIdx.x / 32; i < own_steps * shape.ranks; i += blockDim.x / 32) {
         const int index = first * shape.ranks + i;
-        write_masks(view, shape, own_rows + i % shape.ranks * shape.rank_groups,
+        write_masks(view, shape, own_rows + i % shape.ranks * shape.rank_rows,
                     k[i / shape.ranks] / view.col_block,
                     reinterpret_cast<int2*>(plan.masks()) + index * words, plan.starts() + index);
     }
@@ -111,13 +111,13 @@ static __global__ void __launch_bounds__(1024)
     write_aligned_slots(View view, AlignedShape shape, Sections plan) {
     const int first = plan.tiles()[2 * blockIdx.x];
     const int steps = plan.tiles()[2 * blockIdx.x + 1];
-    const int strips = view.row_block / 16, words = shape.rank_groups * strips / 4;
-    for (int i = threadIdx.x; i < steps * shape.groups; i += blockDim.x) {
-        const int row = plan.rows()[blockIdx.x * shape.groups + i % shape.groups];
+    const int strips = view.row_block / 16, words = shape.rank_rows * strips / 4;
+    for (int i = threadIdx.x; i < steps * shape.group_rows; i += blockDim.x) {
+        const int row = plan.rows()[blockIdx.x * shape.group_rows + i % shape.group_rows];
         if (row < 0) continue;
-        const int step = first + i / shape.groups, place = i % shape.groups;
-        const int index = step * shape.ranks + place / shape.rank_groups;
-        const int strip = place % shape.rank_groups * strips;
+        const int step = first + i / shape.group_rows, place = i % shape.group_rows;
+        const int index = step * shape.ranks + place / shape.rank_rows;
+        const int strip = place % shape.rank_rows * strips;
         const unsigned firsts = plan.masks()[(index * words + strip / 4) * 2 + 1];
         int* slot = plan.slots() + plan.starts()[index] + (firsts >> 8 * (strip % 4) & 0xff);
         const int column = plan.k()[step] / view.col_block;
@@ -134,13 +134,13 @@ class AlignedBuilder {
     AlignedBuilder(Arena& arena, const View& view, PlanShape shape, int32_t key)
         : view_(view),
           shape_(shape_of(view, shape)),
-          grouping_(arena, view, shape_.groups, false),
+          grouping_(arena, view, shape_.group_rows, false),
           costs_(arena.take<int2>(shape_.tiles)) {
         const int64_t steps = shape_.most_steps, starts = steps * shape.ranks;
-        header_ = lay_out(key, {int64_t{2} * shape_.tiles, int64_t{shape_.tiles} * shape_.groups,
+        header_ = lay_out(key, {int64_t{2} * shape_.tiles, int64_t{shape_.tiles} * shape_.group_rows,
                                 2 * steps * (shape.tile / 64), steps, view.nnz, starts + 1});
         header_.tiles = shape_.tiles;
-        header_.groups = shape_.groups;
+        header_.group_rows = shape_.group_rows;
     }
 
     int64_t words() const { return header_.words; }
@@ -165,11 +165,11 @@ class AlignedBuilder {
   private:
     static AlignedShape shape_of(const View& view, PlanShape shape) {
         AlignedShape result{};
-        result.groups = shape.tile / view.row_block;
-        result.rank_groups = result.groups / shape.ranks;
+        result.group_rows = shape.tile / view.row_block;
+        result.rank_rows = result.group_rows / shape.ranks;
         result.ranks = shape.ranks;
         result.columns = shape.step / view.col_block;
-        result.tiles = Grouping::group_count(view.rows, result.groups);
+        result.tiles = Grouping::group_count(view.rows, result.group_rows);
         const int64_t columns = (view.cols + result.columns - 1) / result.columns;
         result.most_steps = static_cast<int>(std::min<int64_t>(view.nnz, result.tiles * columns));
         return result;

@@ -168,8 +168,8 @@ class BlockBuilder {
         singles_ = arena.take<BlockTile>(lists_);
         const int units = 2 * kStripWindow / kStripFeatures;
         header_ = lay_out(key, {4 * most, 0, 0, most * units, most * units});
-        header_.groups = 1;
-        header_.pieces = units;
+        header_.unit_blocks = 1;
+        header_.units = units;
     }
 
     int64_t words() const { return header_.words; }

@@ -135,8 +135,9 @@ static __global__ void __launch_bounds__(1024) list_pairs(int* named, int size, 
     }
 }
 
-// The columns of pairs and their block rows. One thread for each pair; rows is null where sets are rows.
-static __global__ void join_pairs(const int2* pairs, Sets sets, const int* rows, int group, Sets joined,
+// The columns of pairs and their block rows. One thread for each pair; rows is null where sets are rows, of
+// which otherwise each has `size`.
+static __global__ void join_pairs(const int2* pairs, Sets sets, const int* rows, int size, Sets joined,
                                   int* joined_counts, int* joined_rows) {
     const int pair = blockIdx.x * blockDim.x + threadIdx.x;
     if (pair >= joined.count) return;
@@ -148,11 +149,9 @@ static __global__ void join_pairs(const int2* pairs, Sets sets, const int* rows,
         count += __popc(bits);
     }
     joined_counts[pair] = count;
-    for (int i = 0; i < 2 * group; ++i) {
-        const int set = i < group ? both.x : both.y;
-        joined_rows[pair * 2 * group + i] = set < 0           ? -1
-                                            : rows == nullptr ? set
-                                                              : rows[set * group + i % group];
+    for (int i = 0; i < 2 * size; ++i) {
+        const int set = i < size ? both.x : both.y;
+        joined_rows[pair * 2 * size + i] = set < 0 ? -1 : rows == nullptr ? set : rows[set * size + i % size];
     }
 }
 
@@ -167,7 +166,7 @@ struct Groups {
 // The groups, and what they were joined from last.
 class Grouping {
   public:
-    // With `halves` groups, the two halves of one should be equally long rather than alike.
+    // With `halves`, those of a group should be equally long rather than alike.
     Grouping(Arena& arena, const View& view, int size, bool halves) : view_(view), halves_(halves) {
         for (int i = 0, count = view.rows; i < 2; ++i, count = (count + 1) / 2) {
             buffers_[i].sets = {nullptr, count, (view.cols + 31) / 32};

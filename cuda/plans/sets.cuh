@@ -53,11 +53,11 @@ struct Sets {
 };
 
 // What the elements of a set stand for: a set is `rows` block rows, an element `cols` columns, or one of
-// `parts` parts of a column.
+// `per_column` in a column.
 struct Elements {
     int rows = 1;
     int cols = 1;
-    int parts = 1;
+    int per_column = 1;
 };
 
 // One thread for each word.
@@ -68,10 +68,10 @@ static __global__ void fill_sets(View view, Sets sets, Elements elements) {
     uint32_t bits = 0;
     for (int row = set * elements.rows; row < min((set + 1) * elements.rows, view.rows); ++row) {
         const int end = __ldg(view.blocks.ptr + row + 1);
-        for (int e = find_entry(view, row, first * elements.cols / elements.parts); e < end; ++e) {
-            const int element = __ldg(view.blocks.idx + e) * elements.parts / elements.cols - first;
+        for (int e = find_entry(view, row, first * elements.cols / elements.per_column); e < end; ++e) {
+            const int element = __ldg(view.blocks.idx + e) * elements.per_column / elements.cols - first;
             if (element >= 32) break;
-            bits |= ((1u << elements.parts) - 1) << element;
+            bits |= ((1u << elements.per_column) - 1) << element;
         }
     }
     sets.words[index] = bits;
@@ -184,7 +184,7 @@ struct Sections {
     __device__ int* starts() const { return words + header.starts_at; }
 };
 
-// Hands out parts of the workspace; without one, it only counts them.
+// Hands out areas of the workspace; without one, it only counts them.
 class Arena {
   public:
     explicit Arena(void* base) : base_(static_cast<char*>(base)) {}

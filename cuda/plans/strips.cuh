@@ -17,12 +17,14 @@ struct StripShape {
     int window;  // in units
     int row_strips;
     int rows;
-    int neighbours;  // rows of a neighbourhood
-    int row_parts;   // blocks in a strip by a unit
-    int col_parts;
-    int most_tiles;  // of a neighbourhood
-    bool wide;       // whether x has more features than y
+    int neighbours;      // rows of a neighbourhood
+    int rows_per_strip;  // block rows of a strip, at least 1
+    int cols_per_unit;   // block columns of a unit, at least 1
+    int most_tiles;      // of a neighbourhood
+    bool wide;           // whether x has more features than y
 
+    // In a strip by a unit.
+    __host__ __device__ int unit_blocks() const { return rows_per_strip * cols_per_unit; }
     __host__ __device__ int neighbourhoods() const { return (rows + neighbours - 1) / neighbours; }
     // Of two strips, in units.
     __device__ int room() const { return (kStripTileFeatures - 2 * kStripFeatures) / unit; }
@@ -222,25 +224,25 @@ static __global__ void __launch_bounds__(128)
     place = block_sum(place);
 
     const StripTile& tile = tiles[own];
-    const int second = tile.strips[1], room = 2 * shape.window, parts = shape.row_parts * shape.col_parts;
+    const int second = tile.strips[1], room = 2 * shape.window, blocks = shape.unit_blocks();
     if (threadIdx.x == 0)
         *reinterpret_cast<int4*>(plan.tiles() + 4 * place) =
             make_int4(tile.strips[0] * kStripFeatures, second < 0 ? -1 : second * kStripFeatures, tile.count,
                       tile.second_window);
     for (int i = threadIdx.x; i < room; i += blockDim.x)
         plan.k()[place * room + i] = i < tile.count ? tile.units[i] * shape.unit : -1;
-    int* const slots = plan.slots() + place * room * parts;
-    for (int i = threadIdx.x; i < room * parts; i += blockDim.x) {
-        const int half = i / parts / shape.window, part = i % parts;
-        const int at = i / parts % shape.window + (half == 0 ? 0 : tile.second_window);
+    int* const slots = plan.slots() + place * room * blocks;
+    for (int i = threadIdx.x; i < room * blocks; i += blockDim.x) {
+        const int half = i / blocks / shape.window, block = i % blocks;
+        const int at = i / blocks % shape.window + (half == 0 ? 0 : tile.second_window);
         const int begin = half == 0 ? 0 : tile.second_begin;
         const int end = half == 0 ? min(tile.first_end, tile.count) : tile.count;
         const int strip = half == 0 || second < 0 ? tile.strips[0] : second;
-        const int row = strip / shape.row_strips * shape.row_parts + part / shape.col_parts;
+        const int row = strip / shape.row_strips * shape.rows_per_strip + block / shape.cols_per_unit;
         slots[i] = -1;
         if (begin <= at && at < end && row < view.rows)
-            slots[i] =
-                find_slot(view, row, tile.units[at] * shape.unit / view.col_block + part % shape.col_parts);
+            slots[i] = find_slot(view, row,
+                                 tile.units[at] * shape.unit / view.col_block + block % shape.cols_per_unit);
     }
 }
 
@@ -259,13 +261,12 @@ class StripBuilder {
         orders_ = arena.take<uint64_t>(slots);
         tile_counts_ = arena.take<int>(shape_.neighbourhoods());
 
-        const int64_t blocks = view.nnz * elements().parts, all = std::min(blocks, shape_.rows * units);
+        const int64_t blocks = view.nnz * elements().per_column, all = std::min(blocks, shape_.rows * units);
         const int64_t full = all / (shape_.row_strips > 1 ? shape_.window : 2 * shape_.window);
         const int64_t most = full + std::min<int64_t>(shape_.rows, all), room = 2 * shape_.window;
-        header_ =
-            lay_out(key, {4 * most, 0, 0, most * room, most * room * shape_.row_parts * shape_.col_parts});
-        header_.groups = shape_.row_parts * shape_.col_parts;
-        header_.pieces = 2 * shape_.window;
+        header_ = lay_out(key, {4 * most, 0, 0, most * room, most * room * shape_.unit_blocks()});
+        header_.unit_blocks = shape_.unit_blocks();
+        header_.units = 2 * shape_.window;
     }
 
     int64_t words() const { return header_.words; }
@@ -282,7 +283,7 @@ class StripBuilder {
 
   private:
     Elements elements() const {
-        return {shape_.row_parts, shape_.col_parts, std::max(1, view_.col_block / shape_.unit)};
+        return {shape_.rows_per_strip, shape_.cols_per_unit, std::max(1, view_.col_block / shape_.unit)};
     }
 
     static StripShape shape_of(const View& view, const Pattern& pattern) {
@@ -293,8 +294,8 @@ class StripBuilder {
         const int64_t features = int64_t{view.rows} * view.row_block;
         shape.rows = static_cast<int>((features - 1) / (shape.row_strips * kStripFeatures) + 1);
         shape.neighbours = shape.row_strips > 1 ? 1 : StripShape::kNeighbours;
-        shape.row_parts = std::max(1, kStripFeatures / view.row_block);
-        shape.col_parts = std::max(1, shape.unit / view.col_block);
+        shape.rows_per_strip = std::max(1, kStripFeatures / view.row_block);
+        shape.cols_per_unit = std::max(1, shape.unit / view.col_block);
         shape.wide = pattern.in_features > pattern.out_features;
         return shape;
     }

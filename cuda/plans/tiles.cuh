@@ -8,13 +8,13 @@
 namespace ts::plans {
 
 struct TileShape {
-    int groups;  // of a rank
+    int group_rows;  // block rows of a rank
     int pieces;
-    int parts;  // steps of a column
+    int column_steps;
     int ranks;
     int step;
 
-    __host__ __device__ int rows() const { return groups * ranks; }
+    __host__ __device__ int rows() const { return group_rows * ranks; }
 };
 
 // The steps of each tile, as many as its longer half needs. One thread for each.
@@ -23,7 +23,7 @@ static __global__ void count_steps(Groups ranks, const int2* pairs, TileShape sh
     if (tile >= tiles) return;
     const int2 pair = shape.ranks == 2 ? pairs[tile] : make_int2(tile, -1);
     const int longest = max(ranks.counts[pair.x], pair.y < 0 ? 0 : ranks.counts[pair.y]);
-    steps[tile] = (longest + shape.pieces - 1) / shape.pieces * shape.parts;
+    steps[tile] = (longest + shape.pieces - 1) / shape.pieces * shape.column_steps;
 }
 
 // Writes one rank's columns in the order in which they are walked: first those that the other rank has, too,
@@ -51,32 +51,33 @@ __device__ inline void write_columns(const Sets& sets, int own, int other, const
             const bool goes_first = (common >> lane & 1) && shared_place < shared;
             const int at = goes_first ? shared_place : shared + place - min(shared_place, shared);
             const int column = 32 * (first + w) + lane;
-            for (int part = 0; part < shape.parts; ++part) {
-                const int step = first_step + at / shape.pieces * shape.parts + part;
+            for (int i = 0; i < shape.column_steps; ++i) {
+                const int step = first_step + at / shape.pieces * shape.column_steps + i;
                 k[(step * shape.ranks + rank) * shape.pieces + at % shape.pieces] =
-                    column * view.col_block + part * shape.step;
+                    column * view.col_block + i * shape.step;
             }
         }
     }
 }
 
-__device__ inline unsigned dds_mask(int piece, int group, const View& view, int pieces) {
+// `in_group`: of a row in its group.
+__device__ inline unsigned dds_mask(int piece, int in_group, const View& view, int pieces) {
     const int quarters = 4 / pieces, strips = view.row_block / 16;
     const unsigned columns = ((1u << quarters) - 1) << piece * quarters;
     unsigned mask = 0;
-    for (int i = group * strips; i < (group + 1) * strips; ++i) mask |= columns << 4 * i;
+    for (int i = in_group * strips; i < (in_group + 1) * strips; ++i) mask |= columns << 4 * i;
     return mask;
 }
 
 __device__ inline void add_to_masks(const Sections& plan, const View& view, const TileShape& shape, bool sdd,
-                                    int step, int piece, int group) {
+                                    int step, int piece, int in_group) {
     if (!sdd) {
-        atomicOr(plan.masks() + step, dds_mask(piece, group, view, shape.pieces));
+        atomicOr(plan.masks() + step, dds_mask(piece, in_group, view, shape.pieces));
         return;
     }
     const int strips = view.row_block / 16, width = view.col_block / 16;
-    for (int i = group * strips; i < (group + 1) * strips; ++i)
-        atomicOr(plan.masks() + step * strips * shape.groups + i, ((1u << width) - 1) << piece * width);
+    for (int i = in_group * strips; i < (in_group + 1) * strips; ++i)
+        atomicOr(plan.masks() + step * strips * shape.group_rows + i, ((1u << width) - 1) << piece * width);
 }
 
 // One block for each tile of dds, or for each group of rows of sdd, whose steps are its tiles. `sets` are the
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(256)
     if (tiles == 0) return;
     const auto row_of = [&](int i) { return rows == nullptr ? tile : rows[tile * shape.rows() + i]; };
 
-    const int masks = kSdd ? shape.groups * view.row_block / 16 : shape.ranks,
+    const int masks = kSdd ? shape.group_rows * view.row_block / 16 : shape.ranks,
               walked = own_steps * shape.ranks;
     for (int i = threadIdx.x; i < own_steps * masks; i += blockDim.x) plan.masks()[first * masks + i] = 0;
     for (int i = threadIdx.x; i < walked * shape.pieces; i += blockDim.x)
@@ -128,14 +129,15 @@ __global__ void __launch_bounds__(256)
         places[2 * place + 1] = own_steps;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < walked * shape.pieces * shape.groups; i += blockDim.x) {
-        const int group = i % shape.groups, column = i / shape.groups, piece = column % shape.pieces;
+    for (int i = threadIdx.x; i < walked * shape.pieces * shape.group_rows; i += blockDim.x) {
+        const int in_group = i % shape.group_rows, column = i / shape.group_rows,
+                  piece = column % shape.pieces;
         const int step = first * shape.ranks + column / shape.pieces;  // of all ranks
         const int k = plan.k()[step * shape.pieces + piece];
-        const int row = row_of(column / shape.pieces % shape.ranks * shape.groups + group);
+        const int row = row_of(column / shape.pieces % shape.ranks * shape.group_rows + in_group);
         const int slot = k < 0 || row < 0 ? -1 : find_slot(view, row, k / view.col_block);
-        plan.slots()[(step * shape.pieces + piece) * shape.groups + group] = slot;
-        if (slot >= 0) add_to_masks(plan, view, shape, kSdd, step, piece, group);
+        plan.slots()[(step * shape.pieces + piece) * shape.group_rows + in_group] = slot;
+        if (slot >= 0) add_to_masks(plan, view, shape, kSdd, step, piece, in_group);
     }
 }
 
@@ -150,7 +152,7 @@ class TileBuilder {
           grouping_(arena, view, shape_.rows(), shape.ranks == 2),
           steps_(arena.take<int>(tiles_)),
           header_(lay_out(key, sections())) {
-        header_.groups = shape_.groups;
+        header_.group_rows = shape_.group_rows;
         header_.pieces = shape_.pieces;
     }
 
@@ -171,16 +173,16 @@ class TileBuilder {
     int64_t most_steps() const {
         const int64_t columns = std::min<int64_t>(view_.nnz, int64_t{tiles_} * view_.cols);
         const int64_t full = columns / shape_.pieces, partial = std::min<int64_t>(columns, tiles_);
-        return (full + partial) * shape_.parts;
+        return (full + partial) * shape_.column_steps;
     }
 
     std::array<int64_t, 6> sections() const {
         const int64_t steps = most_steps(), walked = steps * shape_.ranks;
         if (sdd_)
-            return {steps, steps * shape_.groups, steps * shape_.groups * view_.row_block / 16,
-                    steps * shape_.pieces, steps * shape_.pieces * shape_.groups};
+            return {steps, steps * shape_.group_rows, steps * shape_.group_rows * view_.row_block / 16,
+                    steps * shape_.pieces, steps * shape_.pieces * shape_.group_rows};
         return {int64_t{2} * tiles_, int64_t{tiles_} * shape_.rows(), walked, walked * shape_.pieces,
-                walked * shape_.pieces * shape_.groups};
+                walked * shape_.pieces * shape_.group_rows};
     }
 
     View view_;

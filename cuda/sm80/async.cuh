@@ -11,7 +11,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 }
 
 // Unless the condition is false, copies `bytes` (0 to 16) from global to shared memory past L1 and fills
-// the rest of 16 with zeros. Without a branch, which would split the code around it.
+// the rest of 16 with zeros. Without a branch, which would cut the code around it in two.
 __device__ inline void copy_async_if(bool condition, uint32_t target, const void* source, int bytes = 16) {
     asm volatile(
         "{ .reg .pred copy; setp.ne.b32 copy, %2, 0; @copy cp.async.cg.shared.global [%0], [%1], 16, %3; }" ::
@@ -61,7 +61,7 @@ struct RingPosition {
     }
 };
 
-// Full and empty barriers of a ring of stages that the same threads fill and release.
+// Barriers [stages][full, empty], of 8 bytes, of a ring of stages that the same threads fill and release.
 class Ring {
   public:
     __device__ Ring(uint32_t address, int stages) : address_(address), stages_(stages) {}

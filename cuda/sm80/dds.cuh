@@ -5,7 +5,7 @@
 // A CTA computes tiles of kTileTokens x kTileFeatures, one after another. A tile's features belong to
 // several block rows (see common/plan.h); it walks the steps of k in which one of them has a block.
 // All threads together fill a ring of stages with cp.async, some steps ahead and on into the next
-// tile: all tokens' k of the step, and of W the blocks that exist. Each warp multiplies its part of
+// tile: all tokens' k of the step, and of W the blocks that exist. Each warp multiplies what it has of
 // the tile with mma.sync, skipping what does not exist. (Warps that only load would leave the others
 // 168 registers instead of 255, too few to hide the latency of 64 x 64 sums' fragments.)
 #pragma once
@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     constexpr int kMTiles = Traits::kMTiles, kNTiles = Traits::kNTiles;
     using Element = typename Traits::Element;
     using InputTile = typename Traits::template InputTile<kRowMajorInput>;
+    // [stages][input, weight], a Tile each; [kWarps] staging memory; [stages] barriers.
     extern __shared__ __align__(128) char shared[];
     const uint32_t stages = shared_address(shared);
     char* const staging = shared + arguments.stages * Traits::kStageBytes;
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
             ring.empty(position.stage).arrive();
             position.advance(arguments.stages);
         }
-        const DdsEpilogue<Traits> epilogue(arguments, plan.rows + work.row_tile * plan.groups,
+        const DdsEpilogue<Traits> epilogue(arguments, plan.rows + work.row_tile * plan.group_rows,
                                            staging + warp * Traits::kStagingFloats * sizeof(float));
         epilogue.store(sums, work.first_token + warp_token, warp_feature);
     }
@@ -102,8 +103,8 @@ struct Dds {
         const Matrix &input = problem.input(), &output = problem.output();
         const int row_block = problem.row_block();
         const int64_t block_rows = problem.features() / row_block;
-        const int groups = kTileFeatures / row_block;
-        const auto row_tiles = static_cast<int>((block_rows + groups - 1) / groups);
+        const int group_rows = kTileFeatures / row_block;
+        const auto row_tiles = static_cast<int>((block_rows + group_rows - 1) / group_rows);
         const int64_t tiles = row_tiles * ((problem.tokens + kTileTokens - 1) / kTileTokens);
         if (tiles == 0) return cudaSuccess;
         const Occupancy fit = occupancy(device);

@@ -29,11 +29,12 @@ struct DdsArguments {
 
 // A plan's arrays on the device. Ends the kernel with an error if it is not the plan that the launch is for.
 struct DdsPlan {
-    int groups, pieces;
+    int group_rows, pieces;
     const int2* tiles;
     const int *rows, *masks, *k, *slots;
 
-    __device__ DdsPlan(const PlanHeader* header, int key) : groups(header->groups), pieces(header->pieces) {
+    __device__ DdsPlan(const PlanHeader* header, int key)
+        : group_rows(header->group_rows), pieces(header->pieces) {
         if (header->key != key) __trap();
         const int* words = reinterpret_cast<const int*>(header);
         tiles = reinterpret_cast<const int2*>(words + header->tiles_at);

@@ -12,9 +12,9 @@ template <class Traits>
 class DdsEpilogue {
     using Element = typename Traits::Element;
     using Sums = Accumulators<Traits::kMTiles, Traits::kNTiles>;
-    static constexpr int kTokens = 8;      // staged at a time
+    static constexpr int kTokens = 8;      // of a batch, which is staged at a time
     static constexpr int kNeighbours = 8;  // features or tokens that a lane stores
-    static constexpr int kParts = Traits::kWarpTokens / kTokens;
+    static constexpr int kBatches = Traits::kWarpTokens / kTokens;
     using Results = Neighbours<Element>;
     using Others = typename Results::Others;
 
@@ -55,10 +55,10 @@ class DdsEpilogue {
             bias[n] = make_float2(bias_at(at), bias_at(at < 0 ? at : at + 1));
         }
 #pragma unroll
-        for (int part = 0; part < 2 * Traits::kMTiles; ++part) {
+        for (int batch = 0; batch < 2 * Traits::kMTiles; ++batch) {
 #pragma unroll
             for (int n = 0; n < 2 * Traits::kNTiles; ++n) {
-                const float* sum = sums[part / 2][n / 2][n % 2] + part % 2 * 2;
+                const float* sum = sums[batch / 2][n / 2][n % 2] + batch % 2 * 2;
                 *reinterpret_cast<Pair<Element>*>(staged + 8 * n * sizeof(Element)) = {
                     from_float<Element>(sum[0] + bias[n].x), from_float<Element>(sum[1] + bias[n].y)};
             }
@@ -66,7 +66,7 @@ class DdsEpilogue {
 #pragma unroll
             for (int i = 0; i < kTokens; i += kTokensAtOnce) {
                 if (feature >= 0 && line + i < kTokens &&
-                    token + part * kTokens + line + i < arguments_.tokens)
+                    token + batch * kTokens + line + i < arguments_.tokens)
                     copy_neighbours(target + i * arguments_.output_ld,
                                     staging_ + (line + i) * kLine + column * sizeof(Element));
             }
@@ -76,9 +76,9 @@ class DdsEpilogue {
     }
 
     __device__ static void copy_neighbours(Element* target, const char* source) {
-        constexpr int kPieces = kNeighbours * sizeof(Element) / sizeof(uint4);
+        constexpr int kVectors = kNeighbours * sizeof(Element) / sizeof(uint4);
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i)
+        for (int i = 0; i < kVectors; ++i)
             reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(source)[i];
     }
 
@@ -94,19 +94,19 @@ class DdsEpilogue {
         Others others[kLines];
         read_lines(others, token, 0, feature);
 #pragma unroll 1
-        for (int part = 0; part < kParts; ++part) {
-            stage(sums, part);
+        for (int batch = 0; batch < kBatches; ++batch) {
+            stage(sums, batch);
 #pragma unroll
             for (int i = 0; i < kLines; ++i) {
                 const int line = line_of(i);
-                const int64_t at = token + part * kTokens + line;
+                const int64_t at = token + batch * kTokens + line;
                 if (line >= kTokens || at >= arguments_.tokens || feature < 0) continue;
                 Results results(floats() + line * Traits::kStagingLine + column, 1);
                 results.finish(bias, arguments_.activation);
                 if (arguments_.residual != nullptr) results.add(others[i]);
                 results.store(output() + at * arguments_.output_ld + feature);
             }
-            read_lines(others, token, part + 1, feature);
+            read_lines(others, token, batch + 1, feature);
             __syncwarp();
         }
     }
@@ -121,11 +121,11 @@ class DdsEpilogue {
                 "prefetch.global.L2 [%0];" ::"l"(residual() + at * arguments_.residual_ld + feature));
     }
 
-    __device__ void read_lines(Others (&others)[kLines], int token, int part, int64_t feature) const {
-        if (arguments_.residual == nullptr || part == kParts || feature < 0) return;
+    __device__ void read_lines(Others (&others)[kLines], int token, int batch, int64_t feature) const {
+        if (arguments_.residual == nullptr || batch == kBatches || feature < 0) return;
 #pragma unroll
         for (int i = 0; i < kLines; ++i) {
-            const int64_t at = token + part * kTokens + line_of(i);
+            const int64_t at = token + batch * kTokens + line_of(i);
             if (line_of(i) < kTokens && at < arguments_.tokens)
                 others[i] = Results::read(residual() + at * arguments_.residual_ld + feature);
         }
@@ -142,9 +142,9 @@ class DdsEpilogue {
         Others others[kColumns];
         read_columns(others, token, 0, features);
 #pragma unroll 1
-        for (int part = 0; part < kParts; ++part) {
-            stage(sums, part);
-            const int first = token + part * kTokens, valid = arguments_.tokens - first;
+        for (int batch = 0; batch < kBatches; ++batch) {
+            stage(sums, batch);
+            const int first = token + batch * kTokens, valid = arguments_.tokens - first;
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) {
                 if (features[i] < 0 || valid <= 0) continue;
@@ -162,15 +162,16 @@ class DdsEpilogue {
                     results.store_first(target, valid);
                 }
             }
-            read_columns(others, token, part + 1, features);
+            read_columns(others, token, batch + 1, features);
             __syncwarp();
         }
     }
 
-    __device__ void read_columns(Others (&others)[kColumns], int token, int part,
+    __device__ void read_columns(Others (&others)[kColumns], int token, int batch,
                                  const int64_t (&features)[kColumns]) const {
-        const int first = token + part * kTokens;
-        if (arguments_.residual == nullptr || part == kParts || arguments_.tokens - first < kTokens) return;
+        const int first = token + batch * kTokens;
+        if (arguments_.residual == nullptr || batch == kBatches || arguments_.tokens - first < kTokens)
+            return;
 #pragma unroll
         for (int i = 0; i < kColumns; ++i)
             if (features[i] >= 0)
@@ -178,11 +179,11 @@ class DdsEpilogue {
     }
 
     // Puts the sums of 8 tokens into shared memory. Registers can only be chosen by branches.
-    __device__ void stage(const Sums& sums, int part) const {
+    __device__ void stage(const Sums& sums, int batch) const {
         float* target = floats() + lane_ / 4 * Traits::kStagingLine + lane_ % 4 * 2;
 #pragma unroll
         for (int i = 0; i < 2 * Traits::kMTiles; ++i) {
-            if (part != i) continue;
+            if (batch != i) continue;
 #pragma unroll
             for (int n = 0; n < 2 * Traits::kNTiles; ++n) {
                 const float* sum = sums[i / 2][n / 2][n % 2] + i % 2 * 2;

@@ -5,7 +5,7 @@
 
 namespace ts::sm80 {
 
-// Tiles in the order CTAs take them: tokens in groups whose input stays in L2 while the rows of W pass.
+// Tiles in the order CTAs take them: tokens in bands whose input stays in L2 while the rows of W pass.
 class DdsSchedule {
   public:
     struct Work {
@@ -17,19 +17,20 @@ class DdsSchedule {
         : tile_tokens_(tile_tokens),
           token_tiles_((tokens + tile_tokens - 1) / tile_tokens),
           row_tiles_(row_tiles),
-          width_(kGroupTokens / tile_tokens) {}
+          width_(kBandTokens / tile_tokens) {}
 
     __device__ int size() const { return token_tiles_ * row_tiles_; }
     __device__ Work at(int index) const {
-        const int group = index / (width_ * row_tiles_), within = index % (width_ * row_tiles_);
-        const int width = min(width_, token_tiles_ - group * width_);
-        return {within / width, (group * width_ + within % width) * tile_tokens_};
+        const int band = index / (width_ * row_tiles_), within = index % (width_ * row_tiles_);
+        const int width = min(width_, token_tiles_ - band * width_);
+        return {within / width, (band * width_ + within % width) * tile_tokens_};
     }
 
   private:
-    static constexpr int kGroupTokens = 1024;
+    static constexpr int kBandTokens = 1024;
 
-    int tile_tokens_, token_tiles_, row_tiles_, width_;
+    int tile_tokens_, token_tiles_, row_tiles_;
+    int width_;  // of a band, in tiles
 };
 
 // Walks the steps of all tiles of this CTA.
@@ -75,7 +76,7 @@ class DdsLoader {
     using InputTile = typename Traits::template InputTile<kRowMajorInput>;
     static constexpr int kChunk = Traits::kChunk;
     static constexpr int kLinesAtOnce = Traits::kThreads / kChunksPerLine;
-    static constexpr int kStepParts = Traits::kStep / kLinesAtOnce;
+    static constexpr int kOwnLines = Traits::kStep / kLinesAtOnce;
 
   public:
     __device__ DdsLoader(const DdsArguments& arguments, const DdsSchedule& schedule, const DdsPlan& plan,
@@ -116,7 +117,7 @@ class DdsLoader {
             chunk_k_ = __ldg(k + (chunk_ * kChunk >> piece_shift_));
         } else {
 #pragma unroll
-            for (int i = 0; i < kStepParts; ++i)
+            for (int i = 0; i < kOwnLines; ++i)
                 line_k_[i] = __ldg(k + (line_ + i * kLinesAtOnce >> piece_shift_));
         }
         weight_.fetch(cursor_.step());
@@ -143,7 +144,7 @@ class DdsLoader {
 
     __device__ void copy_feature_major(uint32_t tile) const {
 #pragma unroll
-        for (int i = 0; i < kStepParts; ++i) {
+        for (int i = 0; i < kOwnLines; ++i) {
             const char* source =
                 address(arguments_.input, line_k_[i] + line_in_piece(i), arguments_.input_ld);
 #pragma unroll
@@ -174,8 +175,8 @@ class DdsLoader {
     int line_, chunk_;
     int piece_shift_;  // log2 of the k that one piece contributes to a step
     // Of the next step, -1 where there is none:
-    int chunk_k_;             // k of the piece this thread's chunk lies in, where k runs along lines
-    int line_k_[kStepParts];  // k of the pieces this thread's lines lie in, where they run along k
+    int chunk_k_;            // k of the piece this thread's chunk lies in, where k runs along lines
+    int line_k_[kOwnLines];  // k of the pieces this thread's lines lie in, where they run along k
     typename Traits::Weight::template Loader<Traits::kThreads> weight_;
 };
 

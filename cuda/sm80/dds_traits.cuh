@@ -40,8 +40,9 @@ struct DdsTraits {
                                            : InputTile<false>::kBytes;
     static constexpr int kStageBytes = kInputBytes + Weight::kBytes;
 
-    // Sums of 8 tokens at a time pass through shared memory, so that each lane can store 8 neighbours.
-    // The padding keeps the 4 lanes of a token and 4 tokens off each other's banks.
+    // Sums of 8 tokens at a time pass through shared memory, so that each lane can store 8 neighbours: of
+    // each warp [8 tokens][kStagingLine], of which kWarpFeatures are used. The padding keeps the 4 lanes of a
+    // token and 4 tokens off each other's banks.
     static constexpr int kStagingLine = kWarpFeatures + 8;
     static constexpr int kStagingFloats = 8 * kStagingLine;
     static constexpr int kStagingBytes = kWarps * kStagingFloats * static_cast<int>(sizeof(float));

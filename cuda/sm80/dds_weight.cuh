@@ -33,7 +33,7 @@ template <int kThreads>
 class PlainWeight<kOp, Math, kFeatures_>::Loader {
     static constexpr int kChunk = Tile::kChunk;
     static constexpr int kLinesAtOnce = kThreads / kChunksPerLine;
-    static constexpr int kParts = Tile::kLines / kLinesAtOnce;
+    static constexpr int kOwnLines = Tile::kLines / kLinesAtOnce;
     static constexpr int kPanels = Tile::kPanels;
     static constexpr int kStepShift = sizeof(Element) == 2 ? 6 : 5;
     static_assert(1 << kStepShift == Tile::kStep);
@@ -47,13 +47,14 @@ class PlainWeight<kOp, Math, kFeatures_>::Loader {
           piece_shift_(min(arguments.k_shift, kStepShift)) {
         const int row_mask = (1 << arguments.row_shift) - 1;
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) {
+        for (int i = 0; i < kOwnLines; ++i) {
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
                 const int line = line_ + i * kLinesAtOnce;
                 const int feature = kTransposed ? panel * Tile::kPanelExtent + chunk_ * kChunk : line;
                 const int k = kTransposed ? line : chunk_ * kChunk;
-                slot_index_[i][panel] = (k >> piece_shift_) * plan.groups + (feature >> arguments.row_shift);
+                slot_index_[i][panel] =
+                    (k >> piece_shift_) * plan.group_rows + (feature >> arguments.row_shift);
                 feature_offset_[i][panel] =
                     (feature & row_mask) * (kTransposed ? 1 : 1 << arguments.k_shift) / kChunk;
             }
@@ -63,11 +64,11 @@ class PlainWeight<kOp, Math, kFeatures_>::Loader {
     // Reads where the weight of a step lies.
     __device__ void fetch(int step) {
         const int* k = plan_.k + step * plan_.pieces;
-        const int* slots = plan_.slots + step * plan_.pieces * plan_.groups;
+        const int* slots = plan_.slots + step * plan_.pieces * plan_.group_rows;
 #pragma unroll
         for (int i = 0; i < kKs; ++i) k_[i] = __ldg(k + (own_k(i) >> piece_shift_));
 #pragma unroll
-        for (int i = 0; i < kParts; ++i)
+        for (int i = 0; i < kOwnLines; ++i)
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel)
                 slots_[i][panel] = __ldg(slots + slot_index_[i][panel]);
@@ -79,7 +80,7 @@ class PlainWeight<kOp, Math, kFeatures_>::Loader {
         const uint32_t block_chunks = (1 << arguments_.row_shift + arguments_.k_shift) / kChunk;
         const uint32_t target = tile + Tile::offset(line_, chunk_);
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) {
+        for (int i = 0; i < kOwnLines; ++i) {
             const int at = kTransposed ? i : 0;
             const int k = k_[at] + (own_k(at) & (1 << piece_shift_) - 1) & k_mask;
             const int k_offset = (kTransposed ? k << arguments_.row_shift : k) / kChunk;
@@ -94,7 +95,7 @@ class PlainWeight<kOp, Math, kFeatures_>::Loader {
     }
 
   private:
-    static constexpr int kKs = kTransposed ? kParts : 1;  // of k in a thread's share, each of one piece
+    static constexpr int kKs = kTransposed ? kOwnLines : 1;  // of k in a thread's share, each of one piece
 
     // Of the step, where lines run along k that of a line, otherwise that of the thread's chunk.
     __device__ int own_k(int i) const { return kTransposed ? line_ + i * kLinesAtOnce : chunk_ * kChunk; }
@@ -103,11 +104,11 @@ class PlainWeight<kOp, Math, kFeatures_>::Loader {
     const DdsPlan& plan_;
     int line_, chunk_;
     int piece_shift_;  // log2 of the k that one piece contributes to a step
-    int slot_index_[kParts][kPanels];
-    int feature_offset_[kParts][kPanels];
+    int slot_index_[kOwnLines][kPanels];
+    int feature_offset_[kOwnLines][kPanels];
     // Of the next step, -1 where there is none:
     int k_[kKs];  // of the pieces in which the thread's chunk or lines lie
-    int slots_[kParts][kPanels];
+    int slots_[kOwnLines][kPanels];
 };
 
 }  // namespace ts::sm80

@@ -3,7 +3,7 @@
 //
 // A CTA computes kRows features of one block row for up to 64 tokens. Its warps share the row's blocks evenly
 // and add up their sums in the end; where many tokens make copies of x a burden, they do so in teams
-// that share what they copy. A team walks its part of the row in slices of 64 elements of k and copies
+// that share what they copy. A team walks its share of the row in slices of 64 elements of k and copies
 // them, W and x, through a ring of its own in shared memory: that keeps more bytes under way than
 // registers could hold, and no team waits for another.
 #pragma once
@@ -35,8 +35,8 @@ struct DecodeTraits {
     static constexpr int kTeam = kTokenTiles == 8 && kRows >= 32 ? 4 : 1;
     static constexpr int kHalves = kTeam == 1 ? 1 : 2;
     static constexpr int kWarpRows = kRows > 32 ? 32 : kRows;
-    static constexpr int kRowParts = kRows / kWarpRows;
-    static constexpr int kWarpTokens = kTokens * kRowParts * kHalves / kTeam;
+    static constexpr int kRowWarps = kRows / kWarpRows;
+    static constexpr int kWarpTokens = kTokens * kRowWarps * kHalves / kTeam;
     static constexpr int kWarpRowTiles = kWarpRows / 16;
     static constexpr int kWarpTokenTiles = kWarpTokens / 8;
 
@@ -46,6 +46,7 @@ struct DecodeTraits {
     // Many short rings in a multiprocessor are better than few long ones (measured on an H200).
     static constexpr int kStages = kTeam > 1 || kStageBytes <= 4096 ? 3 : 2;
     static constexpr int kRingBytes = kStages * kStageBytes;
+    // Sums are [kTokens][kSumLine], of which kRows are used.
     static constexpr int kSumLine = kRows + 4;              // of a token; the padding avoids bank conflicts
     static constexpr int kSumBytes = kRingBytes / kHalves;  // the sums of all rows take the ring's place
     static_assert(sizeof(Element) == 2);
@@ -57,7 +58,7 @@ __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Copies the slices of a team's part of a block row into its ring, one after another.
+// Copies the slices of a team's share of a block row into its ring, one after another.
 template <class Traits>
 class DecodeLoader {
     using Lines = typename Traits::Lines;
@@ -65,7 +66,7 @@ class DecodeLoader {
     static constexpr int kBatch = 32;  // entries: one a lane
 
   public:
-    __device__ DecodeLoader(const DecodeArguments& arguments, int feature, int token, int part, int parts,
+    __device__ DecodeLoader(const DecodeArguments& arguments, int feature, int token, int team, int teams,
                             uint32_t ring, int thread)
         : arguments_(arguments),
           tokens_(arguments.tokens - token),
@@ -77,8 +78,8 @@ class DecodeLoader {
         last_entry_ = __ldg(arguments.rows.ptr + row + 1);
         const uint32_t k = static_cast<uint32_t>(last_entry_ - first) << k_shift;
         const int slices = (k + Traits::kSlice - 1) / Traits::kSlice;
-        slice_ = slices * part / parts;
-        last_slice_ = slices * (part + 1) / parts;
+        slice_ = slices * team / teams;
+        last_slice_ = slices * (team + 1) / teams;
         entry_ = batch_ = first + (slice_ * Traits::kSlice >> k_shift);
         current_ = fetch(batch_);
         next_ = fetch(batch_ + kBatch);
@@ -92,7 +93,7 @@ class DecodeLoader {
 
     __device__ int slices() const { return last_slice_ - slice_; }
 
-    // Starts the copies of the next slice, if there is one, as one group.
+    // Starts the copies of the next slice, if there is one. wait_for_copies counts them as one.
     __device__ void load() {
         if (slice_ < last_slice_) copy_slice();
         asm volatile("cp.async.commit_group;" ::: "memory");
@@ -215,7 +216,7 @@ __device__ inline void store_sums(const DecodeArguments& arguments, const char* 
                                   int first_token) {
     using Element = typename Traits::Element;
     const auto* const bias = static_cast<const Element*>(arguments.bias);
-    const int parts = blockDim.x / (32 * Traits::kTeam) * Traits::kHalves;
+    const int addends = blockDim.x / (32 * Traits::kTeam) * Traits::kHalves;
     constexpr int kPairs = Traits::kRows / 2;
     const int tokens = min(Traits::kTokens, arguments.tokens - first_token);
     for (int i = threadIdx.x; i < kPairs * tokens; i += blockDim.x) {
@@ -224,9 +225,9 @@ __device__ inline void store_sums(const DecodeArguments& arguments, const char* 
         const int64_t feature = first_feature + row;
         float2 sum = bias == nullptr ? make_float2(0.0f, 0.0f)
                                      : make_float2(to_float(bias[feature]), to_float(bias[feature + 1]));
-        const char* part = sums + (token_of_cta * Traits::kSumLine + row) * sizeof(float);
-        for (int p = 0; p < parts; ++p, part += Traits::kSumBytes) {
-            const float2 added = *reinterpret_cast<const float2*>(part);
+        const char* addend = sums + (token_of_cta * Traits::kSumLine + row) * sizeof(float);
+        for (int a = 0; a < addends; ++a, addend += Traits::kSumBytes) {
+            const float2 added = *reinterpret_cast<const float2*>(addend);
             sum.x += added.x;
             sum.y += added.y;
         }
@@ -265,12 +266,13 @@ template <class Traits>
 __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     decode_kernel(const __grid_constant__ DecodeArguments arguments) {
     constexpr int kTeam = Traits::kTeam, kHalves = Traits::kHalves;
+    // [teams][kStages] stages; in their place, at last, sums [teams][kHalves], see DecodeTraits.
     extern __shared__ __align__(128) char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int team = warp / kTeam, member = warp % kTeam, teams = blockDim.x / (32 * kTeam);
     const int half = member % kHalves, rows_and_tokens = member / kHalves;
-    const int first_row = rows_and_tokens % Traits::kRowParts * Traits::kWarpRows;
-    const int first_token = rows_and_tokens / Traits::kRowParts * Traits::kWarpTokens;
+    const int first_row = rows_and_tokens % Traits::kRowWarps * Traits::kWarpRows;
+    const int first_token = rows_and_tokens / Traits::kRowWarps * Traits::kWarpTokens;
     const int feature = blockIdx.x * Traits::kRows, token = blockIdx.y * Traits::kTokens;
     const uint32_t ring = shared_address(shared) + team * Traits::kRingBytes;
     DecodeLoader<Traits> loader(arguments, feature, token, team, teams, ring, threadIdx.x % (32 * kTeam));

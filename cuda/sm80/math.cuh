@@ -71,7 +71,7 @@ struct tf32 {
     }
 };
 
-// float32-level error from three TF32 products: each operand is split into its TF32 rounding and the
+// float32-level error from three TF32 products: each operand becomes its TF32 rounding and the
 // TF32 rounding of the rest; the product of the two rests is below float32's resolution.
 struct tf32x3 {
     using Element = float;

@@ -4,7 +4,7 @@
 // A CTA computes macro-tiles of kTileRows features of y by kTileColumns of x, one after another: some
 // block rows and columns that have blocks in common (see common/plan.h), both gathered. Tokens are
 // walked in steps of 128 bytes through a ring of stages that all threads fill with cp.async, on into
-// the next tile. Each warp multiplies its part of the tile with mma.sync, skipping what is not kept.
+// the next tile. Each warp multiplies what it has of the tile with mma.sync, skipping what is not kept.
 // Where there are too few tiles for the GPU, tokens are split over several CTAs; their partial sums go
 // to the workspace, and a second kernel adds them in a fixed order.
 #pragma once
@@ -26,14 +26,14 @@ struct SddArguments {
     const void* x;
     int64_t x_ld;
     void* values;
-    float* partial;  // [splits, nnz, bn, bk] if there are several splits
+    float* partial;  // [parts, nnz, bn, bk] if there are several parts
     const PlanHeader* plan;
     int64_t value_count;  // nnz * bn * bk
     int tokens;
-    int splits;
-    int split_tokens;  // a multiple of a step
-    int row_shift;     // log2 of bn
-    int col_shift;     // log2 of bk
+    int parts;
+    int part_tokens;  // a multiple of a step
+    int row_shift;    // log2 of bn
+    int col_shift;    // log2 of bk
     int stages;
     int lookahead;  // steps whose copies are under way while one is multiplied
     bool accumulate;
@@ -74,11 +74,11 @@ struct SddTraits {
 
 // A plan's arrays on the device. Ends the kernel with an error if it is not the plan that the launch is for.
 struct SddPlan {
-    int tile_count, groups, pieces;
+    int tile_count, group_rows, pieces;
     const int *rows, *masks, *k, *slots;
 
     __device__ SddPlan(const PlanHeader* header, int key)
-        : tile_count(header->tiles), groups(header->groups), pieces(header->pieces) {
+        : tile_count(header->tiles), group_rows(header->group_rows), pieces(header->pieces) {
         if (header->key != key) __trap();
         const int* words = reinterpret_cast<const int*>(header);
         rows = words + header->rows_at;
@@ -88,17 +88,17 @@ struct SddPlan {
     }
 };
 
-// A tile and the tokens to sum over. All tiles of one split come before the next.
+// A tile and the tokens to sum over. All tiles of one part come before the next.
 struct SddWork {
     int tile;
-    int split;
+    int part;
     int first_token;
     int last_token;
 
     __device__ SddWork(const SddArguments& arguments, const SddPlan& plan, int index)
-        : tile(index % plan.tile_count), split(index / plan.tile_count) {
-        first_token = min(split * arguments.split_tokens, arguments.tokens);
-        last_token = min(first_token + arguments.split_tokens, arguments.tokens);
+        : tile(index % plan.tile_count), part(index / plan.tile_count) {
+        first_token = min(part * arguments.part_tokens, arguments.tokens);
+        last_token = min(first_token + arguments.part_tokens, arguments.tokens);
     }
 };
 
@@ -108,10 +108,10 @@ template <class Tile, class Element, bool kRowMajor, int kThreads>
 class SddOperand {
     static constexpr int kChunk = Tile::kChunk;
     static constexpr int kLinesAtOnce = kThreads / kChunksPerLine;
-    static constexpr int kLineParts = Tile::kLines / kLinesAtOnce;
+    static constexpr int kOwnLines = Tile::kLines / kLinesAtOnce;
     // Row-major: lines are tokens, and each panel's chunk lies in some block.
     // Feature-major: lines are features, and each lies in some block.
-    static constexpr int kParts = kRowMajor ? Tile::kPanels : kLineParts;
+    static constexpr int kOwnFeatures = kRowMajor ? Tile::kPanels : kOwnLines;
 
   public:
     __device__ SddOperand(const void* data, int64_t ld)
@@ -124,7 +124,7 @@ class SddOperand {
     template <class First>
     __device__ void begin(int block_shift, First first) {
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) {
+        for (int i = 0; i < kOwnFeatures; ++i) {
             const int within =
                 kRowMajor ? i * Tile::kPanelExtent + chunk_ * kChunk : i * kLinesAtOnce + line_;
             const int start = first(within >> block_shift);
@@ -136,12 +136,12 @@ class SddOperand {
     __device__ void copy(uint32_t tile, int token, int last) const {
         if constexpr (kRowMajor) {
 #pragma unroll
-            for (int i = 0; i < kLineParts; ++i) {
+            for (int i = 0; i < kOwnLines; ++i) {
                 const int line = line_ + i * kLinesAtOnce;
                 const bool inside = token + line < last;
                 const Element* source = data_ + (inside ? token + line : 0) * ld_;
 #pragma unroll
-                for (int panel = 0; panel < kParts; ++panel)
+                for (int panel = 0; panel < Tile::kPanels; ++panel)
                     copy_async_if(features_[panel] >= 0,
                                   tile + panel * Tile::kPanelBytes + Tile::offset(line, chunk_),
                                   source + features_[panel], inside ? kChunkBytes : 0);
@@ -150,7 +150,7 @@ class SddOperand {
             const int first = token + chunk_ * kChunk;
             const int valid = min(max(last - first, 0), kChunk);
 #pragma unroll
-            for (int i = 0; i < kParts; ++i)
+            for (int i = 0; i < kOwnFeatures; ++i)
                 copy_async_if(features_[i] >= 0, tile + Tile::offset(line_ + i * kLinesAtOnce, chunk_),
                               data_ + features_[i] * ld_ + (valid > 0 ? first : 0),
                               valid * static_cast<int>(sizeof(Element)));
@@ -161,7 +161,7 @@ class SddOperand {
     const Element* data_;
     int64_t ld_;
     int line_, chunk_;
-    int features_[kParts];
+    int features_[kOwnFeatures];
 };
 
 // Fills the ring, walking the steps of all tiles of this CTA.
@@ -198,19 +198,19 @@ class SddLoader {
     }
 
   private:
-    // The first step from the tile `index_` on; a split can have no tokens.
+    // The first step from the tile `index_` on; a part can have no tokens.
     __device__ void find_step() {
         token_ = last_token_ = 0;
-        for (; index_ < plan_.tile_count * arguments_.splits; index_ += gridDim.x) {
+        for (; index_ < plan_.tile_count * arguments_.parts; index_ += gridDim.x) {
             const SddWork work(arguments_, plan_, index_);
             token_ = work.first_token;
             last_token_ = work.last_token;
             if (token_ >= last_token_) continue;
-            const int* rows = plan_.rows + work.tile * plan_.groups;
+            const int* rows = plan_.rows + work.tile * plan_.group_rows;
             const int* k = plan_.k + work.tile * plan_.pieces;
             const int row_shift = arguments_.row_shift;
-            y_.begin(row_shift, [&](int group) {
-                const int row = __ldg(rows + group);
+            y_.begin(row_shift, [&](int in_group) {
+                const int row = __ldg(rows + in_group);
                 return row < 0 ? -1 : row << row_shift;
             });
             x_.begin(arguments_.col_shift, [&](int piece) { return __ldg(k + piece); });
@@ -268,8 +268,8 @@ __device__ inline void sdd_store(const SddArguments& arguments, const SddPlan& p
     for (int tile = 0; tile < Traits::kMTiles * Traits::kNTiles; ++tile) {
         const int m = tile / Traits::kNTiles, n = tile % Traits::kNTiles;
         const int row = first_row + 16 * m, column = first_column + 16 * n;
-        const int piece = column >> arguments.col_shift, group = row >> arguments.row_shift;
-        const int slot = __ldg(plan.slots + (work.tile * plan.pieces + piece) * plan.groups + group);
+        const int piece = column >> arguments.col_shift, in_group = row >> arguments.row_shift;
+        const int slot = __ldg(plan.slots + (work.tile * plan.pieces + piece) * plan.group_rows + in_group);
         if (slot < 0) continue;
         const int64_t block = int64_t{slot} << arguments.row_shift + arguments.col_shift;
 #pragma unroll
@@ -279,8 +279,8 @@ __device__ inline void sdd_store(const SddArguments& arguments, const SddPlan& p
             const int64_t at = block + (line << arguments.col_shift) + within;
             const float* pair = sums[m][n][i % 2] + i / 2 * 2;
             const float2 sum = make_float2(pair[0], pair[1]);
-            if (arguments.splits > 1)
-                *reinterpret_cast<float2*>(arguments.partial + work.split * arguments.value_count + at) = sum;
+            if (arguments.parts > 1)
+                *reinterpret_cast<float2*>(arguments.partial + work.part * arguments.value_count + at) = sum;
             else
                 store_pair(static_cast<Element*>(arguments.values) + at, sum, arguments.accumulate);
         }
@@ -294,6 +294,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     constexpr uint32_t kAll = kMTiles * kNTiles == 32 ? 0xffffffffu : (1u << kMTiles * kNTiles % 32) - 1;
     using Math = typename Traits::Math;
     using Element = typename Traits::Element;
+    // [stages][y, x], a Tile each; [stages] barriers.
     extern __shared__ __align__(128) char shared[];
     const uint32_t stages = shared_address(shared);
     const Ring ring(stages + arguments.stages * Traits::kStageBytes, arguments.stages);
@@ -312,7 +313,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const Reader<typename Traits::template XTile<kRowMajorX>, Element, Side::b, kNTiles> read_x(warp_column,
                                                                                                 lane);
     RingPosition position;
-    for (int index = blockIdx.x; index < plan.tile_count * arguments.splits; index += gridDim.x) {
+    for (int index = blockIdx.x; index < plan.tile_count * arguments.parts; index += gridDim.x) {
         const SddWork work(arguments, plan, index);
         uint32_t present = 0;
 #pragma unroll
@@ -339,15 +340,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
 }
 
-// Adds the partial sums of all splits, in their order.
+// Adds the partial sums of all parts, in their order.
 template <class Element>
 __global__ void sdd_reduce(const __grid_constant__ SddArguments arguments) {
     const int64_t pairs = arguments.value_count / 2, stride = int64_t{gridDim.x} * blockDim.x;
     const auto* partial = reinterpret_cast<const float2*>(arguments.partial);
     for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < pairs; i += stride) {
         float2 sum = partial[i];
-        for (int split = 1; split < arguments.splits; ++split) {
-            const float2 next = partial[split * pairs + i];
+        for (int part = 1; part < arguments.parts; ++part) {
+            const float2 next = partial[part * pairs + i];
             sum.x += next.x;
             sum.y += next.y;
         }
@@ -373,16 +374,17 @@ struct Sdd {
     static double expected_tiles(const Pattern& pattern) {
         const double rows = static_cast<double>(pattern.out_features / pattern.block_rows);
         const double columns = static_cast<double>(pattern.in_features / pattern.block_cols);
-        const double groups = kTileRows / pattern.block_rows;
+        const double group_rows = kTileRows / pattern.block_rows;
         double absent = 1;  // probability that a column has no block in a group
-        for (int i = 0; i < groups; ++i) absent *= 1 - static_cast<double>(pattern.nnz) / (rows * columns);
+        for (int i = 0; i < group_rows; ++i)
+            absent *= 1 - static_cast<double>(pattern.nnz) / (rows * columns);
         const double group_columns = columns * (1 - absent);
         // Half a tile is lost in each group on the average.
-        return rows / groups * (group_columns * pattern.block_cols / kTileColumns + 0.5);
+        return rows / group_rows * (group_columns * pattern.block_cols / kTileColumns + 0.5);
     }
 
-    // The number of splits with the least estimated time. Units: one step of one tile.
-    static int splits(const Problem& problem, const Device& device) {
+    // The number of parts with the least estimated time. Times are counted in steps of a tile.
+    static int choose_parts(const Problem& problem, const Device& device) {
         if (problem.pattern.nnz == 0) return 1;
         constexpr double kTileOverhead = 6;        // filling the ring, storing the sums
         constexpr double kStepsPerPartial = 4e-6;  // writing, reading and adding one partial sum
@@ -390,8 +392,7 @@ struct Sdd {
         const double tiles = expected_tiles(problem.pattern);
         int best = 1;
         double least = 0;
-        for (int count = 1; count == 1 || (count <= kMaxSplits && count * kMinStepsOfSplit <= steps);
-             ++count) {
+        for (int count = 1; count == 1 || (count <= kMaxParts && count * kMinStepsOfPart <= steps); ++count) {
             const auto waves =
                 (static_cast<int64_t>(tiles * count) + device.multiprocessors) / device.multiprocessors;
             const double reduction =
@@ -404,7 +405,7 @@ struct Sdd {
     }
 
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        const int count = splits(problem, device);
+        const int count = choose_parts(problem, device);
         return count > 1 ? count * problem.pattern.value_count() * sizeof(float) : 0;
     }
 
@@ -416,26 +417,25 @@ struct Sdd {
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         if (problem.pattern.nnz == 0) return cudaSuccess;
-        const int split_count = splits(problem, device), stage_count = stages(device);
+        const int parts = choose_parts(problem, device), stage_count = stages(device);
         const int64_t steps = (problem.tokens + Traits::kStep - 1) / Traits::kStep;
-        const SddArguments arguments{
-            problem.y.data,
-            problem.y.ld,
-            problem.x.data,
-            problem.x.ld,
-            problem.values.data,
-            static_cast<float*>(workspace),
-            static_cast<const PlanHeader*>(problem.plan),
-            problem.pattern.value_count(),
-            static_cast<int>(problem.tokens),
-            split_count,
-            static_cast<int>((steps + split_count - 1) / split_count * Traits::kStep),
-            log2_of_block(problem.pattern.block_rows),
-            log2_of_block(problem.pattern.block_cols),
-            stage_count,
-            lookahead(stage_count),
-            problem.accumulate,
-            plan_key(problem.pattern, problem.op, kPlan)};
+        const SddArguments arguments{problem.y.data,
+                                     problem.y.ld,
+                                     problem.x.data,
+                                     problem.x.ld,
+                                     problem.values.data,
+                                     static_cast<float*>(workspace),
+                                     static_cast<const PlanHeader*>(problem.plan),
+                                     problem.pattern.value_count(),
+                                     static_cast<int>(problem.tokens),
+                                     parts,
+                                     static_cast<int>((steps + parts - 1) / parts * Traits::kStep),
+                                     log2_of_block(problem.pattern.block_rows),
+                                     log2_of_block(problem.pattern.block_cols),
+                                     stage_count,
+                                     lookahead(stage_count),
+                                     problem.accumulate,
+                                     plan_key(problem.pattern, problem.op, kPlan)};
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
         const auto start =
@@ -447,7 +447,7 @@ struct Sdd {
         if (const cudaError_t error =
                 start(arguments, device.multiprocessors, Traits::kThreads, bytes, bytes, stream))
             return error;
-        return split_count > 1 ? reduce(arguments, device, stream) : cudaSuccess;
+        return parts > 1 ? reduce(arguments, device, stream) : cudaSuccess;
     }
 
     static constexpr Kernel row(const char* name) {
@@ -469,8 +469,8 @@ struct Sdd {
     }
 
   private:
-    static constexpr int kMaxSplits = 16;
-    static constexpr int kMinStepsOfSplit = 8;
+    static constexpr int kMaxParts = 16;
+    static constexpr int kMinStepsOfPart = 8;
 };
 
 }  // namespace ts::sm80

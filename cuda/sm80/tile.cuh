@@ -14,9 +14,9 @@ constexpr int kChunksPerLine = kLineBytes / kChunkBytes;
 constexpr int kQuarters = 4;  // of a step: k of one mma each
 
 // `kExtent` tokens or features by one step of k, 128 bytes of it. Lines of 128 bytes in chunks of 16:
-//  - contiguous k: a line is one token or feature, its chunks are along k;
-//  - otherwise a line is one element of k and its chunks are along the extent; an extent of more
-//    than 128 bytes takes several panels of such lines.
+//  - contiguous k: [kExtent][kStep of k], a line is one token or feature, its chunks are along k;
+//  - otherwise [kPanels][kStep of k][kPanelExtent], a line is one element of k and its chunks are along
+//    the extent; an extent of more than 128 bytes takes several panels of such lines.
 // Chunks are permuted in each line, so that neither the copies nor the fragment loads have bank conflicts.
 template <class Element, int kExtent, bool kContiguousK>
 struct Tile {

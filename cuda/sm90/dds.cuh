@@ -30,21 +30,22 @@ template <class Traits, bool kRowMajorInput>
 class DdsConsumer {
   public:
     __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
-                           const DdsPlan& plan, int rank, int group)
+                           const DdsPlan& plan, int rank, int warpgroup)
         : arguments_(arguments),
           shared_(shared),
           plan_(plan),
           rank_(rank),
-          group_(group),
+          warpgroup_(warpgroup),
           lane_(threadIdx.x % kWarpSize) {}
 
     __device__ void run() {
-        DdsEpilogue<Traits> epilogue(arguments_, shared_.output[group_], shared_.residual[group_], group_);
+        DdsEpilogue<Traits> epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_],
+                                     warpgroup_);
         float sums[Traits::kSums];
         Work work = next_work(epilogue);
         while (work.tile >= 0) {
             epilogue.begin(Traits::first_token(work, rank_));
-            const int64_t partial = partial_place<Traits>(arguments_, work, rank_, group_);
+            const int64_t partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);
             const bool any = multiply_all(sums, work);
             // While the last products are under way, so that what the plan says of the next tile has arrived
             // when the barriers of the epilogue wait for all that is read.
@@ -83,7 +84,7 @@ class DdsConsumer {
         bool any = false;
         for (int first = 0; first < work.steps; first += kWarpSize) {
             // Those in which the warpgroup has blocks.
-            const uint32_t steps_present = __ballot_sync(~0u, (mask_ >> 16 * group_ & 0xffff) != 0);
+            const uint32_t steps_present = __ballot_sync(~0u, (mask_ >> 16 * warpgroup_ & 0xffff) != 0);
             mask_ = mask_from(work, first + kWarpSize);
             const int count = min(kWarpSize, work.steps - first);
             for (int step = 0; step < count; ++step) {
@@ -108,9 +109,9 @@ class DdsConsumer {
     }
 
     __device__ void multiply(float (&sums)[Traits::kSums], bool add) {
-        shared_.weight_ring[group_].wait_full(weight_);
+        shared_.weight_ring[warpgroup_].wait_full(weight_);
         Traits::Weight::template multiply<kRowMajorInput, Traits::kTileTokens>(
-            sums, arguments_, shared_.weight[group_][weight_.stage],
+            sums, arguments_, shared_.weight[warpgroup_][weight_.stage],
             operand_address(shared_.input[input_.stage]), add);
         if (multiplied_) {
             cute::warpgroup_wait<1>();
@@ -134,9 +135,9 @@ class DdsConsumer {
         release_input(input);
         const int thread = threadIdx.x % 128;
         if (Traits::kTokenRanks > 1) {
-            if (thread < Traits::kRanks) shared_.weight_ring[group_].empty[weight].arrive(thread);
+            if (thread < Traits::kRanks) shared_.weight_ring[warpgroup_].empty[weight].arrive(thread);
         } else if (thread == 0) {
-            shared_.weight_ring[group_].empty[weight].arrive();
+            shared_.weight_ring[warpgroup_].empty[weight].arrive();
         }
     }
     // Every warp for itself: in steps without products nothing else keeps the warps together, and one that
@@ -153,7 +154,7 @@ class DdsConsumer {
     typename Traits::Shared& shared_;
     const DdsPlan& plan_;
     int rank_;
-    int group_;
+    int warpgroup_;
     int lane_;
     typename Ring<Traits::Schedule::kQueue>::Position next_;
     uint32_t mask_ = 0;  // what the plan says of the lane's step of the next tile
@@ -179,11 +180,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         prefetch(&arguments.output);
     }
     if (threadIdx.x == 0) {
-        shared.input_ring.init(4 * Traits::kGroups * Traits::kRowRanks);
+        shared.input_ring.init(4 * Traits::kWarpgroups * Traits::kRowRanks);
         for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks);
-        for (auto& group : shared.residual)
-            for (const Barrier& arrived : group) arrived.init(1);
-        shared.schedule.init(1 + Traits::kGroups + 4 * Traits::kGroups);
+        for (auto& chunks : shared.residual)
+            for (const Barrier& arrived : chunks) arrived.init(1);
+        shared.schedule.init(1 + Traits::kWarpgroups + 4 * Traits::kWarpgroups);
         cutlass::arch::fence_barrier_init();
     }
     cute::cluster_sync();
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const DdsProducer<Traits> producer{arguments, shared, plan, rank, lane, cute::elect_one_sync() != 0};
         if (warp == 0)
             producer.template load_input<kRowMajorInput>();
-        else if (warp <= Traits::kGroups)
+        else if (warp <= Traits::kWarpgroups)
             producer.load_weight(warp - 1);
         else
             shared.schedule.run(arguments.schedule, plan.tiles, plan.is_own, blockIdx.x / Traits::kRanks,
@@ -213,14 +214,14 @@ template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens,
 struct Dds {
     using Traits = DdsTraits<Math, Weight, kTokenRanks, kRowRanks, kTileTokens>;
     static constexpr PlanShape kPlan = {Traits::kTileFeatures, Traits::kStep, kRowRanks};
-    static constexpr int kUnitTokens = kTokenRanks * Traits::kTileTokens;
+    static constexpr int kSpanTokens = kTokenRanks * Traits::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Traits::kSharedBytes)) return reason;
         if (Weight::value_rows(problem.pattern) > INT32_MAX - 128)
             return "values of 2^31 rows or more are out of its reach";
-        if (!Traits::Schedule::can_hold(tile_count(problem), unit_count(problem),
+        if (!Traits::Schedule::can_hold(tile_count(problem), span_count(problem),
                                         problem.k_size() / Traits::kStep + 1, device.multiprocessors))
             return "so much work is out of its reach";
         return refuses_results(problem.output(), problem.tokens);
@@ -228,21 +229,21 @@ struct Dds {
 
     // The partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        return partial_bytes<Traits>(tile_count(problem) * unit_count(problem), splits_of(problem, device));
+        return partial_bytes<Traits>(tile_count(problem) * span_count(problem), parts_of(problem, device));
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
-        const int64_t tiles = tile_count(problem), units = unit_count(problem);
-        if (tiles * units == 0) return cudaSuccess;
-        const int64_t splits = splits_of(problem, device);
+        const int64_t tiles = tile_count(problem), spans = span_count(problem);
+        if (tiles * spans == 0) return cudaSuccess;
+        const int64_t parts = parts_of(problem, device);
         DdsArguments arguments{};
-        if (const cudaError_t error = describe(arguments, problem, tiles, units, splits)) return error;
+        if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
         if constexpr (Traits::kSplits)
-            if (splits > 1) {
+            if (parts > 1) {
                 arguments.partial = static_cast<float4*>(workspace);
-                return multiply_parts(arguments, problem, tiles * units, stream);
+                return multiply_parts(arguments, problem, tiles * spans, stream);
             }
-        return multiply(arguments, problem, tiles * units, stream);
+        return multiply(arguments, problem, tiles * spans, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -253,7 +254,7 @@ struct Dds {
                    1u << static_cast<int>(Math::kDType),
                    Precision::highest,
                    kPlan,
-                   kUnitTokens,
+                   kSpanTokens,
                    kClusterFeatures,
                    0,
                    refuses,
@@ -267,10 +268,10 @@ struct Dds {
     }
 
   private:
-    static int64_t splits_of(const Problem& problem, const Device& device) {
+    static int64_t parts_of(const Problem& problem, const Device& device) {
         if (!Traits::kSplits) return 1;
-        return split_count(problem, tile_count(problem) * unit_count(problem),
-                           device.multiprocessors / Traits::kRanks);
+        return part_count(problem, tile_count(problem) * span_count(problem),
+                          device.multiprocessors / Traits::kRanks);
     }
 
     static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, int64_t items,
@@ -285,22 +286,22 @@ struct Dds {
 
     static cudaError_t multiply_parts(DdsArguments& arguments, const Problem& problem, int64_t items,
                                       void* stream) {
-        const int64_t parts = items * arguments.schedule.by_splits.divisor;
-        if (const cudaError_t error = multiply(without_epilogue(arguments), problem, parts, stream))
+        const int64_t all_parts = items * arguments.schedule.by_parts.divisor;
+        if (const cudaError_t error = multiply(without_epilogue(arguments), problem, all_parts, stream))
             return error;
         return reduce_parts<Traits>(arguments, items, stream);
     }
 
     static int64_t tile_count(const Problem& problem) {
-        const int64_t groups = kClusterFeatures / problem.row_block();
-        return (problem.features() / problem.row_block() + groups - 1) / groups;
+        const int64_t tile_rows = kClusterFeatures / problem.row_block();
+        return (problem.features() / problem.row_block() + tile_rows - 1) / tile_rows;
     }
-    static int64_t unit_count(const Problem& problem) {
-        return (problem.tokens + kUnitTokens - 1) / kUnitTokens;
+    static int64_t span_count(const Problem& problem) {
+        return (problem.tokens + kSpanTokens - 1) / kSpanTokens;
     }
 
-    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units,
-                                int64_t splits) {
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t spans,
+                                int64_t parts) {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(pattern, problem.op, kPlan);
@@ -308,9 +309,9 @@ struct Dds {
         arguments.k_size = static_cast<int>(problem.k_size());
         arguments.k_block = problem.k_block();
         arguments.value_rows = Weight::value_rows(pattern);
-        arguments.units = static_cast<int>(units);
-        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
-                                                static_cast<int>(splits), group_units(arguments.k_size));
+        arguments.spans = static_cast<int>(spans);
+        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
+                                                static_cast<int>(parts), band_spans(arguments.k_size));
         if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
         if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
         arguments.weight = Weight::operand(arguments);
@@ -319,11 +320,11 @@ struct Dds {
         return Weight::map(arguments, problem);
     }
 
-    // So many tokens that their activations take a third of L2, but two units at least: within a group tiles
+    // So many tokens that their activations take a third of L2, but two spans at least: within a band tiles
     // are in order, and the longer the order the better they are balanced.
-    static int group_units(int k_size) {
+    static int band_spans(int k_size) {
         constexpr int64_t kPanelBytes = 16 << 20;
-        const int64_t bytes = int64_t{kUnitTokens} * std::max(k_size, 1) * 2;
+        const int64_t bytes = int64_t{kSpanTokens} * std::max(k_size, 1) * 2;
         return static_cast<int>(std::max<int64_t>(2, kPanelBytes / bytes));
     }
 

@@ -11,16 +11,18 @@
 namespace ts::sm90 {
 
 struct DdsArguments {
-    CUtensorMap input;       // this and the others are left empty where nothing is read through them
+    // Left empty where nothing is read through them. Those of activations and results are row-major
+    // [tokens][features], else [features][tokens].
+    CUtensorMap input;       // of dds_kernel, feature-major: [tokens / 64][k][64]
     CUtensorMap input_tail;  // feature-major: the tokens that do not fill 64
-    CUtensorMap values;
+    CUtensorMap values;      // [nnz * block_rows][block_cols]
     CUtensorMap output;
     CUtensorMap residual;
     const PlanHeader* plan;
     const void* bias;
     const char* packed;  // the weight in the order of its products, for narrow blocks
-    float4* partial;     // sums of parts of k, or nullptr
-    int units;           // of tokens
+    float4* partial;     // [tiles][spans][parts][kRanks][kWarpgroups] sums of parts of k, or nullptr
+    int spans;           // of tokens
     ScheduleArguments schedule;
     Operand weight;  // as the products read it from shared memory
     Operand tokens_by_k;
@@ -29,7 +31,7 @@ struct DdsArguments {
     int row_block;         // features of a block
     int row_shift;         // their log2
     int row_width;         // features of a block in a warpgroup
-    int row_parts;         // blocks across the features of a warpgroup
+    int warpgroup_rows;    // block rows in the features of a warpgroup, or 1
     int k_block;           // k of a block
     int64_t value_rows;    // lines of values; without any, nothing is loaded
     Layout output_layout;  // also the residual's
@@ -40,10 +42,10 @@ struct DdsArguments {
 
 // Where a warpgroup's sums of a part of k lie among the partial sums.
 template <class Traits>
-__device__ int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank, int group) {
-    const int64_t part =
-        (int64_t{work.tile} * arguments.units + work.unit) * arguments.schedule.by_splits.divisor;
-    return ((part + work.split) * Traits::kRanks + rank) * Traits::kGroups + group;
+__device__ int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank, int warpgroup) {
+    const int64_t first_part =
+        (int64_t{work.tile} * arguments.spans + work.span) * arguments.schedule.by_parts.divisor;
+    return ((first_part + work.part) * Traits::kRanks + rank) * Traits::kWarpgroups + warpgroup;
 }
 
 // The plan's arrays; see common/plan.h.
@@ -54,7 +56,7 @@ struct DdsPlan {
     const int* k;
     const int* slots;
     const int* starts;  // by aligned steps alone
-    int groups;
+    int group_rows;
     int pieces;
     bool is_own;  // the plan of this launch; another must not be walked
 
@@ -66,7 +68,7 @@ struct DdsPlan {
         k = words + plan->k_at;
         slots = words + plan->slots_at;
         starts = words + plan->starts_at;
-        groups = plan->groups;
+        group_rows = plan->group_rows;
         pieces = plan->pieces;
         is_own = plan->key == key;
     }

@@ -26,13 +26,14 @@ class DdsEpilogue {
     using Buffers = char[Traits::kChunks][Traits::kChunkBytes];
     using Arrived = Barrier[Traits::kChunks];  // of the residual in a buffer
 
-    __device__ DdsEpilogue(const DdsArguments& arguments, Buffers& buffers, const Arrived& arrived, int group)
+    __device__ DdsEpilogue(const DdsArguments& arguments, Buffers& buffers, const Arrived& arrived,
+                           int warpgroup)
         : arguments_(arguments),
           buffers_(buffers),
           arrived_(arrived),
-          group_(group),
+          warpgroup_(warpgroup),
           thread_(threadIdx.x % 128),
-          parts_(arguments.row_parts),
+          row_count_(arguments.warpgroup_rows),
           staged_(place()),
           first_row_(row_of(0)) {}
 
@@ -41,8 +42,8 @@ class DdsEpilogue {
     // Called before the results of the tile before are stored. `rows`: the block rows of the CTA's tile.
     __device__ void prepare(const int* rows) {
 #pragma unroll
-        for (int part = 0; part < kMaxParts; ++part)
-            if (part < parts_) next_rows_[part] = __ldg(rows + first_row_ + part);
+        for (int i = 0; i < kMaxRows; ++i)
+            if (i < row_count_) next_rows_[i] = __ldg(rows + first_row_ + i);
         if (arguments_.bias == nullptr) return;
         next_bias_rows_[0] = __ldg(rows + row_of(bias_feature()));
         next_bias_rows_[1] = __ldg(rows + row_of(bias_feature() + 8));
@@ -52,7 +53,7 @@ class DdsEpilogue {
     __device__ void begin(int token) {
         token_ = token;
 #pragma unroll
-        for (int part = 0; part < kMaxParts; ++part) rows_[part] = next_rows_[part];
+        for (int i = 0; i < kMaxRows; ++i) rows_[i] = next_rows_[i];
         if (arguments_.bias != nullptr) {
             bias_[0] = bias_at(output_feature(next_bias_rows_[0], bias_feature()));
             bias_[1] = bias_at(output_feature(next_bias_rows_[1], bias_feature() + 8));
@@ -83,9 +84,9 @@ class DdsEpilogue {
     static constexpr int kRest = kAllChunks - Traits::kChunks;
     static_assert(kRest <= Traits::kChunks);
     static constexpr int kSumsOfChunk = Traits::kChunkTokens / 2;
-    static constexpr int kMaxParts = Traits::kGroupFeatures / 16;
+    static constexpr int kMaxRows = Traits::kWarpgroupFeatures / 16;
 
-    __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + group_); }
+    __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup_); }
 
     // Chunks take the buffers in turn. As many as there are buffers are rounded at a time, since waiting for
     // one another takes longer, and then the others.
@@ -123,12 +124,12 @@ class DdsEpilogue {
 
     // The place in the tile of the block row of a feature of the warpgroup.
     __device__ int row_of(int feature) const {
-        return group_ * Traits::kGroupFeatures + feature >> arguments_.row_shift;
+        return warpgroup_ * Traits::kWarpgroupFeatures + feature >> arguments_.row_shift;
     }
 
     // The feature of the output that is a feature of the warpgroup, negative if the tile has none there.
     __device__ int output_feature(int row, int feature) const {
-        const int within_tile = group_ * Traits::kGroupFeatures + feature;
+        const int within_tile = warpgroup_ * Traits::kWarpgroupFeatures + feature;
         return row < 0 ? row : (row << arguments_.row_shift) + (within_tile & arguments_.row_block - 1);
     }
 
@@ -198,10 +199,10 @@ class DdsEpilogue {
         const int token = token_ + chunk * Traits::kChunkTokens;
         const bool row_major = arguments_.output_layout == Layout::row_major;
 #pragma unroll
-        for (int part = 0; part < kMaxParts; ++part) {
-            if (rows_[part] < 0) continue;
-            const int feature = output_feature(rows_[part], part << arguments_.row_shift);
-            char* const box = buffers_[chunk % Traits::kChunks] + (part << arguments_.row_shift) * kLine;
+        for (int i = 0; i < kMaxRows; ++i) {
+            if (rows_[i] < 0) continue;
+            const int feature = output_feature(rows_[i], i << arguments_.row_shift);
+            char* const box = buffers_[chunk % Traits::kChunks] + (i << arguments_.row_shift) * kLine;
             visit(row_major ? feature : token, row_major ? token : feature, box);
         }
     }
@@ -221,29 +222,29 @@ class DdsEpilogue {
             load_box(&arguments_.residual, arrived, Multicast{1}, box, x, y);
             ++boxes;
         });
-        arrived.arrive_and_expect_tx(boxes * Traits::kChunkBytes / parts_);
+        arrived.arrive_and_expect_tx(boxes * Traits::kChunkBytes / row_count_);
     }
 
     const DdsArguments& arguments_;
     Buffers& buffers_;
     const Arrived& arrived_;
-    int group_;
+    int warpgroup_;
     int thread_;
-    int parts_;        // block rows of the warpgroup
+    int row_count_;    // block rows of the warpgroup
     uint32_t staged_;  // see place()
     uint32_t residual_parity_ = 0;
     int token_ = 0;
-    int first_row_;        // of the warpgroup in a tile
-    int rows_[kMaxParts];  // block rows of the warpgroup; -1: none
-    Element bias_[2];      // of the features of a thread's sums
-    int next_rows_[kMaxParts] = {-1, -1, -1, -1};
+    int first_row_;       // of the warpgroup in a tile
+    int rows_[kMaxRows];  // block rows of the warpgroup; -1: none
+    Element bias_[2];     // of the features of a thread's sums
+    int next_rows_[kMaxRows] = {-1, -1, -1, -1};
     int next_bias_rows_[2];
 };
 
 // Host side: the output, or the residual, which is laid out like it.
 template <class Traits>
 cudaError_t map_results(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
-    const int rows = std::min(problem.row_block(), Traits::kGroupFeatures);
+    const int rows = std::min(problem.row_block(), Traits::kWarpgroupFeatures);
     if (matrix.layout == Layout::row_major)
         return encode(map, problem.dtype, matrix.data,
                       {{problem.features(), 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});
@@ -257,8 +258,8 @@ cudaError_t describe_results(DdsArguments& arguments, const Problem& problem) {
     arguments.bias = problem.bias;
     arguments.row_block = problem.row_block();
     arguments.row_shift = log2_of_block(arguments.row_block);
-    arguments.row_width = std::min(arguments.row_block, Traits::kGroupFeatures);
-    arguments.row_parts = Traits::kGroupFeatures / arguments.row_width;
+    arguments.row_width = std::min(arguments.row_block, Traits::kWarpgroupFeatures);
+    arguments.warpgroup_rows = Traits::kWarpgroupFeatures / arguments.row_width;
     arguments.output_layout = problem.output().layout;
     arguments.activation = problem.activation;
     arguments.has_residual = problem.residual.data != nullptr;

@@ -44,7 +44,7 @@ class NarrowProducer {
         while (true) {
             const Work work = shared_.schedule.pop(next, lane_);
             if (work.tile < 0) return;
-            const int token = work.unit * Traits::kTileTokens + rank_ * Traits::kRankTokens;
+            const int token = work.span * Traits::kTileTokens + rank_ * Traits::kRankTokens;
             for (int first = 0; first < work.steps; first += 32) {
                 const int step = work.step + min(first + lane_, work.steps - 1);
                 const int k = __ldg(plan_.k + step);
@@ -136,13 +136,13 @@ class NarrowConsumer {
           shared_(shared),
           plan_(plan),
           rank_(rank),
-          group_(warp / 4),
+          warpgroup_(warp / 4),
           warp_(warp % 4),
           lane_(lane),
           place_(Weight::first_place(warp_ * Traits::kWarpFeatures % Traits::kBlock, lane)) {}
 
     __device__ void run() {
-        Epilogue epilogue(arguments_, shared_.output[group_], shared_.residual[group_], group_);
+        Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
         float sums[Traits::kSums];
         Work work = next_work(epilogue);
         while (work.tile >= 0) {
@@ -151,9 +151,10 @@ class NarrowConsumer {
             const Work done = work;
             work = next_work(epilogue);
             if constexpr (Traits::kSplits)
-                store_sums(partial_sums<Traits::kSums>(
-                               arguments_.partial, partial_place<Traits>(arguments_, done, rank_, group_)),
-                           sums);
+                store_sums(
+                    partial_sums<Traits::kSums>(arguments_.partial,
+                                                partial_place<Traits>(arguments_, done, rank_, warpgroup_)),
+                    sums);
             else
                 epilogue.store(sums);
         }
@@ -167,7 +168,7 @@ class NarrowConsumer {
         typename NarrowAtom<typename Traits::Math,
                             kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>::Type;
     static constexpr int kQuarters = Traits::kLine / 16;
-    static constexpr int kUnit = Traits::kBlock / 16;  // quarters of a block
+    static constexpr int kBlockQuarters = Traits::kBlock / 16;
 
     __device__ Work next_work(Epilogue& epilogue) {
         const Work work = shared_.schedule.pop(next_, lane_);
@@ -182,7 +183,7 @@ class NarrowConsumer {
         const int step = work.step + min(first + lane_, work.steps - 1);
         if (work.steps == 0) return {};
         const auto* const masks = reinterpret_cast<const int2*>(plan_.masks);
-        return __ldg(masks + (step * Traits::kRanks + rank_) * Traits::kGroups + group_);
+        return __ldg(masks + (step * Traits::kRanks + rank_) * Traits::kWarpgroups + warpgroup_);
     }
 
     __device__ void multiply_all(float (&sums)[Traits::kSums], const Work& work) {
@@ -219,10 +220,10 @@ class NarrowConsumer {
         WeightFragment fragments[kQuarters];
         const uint32_t own = mask >> warp_;
 #pragma unroll
-        for (int k16 = 0; k16 < kQuarters; k16 += kUnit) {
+        for (int k16 = 0; k16 < kQuarters; k16 += kBlockQuarters) {
             const bool present = own >> 4 * k16 & 1;
 #pragma unroll
-            for (int i = 0; i < kUnit; ++i) {
+            for (int i = 0; i < kBlockQuarters; ++i) {
                 WeightFragment& fragment = fragments[k16 + i];
                 fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0;
                 if (present) Weight::read(fragment, shared_.weight[0], weight, i);
@@ -231,10 +232,10 @@ class NarrowConsumer {
         }
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int k16 = 0; k16 < kQuarters; k16 += kUnit) {
+        for (int k16 = 0; k16 < kQuarters; k16 += kBlockQuarters) {
             if ((mask >> 4 * k16 & 0xf) == 0) continue;
 #pragma unroll
-            for (int i = k16; i < k16 + kUnit; ++i)
+            for (int i = k16; i < k16 + kBlockQuarters; ++i)
                 fma(sums, fragments[i],
                     uint64_t{arguments_.tokens_by_k.high} << 32 | (input + i * (kRowMajorInput ? 2 : 128)),
                     std::make_index_sequence<Traits::kSums>());
@@ -253,7 +254,7 @@ class NarrowConsumer {
     typename Traits::Shared& shared_;
     const DdsPlan& plan_;
     int rank_;
-    int group_;
+    int warpgroup_;
     int warp_;
     int lane_;
     uint32_t place_;  // see Weight::first_place()
@@ -275,10 +276,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         prefetch(&arguments.output);
     }
     if (threadIdx.x == 0) {
-        shared.ring.init(4 * Traits::kGroups * Traits::kRanks);
-        for (auto& group : shared.residual)
-            for (const Barrier& arrived : group) arrived.init(1);
-        shared.schedule.init(1 + 4 * Traits::kGroups);
+        shared.ring.init(4 * Traits::kWarpgroups * Traits::kRanks);
+        for (auto& chunks : shared.residual)
+            for (const Barrier& arrived : chunks) arrived.init(1);
+        shared.schedule.init(1 + 4 * Traits::kWarpgroups);
         cutlass::arch::fence_barrier_init();
     }
     cute::cluster_sync();
@@ -311,7 +312,7 @@ struct DdsNarrow {
         const Pattern& pattern = problem.pattern;
         if (pattern.block_rows != pattern.block_cols || pattern.block_rows > 32)
             return "its blocks are 16 x 16 or 32 x 32";
-        if (!Common::Schedule::can_hold(tile_count(problem), unit_count(problem),
+        if (!Common::Schedule::can_hold(tile_count(problem), span_count(problem),
                                         problem.k_size() / Common::kStep + 1, device.multiprocessors))
             return "so much work is out of its reach";
         return refuses_results(problem.output(), problem.tokens);
@@ -319,8 +320,8 @@ struct DdsNarrow {
 
     // The packed weight, unless the caller has it, and the partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        const int64_t items = tile_count(problem) * unit_count(problem);
-        return own_packed_bytes(problem) + partial_bytes<Common>(items, splits_of(problem, device));
+        const int64_t items = tile_count(problem) * span_count(problem);
+        return own_packed_bytes(problem) + partial_bytes<Common>(items, parts_of(problem, device));
     }
 
     static size_t packed_size(const Problem& problem) {
@@ -335,16 +336,16 @@ struct DdsNarrow {
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         const bool wide = is_wide(problem);
-        const int64_t splits = splits_of(problem, device);
+        const int64_t parts = parts_of(problem, device);
         if constexpr (kStep == 64) {
-            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, splits, workspace, stream);
+            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, parts, workspace, stream);
         } else {
-            if (splits > 1)
-                return (wide ? launch_as<32, 4, true> : launch_as<16, 4, true>)(problem, splits, workspace,
+            if (parts > 1)
+                return (wide ? launch_as<32, 4, true> : launch_as<16, 4, true>)(problem, parts, workspace,
                                                                                 stream);
             if (problem.pattern.density() < kThin)
-                return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, splits, workspace, stream);
-            return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, splits, workspace, stream);
+                return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, parts, workspace, stream);
+            return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, parts, workspace, stream);
         }
     }
 
@@ -376,10 +377,10 @@ struct DdsNarrow {
   private:
     static constexpr double kThin = 0.15;  // density, measured on an H200
 
-    static int64_t splits_of(const Problem& problem, const Device& device) {
+    static int64_t parts_of(const Problem& problem, const Device& device) {
         if (kStep == 64) return 1;
-        return split_count(problem, tile_count(problem) * unit_count(problem),
-                           device.multiprocessors / Common::kRanks);
+        return part_count(problem, tile_count(problem) * span_count(problem),
+                          device.multiprocessors / Common::kRanks);
     }
     static bool is_wide(const Problem& problem) { return problem.pattern.block_rows == 32; }
     // Of the workspace, up to where the partial sums begin.
@@ -390,34 +391,34 @@ struct DdsNarrow {
     static int64_t tile_count(const Problem& problem) {
         return (problem.features() + kClusterFeatures - 1) / kClusterFeatures;
     }
-    static int64_t unit_count(const Problem& problem) {
+    static int64_t span_count(const Problem& problem) {
         return (problem.tokens + Common::kTileTokens - 1) / Common::kTileTokens;
     }
 
     template <int kBlock, int kStages, bool kSplits = false>
-    static int32_t launch_as(const Problem& problem, int64_t splits, void* workspace, void* stream) {
+    static int32_t launch_as(const Problem& problem, int64_t parts, void* workspace, void* stream) {
         using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kStep, kStages, kSplits>;
-        const int64_t tiles = tile_count(problem), units = unit_count(problem),
-                      parts = tiles * units * splits;
-        if (parts == 0) return cudaSuccess;
+        const int64_t tiles = tile_count(problem), spans = span_count(problem),
+                      all_parts = tiles * spans * parts;
+        if (all_parts == 0) return cudaSuccess;
         DdsArguments arguments{};
         const bool packs = problem.packed == nullptr && problem.pattern.nnz > 0;
         arguments.packed = static_cast<const char*>(packs ? workspace : problem.packed);
         arguments.partial =
             reinterpret_cast<float4*>(static_cast<char*>(workspace) + own_packed_bytes(problem));
-        if (const cudaError_t error = describe(arguments, problem, tiles, units, splits)) return error;
+        if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
         if (packs)
             if (const cudaError_t error = pack_as<typename Traits::Weight>(problem, workspace, stream))
                 return error;
         const auto start = problem.input().layout == Layout::row_major
                                ? ClusterLauncher<dds_narrow_kernel<Traits, true>, DdsArguments>::launch
                                : ClusterLauncher<dds_narrow_kernel<Traits, false>, DdsArguments>::launch;
-        const int64_t clusters = std::min<int64_t>(parts, Traits::Schedule::kMaxClusters);
+        const int64_t clusters = std::min<int64_t>(all_parts, Traits::Schedule::kMaxClusters);
         const cudaError_t error =
             start(kSplits ? without_epilogue(arguments) : arguments, clusters, Traits::kRanks,
                   Traits::kThreads, Traits::kSharedBytes, stream, packs);
         if constexpr (kSplits)
-            if (error == cudaSuccess) return reduce_parts<Traits>(arguments, tiles * units, stream);
+            if (error == cudaSuccess) return reduce_parts<Traits>(arguments, tiles * spans, stream);
         return error;
     }
 
@@ -437,14 +438,14 @@ struct DdsNarrow {
                                 parameters, 0, static_cast<cudaStream_t>(stream));
     }
 
-    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t units,
-                                int64_t splits) {
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t spans,
+                                int64_t parts) {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
-        arguments.units = static_cast<int>(units);
-        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.units,
-                                                static_cast<int>(splits), group_units(problem.k_size()));
+        arguments.spans = static_cast<int>(spans);
+        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
+                                                static_cast<int>(parts), band_spans(problem.k_size()));
         const bool row_major = problem.input().layout == Layout::row_major;
         arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
         if (arguments.value_rows > 0)
@@ -453,7 +454,7 @@ struct DdsNarrow {
     }
 
     // So many tokens that their activations take a sixth of L2.
-    static int group_units(int64_t k_size) {
+    static int band_spans(int64_t k_size) {
         constexpr int64_t kPanelBytes = 8 << 20;
         const int64_t bytes = int64_t{Common::kTileTokens} * std::max<int64_t>(k_size, 1) * 2;
         return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));

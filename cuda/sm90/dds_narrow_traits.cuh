@@ -32,7 +32,7 @@ struct NarrowTraits {
     static constexpr int kRanks = 2;
     static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
 
-    __device__ static int first_token(const Work& work, int) { return work.unit * kTileTokens; }
+    __device__ static int first_token(const Work& work, int) { return work.span * kTileTokens; }
     // The block rows of a CTA's tile.
     __device__ static const int* rows_of(const DdsPlan& plan, int tile, int rank) {
         return plan.rows + (tile * kRanks + rank) * kBlockRows;
@@ -40,12 +40,12 @@ struct NarrowTraits {
 
     static constexpr int kTileTokens = 128;
     static constexpr int kRankTokens = kTileTokens / kRanks;  // of which a CTA loads the activations
-    static constexpr int kGroups = 4;                         // warpgroups that multiply
-    static constexpr int kGroupFeatures = 64;                 // as many as wgmma has rows
-    static constexpr int kTileFeatures = kGroups * kGroupFeatures;
-    static constexpr int kWarpFeatures = kGroupFeatures / 4;  // of which one warp has the weight
+    static constexpr int kWarpgroups = 4;                     // warpgroups that multiply
+    static constexpr int kWarpgroupFeatures = 64;             // as many as wgmma has rows
+    static constexpr int kTileFeatures = kWarpgroups * kWarpgroupFeatures;
+    static constexpr int kWarpFeatures = kWarpgroupFeatures / 4;  // of which one warp has the weight
     static constexpr int kBlockRows = kTileFeatures / kBlock;
-    static constexpr int kThreads = 128 * (1 + kGroups);
+    static constexpr int kThreads = 128 * (1 + kWarpgroups);
 
     static constexpr int kStep = kStep_;
     static constexpr int kLine = 64;  // of k that lie side by side
@@ -57,22 +57,23 @@ struct NarrowTraits {
     static_assert(kBlocks >= kBlockRows * kStep / kBlock);  // as many as a step can have
 
     static constexpr int kChunkTokens = 64;  // stored at a time
-    static constexpr int kChunkBytes = kChunkTokens * kGroupFeatures * 2;
+    static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * 2;
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = 1;
-    static constexpr int kSums = kTileTokens * kGroupFeatures / 128;  // of a thread
-    static constexpr bool kSplits = kSplits_;                         // for few tiles
+    static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
+    static constexpr bool kSplits = kSplits_;                             // for few tiles
     using Schedule = sm90::Schedule<kSplits>;
 
     struct Shared {
         // Row-major [kLines][kTileTokens][kLine], else [kRanks][kStep][kRankTokens].
         alignas(1024) char input[kStages][kInputBytes];
-        alignas(1024) char output[kGroups][kChunks][kChunkBytes];
-        alignas(128) char weight[kBlocks][kBlockBytes];
+        // A buffer is row-major [warpgroup_rows][kChunkTokens][row_width], else [64 features][kChunkTokens].
+        alignas(1024) char output[kWarpgroups][kChunks][kChunkBytes];
+        alignas(128) char weight[kBlocks][kBlockBytes];  // see dds_narrow_weight.cuh
         Ring<kStages> ring;
         int first_block[kStages];   // where a stage's blocks begin in `weight`
         int taken_blocks[kStages];  // what becomes free with a stage
-        Barrier residual[kGroups][kChunks];
+        Barrier residual[kWarpgroups][kChunks];
         Schedule schedule;
     };
     static constexpr int kSharedBytes = sizeof(Shared);

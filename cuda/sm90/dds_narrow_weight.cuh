@@ -11,35 +11,35 @@ namespace ts::sm90 {
 // Of the weight, what a lane gives to a product of a warp's 16 features by 16 of k.
 using WeightFragment = uint32_t[4];
 
-// A packed block is [kBlock features][kBlock of k]. Of its lines of 2 kBlock bytes pieces of 16 are swizzled,
-// so that eight features can be read from shared memory at once.
+// A packed block is [kBlock features][kBlock of k]. Of its lines of 2 kBlock bytes, vectors of 16 are
+// swizzled, so that eight features can be read from shared memory at once.
 template <class Math, int kBlock_>
 struct PlainNarrowWeight : PlainStorage {
     using Element = typename Math::Element;  // of values
     static constexpr int kBlock = kBlock_;
     static constexpr int kBlockBytes = kBlock * kBlock * 2;
 
-    // One warp packs a block, which is features by k or, transposed, k by features. A lane moves pieces,
+    // One warp packs a block, which is features by k or, transposed, k by features. A lane moves vectors,
     // which it reads side by side with the other lanes.
     template <bool kTransposed>
     __device__ static void pack(const Element* block, char* packed, int lane) {
-        constexpr int kAll = kBlock * kPieces / 32;
-        alignas(16) Element elements[kAll][kPiece];
+        constexpr int kAll = kBlock * kVectors / 32;
+        alignas(16) Element elements[kAll][kVector];
         int places[kAll];
 #pragma unroll
         for (int i = 0; i < kAll; ++i) {
             const int index = i * 32 + lane;
-            const int feature = kTransposed ? index % kBlock : index / kPieces;
-            const int piece = kTransposed ? index / kBlock : index % kPieces;
+            const int feature = kTransposed ? index % kBlock : index / kVectors;
+            const int vector = kTransposed ? index / kBlock : index % kVectors;
             if (kTransposed) {
 #pragma unroll
-                for (int k = 0; k < kPiece; ++k)
-                    elements[i][k] = block[(piece * kPiece + k) * kBlock + feature];
+                for (int k = 0; k < kVector; ++k)
+                    elements[i][k] = block[(vector * kVector + k) * kBlock + feature];
             } else {
                 reinterpret_cast<uint4&>(elements[i]) =
-                    reinterpret_cast<const uint4*>(block + feature * kBlock)[piece];
+                    reinterpret_cast<const uint4*>(block + feature * kBlock)[vector];
             }
-            places[i] = place(feature, piece);
+            places[i] = place(feature, vector);
         }
 #pragma unroll
         for (int i = 0; i < kAll; ++i)
@@ -59,12 +59,12 @@ struct PlainNarrowWeight : PlainStorage {
     }
 
   private:
-    static constexpr int kPiece = 8;  // of k
-    static constexpr int kPieces = kBlock / kPiece;
+    static constexpr int kVector = 8;  // elements of k
+    static constexpr int kVectors = kBlock / kVector;
 
-    __device__ static int place(int feature, int piece) {
+    __device__ static int place(int feature, int vector) {
         constexpr int kLine = 2 * kBlock;
-        return feature * kLine + (piece ^ (feature * kLine / 128 & kPieces - 1)) * 16;
+        return feature * kLine + (vector ^ (feature * kLine / 128 & kVectors - 1)) * 16;
     }
 };
 

@@ -46,16 +46,17 @@ struct DdsProducer {
     }
 
     // One warp for each warpgroup: the weight of its 64 features.
-    __device__ void load_weight(int group) const {
-        const int parts = arguments.row_parts;
-        const int piece = lane / parts, part = lane % parts;
+    __device__ void load_weight(int warpgroup) const {
+        const int rows = arguments.warpgroup_rows;
+        const int piece = lane / rows, row = lane % rows;
         const bool active = piece < plan.pieces;
         // A block wider than a warpgroup is shared by both.
-        const int plan_group = arguments.row_block > Traits::kGroupFeatures ? 0 : group * parts + part;
-        const int feature = arguments.row_block > Traits::kGroupFeatures ? group * Traits::kGroupFeatures : 0;
-        const bool loads = Traits::kTokenRanks == 1 || group % Traits::kTokenRanks == rank;
+        const int in_group = arguments.row_block > Traits::kWarpgroupFeatures ? 0 : warpgroup * rows + row;
+        const int feature =
+            arguments.row_block > Traits::kWarpgroupFeatures ? warpgroup * Traits::kWarpgroupFeatures : 0;
+        const bool loads = Traits::kTokenRanks == 1 || warpgroup % Traits::kTokenRanks == rank;
         const Multicast to{Traits::kTokenRanks == 1 ? uint16_t{1} : Traits::kAllRanks};
-        const int offset = Weight::offset(arguments, part, piece);
+        const int offset = Weight::offset(arguments, row, piece);
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kWeightStages>::Position position;
         while (true) {
@@ -65,23 +66,23 @@ struct DdsProducer {
                 if (step == work.step + work.steps) return {};
                 const int at = Traits::plan_index(step, rank) * plan.pieces + piece;
                 return {__ldg(plan.masks + Traits::plan_index(step, rank)),
-                        active ? __ldg(plan.slots + at * plan.groups + plan_group) : -1,
+                        active ? __ldg(plan.slots + at * plan.group_rows + in_group) : -1,
                         active ? __ldg(plan.k + at) : 0};
             };
             WeightStep next_step = read(work.step);
             for (int step = work.step; step < work.step + work.steps; ++step) {
                 const auto [mask, slot, column] = next_step;
                 next_step = read(step + 1);
-                if ((mask >> 16 * group & 0xffff) == 0) continue;
+                if ((mask >> 16 * warpgroup & 0xffff) == 0) continue;
                 const int k = slot < 0 ? 0 : column & arguments.k_block - 1;
-                shared.weight_ring[group].wait_empty(position);
-                const Barrier& full = shared.weight_ring[group].full[position.stage];
+                shared.weight_ring[warpgroup].wait_empty(position);
+                const Barrier& full = shared.weight_ring[warpgroup].full[position.stage];
                 if (elected) full.arrive_and_expect_tx(Weight::kStageBytes);
                 if (loads) {
                     const auto [x, y] = Weight::corner(arguments, slot, feature, k);
-                    for (int i = 0; i < parts * plan.pieces; ++i)
+                    for (int i = 0; i < rows * plan.pieces; ++i)
                         load_block(full, to,
-                                   shared.weight[group][position.stage] + __shfl_sync(~0u, offset, i),
+                                   shared.weight[warpgroup][position.stage] + __shfl_sync(~0u, offset, i),
                                    __shfl_sync(~0u, x, i), __shfl_sync(~0u, y, i));
                 }
                 __syncwarp();

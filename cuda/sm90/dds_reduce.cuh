@@ -28,17 +28,17 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
 
     const DdsPlan plan(arguments.plan, arguments.plan_key);
     if (!plan.is_own) __trap();
-    const int group = blockIdx.x % Traits::kGroups, cta = blockIdx.x / Traits::kGroups;
+    const int warpgroup = blockIdx.x % Traits::kWarpgroups, cta = blockIdx.x / Traits::kWarpgroups;
     const int rank = cta % Traits::kRanks, item = cta / Traits::kRanks;
-    Work work{item / arguments.units, item % arguments.units, 0, 0, 0};
-    DdsEpilogue<Traits> epilogue(arguments, shared.output, shared.residual, group);
+    Work work{item / arguments.spans, item % arguments.spans, 0, 0, 0};
+    DdsEpilogue<Traits> epilogue(arguments, shared.output, shared.residual, warpgroup);
     epilogue.prepare(Traits::rows_of(plan, work.tile, rank));
     epilogue.begin(Traits::first_token(work, rank));
     cudaGridDependencySynchronize();
     float sums[Traits::kSums] = {};
-    for (; work.split < arguments.schedule.by_splits.divisor; ++work.split)
+    for (; work.part < arguments.schedule.by_parts.divisor; ++work.part)
         add_sums(partial_sums<Traits::kSums>(arguments.partial,
-                                             partial_place<Traits>(arguments, work, rank, group)),
+                                             partial_place<Traits>(arguments, work, rank, warpgroup)),
                  sums);
     epilogue.store(sums);
     epilogue.finish_stores();
@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
 
 // Of the partial sums of so many tiles of a cluster.
 template <class Traits>
-int64_t partial_bytes(int64_t items, int64_t splits) {
+int64_t partial_bytes(int64_t items, int64_t parts) {
     constexpr int64_t kBytes = sizeof(float) * Traits::kRanks * Traits::kTileTokens * Traits::kTileFeatures;
-    return splits == 1 ? 0 : splits * items * kBytes;
+    return parts == 1 ? 0 : parts * items * kBytes;
 }
 
 // For the kernel that computes the parts.
@@ -61,7 +61,7 @@ inline DdsArguments without_epilogue(DdsArguments arguments) {
 template <class Traits>
 cudaError_t reduce_parts(const DdsArguments& arguments, int64_t items, void* stream) {
     return launch_early<dds_reduce<Traits>, sizeof(ReduceShared<Traits>)>(
-        arguments, items * Traits::kRanks * Traits::kGroups, 128, stream);
+        arguments, items * Traits::kRanks * Traits::kWarpgroups, 128, stream);
 }
 
 }  // namespace ts::sm90

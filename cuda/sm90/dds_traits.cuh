@@ -20,44 +20,46 @@ struct DdsTraits {
     // Of a CTA of the cluster: its places along the block rows and along the tokens.
     __device__ static int row_rank(int rank) { return kRowRanks > 1 ? rank : 0; }
     __device__ static int token_rank(int rank) { return kTokenRanks > 1 ? rank : 0; }
-    // The place in the plan of a CTA's part of a tile or step.
+    // The place in the plan of what a CTA has of a tile or step.
     __device__ static int plan_index(int index, int rank) { return index * kRowRanks + row_rank(rank); }
     __device__ static int first_token(const Work& work, int rank) {
-        return (work.unit * kTokenRanks + token_rank(rank)) * kTileTokens;
+        return (work.span * kTokenRanks + token_rank(rank)) * kTileTokens;
     }
 
     // The block rows of a CTA's tile.
     __device__ static const int* rows_of(const DdsPlan& plan, int tile, int rank) {
-        return plan.rows + plan_index(tile, rank) * plan.groups;
+        return plan.rows + plan_index(tile, rank) * plan.group_rows;
     }
 
     static constexpr int kTileTokens = kTileTokens_;
-    static constexpr int kGroups = 2;  // warpgroups that multiply, each 64 features
-    static constexpr int kGroupFeatures = Weight::kFeatures;
-    static constexpr int kTileFeatures = kGroups * kGroupFeatures;
+    static constexpr int kWarpgroups = 2;  // warpgroups that multiply, each 64 features
+    static constexpr int kWarpgroupFeatures = Weight::kFeatures;
+    static constexpr int kTileFeatures = kWarpgroups * kWarpgroupFeatures;
     static constexpr int kStep = Weight::kStep;
-    static constexpr int kThreads = 128 * (1 + kGroups);
+    static constexpr int kThreads = 128 * (1 + kWarpgroups);
 
     static constexpr int kInputBytes = kTileTokens * kStep * 2;
     static constexpr int kInputStages = 4 * 256 / kTileTokens;
     static constexpr int kWeightStages = 3;
 
     static constexpr int kChunkTokens = 64;  // stored at a time
-    static constexpr int kChunkBytes = kChunkTokens * kGroupFeatures * 2;
+    static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * 2;
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
-    static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;   // buffers of a warpgroup
-    static constexpr int kSums = kTileTokens * kGroupFeatures / 128;  // of a thread
-    static constexpr bool kSplits = kTileTokens == 128;               // made for few tiles
+    static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;       // buffers of a warpgroup
+    static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
+    static constexpr bool kSplits = kTileTokens == 128;                   // made for few tiles
     using Schedule = sm90::Schedule<kSplits>;
 
     struct Shared {
         // Row-major [pieces][kTileTokens][k of a piece], else [pieces][kTileTokens / 64][k of a piece][64].
         alignas(1024) char input[kInputStages][kInputBytes];
-        alignas(1024) char weight[kGroups][kWeightStages][Weight::kStageBytes];
-        alignas(1024) char output[kGroups][kChunks][kChunkBytes];
+        // See dds_weight.cuh.
+        alignas(1024) char weight[kWarpgroups][kWeightStages][Weight::kStageBytes];
+        // A buffer is row-major [warpgroup_rows][kChunkTokens][row_width], else [64 features][kChunkTokens].
+        alignas(1024) char output[kWarpgroups][kChunks][kChunkBytes];
         Ring<kInputStages> input_ring;
-        Ring<kWeightStages> weight_ring[kGroups];
-        Barrier residual[kGroups][kChunks];
+        Ring<kWeightStages> weight_ring[kWarpgroups];
+        Barrier residual[kWarpgroups][kChunks];
         Schedule schedule;
     };
     static constexpr int kSharedBytes = sizeof(Shared);

@@ -11,10 +11,10 @@
 
 namespace ts::sm90 {
 
-// A stage holds boxes of blocks, or of parts of larger ones, which are row_width features by k_width of k; of
-// each, lines of 2 row_width or 2 k_width bytes are swizzled over that width:
+// A stage holds boxes of blocks, or of what it takes of larger ones, which are row_width features by k_width
+// of k; of each, lines of 2 row_width or 2 k_width bytes are swizzled over that width:
 //   dds_nt: [pieces][kFeatures][k_width], as blocks are
-//   dds_nn: [row_parts][kStep][row_width], as blocks are, which wgmma transposes
+//   dds_nn: [warpgroup_rows][kStep][row_width], as blocks are, which wgmma transposes
 template <Op kOp, class Math>
 struct PlainWeight : PlainStorage {
     static constexpr bool kTransposed = kOp == Op::dds_nn;
@@ -46,12 +46,12 @@ struct PlainWeight : PlainStorage {
         return result;
     }
 
-    // Where the box of some part of the features and piece of k lies in a stage.
-    __device__ static int offset(const DdsArguments& arguments, int part, int piece) {
+    // Where the box of a block row of the warpgroup and a piece of k lies in a stage.
+    __device__ static int offset(const DdsArguments& arguments, int row, int piece) {
         const int width = k_width(arguments);
         const int line = 2 * (kTransposed ? arguments.row_width : width);
-        return kTransposed ? (part * kStep + piece * width) * line
-                           : (piece * kFeatures + part * arguments.row_block) * line;
+        return kTransposed ? (row * kStep + piece * width) * line
+                           : (piece * kFeatures + row * arguments.row_block) * line;
     }
 
     // Where the box that begins at a feature and k of a block lies in values: outside, which reads as zero,

@@ -5,8 +5,8 @@
 
 namespace ts::sm90 {
 
-// Where the thread keeps the sums that are its warpgroup's `place`-th: in pieces of 16 bytes, those of a
-// warpgroup side by side.
+// Where the thread keeps the sums that are its warpgroup's `place`-th: in vectors of 16 bytes, those of a
+// warpgroup side by side, [places][kSums / 4][128].
 template <int kSums>
 __device__ inline float4* partial_sums(float4* partial, int64_t place) {
     return partial + place * (kSums / 4 * 128) + threadIdx.x % 128;

@@ -1,11 +1,11 @@
 // Which tiles a cluster computes. Clusters stay on their multiprocessors and take one tile after another.
 //
-// Tiles are numbered by groups of tokens small enough that the group's activations stay in L2 while all
-// features are computed from them; inside a group by their steps, longest first. In every round each
+// Tiles are numbered by bands of tokens small enough that the band's activations stay in L2 while all
+// features are computed from them; inside a band by their steps, longest first. In every round each
 // cluster gets one tile: the clusters with the least work so far get the tiles with most steps, which is
 // within 2 % of handing tiles out one by one. Each cluster finds that out for itself, in a warp that has
 // nothing else to do, so that no memory needs to be prepared for a launch and every run gives the same
-// schedule. That has to take less time than a tile: ranking by counting took longer.
+// schedule. That has to take less time than a tile: sorting by counting took longer.
 #pragma once
 
 #include <algorithm>
@@ -19,33 +19,33 @@ namespace ts::sm90 {
 
 struct Work {
     int tile;   // of the plan; -1: no more
-    int unit;   // tokens: a cluster's share, counted from 0
-    int split;  // which part of the tile's steps
+    int span;   // of tokens: as many as a cluster computes, counted from 0
+    int part;   // which part of the tile's steps
     int step;   // first step
     int steps;  // number of steps
 };
 
 struct ScheduleArguments {
-    int size;                           // tiles of the plan times units of tokens times splits
-    cutlass::FastDivmod by_splits;      // parts of a tile's steps; a unit is so many units below
-    int group_units;                    // units of a group of tokens
-    cutlass::FastDivmod by_group;       // tiles of a group
-    cutlass::FastDivmod by_units;       // units of a group
-    cutlass::FastDivmod by_last_units;  // units of the last group
-    int whole_groups;
+    int size;                           // tiles of the plan times spans of tokens times parts
+    cutlass::FastDivmod by_parts;       // parts of a tile's steps; below, each counts as a span
+    int band_spans;                     // spans of a band
+    cutlass::FastDivmod by_band;        // tiles of a band
+    cutlass::FastDivmod by_spans;       // spans of a band
+    cutlass::FastDivmod by_last_spans;  // spans of the last band
+    int whole_bands;
 };
 
-inline ScheduleArguments schedule_arguments(int tiles, int units, int splits, int group_units) {
-    units *= splits;
-    group_units = std::min(group_units, units);
-    const int last = units % group_units;
-    return {tiles * units,
-            cutlass::FastDivmod(splits),
-            group_units,
-            cutlass::FastDivmod(tiles * group_units),
-            cutlass::FastDivmod(group_units),
-            cutlass::FastDivmod(last == 0 ? group_units : last),
-            units / group_units};
+inline ScheduleArguments schedule_arguments(int tiles, int spans, int parts, int band_spans) {
+    spans *= parts;
+    band_spans = std::min(band_spans, spans);
+    const int last = spans % band_spans;
+    return {tiles * spans,
+            cutlass::FastDivmod(parts),
+            band_spans,
+            cutlass::FastDivmod(tiles * band_spans),
+            cutlass::FastDivmod(band_spans),
+            cutlass::FastDivmod(last == 0 ? band_spans : last),
+            spans / band_spans};
 }
 
 // `kSplits`: whether tiles may be cut into parts.
@@ -56,10 +56,10 @@ struct Schedule {
     static constexpr int kTileCost = 3;  // of a tile's beginning and end, in steps
 
     // Whether the numbers of all work, and of a cluster's steps, fit into 32 bits.
-    static bool can_hold(int64_t tiles, int64_t units, int64_t steps, int multiprocessors) {
+    static bool can_hold(int64_t tiles, int64_t spans, int64_t steps, int multiprocessors) {
         const int64_t clusters = std::max(multiprocessors / 4, 1);  // there are at least so many
-        return tiles * units < int64_t{1} << 30 && steps < kMostSteps &&
-               (tiles * units / clusters + 1) * (steps + kTileCost) < kLast / kPlaces;
+        return tiles * spans < int64_t{1} << 30 && steps < kMostSteps &&
+               (tiles * spans / clusters + 1) * (steps + kTileCost) < kLast / kPlaces;
     }
 
     Ring<kQueue> ring;
@@ -74,7 +74,7 @@ struct Schedule {
     __device__ void run(const ScheduleArguments& arguments, const int2* tiles, bool is_own, int cluster,
                         int clusters, int lane) {
         Ring<kQueue>::Position position;
-        // Nothing waits for the first round to be ranked: it is in order but for the end of a group of
+        // Nothing waits for the first round to be sorted: it is in order but for the end of a band of
         // tokens.
         const Work first_work = work_at(arguments, tiles, cluster);
         if (!is_own) __trap();
@@ -111,8 +111,8 @@ struct Schedule {
         Work work = queue[position.stage];
         // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
         work.tile = __shfl_sync(~0u, work.tile, 0);
-        work.unit = __shfl_sync(~0u, work.unit, 0);
-        work.split = __shfl_sync(~0u, work.split, 0);
+        work.span = __shfl_sync(~0u, work.span, 0);
+        work.part = __shfl_sync(~0u, work.part, 0);
         work.step = __shfl_sync(~0u, work.step, 0);
         work.steps = __shfl_sync(~0u, work.steps, 0);
         if (lane == 0) ring.empty[position.stage].arrive();
@@ -121,7 +121,7 @@ struct Schedule {
     }
 
   private:
-    static constexpr int kPerLane = kMaxClusters / 32;  // keys of a lane: those of ranks lane + 32 i
+    static constexpr int kPerLane = kMaxClusters / 32;  // keys of a lane: those at places lane + 32 i
     static constexpr uint32_t kPlaces = 256;
     static constexpr uint32_t kMostSteps = 1 << 22;
     static constexpr uint32_t kLast = 1u << 31;  // of what does not exist
@@ -129,27 +129,27 @@ struct Schedule {
 
     // Without the steps, of which the plan knows.
     __device__ static Work place_at(const ScheduleArguments& arguments, int item) {
-        int group, within;
+        int band, within;
         Work work{};
-        arguments.by_group(group, within, item);
-        (group < arguments.whole_groups ? arguments.by_units : arguments.by_last_units)(work.tile, work.unit,
-                                                                                        within);
-        work.unit += group * arguments.group_units;
-        if (kSplits) arguments.by_splits(work.unit, work.split, work.unit);
+        arguments.by_band(band, within, item);
+        (band < arguments.whole_bands ? arguments.by_spans : arguments.by_last_spans)(work.tile, work.span,
+                                                                                      within);
+        work.span += band * arguments.band_spans;
+        if (kSplits) arguments.by_parts(work.span, work.part, work.span);
         return work;
     }
 
     // Where a part begins in a tile of so many steps.
-    __device__ static int first_step(const ScheduleArguments& arguments, int steps, int split) {
-        return kSplits ? arguments.by_splits.div(steps * split) : steps * split;
+    __device__ static int first_step(const ScheduleArguments& arguments, int steps, int part) {
+        return kSplits ? arguments.by_parts.div(steps * part) : steps * part;
     }
 
     __device__ static Work work_at(const ScheduleArguments& arguments, const int2* tiles, int item) {
         Work work = place_at(arguments, item);
         const int2 steps = __ldg(tiles + work.tile);
-        const int first = first_step(arguments, steps.y, work.split);
+        const int first = first_step(arguments, steps.y, work.part);
         work.step = steps.x + first;
-        work.steps = first_step(arguments, steps.y, work.split + 1) - first;
+        work.steps = first_step(arguments, steps.y, work.part + 1) - first;
         return work;
     }
 
@@ -157,11 +157,11 @@ struct Schedule {
     // where there are no more items.
     __device__ static void steps_of_round(Keys& steps, const ScheduleArguments& arguments, const int2* tiles,
                                           int first, int lane) {
-        int splits[kPerLane];
+        int parts[kPerLane];
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             const Work work = place_at(arguments, min(first + lane + 32 * i, arguments.size - 1));
-            splits[i] = work.split;
+            parts[i] = work.part;
             steps[i] = __ldg(&tiles[work.tile].y);
         }
 #pragma unroll
@@ -169,7 +169,7 @@ struct Schedule {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i)
             steps[i] =
-                first_step(arguments, steps[i], splits[i] + 1) - first_step(arguments, steps[i], splits[i]);
+                first_step(arguments, steps[i], parts[i] + 1) - first_step(arguments, steps[i], parts[i]);
     }
 
     // The tiles of the round that begins with item `first`, sorted by their steps, longest first.
@@ -183,12 +183,12 @@ struct Schedule {
                            ? (kMostSteps - costs[i]) * kPlaces + place
                            : kLast + place;
         }
-        // Within a group of tokens they are in order.
+        // Within a band of tokens they are in order.
         const int last = min(first + clusters, arguments.size) - 1;
-        if (arguments.by_group.div(first) != arguments.by_group.div(last)) sort(costs, lane);
+        if (arguments.by_band.div(first) != arguments.by_band.div(last)) sort(costs, lane);
     }
 
-    // Bitonic: afterwards the key of rank r is in lane r % 32, at r / 32.
+    // Bitonic: afterwards the i-th key is in lane i % 32, at i / 32.
     __device__ static void sort(Keys& keys, int lane) {
 #pragma unroll
         for (int size = 2; size <= kMaxClusters; size *= 2) {

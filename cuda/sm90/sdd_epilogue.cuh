@@ -32,7 +32,7 @@ class SddEpilogue {
         const SddTile tile = plan.tile(index);
         const int window = Traits::kWindow >> arguments.unit_shift;
         units_ = plan.units + 2 * window * index + tile.window(half);
-        slots_ = plan.slots + (2 * index + half) * window * plan.parts;
+        slots_ = plan.slots + (2 * index + half) * window * plan.unit_blocks;
         feature_ = tile.strip(half);
         line_ = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
         swapped_ = tile.is_swapped();
@@ -134,12 +134,12 @@ class SddEpilogue {
     // A warp holds 16 columns of 16 lines, where lines are of x. Eight by eight they are transposed.
     template <int kCount>
     __device__ void store_columns(const float (&sums)[kCount], int first) const {
-        constexpr int kUnit = 32;
+        constexpr int kColumns = 32;  // from one of a lane's targets to the next
         const int eighth = threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
-        Element* to[2 * kCount / kUnit];
+        Element* to[2 * kCount / kColumns];
 #pragma unroll
-        for (int i = 0; i < 2 * kCount / kUnit; ++i)
-            to[i] = target(line_ - eighth + 8 * (lane % 2), first + kUnit * i + eighth + 8 * (lane / 2));
+        for (int i = 0; i < 2 * kCount / kColumns; ++i)
+            to[i] = target(line_ - eighth + 8 * (lane % 2), first + kColumns * i + eighth + 8 * (lane / 2));
 #pragma unroll
         for (int i = 0; i < kCount / 8; ++i) {
             uint32_t words[4];
@@ -170,10 +170,10 @@ class SddEpilogue {
         const int unit_shift = arguments_.unit_shift, row_shift = arguments_.row_shift,
                   col_shift = arguments_.col_shift;
         const int unit = column >> unit_shift, within = column & (1 << unit_shift) - 1;
-        // A strip by a unit is part of one block where they are swapped.
-        const int part =
+        // A strip by a unit lies in one block where they are swapped.
+        const int block =
             swapped_ ? 0 : (line >> row_shift) * max(1, 1 << unit_shift >> col_shift) + (within >> col_shift);
-        const int slot = slots_[unit * plan_.parts + part];
+        const int slot = slots_[unit * plan_.unit_blocks + block];
         if (slot < 0) return nullptr;
         const int of_strip = feature_ + line, of_unit = units_[unit] + within;
         const int block_line = (swapped_ ? of_unit : of_strip) & (1 << row_shift) - 1;
@@ -195,23 +195,23 @@ class SddEpilogue {
 // columns of half a tile.
 template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
-    constexpr int kColumns = 32, kPieces = kColumns / 8, kParts = Traits::kWindow / kColumns;
+    constexpr int kColumns = 32, kVectors = kColumns / 8, kRuns = Traits::kWindow / kColumns;
     const SddPlan plan(arguments.plan, arguments.plan_key);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
                                arguments.may_split);
     cudaGridDependencySynchronize();
-    for (int index = blockIdx.x; index < 2 * kParts * schedule.split_tiles(); index += gridDim.x) {
-        const int part = index % kParts, half = index / kParts % 2, place = index / kParts / 2;
+    for (int index = blockIdx.x; index < 2 * kRuns * schedule.split_tiles(); index += gridDim.x) {
+        const int run = index % kRuns, half = index / kRuns % 2, place = index / kRuns / 2;
         const SddPartials partials = schedule.partials(place);
         float sums[kColumns / 2] = {};
 #pragma unroll 4
         for (int number = 0; number < partials.count(); ++number) {
             const float4* const from =
                 partial_sums<kSums>(arguments.partial, 2 * int64_t{partials.at(number)} + half);
-            add_sums(from + part * kPieces * 128, sums);
+            add_sums(from + run * kVectors * 128, sums);
         }
         SddEpilogue<Traits>(arguments, plan, schedule.first_split() + place, half)
-            .store(sums, kColumns * part);
+            .store(sums, kColumns * run);
     }
 }
 

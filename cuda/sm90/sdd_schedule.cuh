@@ -3,7 +3,7 @@
 //
 // All walk the tokens at the same pace, so that what one reads from memory the others find in L2. Tiles are
 // dealt out in rounds of one for each CTA. Those of the last, partial round are shared by all: each tile is
-// cut into pieces as long as a team's share, at the same tokens in every tile. What is left over of the tiles
+// cut into parts as long as a team's share, at the same tokens in every tile. What is left over of the tiles
 // goes to the teams that are left over, end to end, cut again where a share ends. A second kernel adds the
 // partial sums. Tiles are not cut where that kernel would take longer than can be won.
 #pragma once
@@ -22,17 +22,17 @@ struct SddWork {
 
 // Where the partial sums of a tile are, in order.
 struct SddPartials {
-    int first;  // of pieces of a share, and how far apart they are
+    int first;  // of the parts that are a share each, and how far apart they are
     int distance;
-    int pieces;
-    int left;  // of what was left over, in one or two pieces
+    int parts;
+    int left;  // of what was left over, in one or two parts
     int second_left;
-    int left_pieces;
+    int left_parts;
 
-    __device__ int count() const { return pieces + left_pieces; }
+    __device__ int count() const { return parts + left_parts; }
     __device__ int at(int number) const {
-        if (number < pieces) return first + number * distance;
-        return number == pieces ? left : second_left;
+        if (number < parts) return first + number * distance;
+        return number == parts ? left : second_left;
     }
 };
 
@@ -41,18 +41,18 @@ class SddSchedule {
     // `may_split`: whether there is memory for partial sums and a second kernel.
     __host__ __device__ SddSchedule(int tiles, int steps, int teams, int team_size, bool may_split)
         : tiles_(tiles), steps_(steps), teams_(teams), team_size_(team_size) {
-        const int groups = (tiles + team_size - 1) / team_size;
-        whole_ = may_split ? groups / teams * teams : groups;
-        rest_ = groups - whole_;
+        const int team_tiles = (tiles + team_size - 1) / team_size;
+        whole_ = may_split ? team_tiles / teams * teams : team_tiles;
+        rest_ = team_tiles - whole_;
         share_ = steps;
-        pieces_ = 1;
+        parts_ = 1;
         left_ = 0;
         if (rest_ > 0) divide();
     }
 
     __host__ __device__ bool is_split() const { return share_ < steps_; }
 
-    // Pieces of work are numbered so that a team's are a number of teams apart. Some are empty.
+    // Whole tiles and then parts are numbered, so that a team's are a number of teams apart. Some are empty.
     __device__ int size() const {
         const int most = left_ > 0 ? share_ / place_size() + 2 : 1;
         return whole_ + (rest_ > 0 ? most * teams_ : 0);
@@ -61,10 +61,10 @@ class SddSchedule {
 
     // For one CTA of the team.
     __device__ SddWork work(int index, int rank) const {
-        const Piece piece = piece_at(index);
-        const int tile = piece.group * team_size_ + rank;
-        return {min(tile, tiles_ - 1), piece.first_step, piece.last_step,
-                piece.partial < 0 ? -1 : piece.partial * team_size_ + rank, piece.exists && tile < tiles_};
+        const Part part = part_at(index);
+        const int tile = part.team_tile * team_size_ + rank;
+        return {min(tile, tiles_ - 1), part.first_step, part.last_step,
+                part.partial < 0 ? -1 : part.partial * team_size_ + rank, part.exists && tile < tiles_};
     }
 
     // Tiles that have partial sums.
@@ -75,7 +75,7 @@ class SddSchedule {
         const int share = first_share(place);
         return {place * team_size_ + rank,
                 rest_ * team_size_,
-                pieces_,
+                parts_,
                 partial_left(place, share) * team_size_ + rank,
                 partial_left(place, share + 1) * team_size_ + rank,
                 left_ > 0 ? 1 + last_share(place) - share : 0};
@@ -85,22 +85,22 @@ class SddSchedule {
     static int max_partials(int ctas) { return 2 * ctas; }
 
   private:
-    // Of the tiles of a team.
-    struct Piece {
-        int group;
+    // Of a team's tile: as many tiles, one after another in the plan, as it has CTAs.
+    struct Part {
+        int team_tile;
         int first_step;
         int last_step;
         int partial;
         bool exists;
     };
-    static constexpr Piece kNothing = {0, 0, 0, -1, false};
+    static constexpr Part kNothing = {0, 0, 0, -1, false};
     static constexpr int kMinSteps = 4;  // of a share
     static constexpr int kStoring = 3;   // steps in the time of which sums are stored
 
-    __device__ Piece piece_at(int index) const {
+    __device__ Part part_at(int index) const {
         if (index < whole_) return {index, 0, steps_, -1, true};
         const int team = (index - whole_) % teams_, turn = (index - whole_) / teams_;
-        if (team >= rest_ * pieces_) return piece_left(team - rest_ * pieces_, turn);
+        if (team >= rest_ * parts_) return left_part(team - rest_ * parts_, turn);
         if (turn > 0) return kNothing;
         const int first = team / rest_ * share_;
         return {whole_ + team % rest_, first, min(first + share_, steps_), is_split() ? team : -1, true};
@@ -111,9 +111,9 @@ class SddSchedule {
         const int even_share = (rest_ * (steps_ + kStoring) + teams_ - 1) / teams_;
         const int share = even_share < kMinSteps ? kMinSteps : even_share;
         if (share >= steps_) return;
-        const int pieces = steps_ / share, left = steps_ - pieces * share;
-        const int even = (steps_ + pieces - 1) / pieces;
-        const int even_time = pieces == 1 ? steps_ : even + reduction_time(rest_ * pieces);
+        const int parts = steps_ / share, left = steps_ - parts * share;
+        const int even = (steps_ + parts - 1) / parts;
+        const int even_time = parts == 1 ? steps_ : even + reduction_time(rest_ * parts);
         // What is left over begins at any token and finds less in L2.
         const int misses = 4 + 2 * left * rest_ / (3 * teams_);
         const int uneven_time = share + reduction_time(teams_ + rest_) + misses;
@@ -121,10 +121,10 @@ class SddSchedule {
         if ((is_even ? even_time : uneven_time) >= steps_) return;
         if (is_even) {
             share_ = even;
-            pieces_ = (steps_ + even - 1) / even;
+            parts_ = (steps_ + even - 1) / even;
         } else {
             share_ = share;
-            pieces_ = pieces;
+            parts_ = parts;
             left_ = left;
         }
     }
@@ -136,19 +136,19 @@ class SddSchedule {
     __device__ int first_share(int place) const { return place * place_size() / share_; }
     __device__ int last_share(int place) const { return (place * place_size() + left_ - 1) / share_; }
 
-    __device__ Piece piece_left(int share, int turn) const {
+    __device__ Part left_part(int share, int turn) const {
         if (left_ == 0) return kNothing;
         const int place = share * share_ / place_size() + turn;
         const int at = place * place_size();
         const int first = max(share * share_ - at, 0), last = min((share + 1) * share_ - at, left_);
         if (place >= rest_ || first >= last) return kNothing;
-        const int before = pieces_ * share_;
+        const int before = parts_ * share_;
         return {whole_ + place, before + first, before + last, partial_left(place, share), true};
     }
 
     // At most one in a share began in the share before.
     __device__ int partial_left(int place, int share) const {
-        const int first = rest_ * pieces_;
+        const int first = rest_ * parts_;
         return share == first_share(place) ? first + place : first + rest_ + share;
     }
 
@@ -156,12 +156,12 @@ class SddSchedule {
     int steps_;
     int teams_;
     int team_size_;
-    // In tiles of a team:
-    int whole_;   // that are not split, the first ones
-    int rest_;    // all others
-    int share_;   // steps of a team's share of these
-    int pieces_;  // of a tile that are a share each
-    int left_;    // steps of a tile that are left over
+    // In teams' tiles:
+    int whole_;  // that are not split, the first ones
+    int rest_;   // all others
+    int share_;  // steps of a team's share of these
+    int parts_;  // of a tile that are a share each
+    int left_;   // steps of a tile that are left over
 };
 
 // Keeps CTAs at the same pace. Each counts when it begins 16 steps, and waits for those that have not begun

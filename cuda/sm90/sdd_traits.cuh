@@ -14,12 +14,12 @@ namespace ts::sm90 {
 constexpr int kSmallTileFeatures = 2 * kStripFeatures + kStripWindow;
 
 struct SddArguments {
-    CUtensorMap y;
-    CUtensorMap x;
-    CUtensorMap blocks;  // values, if results leave through TMA
+    CUtensorMap y;       // row-major [tokens][features], else [features][tokens]
+    CUtensorMap x;       // likewise
+    CUtensorMap blocks;  // values [nnz * 128][128], if results leave through TMA
     const PlanHeader* plan;
     void* values;
-    float4* partial;
+    float4* partial;    // [partials][kHalves], see SddPartials, or nullptr
     int* pace;          // the counters, or nullptr
     Operand y_operand;  // as the products read them from shared memory
     Operand x_operand;
@@ -61,6 +61,9 @@ struct SddTraits {
     using Atom = typename Math::template Atom<kMajor<kRowMajorY>, kMajor<kRowMajorX>>;
 
     struct Shared {
+        // A stage has the strips and then the units of a tile, row-major [kStep][width], else [width][kStep].
+        // At kResultsAt results are [kHalves][units of a window][64][64]; in the place of the strips, a
+        // unit's are in each stage.
         alignas(1024) char stages[3 * kStripTileFeatures * kFeatureBytes];
         Ring<kMaxStages> rings[2];  // of the stages of small and of large tiles
     };
@@ -93,7 +96,7 @@ struct SddTile {
 // The plan's arrays; see common/strip_plan.h.
 struct SddPlan {
     int tile_count;
-    int parts;  // blocks of a strip by a unit
+    int unit_blocks;  // in a strip by a unit
     const int4* tiles;
     const int* units;
     const int* slots;
@@ -104,7 +107,7 @@ struct SddPlan {
         const auto* words = reinterpret_cast<const int*>(plan);
         // Lets the compiler see that all lanes have the same, without which it would serialise wgmma.
         tile_count = __shfl_sync(~0u, plan->tiles, 0);
-        parts = plan->groups;
+        unit_blocks = plan->unit_blocks;
         tiles = reinterpret_cast<const int4*>(words + plan->tiles_at);
         units = words + plan->k_at;
         slots = words + plan->slots_at;
@@ -116,7 +119,7 @@ struct SddPlan {
     // `units_of_tile`: of two windows.
     __device__ void prefetch(int index, int units_of_tile, int lane) const {
         constexpr int kLine = 128 / sizeof(int);
-        const int slots_of_tile = units_of_tile * parts;
+        const int slots_of_tile = units_of_tile * unit_blocks;
         const int* const of_slots = slots + index * slots_of_tile + (lane - 2) * kLine;
         const int* const at = lane == 0   ? reinterpret_cast<const int*>(tiles + index)
                               : lane == 1 ? units + index * units_of_tile

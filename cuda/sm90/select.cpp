@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kCluster = 2;  // multiprocessors that compute a tile
 
-// What a kernel takes of dds_unit. wgmma is twice as fast as mma.sync, but blocks of 16 x 16 come in too many
+// What a kernel takes of dds_cost. wgmma is twice as fast as mma.sync, but blocks of 16 x 16 come in too many
 // copies. Of large blocks it is best to share the weight between CTAs; small ones have columns in common with
 // many others.
 double dds_share(const Kernel& kernel, const Problem& problem) {

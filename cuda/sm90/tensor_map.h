@@ -43,16 +43,16 @@ inline CUtensorMapSwizzle swizzle_of(int bytes) {
                          : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
-constexpr int kMaxRank = 3;
+constexpr int kMaxDimensions = 3;
 constexpr int kElementBytes = 2;
 
 // All that a tensor map is made of.
 struct Tensor {
     const void* data;
-    cuuint64_t sizes[kMaxRank];
-    cuuint64_t strides[kMaxRank - 1];  // bytes; neighbours of the innermost dimension touch
-    cuuint32_t boxes[kMaxRank];
-    uint8_t rank;
+    cuuint64_t sizes[kMaxDimensions];
+    cuuint64_t strides[kMaxDimensions - 1];  // bytes; neighbours of the innermost dimension touch
+    cuuint32_t boxes[kMaxDimensions];
+    uint8_t dimensions;
     uint8_t dtype;
     uint16_t promotion;
 };
@@ -61,9 +61,9 @@ static_assert(sizeof(Tensor) == 8 * sizeof(uint64_t));  // no padding: compared 
 inline cudaError_t encode_tiled(CUtensorMap& map, const Tensor& tensor) {
     const auto encode = encoder();
     if (encode == nullptr) return cudaErrorNotSupported;
-    constexpr cuuint32_t kSteps[kMaxRank] = {1, 1, 1};
+    constexpr cuuint32_t kSteps[kMaxDimensions] = {1, 1, 1};
     const CUresult result =
-        encode(&map, static_cast<CUtensorMapDataType>(tensor.dtype), tensor.rank,
+        encode(&map, static_cast<CUtensorMapDataType>(tensor.dtype), tensor.dimensions,
                const_cast<void*>(tensor.data), tensor.sizes, tensor.strides, tensor.boxes, kSteps,
                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(static_cast<int>(tensor.boxes[0]) * kElementBytes),
                static_cast<CUtensorMapL2promotion>(tensor.promotion), CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -75,7 +75,7 @@ struct KnownMaps {
     static constexpr int kPlaces = 256;
     struct Place {
         CUtensorMap map;
-        Tensor tensor;  // of rank 0 where there is none
+        Tensor tensor;  // without dimensions where there is none
     };
     Place places[kPlaces];
 
@@ -96,10 +96,10 @@ inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
     Tensor tensor{};
     tensor.data = data;
     for (const Extent& extent : extents) {
-        tensor.sizes[tensor.rank] = static_cast<cuuint64_t>(extent.size);
-        if (tensor.rank > 0)
-            tensor.strides[tensor.rank - 1] = static_cast<cuuint64_t>(extent.stride) * kElementBytes;
-        tensor.boxes[tensor.rank++] = static_cast<cuuint32_t>(extent.box);
+        tensor.sizes[tensor.dimensions] = static_cast<cuuint64_t>(extent.size);
+        if (tensor.dimensions > 0)
+            tensor.strides[tensor.dimensions - 1] = static_cast<cuuint64_t>(extent.stride) * kElementBytes;
+        tensor.boxes[tensor.dimensions++] = static_cast<cuuint32_t>(extent.box);
     }
     tensor.dtype =
         dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
@@ -107,7 +107,7 @@ inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
     thread_local KnownMaps known;
     KnownMaps::Place& place = known.place_of(tensor);
     if (std::memcmp(&place.tensor, &tensor, sizeof(Tensor)) != 0) {
-        place.tensor.rank = 0;
+        place.tensor.dimensions = 0;
         if (const cudaError_t error = encode_tiled(place.map, tensor)) return error;
         place.tensor = tensor;
     }

@@ -38,7 +38,7 @@ struct f16 {
 constexpr int kSums = 128;  // of a thread, of 64 x 256
 
 // The matrix descriptor of an operand but for its address, which is added to `low`. All addresses and
-// distances are in units of 16 bytes.
+// distances are counted in 16 bytes.
 struct Operand {
     uint32_t low;
     uint32_t high;

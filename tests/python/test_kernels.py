@@ -367,7 +367,7 @@ def host_plan(row: Row, problem: Problem) -> tuple[Plan, Tensor]:
 def check(row: Row, problem: Problem, plan: Plan | None = None) -> None:
     """Runs a problem twice and checks everything about it.
 
-    Some kernels store feature-major results in whole pieces of 16 bytes only: they get more tokens.
+    Some kernels store feature-major results in whole vectors of 16 bytes only: they get more tokens.
     """
     layouts = (problem.x_layout, problem.y_layout)
     if not accepts(row, problem.pattern.block_shape, *layouts, problem.tokens):
@@ -489,7 +489,7 @@ def test_options(row: Row) -> None:
 
 
 def test_more_tiles_than_multiprocessors(row: Row) -> None:
-    """CTAs that compute several tiles one after another, in several groups of tokens."""
+    """CTAs that compute several tiles one after another, in several bands of tokens."""
     shape, density, tokens = ((2048, 2560), 0.97, 260) if row.op == SDD_TN else ((1280, 1280), 0.1, 4200)
     draw = random.Random(f"{row.name} tiles")
     for block_shape in {draw.choice(accepted_shapes(row)), accepted_shapes(row)[-1]}:

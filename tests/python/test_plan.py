@@ -29,27 +29,27 @@ needs_plans = pytest.mark.skipif(not KERNELS, reason="this library has no kernel
 def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str, np.ndarray]:
     """The sections of a plan by name."""
     words = build_on_host(pattern, kernel, op) if device == "cpu" else build_on_gpu(pattern, kernel, op)
-    tiles, steps, groups, pieces, *offsets, total = words[:10].tolist()
+    tiles, steps, group_rows, pieces, *offsets, total = words[:10].tolist()
     assert total == len(words)
     assert words[11] == _C.plan_key(prepared_on("cpu", pattern).descriptor, kernel, op) != 0
     assert all(offset % 4 == 0 and 16 <= offset <= total for offset in offsets)
     tile, ranks = _C.kernels()[kernel].plan >> 12 & 0xFFF, _C.kernels()[kernel].plan >> 24 & 0xF
     shapes: dict[str, tuple[int, ...]]
     if op == SDD_TN and ranks > 1:
-        shapes = strip_shapes(tiles, pieces, groups)
+        shapes = strip_shapes(tiles, units=pieces, unit_blocks=group_rows)
     elif op == SDD_TN:
         shapes = {
             "tiles": (tiles,),
-            "rows": (tiles, groups),
+            "rows": (tiles, group_rows),
             "masks": (tiles, tile // 16),
             "k": (tiles, pieces),
-            "slots": (tiles, pieces, groups),
+            "slots": (tiles, pieces, group_rows),
         }
     elif is_aligned(_C.kernels()[kernel].plan):
         offsets.append(int(words[10]))
         shapes = {
             "tiles": (tiles, 2),
-            "rows": (tiles, ranks, groups // ranks),
+            "rows": (tiles, ranks, group_rows // ranks),
             "masks": (steps, ranks, tile // ranks // 64, 2),
             "k": (steps,),
             "slots": (pattern.nnz,),
@@ -58,10 +58,10 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str,
     else:
         shapes = {
             "tiles": (tiles, 2),
-            "rows": (tiles, ranks, groups),
+            "rows": (tiles, ranks, group_rows),
             "masks": (steps, ranks),
             "k": (steps, ranks, pieces),
-            "slots": (steps, ranks, pieces, groups),
+            "slots": (steps, ranks, pieces, group_rows),
         }
     return sections_of(words, offsets, shapes)
 
@@ -120,13 +120,13 @@ def walks_strips(kernel: int) -> bool:
     return _C.kernels()[kernel].plan >> 24 > 1
 
 
-def strip_shapes(tiles: int, pieces: int, groups: int) -> dict[str, tuple[int, ...]]:
+def strip_shapes(tiles: int, units: int, unit_blocks: int) -> dict[str, tuple[int, ...]]:
     return {
         "tiles": (tiles, 4),
         "rows": (0,),
         "masks": (0,),
-        "k": (tiles, pieces),
-        "slots": (tiles, 2, pieces // 2, groups),
+        "k": (tiles, units),
+        "slots": (tiles, 2, units // 2, unit_blocks),
     }
 
 
@@ -209,18 +209,18 @@ def visit_step(
         slots = plan["slots"][s, rank, piece]
         assert k >= 0 or (slots == -1).all()
         assert k < 0 or (slots >= 0).any(), "a column without a block"
-        for group, slot in enumerate(slots):
+        for in_group, slot in enumerate(slots):
             if slot >= 0:
-                place = (int(plan["rows"][tile, rank, group]), int(k))
+                place = (int(plan["rows"][tile, rank, in_group]), int(k))
                 assert place not in visited
                 visited[place] = int(slot)
-                mask |= mask_of(piece, group, row_block, len(plan["k"][s, rank]))
+                mask |= mask_of(piece, in_group, row_block, len(plan["k"][s, rank]))
     return mask
 
 
-def mask_of(piece: int, group: int, row_block: int, pieces: int) -> int:
+def mask_of(piece: int, in_group: int, row_block: int, pieces: int) -> int:
     """Bit 4 i + j for the 16-feature strips i and the quarters j of the step that a block covers."""
-    strips = range(group * row_block // 16, (group + 1) * row_block // 16)
+    strips = range(in_group * row_block // 16, (in_group + 1) * row_block // 16)
     quarters = range(piece * 4 // pieces, (piece + 1) * 4 // pieces)
     return sum(1 << 4 * i + j for i in strips for j in quarters)
 
@@ -319,13 +319,13 @@ def check_sdd_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
         assert 0 < count <= len(slots)
         assert (k[count:] == -1).all() and (slots[count:] == -1).all()
         expected_masks = [0] * len(masks)
-        for piece, group in product(range(count), range(len(rows))):
-            slot = int(slots[piece, group])
+        for piece, in_group in product(range(count), range(len(rows))):
+            slot = int(slots[piece, in_group])
             if slot < 0:
                 continue
             assert slot not in written
-            written[slot] = (int(rows[group]), int(k[piece]) // col_block)
-            for strip in range(group * row_block // 16, (group + 1) * row_block // 16):
+            written[slot] = (int(rows[in_group]), int(k[piece]) // col_block)
+            for strip in range(in_group * row_block // 16, (in_group + 1) * row_block // 16):
                 expected_masks[strip] |= ((1 << col_block // 16) - 1) << piece * col_block // 16
         assert masks.tolist() == expected_masks
         assert all((slots[piece] >= 0).any() for piece in range(count)), "a column without a block"
@@ -334,11 +334,11 @@ def check_sdd_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
 
 
 def check_strip_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
-    """Every part of a block that a strip and a unit cut out is in one half of one tile, at its place."""
+    """What of a block a strip and a unit cut out is in one half of one tile, at its place."""
     strip, window, most_features = 64, 256, 576
     row_block, col_block = pattern.block_shape
     unit = 2 * window // plan["k"].shape[-1]
-    col_parts = max(1, unit // col_block)
+    cols_per_unit = max(1, unit // col_block)
     rows, cols = pattern.block_indices()
     places = list(zip(rows.tolist(), cols.tolist(), strict=True))
     written = set()
@@ -350,12 +350,12 @@ def check_strip_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None
         assert strip * len(strips) + unit * max(units, begin) <= most_features
         assert not swapped or (units <= window // unit and strip == unit <= min(pattern.block_shape))
         for half, feature, start in ((0, first, 0), (1, strips[-1], max(begin, 0))):
-            for (i, part), slot in np.ndenumerate(plan["slots"][tile, half]):
+            for (i, block), slot in np.ndenumerate(plan["slots"][tile, half]):
                 if slot < 0:
                     continue
                 row, col = places[slot]
-                y = feature + part // col_parts * row_block
-                x = k[start + i] + part % col_parts * col_block
+                y = feature + block // cols_per_unit * row_block
+                x = k[start + i] + block % cols_per_unit * col_block
                 if swapped:
                     y, x = x, y
                 assert y // row_block == row and x // col_block == col and start + i < units

@@ -3,8 +3,8 @@
 //   dds  columns are tokens; the activations are packed into panels once, W is read where it lies
 //   sdd  columns are features of x; tokens are cut into slabs, which take the place of the blocks
 //
-// A unit of parallel work owns what it writes and sums in the order of the pattern, so results do not
-// depend on the number of threads.
+// A task, what one thread does by itself, owns what it writes and sums in the order of the pattern, so
+// results do not depend on the number of threads.
 #include "cpu/cpu.h"
 
 #include <omp.h>
@@ -19,10 +19,10 @@
 namespace ts::cpu {
 namespace {
 
-constexpr int64_t kChunkTokens = 256;           // most tokens whose panels are visited together
-constexpr int64_t kPackedFeatures = 512;        // features one unit of packing covers
-constexpr int64_t kSlab = 64;                   // most tokens of a slab
-constexpr int64_t kSumBytes = kGroup * 64 * 4;  // of a group times the widest tile
+constexpr int64_t kChunkTokens = 256;                  // most tokens whose panels are visited together
+constexpr int64_t kPackedFeatures = 512;               // features that a task packs
+constexpr int64_t kSlab = 64;                          // most tokens of a slab
+constexpr int64_t kSumBytes = kTaskFeatures * 64 * 4;  // of a task times the widest tile
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -69,14 +69,14 @@ int64_t cache_bytes() {
 #endif
 }
 
-// Hands out parts of the workspace; with no memory behind it, it counts.
+// Hands out areas of the workspace; with no memory behind it, it counts.
 class Workspace {
   public:
     explicit Workspace(void* base) : base_(base) {}
     std::byte* take(int64_t bytes) {
-        std::byte* part = base_ ? offset(base_, size_) : nullptr;
+        std::byte* area = base_ ? offset(base_, size_) : nullptr;
         size_ += round_up(bytes, 256);
-        return part;
+        return area;
     }
     size_t size() const { return size_; }
 
@@ -86,26 +86,26 @@ class Workspace {
 };
 
 // A rectangle of features x tokens of an operand, copied with zeros where tokens are padding.
-struct Part {
+struct Rectangle {
     int64_t feature, features;
     int64_t token, tokens, padded_tokens;
 };
 
-// Copies a part of an operand to [features, tokens], or to [tokens, features] if tokens_first; the
+// Copies a rectangle of an operand to [features, tokens], or to [tokens, features] if tokens_first; the
 // order of memory says which of them are multiplied in pairs: those along which sums are taken.
-void pack_part(const Steps& steps, DType dtype, const Matrix& from, const Part& part, bool tokens_first,
-               bool pair_tokens, void* target) {
+void pack_rectangle(const Steps& steps, DType dtype, const Matrix& from, const Rectangle& rectangle,
+                    bool tokens_first, bool pair_tokens, void* target) {
     const bool row_major = from.layout == Layout::row_major;
-    const int64_t first =
-        row_major ? part.token * from.ld + part.feature : part.feature * from.ld + part.token;
-    const int64_t target_ld = tokens_first ? part.features : part.padded_tokens;
+    const int64_t first = row_major ? rectangle.token * from.ld + rectangle.feature
+                                    : rectangle.feature * from.ld + rectangle.token;
+    const int64_t target_ld = tokens_first ? rectangle.features : rectangle.padded_tokens;
     const bool pair_ld = tokens_first != pair_tokens;
     Pack pack{offset(from.data, first * element_size(dtype)),
               from.ld,
-              part.features,
-              part.tokens,
-              part.features,
-              part.padded_tokens,
+              rectangle.features,
+              rectangle.tokens,
+              rectangle.features,
+              rectangle.padded_tokens,
               target,
               pair_ld ? target_ld / steps.pair : target_ld,
               row_major != tokens_first,
@@ -140,10 +140,10 @@ class Dds {
           threads_(std::min(omp_get_max_threads(), device.multiprocessors)),
           value_bytes_(direct_ ? 0 : rows_ * depth_ * steps_.packed_size),
           workspace_(memory) {
-        choose_parts(4 * device.multiprocessors);
+        choose_tasks(4 * device.multiprocessors);
         const int64_t packed_tokens = by_tokens_ ? 0 : std::min(wave_, round_up(p_.tokens, steps_.lanes));
         panels_ = workspace_.take(packed_tokens * depth_ * steps_.packed_size);
-        values_ = workspace_.take(device.multiprocessors * (kGroup / rows_) * value_bytes_);
+        values_ = workspace_.take(device.multiprocessors * (kTaskFeatures / rows_) * value_bytes_);
     }
 
     size_t workspace_size() const { return workspace_.size(); }
@@ -160,25 +160,25 @@ class Dds {
             }
 #pragma omp for collapse(2) schedule(dynamic)
             for (int64_t token = wave; token < end; token += chunk_)
-                for (int64_t feature = 0; feature < features_; feature += group_)
-                    compute(feature, std::min(feature + group_, features_), token,
+                for (int64_t feature = 0; feature < features_; feature += task_features_)
+                    compute(feature, std::min(feature + task_features_, features_), token,
                             std::min(token + chunk_, end));
         }
     }
 
   private:
     // Panels of a chunk of tokens stay in the cache while the values pass by. A wave of chunks is packed
-    // and then computed in at least `units` units of work, if there are tokens enough.
-    void choose_parts(int64_t units) {
+    // and then computed in at least `tasks` tasks, if there are tokens enough.
+    void choose_tasks(int64_t tasks) {
         const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
         chunk_ =
             std::clamp<int64_t>(cache_bytes() / panel_bytes, 1, kChunkTokens / steps_.tile) * steps_.tile;
-        group_ = kGroup;
-        if (ceil_div(features_, group_) * ceil_div(p_.tokens, chunk_) < units) {
-            group_ = rows_;
+        task_features_ = kTaskFeatures;
+        if (ceil_div(features_, task_features_) * ceil_div(p_.tokens, chunk_) < tasks) {
+            task_features_ = rows_;
             chunk_ = steps_.tile;
         }
-        wave_ = chunk_ * ceil_div(units, ceil_div(features_, group_));
+        wave_ = chunk_ * ceil_div(tasks, ceil_div(features_, task_features_));
     }
 
     int64_t tile_tokens(int64_t token) const { return std::min<int64_t>(steps_.tile, p_.tokens - token); }
@@ -190,7 +190,7 @@ class Dds {
 
     void pack_input(int64_t token, int64_t feature) const {
         const int64_t width = round_up(tile_tokens(token), steps_.lanes);
-        pack_part(
+        pack_rectangle(
             steps_, p_.dtype, input_,
             {feature, std::min(kPackedFeatures, input_features_ - feature), token, tile_tokens(token), width},
             false, false, offset(panel(token), feature / steps_.pair * width * steps_.packed_size));
@@ -199,7 +199,7 @@ class Dds {
     // Computes features [feature, feature_end) of tokens [token, token_end), tile by tile.
     void compute(int64_t feature, int64_t feature_end, int64_t token, int64_t token_end) const {
         alignas(64) std::byte sums[kSumBytes];
-        Strip strips[kGroup / kMinRows];
+        Strip strips[kTaskFeatures / kMinRows];
         const int64_t count = (feature_end - feature) / rows_;
         for (int64_t i = 0; i < count; ++i) strips[i] = strip_of(feature + i * rows_, i);
         for (; token < token_end; token += steps_.tile) {
@@ -226,10 +226,10 @@ class Dds {
     void multiply_tokens(const Strip& strip, int64_t token, float* sums) const {
         const int64_t ld = input_.ld * element_size(p_.dtype);
         steps_.multiply_tokens({offset(input_.data, token * ld), ld, strip.a, strip.idx, strip.entries,
-                                strip.depth, tile_tokens(token), sums, kGroup});
+                                strip.depth, tile_tokens(token), sums, kTaskFeatures});
     }
 
-    // The strip that begins at a feature, all but its tokens. It is the index-th of its group.
+    // The strip that begins at a feature, all but its tokens. It is the index-th of its task.
     Strip strip_of(int64_t feature, int64_t index) const {
         const int64_t row = feature / block_, first = adjacency_.ptr[row];
         Strip strip{};
@@ -249,7 +249,7 @@ class Dds {
             strip.a_row = forward_ ? depth_block_ : 1;
             strip.a_step = forward_ ? 1 : block_;
         } else {
-            const int64_t place = omp_get_thread_num() * (kGroup / rows_) + index;
+            const int64_t place = omp_get_thread_num() * (kTaskFeatures / rows_) + index;
             strip.a = offset(values_, place * value_bytes_);
             strip.a_entry = rows_ * depth_block_;
             strip.a_row = depth_block_;
@@ -289,7 +289,7 @@ class Dds {
         const Matrix& residual = p_.residual;
         const void* bias = p_.bias ? offset(p_.bias, feature * size) : nullptr;
         return {sums,
-                by_tokens_ ? kGroup : round_up(columns, steps_.lanes),
+                by_tokens_ ? kTaskFeatures : round_up(columns, steps_.lanes),
                 by_tokens_ ? columns : features,
                 by_tokens_ ? features : columns,
                 offset(output_.data, first(output_.ld) * size),
@@ -314,7 +314,7 @@ class Dds {
     const bool direct_;     // values are read where they lie
     const int threads_;
     const int64_t value_bytes_;
-    int64_t chunk_, group_, wave_;  // tokens, features and tokens
+    int64_t chunk_, task_features_, wave_;  // tokens, features and tokens
     Workspace workspace_;
     std::byte* panels_;
     std::byte* values_;  // of each thread
@@ -338,7 +338,7 @@ class Sdd {
           feature_bytes_(slabs_ * slab_ / steps_.pair * steps_.packed_size),
           threads_(std::min(omp_get_max_threads(), device.multiprocessors)),
           workspace_(memory) {
-        choose_parts(4 * device.multiprocessors);
+        choose_tasks(4 * device.multiprocessors);
         x_panels_ = workspace_.take(x_wave_ * feature_bytes_);
         y_panels_ = workspace_.take(y_wave_ * feature_bytes_);
     }
@@ -365,23 +365,23 @@ class Sdd {
     }
 
   private:
-    // A unit of work is a block row and a chunk of columns whose panels stay in the cache. The operand of
-    // more features is packed in waves that stay there too, but give at least `units` units; the other
+    // A task is a block row and a chunk of columns whose panels stay in the cache. The operand of
+    // more features is packed in waves that stay there too, but give at least `tasks` tasks; the other
     // one is packed whole.
-    void choose_parts(int64_t units) {
+    void choose_tasks(int64_t tasks) {
         const int64_t rows = p_.pattern.out_features / block_rows_,
                       cols = p_.pattern.in_features / block_cols_;
         const int64_t cached_features = feature_bytes_ ? cache_bytes() / feature_bytes_ : cache_bytes();
         int64_t chunk = std::clamp<int64_t>(cached_features / block_cols_, 1, cols);
-        if (rows * ceil_div(cols, chunk) < units) chunk = 1;
+        if (rows * ceil_div(cols, chunk) < tasks) chunk = 1;
         chunk_ = chunk * block_cols_;
         x_wave_ = p_.pattern.in_features;
         y_wave_ = p_.pattern.out_features;
         if (x_wave_ > y_wave_)
-            x_wave_ = std::min(x_wave_, chunk_ * ceil_div(units, rows));
+            x_wave_ = std::min(x_wave_, chunk_ * ceil_div(tasks, rows));
         else
             y_wave_ = std::min(y_wave_, block_rows_ * std::max(cached_features / block_rows_,
-                                                               ceil_div(units, ceil_div(cols, chunk))));
+                                                               ceil_div(tasks, ceil_div(cols, chunk))));
     }
 
     // Packs features [feature, end) as panels [features / width][slab], each [tokens of a slab, width] or
@@ -392,9 +392,9 @@ class Sdd {
         for (int64_t token = 0; token < p_.tokens; token += slab_)
             for (int64_t f = feature; f < end; f += width) {
                 const int64_t slab_bytes = slab_ / steps_.pair * width * steps_.packed_size;
-                pack_part(steps_, p_.dtype, from,
-                          {f, width, token, std::min(slab_, p_.tokens - token), slab_}, tokens_first, true,
-                          offset(panels, f % wave * feature_bytes_ + token / slab_ * slab_bytes));
+                pack_rectangle(steps_, p_.dtype, from,
+                               {f, width, token, std::min(slab_, p_.tokens - token), slab_}, tokens_first,
+                               true, offset(panels, f % wave * feature_bytes_ + token / slab_ * slab_bytes));
             }
     }
 

@@ -21,7 +21,7 @@
 namespace ts::cpu {
 
 constexpr int kMinRows = 16, kMaxRows = 32;     // features summed at once, a strip
-constexpr int kGroup = 64;                      // features written at once: whole lines of memory
+constexpr int kTaskFeatures = 64;               // features written at once: whole lines of memory
 constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a strip pass over in turn
 
 // A copy of a row-major matrix [rows, cols], or its transpose, zero-filled up to the padded size.
@@ -72,7 +72,7 @@ struct TokenStrip {
 struct Output {
     void* sums;  // changed in place
     int64_t sums_ld;
-    int64_t rows, columns;  // rows at most kGroup; columns without padding
+    int64_t rows, columns;  // rows at most kTaskFeatures; columns without padding
     void* data;
     int64_t ld;
     bool transposed;
@@ -216,7 +216,7 @@ struct Codec<DType::float16, Bytes> {
 // ---- pack ----
 
 // One stage of the butterfly that transposes a square of vectors: exchanges the halves of every
-// group of 2 * Half lanes between rows i and i + Half.
+// run of 2 * Half lanes between rows i and i + Half.
 template <int Half, class V, int... J>
 TS_INLINE void exchange(V& a, V& b, std::integer_sequence<int, J...>) {
     constexpr int lanes = sizeof...(J);
@@ -512,7 +512,7 @@ template <class Codec>
 TS_INLINE void activate_sums(const Output& o) {
     using S = typename Codec::S;
     using V = typename Codec::V;
-    element_t<V> bias[kGroup] = {};
+    element_t<V> bias[kTaskFeatures] = {};
     for (int i = 0; o.bias && i < o.rows; i += lanes_of<V>)
         store(bias + i, Codec::decode(load<S>(static_cast<const typename Codec::Stored*>(o.bias) + i)));
     switch (o.activation) {
