@@ -4,7 +4,7 @@ The gradients of each product are the other two, and expanding values to a dense
 from one are each other's, so every order of differentiation is available.
 
 PyTorch's operators are one route: whatever acts on operators, modes, transforms, compilers and tracers,
-finds them there. The dispatcher takes as long as all the rest of a call, though, and where a gradient is
+finds them there. The dispatcher takes longer than all the rest of a call, though, and where a gradient is
 recorded several times that (docs/performance.md, "Time of the host"). Where nothing but autograd and a kernel
 would act on a product, these are called right away: the other route.
 """
