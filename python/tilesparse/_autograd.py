@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import _C, Tensor
-from torch.autograd import forward_ad, profiler
+from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from ._checks import Index
 from ._launch import Prepared, prepared
+from ._private import is_forward_mode, may_be_watched, transforms_active
 from .errors import PatternChangedError, UnsupportedError
 
 Tensors = Sequence[Tensor | None]
@@ -122,13 +123,7 @@ def _unchanged(
 
 def is_plain(tensors: Tensors) -> bool:
     """Whether nothing but autograd and a kernel would act on a product of these."""
-    if (
-        is_compiling()
-        or _C._dispatch_tls_local_include_set().raw_repr() not in _PLAIN_MODES
-        or _C._len_torch_function_stack()
-        or forward_ad._current_level >= 0
-        or profiler._is_profiler_enabled
-    ):
+    if is_compiling() or may_be_watched():
         return False
     for tensor in tensors:
         if tensor is not None and (
@@ -147,16 +142,6 @@ def records_gradient(tensors: Tensors) -> bool:
     return False
 
 
-def _keys(*names: str) -> int:
-    keys = 0
-    for name in names:
-        keys |= _C.DispatchKeySet(getattr(_C.DispatchKey, name)).raw_repr()
-    return keys
-
-
-# What the dispatcher adds to the keys of tensors where there is no mode, transform or tracer. Inference mode
-# leaves autograd's keys out.
-_PLAIN_MODES = {_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")}
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -210,14 +195,9 @@ def transformable(op: Callable[..., Tensor], backward: Any, setup_context: Any) 
     return apply
 
 
-def transforms_active() -> bool:
-    """Whether a transform of ``torch.func`` is at work."""
-    return bool(_C._are_functorch_transforms_active())
-
-
 def _refuse_tangents(tensors: Tensors) -> None:
     """Raises where forward-mode differentiation would silently lose a tangent."""
-    if forward_ad._current_level < 0:
+    if not is_forward_mode():
         return
     unpack_dual: Callable[..., Any] = forward_ad.unpack_dual
     for tensor in tensors:

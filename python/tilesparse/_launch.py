@@ -27,6 +27,7 @@ from ._checks import (
     check_values,
 )
 from ._layout import Form, Lines, aligned, allocation, empty, like_result, result_form, usable
+from ._private import current_device, current_stream, tf32_allowed
 from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
@@ -572,7 +573,7 @@ def prefers_dense(x: Tensor, index: Index) -> bool:
         while limit < tokens:
             limit *= 2
         tokens = limit
-    tf32 = x.dtype == torch.float32 and _tf32_allowed()
+    tf32 = x.dtype == torch.float32 and tf32_allowed()
     faster: bool = _is_dense_faster(
         tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32
     )
@@ -619,9 +620,8 @@ def _context(operand: Tensor) -> Context:
     device = operand.get_device()
     if device < 0:
         return _forced_kernel, 0, device, 0
-    tf32 = operand.dtype == torch.float32 and _tf32_allowed()
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    return _forced_kernel, stream, torch._C._cuda_getDevice(), int(tf32)
+    tf32 = operand.dtype == torch.float32 and tf32_allowed()
+    return _forced_kernel, current_stream(device), current_device(), int(tf32)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
@@ -688,13 +688,6 @@ def _on(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(-1 if device.type == "cpu" else device)  # -1 changes nothing
 
 
-def _tf32_allowed() -> bool:
-    """Whether PyTorch's settings let float32 products run in TF32."""
-    if hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.9 and later
-        return bool(torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32")
-    return bool(torch._C._get_cublas_allow_tf32())
-
-
 def _allocate(sizes: Iterable[int], device: torch.device) -> list[Tensor]:
     """So many bytes each, on a CUDA device for the current stream to fill.
 
@@ -731,7 +724,7 @@ TENSORS = _C.Tensors(
     getattr(Tensor, "__dlpack_c_exchange_api__", None),
     Tensor,
     torch.nn.Parameter,
-    getattr(torch._C, "_cuda_getDevice", None),
-    _tf32_allowed,
+    current_device,
+    tf32_allowed,
 )
 KNOWN = _C.Known(TENSORS)

@@ -30,6 +30,7 @@ from torch import Tensor
 from . import _launch
 from ._autograd import call, records_gradient
 from ._checks import Index, check_dds, checked_residual
+from ._private import is_any_autocast_enabled
 from ._register import DDS_NN, DDS_NT, EXPAND, SDD_TN, SDD_TN_INTO
 from .errors import InvalidArgumentError
 from .pattern import BlockPattern
@@ -99,7 +100,7 @@ def linear_on(
         raise InvalidArgumentError(
             f"activation: one of {list(_launch.ACTIVATIONS)} expected, got {activation!r}"
         )
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         x, values, bias, residual = _autocast(x, values, bias, residual)
     if policy != "sparse" and (policy == "dense" or _launch.prefers_dense(x, index)):
         return _expanded_linear(x, values, index, bias, activation, residual, feature_major)
@@ -160,7 +161,7 @@ def sdd(
     Returns:
         [nnz, bn, bk]; ``out`` where given.
     """
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         y, x = _autocast(y, x)
     index = pattern.index_on(x.device)
     if out is None:
@@ -176,7 +177,7 @@ def sdd(
 
 
 def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feature_major: bool) -> Tensor:
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         a, values = _autocast(a, values)
     index = pattern.index_on(values.device)
     if transpose:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._autograd import transforms_active
 from ._checks import Index, check_block_shape, check_shapes
 from ._launch import blocks_of, prepared, update_of
+from ._private import transforms_active
 from .errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
 from .functional import POLICIES, linear_on
 from .matrix import BlockSparseMatrix

@@ -1,0 +1,69 @@
+"""What is not public in PyTorch and used here for its speed, with what does the same where it is missing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad, profiler
+
+
+def _of_pytorch(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(torch._C, name, otherwise)
+    return found
+
+
+def _current_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# Of a CUDA device, as an integer.
+current_stream: Callable[[int], int] = _of_pytorch("_cuda_getCurrentRawStream", _current_stream)
+current_device: Callable[[], int] = _of_pytorch("_cuda_getDevice", torch.cuda.current_device)
+# Whether autocast may be on for some device.
+is_any_autocast_enabled: Callable[[], bool] = _of_pytorch("_is_any_autocast_enabled", lambda: True)
+# Whether a transform of ``torch.func`` is at work. PyTorch raises for operators that one meets unexpectedly.
+transforms_active: Callable[[], bool] = _of_pytorch("_are_functorch_transforms_active", lambda: False)
+
+
+def tf32_allowed() -> bool:
+    """Whether PyTorch's settings let float32 products run in TF32."""
+    if hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.9 and later
+        return bool(torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32")
+    return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+def _keys(*names: str) -> int:
+    keys = 0
+    for name in names:
+        keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return keys
+
+
+# What the dispatcher adds to the keys of tensors where there is no mode, transform or tracer. Inference mode
+# leaves autograd's keys out.
+_PLAIN_MODES = {_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")}
+_CAN_TELL = all(
+    hasattr(owner, name)
+    for owner, name in (
+        (torch._C, "_dispatch_tls_local_include_set"),
+        (torch._C, "_len_torch_function_stack"),
+        (forward_ad, "_current_level"),
+        (profiler, "_is_profiler_enabled"),
+    )
+)
+
+
+def may_be_watched() -> bool:
+    """Whether a mode, a transform, a tracer or a profiler may act on operators, as far as can be told."""
+    return (
+        not _CAN_TELL
+        or torch._C._dispatch_tls_local_include_set().raw_repr() not in _PLAIN_MODES
+        or torch._C._len_torch_function_stack() > 0
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+    )
+
+
+def is_forward_mode() -> bool:
+    """Whether dual numbers of forward-mode differentiation may be about."""
+    return bool(getattr(forward_ad, "_current_level", 0) >= 0)
