@@ -175,16 +175,14 @@ class Product {
 
     // The kernel for that device, or TS_EXPAND_AND_RUN_DENSE, and why.
     std::pair<int32_t, std::string> select(const ts_device_info& device) const {
-        const auto desc = described();
-        int32_t index = -1;
         char reason[256];
-        check(ts_matmul_select(&desc, &device, &index, reason, sizeof reason));
+        const int32_t index = choose(device, reason, sizeof reason);
         return {index, reason};
     }
 
     // Settles on the kernel for the current device: its index, and the `plan` of its ts_kernel_info.
     std::pair<int32_t, int32_t> resolve() {
-        const auto [index, reason] = select(device_info(desc_.device, -1));
+        const int32_t index = choose(device_info(desc_.device, -1), nullptr, 0);
         auto chosen = make<ts_kernel_info>();
         check(ts_kernel_get(index, &chosen));
         desc_.kernel = index + 1;
@@ -242,6 +240,13 @@ class Product {
     }
 
   private:
+    int32_t choose(const ts_device_info& device, char* reason, size_t reason_bytes) const {
+        const auto desc = described();
+        int32_t index = -1;
+        check(ts_matmul_select(&desc, &device, &index, reason, reason_bytes));
+        return index;
+    }
+
     // The descriptor as of now: a copy of this object has a pattern of its own.
     ts_matmul_desc described() const {
         ts_matmul_desc desc = desc_;

@@ -11,6 +11,7 @@ from .errors import InvalidArgumentError, InvalidPatternError
 BLOCK_SIZES = (16, 32, 64, 128)
 INT32_MAX = 2**31 - 1
 ALIGNMENT = 16  # bytes, of every operand and leading dimension on CUDA devices
+POLICIES = ("sparse", "auto", "dense")
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
@@ -37,6 +38,11 @@ def check_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
         f"block_shape: (bn, bk) with sizes from {BLOCK_SIZES}, or one of these for both, expected, "
         f"got {block_shape}"
     )
+
+
+def check_policy(policy: object) -> None:
+    if policy not in POLICIES:
+        raise InvalidArgumentError(f"policy: one of {list(POLICIES)} expected, got {policy!r}")
 
 
 def as_integer(number: object) -> int:

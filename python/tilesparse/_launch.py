@@ -27,7 +27,7 @@ from ._checks import (
     check_values,
 )
 from ._layout import Form, Lines, aligned, allocation, empty, like_result, result_form, usable
-from ._private import current_device, current_stream, tf32_allowed
+from ._private import current_device, current_stream, tf32_allowed, version
 from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
@@ -85,10 +85,14 @@ def _state(index: Index) -> State:
     Tensors made in inference mode count no writes: of these only `BlockPattern.update_` is noticed.
     """
     crow, col, slot, _, _ = index
-    where = crow.data_ptr(), col.data_ptr(), slot.data_ptr()
-    if crow.is_inference() or col.is_inference() or slot.is_inference():
-        return where
-    return (*where, crow._version, col._version, slot._version)
+    return (
+        crow.data_ptr(),
+        col.data_ptr(),
+        slot.data_ptr(),
+        version(crow),
+        version(col),
+        version(slot),
+    )
 
 
 class Prepared:
@@ -356,25 +360,25 @@ def prepared(index: Index) -> Prepared:
 
 
 def _looked_up(index: Index) -> Prepared:
-    crow, col, slot, shape, block_shape = index
-    entry = _entries.get((id(crow), id(col), id(slot), shape, block_shape))
-    if entry is None:
+    entry, state = _entries.get(_key(index)), _state(index)
+    if entry is None or entry.state[:3] != state[:3]:  # moved, as by tensor.data = other
         return _prepare(index)
-    state = entry.state
-    if state[:3] != (crow.data_ptr(), col.data_ptr(), slot.data_ptr()):  # moved, as by tensor.data = other
-        return _prepare(index)
-    if len(state) > 3 and state[3:] != (crow._version, col._version, slot._version):
+    if entry.state != state:
         entry.follow()
     return entry
 
 
 def _prepare(index: Index) -> Prepared:
-    crow, col, slot, shape, block_shape = index
-    key = id(crow), id(col), id(slot), shape, block_shape
+    key = _key(index)
     entry = _entries[key] = Prepared(index)
-    for tensor in (crow, col, slot):
+    for tensor in index[:3]:
         weakref.finalize(tensor, _forget, key).atexit = False
     return entry
+
+
+def _key(index: Index) -> _Key:
+    crow, col, slot, shape, block_shape = index
+    return id(crow), id(col), id(slot), shape, block_shape
 
 
 def _forget(key: _Key) -> None:
@@ -385,8 +389,7 @@ def _forget(key: _Key) -> None:
 @contextmanager
 def update_of(index: Index) -> Iterator[None]:
     """Within it a pattern may be given other contents. What is derived from them follows, without a wait."""
-    crow, col, slot, shape, block_shape = index
-    entry = _entries.get((id(crow), id(col), id(slot), shape, block_shape))
+    entry = _entries.get(_key(index))
     if entry is None or entry.state[:3] != _state(index)[:3]:
         yield
         return

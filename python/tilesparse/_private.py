@@ -53,6 +53,11 @@ _CAN_TELL = all(
 )
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; -1 for one made in inference mode, which is not counted."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def may_be_watched() -> bool:
     """Whether a mode, a transform, a tracer or a profiler may act on operators, as far as can be told."""
     return (

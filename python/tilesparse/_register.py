@@ -59,8 +59,9 @@ def _gather(dense: Tensor, _: None, pattern: Prepared, *__: object) -> Tensor:
 # ---- what they would give ----
 
 
-def _dds_nt_fake(
-    x: Tensor,
+def _dds_fake(
+    op: int,
+    source: Tensor,
     values: Tensor,
     index: Index,
     bias: Tensor | None = None,
@@ -68,16 +69,15 @@ def _dds_nt_fake(
     activation: int = 0,
     feature_major: bool = False,
 ) -> Tensor:
-    check_dds("x", x, values, index, bias, residual)
-    return empty(x, result_form(x, index.shape[0], feature_major))
+    check_dds("x" if op == _launch.DDS_NT else "y", source, values, index, bias, residual)
+    return empty(source, result_form(source, index.shape[op], feature_major))
 
 
-def _dds_nn_fake(y: Tensor, values: Tensor, index: Index, feature_major: bool = False) -> Tensor:
-    check_dds("y", y, values, index)
-    return empty(y, result_form(y, index.shape[1], feature_major))
+_dds_nt_fake = partial(_dds_fake, _launch.DDS_NT)
+_dds_nn_fake = partial(_dds_fake, _launch.DDS_NN)
 
 
-def _sdd_tn_fake(y: Tensor, x: Tensor, index: Index) -> Tensor:
+def _sdd_tn_fake(y: Tensor, x: Tensor, index: Index, *_: object) -> Tensor:
     check_sdd(y, x, index)
     return x.new_empty(index.col_indices.shape[0], *index.block_shape)
 
@@ -86,12 +86,12 @@ def _sdd_tn_into_fake(y: Tensor, x: Tensor, index: Index, out: Tensor, accumulat
     check_sdd(y, x, index, out)
 
 
-def _expand_fake(values: Tensor, _: None, index: Index) -> Tensor:
+def _expand_fake(values: Tensor, _: None, index: Index, *__: object) -> Tensor:
     check_values("values", values, index)
     return values.new_empty(index.shape)
 
 
-def _gather_fake(dense: Tensor, _: None, index: Index) -> Tensor:
+def _gather_fake(dense: Tensor, _: None, index: Index, *__: object) -> Tensor:
     check_dense(dense, index)
     return dense.new_empty(index.col_indices.shape[0], *index.block_shape)
 
@@ -139,16 +139,16 @@ def _gather_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, needs: 
 
 
 def _rebundled(
-    function: Callable[..., Any], factors: int, pattern_of: Callable[[Index], Any]
+    function: Callable[..., Any], factors: int, pattern_of: Callable[[Index], Any], absent: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """Takes the fields of the pattern one by one, as operators do."""
+    """Takes the fields of the pattern one by one, as operators do, and not what is absent there."""
     fields = len(Index._fields)
+    second = (None,) if factors == 1 else ()
 
     def flat(*arguments: Any) -> Any:
         crow, col, slot, shape, block_shape = arguments[factors : factors + fields]
         pattern = pattern_of(Index(crow, col, slot, tuple(shape), tuple(block_shape)))
-        second = (None,) if factors == 1 else ()
-        return function(*arguments[:factors], *second, pattern, *arguments[factors + fields :])
+        return function(*arguments[:factors], *second, pattern, *absent, *arguments[factors + fields :])
 
     return flat
 
@@ -158,10 +158,17 @@ def _checked(index: Index) -> Index:
     return index
 
 
-def _register(name: str, factors: int, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    torch.library.register_fake(f"tilesparse::{name}", _rebundled(fake, factors, _checked), lib=LIB)
+def _register(
+    name: str,
+    factors: int,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    absent: tuple[Any, ...] = (),
+) -> Any:
+    checked_fake = _rebundled(fake, factors, _checked, absent)
+    torch.library.register_fake(f"tilesparse::{name}", checked_fake, lib=LIB)
     for device in ("CPU", "CUDA"):
-        LIB.impl(name, _rebundled(kernel, factors, prepared), device)
+        LIB.impl(name, _rebundled(kernel, factors, prepared, absent), device)
     return getattr(torch.ops.tilesparse, name).default
 
 
@@ -173,12 +180,7 @@ def _differentiable(
 ) -> Product:
     kernel, fake, gradients = functions
     absent = _REST[: len(_REST) - optional - options]
-
-    def of_operator(first: Tensor, second: Tensor | None, pattern: Prepared, *given: Any) -> Tensor:
-        result: Tensor = kernel(first, second, pattern, *absent, *given)
-        return result
-
-    op = _register(name, factors, of_operator, fake)
+    op = _register(name, factors, kernel, fake, absent)
     backward, setup_context = autograd_of(gradients, factors, optional, options)
     torch.library.register_autograd(f"tilesparse::{name}", backward, setup_context=setup_context, lib=LIB)
     rest = slice(len(absent), None)

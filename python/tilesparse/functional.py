@@ -29,13 +29,11 @@ from torch import Tensor
 
 from . import _launch
 from ._autograd import call, records_gradient
-from ._checks import Index, check_dds, checked_residual
+from ._checks import Index, check_dds, check_policy, checked_residual
 from ._private import is_any_autocast_enabled
 from ._register import DDS_NN, DDS_NT, EXPAND, SDD_TN, SDD_TN_INTO
 from .errors import InvalidArgumentError
 from .pattern import BlockPattern
-
-POLICIES = ("sparse", "auto", "dense")
 
 _DIFFERENTIABLE = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 
@@ -77,8 +75,7 @@ def linear(
     Returns:
         [..., out_features].
     """
-    if policy not in POLICIES:
-        raise InvalidArgumentError(f"policy: one of {list(POLICIES)} expected, got {policy!r}")
+    check_policy(policy)
     return linear_on(
         x, values, pattern.index_on(values.device), bias, activation, residual, feature_major_output, policy
     )

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._checks import Index, check_block_shape, check_shapes
+from ._checks import Index, check_block_shape, check_policy, check_shapes
 from ._launch import blocks_of, prepared, update_of
-from ._private import transforms_active
+from ._private import transforms_active, version
 from .errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
-from .functional import POLICIES, linear_on
+from .functional import linear_on
 from .matrix import BlockSparseMatrix
 from .pattern import BlockPattern
 
@@ -204,8 +204,7 @@ class BlockSparseLinear(nn.Module):
 
     @policy.setter
     def policy(self, policy: str) -> None:
-        if policy not in POLICIES:
-            raise InvalidArgumentError(f"policy: one of {list(POLICIES)} expected, got {policy!r}")
+        check_policy(policy)
         self._policy = policy
 
     @property
@@ -289,11 +288,15 @@ class BlockSparseLinear(nn.Module):
             buffers["crow_indices"], buffers["col_indices"], buffers["slot"], self._shape, self._block_shape
         )
 
+    def _values_shape(self) -> tuple[int, int, int]:
+        """(nnz, bn, bk) as the buffers have it, whatever stands for the weight."""
+        return self.col_indices.shape[0], *self._block_shape
+
     # Where the pattern comes from, and whether it was written to since that was noted.
 
     def _mark(self, origin: int) -> None:
         arrays = (self.get_buffer(name) for name in _ARRAYS)
-        self._origin, self._marked = origin, [(array, _version(array)) for array in arrays]
+        self._origin, self._marked = origin, [(array, version(array)) for array in arrays]
 
     def _updated(self) -> None:
         """What this process writes is its own, unless the others are known to have had the same before."""
@@ -302,8 +305,8 @@ class BlockSparseLinear(nn.Module):
     def _is_as_marked(self) -> bool:
         arrays = (self._buffers[name] for name in _ARRAYS)
         return all(
-            array is marked and _version(marked) == version
-            for array, (marked, version) in zip(arrays, self._marked, strict=True)
+            array is marked and version(marked) == count
+            for array, (marked, count) in zip(arrays, self._marked, strict=True)
         )
 
     def _settle(self) -> None:
@@ -349,10 +352,7 @@ class BlockSparseLinear(nn.Module):
             if new is not old:
                 kept = new.to(torch.int32) if old.is_meta else old.to(new.device, copy=True)
                 self._buffers[name] = kept
-        if before["slot"].is_meta and not self.slot.is_meta:
-            self._mark(_MISSING)
-        else:
-            self._mark(_MISSING if self.slot.is_meta else self._origin)
+        self._mark(_MISSING if before["slot"].is_meta or self.slot.is_meta else self._origin)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -408,10 +408,9 @@ class BlockSparseLinear(nn.Module):
         # With parametrizations and the like the weight has other names.
         weights = [name for name in state if name.startswith(("weight", "parametrizations.weight."))]
         arrays = {name: state[name] for name in _ARRAYS if name in state}
-        if not arrays and not weights:
-            pattern = None
-            shape = torch.Size((self.col_indices.shape[0], *self._block_shape))
-        else:
+        own = self._values_shape()
+        pattern, shape = None, own
+        if arrays or weights:
             for name in _ARRAYS:
                 if name not in state:
                     there = next(iter([*weights, *arrays]))
@@ -423,24 +422,23 @@ class BlockSparseLinear(nn.Module):
                 raise InvalidArgumentError(f"weight: [nnz, bn, bk] expected, got shape {tuple(weight.shape)}")
             block_shape = self._block_shape if weight is None else tuple(weight.shape[1:])
             pattern = self._check_arrays(arrays, block_shape)
-            shape = torch.Size((pattern.nnz, *pattern.block_shape))
-            own = torch.Size((self.col_indices.shape[0], *self._block_shape))
+            shape = (pattern.nnz, *pattern.block_shape)
             if shape != own and (weight is None or type(self._parameters.get("weight")) is not nn.Parameter):
                 raise InvalidArgumentError(
-                    f"col_indices: {own[0]} blocks of {tuple(own[1:])} expected, since the weight is not a "
-                    f"plain parameter whose shape can change, got {shape[0]} of {tuple(shape[1:])}"
+                    f"col_indices: {own[0]} blocks of {own[1:]} expected, since the weight is not a "
+                    f"plain parameter whose shape can change, got {shape[0]} of {shape[1:]}"
                 )
-        for name, expected in (("weight", shape), ("bias", torch.Size((self.out_features,)))):
+        for name, expected in (("weight", shape), ("bias", (self.out_features,))):
             if name in state and state[name].shape != expected:
                 raise InvalidArgumentError(
-                    f"{name}: shape {tuple(expected)} expected, got {tuple(state[name].shape)}"
+                    f"{name}: shape {expected} expected, got {tuple(state[name].shape)}"
                 )
         return pattern
 
     def _make_room(self, pattern: BlockPattern) -> None:
         """Gives the same Parameter and the buffers the sizes that a pattern needs."""
         shape = (pattern.nnz, *pattern.block_shape)
-        if shape == (self.col_indices.shape[0], *self._block_shape):
+        if shape == self._values_shape():
             return
         self.weight.grad = None
         self.weight.data = self.weight.new_empty(shape)
@@ -492,11 +490,6 @@ class PseudoBlockSparseLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return _representation(self)
-
-
-def _version(array: Tensor) -> int:
-    """Counts changes in place, which are not counted in inference mode."""
-    return -1 if array.is_inference() else array._version
 
 
 def _has_peers() -> bool:

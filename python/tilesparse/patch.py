@@ -15,10 +15,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from ._checks import DTYPES, check_block_shape
+from ._checks import DTYPES, check_block_shape, check_policy
 from ._progress import Progress
 from .errors import InvalidArgumentError, TileSparseError
-from .functional import POLICIES
 from .linear import BlockSparseLinear, PseudoBlockSparseLinear
 from .pattern import BlockPattern
 
@@ -358,8 +357,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArgumentError(
             f"pattern: a BlockPattern expected, got {type(checked['pattern']).__name__}"
         )
-    if checked["policy"] not in POLICIES:
-        raise InvalidArgumentError(f"policy: one of {POLICIES} expected, got {checked['policy']!r}")
+    check_policy(checked["policy"])
     for name in ("pseudo_linear", "untie"):
         if not isinstance(checked[name], bool):
             raise InvalidArgumentError(f"{name}: True or False expected, got {checked[name]!r}")

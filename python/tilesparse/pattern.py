@@ -11,6 +11,7 @@ from torch import Tensor
 from . import _launch
 from ._checks import INT32_MAX, Index, as_integer, check_block_shape, check_index, check_shapes
 from ._launch import blocks_of, update_of, validate
+from ._private import version
 from .errors import InvalidArgumentError, InvalidPatternError
 
 Device = torch.device | str | int | None
@@ -321,7 +322,7 @@ class BlockPattern:
         if torch.compiler.is_compiling():
             return _moved(self._index, device)
         source = self._index
-        state = tuple(-1 if tensor.is_inference() else tensor._version for tensor in source[:3])
+        state = tuple(map(version, source[:3]))
         copied = self._copies.get(device)
         if copied is None:
             copied = self._copies[device] = _moved(source, device), state
@@ -398,8 +399,7 @@ class BlockPattern:
         _overwrite(self._index, other)
         for device, (copied, _) in self._copies.items():
             _overwrite(copied, self._index)
-            state = tuple(-1 if tensor.is_inference() else tensor._version for tensor in self._index[:3])
-            self._copies[device] = copied, state
+            self._copies[device] = copied, tuple(map(version, self._index[:3]))
         if self._after_update is not None:
             self._after_update()
         return self

@@ -54,6 +54,21 @@ def step(layer: torch.nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return (y, *torch.autograd.grad(y, (x, *layer.parameters()), grad))
 
 
+def captured_step(
+    layer: torch.nn.Module, x: Tensor, grad: Tensor
+) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A graph of a step, and what its replays give, after one on another stream as PyTorch advises."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(layer, x, grad)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(layer, x, grad)
+    return graph, results
+
+
 def products(x: Tensor, y: Tensor, values: Tensor, pattern: BlockPattern) -> tuple[Tensor, ...]:
     return (
         functional.linear(x, values, pattern),
@@ -70,14 +85,7 @@ def test_a_captured_training_step_follows_its_inputs() -> None:
     layer = make_layer()
     x = randn(200, 256, dtype=BF16, device="cuda").requires_grad_()
     grad = randn(200, 384, dtype=BF16, device="cuda", seed=1)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(layer, x, grad)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(layer, x, grad)
+    graph, captured = captured_step(layer, x, grad)
     for seed in (10, 20):
         with torch.no_grad():
             for offset, tensor in enumerate((x, grad, *layer.parameters())):
@@ -585,14 +593,7 @@ def test_captured_graphs_follow_updates(tokens: int, block_size: int) -> None:
     layer = make_layer(1024, 768, density=0.25, block_shape=block_size)
     x = randn(tokens, 1024, dtype=BF16, device="cuda").requires_grad_()
     grad = randn(tokens, 768, dtype=BF16, device="cuda", seed=1)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(layer, x, grad)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(layer, x, grad)
+    graph, captured = captured_step(layer, x, grad)
     options = {"density": 0.25, "block_shape": block_size}
     others = [make_layer(1024, 768, generator=seeded(seed), **options) for seed in (1, 2)]
     for other in others:
