@@ -72,16 +72,16 @@ function(add_architecture architecture)
   target_link_libraries(tilesparse PRIVATE tilesparse_${folder})
 endfunction()
 
-# Compiles what makes plans, the same code for every architecture, and links it into tilesparse.
-function(add_plans)
+# Compiles what is the same code for every architecture, and links it into tilesparse.
+function(add_common name)
   string(REGEX REPLACE "([0-9]+)a" "\\1-real" code "${TILESPARSE_ARCHITECTURES}")
-  add_library(tilesparse_plans OBJECT ${PROJECT_SOURCE_DIR}/cuda/plans/plans.cu)
-  target_include_directories(tilesparse_plans PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
-  target_compile_options(tilesparse_plans PRIVATE --compress-mode=size -Xcompiler=-Wall,-Wextra)
-  set_target_properties(tilesparse_plans PROPERTIES
+  add_library(tilesparse_${name} OBJECT ${PROJECT_SOURCE_DIR}/cuda/${name}/${name}.cu)
+  target_include_directories(tilesparse_${name} PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
+  target_compile_options(tilesparse_${name} PRIVATE --compress-mode=size -Xcompiler=-Wall,-Wextra)
+  set_target_properties(tilesparse_${name} PROPERTIES
     CUDA_ARCHITECTURES "${code}" CUDA_VISIBILITY_PRESET hidden CUDA_COMPILER_LAUNCHER "${CMAKE_CXX_COMPILER_LAUNCHER}"
     JOB_POOL_COMPILE nvcc)
-  target_link_libraries(tilesparse PRIVATE tilesparse_plans)
+  target_link_libraries(tilesparse PRIVATE tilesparse_${name})
 endfunction()
 
 # Enables CUDA with nvcc from CUDACXX, PATH, CUDA_HOME or CUDA_PATH.
@@ -121,7 +121,8 @@ if(TILESPARSE_CUDA)
   foreach(architecture IN LISTS TILESPARSE_ARCHITECTURES)
     add_architecture(${architecture})
   endforeach()
-  add_plans()
+  add_common(plans)  # made on the GPU
+  add_common(values) # from one storage to another
   target_compile_definitions(tilesparse PRIVATE TILESPARSE_CUDA)
   target_include_directories(tilesparse SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   set_target_properties(tilesparse PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static

@@ -15,6 +15,7 @@
 #include "plan.h"
 #include "problem.h"
 #include "registry.h"
+#include "values.h"
 
 namespace ts {
 namespace {
@@ -122,8 +123,28 @@ void check_area(const void* area, size_t bytes, size_t needed, const char* name,
     check_aligned(area, kernel.device == DeviceType::cpu ? 64 : kDeviceAreaAlignment, name);
 }
 
-size_t packed_size(const Problem& problem, const Kernel& kernel) {
-    return kernel.packed_size == nullptr ? 0 : kernel.packed_size(problem);
+size_t packed_size(const Problem& problem, const Choice& choice) {
+    return choice.expands || choice.kernel->packed_size == nullptr ? 0 : choice.kernel->packed_size(problem);
+}
+
+// The expansion of the values, if the kernel needs it, lies before its own workspace.
+size_t expansion_bytes(const Problem& problem, const Choice& choice) {
+    const auto bytes = static_cast<size_t>(problem.expanded_bytes());
+    return choice.expands ? (bytes + kDeviceAreaAlignment - 1) / kDeviceAreaAlignment * kDeviceAreaAlignment
+                          : 0;
+}
+
+size_t workspace_size(const Problem& problem, const Device& device, const Choice& choice) {
+    const Problem& given = choice.expands ? expanded(problem, nullptr) : problem;
+    return expansion_bytes(problem, choice) + choice.kernel->workspace_size(given, device);
+}
+
+int32_t launch(const Problem& problem, const Device& device, const Choice& choice, void* workspace,
+               void* stream) {
+    if (!choice.expands) return choice.kernel->launch(problem, device, workspace, stream);
+    expand_values(problem, workspace, stream);
+    void* const rest = static_cast<std::byte*>(workspace) + expansion_bytes(problem, choice);
+    return choice.kernel->launch(expanded(problem, workspace), device, rest, stream);
 }
 
 void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* stream) {
@@ -133,16 +154,17 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
     const Kernel& kernel = *choice.kernel;
     check_plan(desc, problem, kernel);
     if (desc.packed != nullptr)
-        check_area(desc.packed, desc.packed_bytes, packed_size(problem, kernel), "packed", kernel);
-    check_area(workspace, bytes, kernel.workspace_size(problem, device), "workspace", kernel);
+        check_area(desc.packed, desc.packed_bytes, packed_size(problem, choice), "packed", kernel);
+    check_area(workspace, bytes, workspace_size(problem, device, choice), "workspace", kernel);
     log_choice(problem, device, choice);
-    check_launch(kernel.launch(problem, device, workspace, stream), kernel.name);
+    check_launch(launch(problem, device, choice, workspace, stream), kernel.name);
 }
 
 void pack_values(const ts_matmul_desc& desc, void* packed, size_t bytes, void* stream) {
     const Problem problem = check_problem(desc, false);
-    const Kernel& kernel = *choose(problem, device_of(problem), desc.kernel).kernel;
-    const size_t needed = packed_size(problem, kernel);
+    const Choice choice = choose(problem, device_of(problem), desc.kernel);
+    const Kernel& kernel = *choice.kernel;
+    const size_t needed = packed_size(problem, choice);
     if (needed == 0) return;
     check_plan(desc, problem, kernel);
     check_area(packed, bytes, needed, "packed", kernel);
@@ -299,7 +321,7 @@ ts_status_t ts_values_packed_size(const ts_matmul_desc* source, size_t* bytes) {
         const ts_matmul_desc desc = read_struct(source, "desc");
         check_pointer(bytes, "bytes");
         const Problem problem = check_problem(desc, false);
-        *bytes = packed_size(problem, *choose(problem, device_of(problem), desc.kernel).kernel);
+        *bytes = packed_size(problem, choose(problem, device_of(problem), desc.kernel));
     });
 }
 
@@ -314,7 +336,35 @@ ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* source, size_t* bytes
         check_pointer(bytes, "bytes");
         const Problem problem = check_problem(desc, false);
         const Device& device = device_of(problem);
-        *bytes = choose(problem, device, desc.kernel).kernel->workspace_size(problem, device);
+        *bytes = workspace_size(problem, device, choose(problem, device, desc.kernel));
+    });
+}
+
+ts_status_t ts_values_expand(const ts_matmul_desc* source, void* plain, size_t plain_bytes,
+                             ts_stream_t stream) {
+    return guard([&] {
+        const Problem problem = check_problem(read_struct(source, "desc"), false);
+        require(problem.op != Op::sdd_tn, "op is ", TS_SDD_TN, "; the values are those of dds_nt or dds_nn");
+        check_expansion(problem, plain, plain_bytes);
+        expand_values(problem, plain, stream);
+    });
+}
+
+ts_status_t ts_values_compress(const ts_pattern* pattern, int32_t device, int32_t dtype, const void* values,
+                               const uint8_t* mask, int32_t transposed, void* compressed, uint32_t* metadata,
+                               ts_stream_t stream) {
+    return guard([&] {
+        require(transposed == 0 || transposed == 1, "transposed is ", transposed, "; allowed are 0 and 1");
+        const Compression compression{check_pattern(pattern),
+                                      check_device_type(device),
+                                      check_value_dtype(dtype),
+                                      transposed == 1,
+                                      values,
+                                      mask,
+                                      compressed,
+                                      metadata};
+        check_compression(compression);
+        compress_values(compression, stream);
     });
 }
 

@@ -36,13 +36,20 @@ bool computes(uint32_t dtypes, DType dtype, DType activations) {
     return dtypes == 0 ? dtype == activations : (dtypes >> static_cast<int>(dtype) & 1) != 0;
 }
 
+// Whether a kernel has to be given the expansion of the values.
+bool expands(const Kernel& kernel, const Problem& problem) {
+    return !kernel.covers(problem.values, problem.dtype);
+}
+
 const char* why_not(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (expands(kernel, problem)) {
+        const Problem plain = expanded(problem, nullptr);
+        return expands(kernel, plain) ? "its values are neither like these nor plain"
+                                      : why_not(kernel, plain, device);
+    }
     if (kernel.device != device.type) return "it is for another kind of device";
     if (!kernel.covers(problem.op)) return "it computes another product";
     if (!kernel.covers(problem.dtype)) return "it computes another dtype";
-    if (!kernel.covers(problem.values.storage)) return "its values have another storage";
-    if (!computes(kernel.values_dtypes, problem.values.dtype, problem.dtype))
-        return "its values have another dtype";
     if (!computes(kernel.result_dtypes, problem.result_dtype, problem.dtype))
         return "its results have another dtype";
     if (device.type == DeviceType::cuda) {
@@ -55,9 +62,17 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
     return kernel.refuses(problem, device);
 }
 
+// Microseconds of expanding values before a product.
+double expansion_time(const Problem& problem) {
+    constexpr double kStart = 4, kBytes = 2.5e6;  // a microsecond, on an H200
+    const int64_t read = problem.values.bytes(problem.pattern);
+    return kStart + static_cast<double>(read + problem.expanded_bytes()) / kBytes;
+}
+
 std::optional<double> estimate_of(const Kernel& kernel, const Problem& problem, const Device& device) {
     if (kernel.estimate == nullptr) return std::nullopt;
-    return kernel.estimate(kernel, problem, device);
+    if (!expands(kernel, problem)) return kernel.estimate(kernel, problem, device);
+    return kernel.estimate(kernel, expanded(problem, nullptr), device) + expansion_time(problem);
 }
 
 // Of the first architecture on whose devices dense products were measured.
@@ -86,7 +101,7 @@ Choice best(const Problem& problem, const Device& device, std::string_view prefi
         if (why_not(kernel, problem, device) != nullptr) continue;
         const std::optional<double> time = estimate_of(kernel, problem, device);
         if (choice.kernel != nullptr && !(time && *time < least)) continue;
-        choice = {static_cast<int32_t>(i), &kernel, reason_for(kernel)};
+        choice = {static_cast<int32_t>(i), &kernel, reason_for(kernel), expands(kernel, problem)};
         least = time.value_or(least);
     }
     return choice;
@@ -99,7 +114,7 @@ Choice force(const Problem& problem, const Device& device, int32_t forced) {
     const Kernel& kernel = *kernels[forced - 1];
     if (const char* reason = why_not(kernel, problem, device))
         fail(TS_UNSUPPORTED, "kernel ", kernel.name, " cannot compute this: ", reason);
-    return {forced - 1, &kernel, "the caller names it"};
+    return {forced - 1, &kernel, "the caller names it", expands(kernel, problem)};
 }
 
 [[noreturn]] void fail_unsupported(const Problem& problem, const Device& device) {
@@ -162,6 +177,13 @@ std::string microseconds(const char* what, double time) {
 
 }  // namespace
 
+Problem expanded(const Problem& problem, void* plain) {
+    Problem result = problem;
+    result.values = {plain, nullptr, nullptr, false, problem.dtype, Storage::plain};
+    result.packed = nullptr;
+    return result;
+}
+
 Choice choose(const Problem& problem, const Device& device, int32_t forced, Policy policy) {
     if (forced != 0) return force(problem, device, forced);
     const Choice choice = best_named(problem, device);
@@ -173,6 +195,7 @@ Choice choose(const Problem& problem, const Device& device, int32_t forced, Poli
 
 std::string explain(const Problem& problem, const Device& device, const Choice& choice) {
     std::string text = choice.reason;
+    if (choice.expands) text += "; it is given expanded values";
     const std::optional<double> dense = estimate_of_dense(problem, device);
     if (choice.kernel != nullptr)
         if (const std::optional<double> time = estimate_of(*choice.kernel, problem, device))

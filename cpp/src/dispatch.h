@@ -15,7 +15,11 @@ struct Choice {
     int32_t index;         // in the registry, or TS_EXPAND_AND_RUN_DENSE
     const Kernel* kernel;  // the best one, also where dense is chosen; nullptr if none computes the problem
     const char* reason;
+    bool expands = false;  // the kernel is given the expansion of the values
 };
+
+// The problem as such a kernel is given it, with plain values, wherever they lie.
+Problem expanded(const Problem& problem, void* plain);
 
 // A function of the problem (shapes, layouts, flags), the device and TILESPARSE_KERNEL, which is read before
 // the first choice. `forced` is ts_matmul_desc.kernel and comes before the policy. Throws TS_UNSUPPORTED,

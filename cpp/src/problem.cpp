@@ -13,7 +13,9 @@ namespace {
 constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
 
 constexpr std::array<const char*, 3> kOps{"dds_nt", "dds_nn", "sdd_tn"};
-constexpr std::array<const char*, 4> kDTypes{"float64", "float32", "float16", "bfloat16"};
+constexpr std::array<const char*, 6> kDTypes{"float64",  "float32", "float16",
+                                             "bfloat16", "int8",    "float8_e4m3fn"};
+constexpr int32_t kActivationDTypes = 4;  // of them, the first ones
 
 template <class Enum, class... Name>
 Enum check_enum(int32_t value, int32_t count, const Name&... name) {
@@ -71,8 +73,8 @@ Matrix check_matrix(const ts_matrix& source, int64_t tokens, int64_t features, c
 }
 
 // 0: the dtype of the activations; d + 1: the dtype d.
-DType check_own_dtype(int32_t value, DType activations, const char* name) {
-    const auto own = check_enum<int32_t>(value, static_cast<int32_t>(kDTypes.size()) + 1, name);
+DType check_own_dtype(int32_t value, DType activations, int32_t count, const char* name) {
+    const auto own = check_enum<int32_t>(value, count + 1, name);
     return own == 0 ? activations : static_cast<DType>(own - 1);
 }
 
@@ -102,22 +104,37 @@ Span check_operand(const Matrix& matrix, int64_t features, DType dtype, const ch
     return span;
 }
 
-Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
-    const auto storage = check_enum<Storage>(desc.storage, 1, "storage");
-    require(desc.values_aux == nullptr, "values_aux is given; plain storage has none");
-    const DType dtype = check_own_dtype(desc.values_dtype, problem.dtype, "values_dtype");
-    require(problem.op != Op::sdd_tn || dtype == problem.result_dtype, "values_dtype stands for ",
-            to_string(dtype), " and result_dtype for ", to_string(problem.result_dtype),
-            "; the values are what sdd_tn writes");
-    return {desc.values, desc.values_aux, dtype, storage};
+// The side of a block along which it is cut into groups of four.
+void check_compressed(int32_t side, const char* name) {
+    require(side % 32 == 0, name, " is ", side, "; TS_STORAGE_2_4 is for 32, 64 and 128");
 }
 
-Span values_span(const Problem& problem) {
-    const Values& values = problem.values;
-    if (problem.pattern.nnz == 0) return {};
-    require(values.data != nullptr, "values is null");
-    check_alignment(values.data, element_size(values.dtype), "values", problem.device);
-    return span_of(values.data, values.bytes(problem.pattern), "values");
+Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
+    const auto storage = check_enum<Storage>(desc.storage, 2, "storage");
+    const DType dtype = check_own_dtype(desc.values_dtype, problem.dtype,
+                                        static_cast<int32_t>(kDTypes.size()), "values_dtype");
+    const bool row_scales = check_enum<int32_t>(desc.row_scales, 2, "row_scales") == 1;
+    if (storage == Storage::two_of_four) {
+        check_compressed(problem.pattern.block_cols, "pattern.block_cols");
+    } else {
+        require(desc.metadata == nullptr, "metadata is given; only TS_STORAGE_2_4 has any");
+    }
+    if (!is_quantized(dtype)) {
+        require(desc.scales == nullptr, "scales is given; values of ", to_string(dtype), " have none");
+        require(!row_scales, "row_scales is 1; values of ", to_string(dtype), " have no scales");
+    }
+    if (problem.op == Op::sdd_tn) {
+        require(storage == Storage::plain, "storage is ", desc.storage, "; sdd_tn writes plain values");
+        require(dtype == problem.result_dtype, "values_dtype stands for ", to_string(dtype),
+                " and result_dtype for ", to_string(problem.result_dtype),
+                "; the values are what sdd_tn writes");
+    } else {
+        require(dtype == problem.dtype || is_quantized(dtype), "values_dtype stands for ", to_string(dtype),
+                " and dtype is ", to_string(problem.dtype),
+                "; allowed are that of the activations, int8 and float8_e4m3fn");
+    }
+    return {desc.values, static_cast<const uint32_t*>(desc.metadata), desc.scales, row_scales, dtype,
+            storage};
 }
 
 // What kernels read element by element, so that it needs no more than an element's alignment.
@@ -127,26 +144,53 @@ Span vector_span(const void* data, int64_t elements, DType dtype, const char* na
     return span_of(data, elements * element_size(dtype), name);
 }
 
+// An array that lies beside a pattern, as large as the pattern makes it.
+Span array_span(const void* data, int64_t bytes, int element_bytes, const char* name, DeviceType device) {
+    if (bytes == 0) return {};
+    require(data != nullptr, name, " is null");
+    check_alignment(data, element_bytes, name, device);
+    return span_of(data, bytes, name);
+}
+
+struct Operand {
+    const char* name;
+    Span span;
+};
+
+using ValueSpans = std::array<Operand, 3>;
+
+ValueSpans value_spans(const Problem& problem) {
+    const Values& values = problem.values;
+    const Pattern& pattern = problem.pattern;
+    const int64_t scale_bytes = values.scale_bytes(pattern);
+    if (scale_bytes > 0) require(values.scales != nullptr, "scales is null; values of 8 bits have some");
+    return {{{"values", array_span(values.data, values.bytes(pattern), element_size(values.dtype), "values",
+                                   problem.device)},
+             {"metadata", array_span(values.metadata, values.metadata_bytes(pattern), sizeof(uint32_t),
+                                     "metadata", problem.device)},
+             {"scales", vector_span(scale_bytes > 0 ? values.scales : nullptr,
+                                    scale_bytes / int64_t{sizeof(float)}, DType::float32, "scales")}}};
+}
+
 void check_operands(const Problem& problem, const ts_matmul_desc& desc) {
     const Pattern& pattern = problem.pattern;
     const bool writes_x = problem.op == Op::dds_nn, writes_y = problem.op == Op::dds_nt;
     const DType result = problem.result_dtype;
     const bool has_residual = problem.residual.data != nullptr;
-    struct Operand {
-        const char* name;
-        Span span;
-    };
+    const auto [values, metadata, scales] = value_spans(problem);
     const Operand operands[] = {
         {"x", check_operand(problem.x, pattern.in_features, writes_x ? result : problem.dtype, "x", problem)},
         {"y",
          check_operand(problem.y, pattern.out_features, writes_y ? result : problem.dtype, "y", problem)},
-        {"values", values_span(problem)},
+        values,
         {"bias", vector_span(problem.bias, pattern.out_features, problem.dtype, "bias")},
         {"residual", has_residual
                          ? check_operand(problem.residual, pattern.out_features, result, "residual", problem)
                          : Span{}},
         {"plan", span_of(desc.plan, desc.plan == nullptr ? 0 : desc.plan_bytes, "plan")},
-        {"packed", span_of(desc.packed, desc.packed == nullptr ? 0 : desc.packed_bytes, "packed")}};
+        {"packed", span_of(desc.packed, desc.packed == nullptr ? 0 : desc.packed_bytes, "packed")},
+        metadata,
+        scales};
     if (problem.device == DeviceType::cuda) {
         check_aligned(desc.plan, kDeviceAlignment, "plan");
         check_aligned(desc.packed, kDeviceAreaAlignment, "packed");
@@ -155,6 +199,13 @@ void check_operands(const Problem& problem, const ts_matmul_desc& desc) {
     for (const Operand& other : operands)
         require(&other == &written || !overlap(written.span, other.span), std::min(&written, &other)->name,
                 " and ", std::max(&written, &other)->name, " overlap in memory");
+}
+
+// Memory that is made from the values must not be theirs.
+void check_apart(const Problem& problem, const void* data, size_t bytes, const char* name) {
+    const Span written = span_of(data, bytes, name);
+    for (const Operand& read : value_spans(problem))
+        require(!overlap(read.span, written), read.name, " and ", name, " overlap in memory");
 }
 
 }  // namespace
@@ -183,15 +234,15 @@ Pattern check_pattern(const ts_pattern* source) {
 Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     Problem problem{};
     problem.op = check_enum<Op>(desc.op, static_cast<int32_t>(kOps.size()), "op");
-    problem.dtype = check_enum<DType>(desc.dtype, static_cast<int32_t>(kDTypes.size()), "dtype");
+    problem.dtype = check_enum<DType>(desc.dtype, kActivationDTypes, "dtype");
     problem.device = check_enum<DeviceType>(desc.device, 2, "device");
-    problem.result_dtype = check_own_dtype(desc.result_dtype, problem.dtype, "result_dtype");
+    problem.result_dtype =
+        check_own_dtype(desc.result_dtype, problem.dtype, kActivationDTypes, "result_dtype");
     problem.activation = check_enum<Activation>(desc.activation, 4, "activation");
     problem.precision = check_enum<Precision>(desc.precision, 2, "precision");
     problem.accumulate = check_enum<int32_t>(desc.accumulate, 2, "accumulate") == 1;
     check_enum<int32_t>(desc.policy, 3, "policy");
     require(desc.reserved == 0, "reserved is ", desc.reserved, "; it must be 0");
-    require(desc.reserved2 == 0, "reserved2 is ", desc.reserved2, "; it must be 0");
     require(desc.tokens >= 0 && desc.tokens <= kMaxExtent, "tokens is ", desc.tokens, "; allowed are 0 to ",
             kMaxExtent);
     problem.tokens = desc.tokens;
@@ -220,8 +271,40 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
 
 void check_packing(const Problem& problem, const void* packed, size_t bytes) {
     if (problem.device == DeviceType::cuda) check_aligned(problem.plan, kDeviceAlignment, "plan");
-    require(!overlap(values_span(problem), span_of(packed, bytes, "packed")),
-            "values and packed overlap in memory");
+    check_apart(problem, packed, bytes, "packed");
+}
+
+void check_expansion(const Problem& problem, const void* plain, size_t bytes) {
+    const auto needed = static_cast<size_t>(problem.expanded_bytes());
+    if (bytes < needed) fail(TS_WORKSPACE_TOO_SMALL, "plain_bytes is ", bytes, "; ", needed, " are needed");
+    if (needed > 0) {
+        require(plain != nullptr, "plain is null");
+        check_alignment(plain, element_size(problem.dtype), "plain", problem.device);
+    }
+    check_apart(problem, plain, needed, "plain");
+}
+
+DeviceType check_device_type(int32_t device) { return check_enum<DeviceType>(device, 2, "device"); }
+
+DType check_value_dtype(int32_t dtype) {
+    return check_enum<DType>(dtype, static_cast<int32_t>(kDTypes.size()), "dtype");
+}
+
+void check_compression(const Compression& compression) {
+    const auto& [pattern, device, dtype, transposed, values, mask, compressed, metadata] = compression;
+    check_compressed(transposed ? pattern.block_rows : pattern.block_cols,
+                     transposed ? "pattern.block_rows" : "pattern.block_cols");
+    const int size = element_size(dtype);
+    const int64_t count = pattern.value_count();
+    const Operand read[] = {{"values", array_span(values, count * size, size, "values", device)},
+                            {"mask", array_span(mask, count, 1, "mask", device)}};
+    const Operand written[] = {
+        {"compressed", array_span(compressed, count / 2 * size, size, "compressed", device)},
+        {"metadata", array_span(metadata, count / 8, sizeof(uint32_t), "metadata", device)}};
+    for (const Operand& to : written)
+        for (const Operand& from : read)
+            require(!overlap(from.span, to.span), from.name, " and ", to.name, " overlap in memory");
+    require(!overlap(written[0].span, written[1].span), "compressed and metadata overlap in memory");
 }
 
 Device check_device(const ts_device_info& info) {

@@ -18,6 +18,24 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands);
 // Checks where values and plan of a problem lie, for packing the values into other memory than theirs.
 void check_packing(const Problem& problem, const void* packed, size_t bytes);
 
+// Checks memory for the expansion of the values, and where these lie.
+void check_expansion(const Problem& problem, const void* plain, size_t bytes);
+
+// Plain values that are to be compressed, see ts_values_compress.
+struct Compression {
+    Pattern pattern;
+    DeviceType device;
+    DType dtype;
+    bool transposed;
+    const void* values;
+    const uint8_t* mask;
+    void* compressed;
+    uint32_t* metadata;
+};
+void check_compression(const Compression& compression);
+DeviceType check_device_type(int32_t device);
+DType check_value_dtype(int32_t dtype);
+
 // What kernels are chosen by, as a caller describes it.
 Device check_device(const ts_device_info& info);
 

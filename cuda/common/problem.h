@@ -9,15 +9,26 @@
 namespace ts {
 
 enum class Op : int32_t { dds_nt = 0, dds_nn = 1, sdd_tn = 2 };
-enum class DType : int32_t { float64 = 0, float32 = 1, float16 = 2, bfloat16 = 3 };
+// The last two are of values alone.
+enum class DType : int32_t {
+    float64 = 0,
+    float32 = 1,
+    float16 = 2,
+    bfloat16 = 3,
+    int8 = 4,
+    float8_e4m3fn = 5
+};
 enum class DeviceType : int32_t { cpu = 0, cuda = 1 };
 enum class Layout : int32_t { row_major = 0, feature_major = 1 };
 enum class Activation : int32_t { none = 0, relu = 1, gelu = 2, silu = 3 };
 enum class Precision : int32_t { highest = 0, tf32 = 1 };
 // How the weights of the kept blocks lie in memory.
-enum class Storage : int32_t { plain = 0 };
+enum class Storage : int32_t { plain = 0, two_of_four = 1 };
+
+constexpr bool is_quantized(DType dtype) { return dtype == DType::int8 || dtype == DType::float8_e4m3fn; }
 
 constexpr int element_size(DType dtype) {
+    if (is_quantized(dtype)) return 1;
     return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
 }
 
@@ -52,15 +63,27 @@ struct Matrix {
     Layout layout;
 };
 
-// The weights of the kept blocks. Plain: data [nnz, bn, bk], contiguous, and no aux.
+// The weights of the kept blocks; see the storages in tilesparse.h.
 struct Values {
     void* data;
-    const void* aux;  // metadata or scales, as the storage wants them
+    const uint32_t* metadata;  // of 2:4
+    const float* scales;       // of 8-bit values
+    bool row_scales;           // one for each row of a block, otherwise one for each block
     DType dtype;
     Storage storage;
 
-    // Bytes of the blocks of a pattern in `data`: those of a plain storage, the only one there is.
-    int64_t bytes(const Pattern& pattern) const { return pattern.value_count() * element_size(dtype); }
+    bool is_compressed() const { return storage == Storage::two_of_four; }
+    // Bytes of the blocks of a pattern in `data`, metadata and scales.
+    int64_t bytes(const Pattern& pattern) const {
+        return pattern.value_count() / (is_compressed() ? 2 : 1) * element_size(dtype);
+    }
+    int64_t metadata_bytes(const Pattern& pattern) const {
+        return is_compressed() ? pattern.value_count() / 8 : 0;
+    }
+    int64_t scale_bytes(const Pattern& pattern) const {
+        if (!is_quantized(dtype)) return 0;
+        return pattern.nnz * (row_scales ? pattern.block_rows : 1) * int64_t{sizeof(float)};
+    }
 };
 
 // A product whose descriptor has been checked; see ts_matmul_desc for the meaning of every field.
@@ -91,6 +114,9 @@ struct Problem {
     int32_t row_block() const { return forward() ? pattern.block_rows : pattern.block_cols; }  // features
     int32_t k_block() const { return forward() ? pattern.block_cols : pattern.block_rows; }
     const Adjacency& block_rows() const { return forward() ? pattern.rows : pattern.cols; }  // of results
+
+    // Bytes of the values as a plain storage has them, in the dtype of the activations.
+    int64_t expanded_bytes() const { return pattern.value_count() * element_size(dtype); }
 };
 
 struct Device {
@@ -171,6 +197,12 @@ struct Kernel {
     bool covers(Op op) const { return ops >> static_cast<int>(op) & 1; }
     bool covers(DType dtype) const { return dtypes >> static_cast<int>(dtype) & 1; }
     bool covers(Storage storage) const { return storages >> static_cast<int>(storage) & 1; }
+    // Whether it multiplies such values as they are.
+    bool covers(const Values& values, DType activations) const {
+        const bool dtype = values_dtypes == 0 ? values.dtype == activations
+                                              : (values_dtypes >> static_cast<int>(values.dtype) & 1) != 0;
+        return dtype && covers(values.storage);
+    }
 };
 
 }  // namespace ts

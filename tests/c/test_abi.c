@@ -314,13 +314,12 @@ static void test_bad_descriptors(void) {
     REFUSES(TS_DDS_NT, o.desc.residual.reserved = 1, TS_INVALID_ARGUMENT, "residual.reserved");
     REFUSES(TS_DDS_NN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
     REFUSES(TS_SDD_TN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
-    REFUSES(TS_DDS_NT, o.desc.values_aux = o.memory[3], TS_INVALID_ARGUMENT, "values_aux");
+    REFUSES(TS_DDS_NT, o.desc.metadata = o.memory[3], TS_INVALID_ARGUMENT, "metadata");
     REFUSES(TS_DDS_NT, o.desc.values_dtype = 5, TS_INVALID_ARGUMENT, "values_dtype is 5; allowed are 0 to 4");
     REFUSES(TS_DDS_NT, o.desc.values_dtype = -1, TS_INVALID_ARGUMENT, "values_dtype");
     REFUSES(TS_DDS_NT, o.desc.result_dtype = 5, TS_INVALID_ARGUMENT, "result_dtype");
     REFUSES(TS_SDD_TN, o.desc.result_dtype = TS_FLOAT16 + 1, TS_INVALID_ARGUMENT, "result_dtype");
     REFUSES(TS_DDS_NT, o.desc.policy = 3, TS_INVALID_ARGUMENT, "policy");
-    REFUSES(TS_DDS_NT, o.desc.reserved2 = 1, TS_INVALID_ARGUMENT, "reserved2");
 }
 
 /* The activations' dtype by its own number is what 0 stands for. */

@@ -175,11 +175,11 @@ constexpr Field kDescFields[] = {
     NARROW(ts_matmul_desc, x.reserved),   NARROW(ts_matmul_desc, y.layout),
     NARROW(ts_matmul_desc, y.reserved),   NARROW(ts_matmul_desc, residual.layout),
     NARROW(ts_matmul_desc, values_dtype), NARROW(ts_matmul_desc, result_dtype),
-    NARROW(ts_matmul_desc, policy),       NARROW(ts_matmul_desc, reserved2),
+    NARROW(ts_matmul_desc, policy),       NARROW(ts_matmul_desc, row_scales),
     WIDE(ts_matmul_desc, tokens),         WIDE(ts_matmul_desc, x.ld),
     WIDE(ts_matmul_desc, y.ld),           WIDE(ts_matmul_desc, residual.ld),
     WIDE(ts_matmul_desc, plan_key),       WIDE(ts_matmul_desc, plan_bytes),
-    WIDE(ts_matmul_desc, packed_bytes),   WIDE(ts_matmul_desc, values_aux)};
+    WIDE(ts_matmul_desc, packed_bytes),   WIDE(ts_matmul_desc, metadata)};
 
 constexpr Field kDeviceFields[] = {NARROW(ts_device_info, device), NARROW(ts_device_info, compute_capability),
                                    NARROW(ts_device_info, multiprocessors),

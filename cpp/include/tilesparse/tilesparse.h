@@ -58,11 +58,24 @@ enum {
 };
 
 enum { TS_FLOAT64 = 0, TS_FLOAT32 = 1, TS_FLOAT16 = 2, TS_BFLOAT16 = 3 }; /* ts_matmul_desc.dtype */
+enum { TS_INT8 = 4, TS_FLOAT8_E4M3FN = 5 };                               /* dtypes of values alone */
 enum { TS_CPU = 0, TS_CUDA = 1 };                                         /* ts_matmul_desc.device */
 enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 };                     /* ts_matmul_desc.op */
 /* gelu is the one with erf; CUDA kernels for float16 and bfloat16 compute it within 6e-5 before rounding. */
 enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
-enum { TS_STORAGE_PLAIN = 0 }; /* values [nnz, bn, bk] */
+/* How the values of the kept blocks lie in memory.
+ *
+ * TS_STORAGE_PLAIN: [nnz, bn, bk].
+ * TS_STORAGE_2_4: [nnz, bn, bk / 2], for bk of 32, 64 or 128. Of each 4 neighbours in a row of a block at
+ * most two are not zero; two of them are there, in order, and the metadata says which. Metadata is 32-bit
+ * words [nnz, bk / 32, bn / 16, 8, 2]: word (i, c, r, g, h) has the columns 32 c + 16 h and the 15 behind it,
+ * of the rows 16 r + g (its low half) and 16 r + g + 8. A half is four groups of 4 columns, from its low end
+ * on, each the number of the first kept column in its two low bits and of the second, greater one in the two
+ * above.
+ *
+ * With values of TS_INT8 or TS_FLOAT8_E4M3FN each storage has float32 scales, for each row of a block [nnz,
+ * bn] or for each block [nnz]: a weight is value times scale, rounded to the dtype of the activations. */
+enum { TS_STORAGE_PLAIN = 0, TS_STORAGE_2_4 = 1 };
 /* What ts_matmul_select may answer: a kernel of this library; whichever is estimated to be faster, such a
  * kernel or TS_EXPAND_AND_RUN_DENSE; always the latter. */
 enum { TS_POLICY_SPARSE = 0, TS_POLICY_AUTO = 1, TS_POLICY_DENSE = 2 };
@@ -107,10 +120,10 @@ typedef struct ts_matrix {
 } ts_matrix;
 
 /* One product. Operands of one call must not overlap the memory it writes. On TS_CUDA all of them
- * lie on the current device; x, y, values, residual and plan are aligned to 16 bytes, as is every ld in
- * bytes, packed to 256 bytes and bias to one element. On TS_CPU the arrays of the pattern that the product
- * reads (by column for TS_DDS_NN, otherwise by row) are checked not to lead out of the operands. Without
- * outputs there is nothing to do; without inputs y is activation(bias) + residual and x is 0. */
+ * lie on the current device; x, y, values, metadata, residual and plan are aligned to 16 bytes, as is every
+ * ld in bytes, packed to 256 bytes, bias and scales to one element. On TS_CPU the arrays of the pattern that
+ * the product reads (by column for TS_DDS_NN, otherwise by row) are checked not to lead out of the operands.
+ * Without outputs there is nothing to do; without inputs y is activation(bias) + residual and x is 0. */
 typedef struct ts_matmul_desc {
     uint32_t struct_size;
     int32_t op;
@@ -127,20 +140,21 @@ typedef struct ts_matmul_desc {
     const ts_pattern* pattern;
     ts_matrix x;
     ts_matrix y;
-    void* values;     /* [nnz, block_rows, block_cols], contiguous */
+    void* values;     /* contiguous, as `storage` has them; TS_SDD_TN writes TS_STORAGE_PLAIN alone */
     const void* bias; /* [out_features] or NULL; TS_DDS_NT only */
     const void* plan; /* made by ts_plan_build or ts_plan_device_build; NULL where ts_plan_size gives 0 */
     size_t plan_bytes;
-    ts_matrix residual;     /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
-    const void* values_aux; /* metadata or scales of the storage; NULL for TS_STORAGE_PLAIN */
-    int32_t values_dtype;   /* 0: that of the activations, `dtype`; d + 1: the dtype d */
-    int32_t result_dtype;   /* likewise, of what is written and of residual; for TS_SDD_TN that of values */
-    int64_t plan_key;       /* what ts_plan_key gives for the kernel the plan was made for, so that a product
+    ts_matrix residual;   /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
+    const void* metadata; /* of TS_STORAGE_2_4; otherwise NULL */
+    int32_t values_dtype; /* 0: that of the activations, `dtype`; d + 1: the dtype d */
+    int32_t result_dtype; /* likewise, of what is written and of residual; for TS_SDD_TN that of values */
+    int64_t plan_key;     /* what ts_plan_key gives for the kernel the plan was made for, so that a product
                                for which another one is chosen refuses it; 0: not known */
-    const void* packed;     /* made by ts_values_pack of the same values, pattern and kernel, or NULL */
+    const void* packed;   /* made by ts_values_pack of the same values, pattern and kernel, or NULL */
     size_t packed_bytes;
-    int32_t policy;    /* of ts_matmul_select alone */
-    int32_t reserved2; /* zero */
+    int32_t policy;      /* of ts_matmul_select alone */
+    int32_t row_scales;  /* 1: scales are [nnz, block_rows]; 0: [nnz] */
+    const float* scales; /* of values of 8 bits; otherwise NULL */
 } ts_matmul_desc;
 
 /* What kernels are chosen by. */
@@ -234,6 +248,24 @@ TS_API ts_status_t ts_plan_key(const ts_pattern* pattern, int32_t kernel, int32_
 TS_API ts_status_t ts_values_packed_size(const ts_matmul_desc* desc, size_t* bytes);
 TS_API ts_status_t ts_values_pack(const ts_matmul_desc* desc, void* packed, size_t packed_bytes,
                                   ts_stream_t stream);
+
+/* Kernels read the storages and dtypes of values that ts_kernel_info names. Another kernel computes a product
+ * with other values all the same: it is given their expansion, which ts_matmul writes before every product to
+ * its workspace. The reason that ts_matmul_select gives says so. Such kernels pack nothing.
+ *
+ * ts_values_expand writes the expansion alone: plain values [nnz, bn, bk] of the descriptor's dtype, from
+ * values, metadata and scales of the descriptor. No activations are read. */
+TS_API ts_status_t ts_values_expand(const ts_matmul_desc* desc, void* plain, size_t plain_bytes,
+                                    ts_stream_t stream);
+
+/* TS_STORAGE_2_4 of plain values of any dtype: of each 4 neighbours in a row of a block, those whose byte in
+ * `mask` [nnz, bn, bk] is not 0, the first two if there are more. With `transposed` of each 4 in a column:
+ * what results are the values of the transposed weight, [nnz, bk, bn / 2] with metadata for blocks of bk x
+ * bn. Of the pattern only sizes are read. On TS_CUDA all memory lies on the current device, aligned to 16
+ * bytes. */
+TS_API ts_status_t ts_values_compress(const ts_pattern* pattern, int32_t device, int32_t dtype,
+                                      const void* values, const uint8_t* mask, int32_t transposed,
+                                      void* compressed, uint32_t* metadata, ts_stream_t stream);
 
 /* Computes one product on the given stream of the current device. */
 TS_API ts_status_t ts_matmul(const ts_matmul_desc* desc, void* workspace, size_t workspace_bytes,
