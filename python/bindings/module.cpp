@@ -156,7 +156,8 @@ class Product {
   public:
     Product(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int64_t tokens,
             int32_t activation, int32_t precision, bool accumulate, int32_t kernel, int32_t policy,
-            int32_t x_layout, int64_t ldx, int32_t y_layout, int64_t ldy, bool residual, int64_t ldr)
+            int32_t x_layout, int64_t ldx, int32_t y_layout, int64_t ldy, bool residual, int64_t ldr,
+            int32_t storage, int32_t values_dtype, bool row_scales)
         : pattern_(pattern), desc_(make<ts_matmul_desc>()) {
         desc_.op = op;
         desc_.dtype = dtype;
@@ -171,6 +172,9 @@ class Product {
         desc_.y = {nullptr, ldy, y_layout, 0};
         // Any address will do until there is one: it is not followed.
         desc_.residual = {residual ? this : nullptr, ldr, y_layout, 0};
+        desc_.storage = storage;
+        desc_.values_dtype = values_dtype + 1;
+        desc_.row_scales = row_scales;
     }
 
     // The kernel for that device, or TS_EXPAND_AND_RUN_DENSE, and why.
@@ -220,12 +224,20 @@ class Product {
         return workspace_bytes_;
     }
 
+    // The expansion of values, which have no metadata or scales where their addresses are 0.
+    void expand(uintptr_t values, uintptr_t metadata, uintptr_t scales, uintptr_t plain, size_t bytes,
+                uintptr_t stream) const {
+        auto desc = described();
+        use_values(desc, values, metadata, scales);
+        check(ts_values_expand(&desc, pointer<void>(plain), bytes, pointer<CUstream_st>(stream)));
+    }
+
     void run(uintptr_t x, uintptr_t y, uintptr_t values, uintptr_t bias, uintptr_t residual,
-             uintptr_t workspace, uintptr_t stream) const {
+             uintptr_t workspace, uintptr_t stream, uintptr_t metadata, uintptr_t scales) const {
         ts_matmul_desc desc = described();
         desc.x.data = pointer<void>(x);
         desc.y.data = pointer<void>(y);
-        desc.values = pointer<void>(values);
+        use_values(desc, values, metadata, scales);
         desc.bias = pointer<void>(bias);
         desc.residual.data = pointer<void>(residual);
         ts_status_t status;
@@ -240,6 +252,12 @@ class Product {
     }
 
   private:
+    static void use_values(ts_matmul_desc& desc, uintptr_t values, uintptr_t metadata, uintptr_t scales) {
+        desc.values = pointer<void>(values);
+        desc.metadata = pointer<void>(metadata);
+        desc.scales = pointer<float>(scales);
+    }
+
     int32_t choose(const ts_device_info& device, char* reason, size_t reason_bytes) const {
         const auto desc = described();
         int32_t index = -1;
@@ -258,6 +276,14 @@ class Product {
     ts_matmul_desc desc_;
     size_t workspace_bytes_ = 0;
 };
+
+void values_compress(const ts_pattern& pattern, int32_t device, int32_t dtype, uintptr_t values,
+                     uintptr_t mask, bool transposed, uintptr_t compressed, uintptr_t metadata,
+                     uintptr_t stream) {
+    check(ts_values_compress(&pattern, device, dtype, pointer<void>(values), pointer<uint8_t>(mask),
+                             transposed, pointer<void>(compressed), pointer<uint32_t>(metadata),
+                             pointer<CUstream_st>(stream)));
+}
 
 using AnyTuple = nb::typed<nb::tuple, nb::any, nb::ellipsis>;
 
@@ -360,7 +386,7 @@ class Key {
     }
 
   private:
-    std::array<int64_t, 3 + 4 * (2 + 2 * max_dims)> words_;  // settings, and up to four tensors
+    std::array<int64_t, 3 + 6 * (2 + 2 * max_dims)> words_;  // settings, and up to six tensors
     size_t size_ = 0;
 };
 
@@ -433,32 +459,36 @@ class Known {
 };
 
 // What a product is asked to do, but for its pattern: x and values for TS_DDS_NT, y and values for TS_DDS_NN,
-// y and x for TS_SDD_TN. Bias and residual may be None.
+// y and x for TS_SDD_TN. What follows them may be None.
 struct Request {
     int32_t op;
     nb::handle first, second, bias, residual;
     int32_t activation;
     bool feature_major;
-    int32_t kernel;  // as in ts_matmul_desc
+    nb::handle metadata, scales;  // of values
+    int32_t kernel;               // as in ts_matmul_desc
 };
 
 // A request in the terms of the C ABI.
 struct Operands {
     Key key;
-    uintptr_t first = 0, second = 0, bias = 0, residual = 0, stream = 0;
+    uintptr_t first = 0, second = 0, bias = 0, residual = 0, metadata = 0, scales = 0, stream = 0;
 
     // False for what is out of the ordinary.
     bool read(const Tensors& tensors, const Request& request) {
         dlpack::Tensor like, other;
         if (!add(tensors, request.first, like, first) || !add(tensors, request.second, other, second) ||
-            !add(tensors, request.residual, other, residual) || !add(tensors, request.bias, other, bias))
+            !add(tensors, request.residual, other, residual) ||
+            !add(tensors, request.metadata, other, metadata) ||
+            !add(tensors, request.scales, other, scales) || !add(tensors, request.bias, other, bias))
             return false;
         const bool has_bias = !request.bias.is_none();
         if (has_bias && (other.dims != 1 || other.strides[0] != 1)) return false;
         bool tf32 = false;
         if (like.device_type == dlpack::cuda) {
             constexpr uintptr_t alignment = 16;  // as tilesparse._checks.ALIGNMENT
-            if ((first | second | residual) % alignment != 0 || !tensors.is_on_current_device(like))
+            if ((first | second | residual | metadata) % alignment != 0 ||
+                !tensors.is_on_current_device(like))
                 return false;
             stream = tensors.current_stream(like);
             tf32 = tensors.multiplies_in_tf32(like);
@@ -523,13 +553,14 @@ class Calls {
         auto result = nb::borrow<nb::any>(call->result(request.first));
         const nb::object workspace = call->workspace(request.first);
         const uintptr_t result_at = at(result), workspace_at = workspace.is_valid() ? at(workspace) : 0;
-        const auto& [key, first, second, bias, residual, stream] = operands;
+        const auto& [key, first, second, bias, residual, metadata, scales, stream] = operands;
         if (request.op == TS_DDS_NT)
-            call->product.run(first, result_at, second, bias, residual, workspace_at, stream);
+            call->product.run(first, result_at, second, bias, residual, workspace_at, stream, metadata,
+                              scales);
         else if (request.op == TS_DDS_NN)
-            call->product.run(result_at, first, second, 0, 0, workspace_at, stream);
+            call->product.run(result_at, first, second, 0, 0, workspace_at, stream, metadata, scales);
         else
-            call->product.run(second, first, result_at, 0, 0, workspace_at, stream);
+            call->product.run(second, first, result_at, 0, 0, workspace_at, stream, 0, 0);
         return result;
     }
 
@@ -602,14 +633,17 @@ NB_MODULE(_C, m) {
         .def_ro("tile_tokens", &ts_kernel_info::tile_tokens)
         .def_ro("tile_features", &ts_kernel_info::tile_features)
         .def_ro("max_tokens", &ts_kernel_info::max_tokens)
+        .def_ro("storages", &ts_kernel_info::storages)
+        .def_ro("values_dtypes", &ts_kernel_info::values_dtypes)
         .def_prop_ro("name", [](const ts_kernel_info& self) { return std::string(self.name); });
 
     nb::class_<Product>(m, "Product")
         .def(nb::init<const ts_pattern&, int32_t, int32_t, int32_t, int64_t, int32_t, int32_t, bool, int32_t,
-                      int32_t, int32_t, int64_t, int32_t, int64_t, bool, int64_t>(),
+                      int32_t, int32_t, int64_t, int32_t, int64_t, bool, int64_t, int32_t, int32_t, bool>(),
              "pattern"_a, "op"_a, "dtype"_a, "device"_a, "tokens"_a, nb::kw_only(), "activation"_a = 0,
              "precision"_a = 0, "accumulate"_a = false, "kernel"_a = 0, "policy"_a = 0, "x_layout"_a = 0,
-             "ldx"_a = 0, "y_layout"_a = 0, "ldy"_a = 0, "residual"_a = false, "ldr"_a = 0)
+             "ldx"_a = 0, "y_layout"_a = 0, "ldy"_a = 0, "residual"_a = false, "ldr"_a = 0, "storage"_a = 0,
+             "values_dtype"_a = -1, "row_scales"_a = false)
         .def("select", &Product::select, "device_info"_a)
         .def("resolve", &Product::resolve)
         .def("use_plan", &Product::use_plan, "plan"_a, "bytes"_a, "key"_a)
@@ -617,8 +651,10 @@ NB_MODULE(_C, m) {
         .def("pack", &Product::pack, "values"_a, "packed"_a, "bytes"_a, "stream"_a)
         .def("use_packed", &Product::use_packed, "packed"_a, "bytes"_a)
         .def("workspace_size", &Product::workspace_size)
+        .def("expand", &Product::expand, "values"_a, "metadata"_a, "scales"_a, "plain"_a, "bytes"_a,
+             "stream"_a)
         .def("run", &Product::run, "x"_a, "y"_a, "values"_a, "bias"_a, "residual"_a, "workspace"_a,
-             "stream"_a);
+             "stream"_a, "metadata"_a = 0, "scales"_a = 0);
 
     nb::class_<Tensors>(m, "Tensors")
         .def_rw("enabled", &Tensors::enabled)
@@ -636,23 +672,28 @@ NB_MODULE(_C, m) {
         .def(
             "run",
             [](const Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
-               nb::handle residual, int32_t activation, bool feature_major, int32_t kernel) {
-                return self.run({op, first, second, bias, residual, activation, feature_major, kernel});
+               nb::handle residual, int32_t activation, bool feature_major, nb::handle metadata,
+               nb::handle scales, int32_t kernel) {
+                return self.run(
+                    {op, first, second, bias, residual, activation, feature_major, metadata, scales, kernel});
             },
             "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
-            "feature_major"_a, "kernel"_a)
+            "feature_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a)
         .def(
             "keep",
             [](Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
-               nb::handle residual, int32_t activation, bool feature_major, int32_t kernel,
-               const Product& product, std::pair<nb::object, AnyTuple> result,
+               nb::handle residual, int32_t activation, bool feature_major, nb::handle metadata,
+               nb::handle scales, int32_t kernel, const Product& product,
+               std::pair<nb::object, AnyTuple> result,
                std::optional<std::pair<nb::object, AnyTuple>> workspace) {
-                self.keep({op, first, second, bias, residual, activation, feature_major, kernel}, product,
-                          {result.first, result.second},
-                          workspace ? Allocation{workspace->first, workspace->second} : Allocation{});
+                self.keep(
+                    {op, first, second, bias, residual, activation, feature_major, metadata, scales, kernel},
+                    product, {result.first, result.second},
+                    workspace ? Allocation{workspace->first, workspace->second} : Allocation{});
             },
             "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
-            "feature_major"_a, "kernel"_a, "product"_a, "result"_a, "workspace"_a.none())
+            "feature_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "product"_a, "result"_a,
+            "workspace"_a.none())
         .def("clear", &Calls::clear)
         .def("__len__", &Calls::size);
 
@@ -665,6 +706,8 @@ NB_MODULE(_C, m) {
         "pattern_validate", [](const ts_pattern& pattern) { check(ts_pattern_validate(&pattern)); },
         "pattern"_a);
     m.def("pattern_transpose", &pattern_transpose, "pattern"_a, "col_ptr"_a, "row_idx"_a, "col_slot"_a);
+    m.def("values_compress", &values_compress, "pattern"_a, "device"_a, "dtype"_a, "values"_a, "mask"_a,
+          "transposed"_a, "compressed"_a, "metadata"_a, "stream"_a);
     m.def("plan_key", &plan_key, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_size", &plan_size, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_build", &plan_build, "pattern"_a, "kernel"_a, "op"_a, "address"_a, "bytes"_a);

@@ -25,7 +25,8 @@ from ._private import is_forward_mode, may_be_watched, transforms_active
 from .errors import PatternChangedError, UnsupportedError
 
 Tensors = Sequence[Tensor | None]
-Gradients = Callable[[Tensor, Tensor, Tensor, Index, Sequence[bool]], Tensors]
+Gradients = Callable[..., Tensors]
+Extras = tuple[Tensor | bool | None, ...]
 
 
 class Product(NamedTuple):
@@ -33,10 +34,10 @@ class Product(NamedTuple):
 
     Attributes:
         op: as the dispatcher knows it, with the fields of the pattern one by one.
-        rest: which of bias, residual, activation and feature_major follow these.
-        kernel: what computes it on plain tensors and a pattern that is prepared, given all four of them.
-        gradients: of the arguments that are tensors, from that of the result and the factors, each of which
-            is there if it is needed.
+        rest: which of bias, residual, activation, feature_major and extras follow these.
+        kernel: what computes it on plain tensors and a pattern that is prepared, given all of them.
+        gradients: of the arguments that are tensors but extras, from that of the result and the factors, each
+            of which is there if it is needed, and from the extras.
         transformed: the operator for the transforms of ``torch.func``.
     """
 
@@ -56,19 +57,23 @@ def call(
     residual: Tensor | None = None,
     activation: int = 0,
     feature_major: bool = False,
+    extras: Extras = (),
 ) -> Tensor:
-    """The product by the shorter route that does the same."""
+    """The product by the shorter route that does the same.
+
+    Extras are what operators take besides, and have no gradients.
+    """
     tensors = first, second, bias, residual
-    if not is_plain(tensors):
+    if not is_plain(tensors) or (extras and not is_plain(tensors_of(extras))):
         _refuse_tangents(tensors)
         factors = (first,) if second is None else (first, second)
         op = product.transformed if transforms_active() else product.op
-        rest: tuple[Any, ...] = bias, residual, activation, feature_major
+        rest: tuple[Any, ...] = bias, residual, activation, feature_major, *extras
         return op(*factors, *index, *rest[product.rest])
     pattern = prepared(index)
     if records_gradient(tensors):
-        return _record((product, pattern, index, activation, feature_major), *tensors)
-    return product.kernel(first, second, pattern, bias, residual, activation, feature_major)
+        return _record((product, pattern, index, activation, feature_major, extras), *tensors)
+    return product.kernel(first, second, pattern, bias, residual, activation, feature_major, *extras)
 
 
 # ---- the short route ----
@@ -80,25 +85,27 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[Product, Prepared, Index, int, bool],  # one argument, as each takes time
+        how: tuple[Product, Prepared, Index, int, bool, Extras],  # one argument, as each takes time
         first: Tensor,
         second: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
     ) -> Tensor:
         need = ctx.needs_input_grad
-        ctx.save_for_backward(first if need[2] else None, second if need[1] else None)
-        product, pattern, index, activation, feature_major = how
+        product, pattern, index, activation, feature_major, extras = how
+        ctx.save_for_backward(first if need[2] else None, second if need[1] else None, *tensors_of(extras))
         # A layer that loads another number of blocks gives its parameter other memory and another shape.
         weight = second if type(second) is torch.nn.Parameter else None
         ctx.of = product, index, pattern, pattern.generation, weight
-        return product.kernel(first, second, pattern, bias, residual, activation, feature_major)
+        ctx.extras = without_tensors(extras)
+        return product.kernel(first, second, pattern, bias, residual, activation, feature_major, *extras)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         product, index = _unchanged(*ctx.of)
-        first, second = ctx.saved_tensors
-        gradients = product.gradients(grads[0], first, second, index, ctx.needs_input_grad[1:])
+        first, second, *tensors = ctx.saved_tensors
+        extras = with_tensors(ctx.extras, tensors)
+        gradients = product.gradients(grads[0], first, second, index, ctx.needs_input_grad[1:], *extras)
         return None, *gradients, *(None,) * (4 - len(gradients))
 
 
@@ -119,6 +126,23 @@ def _unchanged(
             f"{list(weight.shape)}: another pattern was loaded in between"
         )
     return product, index
+
+
+# What autograd keeps of extras: tensors as it keeps tensors, so that it notices what is written to them.
+
+
+def tensors_of(extras: Extras) -> tuple[Tensor, ...]:
+    return tuple(extra for extra in extras if isinstance(extra, Tensor))
+
+
+def without_tensors(extras: Extras) -> tuple[Any, ...]:
+    """The extras with `Tensor` in the place of each tensor."""
+    return tuple(Tensor if isinstance(extra, Tensor) else extra for extra in extras)
+
+
+def with_tensors(extras: tuple[Any, ...], tensors: Sequence[Tensor]) -> Extras:
+    following = iter(tensors)
+    return tuple(next(following) if extra is Tensor else extra for extra in extras)
 
 
 def is_plain(tensors: Tensors) -> bool:
@@ -148,7 +172,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # ---- the long route ----
 
 
-def autograd_of(gradients: Gradients, factors: int, optional: int, options: int) -> Any:
+def autograd_of(gradients: Gradients, factors: int, optional: int, options: int, extras: int) -> Any:
     """(backward, setup_context) for ``torch.library.register_autograd``.
 
     Args:
@@ -156,6 +180,7 @@ def autograd_of(gradients: Gradients, factors: int, optional: int, options: int)
         factors: how many tensors come before the pattern.
         optional: how many may come after it.
         options: how many arguments follow that are no tensors.
+        extras: how many follow these that have no gradient.
     """
     fields = len(Index._fields)
 
@@ -168,16 +193,23 @@ def autograd_of(gradients: Gradients, factors: int, optional: int, options: int)
         second = inputs[1] if factors > 1 else None
         need = ctx.needs_input_grad
         first = inputs[0] if factors > 1 and need[1] else None
-        ctx.save_for_backward(first, second if need[0] else None, *index[:3])
-        ctx.shapes = index[3:]
+        given = inputs[len(inputs) - extras :]
+        ctx.save_for_backward(first, second if need[0] else None, *index[:3], *tensors_of(given))
+        ctx.shapes, ctx.extras = index[3:], without_tensors(given)
 
     def backward(ctx: Any, grad: Tensor) -> Any:
-        first, second, *tensors = ctx.saved_tensors
-        index = Index(*tensors, *(tuple(shape) for shape in ctx.shapes))
+        first, second, crow, col, slot, *tensors = ctx.saved_tensors
+        index = Index(crow, col, slot, *(tuple(shape) for shape in ctx.shapes))
         need = ctx.needs_input_grad
         needs = (*need[:factors], *need[factors + fields : factors + fields + optional])
-        of_tensors = gradients(grad, first, second, index, (*needs, *(False,) * optional))
-        return (*of_tensors[:factors], *(None,) * fields, *of_tensors[factors:], *(None,) * options)
+        given = with_tensors(ctx.extras, tensors)
+        of_tensors = gradients(grad, first, second, index, (*needs, *(False,) * optional), *given)
+        return (
+            *of_tensors[:factors],
+            *(None,) * fields,
+            *of_tensors[factors:],
+            *(None,) * (options + extras),
+        )
 
     return backward, setup_context
 

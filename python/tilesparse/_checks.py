@@ -13,6 +13,8 @@ INT32_MAX = 2**31 - 1
 ALIGNMENT = 16  # bytes, of every operand and leading dimension on CUDA devices
 POLICIES = ("sparse", "auto", "dense")
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+QUANTIZED = {torch.int8: 4, torch.float8_e4m3fn: 5}  # of values that have scales
+COMPRESSIBLE = 32  # what the side of a block that is cut into groups of four must be a multiple of
 
 
 class Index(NamedTuple):
@@ -102,12 +104,17 @@ def check_dds(
     index: Index,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """Of x Wᵀ, where ``name`` is "x", or y W, where it is "y"."""
     out_features, in_features = index.shape
     _check_activations(name, matrix, in_features if name == "x" else out_features)
-    check_values("values", values, index)
-    _check_alike(name, matrix, "values", values)
+    check_values("values", values, index, metadata, scales)
+    if scales is None:
+        _check_alike(name, matrix, "values", values)
+    else:
+        _check_same_device(name, matrix, "values", values)
     if bias is not None:
         _check_added("bias", bias, (out_features,), name, matrix)
     if residual is not None:
@@ -147,14 +154,81 @@ def _check_activations(name: str, matrix: Tensor, features: int) -> None:
         raise InvalidArgumentError(f"{name}: dtype {names} expected, got {matrix.dtype}")
 
 
-def check_values(name: str, values: Tensor, index: Index) -> None:
-    expected = (index.col_indices.shape[0], *index.block_shape)
-    if values.shape != expected or not values.is_contiguous():
-        raise InvalidArgumentError(
-            f"{name}: a contiguous tensor [nnz, bn, bk] = {list(expected)} expected, "
-            f"got shape {list(values.shape)} with strides {values.stride()}"
-        )
+def check_values(
+    name: str, values: Tensor, index: Index, metadata: Tensor | None = None, scales: Tensor | None = None
+) -> None:
+    """Of kept blocks: plain, or with the metadata of 2:4 or the scales of 8 bits."""
+    _check_stored(name, values, index, metadata, scales)
     _check_device(name, values, index)
+
+
+def _check_stored(
+    name: str, values: Tensor, index: Index, metadata: Tensor | None, scales: Tensor | None
+) -> None:
+    nnz, (bn, bk) = index.col_indices.shape[0], index.block_shape
+    if metadata is None:
+        _check_array(name, values, "[nnz, bn, bk]", (nnz, bn, bk))
+    else:
+        check_compressible(f"{name}: 2:4", (bn, bk))
+        _check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
+        _check_array("metadata", metadata, "[nnz, bk / 32, bn]", (nnz, bk // COMPRESSIBLE, bn), torch.int32)
+        _check_same_device("metadata", metadata, name, values)
+    if (scales is None) == (values.dtype in QUANTIZED):
+        given = "missing" if scales is None else "given"
+        raise InvalidArgumentError(
+            f"scales: {given}, but values are {values.dtype}; those of 8 bits have any"
+        )
+    if scales is not None:
+        shape = (nnz,) if scales.dim() == 1 else (nnz, bn)
+        _check_array("scales", scales, "[nnz] or [nnz, bn]", shape, torch.float32)
+        _check_same_device("scales", scales, name, values)
+
+
+def check_compressible(what: str, block_shape: Sequence[int], transposed: bool = False) -> None:
+    """That blocks can be cut into groups of four along their rows, or their columns."""
+    if block_shape[0 if transposed else 1] % COMPRESSIBLE:
+        side = "bn" if transposed else "bk"
+        raise InvalidArgumentError(
+            f"{what} is for {side} of 32, 64 or 128, got blocks of {tuple(block_shape)}"
+        )
+
+
+def _check_array(
+    name: str, array: Tensor, form: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+) -> None:
+    if array.shape != shape or not array.is_contiguous() or dtype not in (None, array.dtype):
+        wanted = "" if dtype is None else f" of {dtype}"
+        raise InvalidArgumentError(
+            f"{name}: a contiguous tensor {form} = {list(shape)}{wanted} expected, "
+            f"got shape {list(array.shape)} with strides {array.stride()} of {array.dtype}"
+        )
+
+
+def check_mask(values: Tensor, mask: Tensor, transposed: bool) -> None:
+    """Of plain values that are to be compressed, and which of them are kept."""
+    if values.dim() != 3 or values.dtype not in {**DTYPES, **QUANTIZED} or not values.is_contiguous():
+        raise InvalidArgumentError(
+            f"values: a contiguous tensor [nnz, bn, bk] of a dtype that values have expected, "
+            f"got shape {list(values.shape)} with strides {values.stride()} of {values.dtype}"
+        )
+    check_block_shape(values.shape[1:])
+    check_compressible("values: 2:4", values.shape[1:], transposed)
+    _check_array("mask", mask, "like values", tuple(values.shape), torch.bool)
+    _check_same_device("mask", mask, "values", values)
+
+
+def check_stored(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> None:
+    """Of values that are to be expanded."""
+    if values.dim() != 3:
+        raise InvalidArgumentError(f"values: [nnz, bn, bk] or [nnz, bn, bk / 2] expected, got {values.shape}")
+    nnz, bn, columns = values.shape
+    block_shape = check_block_shape((bn, columns * (1 if metadata is None else 2)))
+    sizes = values.new_empty(nnz, device="meta")
+    index = Index(sizes, sizes, sizes, (bn, block_shape[1]), block_shape)
+    _check_stored("values", values, index, metadata, scales)
+    for name, given in (("values", values.dtype if scales is None else dtype), ("dtype", dtype)):
+        if given not in DTYPES:
+            raise InvalidArgumentError(f"{name}: dtype of activations expected, got {given}")
 
 
 def check_dense(dense: Tensor, index: Index) -> None:
@@ -189,6 +263,10 @@ def _check_added(name: str, tensor: Tensor, shape: tuple[int, ...], like_name: s
 def _check_alike(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     if tensor.dtype != like.dtype:
         raise InvalidArgumentError(f"{name}: dtype {like.dtype} of {like_name} expected, got {tensor.dtype}")
+    _check_same_device(name, tensor, like_name, like)
+
+
+def _check_same_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     if tensor.device != like.device:
         raise InvalidArgumentError(
             f"{name}: device {like.device} of {like_name} expected, got {tensor.device}"

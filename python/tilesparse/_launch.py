@@ -17,7 +17,9 @@ from torch import Tensor
 from . import _C
 from ._checks import (
     ALIGNMENT,
+    COMPRESSIBLE,
     DTYPES,
+    QUANTIZED,
     Index,
     check_dds,
     check_dense,
@@ -35,13 +37,16 @@ ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
 MAX_CALLS = 1024  # a program whose token counts never repeat must not grow without bound
 EXPAND_AND_RUN_DENSE = -1  # in place of a kernel
 _AUTO = 1  # TS_POLICY_AUTO
+_COMPRESSED = 1  # TS_STORAGE_2_4
 
 Context = tuple[int, int, int, int]  # kernel asked for, stream, current device, precision
 # A product's letter code, its first and second factor, bias, residual, activation, whether the result is
-# feature-major, and the kernel asked for.
-Request = tuple[int, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, int]
-# Of the addresses of x, y, values, bias, residual and workspace, and the stream.
-Run = Callable[[int, int, int, int, int, int, int], None]
+# feature-major, the metadata and scales of values, and the kernel asked for.
+Request = tuple[
+    int, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, Tensor | None, Tensor | None, int
+]
+# Of the addresses of x, y, values, bias, residual and workspace, the stream, and of metadata and scales.
+Run = Callable[..., None]
 
 
 class Packed:
@@ -126,6 +131,7 @@ class Prepared:
         self._streams: dict[int, torch.cuda.Stream] = {}  # that may be reading
         self._arrivals: list[torch.cuda.Event] = []  # of all that is written
         self._places: Tensor | None = None
+        self._transposed: Prepared | None = None
         self._calls: dict[Hashable, Call] = {}
         self.find: Callable[[Hashable], Call | None] = self._calls.get
         self._kept = _C.Calls(TENSORS)
@@ -144,6 +150,16 @@ class Prepared:
         """[col_ptr [C + 1], row_idx [nnz], col_slot [nnz]], int32: the same blocks by column."""
         self._wait()
         return self._columns
+
+    def transposed(self) -> "Prepared":
+        """The pattern of the transposed weight, whose values have the same slots."""
+        if self._transposed is None:
+            self._transposed = Prepared(self._transposed_index())
+        return self._transposed
+
+    def _transposed_index(self) -> Index:
+        col_ptr, row_idx, col_slot = self.columns()
+        return Index(col_ptr, row_idx, col_slot, self.shape[::-1], self.block_shape[::-1])
 
     @torch.inference_mode(False)
     def block_indices(self) -> tuple[Tensor, Tensor]:
@@ -165,6 +181,8 @@ class Prepared:
         self.generation += 1
         self._forget_calls()  # a stream that has called before must wait for what is written now
         self._write(index)
+        if self._transposed is not None:
+            self._transposed.rewrite(self._transposed_index())
 
     def wait_for_readers(self) -> None:
         """Lets the current stream wait until no other one reads the pattern or its plans any more."""
@@ -172,6 +190,8 @@ class Prepared:
         for stream in self._streams.values():
             if stream != current:
                 current.wait_stream(stream)
+        if self._transposed is not None:
+            self._transposed.wait_for_readers()
 
     def follow(self) -> None:
         """Looks whether tensors that were written to hold something else.
@@ -432,9 +452,14 @@ def dds(
     residual: Tensor | None = None,
     activation: int = 0,
     feature_major: bool = False,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+    transposed: bool = False,
 ) -> Tensor:
-    """x Wᵀ or y W, as ``op`` says."""
-    request = op, source, values, bias, residual, activation, feature_major, _forced_kernel
+    """x Wᵀ or y W, as ``op`` says. With ``transposed`` the values are those of Wᵀ."""
+    if transposed:
+        pattern, op = pattern.transposed(), DDS_NN - op
+    request = op, source, values, bias, residual, activation, feature_major, metadata, scales, _forced_kernel
     result = pattern.run(*request)
     if result is not None:
         return result
@@ -451,6 +476,8 @@ def dds(
         values.get_device(),
         None if bias is None else _form(bias),
         None if residual is None else _form(residual),
+        None if metadata is None else _form(metadata),
+        None if scales is None else _form(scales),
         activation,
         feature_major,
         context,
@@ -460,15 +487,20 @@ def dds(
     call = pattern.find(key)
     source_at, values_at = source.data_ptr(), values.data_ptr()
     residual_at = 0 if residual is None else residual.data_ptr()
-    if call is None or ((source_at | values_at | residual_at) % ALIGNMENT and source.is_cuda):
+    metadata_at = 0 if metadata is None else metadata.data_ptr()
+    scales_at = 0 if scales is None else scales.data_ptr()
+    addresses = source_at | values_at | residual_at | metadata_at
+    if call is None or (addresses % ALIGNMENT and source.is_cuda):
         name, index = "x" if op == DDS_NT else "y", pattern.index()
-        check_dds(name, source, values, index, bias, residual)
+        check_dds(name, source, values, index, bias, residual, metadata, scales)
         (operand, lines), weight = usable(name, source), aligned(values)
+        kept = None if metadata is None else aligned(metadata)
         added, added_lines = (None, None) if residual is None else like_result(residual, feature_major)
-        if operand is not source or weight is not values or added is not residual:
-            return dds(op, operand, weight, pattern, bias, added, activation, feature_major)
+        if operand is not source or weight is not values or added is not residual or kept is not metadata:
+            return dds(op, operand, weight, pattern, bias, added, activation, feature_major, kept, scales)
         form = result_form(source, index.shape[op], feature_major)
-        product = _dds_product(op, pattern, source, lines, form, added_lines, activation, context)
+        stored = storage_of(values, metadata, scales)
+        product = _dds_product(op, pattern, source, lines, form, added_lines, activation, context, stored)
         call = pattern.call(key, product, op, source.itemsize, form)
         pattern.keep(request, product, call)
     result = empty(source, call.form)
@@ -479,15 +511,16 @@ def dds(
     if call.packed is not None:
         call.packed.follow(values, pattern.generation, context[1])
     if op == DDS_NT:
-        call.run(source_at, result.data_ptr(), values_at, bias_at, residual_at, workspace_at, context[1])
+        x_at, y_at = source_at, result.data_ptr()
     else:
-        call.run(result.data_ptr(), source_at, values_at, 0, 0, workspace_at, context[1])
+        x_at, y_at = result.data_ptr(), source_at
+    call.run(x_at, y_at, values_at, bias_at, residual_at, workspace_at, context[1], metadata_at, scales_at)
     return result
 
 
 def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
     """yᵀ x on the pattern."""
-    result = pattern.run(SDD_TN, y, x, None, None, 0, False, _forced_kernel)
+    result = pattern.run(SDD_TN, y, x, None, None, 0, False, None, None, _forced_kernel)
     if result is not None:
         return result
     out = x.new_empty(*pattern.values_shape)
@@ -515,7 +548,7 @@ def _sdd(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool)
         product = _product(SDD_TN, pattern, x, x_lines, y_lines, context, accumulate=accumulate)
         call = pattern.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
         if not accumulate:
-            pattern.keep((SDD_TN, y, x, None, None, 0, False, context[0]), product, call)
+            pattern.keep((SDD_TN, y, x, None, None, 0, False, None, None, context[0]), product, call)
     workspace = x.new_empty(call.workspace) if call.workspace else None
     workspace_at = 0 if workspace is None else workspace.data_ptr()
     call.run(x_at, y_at, out.data_ptr(), 0, 0, workspace_at, context[1])
@@ -534,6 +567,79 @@ def gather(dense: Tensor, pattern: Prepared) -> Tensor:
     """The values of a dense W."""
     check_dense(dense, pattern.index())
     return blocks_of(dense, pattern.block_shape)[pattern.block_indices()].contiguous()
+
+
+def expand_values(
+    values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Values as a plain storage has them, of that dtype unless they have one."""
+    nnz, bn, bk = values.shape[0], values.shape[1], values.shape[2] * (1 if metadata is None else 2)
+    if scales is None:
+        dtype = values.dtype
+    plain = values.new_empty(nnz, bn, bk, dtype=dtype)
+    device, stream = values.device, 0
+    product = _C.Product(
+        _blocks(nnz, (bn, bk)),
+        DDS_NT,
+        DTYPES[dtype],
+        int(values.is_cuda),
+        0,
+        **storage_of(values, metadata, scales),
+    )
+    with _on(device):
+        if values.is_cuda:
+            values, stream = aligned(values), torch.cuda.current_stream(device).cuda_stream
+            metadata = None if metadata is None else aligned(metadata)
+        addresses = (0 if array is None else array.data_ptr() for array in (values, metadata, scales))
+        product.expand(*addresses, plain.data_ptr(), plain.nbytes, stream)
+    return plain
+
+
+def compress(values: Tensor, mask: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """(compressed, metadata) of plain values, where a mask keeps two of four, or those of the transpose."""
+    nnz, bn, bk = values.shape
+    compressed, metadata = empty_compressed(values, transposed)
+    dtype, stream = {**DTYPES, **QUANTIZED}[values.dtype], 0
+    with _on(values.device):
+        if values.is_cuda:
+            values, mask = aligned(values), aligned(mask)
+            stream = torch.cuda.current_stream(values.device).cuda_stream
+        _C.values_compress(
+            _blocks(nnz, (bn, bk)),
+            int(values.is_cuda),
+            dtype,
+            values.data_ptr(),
+            mask.data_ptr(),
+            transposed,
+            compressed.data_ptr(),
+            metadata.data_ptr(),
+            stream,
+        )
+    return compressed, metadata
+
+
+def empty_compressed(values: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    nnz, rows, columns = values.shape
+    if transposed:
+        rows, columns = columns, rows
+    compressed = values.new_empty(nnz, rows, columns // 2)
+    return compressed, values.new_empty(nnz, columns // COMPRESSIBLE, rows, dtype=torch.int32)
+
+
+def _blocks(nnz: int, block_shape: tuple[int, int]) -> _C.Pattern:
+    """Some pattern of so many blocks, of which only sizes are read."""
+    (bn, bk), rows = block_shape, min(nnz, 1 << 16)
+    columns = -(-nnz // rows) if rows else 0
+    return _C.Pattern(bn, bk, rows * bn, columns * bk, nnz, 0, 0, 0)
+
+
+def storage_of(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> dict[str, Any]:
+    """How values are stored, as `_C.Product` takes it."""
+    return {
+        "storage": int(metadata is not None),
+        "values_dtype": -1 if scales is None else QUANTIZED[values.dtype],
+        "row_scales": scales is not None and scales.dim() == 2,
+    }
 
 
 def blocks_of(matrix: Tensor, block_shape: tuple[int, int]) -> Tensor:
@@ -569,18 +675,23 @@ def prefers_dense(x: Tensor, index: Index) -> bool:
     """Whether writing W out and a dense product are estimated to take less time than the sparse one."""
     if x.device.type != "cuda" or x.dtype not in DTYPES:
         return False
-    tokens, nnz = x.numel() // index.shape[1], index.col_indices.shape[0]
-    if torch.compiler.is_compiling():
-        # Compiled code serves many numbers of tokens: those up to the next power of two share a choice.
-        limit = 1
-        while limit < tokens:
-            limit *= 2
-        tokens = limit
+    tokens, nnz = _tokens_to_choose_by(x, index), index.col_indices.shape[0]
     tf32 = x.dtype == torch.float32 and tf32_allowed()
     faster: bool = _is_dense_faster(
         tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32
     )
     return faster
+
+
+def _tokens_to_choose_by(x: Tensor, index: Index) -> int:
+    """Compiled code serves many numbers of tokens: those up to the next power of two share a choice."""
+    tokens = x.numel() // index.shape[1]
+    if not torch.compiler.is_compiling():
+        return tokens
+    limit = 1
+    while limit < tokens:
+        limit *= 2
+    return limit
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -613,6 +724,37 @@ def _estimate(
     return kernel == EXPAND_AND_RUN_DENSE
 
 
+def multiplies_compressed(x: Tensor, index: Index) -> bool:
+    """Whether a kernel of the device at hand multiplies 2:4 values by x as they are, and is chosen for it."""
+    if x.device.type != "cuda" or x.dtype not in DTYPES:
+        return False
+    tokens, nnz = _tokens_to_choose_by(x, index), index.col_indices.shape[0]
+    reads: bool = _is_compressed_read(tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device())
+    return reads
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_compressed_read(*what: Any) -> bool:
+    return _reads_compressed(*what)
+
+
+@lru_cache(MAX_CALLS)
+def _reads_compressed(
+    tokens: int,
+    nnz: int,
+    shape: tuple[int, int],
+    block_shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: int,
+) -> bool:
+    pattern = _C.Pattern(*block_shape, *shape, nnz, 0, 0, 0)
+    product = _C.Product(
+        pattern, DDS_NT, DTYPES[dtype], 1, tokens, ldx=shape[1], ldy=shape[0], storage=_COMPRESSED
+    )
+    kernel, _ = product.select(_device_info(device))
+    return bool(_C.kernels()[kernel].storages >> _COMPRESSED & 1)
+
+
 @cache
 def _device_info(ordinal: int) -> _C.DeviceInfo:
     return _C.device_info(1, ordinal)
@@ -641,11 +783,12 @@ def _dds_product(
     residual: Lines | None,
     activation: int,
     context: Context,
+    storage: dict[str, Any],
 ) -> _C.Product:
     shape, strides = form
     result_lines = (lines[0], shape[-1], 0) if strides is None else (lines[0], strides[-1], 1)
     x, y = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
-    return _product(op, pattern, source, x, y, context, activation=activation, residual=residual)
+    return _product(op, pattern, source, x, y, context, activation=activation, residual=residual, **storage)
 
 
 def _product(
@@ -658,6 +801,7 @@ def _product(
     activation: int = 0,
     residual: Lines | None = None,
     accumulate: bool = False,
+    **storage: Any,
 ) -> _C.Product:
     kernel, _, device, precision = context
     return _C.Product(
@@ -676,6 +820,7 @@ def _product(
         ldy=y[1],
         residual=residual is not None,
         ldr=0 if residual is None else residual[1],
+        **storage,
     )
 
 

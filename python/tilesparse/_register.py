@@ -16,21 +16,41 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import _launch
 from ._autograd import Product, Tensors, autograd_of, call, transformable
-from ._checks import Index, check_dds, check_dense, check_index, check_sdd, check_values
+from ._checks import (
+    Index,
+    check_dds,
+    check_dense,
+    check_index,
+    check_mask,
+    check_sdd,
+    check_stored,
+    check_values,
+)
 from ._launch import Prepared, dds, expand, gather, prepared, sdd, sdd_into
 from ._layout import empty, result_form
+from .errors import UnsupportedError
 
 _PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
+# How values are stored that are not plain: metadata of 2:4, scales of 8 bits, and whether these are the
+# values of the transposed weight.
+_STORED = "Tensor? metadata=None, Tensor? scales=None, bool transposed=False"
 LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped-call]
 LIB.define(
     f"dds_nt(Tensor x, Tensor values, {_PATTERN}, Tensor? bias=None, Tensor? residual=None, "
-    "int activation=0, bool feature_major=False) -> Tensor"
+    f"int activation=0, bool feature_major=False, {_STORED}) -> Tensor"
 )
-LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=False) -> Tensor")
+LIB.define(
+    f"dds_nt_through(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
+    "bool feature_major, Tensor compressed, Tensor metadata, Tensor? transposed, "
+    "Tensor? transposed_metadata) -> Tensor"
+)
+LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=False, {_STORED}) -> Tensor")
 LIB.define(f"sdd_tn(Tensor y, Tensor x, {_PATTERN}) -> Tensor")
 LIB.define(f"sdd_tn_into(Tensor y, Tensor x, {_PATTERN}, Tensor(a!) out, bool accumulate) -> ()")
 LIB.define(f"expand(Tensor values, {_PATTERN}) -> Tensor")
 LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
+LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tensor, Tensor)")
+LIB.define("expand_values(Tensor values, Tensor? metadata, Tensor? scales, ScalarType dtype) -> Tensor")
 
 
 # ---- kernels: of two factors, or one and None, a pattern, and what `call` takes after it ----
@@ -38,6 +58,21 @@ LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
 
 _dds_nt = partial(dds, _launch.DDS_NT)
 _dds_nn = partial(dds, _launch.DDS_NN)
+
+
+def _dds_nt_through(
+    x: Tensor,
+    values: Tensor,
+    pattern: Prepared,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    feature_major: bool,
+    compressed: Tensor,
+    metadata: Tensor,
+    *_: Tensor | None,
+) -> Tensor:
+    return dds(_launch.DDS_NT, x, compressed, pattern, bias, residual, activation, feature_major, metadata)
 
 
 def _sdd_tn(y: Tensor, x: Tensor, pattern: Prepared, *_: object) -> Tensor:
@@ -68,13 +103,36 @@ def _dds_fake(
     residual: Tensor | None = None,
     activation: int = 0,
     feature_major: bool = False,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+    transposed: bool = False,
 ) -> Tensor:
-    check_dds("x" if op == _launch.DDS_NT else "y", source, values, index, bias, residual)
+    if transposed:  # of the pattern only sizes are read here, which need no other tensors
+        crow, col, slot, shape, block_shape = index
+        index, op = Index(crow, col, slot, shape[::-1], block_shape[::-1]), _launch.DDS_NN - op
+    name = "x" if op == _launch.DDS_NT else "y"
+    check_dds(name, source, values, index, bias, residual, metadata, scales)
     return empty(source, result_form(source, index.shape[op], feature_major))
 
 
 _dds_nt_fake = partial(_dds_fake, _launch.DDS_NT)
 _dds_nn_fake = partial(_dds_fake, _launch.DDS_NN)
+
+
+def _dds_nt_through_fake(
+    x: Tensor,
+    values: Tensor,
+    index: Index,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    feature_major: bool,
+    compressed: Tensor,
+    metadata: Tensor,
+    *_: Tensor | None,
+) -> Tensor:
+    check_values("values", values, index)
+    return _dds_nt_fake(x, compressed, index, bias, residual, activation, feature_major, metadata)
 
 
 def _sdd_tn_fake(y: Tensor, x: Tensor, index: Index, *_: object) -> Tensor:
@@ -100,21 +158,57 @@ def _gather_fake(dense: Tensor, _: None, index: Index, *__: object) -> Tensor:
 
 
 def _dds_nt_gradients(
-    grad: Tensor, x: Tensor, values: Tensor, index: Index, needs: Sequence[bool]
+    grad: Tensor, x: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *stored: Any
 ) -> Tensors:
+    _refuse_gradient(needs[1], *stored)
     return (
-        call(DDS_NN, grad, values, index) if needs[0] else None,
+        call(DDS_NN, grad, values, index, extras=stored) if needs[0] else None,
         call(SDD_TN, grad, x, index) if needs[1] else None,
-        grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None,
-        grad if needs[3] else None,
+        *_added_gradients(grad, needs),
+    )
+
+
+def _added_gradients(grad: Tensor, needs: Sequence[bool]) -> Tensors:
+    """Of bias and residual."""
+    return grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None, grad if needs[3] else None
+
+
+def _refuse_gradient(
+    needed: bool, metadata: Tensor | None = None, scales: Tensor | None = None, transposed: bool = False
+) -> None:
+    if needed and (metadata is not None or scales is not None):
+        raise UnsupportedError(
+            "values: those of 2:4 or 8 bits have no gradient; train plain ones, with a mask for 2:4"
+        )
+
+
+def _dds_nt_through_gradients(
+    grad: Tensor,
+    x: Tensor,
+    values: Tensor,
+    index: Index,
+    needs: Sequence[bool],
+    compressed: Tensor,
+    metadata: Tensor,
+    transposed: Tensor | None,
+    transposed_metadata: Tensor | None,
+) -> Tensors:
+    kept: tuple[Any, ...] = compressed, (metadata, None, False)
+    if transposed is not None:
+        kept = transposed, (transposed_metadata, None, True)
+    return (
+        call(DDS_NN, grad, kept[0], index, extras=kept[1]) if needs[0] else None,
+        call(SDD_TN, grad, x, index) if needs[1] else None,  # as if the weight were plain
+        *_added_gradients(grad, needs),
     )
 
 
 def _dds_nn_gradients(
-    grad: Tensor, y: Tensor, values: Tensor, index: Index, needs: Sequence[bool]
+    grad: Tensor, y: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *stored: Any
 ) -> Tensors:
+    _refuse_gradient(needs[1], *stored)
     return (
-        call(DDS_NT, grad, values, index) if needs[0] else None,
+        call(DDS_NT, grad, values, index, extras=stored) if needs[0] else None,
         call(SDD_TN, y, grad, index) if needs[1] else None,
     )
 
@@ -176,23 +270,70 @@ _REST = None, None, 0, False  # bias, residual, activation and feature_major, of
 
 
 def _differentiable(
-    name: str, factors: int, functions: tuple[Any, Any, Any], optional: int = 0, options: int = 0
+    name: str,
+    factors: int,
+    functions: tuple[Any, Any, Any],
+    optional: int = 0,
+    options: int = 0,
+    extras: int = 0,
 ) -> Product:
     kernel, fake, gradients = functions
     absent = _REST[: len(_REST) - optional - options]
     op = _register(name, factors, kernel, fake, absent)
-    backward, setup_context = autograd_of(gradients, factors, optional, options)
+    backward, setup_context = autograd_of(gradients, factors, optional, options, extras)
     torch.library.register_autograd(f"tilesparse::{name}", backward, setup_context=setup_context, lib=LIB)
     rest = slice(len(absent), None)
     return Product(op, rest, kernel, gradients, transformable(op, backward, setup_context))
 
 
-DDS_NT = _differentiable("dds_nt", 2, (_dds_nt, _dds_nt_fake, _dds_nt_gradients), 2, 2)
-DDS_NN = _differentiable("dds_nn", 2, (_dds_nn, _dds_nn_fake, _dds_nn_gradients), 0, 1)
+DDS_NT = _differentiable("dds_nt", 2, (_dds_nt, _dds_nt_fake, _dds_nt_gradients), 2, 2, 3)
+DDS_NN = _differentiable("dds_nn", 2, (_dds_nn, _dds_nn_fake, _dds_nn_gradients), 0, 1, 3)
+_THROUGH = _dds_nt_through, _dds_nt_through_fake, _dds_nt_through_gradients
+DDS_NT_THROUGH = _differentiable("dds_nt_through", 2, _THROUGH, 2, 2, 4)
 SDD_TN = _differentiable("sdd_tn", 2, (_sdd_tn, _sdd_tn_fake, _sdd_tn_gradients))
 EXPAND = _differentiable("expand", 1, (_expand, _expand_fake, _expand_gradients))
 GATHER = _differentiable("gather", 1, (_gather, _gather_fake, _gather_gradients))
 SDD_TN_INTO = _register("sdd_tn_into", 2, _sdd_tn_into, _sdd_tn_into_fake)
+
+
+# ---- values from one storage to another ----
+
+
+def _compress(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    check_mask(values, mask, transposed)
+    return _launch.compress(values, mask, transposed)
+
+
+def _compress_fake(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    check_mask(values, mask, transposed)
+    return _launch.empty_compressed(values, transposed)
+
+
+def _expand_values(
+    values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    check_stored(values, metadata, scales, dtype)
+    return _launch.expand_values(values, metadata, scales, dtype)
+
+
+def _expand_values_fake(
+    values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    check_stored(values, metadata, scales, dtype)
+    nnz, bn, columns = values.shape
+    of_values = values.dtype if scales is None else dtype
+    return values.new_empty(nnz, bn, columns * (1 if metadata is None else 2), dtype=of_values)
+
+
+def _register_plainly(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    torch.library.register_fake(f"tilesparse::{name}", fake, lib=LIB)
+    for device in ("CPU", "CUDA"):
+        LIB.impl(name, kernel, device)
+    return getattr(torch.ops.tilesparse, name).default
+
+
+COMPRESS = _register_plainly("compress", _compress, _compress_fake)
+EXPAND_VALUES = _register_plainly("expand_values", _expand_values, _expand_values_fake)
 
 
 # ---- work ----
@@ -207,5 +348,5 @@ def _flops(
     return 2 * tokens * col[0] * int(block_shape[0] * block_shape[1])
 
 
-for _name in ("dds_nt", "dds_nn", "sdd_tn", "sdd_tn_into"):
+for _name in ("dds_nt", "dds_nt_through", "dds_nn", "sdd_tn", "sdd_tn_into"):
     register_flop_formula(getattr(torch.ops.tilesparse, _name))(_flops)

@@ -5,6 +5,9 @@ where each block lies. Everything is differentiable, to any order, with respect 
 require it, unless stated otherwise. Names follow Gale et al., "MegaBlocks" (MLSys 2023): the letters
 of dds, sdd and dsd say which of output, left and right factor is sparse.
 
+Values may also be stored in fewer bytes, see `tilesparse.storage`: 2:4, with ``metadata``, or in 8 bits, with
+``scales``. Such values have no gradient.
+
 Operands have dtype float64, float32, float16 or bfloat16, all the same, and lie on one device.
 Sums are taken in float32, or float64 for float64. On CUDA float32 is multiplied in TF32 where
 ``torch.backends.cuda.matmul`` allows it, and otherwise with the error of float32. Under autocast
@@ -29,10 +32,10 @@ from torch import Tensor
 
 from . import _launch
 from ._autograd import call, records_gradient
-from ._checks import Index, check_dds, check_policy, checked_residual
+from ._checks import QUANTIZED, Index, check_dds, check_policy, checked_residual
 from ._private import is_any_autocast_enabled
-from ._register import DDS_NN, DDS_NT, EXPAND, SDD_TN, SDD_TN_INTO
-from .errors import InvalidArgumentError
+from ._register import DDS_NN, DDS_NT, DDS_NT_THROUGH, EXPAND, EXPAND_VALUES, SDD_TN, SDD_TN_INTO
+from .errors import InvalidArgumentError, UnsupportedError
 from .pattern import BlockPattern
 
 _DIFFERENTIABLE = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
@@ -48,12 +51,14 @@ def linear(
     residual: Tensor | None = None,
     feature_major_output: bool = False,
     policy: str = "sparse",
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """activation(x Wᵀ + bias) + residual, as ``torch.nn.functional.linear``.
 
     Args:
         x: [..., in_features].
-        values: [nnz, bn, bk], contiguous.
+        values: [nnz, bn, bk], contiguous; [nnz, bn, bk / 2] with ``metadata``.
         pattern: where the blocks lie.
         bias: [out_features] or None.
         activation: "none", "relu", "gelu" (the exact one, with erf; float16 and bfloat16 on CUDA compute it
@@ -71,14 +76,16 @@ def linear(
             the zeros as well. "auto" is whichever of the two the library estimates to be faster for so
             many tokens on the GPU at hand, sparse where it has no estimate; TILESPARSE_LOG=1 tells which,
             and compiled code settles on one when it is traced.
+        metadata: of 2:4 values, int32 [nnz, bk / 32, bn], see `storage.compress`.
+        scales: of int8 or float8_e4m3fn values, float32 [nnz, bn] or [nnz], see `storage.quantize`.
 
     Returns:
         [..., out_features].
     """
     check_policy(policy)
-    return linear_on(
-        x, values, pattern.index_on(values.device), bias, activation, residual, feature_major_output, policy
-    )
+    index = pattern.index_on(values.device)
+    stored = metadata, scales
+    return linear_on(x, values, index, bias, activation, residual, feature_major_output, policy, stored)
 
 
 def linear_on(
@@ -90,8 +97,9 @@ def linear_on(
     residual: Tensor | None = None,
     feature_major: bool = False,
     policy: str = "sparse",
+    stored: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """`linear` for a pattern as operators take it."""
+    """`linear` for a pattern as operators take it, of values with metadata and scales."""
     code = _launch.ACTIVATIONS.get(activation)
     if code is None:
         raise InvalidArgumentError(
@@ -99,16 +107,53 @@ def linear_on(
         )
     if is_any_autocast_enabled():
         x, values, bias, residual = _autocast(x, values, bias, residual)
+    extras = _extras(values, *stored)
     if policy != "sparse" and (policy == "dense" or _launch.prefers_dense(x, index)):
-        return _expanded_linear(x, values, index, bias, activation, residual, feature_major)
+        check_dds("x", x, values, index, bias, residual, *stored)
+        plain = EXPAND_VALUES(values, *stored, x.dtype) if extras else values
+        return _expanded_linear(x, plain, index, bias, activation, residual, feature_major)
     if code == 0 or not records_gradient((x, values, bias, residual)):
-        return call(DDS_NT, x, values, index, bias, residual, code, feature_major)
+        return call(DDS_NT, x, values, index, bias, residual, code, feature_major, extras)
     # A fused activation has no gradient.
-    y = _DIFFERENTIABLE[activation](call(DDS_NT, x, values, index, bias, None, 0, feature_major))
+    y = call(DDS_NT, x, values, index, bias, None, 0, feature_major, extras)
+    y = _DIFFERENTIABLE[activation](y)
     return y if residual is None else y + checked_residual(residual, y)
 
 
-def dds(a: Tensor, values: Tensor, pattern: BlockPattern, *, transpose: bool = True) -> Tensor:
+def linear_through(
+    x: Tensor,
+    values: Tensor,
+    index: Index,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    kept: tuple[Tensor | None, ...],
+) -> Tensor:
+    """`linear` with the compressed values, whose gradient passes to ``values`` as if those were multiplied.
+
+    ``kept``: compressed values and metadata, and both of the transposed weight, or None twice.
+    """
+    return call(DDS_NT_THROUGH, x, values, index, bias, residual, 0, False, kept)
+
+
+def _extras(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> tuple[Any, ...]:
+    if metadata is None and scales is None:
+        return ()
+    if records_gradient((values,)):
+        raise UnsupportedError(
+            "values: those of 2:4 or 8 bits have no gradient; train plain ones, with a mask for 2:4"
+        )
+    return metadata, scales, False
+
+
+def dds(
+    a: Tensor,
+    values: Tensor,
+    pattern: BlockPattern,
+    *,
+    transpose: bool = True,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
     """Dense times sparse: a Wᵀ, or a W with ``transpose=False``.
 
     Args:
@@ -116,11 +161,13 @@ def dds(a: Tensor, values: Tensor, pattern: BlockPattern, *, transpose: bool = T
         values: [nnz, bn, bk], contiguous.
         pattern: where the blocks lie.
         transpose: whether W is transposed.
+        metadata: of 2:4 values, see `linear`.
+        scales: of values in 8 bits, see `linear`.
 
     Returns:
         [..., out_features], or [..., in_features] with ``transpose=False``.
     """
-    return _dds(a, values, pattern, transpose, feature_major=False)
+    return _dds(a, values, pattern, transpose, False, (metadata, scales))
 
 
 def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = False) -> Tensor:
@@ -173,13 +220,20 @@ def sdd(
     return out
 
 
-def _dds(a: Tensor, values: Tensor, pattern: BlockPattern, transpose: bool, feature_major: bool) -> Tensor:
+def _dds(
+    a: Tensor,
+    values: Tensor,
+    pattern: BlockPattern,
+    transpose: bool,
+    feature_major: bool,
+    stored: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
     if is_any_autocast_enabled():
         a, values = _autocast(a, values)
     index = pattern.index_on(values.device)
-    if transpose:
-        return call(DDS_NT, a, values, index, feature_major=feature_major)
-    return call(DDS_NN, a, values, index, feature_major=feature_major)
+    extras = _extras(values, *stored)
+    product = DDS_NT if transpose else DDS_NN
+    return call(product, a, values, index, feature_major=feature_major, extras=extras)
 
 
 def _expanded_linear(
@@ -191,7 +245,6 @@ def _expanded_linear(
     residual: Tensor | None,
     feature_major: bool,
 ) -> Tensor:
-    check_dds("x", x, values, index, bias, residual)
     weight = call(EXPAND, values, None, index)
     if feature_major:
         columns = x.reshape(-1, index.shape[1]).t()
@@ -215,4 +268,9 @@ def _autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 
 def _is_castable(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    return tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return (
+        tensor is not None
+        and tensor.is_floating_point()
+        and tensor.dtype != torch.float64
+        and tensor.dtype not in QUANTIZED
+    )
