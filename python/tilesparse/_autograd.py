@@ -96,7 +96,8 @@ class _Recorded(torch.autograd.Function):
         ctx.save_for_backward(first if need[2] else None, second if need[1] else None, *tensors_of(extras))
         # A layer that loads another number of blocks gives its parameter other memory and another shape.
         weight = second if type(second) is torch.nn.Parameter else None
-        ctx.of = product, index, pattern, pattern.generation, weight
+        shape = None if weight is None else weight.shape
+        ctx.of = product, index, pattern, pattern.generation, weight, shape
         ctx.extras = without_tensors(extras)
         return product.kernel(first, second, pattern, bias, residual, activation, feature_major, *extras)
 
@@ -114,15 +115,20 @@ _record: Callable[..., Tensor] = getattr(super(torch.autograd.Function, _Recorde
 
 
 def _unchanged(
-    product: Product, index: Index, pattern: Prepared, generation: int, weight: Tensor | None
+    product: Product,
+    index: Index,
+    pattern: Prepared,
+    generation: int,
+    weight: Tensor | None,
+    shape: torch.Size | None,
 ) -> tuple[Product, Index]:
     """The product and its pattern, unless a gradient would be that of other blocks."""
     now = prepared(index)
     if now is not pattern or now.generation != generation:
         raise PatternChangedError("the pattern was updated between this product's forward and backward pass")
-    if weight is not None and weight.shape != pattern.values_shape:
+    if weight is not None and shape is not None and weight.shape != shape:
         raise PatternChangedError(
-            f"the weight was {list(pattern.values_shape)} in the forward pass and is now "
+            f"the weight was {list(shape)} in the forward pass and is now "
             f"{list(weight.shape)}: another pattern was loaded in between"
         )
     return product, index
@@ -172,15 +178,14 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # ---- the long route ----
 
 
-def autograd_of(gradients: Gradients, factors: int, optional: int, options: int, extras: int) -> Any:
+def autograd_of(gradients: Gradients, factors: int, optional: int, options: int) -> Any:
     """(backward, setup_context) for ``torch.library.register_autograd``.
 
     Args:
         gradients: see `Product`.
         factors: how many tensors come before the pattern.
         optional: how many may come after it.
-        options: how many arguments follow that are no tensors.
-        extras: how many follow these that have no gradient.
+        options: how many arguments follow that are no tensors, and then extras.
     """
     fields = len(Index._fields)
 
@@ -193,7 +198,7 @@ def autograd_of(gradients: Gradients, factors: int, optional: int, options: int,
         second = inputs[1] if factors > 1 else None
         need = ctx.needs_input_grad
         first = inputs[0] if factors > 1 and need[1] else None
-        given = inputs[len(inputs) - extras :]
+        given = inputs[factors + fields + optional + options :]
         ctx.save_for_backward(first, second if need[0] else None, *index[:3], *tensors_of(given))
         ctx.shapes, ctx.extras = index[3:], without_tensors(given)
 
@@ -204,12 +209,8 @@ def autograd_of(gradients: Gradients, factors: int, optional: int, options: int,
         needs = (*need[:factors], *need[factors + fields : factors + fields + optional])
         given = with_tensors(ctx.extras, tensors)
         of_tensors = gradients(grad, first, second, index, (*needs, *(False,) * optional), *given)
-        return (
-            *of_tensors[:factors],
-            *(None,) * fields,
-            *of_tensors[factors:],
-            *(None,) * (options + extras),
-        )
+        rest = (None,) * (options + len(given))
+        return (*of_tensors[:factors], *(None,) * fields, *of_tensors[factors:], *rest)
 
     return backward, setup_context
 

@@ -590,8 +590,9 @@ def expand_values(
         if values.is_cuda:
             values, stream = aligned(values), torch.cuda.current_stream(device).cuda_stream
             metadata = None if metadata is None else aligned(metadata)
-        addresses = (0 if array is None else array.data_ptr() for array in (values, metadata, scales))
-        product.expand(*addresses, plain.data_ptr(), plain.nbytes, stream)
+        metadata_at = 0 if metadata is None else metadata.data_ptr()
+        scales_at = 0 if scales is None else scales.data_ptr()
+        product.expand(values.data_ptr(), metadata_at, scales_at, plain.data_ptr(), plain.nbytes, stream)
     return plain
 
 

@@ -275,21 +275,20 @@ def _differentiable(
     functions: tuple[Any, Any, Any],
     optional: int = 0,
     options: int = 0,
-    extras: int = 0,
 ) -> Product:
     kernel, fake, gradients = functions
     absent = _REST[: len(_REST) - optional - options]
     op = _register(name, factors, kernel, fake, absent)
-    backward, setup_context = autograd_of(gradients, factors, optional, options, extras)
+    backward, setup_context = autograd_of(gradients, factors, optional, options)
     torch.library.register_autograd(f"tilesparse::{name}", backward, setup_context=setup_context, lib=LIB)
     rest = slice(len(absent), None)
     return Product(op, rest, kernel, gradients, transformable(op, backward, setup_context))
 
 
-DDS_NT = _differentiable("dds_nt", 2, (_dds_nt, _dds_nt_fake, _dds_nt_gradients), 2, 2, 3)
-DDS_NN = _differentiable("dds_nn", 2, (_dds_nn, _dds_nn_fake, _dds_nn_gradients), 0, 1, 3)
+DDS_NT = _differentiable("dds_nt", 2, (_dds_nt, _dds_nt_fake, _dds_nt_gradients), 2, 2)
+DDS_NN = _differentiable("dds_nn", 2, (_dds_nn, _dds_nn_fake, _dds_nn_gradients), 0, 1)
 _THROUGH = _dds_nt_through, _dds_nt_through_fake, _dds_nt_through_gradients
-DDS_NT_THROUGH = _differentiable("dds_nt_through", 2, _THROUGH, 2, 2, 4)
+DDS_NT_THROUGH = _differentiable("dds_nt_through", 2, _THROUGH, 2, 2)
 SDD_TN = _differentiable("sdd_tn", 2, (_sdd_tn, _sdd_tn_fake, _sdd_tn_gradients))
 EXPAND = _differentiable("expand", 1, (_expand, _expand_fake, _expand_gradients))
 GATHER = _differentiable("gather", 1, (_gather, _gather_fake, _gather_gradients))

@@ -106,7 +106,7 @@ def linear_on(
             f"activation: one of {list(_launch.ACTIVATIONS)} expected, got {activation!r}"
         )
     if is_any_autocast_enabled():
-        x, values, bias, residual = _autocast(x, values, bias, residual)
+        x, values, bias, residual = autocast(x, values, bias, residual)
     extras = _extras(values, *stored)
     if policy != "sparse" and (policy == "dense" or _launch.prefers_dense(x, index)):
         check_dds("x", x, values, index, bias, residual, *stored)
@@ -206,7 +206,7 @@ def sdd(
         [nnz, bn, bk]; ``out`` where given.
     """
     if is_any_autocast_enabled():
-        y, x = _autocast(y, x)
+        y, x = autocast(y, x)
     index = pattern.index_on(x.device)
     if out is None:
         if accumulate:
@@ -229,7 +229,7 @@ def _dds(
     stored: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     if is_any_autocast_enabled():
-        a, values = _autocast(a, values)
+        a, values = autocast(a, values)
     index = pattern.index_on(values.device)
     extras = _extras(values, *stored)
     product = DDS_NT if transpose else DDS_NN
@@ -257,11 +257,11 @@ def _expanded_linear(
     return y if residual is None else y + residual
 
 
-def _autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+def autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """The tensors as autocast wants them on the device of the first."""
     tensors = (first, *others)
     device = first.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    if not is_any_autocast_enabled() or device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(tensor.to(dtype) if _is_castable(tensor) else tensor for tensor in tensors)

@@ -10,15 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._checks import Index, check_block_shape, check_policy, check_shapes
-from ._launch import blocks_of, prepared, update_of
+from ._autograd import records_gradient
+from ._checks import Index, check_block_shape, check_compressible, check_policy, check_shapes
+from ._launch import blocks_of, multiplies_compressed, prepared, update_of
 from ._private import transforms_active, version
-from .errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
-from .functional import linear_on
+from ._register import COMPRESS
+from .errors import (
+    InvalidArgumentError,
+    InvalidPatternError,
+    UnsupportedError,
+    UnsynchronizedPatternError,
+)
+from .functional import autocast, linear_on, linear_through
 from .matrix import BlockSparseMatrix
 from .pattern import BlockPattern
+from .storage import QUANTIZED_BY_NAME, check_nm, check_storage, expand, forms_of, stored_as, two_of_four
 
 _ARRAYS = ("crow_indices", "col_indices", "slot")
+_STORED = ("mask", "metadata", "scales")  # what some storages have besides the weight
 
 # Where a layer's pattern comes from: a file or another process; this process, so that others may have another
 # one; or nowhere yet.
@@ -39,6 +48,13 @@ class BlockSparseLinear(nn.Module):
     with its default arguments, otherwise `tilesparse.parallel.synchronize_patterns` does: the first training
     step of a layer that has drawn its pattern by itself raises where neither has.
 
+    With ``nm=(2, 4)`` only two of each four neighbours in a row of a block are multiplied, those of largest
+    magnitude at first. In the storage "plain", the one that can be trained, the weight keeps all of them and
+    the bool buffer `mask` says which: the gradient passes straight to the weight as if there were no mask
+    (Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", ICLR 2021), see
+    `tilesparse.train.MaskSchedule`. Other storages take fewer bytes, for inference and for adapters beside
+    the layer: their weight has no gradient, and x has its own.
+
     On the meta device a layer has sizes only. Once it has left it (`to_empty`), the pattern comes from
     `load_state_dict`, `layer.pattern = pattern` or `reset_parameters`; forward raises before.
 
@@ -51,13 +67,20 @@ class BlockSparseLinear(nn.Module):
             for both.
         pattern: the blocks to keep, copied; `density` and `block_shape` are then taken from it.
         policy: "sparse", "auto" or "dense", see `functional.linear`.
+        nm: (2, 4) for 2:4 inside the blocks, or None.
+        transposable: whether two of each four neighbours in a column are kept as well, so that the gradient
+            of x is a 2:4 product, too.
+        storage: "plain", "compressed" (2:4 alone), "int8" or "float8_e4m3fn", see `to_storage`.
         device: of the parameters and buffers.
         dtype: of the parameters: float64, float32, float16 or bfloat16.
         generator: a CPU generator for the pattern and the initial values.
 
     Attributes:
-        weight: Parameter [nnz, bn, bk], the kept blocks.
+        weight: Parameter [nnz, bn, bk], the kept blocks; [nnz, bn, bk / 2] where 2:4 is not stored plain.
         bias: Parameter [out_features] or None.
+        mask: bools [nnz, bn, bk] of plain 2:4, otherwise None.
+        metadata: int32 [nnz, bk / 32, bn] of 2:4 that is not plain, otherwise None; see `storage.compress`.
+        scales: float32 [nnz, bn] or [nnz] of 8 bits, otherwise None; see `storage.quantize`.
         policy: as given; may be changed at any time, and is not part of ``state_dict()``.
 
     Raises:
@@ -72,6 +95,9 @@ class BlockSparseLinear(nn.Module):
     crow_indices: Tensor
     col_indices: Tensor
     slot: Tensor
+    mask: Tensor | None
+    metadata: Tensor | None
+    scales: Tensor | None
 
     def __init__(
         self,
@@ -83,11 +109,16 @@ class BlockSparseLinear(nn.Module):
         block_shape: int | Sequence[int] = (32, 32),
         pattern: BlockPattern | None = None,
         policy: str = "sparse",
+        nm: Sequence[int] | None = None,
+        transposable: bool = False,
+        storage: str = "plain",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        check_nm(nm, transposable)
+        check_storage(storage, nm)
         if pattern is None:
             pattern = BlockPattern.random(
                 (out_features, in_features), block_shape=block_shape, density=density, generator=generator
@@ -99,10 +130,18 @@ class BlockSparseLinear(nn.Module):
         self.out_features, self.in_features = self._shape = pattern.shape
         self._block_shape = pattern.block_shape
         self.policy = policy
-        self.weight = nn.Parameter(torch.empty(pattern.nnz, *pattern.block_shape, device=device, dtype=dtype))
+        self._nm, self._transposable, self._storage = _as_nm(nm), transposable, storage
+        self._check_blocks()
+        self.register_parameter("weight", None)  # comes first
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         )
+        for name in _STORED:
+            self.register_buffer(name, None)
+        like = torch.empty(0, device=device, dtype=dtype)
+        self._dtype = like.dtype  # of plain values
+        self._storage_error = 0.0
+        self._allocate(pattern.nnz, like)
         for name in _ARRAYS:
             self.register_buffer(name, getattr(pattern, name).to(self.weight.device, copy=True))
         self._mark(_MISSING if self.weight.is_meta else _OWN)
@@ -118,6 +157,9 @@ class BlockSparseLinear(nn.Module):
         pattern: BlockPattern | None = None,
         scores: Tensor | None = None,
         policy: str = "sparse",
+        nm: Sequence[int] | None = None,
+        transposable: bool = False,
+        storage: str = "plain",
     ) -> BlockSparseLinear:
         """A layer with the best blocks of a dense one: same values, dtype, device and mode.
 
@@ -130,8 +172,12 @@ class BlockSparseLinear(nn.Module):
             pattern: the blocks to keep; `density` and `block_shape` are then taken from it.
             scores: what to keep, higher is better: one number per block [out_features / bn,
                 in_features / bk], or one per weight [out_features, in_features], which are summed
-                over each block. None scores blocks by their Frobenius norm.
+                over each block, and by which ``nm`` chooses. None scores blocks by their Frobenius norm,
+                and weights by their magnitude.
             policy: "sparse", "auto" or "dense", see `functional.linear`.
+            nm: (2, 4) for 2:4 inside the blocks, or None.
+            transposable: see the class.
+            storage: "plain", "compressed", "int8" or "float8_e4m3fn", see `to_storage`.
 
         Raises:
             InvalidArgumentError: `linear` is no `torch.nn.Linear` or cannot be cut into these blocks, its
@@ -143,32 +189,211 @@ class BlockSparseLinear(nn.Module):
         weight, bias = linear.weight.detach(), linear.bias
         if pattern is None:
             pattern = _best_blocks(weight, scores, density, check_block_shape(block_shape))
+        check_nm(nm, transposable)
+        check_storage(storage, nm)
         layer = cls(
             linear.in_features,
             linear.out_features,
             bias is not None,
             pattern=pattern,
             policy=policy,
+            nm=nm,
+            transposable=transposable,
             device="meta",
             dtype=weight.dtype,
         ).to_empty(device=weight.device)
         layer.pattern = pattern
+        on_device = pattern.to(weight.device)
         with torch.no_grad():
-            layer.weight.copy_(BlockSparseMatrix.from_dense(weight, pattern.to(weight.device)).values)
+            layer.weight.copy_(BlockSparseMatrix.from_dense(weight, on_device).values)
             layer.weight.requires_grad_(linear.weight.requires_grad)
             if layer.bias is not None:
                 layer.bias.copy_(bias)
                 layer.bias.requires_grad_(bias.requires_grad)
-        return layer.train(linear.training)
+            if nm is not None and not weight.is_meta:
+                by_weight = scores if scores is not None and scores.shape == weight.shape else weight.abs()
+                layer.update_mask_(BlockSparseMatrix.from_dense(by_weight, on_device).values)
+        return layer.to_storage(storage).train(linear.training)
 
     def to_linear(self) -> nn.Linear:
         """The dense layer with the same weight, zero where no block is kept; parameters are copies."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        dense = BlockSparseMatrix(self.weight.detach(), self.pattern).to_dense()
+        dense = BlockSparseMatrix(self.plain_values(), self.pattern).to_dense()
         linear.weight = nn.Parameter(dense, self.weight.requires_grad)
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
         return linear.train(self.training)
+
+    def to_semi_structured(self) -> Tensor:
+        """The weight [out_features, in_features] as PyTorch's 2:4 tensor, for a pattern without gaps.
+
+        Raises:
+            UnsupportedError: the layer is not 2:4, blocks are missing, or PyTorch cannot make one here.
+        """
+        if self._nm is None or self.density < 1:
+            raise UnsupportedError(
+                f"to_semi_structured: 2:4 with every block kept expected, got nm={self._nm} with density "
+                f"{self.density:.4g}"
+            )
+        try:
+            return torch.sparse.to_sparse_semi_structured(self.to_linear().weight.detach())
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise UnsupportedError(f"to_semi_structured: PyTorch refuses: {error}") from error
+
+    @property
+    def nm(self) -> tuple[int, int] | None:
+        """(2, 4) where two of four weights in a block are multiplied, otherwise None."""
+        return self._nm
+
+    @property
+    def transposable(self) -> bool:
+        """Whether masks are chosen so that two of four are kept in columns as well."""
+        return self._transposable
+
+    @property
+    def storage(self) -> str:
+        """How the weight is stored: "plain", "compressed", "int8" or "float8_e4m3fn"."""
+        return self._storage
+
+    @torch.no_grad()
+    def set_nm(
+        self, nm: Sequence[int] | None, *, scores: Tensor | None = None, transposable: bool = False
+    ) -> BlockSparseLinear:
+        """Begins or ends 2:4 inside the blocks; the weight stays as it is, and so do optimizers.
+
+        Args:
+            nm: (2, 4), or None for plain blocks, in which what was masked counts again.
+            scores: see `update_mask_`.
+            transposable: see the class.
+
+        Returns:
+            The layer.
+
+        Raises:
+            UnsupportedError: the storage is not "plain".
+            InvalidArgumentError: blocks are not 32, 64 or 128 wide, or another argument is not allowed.
+        """
+        check_nm(nm, transposable)
+        self._check_trainable("set_nm")
+        before = self._nm, self._transposable
+        self._nm, self._transposable = _as_nm(nm), transposable
+        try:
+            self._check_blocks()
+        except InvalidArgumentError:
+            self._nm, self._transposable = before
+            raise
+        self.mask = None if nm is None else torch.ones_like(self.weight, dtype=torch.bool)
+        return self if nm is None else self.update_mask_(scores)
+
+    @torch.no_grad()
+    def update_mask_(self, scores: Tensor | None = None) -> BlockSparseLinear:
+        """Chooses anew which two of four weights are multiplied. Nothing waits for a GPU.
+
+        Args:
+            scores: [nnz, bn, bk], higher is better; None is the magnitude of the weight.
+
+        Returns:
+            The layer.
+
+        Raises:
+            UnsupportedError: the layer is not 2:4, or its storage is not "plain".
+            InvalidArgumentError: ``scores`` has another shape.
+        """
+        self._check_trainable("update_mask_")
+        if self.mask is None:
+            raise UnsupportedError("update_mask_: nm=(2, 4) expected, got None")
+        scores = self.weight.detach().abs() if scores is None else scores
+        if scores.shape != self.mask.shape:
+            raise InvalidArgumentError(
+                f"scores: shape {tuple(self.mask.shape)} expected, got {tuple(scores.shape)}"
+            )
+        self.mask.copy_(two_of_four(scores, transposable=self._transposable))
+        return self
+
+    @torch.no_grad()
+    def plain_values(self) -> Tensor:
+        """What products multiply by: a copy [nnz, bn, bk], zero where a mask says so, without gradient."""
+        if self._storage == "plain":
+            weight = self.weight.detach()
+            return weight.clone() if self.mask is None else torch.where(self.mask, weight, 0)
+        return expand(self.weight, self.metadata, self.scales, self._dtype)
+
+    @torch.no_grad()
+    def to_storage(self, storage: str, *, per: str = "row") -> BlockSparseLinear:
+        """Stores the weight in another way, in place.
+
+        ``weight`` becomes another Parameter, so optimizers have to be built again; only "plain" has a
+        gradient. `storage_error` says afterwards what got lost.
+
+        Args:
+            storage: "plain"; "compressed": the kept half of 2:4, and metadata; "int8" or "float8_e4m3fn":
+                8 bits and scales, of 2:4 the kept half alone.
+            per: of 8 bits, what has a scale of its own: "row" of a block or "block".
+
+        Returns:
+            The layer.
+
+        Raises:
+            InvalidArgumentError: another storage, or one that is for 2:4; the weight is not finite, for 8
+                bits.
+        """
+        check_storage(storage, self._nm)
+        if storage == self._storage:
+            return self
+        if self.weight.is_meta:
+            self._storage = storage
+            self._allocate(self.col_indices.shape[0], torch.empty(0, dtype=self._dtype, device="meta"))
+            return self
+        plain = self.plain_values()
+        mask = self._kept()
+        values, stored = stored_as(plain, mask, storage, per)
+        self._storage, self._dtype = storage, plain.dtype
+        self.weight = nn.Parameter(values, requires_grad=storage == "plain")
+        for name in _STORED:
+            setattr(self, name, stored.get(name))
+        now = self.plain_values()
+        norm = torch.linalg.vector_norm(plain, dtype=torch.float64)
+        lost = torch.linalg.vector_norm(now.double() - plain.double())
+        self._storage_error = float(lost / norm) if float(norm) > 0 else 0.0
+        return self
+
+    @property
+    def storage_error(self) -> float:
+        """What the last `to_storage` lost: the Frobenius norm of what W changed by, over that of W."""
+        return self._storage_error
+
+    def _kept(self) -> Tensor | None:
+        """The mask of 2:4, however it is stored."""
+        if self._nm is None or self.mask is not None:
+            return self.mask
+        ones = torch.ones(self.weight.shape, dtype=torch.float32, device=self.weight.device)
+        return expand(ones, self.metadata) != 0
+
+    def _check_blocks(self) -> None:
+        if self._nm is not None:
+            check_compressible("nm: 2:4", self._block_shape)
+        if self._transposable:
+            check_compressible("transposable: 2:4", self._block_shape, transposed=True)
+
+    def _check_trainable(self, method: str) -> None:
+        if self._storage != "plain":
+            raise UnsupportedError(
+                f"{method}: the storage 'plain' expected, got {self._storage!r}; call to_storage('plain')"
+            )
+
+    def _forms(
+        self, nnz: int, block_shape: tuple[int, int], row_scales: bool = True
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of the weight, and of what is stored with it, for so many blocks."""
+        return forms_of(nnz, block_shape, self._nm, self._storage, self._dtype, row_scales)
+
+    def _allocate(self, nnz: int, like: Tensor) -> None:
+        forms = self._forms(nnz, self._block_shape)
+        shape, dtype = forms.pop("weight")
+        self.weight = nn.Parameter(like.new_empty(shape, dtype=dtype), self._storage == "plain")
+        for name in _STORED:
+            form = forms.get(name)
+            setattr(self, name, None if form is None else like.new_zeros(form[0], dtype=form[1]))
 
     @property
     def pattern(self) -> BlockPattern:
@@ -242,9 +467,18 @@ class BlockSparseLinear(nn.Module):
             )
         bn, bk = self._block_shape
         fan_in = self.crow_indices.diff() * bk
+        if self._nm is not None:
+            fan_in = fan_in // 2
         bound = torch.where(fan_in > 0, fan_in.rsqrt(), 0.0)
         block_rows, _ = self.pattern.block_indices()
+        storage = self._storage
+        if storage != "plain":
+            self._storage = "plain"
+            self._allocate(len(block_rows), self.weight.new_empty(0, dtype=self._dtype))
         _draw(self.weight, bound[block_rows, None, None], generator)
+        if self.mask is not None:
+            self.update_mask_()
+        self.to_storage(storage)
         if self.bias is not None:
             _draw(self.bias, bound.repeat_interleave(bn, output_size=self.out_features), generator)
 
@@ -257,7 +491,33 @@ class BlockSparseLinear(nn.Module):
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # parametrizations and the like put attributes in their places
             weight, bias = self.weight, self.bias
-        return linear_on(x, weight, self._index(), bias, "none", residual, False, self._policy)
+        index = self._index()
+        if self.mask is not None:
+            return self._masked_linear(x, weight, self.mask, index, bias, residual)
+        stored = self.metadata, self.scales
+        return linear_on(x, weight, index, bias, "none", residual, False, self._policy, stored)
+
+    def _masked_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        mask: Tensor,
+        index: Index,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """Of plain 2:4. Compressed in every call: what is written to a weight is not always seen."""
+        x, weight, bias, residual = autocast(x, weight, bias, residual)
+        if self._policy != "sparse" or not multiplies_compressed(x, index):
+            masked = _straight_through(weight, mask)
+            return linear_on(x, masked, index, bias, "none", residual, False, self._policy)
+        compressed, metadata = COMPRESS(weight.detach(), mask, False)
+        if not records_gradient((weight,)):
+            return linear_on(x, compressed, index, bias, residual=residual, stored=(metadata, None))
+        transposed: tuple[Tensor | None, Tensor | None] = None, None
+        if self._transposable and x.requires_grad:
+            transposed = COMPRESS(weight.detach(), mask, True)
+        return linear_through(x, weight, index, bias, residual, (compressed, metadata, *transposed))
 
     def pack(self, enabled: bool = True) -> BlockSparseLinear:
         """Keeps a copy of the weight in the order in which kernels multiply it, for inference.
@@ -280,7 +540,10 @@ class BlockSparseLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return _representation(self) + ("" if self.policy == "sparse" else f", policy={self.policy!r}")
+        text = _representation(self) + ("" if self.policy == "sparse" else f", policy={self.policy!r}")
+        text += "" if self._nm is None else f", nm={self._nm}"
+        text += ", transposable=True" if self._transposable else ""
+        return text + ("" if self._storage == "plain" else f", storage={self._storage!r}")
 
     def _index(self) -> Index:
         buffers: dict[str, Any] = self._buffers  # __getattr__ takes longer
@@ -344,14 +607,20 @@ class BlockSparseLinear(nn.Module):
     # What torch.nn.Module calls to move, save, copy and load a layer.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSparseLinear:
-        before = {name: self.get_buffer(name) for name in _ARRAYS}
+        before: dict[str, Any] = {name: self._buffers[name] for name in (*_ARRAYS, *_STORED)}
+        weight = self.weight.detach() if self._storage in QUANTIZED_BY_NAME else None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
-            new = self.get_buffer(name)
+            new: Any = self._buffers[name]
             # to_empty leaves them uninitialised, type() may round them.
             if new is not old:
-                kept = new.to(torch.int32) if old.is_meta else old.to(new.device, copy=True)
-                self._buffers[name] = kept
+                self._buffers[name] = _as_before(new, old)
+        if weight is not None:
+            if self.weight.dtype != weight.dtype:
+                self.weight.data = _as_before(self.weight.detach(), weight)
+            self._dtype = fn(torch.empty(0, dtype=self._dtype, device=weight.device)).dtype
+        else:
+            self._dtype = self.weight.dtype
         self._mark(_MISSING if before["slot"].is_meta or self.slot.is_meta else self._origin)
         return self
 
@@ -388,7 +657,7 @@ class BlockSparseLinear(nn.Module):
                 del state_dict[name]  # PyTorch's copy: what parametrizes the weight is not loaded, either
             return
         if pattern is not None:
-            self._make_room(pattern)
+            self._make_room(pattern, own.get("scales"))
         with nullcontext() if pattern is None or self.slot.is_meta else update_of(self._index()):
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -401,7 +670,7 @@ class BlockSparseLinear(nn.Module):
 
     def _checked_pattern(self, state: Mapping[str, Any]) -> BlockPattern | None:
         """The pattern of a saved layer, once everything saved is known to fit together; None without one."""
-        known = ("weight", "bias", *_ARRAYS)
+        known = ("weight", "bias", *_ARRAYS, *_STORED)
         for name in known:
             if name in state and not isinstance(state[name], Tensor):
                 raise InvalidArgumentError(f"{name}: a tensor expected, got {type(state[name]).__name__}")
@@ -420,7 +689,11 @@ class BlockSparseLinear(nn.Module):
             weight = state.get("weight")
             if weight is not None and weight.dim() != 3:
                 raise InvalidArgumentError(f"weight: [nnz, bn, bk] expected, got shape {tuple(weight.shape)}")
-            block_shape = self._block_shape if weight is None else tuple(weight.shape[1:])
+            self._check_stored(state)
+            block_shape = self._block_shape
+            if weight is not None:
+                bn, columns = weight.shape[1:]
+                block_shape = bn, columns * (1 if self.metadata is None else 2)
             pattern = self._check_arrays(arrays, block_shape)
             shape = (pattern.nnz, *pattern.block_shape)
             if shape != own and (weight is None or type(self._parameters.get("weight")) is not nn.Parameter):
@@ -428,24 +701,47 @@ class BlockSparseLinear(nn.Module):
                     f"col_indices: {own[0]} blocks of {own[1:]} expected, since the weight is not a "
                     f"plain parameter whose shape can change, got {shape[0]} of {shape[1:]}"
                 )
-        for name, expected in (("weight", shape), ("bias", (self.out_features,))):
+        scales = state.get("scales")
+        forms = self._forms(shape[0], shape[1:], scales is None or scales.dim() != 1)
+        shapes = {name: form for name, (form, _) in forms.items()}
+        for name, expected in (*shapes.items(), ("bias", (self.out_features,))):
             if name in state and state[name].shape != expected:
                 raise InvalidArgumentError(
                     f"{name}: shape {expected} expected, got {tuple(state[name].shape)}"
                 )
         return pattern
 
-    def _make_room(self, pattern: BlockPattern) -> None:
+    def _check_stored(self, state: Mapping[str, Any]) -> None:
+        """That what is to be loaded is stored as the layer is."""
+        own = f"the layer has nm={self._nm} and storage {self._storage!r}"
+        for name in _STORED:
+            if (name in state) != (self._buffers[name] is not None):
+                given = "there" if name in state else "missing"
+                raise InvalidArgumentError(
+                    f"{name}: {given}, but {own}; call to_storage or set_nm to have them alike"
+                )
+        weight = state.get("weight")
+        dtypes = {self.weight.dtype if weight is None else weight.dtype, self.weight.dtype}
+        if len(dtypes) > 1 and not dtypes.isdisjoint(QUANTIZED_BY_NAME.values()):
+            raise InvalidArgumentError(
+                f"weight: {self.weight.dtype} expected, got {state['weight'].dtype}; {own}"
+            )
+
+    def _make_room(self, pattern: BlockPattern, scales: Tensor | None) -> None:
         """Gives the same Parameter and the buffers the sizes that a pattern needs."""
-        shape = (pattern.nnz, *pattern.block_shape)
-        if shape == self._values_shape():
-            return
-        self.weight.grad = None
-        self.weight.data = self.weight.new_empty(shape)
+        row_scales = scales is None or scales.dim() != 1
         self._block_shape = pattern.block_shape
+        for name, (shape, _) in self._forms(pattern.nnz, pattern.block_shape, row_scales).items():
+            tensor: Tensor = getattr(self, name)
+            if tensor.shape != shape and name == "weight":
+                self.weight.grad = None
+                self.weight.data = self.weight.new_empty(shape)
+            elif tensor.shape != shape:
+                self._buffers[name] = tensor.new_zeros(shape)
         for name in _ARRAYS:
             array = self.get_buffer(name)
-            self._buffers[name] = array.new_empty(getattr(pattern, name).shape)
+            if array.shape != getattr(pattern, name).shape:
+                self._buffers[name] = array.new_empty(getattr(pattern, name).shape)
 
 
 class PseudoBlockSparseLinear(nn.Module):
@@ -475,7 +771,8 @@ class PseudoBlockSparseLinear(nn.Module):
         self._grid = layer.pattern.grid
         for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
             if parameter is not None:
-                parameter = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                values = layer.plain_values() if name == "weight" else parameter.detach().clone()
+                parameter = nn.Parameter(values, parameter.requires_grad)
             self.register_parameter(name, parameter)
         for name, indices in zip(("block_rows", "block_cols"), layer.pattern.block_indices(), strict=True):
             self.register_buffer(name, indices.to(layer.weight.device))
@@ -490,6 +787,36 @@ class PseudoBlockSparseLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return _representation(self)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The weight with zeros where a mask has them, and its gradient as if it had none."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask, weight, 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+_straight_through: Callable[[Tensor, Tensor], Tensor] = _StraightThrough.apply
+
+
+def _as_before(new: Tensor, old: Tensor) -> Tensor:
+    """What was moved, with the contents and the dtype it had."""
+    return new.to(old.dtype) if old.is_meta else old.to(new.device, copy=True)
+
+
+def _as_nm(nm: Sequence[int] | None) -> tuple[int, int] | None:
+    return None if nm is None else (nm[0], nm[1])
 
 
 def _has_peers() -> bool:

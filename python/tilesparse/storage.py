@@ -18,7 +18,7 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from ._checks import QUANTIZED
+from ._checks import COMPRESSIBLE, QUANTIZED
 from ._register import COMPRESS, EXPAND_VALUES
 from .errors import InvalidArgumentError
 
@@ -57,7 +57,7 @@ def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
     if transposable:
         return _transposable(scores)
     scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    four = scores.unflatten(-1, (-1, 4)).unbind(-1)
+    four = scores.reshape(*scores.shape[:-1], -1, 4).unbind(-1)
     kept = []
     for i, score in enumerate(four):
         better = [four[j] >= score if j < i else four[j] > score for j in range(4) if j != i]
@@ -69,12 +69,13 @@ def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
 def _transposable(scores: Tensor) -> Tensor:
     limit = torch.finfo(scores.dtype).max / 64  # so that sums of them are finite
     tiles = scores.nan_to_num(nan=limit, posinf=limit, neginf=-limit).clamp(-limit, limit)
-    tiles = tiles.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4)).transpose(-3, -2)
+    *leading, rows, columns = scores.shape
+    tiles = tiles.reshape(*leading, rows // 4, 4, columns // 4, 4).transpose(-3, -2)
     shape = tiles.shape
     tiles = tiles.reshape(-1, 16)
     masks = _masks(scores.device)
     of_tiles = masks.to(scores.dtype).t()
-    chosen = [(part @ of_tiles).argmax(1) for part in tiles.split(_TILES_AT_A_TIME)]
+    chosen = [(part @ of_tiles).argmax(1) for part in torch.split(tiles, _TILES_AT_A_TIME)]
     kept = masks[torch.cat(chosen)] if chosen else tiles.bool()
     return kept.view(shape).transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
@@ -178,3 +179,36 @@ def check_storage(storage: object, nm: object) -> None:
         raise InvalidArgumentError(f"storage: one of {list(STORAGES)} expected, got {storage!r}")
     if storage == "compressed" and nm is None:
         raise InvalidArgumentError("storage: 'compressed' is for 2:4, got nm=None")
+
+
+def forms_of(
+    nnz: int,
+    block_shape: tuple[int, int],
+    nm: tuple[int, int] | None,
+    storage: str,
+    dtype: torch.dtype,
+    row_scales: bool,
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of a layer's weight, and of what is stored with it."""
+    (bn, bk), halved = block_shape, nm is not None and storage != "plain"
+    forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    forms["weight"] = (nnz, bn, bk // 2 if halved else bk), QUANTIZED_BY_NAME.get(storage, dtype)
+    if halved:
+        forms["metadata"] = (nnz, bk // COMPRESSIBLE, bn), torch.int32
+    elif nm is not None:
+        forms["mask"] = (nnz, bn, bk), torch.bool
+    if storage in QUANTIZED_BY_NAME:
+        forms["scales"] = ((nnz, bn) if row_scales else (nnz,)), torch.float32
+    return forms
+
+
+def stored_as(plain: Tensor, mask: Tensor | None, storage: str, per: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """A layer's weight in a storage, and what is stored with it."""
+    stored = {}
+    if storage in QUANTIZED_BY_NAME:
+        plain, stored["scales"] = quantize(plain, QUANTIZED_BY_NAME[storage], per=per)
+    if mask is not None and storage == "plain":
+        stored["mask"] = mask
+    elif mask is not None:
+        plain, stored["metadata"] = compress(plain, mask)
+    return plain, stored
