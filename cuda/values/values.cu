@@ -5,6 +5,8 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 namespace ts::values {
 namespace {
 
@@ -39,6 +41,22 @@ __device__ inline void round_to(float& to, float from) { to = from; }
 __device__ inline void round_to(__half& to, float from) { to = __float2half_rn(from); }
 __device__ inline void round_to(__nv_bfloat16& to, float from) { to = __float2bfloat16_rn(from); }
 
+// Two of four words to where the bits say.
+template <class Word>
+__device__ inline void scatter(Word first, Word second, uint32_t bits, Word* four) {
+    if constexpr (sizeof(Word) <= 2) {  // all four in one register or two
+        constexpr int kBits = 8 * sizeof(Word);
+        using Four = std::conditional_t<sizeof(Word) == 1, uint32_t, uint64_t>;
+        const Four placed = Four{first} << (bits & 3) * kBits | Four{second} << (bits >> 2 & 3) * kBits;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] = static_cast<Word>(placed >> i * kBits);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            four[i] = (bits & 3) == i ? first : (bits >> 2 & 3) == i ? second : Word{0};
+    }
+}
+
 struct ExpandArguments {
     Values values;
     void* plain;
@@ -62,12 +80,7 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
         uint32_t bits = halves_of(values.metadata, block, rows * columns)[half_index(rows, row, column)];
 #pragma unroll
         for (int i = 0; i < kHalf; i += 4, bits >>= 4)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                plain.at[i + j] = 0;
-                if ((bits & 3) == j) plain.at[i + j] = kept.at[i / 2];
-                if ((bits >> 2 & 3) == j) plain.at[i + j] = kept.at[i / 2 + 1];
-            }
+            scatter(kept.at[i / 2], kept.at[i / 2 + 1], bits, plain.at + i);
     } else {
         plain =
             *reinterpret_cast<const Run<Word, kHalf>*>(static_cast<const Word*>(values.data) + index * kHalf);

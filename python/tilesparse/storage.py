@@ -74,21 +74,23 @@ def _transposable(scores: Tensor) -> Tensor:
     shape = tiles.shape
     tiles = tiles.reshape(-1, 16)
     masks = _masks(scores.device)
-    of_tiles = masks.to(scores.dtype).t()
-    chosen = [(part @ of_tiles).argmax(1) for part in torch.split(tiles, _TILES_AT_A_TIME)]
-    kept = masks[torch.cat(chosen)] if chosen else tiles.bool()
-    return kept.view(shape).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+    of_tiles = masks.to(scores.dtype)
+    # Sums lie tile beside tile, and masks are looked up eight bytes at a time: both are much faster so.
+    chosen = [(of_tiles @ part.t()).argmax(0) for part in torch.split(tiles, _TILES_AT_A_TIME)]
+    places = torch.cat(chosen)
+    halves = [half.contiguous()[places] for half in masks.view(torch.int64).unbind(1)]
+    kept = torch.stack(halves, 1).view(torch.bool)
+    return kept.view(shape).transpose(-3, -2).reshape(scores.shape)
 
 
 @cache
 def _masks(device: torch.device) -> Tensor:
     """[90, 16] bools: all 4 x 4 with two in each row and column."""
     rows = [tuple(int(i in pair) for i in range(4)) for pair in combinations(range(4), 2)]
-    found = [
-        four
-        for four in product(rows, repeat=4)
-        if all(sum(column) == 2 for column in zip(*four, strict=True))
-    ]
+    columns = (
+        (four, [sum(column) for column in zip(*four, strict=True)]) for four in product(rows, repeat=4)
+    )
+    found = [four for four, sums in columns if sums == [2, 2, 2, 2]]
     with torch.inference_mode(False):
         return torch.tensor(found, dtype=torch.bool, device=device).flatten(1)
 
