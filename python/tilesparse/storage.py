@@ -57,7 +57,7 @@ def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
     if transposable:
         return _transposable(scores)
     scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    four = scores.reshape(*scores.shape[:-1], -1, 4).unbind(-1)
+    four = scores.reshape(*scores.shape[:-1], scores.shape[-1] // 4, 4).unbind(-1)
     kept = []
     for i, score in enumerate(four):
         better = [four[j] >= score if j < i else four[j] > score for j in range(4) if j != i]
