@@ -78,8 +78,10 @@ std::optional<double> estimate_of(const Kernel& kernel, const Problem& problem, 
 // Of the first architecture on whose devices dense products were measured.
 std::optional<double> estimate_of_dense(const Problem& problem, const Device& device) {
     if (device.type == DeviceType::cpu) return std::nullopt;
+    const bool plain = problem.values.storage == Storage::plain && problem.values.dtype == problem.dtype;
     for (const DenseEstimate estimate : dense_estimates())
-        if (const std::optional<double> time = estimate(problem, device)) return time;
+        if (const std::optional<double> time = estimate(expanded(problem, nullptr), device))
+            return *time + (plain ? 0 : expansion_time(problem));
     return std::nullopt;
 }
 

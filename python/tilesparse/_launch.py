@@ -672,14 +672,21 @@ def block_indices(index: Index) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def prefers_dense(x: Tensor, index: Index) -> bool:
+def prefers_dense(x: Tensor, index: Index, storage: dict[str, Any]) -> bool:
     """Whether writing W out and a dense product are estimated to take less time than the sparse one."""
     if x.device.type != "cuda" or x.dtype not in DTYPES:
         return False
     tokens, nnz = _tokens_to_choose_by(x, index), index.col_indices.shape[0]
     tf32 = x.dtype == torch.float32 and tf32_allowed()
     faster: bool = _is_dense_faster(
-        tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32
+        tokens,
+        nnz,
+        index.shape,
+        index.block_shape,
+        x.dtype,
+        x.get_device(),
+        tf32,
+        tuple(storage.items()),
     )
     return faster
 
@@ -709,6 +716,7 @@ def _estimate(
     dtype: torch.dtype,
     device: int,
     tf32: bool,
+    storage: tuple[tuple[str, Any], ...],
 ) -> bool:
     product = _C.Product(
         _C.Pattern(*block_shape, *shape, nnz, 0, 0, 0),
@@ -720,6 +728,7 @@ def _estimate(
         policy=_AUTO,
         ldx=shape[1],
         ldy=shape[0],
+        **dict(storage),
     )
     kernel, _ = product.select(_device_info(device))
     return kernel == EXPAND_AND_RUN_DENSE

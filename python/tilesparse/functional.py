@@ -108,7 +108,7 @@ def linear_on(
     if is_any_autocast_enabled():
         x, values, bias, residual = autocast(x, values, bias, residual)
     extras = _extras(values, *stored)
-    if policy != "sparse" and (policy == "dense" or _launch.prefers_dense(x, index)):
+    if policy != "sparse" and (policy == "dense" or _prefers_dense(x, values, index, *stored)):
         check_dds("x", x, values, index, bias, residual, *stored)
         plain = EXPAND_VALUES(values, *stored, x.dtype) if extras else values
         return _expanded_linear(x, plain, index, bias, activation, residual, feature_major)
@@ -133,6 +133,12 @@ def linear_through(
     ``kept``: compressed values and metadata, and both of the transposed weight, or None twice.
     """
     return call(DDS_NT_THROUGH, x, values, index, bias, residual, 0, False, kept)
+
+
+def _prefers_dense(
+    x: Tensor, values: Tensor, index: Index, metadata: Tensor | None, scales: Tensor | None
+) -> bool:
+    return _launch.prefers_dense(x, index, _launch.storage_of(values, metadata, scales))
 
 
 def _extras(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> tuple[Any, ...]:
