@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from harness import (
     density_list,
     host_microseconds,
     name_list,
+    poisoned,
     positive,
     recording,
     relative_error,
@@ -46,7 +46,6 @@ from problems import (
     Shape,
     float32_precision,
 )
-from torch import Tensor
 
 HOST_SHAPE = Shape("tiny", 16, 256, 256)
 
@@ -221,7 +220,7 @@ def _measure_case(
 
 def _measure(problem: Problem, prepare: Prepare, timer: CudaTimer, repetitions: int) -> dict[str, Any]:
     prepared = prepare(problem, timer)
-    error = relative_error(_poisoned(prepared.call), problem.exact)
+    error = relative_error(poisoned(prepared.call), problem.exact)
     times = steady_times(prepared.call, contenders.dense(problem), timer, repetitions)
     return {
         "t_us": round(times.sparse_us, 2),
@@ -236,17 +235,6 @@ def _measure(problem: Problem, prepare: Prepare, timer: CudaTimer, repetitions: 
         "repetitions": times.repetitions,
         **prepared.details,
     }
-
-
-def _poisoned(call: Callable[[], Tensor]) -> Tensor:
-    """The result where all memory that is allocated uninitialised holds NaN: PyTorch's deterministic mode."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            return call()
-        finally:
-            torch.use_deterministic_algorithms(False)
 
 
 def _print_result(result: dict[str, Any]) -> None:

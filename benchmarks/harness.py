@@ -12,6 +12,7 @@ import platform
 import statistics
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from tilesparse import _C
 from tilesparse._checks import BLOCK_SIZES
 
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
-LAUNCH_SECONDS = 250e-6  # the host needs less than this to issue one repetition of anything measured
+LAUNCH_SECONDS = 250e-6  # the host needs less than this to issue one repetition of most that is measured
 CYCLES_PER_SECOND = 2e9  # a little more than GPUs run at, so that a delay is not too short
 HOST_CALLS = 200  # in a row; fewer than the launches that fit into a stream's queue
 STEADY = 0.05  # by how much the dense times before and after a contender may differ
@@ -156,7 +157,7 @@ class CudaTimer:
         ]
         torch.cuda.synchronize()
         if self._host_ahead:
-            _cuda._sleep(int(repetitions * LAUNCH_SECONDS * CYCLES_PER_SECOND))
+            _cuda._sleep(int(repetitions * self._launch_seconds * CYCLES_PER_SECOND))
         for start, end in events:
             self._flush.zero_()
             if not self._host_ahead:
@@ -182,19 +183,26 @@ class HostTimer:
 
 
 class Times(NamedTuple):
-    """Medians of a sparse call and of the dense one before and after it."""
+    """Medians of a call, and of those it is compared with, before and after it."""
 
     sparse_us: float
-    dense_us: tuple[float, float]
+    beside: dict[str, tuple[float, float]]
     repetitions: int
 
     @property
+    def dense_us(self) -> tuple[float, float]:
+        return self.beside["dense"]
+
+    @property
     def speedup(self) -> float:
-        return sum(self.dense_us) / 2 / self.sparse_us
+        return self.speedup_over("dense")
+
+    def speedup_over(self, name: str) -> float:
+        return sum(self.beside[name]) / 2 / self.sparse_us
 
     @property
     def drift(self) -> float:
-        return abs(self.dense_us[0] - self.dense_us[1]) / min(self.dense_us)
+        return max(abs(before - after) / min(before, after) for before, after in self.beside.values())
 
     @property
     def unsteady(self) -> bool:
@@ -202,21 +210,41 @@ class Times(NamedTuple):
 
 
 def steady_times(
-    sparse: Callable[[], Tensor], dense: Callable[[], Tensor], timer: Timer, repetitions: int
+    sparse: Callable[[], Tensor],
+    dense: Callable[[], Tensor],
+    timer: Timer,
+    repetitions: int,
+    **others: Callable[[], Tensor],
 ) -> Times:
     """Times of the steadiest attempt, of at least so many repetitions."""
-    for call in (sparse, dense):
+    compared = {"dense": dense, **others}
+    for call in (sparse, *compared.values()):
         call()
     estimate = timer.microseconds(sparse, 3)
     repetitions = max(repetitions, min(MOST_REPETITIONS, int(FILL_US / estimate)))
+
+    def beside() -> dict[str, float]:
+        return {name: timer.microseconds(call, repetitions) for name, call in compared.items()}
+
     attempts: list[Times] = []
     for _ in range(ATTEMPTS):
-        before = timer.microseconds(dense, repetitions)
-        sparse_us = timer.microseconds(sparse, repetitions)
-        attempts.append(Times(sparse_us, (before, timer.microseconds(dense, repetitions)), repetitions))
+        before, sparse_us, after = beside(), timer.microseconds(sparse, repetitions), beside()
+        around = {name: (before[name], after[name]) for name in compared}
+        attempts.append(Times(sparse_us, around, repetitions))
         if not attempts[-1].unsteady:
             break
     return min(attempts, key=lambda attempt: attempt.drift)
+
+
+def poisoned(call: Callable[[], Tensor]) -> Tensor:
+    """The result where all memory that is allocated uninitialised holds NaN: PyTorch's deterministic mode."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            return call()
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def warm_up() -> None:

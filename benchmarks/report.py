@@ -1,4 +1,4 @@
-"""Prints results of bench_ops.py or bench_models.py as Markdown.
+"""Prints results of bench_ops.py, bench_models.py or bench_storages.py as Markdown.
 
 python benchmarks/report.py results.json [more.json ...]
 python benchmarks/report.py results.json --sm80-floors
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 OPS = {"dds_nt": "Forward (dds)", "dds_nn": "Gradient of x (dds)", "sdd_tn": "Gradient of W (sdd)"}
 WHO = {"triton": "PyTorch Triton BSR, tuned", "stk": "STK", "dense": "dense, cuBLAS"}
@@ -21,6 +22,7 @@ METRICS = {
     "t_us": ("time in µs", "{:.0f}"),
     "tflops": ("TFLOP/s on non-zeros", "{:.0f}"),
 }
+Item = TypeVar("Item")
 FEW_TOKENS = 128  # below it a product is bound by memory, and times say more than η
 SM80_FLOORS = {16: 1.5, 32: 1.0, 64: 0.9, 128: 0.9}  # by the smaller side of a block, against Triton BSR
 
@@ -38,7 +40,7 @@ class Row(NamedTuple):
 
     @property
     def block(self) -> str:
-        return "x".join(map(str, self.case["block_shape"]))
+        return _block(self.case)
 
     @property
     def density(self) -> float:
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results",
         type=Path,
         nargs="+",
-        help="of bench_ops.py or bench_models.py, or one of bench_cpu.py",
+        help="of bench_ops.py, bench_models.py or bench_storages.py, or one of bench_cpu.py",
     )
     parser.add_argument("--metric", choices=METRICS, default="efficiency", help="(%(default)s)")
     parser.add_argument(
@@ -83,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{_environment(document['environment'])}\n")
     if "model" in documents[0]["cases"][0]:
         _print_models([case for document in documents for case in document["cases"]])
+        return 0
+    if "section" in documents[0]["cases"][0]:  # of bench_storages.py
+        _print_storages([case for document in documents for case in document["cases"]])
         return 0
     if "speedup" in documents[0]["cases"][0]:  # of bench_cpu.py
         _print_cpu(documents[0]["cases"])
@@ -120,6 +125,61 @@ def _print_cpu(cases: Sequence[dict[str, Any]]) -> None:
         ["", "tokens x in → out", *(f"{block}x{block}" for block in blocks)],
         ([*product, *(" / ".join(cells[block]) for block in blocks)] for product, cells in lines.items()),
     )
+
+
+def _print_storages(cases: Sequence[dict[str, Any]]) -> None:
+    """A table for each section, then what could not be measured."""
+    for section, group in _grouped(cases, lambda case: case["section"]).items():
+        names = dict.fromkeys(result["contender"] for case in group for result in case["results"])
+        if section == "masks":
+            header, cells_of, what = ["out x in"], _mask_cells, "time in ms"
+        else:
+            header = ["tokens x out x in", "block", "density", "dense", "plain"]
+            cells_of, what = _storage_cells, "time in µs / speedup over plain blocks / over dense"
+        print(f"### {section}\n\n{what}\n")
+        _print_table([*header, *names], (cells_of(case, names) for case in group))
+        missing = [(case, record) for case in group for record in (case, *case["results"])]
+        missing = [pair for pair in missing if "unavailable" in pair[1]]
+        for case, record in missing:
+            layer = f"{case['shape']}, {_block(case)}, density {case['requested_density']:g}"
+            reason = record["unavailable"].strip().splitlines()[0]
+            print(f"- {layer}, {record.get('contender', 'all')}: {reason}")
+        if missing:
+            print()
+
+
+def _mask_cells(case: dict[str, Any], names: Iterable[str]) -> list[str | None]:
+    cells = {
+        result["contender"]: _cell(result, f"{result['t_us'] / 1e3:.3g}")
+        for result in case["results"]
+        if "t_us" in result
+    }
+    return [f"{case['out_features']}x{case['in_features']}", *map(cells.get, names)]
+
+
+def _storage_cells(case: dict[str, Any], names: Iterable[str]) -> list[str | None]:
+    """Times of dense and plain blocks are medians of those beside every contender."""
+    results = [result for result in case["results"] if "t_us" in result]
+    size = "x".join(str(case[name]) for name in ("tokens", "out_features", "in_features"))
+    cells: list[str | None] = [size, _block(case), f"{case['requested_density']:g}"]
+    for beside in ("dense_us", "plain_us"):
+        times = [time_us for result in results for time_us in result[beside]]
+        cells.append(_microseconds(statistics.median(times)) if times else None)
+    return cells + list(map({result["contender"]: _storage_cell(result) for result in results}.get, names))
+
+
+def _storage_cell(result: dict[str, Any]) -> str:
+    speedups = f"{result['speedup_over_plain']:.2f}x / {result['speedup']:.2f}x"
+    expanded = " expanded" if result.get("expanded") else ""
+    return _cell(result, f"{_microseconds(result['t_us'])} / {speedups}{expanded}")
+
+
+def _microseconds(time_us: float) -> str:
+    return f"{time_us:.{0 if time_us >= 100 else 1}f}"
+
+
+def _block(case: dict[str, Any]) -> str:
+    return "x".join(map(str, case["block_shape"]))
 
 
 def _print_models(cases: Sequence[dict[str, Any]]) -> None:
@@ -289,8 +349,8 @@ def _print_floors(rows: Sequence[Row]) -> bool:
     return bool(lines) and not misses
 
 
-def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    groups: dict[Any, list[Row]] = defaultdict(list)
+def _grouped(rows: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    groups: dict[Any, list[Item]] = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row)
     return groups

@@ -171,6 +171,14 @@ const char* why_dense(const Choice& sparse, const Problem& problem, const Device
     return time && dense && *dense < *time ? "dense is estimated to be faster" : nullptr;
 }
 
+// How values are stored, as " values=2:4,int8"; nothing of plain ones in the dtype of the activations.
+void print_stored(std::ostream& line, const Values& values, DType activations) {
+    const bool has_dtype = values.dtype != activations;
+    if (!values.is_compressed() && !has_dtype) return;
+    line << " values=" << (values.is_compressed() ? "2:4" : "");
+    if (has_dtype) line << (values.is_compressed() ? "," : "") << to_string(values.dtype);
+}
+
 std::string microseconds(const char* what, double time) {
     char text[64];
     std::snprintf(text, sizeof text, "%s %.*f us", what, time < 100 ? 1 : 0, time);
@@ -211,8 +219,9 @@ void log_choice(const Problem& problem, const Device& device, const Choice& choi
     if (!settings().log) return;
     const Pattern& pattern = problem.pattern;
     std::ostringstream line;
-    line << "tilesparse: " << to_string(problem.op) << ' ' << to_string(problem.dtype)
-         << " tokens=" << problem.tokens << " out=" << pattern.out_features << " in=" << pattern.in_features
+    line << "tilesparse: " << to_string(problem.op) << ' ' << to_string(problem.dtype);
+    print_stored(line, problem.values, problem.dtype);
+    line << " tokens=" << problem.tokens << " out=" << pattern.out_features << " in=" << pattern.in_features
          << " block=" << pattern.block_rows << 'x' << pattern.block_cols << ": "
          << (choice.index < 0 ? "dense" : choice.kernel->name);
     static std::mutex mutex;

@@ -25,6 +25,14 @@ from .pattern import BlockPattern
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _checks.DTYPES}
 OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
 DEVICES = ("cpu", "cuda")  # likewise, device
+STORED = (
+    tuple(  # all but plain values in the dtype of the activations: a storage, and a dtype or None for that
+        (storage, dtype)
+        for dtype in (None, *_checks.QUANTIZED.values())
+        for storage in (0, 1)
+        if storage or dtype
+    )
+)
 LIBRARY = Path(_C.__file__).parent / "lib" / "libtilesparse.so"
 BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
 BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends, in a shell
@@ -119,6 +127,7 @@ def info(arguments: argparse.Namespace) -> None:
     devices = []
     for device in _devices():
         print(_describe_device(device))
+        print(_describe_storages(device))
         devices.append(device)
     _print_break_even()
     pattern = _pattern(arguments)
@@ -130,7 +139,8 @@ def info(arguments: argparse.Namespace) -> None:
     print("kernels:")
     for kernel in _C.kernels():
         dtypes = _members(kernel.dtypes, DTYPES)
-        print(f"  {kernel.name:32} {DEVICES[kernel.device]:6}{_members(kernel.ops, OPS)}; {dtypes}")
+        values = "".join(f"; {_stored_name(*stored)}" for stored in STORED if _reads(kernel, *stored))
+        print(f"  {kernel.name:32} {DEVICES[kernel.device]:6}{_members(kernel.ops, OPS)}; {dtypes}{values}")
 
 
 def bench(arguments: argparse.Namespace) -> None:
@@ -239,12 +249,56 @@ def _describe_device(device: _C.DeviceInfo) -> str:
 def _families(device: _C.DeviceInfo) -> str:
     """The architectures whose kernels run on a GPU, the newest first, and what these compute."""
     dtypes: dict[str, int] = {}
-    for kernel in sorted(_C.kernels(), key=lambda kernel: kernel.min_compute_capability, reverse=True):
-        is_new_enough = kernel.min_compute_capability <= device.compute_capability
-        if kernel.device == device.device and is_new_enough:
-            family = kernel.name.partition("_")[0]
-            dtypes[family] = dtypes.get(family, 0) | kernel.dtypes
+    for kernel in _kernels_for(device):
+        family = kernel.name.partition("_")[0]
+        dtypes[family] = dtypes.get(family, 0) | kernel.dtypes
     return ", ".join(f"{family} ({_members(bits, DTYPES)})" for family, bits in dtypes.items())
+
+
+def _kernels_for(device: _C.DeviceInfo) -> list[_C.KernelInfo]:
+    """Those that run on it, for the newest architecture first."""
+    kernels = sorted(_C.kernels(), key=lambda kernel: kernel.min_compute_capability, reverse=True)
+    return [
+        kernel
+        for kernel in kernels
+        if kernel.device == device.device and kernel.min_compute_capability <= device.compute_capability
+    ]
+
+
+def _describe_storages(device: _C.DeviceInfo) -> str:
+    """Which values in fewer bytes are multiplied as they are, and by what; see `tilesparse.storage`."""
+    lines, expanded = [], []
+    for stored in STORED:
+        readers = _readers([kernel for kernel in _kernels_for(device) if _reads(kernel, *stored)])
+        if readers:
+            lines.append(f"  {_stored_name(*stored)}: {readers}, otherwise expanded in every call")
+        else:
+            expanded.append(_stored_name(*stored))
+    if expanded:
+        lines.append(f"  {', '.join(expanded)}: expanded in every call")
+    return "\n".join(lines)
+
+
+def _readers(kernels: Iterable[_C.KernelInfo]) -> str:
+    dtypes: dict[tuple[str, str], int] = {}
+    for kernel in kernels:
+        tokens = f" up to {kernel.max_tokens} tokens" if kernel.max_tokens else ""
+        reader = kernel.name.partition("_")[0], _members(kernel.ops, OPS) + tokens
+        dtypes[reader] = dtypes.get(reader, 0) | kernel.dtypes
+    return ", ".join(f"{family} ({ops}; {_members(bits, DTYPES)})" for (family, ops), bits in dtypes.items())
+
+
+def _reads(kernel: _C.KernelInfo, storage: int, dtype: int | None) -> bool:
+    """Whether it multiplies such values as they are."""
+    dtypes = kernel.values_dtypes
+    return bool(kernel.storages >> storage & 1) and (
+        not dtypes if dtype is None else bool(dtypes >> dtype & 1)
+    )
+
+
+def _stored_name(storage: int, dtype: int | None) -> str:
+    names = [str(known).removeprefix("torch.") for known, code in _checks.QUANTIZED.items() if code == dtype]
+    return " ".join(["2:4"] * storage + names)
 
 
 def _print_break_even() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ._autograd import records_gradient
-from ._checks import Index, check_block_shape, check_compressible, check_policy, check_shapes
+from ._checks import Index, check_block_shape, check_policy, check_shapes
 from ._launch import blocks_of, multiplies_compressed, prepared, update_of
 from ._private import transforms_active, version
 from ._register import COMPRESS
@@ -24,7 +24,16 @@ from .errors import (
 from .functional import autocast, linear_on, linear_through
 from .matrix import BlockSparseMatrix
 from .pattern import BlockPattern
-from .storage import QUANTIZED_BY_NAME, check_nm, check_storage, expand, forms_of, stored_as, two_of_four
+from .storage import (
+    QUANTIZED_BY_NAME,
+    check_nm,
+    check_nm_blocks,
+    check_storage,
+    expand,
+    forms_of,
+    stored_as,
+    two_of_four,
+)
 
 _ARRAYS = ("crow_indices", "col_indices", "slot")
 _STORED = ("mask", "metadata", "scales")  # what some storages have besides the weight
@@ -130,8 +139,8 @@ class BlockSparseLinear(nn.Module):
         self.out_features, self.in_features = self._shape = pattern.shape
         self._block_shape = pattern.block_shape
         self.policy = policy
+        check_nm_blocks(nm, transposable, self._block_shape)
         self._nm, self._transposable, self._storage = _as_nm(nm), transposable, storage
-        self._check_blocks()
         self.register_parameter("weight", None)  # comes first
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
@@ -275,13 +284,8 @@ class BlockSparseLinear(nn.Module):
         """
         check_nm(nm, transposable)
         self._check_trainable("set_nm")
-        before = self._nm, self._transposable
+        check_nm_blocks(nm, transposable, self._block_shape)
         self._nm, self._transposable = _as_nm(nm), transposable
-        try:
-            self._check_blocks()
-        except InvalidArgumentError:
-            self._nm, self._transposable = before
-            raise
         self.mask = None if nm is None else torch.ones_like(self.weight, dtype=torch.bool)
         return self if nm is None else self.update_mask_(scores)
 
@@ -368,12 +372,6 @@ class BlockSparseLinear(nn.Module):
             return self.mask
         ones = torch.ones(self.weight.shape, dtype=torch.float32, device=self.weight.device)
         return expand(ones, self.metadata) != 0
-
-    def _check_blocks(self) -> None:
-        if self._nm is not None:
-            check_compressible("nm: 2:4", self._block_shape)
-        if self._transposable:
-            check_compressible("transposable: 2:4", self._block_shape, transposed=True)
 
     def _check_trainable(self, method: str) -> None:
         if self._storage != "plain":
@@ -755,8 +753,9 @@ class PseudoBlockSparseLinear(nn.Module):
         layer: copied: parameters with their ``requires_grad``, device, dtype and mode.
 
     Attributes:
-        weight: Parameter [nnz, bn, bk].
+        weight: Parameter [nnz, bn, bk]; what the layer multiplies by, with zeros where 2:4 has them.
         bias: Parameter [out_features] or None.
+        storage_error: that of the layer, whose weight is rounded here as it is there.
     """
 
     weight: nn.Parameter
@@ -768,6 +767,7 @@ class PseudoBlockSparseLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.block_shape, self.density = layer.block_shape, layer.density
+        self.storage_error = layer.storage_error
         self._grid = layer.pattern.grid
         for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
             if parameter is not None:

@@ -20,12 +20,16 @@ from ._progress import Progress
 from .errors import InvalidArgumentError, TileSparseError
 from .linear import BlockSparseLinear, PseudoBlockSparseLinear
 from .pattern import BlockPattern
+from .storage import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
 
 DEFAULT_OPTIONS: Mapping[str, Any] = {
     "density": 0.5,
     "block_shape": (32, 32),
     "pattern": None,
     "policy": "sparse",
+    "nm": None,
+    "transposable": False,
+    "storage": "plain",
     "pseudo_linear": False,
     "untie": False,
 }
@@ -67,8 +71,9 @@ class Size:
 class PatchedLayer:
     """One replaced layer.
 
-    `shape` is (out_features, in_features), and `policy` that of the `BlockSparseLinear`, or "pseudo"
-    for a `PseudoBlockSparseLinear`.
+    `shape` is (out_features, in_features). `policy`, `nm` and `storage` are those of the `BlockSparseLinear`;
+    for a `PseudoBlockSparseLinear`, whose weight is plain, `policy` is "pseudo". `error` is the layer's
+    `storage_error`: what 8 bits have changed of the weights that are kept, and not what was left out.
     """
 
     name: str
@@ -76,6 +81,9 @@ class PatchedLayer:
     block_shape: tuple[int, int]
     density: float
     policy: str
+    nm: tuple[int, int] | None
+    storage: str
+    error: float
     before: Size
     after: Size
 
@@ -104,12 +112,14 @@ class PatchReport:
     after: Size
 
     def __str__(self) -> str:
-        rows = [("layer", "shape", "block", "density", "policy", "parameters", "after", "bytes", "after")]
+        choices = ("shape", "block", "density", "storage", "error", "policy")
+        rows: list[tuple[str, ...]] = [("layer", *choices, "parameters", "after", "bytes", "after")]
         for layer in self.layers:
-            shape, block = (f"{rows}x{cols}" for rows, cols in (layer.shape, layer.block_shape))
-            choices = (shape, block, f"{layer.density:.3f}", layer.policy)
+            shape, block = (f"{out}x{in_}" for out, in_ in (layer.shape, layer.block_shape))
+            error = f"{layer.error:.2g}" if layer.error else ""
+            choices = (shape, block, f"{layer.density:.3f}", _storage(layer), error, layer.policy)
             rows.append((layer.name, *choices, *_sizes(layer.before, layer.after)))
-        rows.append(("whole model", "", "", "", "", *_sizes(self.before, self.after)))
+        rows.append(("whole model", *[""] * len(choices), *_sizes(self.before, self.after)))
         lines = _aligned(rows)
         lines += [f"skipped {text}" for text in self._skipped_by_reason()]
         lines += [f"no layer matches {regex!r}" for regex in self.unmatched]
@@ -204,6 +214,11 @@ class BlockSparseModelPatcher:
                 - ``pattern``: the `BlockPattern` to use, which says density and block shape, too. Layers
                   on the meta device need one, as there is nothing to choose blocks by.
                 - ``policy``: how the layer computes, "sparse", "auto" or "dense"; "sparse".
+                - ``nm``: (2, 4) for 2:4 inside the blocks, whose bk is then 32, 64 or 128; None.
+                - ``transposable``: whether masks are chosen so that two of four are kept in columns as well,
+                  where bn is 32, 64 or 128, too; False.
+                - ``storage``: "plain", "compressed" (of 2:4 alone), "int8" or "float8_e4m3fn"; "plain". Only
+                  plain weights can be trained, see `BlockSparseLinear.to_storage`.
                 - ``pseudo_linear``: use `PseudoBlockSparseLinear`; False.
                 - ``untie``: patch a layer even if it shares a parameter with another module, which then
                   keeps the dense one; False.
@@ -226,14 +241,19 @@ class BlockSparseModelPatcher:
 
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> _Replacement:
         """Makes the replacement of one layer. `options` has a value for every option."""
-        if options["pattern"] is None and isinstance(module, nn.Linear):
-            _check_blocks_can_be_chosen(module, options["block_shape"])
+        if isinstance(module, nn.Linear):
+            if options["pattern"] is None:
+                _check_blocks_can_be_chosen(module, options["block_shape"])
+            _check_can_be_stored(module, options["storage"])
         layer = BlockSparseLinear.from_linear(
             module,
             options["density"],
             block_shape=options["block_shape"],
             pattern=options["pattern"],
             policy=options["policy"],
+            nm=options["nm"],
+            transposable=options["transposable"],
+            storage=options["storage"],
         )
         return PseudoBlockSparseLinear(layer) if options["pseudo_linear"] else layer
 
@@ -252,8 +272,8 @@ class BlockSparseModelPatcher:
 
         Raises:
             InvalidArgumentError: a matched layer cannot be cut into blocks of its ``block_shape``, does
-                not have the shape of its ``pattern``, has NaN in its weight, or is on the meta device
-                without a ``pattern``.
+                not have the shape of its ``pattern``, has NaN in its weight, or infinities where that is to
+                be stored in 8 bits, or is on the meta device without a ``pattern``.
         """
         names = _names_of_modules(model)
         targets, skipped = self._plan(model, names)
@@ -358,10 +378,18 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
             f"pattern: a BlockPattern expected, got {type(checked['pattern']).__name__}"
         )
     check_policy(checked["policy"])
-    for name in ("pseudo_linear", "untie"):
+    for name in ("transposable", "pseudo_linear", "untie"):
         if not isinstance(checked[name], bool):
             raise InvalidArgumentError(f"{name}: True or False expected, got {checked[name]!r}")
+    _check_storage_options(checked)
     return checked
+
+
+def _check_storage_options(options: Mapping[str, Any]) -> None:
+    nm, transposable, pattern = options["nm"], options["transposable"], options["pattern"]
+    check_nm(nm, transposable)
+    check_storage(options["storage"], nm)
+    check_nm_blocks(nm, transposable, options["block_shape"] if pattern is None else pattern.block_shape)
 
 
 def _names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -452,6 +480,14 @@ def _check_blocks_can_be_chosen(module: nn.Linear, block_shape: Sequence[int]) -
         raise InvalidArgumentError("its weight has NaN, so its blocks cannot be ranked")
 
 
+def _check_can_be_stored(module: nn.Linear, storage: str) -> None:
+    weight = module.weight
+    if storage in QUANTIZED_BY_NAME and not weight.is_meta and not bool(weight.isfinite().all()):
+        raise InvalidArgumentError(
+            f"storage: {storage!r} is for finite weights, and its weight is not finite"
+        )
+
+
 def _tie(
     module: nn.Module,
     names: Mapping[nn.Module, list[str]],
@@ -493,20 +529,25 @@ def _report(
     unmatched: list[str],
 ) -> PatchReport:
     replaced = {target.module: target.replacement for target in targets}
-    layers = [
-        PatchedLayer(
-            target.names[0],
-            (target.replacement.out_features, target.replacement.in_features),
-            target.replacement.block_shape,
-            target.replacement.density,
-            target.replacement.policy if isinstance(target.replacement, BlockSparseLinear) else "pseudo",
-            _size([target.module]),
-            _size([target.replacement]),
-        )
-        for target in targets
-    ]
+    layers = [_patched(target.names[0], target.module, target.replacement) for target in targets]
     after = _size(replaced.get(module, module) for module in names)
     return PatchReport(layers, skipped, unmatched, _size(names), after)
+
+
+def _patched(name: str, module: nn.Module, new: _Replacement) -> PatchedLayer:
+    choices: tuple[str, tuple[int, int] | None, str] = "pseudo", None, "plain"
+    if isinstance(new, BlockSparseLinear):
+        choices = new.policy, new.nm, new.storage
+    sizes = _size([module]), _size([new])
+    shape = new.out_features, new.in_features
+    return PatchedLayer(name, shape, new.block_shape, new.density, *choices, new.storage_error, *sizes)
+
+
+def _storage(layer: PatchedLayer) -> str:
+    """As "plain", "2:4", which is plain with a mask, "2:4 compressed", "int8" or "2:4 int8"."""
+    if layer.nm is None:
+        return layer.storage
+    return "2:4" if layer.storage == "plain" else f"2:4 {layer.storage}"
 
 
 def _sizes(before: Size, after: Size) -> tuple[str, str, str, str]:

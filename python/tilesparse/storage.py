@@ -18,7 +18,7 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from ._checks import COMPRESSIBLE, QUANTIZED
+from ._checks import COMPRESSIBLE, QUANTIZED, check_compressible
 from ._register import COMPRESS, EXPAND_VALUES
 from .errors import InvalidArgumentError
 
@@ -174,6 +174,13 @@ def check_nm(nm: object, transposable: bool = False) -> None:
         raise InvalidArgumentError(f"nm: (2, 4) or None expected, got {nm!r}")
     if transposable and nm is None:
         raise InvalidArgumentError("transposable: only masks of nm=(2, 4) are, got nm=None")
+
+
+def check_nm_blocks(nm: object, transposable: bool, block_shape: tuple[int, int]) -> None:
+    if nm is not None:
+        check_compressible("nm: 2:4", block_shape)
+    if transposable:
+        check_compressible("transposable: 2:4", block_shape, transposed=True)
 
 
 def check_storage(storage: object, nm: object) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of models runs, and its sparse models are the dense ones at density 1."""
+"""The benchmarks run, and the sparse models of theirs are the dense ones at density 1."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import bench_cpu
 import bench_host
 import bench_models
+import bench_storages
 import break_even
 import harness
 import models
@@ -18,6 +19,7 @@ import pytest
 import report
 import torch
 from models import MODELS, Architecture, Size
+from problems import Shape
 from torch import nn
 
 from tilesparse import cli
@@ -143,6 +145,83 @@ def test_products_of_the_cpu_are_measured_and_checked(
     cases = json.loads(path.read_text())["cases"]
     assert len(cases) == 4 * len(bench_cpu.BLOCKS) * len(bench_cpu.DENSITIES)
     assert all(case["kernel"].startswith("cpu_") and not case["wrong"] for case in cases)
+
+
+def storages(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
+    """Cases of the first of each section, of a tiny layer."""
+    first: dict[str, bench_storages.Case] = {}
+    for case in bench_storages.CASES:
+        first.setdefault(case.section, case)
+    shape = Shape("tiny", 4, 256, 384)
+    tiny = tuple(dataclasses.replace(case, shape=shape) for case in first.values())
+    monkeypatch.setattr(bench_storages, "CASES", tiny)
+    options = ("--device", "cpu", "--repetitions", "1", "--output", str(path), *arguments)
+    assert bench_storages.main(options) == 0
+    cases: list[dict[str, Any]] = json.loads(path.read_text())["cases"]
+    return cases
+
+
+def test_values_in_fewer_bytes_are_measured_checked_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "storages.json"
+    cases = {case["section"]: case for case in storages(path, monkeypatch)}
+    assert set(cases) == set(bench_storages.SECTIONS)
+    assert "8.0" in cases.pop("sm80")["unavailable"]
+    measured = [result for case in cases.values() for result in case["results"]]
+    refused = [result["contender"] for result in measured if "unavailable" in result]
+    assert refused == [bench_storages.CUSPARSELT]
+    for section, case in cases.items():
+        for result in case["results"]:
+            if "unavailable" in result:
+                continue
+            assert result["t_us"] > 0 and not result["wrong"]
+            if section != "masks":
+                beside = sum(result["plain_us"]) / 2
+                assert result["speedup_over_plain"] == pytest.approx(beside / result["t_us"], rel=1e-2)
+                assert result["kernel"].startswith("cpu_") and result["expanded"]
+    by_name = {result["contender"]: result for result in cases["few tokens"]["results"]}
+    assert list(by_name) == list(bench_storages.STORED)
+    sizes = [by_name[name]["stored_bytes"] for name in ("2:4", "int8", "2:4 int8")]
+    elements = round(256 * 384 * cases["few tokens"]["density"])
+    scales = elements // 32 * 4
+    assert sizes == [
+        elements * 2 // 2 + elements // 8,
+        elements + scales,
+        elements // 2 + elements // 8 + scales,
+    ]
+    capsys.readouterr()
+    assert report.main([str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("###") == len(bench_storages.SECTIONS)
+    assert text.count("| 4x256x384 |") == len(bench_storages.SECTIONS) - 1
+    assert f"- tiny, 128x128, density 1, {bench_storages.CUSPARSELT}: " in text
+    assert "- tiny, 128x128, density 0.5, all: no kernel for compute capability 8.0" in text
+
+
+def test_wrong_products_and_masks_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        bench_storages.storage,
+        "two_of_four",
+        lambda scores, transposable=False: torch.ones_like(scores).bool(),
+    )
+    with pytest.raises(AssertionError):
+        storages(tmp_path / "storages.json", monkeypatch, "--sections", "forward,masks")
+    wrong = [
+        result["contender"]
+        for case in json.loads((tmp_path / "storages.json").read_text())["cases"]
+        for result in case["results"]
+        if result["wrong"]
+    ]
+    assert wrong == ["2:4", "choice", "transposable choice", "compress", "compress transposed"]
+
+
+def test_no_storage_is_measured_after_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "storages.json"
+    assert storages(path, monkeypatch, "--budget", "0") == []
+    assert "budget" in json.loads(path.read_text())["stopped"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,12 @@ def test_info_lists_versions_kernels_and_the_choice(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     for expected in (_C.version(), torch.__version__, _C.architectures(), _C.device_info(0).name):
         assert expected in text
-    assert all(kernel.name in text for kernel in _C.kernels())
+    listed = text[text.index("\nkernels:") :]
+    assert all(kernel.name in listed for kernel in _C.kernels())
+    for kernel in _C.kernels():  # what its values are is said where they are not plain
+        line = next(line for line in listed.splitlines() if line.split()[:1] == [kernel.name])
+        assert ("2:4" in line) == bool(kernel.storages & 0b10)
+        assert ("int8" in line) == bool(kernel.values_dtypes >> 4 & 1)
     choice = text[text.index("64 -> 96 features") :]
     assert "blocks 32x16" in choice
     for op in cli.OPS:
@@ -34,10 +39,10 @@ def test_info_begins_with_what_is_asked_most(
     monkeypatch.setattr(cli, "_devices", lambda: [_C.device_info(0), _C.DeviceInfo(1, 90, 132, 227 << 10)])
     assert cli.main(["info", *LAYER]) == 0
     lines = capsys.readouterr().out.splitlines()
-    starts = ["tilesparse 0", "library: ", "cpu: ", "cuda: ", "  kernels: ", "density from which dense"]
+    starts = ["tilesparse 0", "library: ", "cpu: ", "  2:4, int8, ", "cuda: ", "  kernels: "]
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=False))
     library = Path(lines[1].split(",")[0].removeprefix("library: "))
-    assert library.is_file() and "compute capability 9.0" in lines[3]
+    assert library.is_file() and "compute capability 9.0" in lines[4]
     policy = next(place for place, line in enumerate(lines) if "policy='dense'" in line)
     layer = next(place for place, line in enumerate(lines) if line.startswith("64 -> 96"))
     assert policy < layer < lines.index("kernels:")
@@ -58,6 +63,47 @@ def test_the_kernels_of_a_gpu_are_those_it_is_new_enough_for(monkeypatch: pytest
     for capability, families in ((75, "none"), (89, old), (90, f"{new}, {old}"), (120, f"{new}, {old}")):
         text = cli._describe_device(_C.DeviceInfo(1, capability, 10, 100 << 10))
         assert text.splitlines()[1].startswith(f"  kernels: {families}")
+
+
+def test_info_says_what_multiplies_values_in_fewer_bytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, two_of_four, int8, float8 = 0b01, 0b10, 1 << 4, 1 << 5
+    forward, both = 0b001, 0b011
+    kernels = [
+        SimpleNamespace(
+            name=name,
+            device=1,
+            min_compute_capability=least,
+            ops=ops,
+            dtypes=dtypes,
+            max_tokens=tokens,
+            storages=storages,
+            values_dtypes=values_dtypes,
+        )
+        for name, least, ops, dtypes, tokens, storages, values_dtypes in (
+            ("sm80_plain", 80, both, 0b1110, 0, plain, 0),
+            ("sm80_few_tokens", 80, forward, 0b1100, 64, plain | two_of_four, int8 | float8),
+            ("sm80_2_4", 80, forward, 0b1100, 0, two_of_four, 0),
+            ("sm90_2_4_bf16", 90, forward, 0b1000, 0, two_of_four, 0),
+            ("sm90_2_4_f16", 90, forward, 0b0100, 0, two_of_four, 0),
+        )
+    ]
+    monkeypatch.setattr(_C, "kernels", lambda: kernels)
+    halves = "float16, bfloat16"
+    few, rest = f"sm80 (forward up to 64 tokens; {halves})", ", otherwise expanded in every call"
+    names = ("int8", "2:4 int8", "float8_e4m3fn", "2:4 float8_e4m3fn")
+    old, new = (
+        [f"  2:4: {readers}{rest}", *(f"  {name}: {few}{rest}" for name in names)]
+        for readers in (f"sm80 (forward; {halves})", f"sm90 (forward; {halves}), sm80 (forward; {halves})")
+    )
+    for capability, lines in (
+        (75, [f"  2:4, {', '.join(names)}: expanded in every call"]),
+        (89, old),
+        (90, new),
+    ):
+        text = cli._describe_storages(_C.DeviceInfo(1, capability, 10, 100 << 10))
+        assert text.splitlines() == lines
 
 
 def test_info_says_from_which_density_dense_is_faster(capsys: pytest.CaptureFixture[str]) -> None:

@@ -338,3 +338,20 @@ def test_choices_are_logged_once_for_a_shape() -> None:
     # Not that the caller names it: who names what was chosen has been told why.
     name = KERNELS[best].name
     assert sparse == f"{product}: {name} (the best instruction set of this processor for the dtype)"
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        ("storage=1", "values=2:4"),
+        ("values_dtype=4", "values=int8"),
+        ("values_dtype=5", "values=float8_e4m3fn"),
+        ("storage=1, values_dtype=4, row_scales=True", "values=2:4,int8"),
+    ],
+)
+def test_the_log_says_how_values_are_stored_and_that_they_are_expanded(options: str, values: str) -> None:
+    """The kernels of the CPU read plain values alone."""
+    plain, stored = run(f"select(cpu); select(cpu, {options})", TILESPARSE_LOG="1").stderr.splitlines()
+    assert " values=" not in plain and "expanded" not in plain
+    start = f"tilesparse: dds_nt float32 {values} tokens=64 out=1024 in=1024 block=64x64: cpu_"
+    assert stored.startswith(start) and stored.endswith("; it is given expanded values)")

@@ -77,6 +77,67 @@ def test_layers_can_be_patched_to_compute_densely() -> None:
     torch.testing.assert_close(models[0](x), models[1](x), rtol=0, atol=1e-3)
 
 
+STORED: list[
+    tuple[dict[str, Any], str, int]
+] = [  # options, what tables call them, and bytes of a block of 32
+    ({}, "plain", 32 * 32 * 4),
+    ({"nm": (2, 4)}, "2:4", 32 * 32 * (4 + 1)),  # and a mask
+    ({"nm": (2, 4), "transposable": True}, "2:4", 32 * 32 * (4 + 1)),
+    ({"nm": (2, 4), "storage": "compressed"}, "2:4 compressed", 32 * 32 * 2 + 32 * 4),  # and metadata
+    ({"storage": "int8"}, "int8", 32 * 32 + 32 * 4),  # and scales
+    ({"storage": "float8_e4m3fn"}, "float8_e4m3fn", 32 * 32 + 32 * 4),
+    ({"nm": (2, 4), "storage": "int8"}, "2:4 int8", 32 * 32 // 2 + 32 * 4 + 32 * 4),
+]
+
+
+@pytest.mark.parametrize(("options", "called", "block_bytes"), STORED)
+def test_layers_are_stored_as_asked(options: dict[str, Any], called: str, block_bytes: int) -> None:
+    model = nn.Sequential(nn.Linear(64, 96, bias=False))
+    expected = BlockSparseLinear.from_linear(model[0], **options)
+    report = patcher("0", **options).patch_model(model)
+    (layer,) = report.layers
+    new, indices = model[0], 4 * (len(expected.crow_indices) + 2 * expected.pattern.nnz)
+    assert (layer.nm, layer.storage) == (options.get("nm"), options.get("storage", "plain"))
+    assert (new.nm, new.storage, new.transposable) == (
+        layer.nm,
+        layer.storage,
+        options.get("transposable", False),
+    )
+    assert layer.after.bytes == report.after.bytes == block_bytes * expected.pattern.nnz + indices
+    assert layer.error == expected.storage_error
+    assert (layer.error > 0) == (layer.storage in ("int8", "float8_e4m3fn"))
+    line = str(report).splitlines()[1]
+    assert f" {called} " in line and (f" {layer.error:.2g} " in line) == (layer.error > 0)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(model(x), expected(x))
+
+
+@pytest.mark.parametrize(("options", "called", "block_bytes"), STORED)
+def test_plain_twins_of_stored_layers_have_the_values_that_these_multiply_by(
+    options: dict[str, Any], called: str, block_bytes: int
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 96))
+    expected = BlockSparseLinear.from_linear(model[0], **options)
+    (layer,) = patcher("0", pseudo_linear=True, **options).patch_model(model).layers
+    assert (layer.policy, layer.nm, layer.storage) == ("pseudo", None, "plain")
+    assert layer.error == expected.storage_error
+    assert torch.equal(model[0].weight, expected.plain_values())
+
+
+@pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "pattern", [None, BlockPattern.from_blocks([(1, 1)], shape=(64, 64), block_shape=32)]
+)
+def test_eight_bits_are_for_finite_weights(storage: str, pattern: BlockPattern | None) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    dense = model[1]
+    dense.weight.data[3, 5] = float("inf")
+    with pytest.raises(InvalidArgumentError, match=f"layer '1': storage: '{storage}'.*not finite"):
+        patcher(r"\d", storage=storage, pattern=pattern).patch_model(model)
+    assert model[1] is dense and type(model[0]) is nn.Linear
+    patcher(r"\d", pattern=pattern).patch_model(model)
+
+
 def test_a_patched_model_equals_its_plain_twin_and_trains() -> None:
     model, twin, x = gpt(), gpt(), tokens()
     patcher(density=0.5).patch_model(model)
@@ -234,6 +295,22 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
         (".*", {"pseudo_linear": 1}, "pseudo_linear"),
         (".*", {"policy": "fast"}, "policy.*'dense'.*'fast'"),
         (".*", {"pattern": [[0, 0]]}, "pattern.*list"),
+        (".*", {"nm": (1, 2)}, r"nm: \(2, 4\).*\(1, 2\)"),
+        (".*", {"nm": (2, 4), "block_shape": (64, 16)}, r"nm.*bk.*\(64, 16\)"),
+        (
+            ".*",
+            {"nm": (2, 4), "pattern": BlockPattern.full((64, 64), block_shape=16)},
+            r"nm.*bk.*\(16, 16\)",
+        ),
+        (".*", {"transposable": True}, "transposable.*None"),
+        (".*", {"nm": (2, 4), "transposable": 1}, "transposable: True or False"),
+        (
+            ".*",
+            {"nm": (2, 4), "transposable": True, "block_shape": (16, 64)},
+            r"transposable.*bn.*\(16, 64\)",
+        ),
+        (".*", {"storage": "int4"}, "storage.*'float8_e4m3fn'.*'int4'"),
+        (".*", {"storage": "compressed"}, "storage: 'compressed' is for 2:4"),
         (".*", 0.5, "options.*0.5"),
     ],
 )
@@ -477,11 +554,12 @@ def test_models_on_the_meta_device_need_patterns() -> None:
         patcher().patch_model(model)
     pattern = BlockPattern.random((256, 64), block_shape=(16, 32), density=0.25)
     for pseudo_linear in (False, True):
-        twin = copy.deepcopy(model)
-        report = patcher(r"blocks\.0\.mlp\.0", pattern=pattern, pseudo_linear=pseudo_linear).patch_model(twin)
-        (layer,) = report.layers
-        assert (layer.block_shape, layer.density) == ((16, 32), 0.25)
-        assert twin.blocks[0].mlp[0].weight.is_meta
+        for storage in ("plain", "int8"):
+            twin, options = copy.deepcopy(model), {"pseudo_linear": pseudo_linear, "storage": storage}
+            report = patcher(r"blocks\.0\.mlp\.0", pattern=pattern, **options).patch_model(twin)
+            (layer,) = report.layers
+            assert (layer.block_shape, layer.density, layer.error) == ((16, 32), 0.25, 0)
+            assert twin.blocks[0].mlp[0].weight.is_meta
 
 
 def test_a_given_pattern_is_the_pattern_of_the_layer() -> None:

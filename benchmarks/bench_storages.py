@@ -1,0 +1,450 @@
+"""Times layers whose values take fewer bytes, 2:4 and 8 bits, against plain blocks and dense cuBLAS.
+
+    python benchmarks/bench_storages.py --output storages.json
+    python benchmarks/report.py storages.json
+
+README.md beside this says what is measured and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import problems
+import torch
+from harness import (
+    CudaTimer,
+    HostTimer,
+    Timer,
+    Unavailable,
+    poisoned,
+    positive,
+    recording,
+    relative_error,
+    run_benchmark,
+    steady_times,
+    subset,
+    warm_up,
+    write_json,
+)
+from problems import LAYERS, OPS, Shape
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilesparse import _C, BlockSparseMatrix, functional, storage
+from tilesparse._checks import DTYPES
+from tilesparse._launch import storage_of, use_kernel
+from tilesparse.errors import UnsupportedError
+
+DTYPE = torch.bfloat16
+TOLERANCE = problems.PRECISIONS["bf16"].tolerance
+CUSPARSELT_SECONDS = 1e-3  # the host needs less than this for one call of it
+TOKENS = (1, 8, 16, 32, 64)
+FORWARD, GRADIENT = OPS.index("dds_nt"), OPS.index("dds_nn")
+BITS = ("int8", "float8_e4m3fn")
+STORED = ("2:4", *BITS, *(f"2:4 {name}" for name in BITS))
+CUSPARSELT = "cuSPARSELt"
+TRANSPOSED, EXPANDED = "2:4, transposed values", "2:4, expanded values"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer in square blocks, and what is timed beside its plain blocks."""
+
+    section: str
+    shape: Shape
+    block: int
+    density: float
+    contenders: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.section:14} {self.shape.name:16} {self.block}x{self.block} {self.density:g}"
+
+
+def _few_tokens() -> Iterator[Case]:
+    for block in (32, 64, 128):
+        for tokens in TOKENS:
+            yield Case("few tokens", Shape(f"decode-m{tokens}", tokens, 28672, 8192), block, 0.25, STORED)
+
+
+def _wide(section: str, block: int, contenders: tuple[str, ...]) -> Iterator[Case]:
+    for name in ("up", "down"):
+        for density in (0.5, 0.25):
+            yield Case(section, LAYERS[name], block, density, contenders)
+
+
+CASES = (
+    *_wide("forward", 128, ("2:4", *BITS)),
+    *_wide("forward", 64, ("2:4",)),
+    *_wide("forward", 32, ("2:4",)),
+    *(Case("every block", shape, 128, 1.0, ("2:4", CUSPARSELT)) for shape in LAYERS.values()),
+    *_few_tokens(),
+    *_wide("gradient of x", 128, (TRANSPOSED, EXPANDED)),
+    *_wide("sm80", 128, ("2:4",)),
+    Case(
+        "masks", LAYERS["up"], 128, 1.0, ("choice", "transposable choice", "compress", "compress transposed")
+    ),
+)
+SECTIONS = tuple(dict.fromkeys(case.section for case in CASES))
+
+
+class Layer:
+    """A random pattern with normal weights, and with these in every storage that was asked for."""
+
+    def __init__(self, case: Case, device: torch.device, seed: int) -> None:
+        block_shape = (case.block, case.block)
+        like = problems.Case("dds_nt", "bf16", case.shape, block_shape, case.density, "random", "row")
+        self.pattern = problems.make_pattern(like, torch.Generator().manual_seed(seed))
+        generator = torch.Generator(device).manual_seed(seed)
+        self.values = _randn(self.pattern.nnz, *block_shape, generator=generator)
+        self.weight = _randn(*self.pattern.shape, generator=generator)  # of the dense layer
+        self.mask = storage.two_of_four(self.values.abs(), transposable=True)
+        self.index = self.pattern.index_on(device)
+        self._stored: dict[str, tuple[Tensor, Tensor | None, Tensor | None]] = {}
+
+    def masked(self) -> Tensor:
+        """Plain values of 2:4."""
+        return torch.where(self.mask, self.values, 0)
+
+    def stored(self, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Values, metadata and scales."""
+        if name not in self._stored:
+            plain, kind = self._plain(name)
+            mask = self.mask if name.startswith("2:4") else None
+            values, beside = storage.stored_as(plain, mask, kind, "row")
+            self._stored[name] = values, beside.get("metadata"), beside.get("scales")
+        return self._stored[name]
+
+    def multiplied(self, name: str) -> Tensor:
+        """The weight [out_features, in_features] in float32, without what expands or compresses values."""
+        plain, kind = self._plain(name)
+        if kind in BITS:
+            values, scales = storage.quantize(plain, getattr(torch, kind))
+            plain = (values.float() * scales[:, :, None]).to(DTYPE)
+        return BlockSparseMatrix(plain, self.pattern).to_dense().float()
+
+    def _plain(self, name: str) -> tuple[Tensor, str]:
+        """Plain values, and the storage of `tilesparse.storage`."""
+        plain = self.masked() if name.startswith("2:4") else self.values
+        return plain, name.removeprefix("2:4").strip() or "compressed"
+
+    def stored_bytes(self, name: str) -> int:
+        """Of values, metadata and scales."""
+        return sum(tensor.nbytes for tensor in self.stored(name) if tensor is not None)
+
+    def kernel(self, op: int, tokens: int, name: str) -> dict[str, Any]:
+        """Which one the library chooses, and whether it is given expanded values."""
+        shape, block_shape = self.pattern.shape, self.pattern.block_shape
+        if name == TRANSPOSED:
+            op, name = FORWARD, "2:4"
+            shape, block_shape = shape[::-1], block_shape[::-1]
+        stored = storage_of(*self.stored(name))
+        pattern = _C.Pattern(*block_shape, *shape, self.pattern.nnz, 0, 0, 0)
+        device = int(self.values.is_cuda)
+        product = _C.Product(pattern, op, DTYPES[DTYPE], device, tokens, **stored)
+        kernel, reason = product.select(_C.device_info(device))
+        return {"kernel": _C.kernels()[kernel].name, "expanded": "expanded values" in reason}
+
+
+class Contender(NamedTuple):
+    """A call, what computes its exact result, and what to record about it."""
+
+    call: Callable[[], Tensor]
+    exact: Callable[[], Tensor]
+    details: dict[str, Any]
+
+
+class Comparison(NamedTuple):
+    """What contenders are compared with, and how each of them is made."""
+
+    dense: Callable[[], Tensor]
+    plain: Callable[[], Tensor]
+    contender: Callable[[str], Contender]
+
+
+class Bench(NamedTuple):
+    """Where is measured, and how."""
+
+    device: torch.device
+    timer: Timer
+    repetitions: int
+    seed: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("storages.json"), help="as JSON, kept up to date (%(default)s)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=140.0, metavar="SECONDS", help="no case starts later (%(default)s)"
+    )
+    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    parser.add_argument(
+        "--sections", type=subset(SECTIONS), default=SECTIONS, help=f"of {','.join(SECTIONS)} (all)"
+    )
+    parser.add_argument("--repetitions", type=positive, default=20, help="at least (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu only tries the script (%(default)s)",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA device")
+    with torch.no_grad():
+        return run_benchmark(arguments, _run)
+
+
+def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        warm_up()
+    start = time.monotonic()
+    cases = [case for case in CASES if case.section in arguments.sections]
+    layer_of = functools.lru_cache(1)(functools.partial(Layer, device=device, seed=arguments.seed))
+    for number, case in enumerate(cases, 1):
+        seconds = time.monotonic() - start
+        if seconds > arguments.budget:
+            document["stopped"] = (
+                f"budget of {arguments.budget:g} s spent before case {number} of {len(cases)}"
+            )
+            return
+        print(f"[{number}/{len(cases)}, {seconds:.0f} s] {case}", flush=True)
+        record = _description(case)
+        document["cases"].append(record)
+        with recording(record, "case"):
+            layer = layer_of(_of_any_tokens(case))
+            record["density"] = layer.pattern.density
+            bench = Bench(device, _timer(device, case), arguments.repetitions, arguments.seed)
+            measure = _measure_masks if case.section == "masks" else _measure_products
+            measure(case, layer, bench, record["results"])
+        write_json(arguments.output, document)
+
+
+def _timer(device: torch.device, case: Case) -> Timer:
+    if device.type == "cpu":
+        return HostTimer()
+    return CudaTimer(launch_seconds=CUSPARSELT_SECONDS) if CUSPARSELT in case.contenders else CudaTimer()
+
+
+def _of_any_tokens(case: Case) -> Case:
+    """Cases of one layer with different numbers of tokens have this in common."""
+    _, _, out_features, in_features = case.shape
+    return dataclasses.replace(case, section="", shape=Shape("", 0, out_features, in_features), contenders=())
+
+
+def _description(case: Case) -> dict[str, Any]:
+    return {
+        "section": case.section,
+        "shape": case.shape.name,
+        "tokens": case.shape.tokens,
+        "out_features": case.shape.out_features,
+        "in_features": case.shape.in_features,
+        "block_shape": [case.block, case.block],
+        "requested_density": case.density,
+        "results": [],
+    }
+
+
+# ---- products ----
+
+
+def _measure_products(case: Case, layer: Layer, bench: Bench, results: list[dict[str, Any]]) -> None:
+    generator = torch.Generator(bench.device).manual_seed(bench.seed)
+    features = layer.pattern.shape[0 if case.section == "gradient of x" else 1]
+    activations = _randn(case.shape.tokens, features, generator=generator)
+    compare = {"gradient of x": _compare_gradient, "sm80": _compare_sm80}.get(case.section, _compare_forward)
+    comparison = compare(layer, activations, bench.timer)
+    for name in case.contenders:
+        result: dict[str, Any] = {"contender": name}
+        results.append(result)
+        with recording(result, name):
+            result |= _measure(comparison, name, bench)
+            _print_result(result)
+
+
+def _compare_forward(layer: Layer, x: Tensor, timer: Timer) -> Comparison:
+    def contender(name: str) -> Contender:
+        if name == CUSPARSELT:
+            return _cusparselt(layer, x)
+        details = layer.kernel(FORWARD, len(x), name) | {"stored_bytes": layer.stored_bytes(name)}
+        return Contender(_forward(layer, x, name), lambda: x.float() @ layer.multiplied(name).t(), details)
+
+    return Comparison(lambda: F.linear(x, layer.weight), _forward(layer, x), contender)
+
+
+def _forward(layer: Layer, x: Tensor, name: str | None = None) -> Callable[[], Tensor]:
+    """x Wᵀ of plain values, or of those of a storage."""
+    values, metadata, scales = (layer.values, None, None) if name is None else layer.stored(name)
+    return lambda: functional.linear(x, values, layer.pattern, metadata=metadata, scales=scales)
+
+
+def _cusparselt(layer: Layer, x: Tensor) -> Contender:
+    """2:4 as PyTorch computes it, with the settings that it chooses by itself."""
+    dense = layer.multiplied("2:4").to(DTYPE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a prototype
+        weight = torch.sparse.to_sparse_semi_structured(dense)
+    details = {"backend": type(weight).__name__}
+    return Contender(lambda: F.linear(x, weight), lambda: x.float() @ dense.float().t(), details)
+
+
+def _compare_gradient(layer: Layer, y: Tensor, timer: Timer) -> Comparison:
+    def contender(name: str) -> Contender:
+        values, metadata, _ = layer.stored("2:4")
+        if name == TRANSPOSED:
+            values, metadata = storage.compress(layer.values, layer.mask, transposed=True)
+        stored = metadata, None, name == TRANSPOSED
+        return Contender(
+            lambda: torch.ops.tilesparse.dds_nn(y, values, *layer.index, False, *stored),
+            lambda: y.float() @ layer.multiplied("2:4"),
+            layer.kernel(GRADIENT, len(y), name if name == TRANSPOSED else "2:4"),
+        )
+
+    return Comparison(
+        lambda: y @ layer.weight,
+        lambda: functional.dds(y, layer.values, layer.pattern, transpose=False),
+        contender,
+    )
+
+
+def _compare_sm80(layer: Layer, x: Tensor, timer: Timer) -> Comparison:
+    """The fastest kernels for compute capability 8.0, whatever the device would choose."""
+    plain = _fastest(_sm80_kernels(compressed=False), _forward(layer, x), timer)
+
+    def contender(name: str) -> Contender:
+        kernel = _fastest(_sm80_kernels(compressed=True), _forward(layer, x, name), timer)
+        details = {"kernel": kernel, "expanded": False, "plain_kernel": plain}
+        call = _on_kernel(kernel, _forward(layer, x, name))
+        return Contender(call, lambda: x.float() @ layer.multiplied(name).t(), details)
+
+    return Comparison(lambda: F.linear(x, layer.weight), _on_kernel(plain, _forward(layer, x)), contender)
+
+
+def _sm80_kernels(compressed: bool) -> list[str]:
+    """Of the forward product in bfloat16 for any number of tokens."""
+    return [
+        kernel.name
+        for kernel in _C.kernels()
+        if kernel.name.startswith("sm80_")
+        and kernel.ops >> FORWARD & 1
+        and kernel.dtypes >> DTYPES[DTYPE] & 1
+        and kernel.max_tokens == 0
+        and kernel.storages >> compressed & 1
+        and kernel.values_dtypes == 0
+    ]
+
+
+def _fastest(kernels: Iterable[str], call: Callable[[], Tensor], timer: Timer) -> str:
+    times: dict[str, float] = {}
+    for kernel in kernels:
+        forced = _on_kernel(kernel, call)
+        try:
+            forced()
+        except UnsupportedError:
+            continue
+        times[kernel] = timer.microseconds(forced, 3)
+    if not times:
+        raise Unavailable("no kernel for compute capability 8.0 computes this here")
+    return min(times, key=times.__getitem__)
+
+
+def _on_kernel(name: str, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def forced() -> Tensor:
+        with use_kernel(name):
+            return call()
+
+    return forced
+
+
+def _measure(comparison: Comparison, name: str, bench: Bench) -> dict[str, Any]:
+    contender = comparison.contender(name)
+    error = relative_error(poisoned(contender.call), contender.exact())
+    times = steady_times(
+        contender.call, comparison.dense, bench.timer, bench.repetitions, plain=comparison.plain
+    )
+    return {
+        "t_us": round(times.sparse_us, 2),
+        **{f"{beside}_us": [round(time_us, 2) for time_us in pair] for beside, pair in times.beside.items()},
+        "unsteady": times.unsteady,
+        "speedup": round(times.speedup, 4),
+        "speedup_over_plain": round(times.speedup_over("plain"), 4),
+        "error": error,
+        "wrong": error is None or error > TOLERANCE,
+        "repetitions": times.repetitions,
+        **contender.details,
+    }
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    notes = [str(result[key]) for key in ("kernel", "backend") if key in result]
+    notes += [flag.upper() for flag in ("expanded", "unsteady", "wrong") if result.get(flag)]
+    error = "not finite" if result["error"] is None else f"{result['error']:.1e}"
+    print(
+        f"  {result['contender']:24}{result['t_us']:10.1f} us  {result['speedup_over_plain']:6.2f}x plain  "
+        f"{result['speedup']:6.2f}x dense  error {error}  {' '.join(notes)}",
+        flush=True,
+    )
+
+
+# ---- masks ----
+
+
+def _measure_masks(case: Case, layer: Layer, bench: Bench, results: list[dict[str, Any]]) -> None:
+    """Times of choosing two of four and of compressing, and whether what results is right."""
+    jobs = _mask_jobs(layer)
+    for name in case.contenders:
+        result: dict[str, Any] = {"contender": name}
+        results.append(result)
+        with recording(result, name):
+            call, is_right = jobs[name]
+            wrong = not is_right(call())
+            t_us = bench.timer.microseconds(call, bench.repetitions)
+            result |= {"t_us": round(t_us, 2), "unsteady": False, "wrong": wrong}
+            print(f"  {name:24}{t_us:10.1f} us{'  WRONG' if wrong else ''}", flush=True)
+
+
+def _mask_jobs(layer: Layer) -> dict[str, tuple[Callable[[], Any], Callable[[Any], bool]]]:
+    """Calls by name, and what says whether a result is right."""
+    values, mask, masked, scores = layer.values, layer.mask, layer.masked(), layer.values.abs()
+    return {
+        "choice": (lambda: storage.two_of_four(scores), _is_two_of_four),
+        "transposable choice": (
+            lambda: storage.two_of_four(scores, transposable=True),
+            lambda kept: _is_two_of_four(kept) and _is_two_of_four(kept.transpose(1, 2)),
+        ),
+        "compress": (
+            lambda: storage.compress(values, mask),
+            lambda kept: torch.equal(storage.expand(*kept), masked),
+        ),
+        "compress transposed": (
+            lambda: storage.compress(values, mask, transposed=True),
+            lambda kept: torch.equal(storage.expand(*kept).transpose(1, 2), masked),
+        ),
+    }
+
+
+def _is_two_of_four(mask: Tensor) -> bool:
+    return bool((mask.unflatten(-1, (-1, 4)).sum(-1) == 2).all())
+
+
+def _randn(*size: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(size, generator=generator, dtype=DTYPE, device=generator.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
