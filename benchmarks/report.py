@@ -1,4 +1,4 @@
-"""Prints results of bench_ops.py, bench_models.py or bench_storages.py as Markdown.
+"""Prints results of the benchmarks that have results in JSON as Markdown.
 
 python benchmarks/report.py results.json [more.json ...]
 python benchmarks/report.py results.json --sm80-floors
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results",
         type=Path,
         nargs="+",
-        help="of bench_ops.py, bench_models.py or bench_storages.py, or one of bench_cpu.py",
+        help="of bench_ops.py, bench_models.py or bench_storages.py, or one of bench_cpu.py or bench_training.py",
     )
     parser.add_argument("--metric", choices=METRICS, default="efficiency", help="(%(default)s)")
     parser.add_argument(
@@ -88,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if "section" in documents[0]["cases"][0]:  # of bench_storages.py
         _print_storages([case for document in documents for case in document["cases"]])
+        return 0
+    if "stored_bytes" in documents[0]["cases"][0]:
+        _print_training(documents[0]["cases"])
         return 0
     if "speedup" in documents[0]["cases"][0]:  # of bench_cpu.py
         _print_cpu(documents[0]["cases"])
@@ -180,6 +183,44 @@ def _microseconds(time_us: float) -> str:
 
 def _block(case: dict[str, Any]) -> str:
     return "x".join(map(str, case["block_shape"]))
+
+
+def _print_training(cases: Sequence[dict[str, Any]]) -> None:
+    """Held-out loss of all contenders after as many steps, and after as many seconds, as each has had."""
+    cases = [case for case in cases if "unavailable" not in case]
+    reached = [{result["step"] for result in case["results"]} for case in cases]
+    steps = max(set.intersection(*reached))
+    seconds = min(case["results"][-1]["seconds"] for case in cases)
+    lines = []
+    for case in cases:
+        at_steps = next(result for result in case["results"] if result["step"] == steps)
+        in_time = [result for result in case["results"] if result["seconds"] <= seconds]
+        last = case["results"][-1]
+        lines.append(
+            [
+                case["contender"],
+                f"{1e3 * last['seconds'] / last['step']:.1f}",
+                f"{case['tokens_per_second'] / 1e3:.0f}",
+                f"{at_steps['loss']:.3f}",
+                f"{in_time[-1]['loss']:.3f} ({in_time[-1]['step']})" if in_time else None,
+                f"{case['parameters'] / 1e6:.1f}",
+                f"{case['stored_bytes'] / 1e6:.0f}",
+                None if case["peak_bytes"] is None else f"{case['peak_bytes'] / 1e9:.1f}",
+            ]
+        )
+    _print_table(
+        [
+            "",
+            "ms per step",
+            "thousand tokens per s",
+            f"loss after {steps} steps",
+            f"loss after {seconds:.0f} s (steps)",
+            "million parameters",
+            "MB of weights in bfloat16",
+            "peak GB in training",
+        ],
+        lines,
+    )
 
 
 def _print_models(cases: Sequence[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """Block-sparse linear layers that are faster than dense ones."""
 
-from . import errors, functional, parallel
+from . import errors, functional, parallel, train
 from ._C import version as _version
 from .errors import (
     CudaError,
@@ -40,4 +40,5 @@ __all__ = [
     "errors",
     "functional",
     "parallel",
+    "train",
 ]

@@ -12,6 +12,7 @@ import bench_cpu
 import bench_host
 import bench_models
 import bench_storages
+import bench_training
 import break_even
 import harness
 import models
@@ -222,6 +223,34 @@ def test_no_storage_is_measured_after_the_budget(tmp_path: Path, monkeypatch: py
     path = tmp_path / "storages.json"
     assert storages(path, monkeypatch, "--budget", "0") == []
     assert "budget" in json.loads(path.read_text())["stopped"]
+
+
+def test_contenders_are_trained_on_the_same_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "training.json"
+    sizes = "--layers 1 --width 128 --context 8 --batch 2 --block 32 --megabytes 1 --held-out-batches 2"
+    arguments = f"--device cpu --no-compile --steps 20 --evaluate-every 10 --every 3 {sizes}"
+    assert bench_training.main([*arguments.split(), "--output", str(path)]) == 0
+    cases = {case["contender"]: case for case in json.loads(path.read_text())["cases"]}
+    assert tuple(cases) == bench_training.NAMES
+    for case in cases.values():
+        assert [result["step"] for result in case["results"]] == [10, 20]
+        assert case["results"][1]["loss"] < case["results"][0]["loss"]
+    parameters = {name: case["parameters"] for name, case in cases.items()}
+    assert parameters["dense"] > parameters["blocks"] == parameters["2:4 in blocks"]
+    assert parameters["half the blocks"] < parameters["blocks"]
+    assert cases["2:4 in blocks"]["stored_bytes"] < cases["blocks"]["stored_bytes"]
+    capsys.readouterr()
+    assert report.main([str(path)]) == 0
+    assert "| loss after 20 steps |" in (text := capsys.readouterr().out)
+    assert all(f"| {name} |" in text for name in cases)
+
+
+def test_what_is_held_out_is_not_trained_on() -> None:
+    training, held_out = (bytes(text.tolist()) for text in bench_training.load_text(1 << 20))
+    assert 1000 < len(held_out) < len(training) / 10
+    assert held_out[:1000] not in training and held_out[-1000:] not in training
+    again = bench_training.load_text(1 << 20)
+    assert bytes(again[1].tolist()) == held_out
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tilesparse import BlockSparseLinear, UnsynchronizedPatternError, _launch
+from tilesparse import BlockSparseLinear, UnsupportedError, UnsynchronizedPatternError, _launch
 from tilesparse.parallel import synchronize_patterns
+from tilesparse.train import MaskSchedule
 
 IN, OUT = 96, 64
 WORLD = 2
@@ -49,9 +50,18 @@ def patterns_agree(model: nn.Module) -> bool:
     return all(theirs == everyone[0] for theirs in everyone)
 
 
-def train(wrapped: nn.Module, steps: int = 3) -> list[float]:
+def masks_agree(model: nn.Module) -> bool:
+    for layer in sparse_layers(model):
+        everyone = [torch.empty_like(layer.mask) for _ in range(WORLD)]
+        dist.all_gather(everyone, layer.mask)
+        if any(not torch.equal(theirs, layer.mask) for theirs in everyone):
+            return False
+    return True
+
+
+def train(wrapped: nn.Module, steps: int = 3, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
     """Losses on data that differ from process to process."""
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    optimizer = optimizer or torch.optim.SGD(wrapped.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -170,6 +180,25 @@ def flattened(rank: int) -> None:
         assert patterns_agree(wrapped)
 
 
+def masked(rank: int) -> None:
+    options = {"block_shape": 32, "nm": (2, 4), "transposable": True}
+    model = make(rank, **options)
+    synchronize_patterns(model)
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    schedule = MaskSchedule(wrapped, optimizer, every=2, decay=0.1)
+    assert not masks_agree(model)
+    schedule.refresh()
+    assert masks_agree(model)
+    train(wrapped, 2, optimizer)
+    assert masks_agree(model) and schedule.flip_rate() > 0
+
+    sharded = fully_shard(make(rank, **options), mesh=init_device_mesh(torch.device(here()).type, (WORLD,)))
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="layer '0', got DTensor"):
+        MaskSchedule(sharded, optimizer, every=1, decay=0)
+
+
 SCENES: dict[str, Callable[[int], None]] = {
     scene.__name__: scene
     for scene in (
@@ -181,6 +210,7 @@ SCENES: dict[str, Callable[[int], None]] = {
         from_meta,
         sharded,
         flattened,
+        masked,
     )
 }
 

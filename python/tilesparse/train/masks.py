@@ -1,0 +1,252 @@
+"""Masks of 2:4 in training: how often they are chosen anew, and what becomes of masked weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import as_integer, check_compressible
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..linear import BlockSparseLinear
+from ..storage import check_nm
+
+DECAYS = ("gradient", "weight")
+
+
+def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = False) -> None:
+    """Begins or ends 2:4 in every `BlockSparseLinear` of a model, at any step of its training.
+
+    Weights stay as they are, and so do the optimizer and its states. With None the layers have plain blocks
+    again, in which what was masked counts; with (2, 4) masks keep the weights of largest magnitude.
+
+    Args:
+        model: may be one layer.
+        nm: (2, 4) or None.
+        transposable: whether two of each four neighbours in a column are kept as well.
+
+    Raises:
+        UnsupportedError: a layer's storage is not "plain".
+        InvalidArgumentError: there is no such layer, blocks of one are too small, or another argument is not
+            allowed. All errors are raised before any layer has changed.
+    """
+    check_nm(nm, transposable)
+    layers = _layers(model)
+    if not layers:
+        raise InvalidArgumentError("model: no BlockSparseLinear in it")
+    for name, layer in layers.items():
+        if layer.storage != "plain":
+            raise UnsupportedError(
+                f"model: the storage 'plain' expected of layer {name!r}, got {layer.storage!r}; "
+                "call to_storage('plain')"
+            )
+        if nm is not None:
+            check_compressible(f"model: layer {name!r}: 2:4", layer.block_shape)
+        if transposable:
+            check_compressible(f"model: layer {name!r}: transposable 2:4", layer.block_shape, transposed=True)
+    for layer in layers.values():
+        layer.set_nm(nm, transposable=transposable)
+
+
+class MaskSchedule:
+    """Chooses the masks of 2:4 layers anew every few optimizer steps, and pulls masked weights towards zero.
+
+    Gradients pass straight through the masks, so that a weight may come back. Without a decay masked weights
+    wander, and masks keep flipping. There are two, of M the mask, g the gradient and W the weight:
+
+    - ``decay_on="weight"``: W ← W - lr · decay · (1 - M) · W before the step, beside the optimizer, as in
+      SR-STE (Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", ICLR
+      2021, who take 2e-4 with SGD and choose masks in every step). In 16 bits a weight that is to change by
+      less than its precision does not change.
+    - ``decay_on="gradient"``: g ← g + decay · (1 - M) · W before the step, so that an optimizer such as Adam
+      scales it with the gradient (Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity", ICML
+      2024, who choose transposable masks every 40 steps, and the decay by how many bits of the masks flip).
+
+    It works by hooks of the optimizer, whose steps are called as before, with a closure or without; nothing
+    waits for a GPU. A step that ``torch.amp.GradScaler`` leaves out calls no optimizer and does not count. A
+    fused optimizer is called all the same, and leaves the step out on the GPU: then there is no decay either,
+    but the call counts towards ``every``, since the host cannot know without waiting.
+
+    Layers that have plain blocks again, see `set_nm`, are passed over until they get masks.
+
+    In several processes masks are equal where weights are equal, for on one kind of device they follow from
+    these alone. With ``DistributedDataParallel(broadcast_buffers=False)`` the masks that layers began with
+    differ even so: call `refresh` once, after the weights have been broadcast.
+
+    Args:
+        model: has `BlockSparseLinear` layers with ``nm=(2, 4)`` in the storage "plain".
+        optimizer: has their weights.
+        every: choose masks after every so many steps.
+        decay: per step, 0 for none.
+        decay_on: "gradient" or "weight".
+
+    Attributes:
+        steps: how many steps were counted.
+        flips: by the names of layers, how many bits of their masks the last refresh has changed: int64 [], on
+            their devices. Empty before the first.
+
+    Raises:
+        InvalidArgumentError: there is no such layer, the optimizer has not all their weights, or another
+            argument is not allowed.
+        UnsupportedError: a weight is a sharded tensor, as ``fully_shard`` leaves them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int,
+        decay: float,
+        decay_on: str = "gradient",
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidArgumentError(
+                f"optimizer: a torch.optim.Optimizer expected, got {type(optimizer).__name__}"
+            )
+        self._every, self._decay = _checked_every(every), _checked_decay(decay)
+        if decay_on not in DECAYS:
+            raise InvalidArgumentError(f"decay_on: one of {list(DECAYS)} expected, got {decay_on!r}")
+        self._layers = {name: layer for name, layer in _layers(model).items() if layer.mask is not None}
+        if not self._layers:
+            raise InvalidArgumentError(
+                "model: a BlockSparseLinear with nm=(2, 4) in the storage 'plain' expected, there is none"
+            )
+        _check_weights(self._layers, optimizer)
+        self.steps = 0
+        self.flips: dict[str, Tensor] = {}
+        before = self._decay_weights if decay_on == "weight" else self._decay_gradients
+        self._hooks = [optimizer.register_step_post_hook(self._count)]
+        if self._decay:
+            self._hooks.append(optimizer.register_step_pre_hook(before))
+
+    def remove(self) -> None:
+        """Takes the hooks away: masks stay as they are, and so does everything else."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Chooses all masks anew, which otherwise happens every few steps."""
+        self.flips = {}
+        for name, layer, mask in self._masked():
+            before = mask.clone()
+            layer.update_mask_()
+            self.flips[name] = (before ^ mask).sum()
+
+    def flip_rate(self) -> float:
+        """Fraction of all bits of the masks that the last refresh has changed; waits for the GPU.
+
+        With ``every=1`` this is the flip rate of Hu et al. Not a number before the first refresh.
+        """
+        bits = sum(self._layers[name].weight.numel() for name in self.flips)
+        return sum(int(flips) for flips in self.flips.values()) / bits if bits else math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps. Masks are buffers of the model, and in its state_dict."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`, bit for bit if model and optimizer are loaded, too.
+
+        Raises:
+            InvalidArgumentError: it is none of a schedule.
+        """
+        steps = state_dict.get("steps")
+        if set(state_dict) != {"steps"} or type(steps) is not int or steps < 0:
+            raise InvalidArgumentError(f"state_dict: {{'steps': 0 or more}} expected, got {dict(state_dict)}")
+        self.steps = steps
+
+    def _masked(self) -> Iterator[tuple[str, BlockSparseLinear, Tensor]]:
+        """The layers that have masks now."""
+        for name, layer in self._layers.items():
+            if layer.mask is not None:
+                yield name, layer, layer.mask
+
+    def _count(self, *_: Any) -> None:
+        self.steps += 1
+        if self.steps % self._every == 0:
+            self.refresh()
+
+    @torch.no_grad()
+    def _decay_weights(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Nothing that a closure computes within the step depends on masked weights: they may change before.
+        masks = {id(layer.weight): mask for _, layer, mask in self._masked()}
+        overflow = getattr(optimizer, "found_inf", None)  # GradScaler leaves it for fused optimizers
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                mask = masks.get(id(weight))
+                if mask is None or not weight.requires_grad:
+                    continue
+                rate = group["lr"] * self._decay
+                if overflow is not None:
+                    rate = rate * (overflow.to(weight.device, non_blocking=True) == 0)
+                weight.sub_(torch.where(mask, 0, weight) * rate)
+
+    def _decay_gradients(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
+    ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._add_to_gradients(optimizer)
+            return None
+        # There are no gradients before the optimizer has called its closure.
+        decaying = self._with_decay(closure, optimizer)
+        if len(args) > 1:
+            return (args[0], decaying, *args[2:]), kwargs
+        return args, kwargs | {"closure": decaying}
+
+    def _with_decay(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        def decaying() -> Any:
+            loss = closure()
+            self._add_to_gradients(optimizer)
+            return loss
+
+        return decaying
+
+    @torch.no_grad()
+    def _add_to_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        scale: Any = getattr(optimizer, "grad_scale", None)  # GradScaler's, where gradients still have it
+        for _, layer, mask in self._masked():
+            weight, grad = layer.weight, layer.weight.grad
+            if grad is None:
+                continue
+            factor = self._decay if scale is None else self._decay * scale.to(grad.device, non_blocking=True)
+            grad.add_(torch.where(mask, 0, weight) * factor)
+
+
+def _layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
+
+
+def _checked_every(every: object) -> int:
+    try:
+        steps = as_integer(every)
+    except TypeError:
+        steps = 0
+    if steps < 1:
+        raise InvalidArgumentError(f"every: a number of steps of at least 1 expected, got {every!r}")
+    return steps
+
+
+def _checked_decay(decay: object) -> float:
+    number = float(decay) if isinstance(decay, Real) and not isinstance(decay, bool) else math.nan
+    if not 0 <= number < math.inf:
+        raise InvalidArgumentError(f"decay: a finite number of at least 0 expected, got {decay!r}")
+    return number
+
+
+def _check_weights(layers: Mapping[str, BlockSparseLinear], optimizer: torch.optim.Optimizer) -> None:
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, layer in layers.items():
+        if id(layer.weight) not in known:
+            raise InvalidArgumentError(f"optimizer: the weight of layer {name!r} is not among its parameters")
+        if type(layer.weight.detach()) is not Tensor:
+            raise UnsupportedError(
+                f"model: a plain tensor expected as weight of layer {name!r}, got "
+                f"{type(layer.weight.detach()).__name__}; masks of sharded weights are not chosen"
+            )

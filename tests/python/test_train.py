@@ -1,0 +1,417 @@
+"""Masks of 2:4 are chosen when they should be, and masked weights decay as the papers say."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import randn, seeded
+from torch import Tensor, nn
+
+from tilesparse import BlockSparseLinear, InvalidArgumentError, UnsupportedError
+from tilesparse.storage import two_of_four
+from tilesparse.train import MaskSchedule, set_nm
+
+FEATURES = 64
+RATE, DECAY = 0.1, 0.25
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, foreach=False),
+    "sgd foreach": lambda model: torch.optim.SGD(model.parameters(), lr=RATE, foreach=True),
+    "sgd fused": lambda model: torch.optim.SGD(model.parameters(), lr=RATE, fused=True),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False),
+    "adamw foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, foreach=True),
+    "adamw fused": lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, fused=True),
+    "adamw of groups": lambda model: torch.optim.AdamW(
+        [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": RATE / 2}],
+        lr=RATE,
+    ),
+    "adamw, rate in a tensor": lambda model: torch.optim.AdamW(
+        model.parameters(), lr=torch.tensor(RATE), foreach=False
+    ),
+}
+
+
+def make(transposable: bool = False, **options: Any) -> nn.Sequential:
+    options = {
+        "block_shape": 32,
+        "nm": (2, 4),
+        "transposable": transposable,
+        "dtype": torch.float64,
+    } | options
+    generator = seeded()
+    return nn.Sequential(
+        BlockSparseLinear(FEATURES, 2 * FEATURES, generator=generator, **options),
+        nn.Tanh(),
+        BlockSparseLinear(2 * FEATURES, FEATURES, generator=generator, **options),
+    )
+
+
+def sparse(model: nn.Sequential) -> list[BlockSparseLinear]:
+    return [module for module in model if isinstance(module, BlockSparseLinear)]
+
+
+def loss_of(model: nn.Module, step: int = 0) -> Tensor:
+    """To be lowered: on data of its own in each step."""
+    weight = next(model.parameters())
+    x = randn(16, FEATURES, dtype=weight.dtype, seed=step).to(weight.device)
+    return (model(x) - x.roll(1, -1)).square().mean()
+
+
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        backward(model, optimizer, step)
+        optimizer.step()
+
+
+def masks_of(model: nn.Sequential) -> list[Tensor]:
+    return [layer.mask.clone() for layer in sparse(model)]
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All that training has left behind."""
+    states = [state for of_one in optimizer.state.values() for state in of_one.values()]
+    return [*model.state_dict().values(), *(state for state in states if isinstance(state, Tensor))]
+
+
+def same(these: list[Tensor], those: list[Tensor]) -> bool:
+    return len(these) == len(those) and all(map(torch.equal, these, those))
+
+
+@pytest.mark.parametrize("transposable", [False, True])
+def test_masks_are_chosen_every_few_steps(transposable: bool) -> None:
+    model = make(transposable)
+    optimizer = OPTIMIZERS["adamw"](model)
+    schedule = MaskSchedule(model, optimizer, every=3, decay=DECAY)
+    before = masks_of(model)
+    for step in range(1, 8):
+        train(model, optimizer, range(step, step + 1))
+        chosen = [two_of_four(layer.weight.abs(), transposable=transposable) for layer in sparse(model)]
+        if step % 3 == 0:
+            assert any(not torch.equal(one, other) for one, other in zip(chosen, before, strict=True))
+            before = chosen
+        assert same(masks_of(model), before)
+    assert schedule.steps == 7
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("decay_on", ["gradient", "weight"])
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_decay_is_that_of_the_papers(name: str, decay_on: str, with_closure: bool) -> None:
+    model = make()
+    twin = copy.deepcopy(model)
+    optimizer, reference = OPTIMIZERS[name](model), OPTIMIZERS[name](twin)
+    MaskSchedule(model, optimizer, every=2, decay=DECAY, decay_on=decay_on)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        return loss
+
+    for step in range(4):
+        if with_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+        backward(twin, reference, step)
+        for layer, group in zip(sparse(twin), 2 * reference.param_groups, strict=False):
+            masked = (~layer.mask).double() * layer.weight.detach()
+            if decay_on == "gradient":
+                layer.weight.grad += DECAY * masked
+            else:
+                layer.weight.data -= float(group["lr"]) * DECAY * masked
+        reference.step()
+        if step % 2:
+            for layer in sparse(twin):
+                layer.mask.copy_(two_of_four(layer.weight.abs()))
+
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+        assert same(masks_of(model), masks_of(twin))
+
+
+def test_lbfgs_calls_its_closure_again_and_again() -> None:
+    model = make()
+    twin = copy.deepcopy(model)
+    optimizer, reference = (torch.optim.LBFGS(m.parameters(), max_iter=4) for m in (model, twin))
+    schedule = MaskSchedule(model, optimizer, every=1, decay=DECAY)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    def closure_with_decay() -> Tensor:
+        reference.zero_grad()
+        loss = loss_of(twin)
+        loss.backward()
+        for layer in sparse(twin):
+            layer.weight.grad += DECAY * torch.where(layer.mask, 0, layer.weight.detach())
+        return loss
+
+    assert optimizer.step(closure=closure) == reference.step(closure_with_decay)
+    assert same(list(model.parameters()), list(twin.parameters()))
+    assert schedule.steps == 1
+
+
+@pytest.mark.parametrize("decay_on", ["gradient", "weight"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaled_gradients(decay_on: str, fused: bool) -> None:
+    """As without a scaler, but for a step that the scaler leaves out."""
+    model = make(dtype=torch.float32)
+    twin = copy.deepcopy(model)
+    optimizer, reference = (
+        torch.optim.AdamW(m.parameters(), lr=RATE, fused=fused, foreach=False) for m in (model, twin)
+    )
+    schedule = MaskSchedule(model, optimizer, every=10, decay=DECAY, decay_on=decay_on)
+    MaskSchedule(twin, reference, every=10, decay=DECAY, decay_on=decay_on)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        before = copy.deepcopy(model.state_dict())
+        overflow = step == 1
+        if overflow:
+            model[0].weight.grad[0, 0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        if overflow:
+            assert same(list(before.values()), list(model.state_dict().values()))
+        else:
+            train(twin, reference, range(step, step + 1))
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert schedule.steps == (3 if fused else 2)
+
+
+@pytest.mark.parametrize("decay_on", ["gradient", "weight"])
+def test_resumed_training_is_the_same_bit_for_bit(decay_on: str) -> None:
+    def begin() -> tuple[nn.Sequential, torch.optim.Optimizer, MaskSchedule]:
+        model = make(transposable=True)
+        optimizer = OPTIMIZERS["adamw"](model)
+        return model, optimizer, MaskSchedule(model, optimizer, every=3, decay=DECAY, decay_on=decay_on)
+
+    parts = begin()
+    train(*parts[:2], range(4))
+    saved = copy.deepcopy([part.state_dict() for part in parts])
+    train(*parts[:2], range(4, 9))
+    resumed = begin()
+    for part, state in zip(resumed, saved, strict=True):
+        part.load_state_dict(state)
+    train(*resumed[:2], range(4, 9))
+    assert same(states_of(*parts[:2]), states_of(*resumed[:2]))
+    assert resumed[2].state_dict() == parts[2].state_dict() == {"steps": 9}
+
+    shifted = begin()  # without its own state a schedule would refresh in other steps
+    for part, state in zip(shifted[:2], saved, strict=False):
+        part.load_state_dict(state)
+    train(*shifted[:2], range(4, 9))
+    assert not same(masks_of(parts[0]), masks_of(shifted[0]))
+
+
+@pytest.mark.parametrize("state", [{}, {"steps": -1}, {"steps": 1.5}, {"steps": True}, {"steps": 1, "x": 2}])
+def test_states_of_something_else_are_refused(state: dict[str, Any]) -> None:
+    model = make()
+    schedule = MaskSchedule(model, OPTIMIZERS["sgd"](model), every=1, decay=0)
+    with pytest.raises(InvalidArgumentError, match=r"^state_dict: "):
+        schedule.load_state_dict(state)
+
+
+def test_flips_of_the_last_refresh() -> None:
+    model = make()
+    schedule = MaskSchedule(model, OPTIMIZERS["sgd"](model), every=5, decay=0)
+    assert schedule.flips == {} and schedule.flip_rate() != schedule.flip_rate()
+    with torch.no_grad():  # the four of each row change places: what was kept is dropped in the first layer
+        model[0].weight.copy_(torch.where(model[0].mask, 0, 1))
+    schedule.refresh()
+    assert schedule.flips.keys() == {"0", "2"}
+    assert schedule.flips["0"] == model[0].mask.numel() and schedule.flips["2"] == 0
+    assert schedule.flips["0"].dtype == torch.int64 and schedule.flips["0"].shape == ()
+    assert schedule.flip_rate() == model[0].mask.numel() / sum(mask.numel() for mask in masks_of(model))
+    schedule.refresh()
+    assert schedule.flip_rate() == 0
+
+
+def test_decay_calms_masks() -> None:
+    """Hu et al.: masked weights that decay flip back less often."""
+    rates = []
+    for decay in (0.0, 30.0):
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
+        schedule = MaskSchedule(model, optimizer, every=1, decay=decay)
+        train(model, optimizer, range(20))
+        rates.append(schedule.flip_rate())
+    assert rates[1] < 0.5 * rates[0]
+
+
+def test_without_its_hooks_a_schedule_does_nothing() -> None:
+    model = make()
+    twin = copy.deepcopy(model)
+    optimizer, reference = OPTIMIZERS["adamw"](model), OPTIMIZERS["adamw"](twin)
+    schedule = MaskSchedule(model, optimizer, every=1, decay=DECAY)
+    schedule.remove()
+    schedule.remove()
+    train(model, optimizer, range(2))
+    train(twin, reference, range(2))
+    assert same(states_of(model, optimizer), states_of(twin, reference))
+    assert schedule.steps == 0 and not schedule.flips
+
+
+def test_frozen_and_unused_weights_are_left_alone() -> None:
+    for decay_on in ("gradient", "weight"):
+        model = make()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        MaskSchedule(model, optimizer, every=1, decay=DECAY, decay_on=decay_on)
+        before = model[0].weight.clone()
+        train(model, optimizer, range(2))
+        assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("transposable", [False, True])
+def test_trains(transposable: bool) -> None:
+    model = make(transposable, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    MaskSchedule(model, optimizer, every=5, decay=2e-4)
+    first = loss_of(model, 1000).item()
+    train(model, optimizer, range(150))
+    assert loss_of(model, 1000).item() < 0.7 * first
+    for layer in sparse(model):
+        assert layer.mask.view(-1, 4).sum(-1).eq(2).all()
+        assert layer.plain_values()[~layer.mask].eq(0).all() and layer.weight[~layer.mask].ne(0).any()
+
+
+@pytest.mark.parametrize("decay_on", ["gradient", "weight"])
+def test_back_to_plain_blocks_and_to_masks_again(decay_on: str) -> None:
+    model = make()
+    optimizer = OPTIMIZERS["adamw"](model)
+    schedule = MaskSchedule(model, optimizer, every=1, decay=DECAY, decay_on=decay_on)
+    train(model, optimizer, range(3))
+    before = [tensor.clone() for tensor in states_of(model, optimizer) if tensor.dtype != torch.bool]
+    set_nm(model, None)
+    assert all(layer.nm is None and layer.mask is None for layer in sparse(model))
+    assert same(before, states_of(model, optimizer))
+
+    twin = make(nm=None)
+    twin.load_state_dict(model.state_dict())
+    reference = OPTIMIZERS["adamw"](twin)
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, range(3, 5))  # as if there had never been a mask
+    train(twin, reference, range(3, 5))
+    assert same(states_of(model, optimizer), states_of(twin, reference))
+    assert schedule.flips == {} and schedule.steps == 5
+
+    before = [tensor.clone() for tensor in states_of(twin, reference)]
+    set_nm(model, (2, 4), transposable=True)
+    assert all(layer.transposable for layer in sparse(model))
+    after = [tensor for tensor in states_of(model, optimizer) if tensor.dtype != torch.bool]
+    assert same(before, after)
+    train(model, optimizer, range(5, 6))
+    assert schedule.flips.keys() == {"0", "2"}
+
+
+def test_layers_that_cannot_change_leave_all_as_they_are() -> None:
+    model = make(nm=None)
+    model.append(BlockSparseLinear(FEATURES, FEATURES, block_shape=(32, 16)))
+    with pytest.raises(InvalidArgumentError, match=r"^model: layer '3': 2:4 is for bk of 32"):
+        set_nm(model, (2, 4))
+    model[3] = BlockSparseLinear(FEATURES, FEATURES, block_shape=(16, 32))
+    with pytest.raises(InvalidArgumentError, match=r"^model: layer '3': transposable 2:4 is for bn of 32"):
+        set_nm(model, (2, 4), transposable=True)
+    model[3] = BlockSparseLinear(FEATURES, FEATURES, block_shape=32, nm=(2, 4), storage="compressed")
+    for nm in ((2, 4), None):
+        with pytest.raises(UnsupportedError, match=r"^model: the storage 'plain' expected of layer '3'"):
+            set_nm(model, nm)
+    assert all(layer.nm is None for layer in sparse(model)[:2])
+    with pytest.raises(InvalidArgumentError, match=r"^model: no BlockSparseLinear"):
+        set_nm(nn.Linear(4, 4), (2, 4))
+    with pytest.raises(InvalidArgumentError, match=r"^nm: "):
+        set_nm(model, (1, 4))
+    with pytest.raises(InvalidArgumentError, match=r"^transposable: "):
+        set_nm(model, None, transposable=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"model": nn.Linear(4, 4)}, r"^model: a BlockSparseLinear with nm"),
+        ({"model": make(nm=None)}, r"^model: a BlockSparseLinear with nm"),
+        ({"model": make(storage="compressed")}, r"^model: a BlockSparseLinear with nm"),
+        ({"model": make()}, r"^optimizer: the weight of layer '0'"),
+        ({"optimizer": make()}, r"^optimizer: a torch.optim.Optimizer expected, got Sequential"),
+        ({"every": 0}, r"^every: "),
+        ({"every": 2.0}, r"^every: "),
+        ({"every": True}, r"^every: "),
+        ({"decay": -1.0}, r"^decay: "),
+        ({"decay": float("nan")}, r"^decay: "),
+        ({"decay": float("inf")}, r"^decay: "),
+        ({"decay": "1"}, r"^decay: "),
+        ({"decay": True}, r"^decay: "),
+        ({"decay_on": "bias"}, r"^decay_on: "),
+    ],
+)
+def test_arguments_that_do_not_fit(changed: dict[str, Any], text: str) -> None:
+    model = make()
+    optimizer = OPTIMIZERS["sgd"](model)
+    arguments: dict[str, Any] = {"model": model, "optimizer": optimizer, "every": 1, "decay": 0.0} | changed
+    with pytest.raises(InvalidArgumentError, match=text):
+        MaskSchedule(**arguments)
+    before = masks_of(model)
+    train(model, optimizer, range(2))  # nothing was hooked
+    assert same(before, masks_of(model))
+
+
+def test_a_weight_left_out_of_the_optimizer_is_named() -> None:
+    model = make()
+    optimizer = torch.optim.SGD([model[0].weight, model[2].bias], lr=RATE)
+    with pytest.raises(InvalidArgumentError, match=r"^optimizer: the weight of layer '2' is not among"):
+        MaskSchedule(model, optimizer, every=1, decay=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay_on", ["gradient", "weight"])
+@pytest.mark.parametrize("transposable", [False, True])
+def test_the_host_does_not_wait(decay_on: str, transposable: bool) -> None:
+    model = make(transposable, dtype=torch.bfloat16, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    schedule = MaskSchedule(model, optimizer, every=1, decay=DECAY, decay_on=decay_on)
+    train(model, optimizer, range(1))
+    backward(model, optimizer)
+    before = masks_of(model)
+    for parameter in model.parameters():
+        parameter.grad += 1
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    flips = sum(int((one != other).sum()) for one, other in zip(before, masks_of(model), strict=True))
+    assert sum(int(flips) for flips in schedule.flips.values()) == flips > 0
+
+
+@pytest.mark.gpu
+def test_fused_steps_that_are_left_out_on_the_gpu() -> None:
+    model = make(dtype=torch.float32, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    MaskSchedule(model, optimizer, every=10, decay=DECAY, decay_on="weight")
+    scaler = torch.amp.GradScaler("cuda")
+    for overflow in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        before = model[0].weight.clone()
+        if overflow:
+            model[2].bias.grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model[0].weight, before) == overflow
