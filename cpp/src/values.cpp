@@ -184,11 +184,14 @@ void compress_on_host(const Compression& compression) {
 
 namespace {
 
+// Where there is no device, `cuda_device` says so.
 void expand_on_device(const Problem& problem, void* plain, void* stream) {
+    cuda_device(-1);
     check_launch(values::expand(problem, plain, stream), "expanding values");
 }
 
 void compress_on_device(const Compression& c, void* stream) {
+    cuda_device(-1);
     const values::Compression compression{c.pattern.block_rows,
                                           c.pattern.block_cols,
                                           c.pattern.nnz,

@@ -6,7 +6,8 @@ Values [nnz, bn, bk] become smaller in two ways, which may be combined:
   leaves [nnz, bn, bk / 2] and metadata [nnz, bk / 32, bn], int32, which says where they were; bk is 32, 64
   or 128. With a transposable choice the same holds for each four neighbours in a column.
 - **8 bits**: int8 or float8_e4m3fn with float32 scales, for each row of a block [nnz, bn] or for each block
-  [nnz]. The weight that products multiply by is value times scale, rounded to the dtype of the activations.
+  [nnz]. The weight that products multiply by is value times scale in float32, rounded to the dtype of the
+  activations.
 
 `functional.linear` and `functional.dds` take such values with their ``metadata`` and ``scales``. Kernels that
 read them as they are exist where `tilesparse info` says so; elsewhere the library expands them in every call.

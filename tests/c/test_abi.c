@@ -297,7 +297,7 @@ static void test_bad_descriptors(void) {
     REFUSES(TS_DDS_NT, o.desc.op = -1, TS_INVALID_ARGUMENT, "op");
     REFUSES(TS_DDS_NT, o.desc.dtype = 4, TS_INVALID_ARGUMENT, "dtype");
     REFUSES(TS_DDS_NT, o.desc.device = 2, TS_INVALID_ARGUMENT, "device");
-    REFUSES(TS_DDS_NT, o.desc.storage = 1, TS_INVALID_ARGUMENT, "storage");
+    REFUSES(TS_DDS_NT, o.desc.storage = 2, TS_INVALID_ARGUMENT, "storage is 2; allowed are 0 to 1");
     REFUSES(TS_DDS_NT, o.desc.activation = 4, TS_INVALID_ARGUMENT, "activation");
     REFUSES(TS_DDS_NT, o.desc.precision = 2, TS_INVALID_ARGUMENT, "precision");
     REFUSES(TS_DDS_NT, o.desc.accumulate = 2, TS_INVALID_ARGUMENT, "accumulate");
@@ -314,8 +314,7 @@ static void test_bad_descriptors(void) {
     REFUSES(TS_DDS_NT, o.desc.residual.reserved = 1, TS_INVALID_ARGUMENT, "residual.reserved");
     REFUSES(TS_DDS_NN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
     REFUSES(TS_SDD_TN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
-    REFUSES(TS_DDS_NT, o.desc.metadata = o.memory[3], TS_INVALID_ARGUMENT, "metadata");
-    REFUSES(TS_DDS_NT, o.desc.values_dtype = 5, TS_INVALID_ARGUMENT, "values_dtype is 5; allowed are 0 to 4");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = 7, TS_INVALID_ARGUMENT, "values_dtype is 7; allowed are 0 to 6");
     REFUSES(TS_DDS_NT, o.desc.values_dtype = -1, TS_INVALID_ARGUMENT, "values_dtype");
     REFUSES(TS_DDS_NT, o.desc.result_dtype = 5, TS_INVALID_ARGUMENT, "result_dtype");
     REFUSES(TS_SDD_TN, o.desc.result_dtype = TS_FLOAT16 + 1, TS_INVALID_ARGUMENT, "result_dtype");
@@ -379,7 +378,7 @@ static void test_long_structures(void) {
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 111 of pattern is not 0");
     pattern.unknown[23] = 0;
     desc.unknown[0] = 1;
-    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 208 of desc is not 0");
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 216 of desc is not 0");
     desc.known.struct_size = UINT32_MAX;
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "desc.struct_size");
 
@@ -579,8 +578,8 @@ static void test_kernels(void) {
     CHECK(ts_kernel_count() > 0, "the library has no kernel");
     for (int32_t i = 0; i < ts_kernel_count(); ++i) {
         SUCCEEDS(ts_kernel_get(i, &info));
-        CHECK(info.name[0] != '\0' && info.ops != 0 && info.dtypes != 0, "kernel %d computes nothing",
-              (int)i);
+        CHECK(info.name[0] != '\0' && info.ops != 0 && info.dtypes != 0 && info.storages != 0,
+              "kernel %d computes nothing", (int)i);
         for (int32_t j = 0; j < i; ++j) {
             SUCCEEDS(ts_kernel_get(j, &other));
             CHECK(strcmp(info.name, other.name) != 0, "two kernels are named %s", info.name);
@@ -870,6 +869,315 @@ static void test_plans_on_the_device(void) {
           TS_INVALID_ARGUMENT, "not in memory of a CUDA device");
 }
 
+/* --- Values in fewer bytes ------------------------------------------------------------------------------ */
+
+enum { COUNT = NNZ * BN * BK }; /* of the values of all blocks */
+
+/* Values of the layer with a mask, compressed, and with scales. What is written ends with 4 bytes more. */
+typedef struct stored {
+    int32_t dtype;
+    _Alignas(16) unsigned char values[COUNT * sizeof(float)];
+    _Alignas(16) unsigned char compressed[COUNT / 2 * sizeof(float) + 4];
+    _Alignas(16) uint32_t metadata[COUNT / 32 + 1];
+    _Alignas(16) uint8_t mask[COUNT];
+    _Alignas(16) float scales[NNZ * BN];
+} stored;
+
+/* Masks of every kind, from none of four to all; scales that leave sums exact. */
+static void init_stored(stored* s, int32_t dtype) {
+    memset(s, 0xa5, sizeof *s);
+    s->dtype = dtype;
+    for (int i = 0; i < COUNT; ++i) {
+        const float number = (float)(i % 15 + 1) / 8;
+        if (dtype == TS_FLOAT32)
+            memcpy(s->values + i * sizeof number, &number, sizeof number);
+        else if (dtype == TS_INT8)
+            s->values[i] = (uint8_t)(i * 37);
+        else
+            s->values[i] = (uint8_t)(i % 2 << 7 | (6 + i % 3) << 3 | i / 2 % 8);
+        s->mask[i] = (uint8_t)(i / 4 * 7 >> i % 4 & 1 ? 1 + i % 255 : 0);
+    }
+    for (int i = 0; i < NNZ * BN; ++i) s->scales[i] = i % 3 == 0 ? 0.25f : i % 3 == 1 ? 1 : -2;
+}
+
+/* A number of that dtype; there are no subnormal ones of 8 bits and no NaN. */
+static double number_at(const unsigned char* values, int32_t dtype, int i) {
+    float number;
+    if (dtype == TS_INT8) return (int8_t)values[i];
+    if (dtype == TS_FLOAT32) {
+        memcpy(&number, values + i * sizeof number, sizeof number);
+        return number;
+    }
+    const double fraction = (8 + values[i] % 8) / 1024.0 * (1 << (values[i] >> 3 & 15));
+    return values[i] & 0x80 ? -fraction : fraction;
+}
+
+/* Of four neighbours the first two in the mask. */
+static int is_kept(const stored* s, int i) {
+    int before = 0;
+    for (int j = i / 4 * 4; j < i; ++j) before += s->mask[j] != 0;
+    return s->mask[i] != 0 && before < 2;
+}
+
+/* The column of a kept value of a row, of all rows of all blocks, as the header says. */
+static int kept_column(const uint32_t* metadata, int row, int index) {
+    const int group = index / 2 * 4, r = row % BN;
+    const int block = row / BN * (BK / 32) + group / 32;
+    const uint32_t word = metadata[((block * (BN / 16) + r / 16) * 8 + r % 8) * 2 + group % 32 / 16];
+    const uint32_t half = r % 16 < 8 ? word & 0xffff : word >> 16;
+    return group + (int)(half >> (group % 16 + index % 2 * 2) & 3);
+}
+
+static ts_status_t compress(stored* s, const ts_pattern* pattern) {
+    return ts_values_compress(pattern, TS_CPU, s->dtype, s->values, s->mask, 0, s->compressed, s->metadata,
+                              NULL);
+}
+
+static void test_compression(int32_t dtype) {
+    static stored s;
+    static double expanded[COUNT];
+    const ts_pattern pattern = layer_pattern();
+    const size_t bytes = COUNT / 2 * (dtype == TS_FLOAT32 ? sizeof(float) : 1);
+    init_stored(&s, dtype);
+    SUCCEEDS(compress(&s, &pattern));
+    CHECK(s.compressed[bytes] == 0xa5, "written behind compressed");
+    CHECK(s.metadata[COUNT / 32] == 0xa5a5a5a5u, "written behind metadata");
+    memset(expanded, 0, sizeof expanded);
+    for (int row = 0; row < NNZ * BN; ++row)
+        for (int i = 0; i < BK / 2; ++i) {
+            const int column = kept_column(s.metadata, row, i), at = row * (BK / 2) + i;
+            CHECK(i % 2 == 0 || column > kept_column(s.metadata, row, i - 1), "row %d: %d does not ascend",
+                  row, i);
+            if (is_kept(&s, row * BK + column))
+                expanded[row * BK + column] = number_at(s.compressed, dtype, at);
+            else
+                for (size_t byte = 0; byte < bytes / (COUNT / 2); ++byte)
+                    CHECK(s.compressed[at * (bytes / (COUNT / 2)) + byte] == 0, "%d of row %d is not 0", i,
+                          row);
+        }
+    for (int i = 0; i < COUNT; ++i) {
+        const double expected = is_kept(&s, i) ? number_at(s.values, dtype, i) : 0;
+        CHECK(expanded[i] == expected, "value %d is %g, not %g", i, expanded[i], expected);
+    }
+}
+
+/* What comes out of a transposed weight and its mask is the same as with `transposed` of the weight. */
+static void test_transposed_compression(void) {
+    enum { SIDE = 32, SIZE = SIDE * SIDE };
+    static uint16_t values[2][SIZE], compressed[2][SIZE / 2];
+    static uint8_t mask[2][SIZE];
+    static uint32_t metadata[2][SIZE / 32];
+    for (int i = 0; i < SIZE; ++i) {
+        const int across = i % SIDE * SIDE + i / SIDE;
+        values[0][i] = values[1][across] = (uint16_t)(i + 1);
+        mask[0][i] = mask[1][across] = (uint8_t)(i * 2654435761u >> 13 & 1);
+    }
+    ts_pattern pattern = layer_pattern();
+    pattern.block_rows = pattern.block_cols = SIDE;
+    pattern.out_features = pattern.in_features = SIDE;
+    pattern.nnz = 1;
+    for (int i = 0; i < 2; ++i)
+        SUCCEEDS(ts_values_compress(&pattern, TS_CPU, TS_BFLOAT16, values[i], mask[i], i, compressed[i],
+                                    metadata[i], NULL));
+    CHECK(memcmp(compressed[0], compressed[1], sizeof compressed[0]) == 0, "compressed values differ");
+    CHECK(memcmp(metadata[0], metadata[1], sizeof metadata[0]) == 0, "metadata differs");
+}
+
+/* Lets a product multiply by stored values; operand 2 then holds what these stand for. */
+static void give_stored(operands* o, stored* s, int32_t dtype, int32_t storage, int32_t row_scales) {
+    init_stored(s, dtype);
+    SUCCEEDS(compress(s, &o->pattern));
+    o->desc.storage = storage;
+    o->desc.values = storage == TS_STORAGE_PLAIN ? s->values : s->compressed;
+    o->desc.metadata = storage == TS_STORAGE_PLAIN ? NULL : s->metadata;
+    if (dtype != TS_FLOAT32) {
+        o->desc.values_dtype = dtype + 1;
+        o->desc.scales = s->scales;
+        o->desc.row_scales = row_scales;
+    }
+    for (int i = 0; i < COUNT; ++i) {
+        const double scale = dtype == TS_FLOAT32 ? 1 : s->scales[row_scales ? i / BK : i / (BN * BK)];
+        const int is_there = storage == TS_STORAGE_PLAIN || is_kept(s, i);
+        put(o, 2, i, is_there ? number_at(s->values, dtype, i) * scale : 0);
+    }
+}
+
+static void test_stored_values(int32_t dtype, int32_t storage, int32_t row_scales) {
+    static operands o;
+    static stored s;
+    static float plain[COUNT + 1];
+    for (int32_t op = TS_DDS_NT; op <= TS_DDS_NN; ++op) {
+        init_operands(&o, op, TS_FLOAT32, TS_ROW_MAJOR, TS_FEATURE_MAJOR);
+        give_stored(&o, &s, dtype, storage, row_scales);
+        SUCCEEDS(run(&o));
+        if (op == TS_DDS_NT)
+            check_forward(&o);
+        else
+            check_gradient_of_x(&o);
+        plain[COUNT] = 77;
+        SUCCEEDS(ts_values_expand(&o.desc, plain, COUNT * sizeof(float), NULL));
+        for (int i = 0; i < COUNT; ++i)
+            CHECK(plain[i] == get(&o, 2, i), "value %d is %g, not %g", i, plain[i], get(&o, 2, i));
+        CHECK(plain[COUNT] == 77, "written behind the expansion");
+    }
+}
+
+/* Kernels that are given the expansion have room for it in the workspace, say so and pack nothing. */
+static void test_room_for_the_expansion(void) {
+    static operands o;
+    static stored s;
+    const ts_device_info gpu = h100();
+    char reason[256] = "";
+    int32_t kernel = 0;
+    size_t without = 0, with = 0, packed = 1;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    SUCCEEDS(ts_matmul_workspace_size(&o.desc, &without));
+    give_stored(&o, &s, TS_INT8, TS_STORAGE_2_4, 1);
+    SUCCEEDS(ts_matmul_workspace_size(&o.desc, &with));
+    CHECK(with >= without + COUNT * sizeof(float), "%d bytes instead of %d", (int)with, (int)without);
+    SUCCEEDS(ts_values_packed_size(&o.desc, &packed));
+    CHECK(packed == 0, "%d bytes", (int)packed);
+    void* workspace = aligned_alloc(256, (with / 256 + 1) * 256);
+    FAILS(ts_matmul(&o.desc, workspace, with - 1, NULL), TS_WORKSPACE_TOO_SMALL, "workspace_bytes");
+    free(workspace);
+    ts_device_info cpu = {.struct_size = sizeof cpu};
+    SUCCEEDS(ts_device_get(TS_CPU, -1, &cpu));
+    SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, reason, sizeof reason));
+    CHECK(strstr(reason, "it is given expanded values") != NULL, "%s", reason);
+    if (strstr(ts_architectures(), "sm_") == NULL) return;
+    o.desc.device = TS_CUDA;
+    o.desc.dtype = TS_FLOAT16;
+    SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
+}
+
+/* Nothing of x, y and values is written by products that are refused, nor of the expansion. */
+#define REFUSES_STORED(op_, dtype, storage_, change, expected, mention)                           \
+    do {                                                                                          \
+        static stored s;                                                                          \
+        REFUSES((op_), (give_stored(&o, &s, (dtype), (storage_), 1), change), expected, mention); \
+    } while (0)
+
+static void test_bad_storages(void) {
+    enum { INT8 = TS_INT8 + 1 };
+    REFUSES(TS_DDS_NT, o.desc.metadata = o.memory[3], TS_INVALID_ARGUMENT,
+            "metadata is given; only TS_STORAGE_2_4 has any");
+    REFUSES(TS_DDS_NT, o.desc.storage = TS_STORAGE_2_4, TS_INVALID_ARGUMENT, "metadata is null");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = TS_FLOAT16 + 1, TS_INVALID_ARGUMENT,
+            "values_dtype stands for float16 and dtype is float32");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = INT8, TS_INVALID_ARGUMENT, "scales is null");
+    REFUSES(TS_DDS_NT, o.desc.scales = (float*)o.memory[3], TS_INVALID_ARGUMENT,
+            "scales is given; values of float32 have none");
+    REFUSES(TS_DDS_NT, o.desc.row_scales = 1, TS_INVALID_ARGUMENT, "row_scales is 1; values of float32");
+    REFUSES(TS_DDS_NT, o.desc.dtype = TS_INT8, TS_INVALID_ARGUMENT, "dtype is 4; allowed are 0 to 3");
+    REFUSES(TS_DDS_NT, o.desc.result_dtype = INT8, TS_INVALID_ARGUMENT, "result_dtype is 5; allowed are 0");
+    REFUSES(TS_SDD_TN, (o.desc.storage = TS_STORAGE_2_4, o.desc.metadata = o.memory[3]), TS_INVALID_ARGUMENT,
+            "storage is 1; sdd_tn writes plain values");
+    REFUSES(TS_SDD_TN, (o.desc.values_dtype = INT8, o.desc.scales = (float*)o.memory[3]), TS_INVALID_ARGUMENT,
+            "values_dtype stands for int8 and result_dtype for float32");
+    REFUSES_STORED(TS_DDS_NN, TS_INT8, 0, o.desc.row_scales = 2, TS_INVALID_ARGUMENT, "row_scales is 2");
+    REFUSES_STORED(TS_DDS_NN, TS_INT8, 0, o.desc.scales = (float*)((char*)s.scales + 1), TS_INVALID_ARGUMENT,
+                   "scales is at address");
+    REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.scales = (float*)o.memory[1], TS_INVALID_ARGUMENT,
+                   "y and scales overlap");
+    REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.values = o.memory[1], TS_INVALID_ARGUMENT,
+                   "y and values overlap");
+    REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.values = NULL, TS_INVALID_ARGUMENT, "values is null");
+    REFUSES_STORED(TS_DDS_NT, TS_FLOAT32, 1, o.desc.metadata = (char*)s.metadata + 2, TS_INVALID_ARGUMENT,
+                   "metadata is at address");
+    REFUSES_STORED(TS_DDS_NT, TS_FLOAT32, 1, o.desc.metadata = o.memory[1], TS_INVALID_ARGUMENT,
+                   "y and metadata overlap");
+    REFUSES_STORED(TS_DDS_NT, TS_FLOAT32, 1, o.pattern.block_cols = 16, TS_INVALID_ARGUMENT,
+                   "pattern.block_cols is 16; TS_STORAGE_2_4 is for 32, 64 and 128");
+    REFUSES_STORED(
+        TS_DDS_NT, TS_FLOAT32, 1,
+        (o.desc.device = TS_CUDA, o.desc.x.ld = IN, o.desc.y.ld = 8, o.desc.metadata = s.metadata + 1),
+        TS_INVALID_ARGUMENT, "metadata is at address");
+}
+
+/* After `change` of a product with values of 8 bits in 2:4, their expansion is refused and not written. */
+#define REFUSES_EXPANSION(change, expected, mention)                             \
+    do {                                                                         \
+        static operands o;                                                       \
+        static stored s;                                                         \
+        static float memory[COUNT];                                              \
+        void* plain = memory;                                                    \
+        size_t bytes = sizeof memory;                                            \
+        init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);    \
+        give_stored(&o, &s, TS_INT8, TS_STORAGE_2_4, 0);                         \
+        memset(memory, 0xa5, sizeof memory);                                     \
+        change;                                                                  \
+        FAILS(ts_values_expand(&o.desc, plain, bytes, NULL), expected, mention); \
+        for (size_t i = 0; i < sizeof memory; ++i)                               \
+            CHECK(((unsigned char*)memory)[i] == 0xa5, "%s: written", #change);  \
+    } while (0)
+
+static void test_bad_expansions(void) {
+    FAILS(ts_values_expand(NULL, NULL, 0, NULL), TS_INVALID_ARGUMENT, "desc");
+    REFUSES_EXPANSION(plain = NULL, TS_INVALID_ARGUMENT, "plain is null");
+    REFUSES_EXPANSION(plain = (char*)memory + 2, TS_INVALID_ARGUMENT, "plain is at address");
+    REFUSES_EXPANSION(--bytes, TS_WORKSPACE_TOO_SMALL, "plain_bytes is 6143; 6144 are needed");
+    REFUSES_EXPANSION(plain = s.compressed, TS_INVALID_ARGUMENT, "values and plain overlap");
+    REFUSES_EXPANSION(o.desc.metadata = memory, TS_INVALID_ARGUMENT, "metadata and plain overlap");
+    REFUSES_EXPANSION(o.desc.scales = memory, TS_INVALID_ARGUMENT, "scales and plain overlap");
+    REFUSES_EXPANSION(o.desc.values = NULL, TS_INVALID_ARGUMENT, "values is null");
+    REFUSES_EXPANSION(o.desc.scales = NULL, TS_INVALID_ARGUMENT, "scales is null");
+    REFUSES_EXPANSION(o.desc.op = TS_SDD_TN, TS_INVALID_ARGUMENT, "sdd_tn");
+    REFUSES_EXPANSION((o.desc.op = TS_SDD_TN, o.desc.storage = 0, o.desc.metadata = NULL,
+                       o.desc.scales = NULL, o.desc.values_dtype = 0),
+                      TS_INVALID_ARGUMENT, "op is 2; the values are those of dds_nt or dds_nn");
+    ts_device_info info = {.struct_size = sizeof info};
+    if (ts_device_get(TS_CUDA, -1, &info) == TS_SUCCESS) return;
+    REFUSES_EXPANSION(o.desc.device = TS_CUDA, TS_NO_DEVICE, "CUDA");
+}
+
+/* After `change` of one argument compression is refused, and nothing is written. */
+#define REFUSES_COMPRESSION(change, expected, mention)                                                      \
+    do {                                                                                                    \
+        static stored s, before;                                                                            \
+        init_stored(&s, TS_FLOAT32);                                                                        \
+        before = s;                                                                                         \
+        ts_pattern pattern = layer_pattern();                                                               \
+        const ts_pattern* given = &pattern;                                                                 \
+        int32_t device = TS_CPU, dtype = TS_FLOAT32, transposed = 0;                                        \
+        const void* values = s.values;                                                                      \
+        const uint8_t* mask = s.mask;                                                                       \
+        void* compressed = s.compressed;                                                                    \
+        uint32_t* metadata = s.metadata;                                                                    \
+        change;                                                                                             \
+        FAILS(                                                                                              \
+            ts_values_compress(given, device, dtype, values, mask, transposed, compressed, metadata, NULL), \
+            expected, mention);                                                                             \
+        CHECK(memcmp(&before, &s, sizeof s) == 0, "%s: written", #change);                                  \
+    } while (0)
+
+static void test_bad_compressions(void) {
+    REFUSES_COMPRESSION(given = NULL, TS_INVALID_ARGUMENT, "pattern");
+    REFUSES_COMPRESSION(pattern.block_rows = 8, TS_INVALID_ARGUMENT, "pattern.block_rows is 8");
+    REFUSES_COMPRESSION(pattern.block_cols = 16, TS_INVALID_ARGUMENT, "pattern.block_cols is 16; TS_STORAGE");
+    REFUSES_COMPRESSION(transposed = 1, TS_INVALID_ARGUMENT, "pattern.block_rows is 16; TS_STORAGE_2_4");
+    REFUSES_COMPRESSION(transposed = 2, TS_INVALID_ARGUMENT, "transposed is 2; allowed are 0 and 1");
+    REFUSES_COMPRESSION(device = 2, TS_INVALID_ARGUMENT, "device is 2; allowed are 0 to 1");
+    REFUSES_COMPRESSION(dtype = 6, TS_INVALID_ARGUMENT, "dtype is 6; allowed are 0 to 5");
+    REFUSES_COMPRESSION(dtype = -1, TS_INVALID_ARGUMENT, "dtype is -1");
+    REFUSES_COMPRESSION(values = NULL, TS_INVALID_ARGUMENT, "values is null");
+    REFUSES_COMPRESSION(mask = NULL, TS_INVALID_ARGUMENT, "mask is null");
+    REFUSES_COMPRESSION(compressed = NULL, TS_INVALID_ARGUMENT, "compressed is null");
+    REFUSES_COMPRESSION(metadata = NULL, TS_INVALID_ARGUMENT, "metadata is null");
+    REFUSES_COMPRESSION(values = s.values + 1, TS_INVALID_ARGUMENT, "values is at address");
+    REFUSES_COMPRESSION(compressed = s.compressed + 2, TS_INVALID_ARGUMENT, "compressed is at address");
+    REFUSES_COMPRESSION(metadata = (uint32_t*)(s.compressed + 2), TS_INVALID_ARGUMENT, "metadata is at");
+    REFUSES_COMPRESSION(compressed = s.values, TS_INVALID_ARGUMENT, "values and compressed overlap");
+    REFUSES_COMPRESSION(compressed = s.mask, TS_INVALID_ARGUMENT, "mask and compressed overlap");
+    REFUSES_COMPRESSION(metadata = (uint32_t*)s.values, TS_INVALID_ARGUMENT, "values and metadata overlap");
+    REFUSES_COMPRESSION(metadata = (uint32_t*)s.mask, TS_INVALID_ARGUMENT, "mask and metadata overlap");
+    REFUSES_COMPRESSION(metadata = (uint32_t*)s.compressed, TS_INVALID_ARGUMENT,
+                        "compressed and metadata overlap");
+    REFUSES_COMPRESSION((device = TS_CUDA, mask = s.mask + 1), TS_INVALID_ARGUMENT, "mask is at address");
+    ts_device_info info = {.struct_size = sizeof info};
+    if (ts_device_get(TS_CUDA, -1, &info) == TS_SUCCESS) return;
+    REFUSES_COMPRESSION(device = TS_CUDA, TS_NO_DEVICE, "CUDA");
+}
+
 int main(void) {
     test_identity();
     test_kernels();
@@ -896,6 +1204,17 @@ int main(void) {
     test_vast_plans();
     test_packing();
     test_plans_on_the_device();
+    for (int32_t dtype = TS_INT8; dtype <= TS_FLOAT8_E4M3FN; ++dtype) {
+        test_compression(dtype);
+        for (int32_t option = 0; option < 4; ++option) test_stored_values(dtype, option & 1, option >> 1);
+    }
+    test_compression(TS_FLOAT32);
+    test_stored_values(TS_FLOAT32, TS_STORAGE_2_4, 0);
+    test_transposed_compression();
+    test_room_for_the_expansion();
+    test_bad_storages();
+    test_bad_expansions();
+    test_bad_compressions();
     for (int32_t dtype = TS_FLOAT64; dtype <= TS_FLOAT32; ++dtype)
         for (int32_t layouts = 0; layouts < 4; ++layouts) test_products(dtype, layouts & 1, layouts >> 1);
     test_forced_kernels();

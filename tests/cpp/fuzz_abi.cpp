@@ -125,7 +125,7 @@ bool is_untouched(const void* data) {
 template <class T>
 T* as_caller_has_it(T structure) {
     static constexpr uint32_t kOdd[] = {0,   1,   4,   8,   87,  88,  92,  100, 103,
-                                        104, 120, 159, 160, 168, 176, 184, 208};
+                                        104, 120, 159, 160, 168, 176, 184, 208, 216};
     uint32_t size = sizeof(T);
     if (chance(10)) size = one_of(kOdd);
     if (chance(4)) size = sizeof(T) + static_cast<uint32_t>(draw(1, 100));
@@ -179,7 +179,7 @@ constexpr Field kDescFields[] = {
     WIDE(ts_matmul_desc, tokens),         WIDE(ts_matmul_desc, x.ld),
     WIDE(ts_matmul_desc, y.ld),           WIDE(ts_matmul_desc, residual.ld),
     WIDE(ts_matmul_desc, plan_key),       WIDE(ts_matmul_desc, plan_bytes),
-    WIDE(ts_matmul_desc, packed_bytes),   WIDE(ts_matmul_desc, metadata)};
+    WIDE(ts_matmul_desc, packed_bytes)};
 
 constexpr Field kDeviceFields[] = {NARROW(ts_device_info, device), NARROW(ts_device_info, compute_capability),
                                    NARROW(ts_device_info, multiprocessors),
@@ -236,12 +236,14 @@ ts_pattern some_pattern() {
     return pattern;
 }
 
-int64_t most_bytes(const ts_matmul_desc& desc) {  // of an element of any operand
-    const auto size = [](int32_t dtype) { return dtype == TS_FLOAT64 ? 8 : dtype == TS_FLOAT32 ? 4 : 2; };
-    int64_t most = size(desc.dtype);
-    if (desc.values_dtype > 0) most = std::max<int64_t>(most, size(desc.values_dtype - 1));
-    if (desc.result_dtype > 0) most = std::max<int64_t>(most, size(desc.result_dtype - 1));
-    return most;
+int64_t size_of(int32_t dtype) {
+    if (dtype == TS_INT8 || dtype == TS_FLOAT8_E4M3FN) return 1;
+    return dtype == TS_FLOAT64 ? 8 : dtype == TS_FLOAT32 ? 4 : 2;
+}
+
+int64_t most_bytes(const ts_matmul_desc& desc) {  // of an element of any operand but values
+    const int64_t size = size_of(desc.dtype);
+    return desc.result_dtype > 0 ? std::max(size, size_of(desc.result_dtype - 1)) : size;
 }
 
 void place(ts_matrix& matrix, const ts_matmul_desc& desc, int64_t features) {
@@ -250,6 +252,16 @@ void place(ts_matrix& matrix, const ts_matmul_desc& desc, int64_t features) {
     const wide lines = row_major ? tokens : bounded(features), line = row_major ? bounded(features) : tokens;
     const wide elements = lines <= 0 || line <= 0 ? 0 : (lines - 1) * bounded(matrix.ld) + line;
     matrix.data = take_some(elements * most_bytes(desc));
+}
+
+// Values, with what their storage has besides.
+void place_values(ts_matmul_desc& desc, const ts_pattern& pattern) {
+    const wide rows = wide(bounded(pattern.nnz)) * pattern.block_rows, count = rows * pattern.block_cols;
+    const int64_t size = size_of(desc.values_dtype > 0 ? desc.values_dtype - 1 : desc.dtype);
+    desc.values = take_some(count * size / (desc.storage == TS_STORAGE_2_4 ? 2 : 1));
+    if (desc.metadata != nullptr) desc.metadata = take_some(count / 8);
+    if (desc.scales != nullptr)
+        desc.scales = reinterpret_cast<float*>(take_some((desc.row_scales ? rows : wide(pattern.nnz)) * 4));
 }
 
 // Where the pattern's structure may be read, its memory is there; `followed`: that of the operands, too.
@@ -271,6 +283,13 @@ ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     desc.x.ld = line(desc.x.layout, pattern.in_features);
     desc.y.ld = line(desc.y.layout, pattern.out_features);
     desc.residual.ld = line(desc.residual.layout, pattern.out_features);
+    if (desc.op != TS_SDD_TN) {
+        if (chance(25)) desc.storage = TS_STORAGE_2_4;
+        if (chance(25)) desc.values_dtype = static_cast<int32_t>(draw(TS_INT8, TS_FLOAT8_E4M3FN)) + 1;
+        if (desc.values_dtype != 0) desc.row_scales = static_cast<int32_t>(draw(0, 1));
+    }
+    if ((desc.storage != TS_STORAGE_PLAIN) == chance(97)) desc.metadata = wild_address();
+    if ((desc.values_dtype != 0) == chance(97)) desc.scales = static_cast<float*>(wild_address());
     while (chance(35)) spoil(desc, kDescFields);
     desc.plan = chance(80) ? nullptr : wild_address();
     desc.packed = chance(80) ? nullptr : wild_address();
@@ -286,8 +305,7 @@ ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     place(desc.y, desc, pattern.out_features);
     if (has_residual) place(desc.residual, desc, pattern.out_features);
     if (has_bias) desc.bias = take_some(wide(bounded(pattern.out_features)) * most_bytes(desc));
-    desc.values =
-        take_some(wide(bounded(pattern.nnz)) * pattern.block_rows * pattern.block_cols * most_bytes(desc));
+    place_values(desc, pattern);
     return desc;
 }
 
@@ -441,12 +459,22 @@ void call_device_plan() {
     check("ts_pattern_device_transpose", !transposed);
 }
 
+// A product whose memory is there, or null: a caller that knows less of the structure would claim other
+// memory.
+const ts_matmul_desc* followed_product(ts_matmul_desc& desc, const ts_pattern& pattern) {
+    desc.pattern = as_caller_has_it(pattern);
+    const ts_matmul_desc* const given = as_caller_has_it(desc);
+    uint32_t size = sizeof desc;
+    if (given != nullptr) std::memcpy(&size, given, sizeof size);
+    const bool is_plain = desc.storage == TS_STORAGE_PLAIN && desc.values_dtype == 0;
+    return is_plain || size >= sizeof desc ? given : nullptr;
+}
+
 void call_matmul(bool with_gpu) {
     const ts_pattern pattern = some_pattern();
     ts_matmul_desc desc = some_product(pattern, true);
     if (with_gpu && desc.device == TS_CUDA) return;  // to which this memory would be wild
-    desc.pattern = as_caller_has_it(pattern);
-    const ts_matmul_desc* const given = as_caller_has_it(desc);
+    const ts_matmul_desc* const given = followed_product(desc, pattern);
     size_t bytes = 0;
     check_status("ts_matmul_workspace_size", ts_matmul_workspace_size(given, &bytes));
     if (chance(5)) bytes = static_cast<size_t>(draw(0, 4096));
@@ -458,8 +486,45 @@ void call_matmul(bool with_gpu) {
     check_status("ts_values_pack", ts_values_pack(given, workspace.data, bytes, nullptr));
 }
 
+void call_expand(bool with_gpu) {
+    const ts_pattern pattern = some_pattern();
+    ts_matmul_desc desc = some_product(pattern, true);
+    if (with_gpu && desc.device == TS_CUDA) return;
+    const wide count = wide(bounded(pattern.nnz)) * pattern.block_rows * pattern.block_cols;
+    wide bytes = std::clamp<wide>(count * size_of(desc.dtype), 0, kMostBytes + 1);
+    if (chance(5)) bytes = draw(0, 4096);
+    const Result plain(static_cast<size_t>(bytes));
+    if (chance(5)) desc.values = plain.data;
+    const ts_matmul_desc* const given = followed_product(desc, pattern);
+    plain.check_untouched(
+        "ts_values_expand",
+        check_status("ts_values_expand",
+                     ts_values_expand(given, plain.data, static_cast<size_t>(bytes), nullptr)));
+}
+
+void call_compress(bool with_gpu) {
+    const ts_pattern pattern = some_pattern();
+    const auto device = static_cast<int32_t>(chance(90) ? 0 : draw(-1, 2));
+    if (with_gpu && device == TS_CUDA) return;
+    const auto dtype = static_cast<int32_t>(chance(97) ? draw(0, 5) : wild_number());
+    const auto transposed = static_cast<int32_t>(chance(97) ? draw(0, 1) : wild_number());
+    const wide count = wide(bounded(pattern.nnz)) * pattern.block_rows * pattern.block_cols;
+    const wide bytes = count * size_of(dtype);
+    unsigned char *const values = take_some(bytes), *const mask = take_some(count),
+                         *compressed = take_some(bytes / 2), *metadata = take_some(count / 8);
+    for (int64_t i = 0; mask != nullptr && i < static_cast<int64_t>(count); ++i) mask[i] = chance(50);
+    if (chance(3)) compressed = values;
+    if (chance(3)) metadata = compressed;
+    const bool done =
+        check_status("ts_values_compress",
+                     ts_values_compress(as_caller_has_it(pattern), device, dtype, values, mask, transposed,
+                                        compressed, reinterpret_cast<uint32_t*>(metadata), nullptr));
+    check("ts_values_compress", done || (is_untouched(compressed) && is_untouched(metadata)));
+    check("ts_values_compress", is_untouched(values));
+}
+
 void call_any(bool with_gpu) {
-    switch (draw(0, 9)) {
+    switch (draw(0, 11)) {
         case 0:
             return call_get();
         case 1:
@@ -473,6 +538,10 @@ void call_any(bool with_gpu) {
             return call_plan();
         case 6:
             return call_device_plan();
+        case 7:
+            return call_expand(with_gpu);
+        case 8:
+            return call_compress(with_gpu);
         default:
             return call_matmul(with_gpu);
     }

@@ -74,7 +74,8 @@ enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
  * above.
  *
  * With values of TS_INT8 or TS_FLOAT8_E4M3FN each storage has float32 scales, for each row of a block [nnz,
- * bn] or for each block [nnz]: a weight is value times scale, rounded to the dtype of the activations. */
+ * bn] or for each block [nnz]: a weight is value times scale in float32, rounded to the dtype of the
+ * activations. */
 enum { TS_STORAGE_PLAIN = 0, TS_STORAGE_2_4 = 1 };
 /* What ts_matmul_select may answer: a kernel of this library; whichever is estimated to be faster, such a
  * kernel or TS_EXPAND_AND_RUN_DENSE; always the latter. */
