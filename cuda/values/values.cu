@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
     const int64_t line = index / halves, block = line / rows;
     const int row = static_cast<int>(line % rows), column = static_cast<int>(index % halves) * kHalf;
     Run<Word, kHalf> plain;
-    if (values.is_compressed()) {
+    if (values.storage == Storage::two_of_four) {
         const auto kept = *reinterpret_cast<const Run<Word, kHalf / 2>*>(
             static_cast<const Word*>(values.data) + index * (kHalf / 2));
         uint32_t bits = halves_of(values.metadata, block, rows * columns)[half_index(rows, row, column)];
