@@ -77,7 +77,7 @@ struct DdsProducer {
                 const int k = slot < 0 ? 0 : column & arguments.k_block - 1;
                 shared.weight_ring[warpgroup].wait_empty(position);
                 const Barrier& full = shared.weight_ring[warpgroup].full[position.stage];
-                if (elected) full.arrive_and_expect_tx(Weight::kStageBytes);
+                if (elected) full.arrive_and_expect_tx(Weight::kBoxBytes);
                 if (loads) {
                     const auto [x, y] = Weight::corner(arguments, slot, feature, k);
                     for (int i = 0; i < rows * plan.pieces; ++i)
@@ -85,6 +85,8 @@ struct DdsProducer {
                                    shared.weight[warpgroup][position.stage] + __shfl_sync(~0u, offset, i),
                                    __shfl_sync(~0u, x, i), __shfl_sync(~0u, y, i));
                 }
+                Weight::load_others(arguments, full, shared.weight[warpgroup][position.stage], slot, feature,
+                                    k, lane);
                 __syncwarp();
                 position.advance();
             }

@@ -58,6 +58,11 @@ double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& 
     return dds_time(kernel, problem, device, dds_share(kernel, problem), kCluster);
 }
 
+double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Device& device) {
+    constexpr double kOfPlain = 0.8;
+    return dds_time(kernel, problem, device, kOfPlain * dds_share(kernel, problem), kCluster);
+}
+
 // Of two kernels the one with short steps has more room for the weight.
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr double kDense = 0.35, kOtherSteps = 1.25;
