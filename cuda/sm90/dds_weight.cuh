@@ -24,6 +24,7 @@ struct PlainWeight : PlainStorage {
     static constexpr int kBoxBytes = kFeatures * kStep * 2;
     static constexpr int kStageBytes = kBoxBytes;
     static constexpr int kOtherFills = 0;  // arrivals that say that what is not in boxes is there
+    static constexpr int kStages = 3;
     static constexpr auto kEstimate = estimate_dds;
 
     // Lines of values, which are [nnz * block_rows, block_cols].
@@ -72,8 +73,11 @@ struct PlainWeight : PlainStorage {
         load_box(&arguments.values, full, to, target, corner.x, corner.y);
     }
 
-    // Called by all lanes of the loading warp, of which each has the slot and k of its own box.
-    __device__ static void load_others(const DdsArguments&, const Barrier&, char*, int, int, int, int) {}
+    // What the lanes of the loading warp do beside boxes: nothing.
+    struct OtherLoads {
+        __device__ OtherLoads(const DdsArguments&, int, int) {}
+        __device__ void load(const Barrier&, char*, int, int, int) const {}
+    };
 
     // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
     template <bool kRowMajorTokens, int kTokens, int kSums>

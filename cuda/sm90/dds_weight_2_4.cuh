@@ -37,6 +37,7 @@ struct CompressedWeight {
     static constexpr int kBoxBytes = kFeatures * kStep / 2 * 2;
     static constexpr int kStageBytes = kBoxBytes + kFeatures * kStep / 8;
     static constexpr int kOtherFills = 32;  // one by each lane
+    static constexpr int kStages = 5;
     static constexpr auto kEstimate = estimate_dds_2_4;
 
     // Lines of values, which are [nnz * block_rows, block_cols / 2].
@@ -79,26 +80,40 @@ struct CompressedWeight {
         load_box(&arguments.values, full, to, target, corner.x, corner.y);
     }
 
-    // Called by all lanes of the loading warp, of which each has the slot and k of its own box: the metadata,
-    // four lanes to a unit of 16 features and 32 of k.
-    __device__ static void load_others(const DdsArguments& arguments, const Barrier& full, char* stage,
-                                       int slot, int feature, int k, int lane) {
-        const int unit = lane / 4, row = 16 * (unit / 2), column = 32 * (unit % 2);
-        const int box = column / k_width(arguments) * arguments.warpgroup_rows + (row >> arguments.row_shift);
-        slot = __shfl_sync(~0u, slot, box);
-        k = __shfl_sync(~0u, k, box);
-        const int row_units = arguments.row_block / 16;
-        const int block_row = (feature + row & arguments.row_block - 1) / 16;
-        const int block_column = (k + column & arguments.k_block - 1) / 32;
-        // Where there is no block the weight is zero whatever is kept of it: any metadata will do.
-        const int64_t place = slot < 0 ? 0
-                                       : int64_t{slot} * (arguments.k_block / 32 * row_units) +
-                                             block_column * row_units + block_row;
-        const auto* const from = reinterpret_cast<const uint4*>(arguments.metadata) + place * 4 + lane % 4;
-        auto& to = reinterpret_cast<uint4*>(stage + kBoxBytes)[lane];
-        cute::SM80_CP_ASYNC_CACHEGLOBAL<uint4>::copy(*from, to);
-        cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<const uint64_t*>(&full));
-    }
+    // What a lane of the loading warp has to do with metadata: four lanes load a unit of 16 features and 32
+    // of k, of the block that is in their box.
+    class OtherLoads {
+      public:
+        // `feature`: of its blocks, where the warpgroup's begin.
+        __device__ OtherLoads(const DdsArguments& arguments, int feature, int lane) : lane_(lane) {
+            const int unit = lane / 4, row = 16 * (unit / 2), k = 32 * (unit % 2);
+            const int width = k_width(arguments);
+            box_ = k / width * arguments.warpgroup_rows + (row >> arguments.row_shift);
+            row_units_ = arguments.row_block / 16;
+            block_units_ = arguments.k_block / 32 * row_units_;
+            const int block_row = feature + row & arguments.row_block - 1;
+            first_ = arguments.metadata + 4 * lane % 16 + 16 * (k % width / 32 * row_units_ + block_row / 16);
+        }
+
+        // Lanes have the slot and k of a box each, those of this step from lane `first` on.
+        __device__ void load(const Barrier& full, char* stage, int slot, int k, int first) const {
+            slot = __shfl_sync(~0u, slot, first + box_);
+            k = __shfl_sync(~0u, k, first + box_);
+            // Where there is no block the weight is zero, whatever is kept of it: any metadata will do.
+            const int64_t unit = slot < 0 ? 0 : int64_t{slot} * block_units_ + k / 32 * row_units_;
+            const auto& from = *reinterpret_cast<const uint4*>(first_ + 16 * unit);
+            cute::SM80_CP_ASYNC_CACHEGLOBAL<uint4>::copy(from,
+                                                         reinterpret_cast<uint4*>(stage + kBoxBytes)[lane_]);
+            cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<const uint64_t*>(&full));
+        }
+
+      private:
+        int lane_;
+        int box_;
+        int row_units_;
+        int block_units_;
+        const uint32_t* first_;
+    };
 
     // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
     template <bool kRowMajorTokens, int kTokens, int kSums>
