@@ -24,8 +24,9 @@ struct PlainWeight : PlainStorage {
     static constexpr int kBoxBytes = kFeatures * kStep * 2;
     static constexpr int kStageBytes = kBoxBytes;
     static constexpr int kOtherFills = 0;  // arrivals that say that what is not in boxes is there
-    static constexpr int kStages = 3;
     static constexpr auto kEstimate = estimate_dds;
+
+    static constexpr int stages(int) { return 3; }  // whatever the tokens of a tile
 
     // Lines of values, which are [nnz * block_rows, block_cols].
     static int64_t value_rows(const Pattern& pattern) { return pattern.nnz * pattern.block_rows; }

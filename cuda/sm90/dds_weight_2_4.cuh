@@ -37,8 +37,10 @@ struct CompressedWeight {
     static constexpr int kBoxBytes = kFeatures * kStep / 2 * 2;
     static constexpr int kStageBytes = kBoxBytes + kFeatures * kStep / 8;
     static constexpr int kOtherFills = 32;  // one by each lane
-    static constexpr int kStages = 5;
     static constexpr auto kEstimate = estimate_dds_2_4;
+
+    // As many as there is room for: steps are short.
+    static constexpr int stages(int tile_tokens) { return tile_tokens == 256 ? 5 : 7; }
 
     // Lines of values, which are [nnz * block_rows, block_cols / 2].
     static int64_t value_rows(const Pattern& pattern) { return pattern.nnz * pattern.block_rows; }
