@@ -37,7 +37,8 @@ struct DdsArguments {
     Layout output_layout;  // also the residual's
     Activation activation;
     bool has_residual;
-    int plan_key;  // that the plan must have
+    int plan_key;              // that the plan must have
+    const uint32_t* metadata;  // of compressed values
 };
 
 // Where a warpgroup's sums of a part of k lie among the partial sums.

@@ -21,35 +21,45 @@ struct DdsProducer {
     __device__ void load_input() const {
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kInputStages>::Position position;
-        const int piece = min(lane, plan.pieces - 1), width = Traits::kStep / plan.pieces;
+        const int pieces = plan.pieces, width = Traits::kStep / pieces;
+        const int steps_read = kWarpSize / pieces;
         while (true) {
             const Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
-            const int token = Traits::first_token(work, rank);
-            InputStep next_step = input_step(work.step, piece, work.steps > 0);
-            for (int step = work.step; step < work.step + work.steps; ++step) {
-                const auto [mask, k, other_k] = next_step;
-                next_step = input_step(step + 1, piece, step + 1 < work.step + work.steps);
-                const Multicast to = receivers(step, k, other_k);
-                shared.input_ring.wait_empty(position);
-                const Barrier& full = shared.input_ring.full[position.stage];
-                if (elected) full.arrive_and_expect_tx(mask != 0 ? Traits::kInputBytes : 0);
-                if (mask != 0 && to.mask != 0)
-                    for (int i = 0; i < plan.pieces; ++i)
-                        load_piece<kRowMajorInput>(
-                            full, to, shared.input[position.stage] + i * width * Traits::kTileTokens * 2,
-                            __shfl_sync(~0u, k, i), width, token);
-                __syncwarp();
-                position.advance();
+            const int token = Traits::first_token(work, rank), end = work.step + work.steps;
+            const auto read = [&](int first) {
+                return input_step(first + lane / pieces, lane % pieces, end);
+            };
+            InputStep next_steps = read(work.step);
+            for (int first = work.step; first < end; first += steps_read) {
+                const auto [masks, ks, other_ks] = next_steps;
+                next_steps = read(first + steps_read);
+                const uint32_t same = __ballot_sync(~0u, ks == other_ks);
+                for (int i = 0; i < min(steps_read, end - first); ++i) {
+                    const int from = i * pieces, mask = __shfl_sync(~0u, masks, from);
+                    const uint32_t all = (1u << pieces) - 1;
+                    const Multicast to = receivers(first + i, (same >> from & all) == all);
+                    shared.input_ring.wait_empty(position);
+                    const Barrier& full = shared.input_ring.full[position.stage];
+                    if (elected) full.arrive_and_expect_tx(mask != 0 ? Traits::kInputBytes : 0);
+                    if (mask != 0 && to.mask != 0)
+                        for (int piece = 0; piece < pieces; ++piece)
+                            load_piece<kRowMajorInput>(
+                                full, to,
+                                shared.input[position.stage] + piece * width * Traits::kTileTokens * 2,
+                                __shfl_sync(~0u, ks, from + piece), width, token);
+                    __syncwarp();
+                    position.advance();
+                }
             }
         }
     }
 
     // One warp for each warpgroup: the weight of its 64 features.
     __device__ void load_weight(int warpgroup) const {
-        const int rows = arguments.warpgroup_rows;
-        const int piece = lane / rows, row = lane % rows;
-        const bool active = piece < plan.pieces;
+        const int rows = arguments.warpgroup_rows, boxes = rows * plan.pieces;
+        const int steps_read = kWarpSize / boxes;
+        const int piece = lane % boxes / rows, row = lane % rows;
         // A block wider than a warpgroup is shared by both.
         const int in_group = arguments.row_block > Traits::kWarpgroupFeatures ? 0 : warpgroup * rows + row;
         const int feature =
@@ -57,49 +67,58 @@ struct DdsProducer {
         const bool loads = Traits::kTokenRanks == 1 || warpgroup % Traits::kTokenRanks == rank;
         const Multicast to{Traits::kTokenRanks == 1 ? uint16_t{1} : Traits::kAllRanks};
         const int offset = Weight::offset(arguments, row, piece);
+        const typename Weight::OtherLoads others(arguments, feature, lane);
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kWeightStages>::Position position;
         while (true) {
             const Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
-            const auto read = [&](int step) -> WeightStep {
-                if (step == work.step + work.steps) return {};
+            const int end = work.step + work.steps;
+            const auto read = [&](int first) -> WeightStep {
+                const int step = first + lane / boxes;
+                if (step >= end) return {};
                 const int at = Traits::plan_index(step, rank) * plan.pieces + piece;
                 return {__ldg(plan.masks + Traits::plan_index(step, rank)),
-                        active ? __ldg(plan.slots + at * plan.group_rows + in_group) : -1,
-                        active ? __ldg(plan.k + at) : 0};
+                        __ldg(plan.slots + at * plan.group_rows + in_group), __ldg(plan.k + at)};
             };
-            WeightStep next_step = read(work.step);
-            for (int step = work.step; step < work.step + work.steps; ++step) {
-                const auto [mask, slot, column] = next_step;
-                next_step = read(step + 1);
-                if ((mask >> 16 * warpgroup & 0xffff) == 0) continue;
+            WeightStep next_steps = read(work.step);
+            for (int first = work.step; first < end; first += steps_read) {
+                const auto [mask, slot, column] = next_steps;
+                next_steps = read(first + steps_read);
+                const uint32_t present = __ballot_sync(~0u, (mask >> 16 * warpgroup & 0xffff) != 0);
                 const int k = slot < 0 ? 0 : column & arguments.k_block - 1;
-                shared.weight_ring[warpgroup].wait_empty(position);
-                const Barrier& full = shared.weight_ring[warpgroup].full[position.stage];
-                if (elected) full.arrive_and_expect_tx(Weight::kStageBytes);
-                if (loads) {
-                    const auto [x, y] = Weight::corner(arguments, slot, feature, k);
-                    for (int i = 0; i < rows * plan.pieces; ++i)
-                        load_block(full, to,
-                                   shared.weight[warpgroup][position.stage] + __shfl_sync(~0u, offset, i),
-                                   __shfl_sync(~0u, x, i), __shfl_sync(~0u, y, i));
+                const auto [x, y] = Weight::corner(arguments, slot, feature, k);
+                for (int i = 0; i < min(steps_read, end - first); ++i) {
+                    const int from = i * boxes;
+                    if ((present >> from & 1) == 0) continue;
+                    shared.weight_ring[warpgroup].wait_empty(position);
+                    const Barrier& full = shared.weight_ring[warpgroup].full[position.stage];
+                    char* const stage = shared.weight[warpgroup][position.stage];
+                    if (elected) full.arrive_and_expect_tx(Weight::kBoxBytes);
+                    if (loads)
+                        for (int box = 0; box < boxes; ++box)
+                            load_block(full, to, stage + __shfl_sync(~0u, offset, box),
+                                       __shfl_sync(~0u, x, from + box), __shfl_sync(~0u, y, from + box));
+                    others.load(full, stage, slot, k, from);
+                    __syncwarp();
+                    position.advance();
                 }
-                __syncwarp();
-                position.advance();
             }
         }
     }
 
   private:
-    // What the plan says of a step, read one step ahead.
+    static constexpr int kWarpSize = 32;
+
+    // What the plan says of a step. Lanes read as many steps as there are lanes for, each one piece or box of
+    // one step, while those before them are loaded: the plan may be far away.
     struct InputStep {
         int mask;
         int k;        // of the lane's piece
         int other_k;  // for the other CTA, if they differ in block rows
     };
-    __device__ InputStep input_step(int step, int piece, bool exists) const {
-        if (!exists) return {};
+    __device__ InputStep input_step(int step, int piece, int end) const {
+        if (step >= end) return {};
         const int at = Traits::plan_index(step, rank) * plan.pieces + piece;
         const int other = Traits::plan_index(step, rank ^ 1) * plan.pieces + piece;
         return {__ldg(plan.masks + Traits::plan_index(step, rank)), __ldg(plan.k + at),
@@ -112,9 +131,8 @@ struct DdsProducer {
     };
 
     // Steps that both CTAs walk in the same columns are loaded by one of them, in turn.
-    __device__ Multicast receivers(int step, int k, int other_k) const {
+    __device__ Multicast receivers(int step, bool same) const {
         if (Traits::kRowRanks == 1) return {uint16_t{1}};
-        const bool same = __all_sync(~0u, k == other_k);
         if (!same) return {static_cast<uint16_t>(1 << rank)};
         return {step % Traits::kRowRanks == rank ? Traits::kAllRanks : uint16_t{0}};
     }

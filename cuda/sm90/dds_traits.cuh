@@ -40,7 +40,7 @@ struct DdsTraits {
 
     static constexpr int kInputBytes = kTileTokens * kStep * 2;
     static constexpr int kInputStages = 4 * 256 / kTileTokens;
-    static constexpr int kWeightStages = 3;
+    static constexpr int kWeightStages = Weight::stages(kTileTokens);
 
     static constexpr int kChunkTokens = 64;  // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * 2;

@@ -7,6 +7,7 @@
 #include "common/weight.h"
 #include "sm90/dds_arguments.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/select.h"
 #include "sm90/tensor_map.h"
 
 namespace ts::sm90 {
@@ -20,7 +21,12 @@ struct PlainWeight : PlainStorage {
     static constexpr bool kTransposed = kOp == Op::dds_nn;
     static constexpr int kFeatures = 64;
     static constexpr int kStep = 64;
-    static constexpr int kStageBytes = kFeatures * kStep * 2;
+    static constexpr int kBoxBytes = kFeatures * kStep * 2;
+    static constexpr int kStageBytes = kBoxBytes;
+    static constexpr int kOtherFills = 0;  // arrivals that say that what is not in boxes is there
+    static constexpr auto kEstimate = estimate_dds;
+
+    static constexpr int stages(int) { return 3; }  // whatever the tokens of a tile
 
     // Lines of values, which are [nnz * block_rows, block_cols].
     static int64_t value_rows(const Pattern& pattern) { return pattern.nnz * pattern.block_rows; }
@@ -67,6 +73,12 @@ struct PlainWeight : PlainStorage {
                                 char* target, int2 corner) {
         load_box(&arguments.values, full, to, target, corner.x, corner.y);
     }
+
+    // What the lanes of the loading warp do beside boxes: nothing.
+    struct OtherLoads {
+        __device__ OtherLoads(const DdsArguments&, int, int) {}
+        __device__ void load(const Barrier&, char*, int, int, int) const {}
+    };
 
     // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
     template <bool kRowMajorTokens, int kTokens, int kSums>

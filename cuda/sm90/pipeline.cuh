@@ -39,10 +39,10 @@ struct Ring {
     Barrier full[kStages];
     Barrier empty[kStages];
 
-    // `releases`: arrivals that make a stage empty.
-    __device__ void init(int releases) {
+    // `releases`: arrivals that make a stage empty; `fills`: those that make it full, beside the bytes.
+    __device__ void init(int releases, int fills = 1) {
         for (int stage = 0; stage < kStages; ++stage) {
-            full[stage].init(1);
+            full[stage].init(fills);
             empty[stage].init(releases);
         }
     }

@@ -7,6 +7,11 @@ namespace {
 
 constexpr int kCluster = 2;  // multiprocessors that compute a tile
 
+bool shares_weight(const Kernel& kernel) { return kernel.plan.ranks == 1; }
+
+// Half as many tokens to a CTA: more of the weight for each product, but more CTAs.
+bool is_halved(const Kernel& kernel) { return kernel.tile_tokens < (shares_weight(kernel) ? 512 : 256); }
+
 // What a kernel takes of dds_cost. wgmma is twice as fast as mma.sync, but blocks of 16 x 16 come in too many
 // copies. Of large blocks it is best to share the weight between CTAs; small ones have columns in common with
 // many others.
@@ -14,13 +19,21 @@ double dds_share(const Kernel& kernel, const Problem& problem) {
     const int32_t row_block = problem.row_block(), k_block = problem.k_block();
     const bool large = row_block == 128 || (row_block == 64 && k_block >= 64);
     const bool tiny = row_block + k_block <= 32;
-    const bool shares_weight = kernel.plan.ranks == 1;
-    double share = shares_weight ? 1.1 : 0.75;
-    if (large) share = shares_weight ? 0.46 : 0.54;
-    if (tiny) share = shares_weight ? 3.5 : 1.6;
-    // Half as many tokens to a CTA: more of the weight for each product, but more CTAs.
-    const bool halved = kernel.tile_tokens < (shares_weight ? 512 : 256);
-    return halved ? share * (shares_weight ? 1.3 : 1.08) : share;
+    double share = shares_weight(kernel) ? 1.1 : 0.75;
+    if (large) share = shares_weight(kernel) ? 0.46 : 0.54;
+    if (tiny) share = shares_weight(kernel) ? 3.5 : 1.6;
+    if (!is_halved(kernel)) return share;
+    return share * (shares_weight(kernel) ? 1.3 : 1.08);
+}
+
+// Likewise, where values are 2:4: products take half as long, activations take as long to load as before.
+double compressed_share(const Kernel& kernel, const Problem& problem) {
+    const int32_t row_block = problem.row_block();
+    if (row_block < 64 || problem.k_block() < 64)
+        return dds_share(kernel, problem) * (problem.k_block() < 64 ? 0.97 : 0.85);
+    double share = shares_weight(kernel) ? 0.35 : 0.39;
+    if (row_block == 64) share = shares_weight(kernel) ? 0.44 : 0.43;
+    return is_halved(kernel) ? share * 1.33 : share;
 }
 
 // Picoseconds of a multiprocessor for a product of one token and one feature with another, and of a byte of x
@@ -56,6 +69,10 @@ double dense_rate(const Problem& problem) {
 
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
     return dds_time(kernel, problem, device, dds_share(kernel, problem), kCluster);
+}
+
+double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Device& device) {
+    return dds_time(kernel, problem, device, compressed_share(kernel, problem), kCluster);
 }
 
 // Of two kernels the one with short steps has more room for the weight.
