@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results",
         type=Path,
         nargs="+",
-        help="of bench_ops.py, bench_models.py or bench_storages.py, or one of bench_cpu.py or bench_training.py",
+        help="of bench_ops.py, bench_models.py or bench_storages.py, or one of the others",
     )
     parser.add_argument("--metric", choices=METRICS, default="efficiency", help="(%(default)s)")
     parser.add_argument(
