@@ -753,7 +753,7 @@ class PseudoBlockSparseLinear(nn.Module):
         layer: copied: parameters with their ``requires_grad``, device, dtype and mode.
 
     Attributes:
-        weight: Parameter [nnz, bn, bk]; what the layer multiplies by, with zeros where 2:4 has them.
+        weight: Parameter [nnz, bn, bk]: what the layer multiplies by. Zeros of 2:4 are weights like others.
         bias: Parameter [out_features] or None.
         storage_error: that of the layer, whose weight is rounded here as it is there.
     """
