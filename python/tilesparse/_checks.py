@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import InvalidArgumentError, InvalidPatternError
+from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 
 BLOCK_SIZES = (16, 32, 64, 128)
 INT32_MAX = 2**31 - 1
@@ -121,6 +121,17 @@ def check_dds(
         _check_added("residual", residual, (*matrix.shape[:-1], out_features), name, matrix)
 
 
+def check_nothing_added(bias: Tensor | None, residual: Tensor | None, activation: int) -> None:
+    """Of x Wᵀ by the values of the transposed weight, which is a product of the kind that adds nothing."""
+    for name, given in (
+        ("bias", bias is not None),
+        ("residual", residual is not None),
+        ("activation", activation),
+    ):
+        if given:
+            raise UnsupportedError(f"{name}: none expected with the values of the transposed weight")
+
+
 def check_sdd(y: Tensor, x: Tensor, index: Index, out: Tensor | None = None) -> None:
     """Of yᵀ x on the pattern, and of the values it is written to."""
     _check_activations("x", x, index.shape[1])
@@ -226,7 +237,8 @@ def check_stored(values: Tensor, metadata: Tensor | None, scales: Tensor | None,
     sizes = values.new_empty(nnz, device="meta")
     index = Index(sizes, sizes, sizes, (bn, block_shape[1]), block_shape)
     _check_stored("values", values, index, metadata, scales)
-    for name, given in (("values", values.dtype if scales is None else dtype), ("dtype", dtype)):
+    own = () if scales is not None else (("values", values.dtype),)
+    for name, given in (*own, ("dtype", dtype)):
         if given not in DTYPES:
             raise InvalidArgumentError(f"{name}: dtype of activations expected, got {given}")
 

@@ -24,6 +24,7 @@ from ._checks import (
     check_dds,
     check_dense,
     check_index,
+    check_nothing_added,
     check_sdd,
     check_separate,
     check_values,
@@ -458,6 +459,7 @@ def dds(
 ) -> Tensor:
     """x Wᵀ or y W, as ``op`` says. With ``transposed`` the values are those of Wᵀ."""
     if transposed:
+        check_nothing_added(bias, residual, activation)
         pattern, op = pattern.transposed(), DDS_NN - op
     request = op, source, values, bias, residual, activation, feature_major, metadata, scales, _forced_kernel
     result = pattern.run(*request)

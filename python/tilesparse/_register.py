@@ -22,6 +22,7 @@ from ._checks import (
     check_dense,
     check_index,
     check_mask,
+    check_nothing_added,
     check_sdd,
     check_stored,
     check_values,
@@ -108,6 +109,7 @@ def _dds_fake(
     transposed: bool = False,
 ) -> Tensor:
     if transposed:  # of the pattern only sizes are read here, which need no other tensors
+        check_nothing_added(bias, residual, activation)
         crow, col, slot, shape, block_shape = index
         index, op = Index(crow, col, slot, shape[::-1], block_shape[::-1]), _launch.DDS_NN - op
     name = "x" if op == _launch.DDS_NT else "y"

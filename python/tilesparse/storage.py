@@ -26,7 +26,7 @@ from .errors import InvalidArgumentError
 STORAGES = ("plain", "compressed", "int8", "float8_e4m3fn")
 QUANTIZED_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in QUANTIZED}
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-_TILES_AT_A_TIME = 1 << 19  # of 4 x 4, whose scores for every mask take 180 MiB
+_TILES_AT_A_TIME = 1 << 18  # of 4 x 4, whose scores for every mask take 180 MiB
 
 
 def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
@@ -68,6 +68,7 @@ def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
 
 
 def _transposable(scores: Tensor) -> Tensor:
+    scores = scores.double()  # whose products neither autocast nor TF32 rounds
     limit = torch.finfo(scores.dtype).max / 64  # so that sums of them are finite
     tiles = scores.nan_to_num(nan=limit, posinf=limit, neginf=-limit).clamp(-limit, limit)
     *leading, rows, columns = scores.shape
@@ -163,8 +164,9 @@ def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[T
         raise InvalidArgumentError("values: finite ones expected, as 8 bits have no others")
     largest = values.abs().amax((1, 2) if per == "block" else 2)
     scales = torch.where(largest > 0, largest / _LARGEST[dtype], 1.0)
-    # A scale that is not normal would leave nothing of the values' precision.
-    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
+    # A scale that is not normal would leave nothing of the values' precision, and the largest one rounds up.
+    limits = torch.finfo(torch.float32)
+    scales = scales.clamp(limits.tiny, limits.max / _LARGEST[dtype] * (1 - 2 * limits.eps))
     scaled = values / scales.view(*scales.shape, *(1,) * (3 - scales.dim()))
     scaled = scaled.clamp(-_LARGEST[dtype], _LARGEST[dtype])
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype).contiguous(), scales

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilesparse import BlockPattern
+from tilesparse import BlockPattern, storage
 from tilesparse._launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -107,6 +107,82 @@ def randn(*size: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
 def random_values(pattern: BlockPattern, *, dtype: torch.dtype, device: str = "cpu", seed: int = 7) -> Tensor:
     """Values [nnz, bn, bk] for a pattern."""
     return randn(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device, seed=seed)
+
+
+class Storage(NamedTuple):
+    """How values are stored that are not plain."""
+
+    compressed: bool
+    quantized: torch.dtype | None = None
+    row_scales: bool = False
+
+
+STORAGES = {
+    "2:4": Storage(True),
+    "int8 by row": Storage(False, torch.int8, True),
+    "int8 by block": Storage(False, torch.int8),
+    "float8 by row": Storage(False, torch.float8_e4m3fn, True),
+    "float8 by block": Storage(False, torch.float8_e4m3fn),
+    "2:4 int8 by row": Storage(True, torch.int8, True),
+    "2:4 float8 by block": Storage(True, torch.float8_e4m3fn),
+}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+
+
+class Stored(NamedTuple):
+    """Values, what their storage has besides, and what products multiply by."""
+
+    values: Tensor
+    metadata: Tensor | None
+    scales: Tensor | None
+    plain: Tensor
+
+    @property
+    def extras(self) -> dict[str, Tensor | None]:
+        return {"metadata": self.metadata, "scales": self.scales}
+
+
+def stored_values(
+    pattern: BlockPattern, form: Storage, *, dtype: torch.dtype, device: str = "cpu", seed: int = 7
+) -> Stored:
+    """Random values in a storage: all of 8 bits but NaN, and of 2:4 also groups with fewer than two."""
+    size = (pattern.nnz, *pattern.block_shape)
+    values, metadata, scales = random_values(pattern, dtype=dtype, device=device, seed=seed), None, None
+    if form.quantized is not None:
+        values = torch.randint(-128, 128, size, generator=seeded(seed), dtype=torch.int8)
+        if form.quantized == torch.float8_e4m3fn:
+            values[values.bitwise_and(127) == 127] = 0  # NaN
+        values = values.view(form.quantized).to(device)
+        scales = torch.rand(size[: 1 + form.row_scales], generator=seeded(seed + 1)).to(device) / 64 - 1 / 128
+    if form.compressed:
+        scores = torch.rand(size, generator=seeded(seed + 2))
+        mask = storage.two_of_four(scores) & (scores > 0.2)
+        values, metadata = storage.compress(values, mask.to(device))
+    return Stored(values, metadata, scales, expanded_by_definition(values, metadata, scales, dtype))
+
+
+def expanded_by_definition(
+    values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Plain values [nnz, bn, bk] as tilesparse.h describes the storages."""
+    if metadata is not None:
+        bits = values.view(INTEGERS[values.itemsize])
+        nnz, bn, half = values.shape
+        plain = torch.zeros(nnz, bn, 2 * half, dtype=bits.dtype, device=bits.device)
+        values = plain.scatter_(2, kept_columns(metadata, bn), bits).view(values.dtype)
+    if scales is None:
+        return values
+    return (values.float() * scales.view(*scales.shape, *(1,) * (3 - scales.dim()))).to(dtype)
+
+
+def kept_columns(metadata: Tensor, rows: int) -> Tensor:
+    """[nnz, rows, columns / 2]: where in its row of a block each value was that 2:4 has kept."""
+    words = metadata.view(*metadata.shape[:2], rows // 16, 8, 2).long() & 0xFFFFFFFF
+    row = torch.arange(rows, device=metadata.device)[:, None]
+    kept = torch.arange(16 * words.shape[1], device=metadata.device)[None]
+    group = kept // 2 * 4  # its first column
+    halves = words[:, group // 32, row // 16, row % 8, group % 32 // 16] >> (row % 16 // 8 * 16)
+    return group + (halves >> (group % 16 + kept % 2 * 2) & 3)
 
 
 def dense_weight(values: Tensor, pattern: BlockPattern) -> Tensor:
