@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import positive, recording, run_benchmark, subset, write_json
+from models import make_sparse
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesparse import BlockSparseLinear, BlockSparseModelPatcher
+from tilesparse import BlockSparseLinear
 from tilesparse.demo import GPT, Size, synchronize
 from tilesparse.train import MaskSchedule, set_nm
 
 HEAD = 64  # features
-LAYERS = r"blocks\.\d+\.(attention\.(inputs|output)|mlp\.[02])"
 HELD_OUT = 50  # one of so many files
 LEARNING_RATE = 6e-4
 WARM_UP_STEPS = 100  # up to that rate, which is then constant, so that any two steps may be compared
@@ -170,14 +170,11 @@ def _build(contender: Contender, arguments: argparse.Namespace) -> GPT:
         model = GPT(size)
     if contender.density is None:
         return model
-    patcher = BlockSparseModelPatcher()
-    options = {"density": contender.density, "block_shape": arguments.block}
-    patcher.add_pattern(LAYERS, options, fullmatch=True)
-    patcher.patch_model(model)
+    make_sparse(model.blocks, contender.density, (arguments.block, arguments.block), arguments.seed)
     set_nm(model, contender.nm, transposable=contender.transposable)
     for module in model.modules():
         if isinstance(module, BlockSparseLinear):
-            module.reset_parameters()
+            module.reset_parameters()  # for their smaller fan-in
     return model
 
 
