@@ -299,7 +299,7 @@ def _cusparselt(layer: Layer, x: Tensor) -> Contender:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is a prototype
         weight = torch.sparse.to_sparse_semi_structured(dense)
-    details = {"backend": type(weight).__name__}
+    details = {"backend": type(weight).__name__, "version": torch.backends.cusparselt.version()}
     return Contender(lambda: F.linear(x, weight), lambda: x.float() @ dense.float().t(), details)
 
 

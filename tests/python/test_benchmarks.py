@@ -23,7 +23,7 @@ from models import MODELS, Architecture, Size
 from problems import Shape
 from torch import nn
 
-from tilesparse import cli
+from tilesparse import _C, cli
 
 CPU = torch.device("cpu")
 RESULTS = Path(break_even.__file__).parent / "results"
@@ -198,6 +198,21 @@ def test_values_in_fewer_bytes_are_measured_checked_and_reported(
     assert text.count("| 4x256x384 |") == len(bench_storages.SECTIONS) - 1
     assert f"- tiny, 128x128, density 1, {bench_storages.CUSPARSELT}: " in text
     assert "- tiny, 128x128, density 0.5, all: no kernel for compute capability 8.0" in text
+
+
+def test_what_storages_are_compared_with_on_a_gpu_is_measured_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels of the CPU in place of those for compute capability 8.0, and a dense product."""
+    kernels = [kernel.name for kernel in _C.kernels() if kernel.name.startswith("cpu_")]
+    monkeypatch.setattr(bench_storages, "_sm80_kernels", lambda compressed: kernels)
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda dense: dense)
+    cases = storages(tmp_path / "storages.json", monkeypatch, "--sections", "every block,sm80")
+    results = {result["contender"]: result for case in cases for result in case["results"]}
+    assert set(results) == {"2:4", bench_storages.CUSPARSELT}
+    assert not any(result["wrong"] for result in results.values())
+    assert results[bench_storages.CUSPARSELT]["backend"] == "Tensor"
+    assert {results["2:4"]["kernel"], results["2:4"]["plain_kernel"]} <= set(kernels)
 
 
 def test_wrong_products_and_masks_are_noticed(
