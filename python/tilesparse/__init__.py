@@ -1,6 +1,6 @@
 """Block-sparse linear layers that are faster than dense ones."""
 
-from . import errors, functional, parallel, train
+from . import errors, functional, parallel, storage, train
 from ._C import version as _version
 from .errors import (
     CudaError,
@@ -40,5 +40,6 @@ __all__ = [
     "errors",
     "functional",
     "parallel",
+    "storage",
     "train",
 ]

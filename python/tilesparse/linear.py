@@ -280,14 +280,15 @@ class BlockSparseLinear(nn.Module):
 
         Raises:
             UnsupportedError: the storage is not "plain".
-            InvalidArgumentError: blocks are not 32, 64 or 128 wide, or another argument is not allowed.
+            InvalidArgumentError: blocks are not 32, 64 or 128 wide, or another argument is not allowed. The
+                layer is as it was.
         """
         check_nm(nm, transposable)
         self._check_trainable("set_nm")
         check_nm_blocks(nm, transposable, self._block_shape)
+        self.mask = None if nm is None else self._chosen(scores, transposable)
         self._nm, self._transposable = _as_nm(nm), transposable
-        self.mask = None if nm is None else torch.ones_like(self.weight, dtype=torch.bool)
-        return self if nm is None else self.update_mask_(scores)
+        return self
 
     @torch.no_grad()
     def update_mask_(self, scores: Tensor | None = None) -> BlockSparseLinear:
@@ -306,13 +307,16 @@ class BlockSparseLinear(nn.Module):
         self._check_trainable("update_mask_")
         if self.mask is None:
             raise UnsupportedError("update_mask_: nm=(2, 4) expected, got None")
-        scores = self.weight.detach().abs() if scores is None else scores
-        if scores.shape != self.mask.shape:
-            raise InvalidArgumentError(
-                f"scores: shape {tuple(self.mask.shape)} expected, got {tuple(scores.shape)}"
-            )
-        self.mask.copy_(two_of_four(scores, transposable=self._transposable))
+        self.mask.copy_(self._chosen(scores, self._transposable))
         return self
+
+    def _chosen(self, scores: Tensor | None, transposable: bool) -> Tensor:
+        scores = self.weight.detach().abs() if scores is None else scores
+        if scores.shape != self.weight.shape:
+            raise InvalidArgumentError(
+                f"scores: shape {tuple(self.weight.shape)} expected, got {tuple(scores.shape)}"
+            )
+        return two_of_four(scores, transposable=transposable)
 
     @torch.no_grad()
     def plain_values(self) -> Tensor:
