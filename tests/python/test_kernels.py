@@ -23,17 +23,21 @@ from helpers import (
     OPTIONS,
     OUTPUTS,
     PATTERNS,
+    STORAGES,
+    Storage,
+    Stored,
     assert_within,
     make_pattern,
     rounded,
     rounding_unit,
     seeded,
     shuffled,
+    stored_values,
 )
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
-from tilesparse._checks import BLOCK_SIZES, DTYPES
+from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED
 from tilesparse._launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
 
 pytestmark = pytest.mark.gpu
@@ -43,11 +47,12 @@ CUDA, TF32 = 1, 1
 TOKENS = [0, 1, 3, 17, 127, 1000, 4097]
 CHUNK = 16  # bytes, the alignment of operands
 GUARD = 128 * 128 * 4  # bytes of poison before and after an operand, as long as the largest block
-POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA57FA5)}  # by the size of an element
+# By the size of an element. As int8 it is a number, which spoils results all the same.
+POISON = {1: (torch.int8, 0x7F), 2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA57FA5)}
 
 
 class Row(NamedTuple):
-    """A kernel and one product and dtype of those it computes."""
+    """A kernel and one product, dtype and storage of those it computes; None are plain values."""
 
     number: int  # as callers name it: its index plus 1
     name: str
@@ -57,6 +62,23 @@ class Row(NamedTuple):
     max_tokens: int  # 0: any number
     op: int
     dtype: torch.dtype
+    storage: Storage | None
+
+    def __str__(self) -> str:
+        names = [name for name, storage in STORAGES.items() if storage == self.storage]
+        return " ".join([self.name, *names])
+
+
+def storages_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[Storage | None]:
+    """What a kernel reads as it is, of 8 bits with either kind of scales."""
+    own = kernel.values_dtypes == 0 or kernel.values_dtypes >> DTYPES[dtype] & 1
+    found: list[Storage | None] = [None] if kernel.storages & 1 and own else []
+    for storage in STORAGES.values():
+        quantized = storage.quantized
+        reads = own if quantized is None else kernel.values_dtypes >> QUANTIZED[quantized] & 1
+        if reads and kernel.storages >> storage.compressed & 1:
+            found.append(storage)
+    return found
 
 
 ROWS = [
@@ -69,6 +91,7 @@ ROWS = [
         kernel.max_tokens,
         op,
         dtype,
+        storage,
     )
     for index, kernel in enumerate(_C.kernels())
     if kernel.device == CUDA
@@ -76,10 +99,13 @@ ROWS = [
     if kernel.ops >> op & 1
     for dtype, code in DTYPES.items()
     if kernel.dtypes >> code & 1
+    for storage in storages_of(kernel, dtype)
 ]
 ROWS_OF_FEW_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
-checked_kernels: set[str] = set()
+# Those that are given the expansion of values they do not read.
+ROWS_THAT_EXPAND = [row for row in ROWS if row.storage is None and row.op != SDD_TN]
+checked_rows: set[Row] = set()
 
 
 def runs_here(row: Row) -> bool:
@@ -88,7 +114,7 @@ def runs_here(row: Row) -> bool:
     return row.capability == here or (row.capability == 80 and here > 80)
 
 
-@pytest.fixture(params=ROWS, ids=lambda row: row.name)
+@pytest.fixture(params=ROWS, ids=str)
 def row(request: pytest.FixtureRequest) -> Row:
     if not runs_here(request.param):
         pytest.skip(f"needs compute capability {request.param.capability}")
@@ -114,6 +140,8 @@ def accepted_layouts(row: Row) -> list[tuple[int, int]]:
 def accepts(
     row: Row, block_shape: tuple[int, int], x_layout: int = 0, y_layout: int = 0, tokens: int = 8
 ) -> bool:
+    if row.storage is not None and row.storage.compressed and block_shape[1] % COMPRESSIBLE:
+        return False
     pattern = BlockPattern.full(block_shape, block_shape=block_shape)
     product = _C.Product(
         prepared_on("cpu", pattern).descriptor,
@@ -125,12 +153,24 @@ def accepts(
         kernel=row.number,
         x_layout=x_layout,
         y_layout=y_layout,
+        **form_of(row.storage),
     )
     try:
         product.select(_C.device_info(CUDA))
     except UnsupportedError:
         return False
     return True
+
+
+def form_of(storage: Storage | None) -> dict[str, Any]:
+    """How values are stored, as `_C.Product` takes it."""
+    if storage is None:
+        return {}
+    return {
+        "storage": int(storage.compressed),
+        "values_dtype": -1 if storage.quantized is None else QUANTIZED[storage.quantized],
+        "row_scales": storage.row_scales,
+    }
 
 
 def prepared_on(device: str | torch.device, pattern: BlockPattern) -> Prepared:
@@ -183,28 +223,39 @@ class Guarded:
 
 
 class Operands:
-    """x, y, values, bias and residual of one problem, random but for the output, which is poison."""
+    """x, y, values, bias and residual of one problem, random but for the output, which is poison.
+
+    Beside values lies what their storage has besides; `plain` is what products multiply by.
+    """
 
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
-        size = pattern.nnz * pattern.block_shape[0] * pattern.block_shape[1]
+        stored = random_stored(pattern, row.storage, dtype)
         self.buffers = {
             "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
             "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
-            "values": Guarded(1, size, dtype),
+            "values": Guarded(1, stored.values.numel(), stored.values.dtype),
             "bias": Guarded(1, pattern.out_features, dtype, alignment=dtype.itemsize),
             "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=CHUNK),
         }
+        if stored.metadata is not None:
+            self.buffers["metadata"] = Guarded(1, stored.metadata.numel(), torch.int32)
+        if stored.scales is not None:
+            self.buffers["scales"] = Guarded(1, stored.scales.numel(), torch.float32, alignment=4)
         self.output = self.buffers[OUTPUTS[row.op]]
         self.inputs = [buffer for buffer in self.buffers.values() if buffer is not self.output]
         self.before = normal(self.output.lines.shape, dtype, 9) if problem.accumulate else None
-        for seed, buffer in enumerate(self.inputs):
-            buffer.lines.copy_(normal(buffer.lines.shape, dtype, seed))
+        given = stored._asdict()
+        for seed, (name, buffer) in enumerate(self.buffers.items()):
+            if buffer is not self.output:
+                random = normal(buffer.lines.shape, dtype, seed) if name not in given else given[name]
+                buffer.lines.copy_(random.view_as(buffer.lines))
         transposed = {"x": problem.x_layout == 1, "y": problem.y_layout == 1}
         self.x, self.y = (
             self.buffers[name].lines.t() if transposed[name] else self.buffers[name].lines for name in "xy"
         )
-        self.values = self.buffers["values"].lines.view(pattern.nnz, *pattern.block_shape)
+        self.values = self.buffers["values"].lines.view(stored.values.shape)
+        self.plain = stored.plain
         self.bias = self.buffers["bias"].lines[0] if problem.bias else None
         residual = self.buffers["residual"].lines if problem.residual else None
         self.residual = residual.t() if problem.y_layout and residual is not None else residual
@@ -213,6 +264,13 @@ class Operands:
         self.output.poison()
         if self.before is not None:
             self.output.lines.copy_(self.before)
+
+
+def random_stored(pattern: BlockPattern, storage: Storage | None, dtype: torch.dtype) -> Stored:
+    if storage is not None:
+        return stored_values(pattern, storage, dtype=dtype, device=str(DEVICE))
+    values = normal(torch.Size([pattern.nnz, *pattern.block_shape]), dtype, 10)
+    return Stored(values, None, None, values)
 
 
 def _guarded_matrix(
@@ -241,6 +299,7 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
         "ldy": y.ld,
         "residual": problem.residual,
         "ldr": residual.ld,
+        **form_of(row.storage),
     }
     descriptor = prepared_on(DEVICE, problem.pattern).descriptor
     product = _C.Product(descriptor, row.op, DTYPES[row.dtype], CUDA, problem.tokens, **(arguments | changes))
@@ -302,9 +361,9 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
     if row.op == SDD_TN:
         left, right = operands.y.t(), operands.x
     elif row.op == DDS_NT:
-        left, right = operands.x, dense_weight(operands.values, pattern).t()
+        left, right = operands.x, dense_weight(operands.plain, pattern).t()
     else:
-        left, right = operands.y, dense_weight(operands.values, pattern)
+        left, right = operands.y, dense_weight(operands.plain, pattern)
     left, right = left.double(), right.double()
     expected, magnitude = left @ right, left.abs() @ right.abs()
     if row.op == SDD_TN:
@@ -375,8 +434,8 @@ def check(row: Row, problem: Problem, plan: Plan | None = None) -> None:
     try:
         _check(row, problem, plan)
     except Exception as error:
-        raise AssertionError(f"{row.name}, {problem}: {error}") from error
-    checked_kernels.add(row.name)
+        raise AssertionError(f"{row}, {problem}: {error}") from error
+    checked_rows.add(row)
 
 
 def _check(row: Row, problem: Problem, plan: Plan | None) -> None:
@@ -431,7 +490,7 @@ def test_long_sums(row: Row) -> None:
 
 
 @pytest.mark.parametrize("name", ["random 50%", "power-law rows", "empty"])
-@pytest.mark.parametrize("row", ROWS_WITH_PLANS, ids=lambda row: row.name, indirect=True)
+@pytest.mark.parametrize("row", ROWS_WITH_PLANS, ids=str, indirect=True)
 def test_plans_of_the_host(row: Row, name: str) -> None:
     for block_shape in accepted_shapes(row)[::3]:
         problem = Problem(make_pattern(name, (40, 10), block_shape), 137)
@@ -442,7 +501,7 @@ def test_plans_of_the_host(row: Row, name: str) -> None:
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_adversarial_patterns(row: Row, name: str) -> None:
-    draw = random.Random(f"{row.name} {name}")
+    draw = random.Random(f"{row} {name}")
     shapes = accepted_shapes(row)
     for block_shape in draw.sample(shapes, min(3, len(shapes))):
         pattern = make_pattern(name, (7, 10), block_shape)
@@ -453,7 +512,7 @@ def test_adversarial_patterns(row: Row, name: str) -> None:
 @pytest.mark.parametrize("density", [0.01, 0.3, 0.97])
 def test_densities(row: Row, density: float) -> None:
     """Sums long enough to go round the ring of stages several times."""
-    draw = random.Random(f"{row.name} {density}")
+    draw = random.Random(f"{row} {density}")
     pattern = random_pattern((1152, 1536), draw.choice(accepted_shapes(row)), density)
     tokens = within(row, draw.choice((5, 130, 257)))
     check(row, Problem(pattern, tokens, *draw.choice(accepted_layouts(row))))
@@ -461,7 +520,7 @@ def test_densities(row: Row, density: float) -> None:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
-    draw = random.Random(f"{row.name} {tokens}")
+    draw = random.Random(f"{row} {tokens}")
     for block_shape in accepted_shapes(row):
         rows, cols = draw.choice([(1, 1), (1, 3), (3, 1), (3, 2)])
         pattern = random_pattern((rows * block_shape[0], cols * block_shape[1]), block_shape, 0.6)
@@ -472,7 +531,7 @@ def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 37, 64])
 def test_layouts_and_strides(row: Row, tokens: int) -> None:
-    draw = random.Random(f"{row.name} {tokens} strides")
+    draw = random.Random(f"{row} {tokens} strides")
     for gap, (x_layout, y_layout) in product((0, CHUNK, 11 * CHUNK), accepted_layouts(row)):
         pattern = make_pattern("random 50%", (4, 3), draw.choice(accepted_shapes(row)))
         check(row, Problem(pattern, tokens, x_layout, y_layout, gap=gap))
@@ -480,7 +539,7 @@ def test_layouts_and_strides(row: Row, tokens: int) -> None:
 
 def test_options(row: Row) -> None:
     """Bias and activation, or accumulation, for tokens and patterns with and without anything to add."""
-    draw = random.Random(f"{row.name} options")
+    draw = random.Random(f"{row} options")
     for options, tokens in product(OPTIONS[row.op], (0, 45, 1100)):
         for name in ("empty rows and columns", "empty"):
             pattern = make_pattern(name, (3, 4), draw.choice(accepted_shapes(row)))
@@ -491,15 +550,28 @@ def test_options(row: Row) -> None:
 def test_more_tiles_than_multiprocessors(row: Row) -> None:
     """CTAs that compute several tiles one after another, in several bands of tokens."""
     shape, density, tokens = ((2048, 2560), 0.97, 260) if row.op == SDD_TN else ((1280, 1280), 0.1, 4200)
-    draw = random.Random(f"{row.name} tiles")
+    draw = random.Random(f"{row} tiles")
     for block_shape in {draw.choice(accepted_shapes(row)), accepted_shapes(row)[-1]}:
         pattern = random_pattern(shape, block_shape, density)
         check(row, Problem(pattern, within(row, tokens), *draw.choice(accepted_layouts(row))))
 
 
-@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=lambda row: row.name, indirect=True)
+@pytest.mark.parametrize("row", ROWS_THAT_EXPAND, ids=str, indirect=True)
+def test_expanded_values(row: Row) -> None:
+    """What a kernel does not read it is given as plain values, in its workspace."""
+    draw = random.Random(f"{row} expanded")
+    shapes = [shape for shape in accepted_shapes(row) if shape[1] % COMPRESSIBLE == 0]
+    for storage in STORAGES.values():
+        given = row._replace(storage=storage)
+        for name in ("random 50%", "empty rows and columns"):
+            pattern = make_pattern(name, (3, 4), draw.choice(shapes))
+            layouts, options = draw.choice(accepted_layouts(row)), draw.choice(OPTIONS[row.op])
+            check(given, Problem(pattern, within(row, draw.choice((17, 130))), *layouts, **options))
+
+
+@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=str, indirect=True)
 def test_every_number_of_few_tokens(row: Row) -> None:
-    draw = random.Random(f"{row.name} few tokens")
+    draw = random.Random(f"{row} few tokens")
     for tokens in (*range(1, 66), 127, 128, 129, row.max_tokens - 1, row.max_tokens):
         pattern = make_pattern("power-law rows", (9, 12), draw.choice(accepted_shapes(row)))
         check(row, Problem(pattern, tokens, **draw.choice(OPTIONS[row.op])))
@@ -508,10 +580,10 @@ def test_every_number_of_few_tokens(row: Row) -> None:
         make_product(row, problem, Operands(row, problem))
 
 
-@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=lambda row: row.name, indirect=True)
+@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=str, indirect=True)
 def test_many_rows_and_a_long_one(row: Row) -> None:
     """More rows than multiprocessors, and one of many more blocks than the others; columns of dds_nn."""
-    draw = random.Random(f"{row.name} rows")
+    draw = random.Random(f"{row} rows")
     forward = row.op == DDS_NT
     for block_shape in accepted_shapes(row):
         for tokens in (8, 16, 32, 64):
@@ -534,6 +606,7 @@ def test_refused_calls_write_nothing(row: Row) -> None:
         ("values is at address", {"values": values.address + size}),
         ("overlap", {"y": x.address, "values": x.address}),
         *_bad_residuals(row, operands),
+        *_bad_extras(operands),
         ("kernel is", {"arguments": {"kernel": 1_000_000}}),
     ]
     if row.plan:
@@ -564,6 +637,16 @@ def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, An
     ]
 
 
+def _bad_extras(operands: Operands) -> list[tuple[str, dict[str, Any]]]:
+    """Of what a storage has beside values."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for name, least in (("metadata", CHUNK), ("scales", 4)):
+        if name in operands.buffers:
+            address = operands.buffers[name].address
+            found += [(f"{name} is null", {name: 0}), (f"{name} is at address", {name: address + least // 2})]
+    return found
+
+
 def test_a_short_workspace_is_refused(row: Row) -> None:
     """Where one is needed, as for the sum over many tokens of few blocks; elsewhere it may be null.
 
@@ -588,6 +671,6 @@ def test_a_short_workspace_is_refused(row: Row) -> None:
 
 def test_every_kernel_of_this_gpu_was_checked() -> None:
     """Comes last in this file: nothing above passes by not running."""
-    expected = {row.name for row in ROWS if runs_here(row)}
+    expected = {row for row in ROWS if runs_here(row)}
     assert expected, "the library has no CUDA kernel that this GPU runs"
-    assert checked_kernels >= expected, f"never checked: {sorted(expected - checked_kernels)}"
+    assert checked_rows >= expected, f"never checked: {sorted(map(str, expected - checked_rows))}"
