@@ -275,14 +275,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=positive, default=8, help="(%(default)s)")
     parser.add_argument("--width", type=positive, default=1536, help="a multiple of 64 (%(default)s)")
     parser.add_argument("--context", type=positive, default=1024, help="tokens (%(default)s)")
-    parser.add_argument("--batch", type=positive, default=16, help="(%(default)s)")
+    parser.add_argument("--batch", type=positive, default=32, help="(%(default)s)")
     parser.add_argument("--density", type=float, default=0.5, help="of blocks (%(default)s)")
     parser.add_argument("--block", type=positive, default=128, help="rows and columns (%(default)s)")
     parser.add_argument("--every", type=positive, default=10, help="steps between masks (%(default)s)")
     parser.add_argument(
         "--evaluate-every", type=positive, default=50, help="steps, a multiple of 10 (%(default)s)"
     )
-    parser.add_argument("--held-out-batches", type=positive, default=16, help="(%(default)s)")
+    parser.add_argument("--held-out-batches", type=positive, default=8, help="(%(default)s)")
     parser.add_argument("--megabytes", type=positive, default=64, help="of text at most (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, patterns and data (%(default)s)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="train eagerly")
