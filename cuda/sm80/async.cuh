@@ -10,7 +10,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Unless the condition is false, copies `bytes` (0 to kBytes, which is 4, 8 or 16) from global to shared
+// Unless the condition is false, copies `bytes` (0 to kBytes, which is 4 or 16) from global to shared
 // memory and fills the rest of kBytes with zeros; 16 go past L1. Without a branch, which would cut the code
 // around it in two.
 template <int kBytes = 16>

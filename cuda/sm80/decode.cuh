@@ -45,7 +45,7 @@ struct DecodeTraits {
     using Lines = typename Weight::template Lines<32 * kTeam>;  // of tokens
     static constexpr int kStageBytes = Weight::kBytes + kTokens * kSlice * static_cast<int>(sizeof(Element));
     // Many short rings in a multiprocessor are better than few long ones (measured on an H200).
-    static constexpr int kStages = kTeam > 1 || (kStageBytes <= 4096 && !Weight::kFewStages) ? 3 : 2;
+    static constexpr int kStages = kTeam > 1 || (kStageBytes <= 4096 && !Weight::kFewBytes) ? 3 : 2;
     static constexpr int kRingBytes = kStages * kStageBytes;
     // Sums are [kTokens][kSumLine], of which kRows are used.
     static constexpr int kSumLine = kRows + 4;              // of a token; the padding avoids bank conflicts
@@ -73,8 +73,8 @@ class DecodeLoader {
           tokens_(arguments.tokens - token),
           lane_(thread % 32),
           line_(thread / kChunks),
-          weight_(arguments, feature, thread, Traits::Weight::input_offset(line_, thread % kChunks)) {
-        const int row = feature >> arguments.row_shift, k_shift = arguments.k_shift;
+          weight_(arguments, feature, thread, Lines::offset(line_, thread % kChunks)) {
+        const int row = feature >> arguments.row_shift, k_shift = Traits::Weight::k_shift(arguments);
         const int first = __ldg(arguments.rows.ptr + row);
         last_entry_ = __ldg(arguments.rows.ptr + row + 1);
         const uint32_t k = static_cast<uint32_t>(last_entry_ - first) << k_shift;
@@ -88,7 +88,13 @@ class DecodeLoader {
         const int chunk = thread % kChunks;
         input_ =
             static_cast<const char*>(arguments.input) + (token + line_) * arguments.input_ld + chunk * 16;
-        stage_ = ring + Traits::Weight::input_offset(line_, chunk);
+        stage_ = ring + Lines::offset(line_, chunk);
+        if constexpr (Traits::Weight::kFewBytes) {
+            input_ = kept(input_);
+            stage_ = kept(stage_);
+            line_ = kept(line_);
+            tokens_ = kept(tokens_);
+        }
         first_stage_ = stage_;
     }
 
@@ -104,7 +110,7 @@ class DecodeLoader {
     static constexpr int kElement = sizeof(typename Traits::Element);
 
     __device__ void copy_slice() {
-        const int k_shift = arguments_.k_shift;
+        const int k_shift = Traits::Weight::k_shift(arguments_);
         const int k =
             Traits::kBlocks == 1 ? slice_ * Traits::kSlice & ((1 << k_shift) - 1) : 0;  // in the block
 #pragma unroll
@@ -125,13 +131,12 @@ class DecodeLoader {
         const int64_t col = __shfl_sync(~0u, current_.x, from), slot = __shfl_sync(~0u, current_.y, from);
         const int bytes = entry_ + j < last_entry_ ? 16 : 0;
         weight_.copy(stage_, j, slot, k, bytes);
-        const char* x = input_ + ((col << arguments_.k_shift) + k) * kElement;
+        const char* x = input_ + ((col << Traits::Weight::k_shift(arguments_)) + k) * kElement;
         const uint32_t target = stage_ + Traits::Weight::kBytes + j * Traits::kTokens * Lines::kBytes;
 #pragma unroll
         for (int i = 0; i < (Traits::kTokens + kCopyLines - 1) / kCopyLines; ++i)
-            Traits::Weight::copy_input(line_ + i * kCopyLines < tokens_,
-                                       (target ^ Lines::swap(i)) + i * Lines::kCopyBytes,
-                                       x + i * kCopyLines * arguments_.input_ld, bytes);
+            copy_async_if(line_ + i * kCopyLines < tokens_, (target ^ Lines::swap(i)) + i * Lines::kCopyBytes,
+                          x + i * kCopyLines * arguments_.input_ld, bytes);
     }
 
     // A lane's column and slot of a batch.
@@ -142,9 +147,9 @@ class DecodeLoader {
     }
 
     const DecodeArguments& arguments_;
-    const int tokens_;  // from the CTA's first on
+    int tokens_;  // from the CTA's first on
     const int lane_;
-    const int line_;  // of the tokens copied at a time, the one of which this thread copies a chunk
+    int line_;  // of the tokens copied at a time, the one of which this thread copies a chunk
     const typename Traits::Weight::template Loader<32 * Traits::kTeam> weight_;
     int slice_, last_slice_;
     int entry_, last_entry_;
@@ -271,7 +276,7 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
 #pragma unroll 1
     for (int i = 0; i < Traits::kStages; ++i) loader.load();
 
-    const typename Traits::Weight::Reader read_weight(lane, first_row);
+    const typename Traits::Weight::Reader read_weight(arguments, lane, first_row);
     const DecodeInput<Traits> read_input(lane, first_token);
     DecodeSums<Traits> sums = {};
     uint32_t stage = ring;
@@ -363,7 +368,7 @@ struct Decode {
                                         values.row_scales};
         const auto blocks = static_cast<int>(problem.features() / Traits::kRows);
         const auto chunks = static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
-        const int teams = Traits::Weight::kFewStages
+        const int teams = Traits::Weight::kFewBytes
                               ? teams_at_once<Traits>(problem, device, blocks * chunks)
                               : teams_of<Traits>(problem, blocks * chunks < 2 * device.multiprocessors);
         return ts::sm80::launch<decode_kernel<Traits>>(arguments, dim3(blocks, chunks),
@@ -384,19 +389,23 @@ struct Decode {
         return teams;
     }
 
-    // So many that all CTAs run at a time, each team with slices to keep its ring full for a while; where
-    // there are few CTAs, with one slice.
+    // So many that all CTAs run at a time, or in as few rounds as leave room for two, each with slices to
+    // keep its ring full for a while; where there are few CTAs, with one slice.
     template <class Traits>
     static int teams_at_once(const Problem& problem, const Device& device, int ctas) {
         constexpr int kWarps = Traits::kTokenTiles == 1 ? 32 : 24;  // of a multiprocessor, by their registers
         constexpr int kReserved = 1 << 10;                          // of shared memory, by each CTA
         constexpr int kMost = std::min(kMaxDecodeWarps / Traits::kTeam, kSharedBytes / Traits::kRingBytes);
+        const auto fit = [&](int at_once) {
+            return std::min(kWarps / Traits::kTeam / at_once,
+                            (device.shared_memory / at_once - kReserved) / Traits::kRingBytes);
+        };
+        const int all = (ctas - 1) / device.multiprocessors + 1;  // of a multiprocessor
+        int at_once = all;
+        while (at_once > 1 && fit(at_once) < 2) at_once = (at_once + 1) / 2;
         const auto slices =
             static_cast<int>(problem.pattern.value_count() / problem.features() / Traits::kSlice);
-        const int at_once = (ctas - 1) / device.multiprocessors + 1;  // of a multiprocessor
-        const int fit = std::min(kWarps / Traits::kTeam / at_once,
-                                 (device.shared_memory / at_once - kReserved) / Traits::kRingBytes);
-        return std::clamp(std::min(fit, at_once == 1 ? slices : slices / 4), 1, kMost);
+        return std::clamp(std::min(fit(at_once), all == 1 ? slices : slices / 4), 1, kMost);
     }
 };
 

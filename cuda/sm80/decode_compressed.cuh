@@ -1,9 +1,10 @@
 // Weight formats of the decode kernel for values in fewer bytes: 2:4, of 8 bits, or both; dds_nt alone.
-// Values of 8 bits become weights in registers, rounded as ts_values_expand rounds them. ldmatrix gives a
-// thread 4 values that are neighbours in memory, where products want pairs that lie apart: formats of 8 bits
-// permute k, that of activations likewise.
+// Values of 8 bits become weights in registers, rounded as ts_values_expand rounds them. Of plain ones
+// ldmatrix gives a thread 4 that are neighbours in memory, where products want pairs that lie apart: so k is
+// permuted, and that of activations likewise.
 #pragma once
 
+#include "common/launch.cuh"
 #include "sm80/decode_weight.cuh"
 #include "sm80/dequantize.cuh"
 
@@ -55,9 +56,8 @@ struct CompressedDecodeWeight {
     static constexpr bool kTransposed = false;
     static constexpr int kRows = kRows_;
     static constexpr int kSlice = kSlice_;
-    static constexpr int kBlockChunks = kBlockK / 8;  // of activations
-    static constexpr int kBlocks = kSlice / kBlockK;
-    // A line of a block has kLineBytes in its kBlockK of a slice.
+    static constexpr int kBlockChunks = kBlockK / 8;                         // of activations
+    static constexpr int kBlocks = kSlice / kBlockK;                         // whole ones
     static constexpr int kShift = (kQuantized ? 0 : 1) - (kSparse ? 1 : 0);  // log2 of the bytes of a weight
     static constexpr int kLineBytes = kShift < 0 ? kBlockK / 2 : kBlockK;
     static constexpr int kChunks = kLineBytes / 16;
@@ -69,7 +69,7 @@ struct CompressedDecodeWeight {
 
     // Of k: metadata of a thread is that of 64; ldmatrix loads 32 bytes of 16 lines.
     static constexpr int kStep = kSparse ? 64 : 32, kParts = kStep / 32, kTiles = 1;
-    static constexpr bool kFewStages = true;
+    static constexpr bool kFewBytes = true;
     static_assert(kShift <= 0);
 
     struct Operand {
@@ -80,22 +80,7 @@ struct CompressedDecodeWeight {
     template <int kThreads>
     using Lines = DecodeLines<kBlockChunks, kThreads, !kSparse>;
 
-    // Activations for 2:4 of 8 bits: of each 32 of k, the groups of 4 with even numbers come first.
-    __device__ static uint32_t input_offset(int line, int chunk) {
-        if constexpr (kSparse && kQuantized)
-            return Lines<32>::offset(line, chunk / 4 * 4 + chunk % 4 / 2) + chunk % 2 * 8;
-        else
-            return Lines<32>::offset(line, chunk);
-    }
-
-    __device__ static void copy_input(bool condition, uint32_t target, const void* source, int bytes) {
-        if constexpr (kSparse && kQuantized) {
-            copy_async_if<8>(condition, target, source, bytes / 2);
-            copy_async_if<8>(condition, target ^ 32, static_cast<const char*>(source) + 8, bytes / 2);
-        } else {
-            copy_async_if(condition, target, source, bytes);
-        }
-    }
+    __device__ static constexpr int k_shift(const DecodeArguments&) { return log2_of_block(kBlockK); }
 
     // A thread's share in copying, of kThreads.
     template <int kThreads>
@@ -106,73 +91,68 @@ struct CompressedDecodeWeight {
       public:
         // `from`: the offset in a stage that copy() counts from.
         __device__ Loader(const DecodeArguments& arguments, int feature, int thread, uint32_t from)
-            : arguments_(arguments), thread_(thread), line_(thread / kChunks), from_(from) {
+            : thread_(thread), line_(thread / kChunks), from_(from) {
             const int rows = 1 << arguments.row_shift;
-            const int row_in_block = feature & (rows - 1);
-            const int line_shift = arguments.k_shift + kShift;
-            values_ = static_cast<const char*>(arguments.values) +
-                      (static_cast<int64_t>(row_in_block + line_) << line_shift) + thread % kChunks * 16;
-            offset_ = OwnLines::offset(line_, thread % kChunks) - from;
-            if constexpr (kSparse)
-                metadata_ =
-                    reinterpret_cast<const char*>(arguments.metadata) +
-                    (thread / kMetadataChunks * (rows / 4) + row_in_block / 4 + thread % kMetadataChunks) *
-                        16;
-            if constexpr (kQuantized)
-                scales_ = arguments.scales + (arguments.row_scales ? row_in_block + thread : 0);
+            const int row = feature & (rows - 1);  // in the block
+            offset_ = kept(OwnLines::offset(line_, thread % kChunks) - from);
+            values_ = kept(static_cast<const char*>(arguments.values) + row * kLineBytes + thread * 16);
+            value_step_ = kept(rows * kLineBytes);
+            metadata_ =
+                kept(reinterpret_cast<const char*>(arguments.metadata) +
+                     (thread / kMetadataChunks * (rows / 4) + row / 4 + thread % kMetadataChunks) * 16);
+            metadata_step_ = kept(rows * (kBlockK / 8));
+            scales_ = kept(arguments.scales + (arguments.row_scales ? row + thread : 0));
+            scale_step_ = kept(arguments.row_scales ? rows : 1);
+            scale_count_ = kept(arguments.row_scales ? kRows : 1);
         }
 
-        // The j-th block of a slice, from its k on, into the stage at `stage`. `bytes`: 16, or 0 for zeros.
-        __device__ void copy(uint32_t stage, int j, int64_t slot, int k, int bytes) const {
-            const int row_shift = arguments_.row_shift, k_shift = arguments_.k_shift;
-            const int line_shift = k_shift + kShift;
-            const char* from = values_ + (slot << (row_shift + line_shift)) + (kShift < 0 ? k / 2 : k);
+        // The j-th block of a slice into the stage at `stage`. `bytes`: 16, or 0 for zeros.
+        __device__ void copy(uint32_t stage, int j, int slot, int, int bytes) const {
+            const char* from = values_ + static_cast<int64_t>(slot) * value_step_;
             const uint32_t target = stage + offset_ + j * kBlockBytes;
 #pragma unroll
             for (int i = 0; i < (kRows + OwnLines::kCopyLines - 1) / OwnLines::kCopyLines; ++i)
                 copy_async_if(kRows % OwnLines::kCopyLines == 0 || line_ < kRows,
                               (target ^ OwnLines::swap(i)) + i * OwnLines::kCopyBytes,
-                              from + (i * OwnLines::kCopyLines << line_shift), bytes);
-            if constexpr (kSparse) copy_metadata(stage - from_, j, slot, k);
+                              from + i * OwnLines::kCopyBytes, bytes);
+            if constexpr (kSparse) copy_metadata(stage - from_, j, slot);
             if constexpr (kQuantized) copy_scales(stage - from_, j, slot, bytes);
         }
 
       private:
         // Of a block that is not there that of another one: two indices of a group must differ.
-        __device__ void copy_metadata(uint32_t stage, int j, int64_t slot, int k) const {
+        __device__ void copy_metadata(uint32_t stage, int j, int slot) const {
             constexpr int kAll = kBlockK / 32 * kMetadataChunks;
             static_assert(kAll <= kThreads);
-            const int64_t from = (slot << (arguments_.row_shift + arguments_.k_shift)) +
-                                 (static_cast<int64_t>(k) << arguments_.row_shift);
             copy_async_if(kAll == kThreads || thread_ < kAll, stage + kMetadata + (j * kAll + thread_) * 16,
-                          metadata_ + from / 8);
+                          metadata_ + static_cast<int64_t>(slot) * metadata_step_);
         }
 
-        __device__ void copy_scales(uint32_t stage, int j, int64_t slot, int bytes) const {
+        __device__ void copy_scales(uint32_t stage, int j, int slot, int bytes) const {
             static_assert(kRows <= kThreads);
-            const float* from = scales_ + (arguments_.row_scales ? slot << arguments_.row_shift : slot);
-            copy_async_if<4>(kRows == kThreads || thread_ < kRows,
-                             stage + kScales + (j * kRows + thread_) * 4, from, bytes / 4);
+            copy_async_if<4>(thread_ < scale_count_, stage + kScales + (j * kRows + thread_) * 4,
+                             scales_ + static_cast<int64_t>(slot) * scale_step_, bytes / 4);
         }
 
-        const DecodeArguments& arguments_;
         int thread_;
         int line_;  // of those copied at a time, the one of which this thread copies a chunk
         uint32_t from_, offset_;
         const char* values_;
         const char* metadata_;
         const float* scales_;
+        int value_step_, metadata_step_, scale_step_;  // from one block to the next
+        int scale_count_;                              // of a block in a stage
     };
 
     // A warp's operands.
     class Reader {
       public:
-        __device__ Reader(int lane, int first_row)
-            : values_(first_row * kLineBytes + (kChunks == 1 ? lane / 16 * kBlockBytes + lane % 16 * 16
-                                                             : lines_offset(lane % 16, lane / 16))),
-              metadata_(kMetadata + first_row * 4 + lane % 4 / 2 * kRows * 4 + lane / 4 * 8),
-              scales_(kScales + (first_row + lane / 4) * 4),
-              odd_(lane % 2) {}
+        __device__ Reader(const DecodeArguments& arguments, int lane, int first_row)
+            : odd_(lane % 2),
+              scale_bytes_(arguments.row_scales ? static_cast<int>(sizeof(float)) : 0),
+              values_(first_row * kLineBytes + values_offset(lane)),
+              metadata_(kMetadata + first_row * 4 + lane % 4 / 2 * kRows * 4 + lane / 4 * 8 + odd_ * 4),
+              scales_(kScales + (first_row + lane / 4) * scale_bytes_) {}
 
         // Of the rows 16 * i to 16 * i + 15 and a step of the slice.
         __device__ Operand load(uint32_t stage, int step, int i) const {
@@ -180,61 +160,67 @@ struct CompressedDecodeWeight {
             if constexpr (!kQuantized) {
                 operand.part[0] = load_pair(stage, 2 * step, i);
                 operand.part[1] = load_pair(stage, 2 * step + 1, i);
-            } else {
+            } else if constexpr (!kSparse) {
                 const Fragment<4> raw = load_pair(stage, step, i);
 #pragma unroll
                 for (int part = 0; part < 2; ++part) {
-                    const uint32_t scale = stage + scales_ + (2 * step + part) / kChunks * kRows * 4 + i * 64;
-                    scale_values(operand.part[part], raw, part, __uint_as_float(load_word(scale)),
-                                 __uint_as_float(load_word(scale + 32)));
+                    const float2 scales = load_scales(stage, 2 * step + part, i);
+                    const uint32_t word = raw.value[2 * part], later_word = raw.value[2 * part + 1];
+                    operand.part[part] = {weights(word, 0, scales.x), weights(later_word, 0, scales.y),
+                                          weights(word, 1, scales.x), weights(later_word, 1, scales.y)};
+                }
+            } else {
+#pragma unroll
+                for (int part = 0; part < 2; ++part) {
+                    const float2 scales = load_scales(stage, 2 * step + part, i);
+                    const uint32_t words = address_of(stage, 2 * step + part, i);
+                    constexpr int kLater = 8 * kLineBytes;
+                    operand.part[part] = {weights(load_word(words), odd_, scales.x),
+                                          weights(load_word(words + kLater), odd_, scales.y),
+                                          weights(load_word(words + 8), odd_, scales.x),
+                                          weights(load_word(words + kLater + 8), odd_, scales.y)};
                 }
             }
-            if constexpr (kSparse) operand.metadata = load_metadata(stage + step * kRows * 8 + i * 64);
+            if constexpr (kSparse)
+                operand.metadata = load_word(stage + metadata_ + step * kRows * 8 + i * 64);
             return operand;
         }
 
       private:
-        __device__ static uint32_t lines_offset(int line, int chunk) {
-            return DecodeLines<kChunks, 32>::offset(line, chunk);
-        }
-
-        // Of a pair of chunks of the slice.
-        __device__ Fragment<4> load_pair(uint32_t stage, int pair, int i) const {
-            constexpr int kPairs = kChunks / 2;  // of a block
-            const uint32_t rows = i * 16 * kLineBytes;
-            if constexpr (kPairs == 0)
-                return load_matrices<false>(stage + values_ + 2 * pair * kBlockBytes + rows);
+        // ldmatrix takes the address of a line from each lane. Of 2:4 of 8 bits each lane loads the words
+        // that its groups of 4 lie in, together with its neighbour's: so k is in order, as metadata has it.
+        __device__ static uint32_t values_offset(int lane) {
+            using OwnLines = DecodeLines<kChunks, 32>;
+            if constexpr (kSparse && kQuantized)
+                return OwnLines::offset(lane / 4, 0) + lane % 4 / 2 * 4;
+            else if constexpr (kChunks == 1)
+                return lane / 16 * kBlockBytes + OwnLines::offset(lane % 16, 0);
             else
-                return load_matrices<false>(stage + (values_ ^ pair % kPairs * 32) +
-                                            pair / kPairs * kBlockBytes + rows);
+                return OwnLines::offset(lane % 16, lane / 16);
         }
 
-        // One chunk of raw values, of two rows with a scale each.
-        __device__ static void scale_values(Fragment<4>& to, const Fragment<4>& raw, int part, float scale,
-                                            float later_scale) {
-            using Element = typename Math::Element;
-#pragma unroll
-            for (int pair = 0; pair < 2; ++pair) {
-                to.value[2 * pair] = dequantize<kDType, Element>(raw.value[2 * part], pair, scale);
-                to.value[2 * pair + 1] =
-                    dequantize<kDType, Element>(raw.value[2 * part + 1], pair, later_scale);
-            }
+        // What the lane loads of a chunk of the slice, or of it and the next.
+        __device__ uint32_t address_of(uint32_t stage, int chunk, int i) const {
+            return stage + (values_ ^ chunk % kChunks * 16) + chunk / kChunks * kBlockBytes +
+                   i * 16 * kLineBytes;
         }
 
-        __device__ uint32_t load_metadata(uint32_t stage) const {
-            if constexpr (!kQuantized) return load_word(stage + metadata_ + odd_ * 4);
-            // The groups with even numbers, or with odd ones, of both words.
-            const uint2 words = load_words(stage + metadata_);
-            return __byte_perm(every_other(words.x), every_other(words.y), 0x7351);
+        __device__ Fragment<4> load_pair(uint32_t stage, int pair, int i) const {
+            return load_matrices<false>(address_of(stage, 2 * pair, i));
         }
 
-        // The groups of each half of a word go to its upper byte.
-        __device__ uint32_t every_other(uint32_t word) const {
-            return (word >> odd_ * 4 & 0x0f0f0f0f) * 0x110;
+        // Of two rows.
+        __device__ float2 load_scales(uint32_t stage, int chunk, int i) const {
+            const uint32_t scale = stage + scales_ + chunk / kChunks * kRows * 4 + i * 16 * scale_bytes_;
+            return {__uint_as_float(load_word(scale)), __uint_as_float(load_word(scale + 8 * scale_bytes_))};
         }
 
+        __device__ static uint32_t weights(uint32_t word, int pair, float scale) {
+            return dequantize<kDType, typename Math::Element>(word, pair, scale);
+        }
+
+        int odd_, scale_bytes_;
         uint32_t values_, metadata_, scales_;
-        int odd_;
     };
 
     // 32 of k of 8 tokens at a time.

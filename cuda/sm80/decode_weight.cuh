@@ -1,7 +1,7 @@
 // The arguments of the decode kernel, how lines lie in its shared memory, and its weight format for plain
 // values (see common/weight.h). Formats also say how activations are read, since both operands of a product
 // have their k in one order:
-//   - Lines, copy_input: how a chunk of 16 bytes of activations gets to its place in a stage
+//   - Lines: how they lie in a stage
 //   - Input: what products take of them, kParts of each kStep of k, kTiles tiles of 8 tokens at a time
 #pragma once
 
@@ -54,6 +54,16 @@ struct DecodeLines {
     }
 };
 
+// What the compiler would otherwise compute anew in every round of a loop, since it could.
+template <class T>
+__device__ inline T kept(T value) {
+    if constexpr (sizeof(T) == 8)
+        asm volatile("" : "+l"(value));
+    else
+        asm volatile("" : "+r"(value));
+    return value;
+}
+
 template <bool kTransposed>
 __device__ inline Fragment<4> load_matrices(uint32_t address) {
     Fragment<4> to;
@@ -86,17 +96,13 @@ struct PlainDecodeWeight {
     static constexpr int kLines = kTransposed ? 8 * kBlockChunks : kRows;  // of a block
     static constexpr int kLineBytes = 16 * kChunks;
     static constexpr int kStep = 16, kParts = 1, kTiles = 2;
-    static constexpr bool kFewStages = false;
+    static constexpr bool kFewBytes = false;
     static_assert(kElement == 2);
 
     template <int kThreads>
     using Lines = DecodeLines<kBlockChunks, kThreads>;
 
-    __device__ static uint32_t input_offset(int line, int chunk) { return Lines<32>::offset(line, chunk); }
-
-    __device__ static void copy_input(bool condition, uint32_t target, const void* source, int bytes) {
-        copy_async_if(condition, target, source, bytes);
-    }
+    __device__ static int k_shift(const DecodeArguments& arguments) { return arguments.k_shift; }
 
     // A thread's share in copying, of kThreads.
     template <int kThreads>
@@ -140,7 +146,7 @@ struct PlainDecodeWeight {
     // A warp's fragments.
     class Reader {
       public:
-        __device__ Reader(int lane, int first_row)
+        __device__ Reader(const DecodeArguments&, int lane, int first_row)
             : offset_(kTransposed
                           ? lines_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ first_row * kElement
                           : lines_offset(lane % 16, lane / 16) + first_row * kLineBytes) {}
@@ -168,7 +174,7 @@ struct PlainDecodeWeight {
     class Input {
       public:
         __device__ Input(int lane, int first_token)
-            : offset_(input_offset((kTokens > 8 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2) +
+            : offset_(Lines<32>::offset((kTokens > 8 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2) +
                       first_token * Lines<32>::kBytes + kBytes) {}
 
         // Of the tokens 16 * i to 16 * i + 7 in the first half, and 8 more in the second.

@@ -24,8 +24,8 @@ __device__ inline __half2 as_half2(uint32_t bits) { return *reinterpret_cast<con
 template <DType kDType>
 __device__ inline __half2 decode_pair(uint32_t word, int pair) {
     if constexpr (kDType == DType::int8) {
-        // 1024 + 128 + value: the values lie in the lowest bits of a half.
-        const uint32_t biased = __byte_perm(word ^ 0x80808080, 0x64646464, pair == 0 ? 0x4140 : 0x4342);
+        // Bytes with their sign turned, which are 128 more, in the lowest bits of 1024 in 16 bits.
+        const uint32_t biased = permute_bytes(word, pair == 0 ? 0x4140 : 0x4342) ^ 0x64806480;
         return __hsub2(as_half2(biased), __float2half2_rn(1152));
     } else {
         // Exponent and fraction go to their places in a half, whose exponents count from 8 less. The middle
