@@ -37,6 +37,14 @@ inline double value_bytes(const Problem& problem) {
     return static_cast<double>(problem.pattern.value_count()) * element_size(problem.values.dtype);
 }
 
+// With what belongs to them.
+inline double stored_bytes(const Problem& problem) {
+    const Values& values = problem.values;
+    const Pattern& pattern = problem.pattern;
+    return static_cast<double>(values.bytes(pattern) + values.metadata_bytes(pattern) +
+                               values.scale_bytes(pattern));
+}
+
 // --- dds: tiles ---
 
 // Waves of the tiles over the device's multiprocessors, each tile counted as its results and, weighted, the
@@ -118,19 +126,22 @@ inline bool has_few_tokens(const Problem& problem) {
     return problem.tokens <= 1024 && problem.dtype != DType::float32;
 }
 
-// Of the kernels made for few tokens, beside what all have to do.
+// Of the kernels made for few tokens, beside what all have to do. What makes weights of 8 bits takes as long
+// as products do.
 inline double streaming_time(const Problem& problem, const Device& device) {
     const int32_t rows = problem.row_block();
     const auto values = static_cast<double>(problem.pattern.value_count());
     if (problem.tokens <= kChunk) {
         constexpr double kByte = 0.25e-6;
         const double picoseconds = rows < 32 ? 3.1 : rows < 64 ? 0.8 : 0.5;  // of a multiprocessor's product
-        const double products = static_cast<double>(problem.tokens) * values;
-        return kByte * value_bytes(problem) + 1e-6 * picoseconds * products / multiprocessors(device);
+        const double weights = is_quantized(problem.values.dtype) ? 2 : 1;
+        const double products = weights * static_cast<double>(problem.tokens) * values;
+        return kByte * stored_bytes(problem) + 1e-6 * picoseconds * products / multiprocessors(device);
     }
     const double picoseconds = rows < 32 ? 4.0 : rows < 64 ? 1.74 : 1.45;
     const double tokens = divide_up(static_cast<double>(problem.tokens), kChunk) * kChunk;
-    return 1e-6 * picoseconds * tokens * values / multiprocessors(device);
+    const double share = problem.values.is_compressed() ? 0.8 : 1;
+    return 1e-6 * picoseconds * share * tokens * values / multiprocessors(device);
 }
 
 // Of the others, likewise: they walk what several rows have in common; where tiles are few they take as long

@@ -8,7 +8,7 @@
 
 namespace ts {
 
-inline int log2_of_block(int extent) { return extent == 16 ? 4 : extent == 32 ? 5 : extent == 64 ? 6 : 7; }
+constexpr int log2_of_block(int extent) { return extent == 16 ? 4 : extent == 32 ? 5 : extent == 64 ? 6 : 7; }
 
 constexpr int kUsualSharedBytes = 48 << 10;  // that every kernel may have
 

@@ -10,13 +10,22 @@ __device__ inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Unless the condition is false, copies `bytes` (0 to 16) from global to shared memory past L1 and fills
-// the rest of 16 with zeros. Without a branch, which would cut the code around it in two.
-__device__ inline void copy_async_if(bool condition, uint32_t target, const void* source, int bytes = 16) {
-    asm volatile(
-        "{ .reg .pred copy; setp.ne.b32 copy, %2, 0; @copy cp.async.cg.shared.global [%0], [%1], 16, %3; }" ::
-            "r"(target),
-        "l"(source), "r"(static_cast<int>(condition)), "r"(bytes));
+// Unless the condition is false, copies `bytes` (0 to kBytes, which is 4 or 16) from global to shared
+// memory and fills the rest of kBytes with zeros; 16 go past L1. Without a branch, which would cut the code
+// around it in two.
+template <int kBytes = 16>
+__device__ inline void copy_async_if(bool condition, uint32_t target, const void* source,
+                                     int bytes = kBytes) {
+    if constexpr (kBytes == 16)
+        asm volatile(
+            "{ .reg .pred copy; setp.ne.b32 copy, %2, 0; @copy cp.async.cg.shared.global [%0], [%1], 16, %3; "
+            "}" ::"r"(target),
+            "l"(source), "r"(static_cast<int>(condition)), "r"(bytes));
+    else
+        asm volatile(
+            "{ .reg .pred copy; setp.ne.b32 copy, %2, 0; @copy cp.async.ca.shared.global [%0], [%1], %4, %3; "
+            "}" ::"r"(target),
+            "l"(source), "r"(static_cast<int>(condition)), "r"(bytes), "n"(kBytes));
 }
 
 // Until all that this thread copies has landed.

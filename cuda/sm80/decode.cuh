@@ -3,7 +3,7 @@
 //
 // A CTA computes kRows features of one block row for up to 64 tokens. Its warps share the row's blocks evenly
 // and add up their sums in the end; where many tokens make copies of x a burden, they do so in teams
-// that share what they copy. A team walks its share of the row in slices of 64 elements of k and copies
+// that share what they copy. A team walks its share of the row in slices of k and copies
 // them, W and x, through a ring of its own in shared memory: that keeps more bytes under way than
 // registers could hold, and no team waits for another.
 #pragma once
@@ -11,6 +11,7 @@
 #include "common/epilogue.cuh"
 #include "common/problem.h"
 #include "sm80/async.cuh"
+#include "sm80/decode_compressed.cuh"
 #include "sm80/decode_weight.cuh"
 #include "sm80/launch.cuh"
 #include "sm80/math.cuh"
@@ -27,9 +28,9 @@ struct DecodeTraits {
     static constexpr int kRows = Weight::kRows;
     static constexpr int kTokenTiles = kTokenTiles_;  // of 8 tokens
     static constexpr int kTokens = 8 * kTokenTiles;
-    static constexpr int kSlice = kDecodeSlice;
+    static constexpr int kSlice = Weight::kSlice;         // elements of k
     static constexpr int kChunks = Weight::kBlockChunks;  // of 16 bytes, of a block's k in a slice
-    static constexpr int kBlocks = 8 / kChunks;           // of a slice
+    static constexpr int kBlocks = kSlice / 8 / kChunks;  // of a slice
 
     // The warps of a team multiply different halves of each slice, and different rows or tokens.
     static constexpr int kTeam = kTokenTiles == 8 && kRows >= 32 ? 4 : 1;
@@ -41,10 +42,10 @@ struct DecodeTraits {
     static constexpr int kWarpTokenTiles = kWarpTokens / 8;
 
     // A stage has the weight of a slice, and of each of its blocks [kTokens][8 * kChunks of k].
-    using Lines = DecodeLines<kChunks, 32 * kTeam>;  // of tokens
+    using Lines = typename Weight::template Lines<32 * kTeam>;  // of tokens
     static constexpr int kStageBytes = Weight::kBytes + kTokens * kSlice * static_cast<int>(sizeof(Element));
     // Many short rings in a multiprocessor are better than few long ones (measured on an H200).
-    static constexpr int kStages = kTeam > 1 || kStageBytes <= 4096 ? 3 : 2;
+    static constexpr int kStages = kTeam > 1 || (kStageBytes <= 4096 && !Weight::kFewBytes) ? 3 : 2;
     static constexpr int kRingBytes = kStages * kStageBytes;
     // Sums are [kTokens][kSumLine], of which kRows are used.
     static constexpr int kSumLine = kRows + 4;              // of a token; the padding avoids bank conflicts
@@ -73,7 +74,7 @@ class DecodeLoader {
           lane_(thread % 32),
           line_(thread / kChunks),
           weight_(arguments, feature, thread, Lines::offset(line_, thread % kChunks)) {
-        const int row = feature >> arguments.row_shift, k_shift = arguments.k_shift;
+        const int row = feature >> arguments.row_shift, k_shift = Traits::Weight::k_shift(arguments);
         const int first = __ldg(arguments.rows.ptr + row);
         last_entry_ = __ldg(arguments.rows.ptr + row + 1);
         const uint32_t k = static_cast<uint32_t>(last_entry_ - first) << k_shift;
@@ -88,6 +89,12 @@ class DecodeLoader {
         input_ =
             static_cast<const char*>(arguments.input) + (token + line_) * arguments.input_ld + chunk * 16;
         stage_ = ring + Lines::offset(line_, chunk);
+        if constexpr (Traits::Weight::kFewBytes) {
+            input_ = kept(input_);
+            stage_ = kept(stage_);
+            line_ = kept(line_);
+            tokens_ = kept(tokens_);
+        }
         first_stage_ = stage_;
     }
 
@@ -103,14 +110,15 @@ class DecodeLoader {
     static constexpr int kElement = sizeof(typename Traits::Element);
 
     __device__ void copy_slice() {
-        const int k_shift = arguments_.k_shift;
-        const int k = kChunks == 8 ? slice_ * Traits::kSlice & ((1 << k_shift) - 1) : 0;  // in the block
+        const int k_shift = Traits::Weight::k_shift(arguments_);
+        const int k =
+            Traits::kBlocks == 1 ? slice_ * Traits::kSlice & ((1 << k_shift) - 1) : 0;  // in the block
 #pragma unroll
         for (int j = 0; j < Traits::kBlocks; ++j) copy_block(j, k);
         ++slice_;
         stage_ += Traits::kStageBytes;
         if (stage_ == first_stage_ + Traits::kRingBytes) stage_ = first_stage_;
-        if (kChunks < 8 || k + Traits::kSlice == 1 << k_shift) entry_ += Traits::kBlocks;
+        if (Traits::kBlocks > 1 || k + Traits::kSlice == 1 << k_shift) entry_ += Traits::kBlocks;
         if (entry_ - batch_ < kBatch) return;
         batch_ += kBatch;
         current_ = next_;
@@ -123,7 +131,7 @@ class DecodeLoader {
         const int64_t col = __shfl_sync(~0u, current_.x, from), slot = __shfl_sync(~0u, current_.y, from);
         const int bytes = entry_ + j < last_entry_ ? 16 : 0;
         weight_.copy(stage_, j, slot, k, bytes);
-        const char* x = input_ + ((col << arguments_.k_shift) + k) * kElement;
+        const char* x = input_ + ((col << Traits::Weight::k_shift(arguments_)) + k) * kElement;
         const uint32_t target = stage_ + Traits::Weight::kBytes + j * Traits::kTokens * Lines::kBytes;
 #pragma unroll
         for (int i = 0; i < (Traits::kTokens + kCopyLines - 1) / kCopyLines; ++i)
@@ -139,9 +147,9 @@ class DecodeLoader {
     }
 
     const DecodeArguments& arguments_;
-    const int tokens_;  // from the CTA's first on
+    int tokens_;  // from the CTA's first on
     const int lane_;
-    const int line_;  // of the tokens copied at a time, the one of which this thread copies a chunk
+    int line_;  // of the tokens copied at a time, the one of which this thread copies a chunk
     const typename Traits::Weight::template Loader<32 * Traits::kTeam> weight_;
     int slice_, last_slice_;
     int entry_, last_entry_;
@@ -151,49 +159,37 @@ class DecodeLoader {
     uint32_t stage_, first_stage_;  // where the thread's chunk of the first of its lines of tokens goes
 };
 
-// Reads a warp's fragments of the tokens of a stage, 16 of k at a time.
-template <class Traits>
-class DecodeReader {
-    using Lines = typename Traits::Lines;
-
-  public:
-    __device__ DecodeReader(int lane, int first_token)
-        : offset_(Lines::offset((Traits::kTokens > 8 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2) +
-                  first_token * Lines::kBytes + Traits::Weight::kBytes) {}
-
-    // Of the tokens 16 * i to 16 * i + 7 in the first half, and 8 more in the second.
-    __device__ Fragment<4> load(uint32_t stage, int quarter, int i) const {
-        constexpr int kQuarters = Traits::kChunks / 2;  // of a block
-        return load_matrices<false>(stage + (offset_ ^ quarter % kQuarters * 32) +
-                                    quarter / kQuarters * Traits::kTokens * Lines::kBytes +
-                                    i * 16 * Lines::kBytes);
-    }
-
-  private:
-    uint32_t offset_;
-};
-
 template <class Traits>
 using DecodeSums = float[Traits::kWarpRowTiles][Traits::kWarpTokenTiles][4];
 
 template <class Traits>
+using DecodeInput = typename Traits::Weight::template Input<Traits::kTokens>;
+
+template <class Traits>
 __device__ inline void multiply_slice(DecodeSums<Traits>& sums, const typename Traits::Weight::Reader& weight,
-                                      const DecodeReader<Traits>& input, uint32_t stage, int half) {
-    constexpr int kTokenTiles = Traits::kWarpTokenTiles, kQuarters = 4 / Traits::kHalves;
+                                      const DecodeInput<Traits>& input, uint32_t stage, int half) {
+    using Weight = typename Traits::Weight;
+    constexpr int kTokenTiles = Traits::kWarpTokenTiles, kTiles = Weight::kTiles;
+    constexpr int kSteps = Traits::kSlice / Weight::kStep / Traits::kHalves;
+    static_assert(kSteps > 0);
 #pragma unroll
-    for (int i = 0; i < kQuarters; ++i) {
-        const int quarter = half * kQuarters + i;
-        Fragment<4> a[Traits::kWarpRowTiles], b[(kTokenTiles + 1) / 2];
+    for (int i = 0; i < kSteps; ++i) {
+        const int step = half * kSteps + i;
+        decltype(weight.load(stage, step, 0)) a[Traits::kWarpRowTiles];
 #pragma unroll
-        for (int m = 0; m < Traits::kWarpRowTiles; ++m) a[m] = weight.load(stage, quarter, m);
+        for (int m = 0; m < Traits::kWarpRowTiles; ++m) a[m] = weight.load(stage, step, m);
 #pragma unroll
-        for (int n = 0; n < (kTokenTiles + 1) / 2; ++n) b[n] = input.load(stage, quarter, n);
+        for (int part = 0; part < Weight::kParts; ++part) {
+            Fragment<4> b[(kTokenTiles + kTiles - 1) / kTiles];
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n)
+            for (int n = 0; n < (kTokenTiles + kTiles - 1) / kTiles; ++n)
+                b[n] = input.load(stage, step * Weight::kParts + part, n);
 #pragma unroll
-            for (int m = 0; m < Traits::kWarpRowTiles; ++m)
-                Traits::Math::mma(sums[m][n], a[m],
-                                  {b[n / 2].value[n % 2 * 2], b[n / 2].value[n % 2 * 2 + 1]});
+            for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+                for (int m = 0; m < Traits::kWarpRowTiles; ++m)
+                    Weight::multiply(sums[m][n], a[m], b[n / kTiles], part, n % kTiles);
+        }
     }
 }
 
@@ -280,8 +276,8 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
 #pragma unroll 1
     for (int i = 0; i < Traits::kStages; ++i) loader.load();
 
-    const typename Traits::Weight::Reader read_weight(lane, first_row);
-    const DecodeReader<Traits> read_input(lane, first_token);
+    const typename Traits::Weight::Reader read_weight(arguments, lane, first_row);
+    const DecodeInput<Traits> read_input(lane, first_token);
     DecodeSums<Traits> sums = {};
     uint32_t stage = ring;
 #pragma unroll 1
@@ -300,13 +296,14 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     store_sums<Traits>(arguments, shared, feature, token);
 }
 
-// Host side: one row of the registry.
-template <class Math, template <class, bool, int, int> class Weight = PlainDecodeWeight>
+// Host side: one row of the registry, of the formats that `Formats` chooses from by the values of a problem.
+template <class Math, class Formats>
 struct Decode {
     static constexpr int kMaxTokens = 1024;
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (problem.input().layout == Layout::feature_major) return "its activations are feature-major";
+        if (const char* reason = Formats::refuses(problem)) return reason;
         return device.shared_memory < kSharedBytes ? "the device has too little shared memory" : nullptr;
     }
 
@@ -314,21 +311,21 @@ struct Decode {
 
     static int32_t launch(const Problem& problem, const Device& device, void*, void* stream) {
         if (problem.tokens == 0 || problem.features() == 0) return cudaSuccess;
-        // More features in a CTA read x less often; fewer give every multiprocessor something to do.
-        const int32_t row_block = problem.row_block();
         const int64_t features = problem.features() * ((problem.tokens + 63) / 64) / device.multiprocessors;
-        if (problem.tokens > 32 && row_block >= 64 && features >= 64)
-            return launch_chunks<64, 8>(problem, device, stream);
-        if (problem.tokens > 8 && row_block >= 32 && features >= 32)
-            return launch_tokens<32>(problem, device, stream);
-        return launch_tokens<16>(problem, device, stream);
+        return Formats::with_format(problem, [&](auto format) {
+            return decltype(format)::with_shape(problem, features, [&](auto shape) {
+                using Shape = decltype(shape);
+                using Weight = typename decltype(format)::template Weight<Math, Shape>;
+                return start<DecodeTraits<Math, Weight, Shape::kTokenTiles>>(problem, device, stream);
+            });
+        });
     }
 
     static constexpr Kernel row(const char* name) {
         Kernel row{name,
                    DeviceType::cuda,
                    80,
-                   1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
+                   Formats::kOps,
                    1u << static_cast<int>(Math::kDType),
                    Math::kPrecision,
                    {0, 0},
@@ -339,8 +336,8 @@ struct Decode {
                    workspace_size,
                    launch,
                    false,
-                   Weight<Math, false, 16, 8>::kStorages,
-                   Weight<Math, false, 16, 8>::kDTypes};
+                   Formats::kStorages,
+                   Formats::kDTypes};
         row.estimate = estimate_decode;
         return row;
     }
@@ -348,42 +345,15 @@ struct Decode {
   private:
     static constexpr int kSharedBytes = 96 << 10;  // of a CTA, at most: two of them on large devices
 
-    template <int kRows>
-    static int32_t launch_tokens(const Problem& problem, const Device& device, void* stream) {
-        if (problem.tokens > 32) return launch_chunks<kRows, 8>(problem, device, stream);
-        if (problem.tokens > 16) return launch_chunks<kRows, 4>(problem, device, stream);
-        if (kRows > 16 || problem.tokens > 8) return launch_chunks<kRows, 2>(problem, device, stream);
-        return launch_chunks<16, 1>(problem, device, stream);
-    }
-
-    template <int kRows, int kTokenTiles>
-    static int32_t launch_chunks(const Problem& problem, const Device& device, void* stream) {
-        switch (problem.k_block()) {
-            case 16:
-                return launch_directed<kRows, kTokenTiles, 2>(problem, device, stream);
-            case 32:
-                return launch_directed<kRows, kTokenTiles, 4>(problem, device, stream);
-            default:
-                return launch_directed<kRows, kTokenTiles, 8>(problem, device, stream);
-        }
-    }
-
-    template <int kRows, int kTokenTiles, int kChunks>
-    static int32_t launch_directed(const Problem& problem, const Device& device, void* stream) {
-        using Forward = DecodeTraits<Math, Weight<Math, false, kRows, kChunks>, kTokenTiles>;
-        using Backward = DecodeTraits<Math, Weight<Math, true, kRows, kChunks>, kTokenTiles>;
-        return problem.forward() ? start<Forward>(problem, device, stream)
-                                 : start<Backward>(problem, device, stream);
-    }
-
     template <class Traits>
     static int32_t start(const Problem& problem, const Device& device, void* stream) {
         const Matrix &input = problem.input(), &output = problem.output();
+        const Values& values = problem.values;
         const DecodeArguments arguments{input.data,
                                         input.ld * static_cast<int64_t>(sizeof(typename Traits::Element)),
                                         output.data,
                                         output.ld,
-                                        problem.values.data,
+                                        values.data,
                                         problem.bias,
                                         problem.residual.data,
                                         problem.residual.ld,
@@ -392,10 +362,15 @@ struct Decode {
                                         problem.activation,
                                         static_cast<int>(problem.tokens),
                                         log2_of_block(problem.row_block()),
-                                        log2_of_block(problem.k_block())};
+                                        log2_of_block(problem.k_block()),
+                                        values.metadata,
+                                        values.scales,
+                                        values.row_scales};
         const auto blocks = static_cast<int>(problem.features() / Traits::kRows);
         const auto chunks = static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
-        const int teams = teams_of<Traits>(problem, blocks * chunks < 2 * device.multiprocessors);
+        const int teams = Traits::Weight::kFewBytes
+                              ? teams_at_once<Traits>(problem, device, blocks * chunks)
+                              : teams_of<Traits>(problem, blocks * chunks < 2 * device.multiprocessors);
         return ts::sm80::launch<decode_kernel<Traits>>(arguments, dim3(blocks, chunks),
                                                        32 * Traits::kTeam * teams, teams * Traits::kRingBytes,
                                                        kSharedBytes, stream);
@@ -413,14 +388,33 @@ struct Decode {
             teams *= 2;
         return teams;
     }
+
+    // So many that all CTAs run at a time, or in as few rounds as leave room for two, each with slices to
+    // keep its ring full for a while; where there are few CTAs, with one slice.
+    template <class Traits>
+    static int teams_at_once(const Problem& problem, const Device& device, int ctas) {
+        constexpr int kWarps = Traits::kTokenTiles == 1 ? 32 : 24;  // of a multiprocessor, by their registers
+        constexpr int kReserved = 1 << 10;                          // of shared memory, by each CTA
+        constexpr int kMost = std::min(kMaxDecodeWarps / Traits::kTeam, kSharedBytes / Traits::kRingBytes);
+        const auto fit = [&](int at_once) {
+            return std::min(kWarps / Traits::kTeam / at_once,
+                            (device.shared_memory / at_once - kReserved) / Traits::kRingBytes);
+        };
+        const int all = (ctas - 1) / device.multiprocessors + 1;  // of a multiprocessor
+        int at_once = all;
+        while (at_once > 1 && fit(at_once) < 2) at_once = (at_once + 1) / 2;
+        const auto slices =
+            static_cast<int>(problem.pattern.value_count() / problem.features() / Traits::kSlice);
+        return std::clamp(std::min(fit(at_once), all == 1 ? slices : slices / 4), 1, kMost);
+    }
 };
 
 }  // namespace ts::sm80
 
-#define TS_INSTANCE(name, kernel, math)                          \
-    namespace ts::sm80 {                                         \
-    const Kernel& name() {                                       \
-        static constexpr Kernel kRow = Decode<math>::row(#name); \
-        return kRow;                                             \
-    }                                                            \
+#define TS_INSTANCE(name, kernel, math, formats)                          \
+    namespace ts::sm80 {                                                  \
+    const Kernel& name() {                                                \
+        static constexpr Kernel kRow = Decode<math, formats>::row(#name); \
+        return kRow;                                                      \
+    }                                                                     \
     }
