@@ -620,6 +620,31 @@ def test_gradients_pass_straight_through_to_plain_values(device: str, transposed
         t.pattern.move_blocks_([0], [(~t.pattern.to_block_mask()).nonzero()[0].tolist()])
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("native", [True, False])
+def test_second_derivatives_pass_straight_through(
+    native: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TENSORS, "enabled", native)
+    t = Transposable(dtype=torch.float64)
+    kept = (*t.there, *(t.back if transposed else (None, None)))
+
+    def by_plain_values(values: Tensor, x: Tensor) -> Tensor:
+        return functional.linear(x, values + (values * ~t.mask).detach() * -1, t.pattern, t.bias)
+
+    products = (
+        lambda values, x: functional.linear_through(x, values, t.index, t.bias, None, kept),
+        by_plain_values,
+    )
+    results = []
+    for multiply in products:
+        values, x = t.values.clone().requires_grad_(), t.x.clone().requires_grad_()
+        gradients = torch.autograd.grad(multiply(values, x).tanh().sum(), (values, x), create_graph=True)
+        penalty = sum(gradient.square().sum() for gradient in gradients)
+        results.append((*gradients, *torch.autograd.grad(penalty, (values, x))))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("device", [*DEVICES, "meta"])
 @pytest.mark.parametrize("name", ["bias", "residual", "activation"])
 def test_nothing_is_added_to_products_with_the_transposed_values(device: str, name: str) -> None:
