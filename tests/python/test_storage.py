@@ -313,7 +313,9 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1.0, 6e4, 3e38])
 def test_quantisation_rounds_to_the_nearest(device: str, dtype: torch.dtype, per: str, size: float) -> None:
     values = torch.randn(3, 16, 32, generator=seeded(1), dtype=torch.float64).to(device)
-    values = (values / values.abs().max() * size * torch.rand(3, 16, 1, device=device)).float()
+    values = (
+        values / values.abs().max() * size * torch.rand(3, 16, 1, generator=seeded(2)).to(device)
+    ).float()
     quantized, scales = quantize(values, dtype, per=per)
     assert quantized.shape == values.shape and quantized.dtype == dtype and quantized.is_contiguous()
     assert scales.shape == ((3, 16) if per == "row" else (3,)) and scales.dtype == torch.float32
@@ -438,7 +440,7 @@ def test_products_are_those_of_the_expansion_and_repeat(
     device: str, dtype: torch.dtype, storage: str
 ) -> None:
     """With everything that can be added, by every policy; on the CPU to the last bit."""
-    o = Operands(storage, dtype=dtype, device=device)
+    o = Operands(storage, dtype=dtype, device=device, tokens=40)
     for activation, major in product(ACTIVATIONS, (False, True)):
         options = {"residual": o.y, "feature_major_output": major}
         plain = functional.linear(o.x, o.stored.plain, o.pattern, o.bias, activation, **options)
