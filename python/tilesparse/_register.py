@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _launch
-from ._autograd import Product, Tensors, autograd_of, call, transformable
+from ._autograd import Product, Tensors, autograd_of, call, records_gradient, transformable
 from ._checks import (
     Index,
     check_dds,
@@ -196,7 +196,10 @@ def _dds_nt_through_gradients(
     transposed_metadata: Tensor | None,
 ) -> Tensors:
     kept: tuple[Any, ...] = compressed, (metadata, None, False)
-    if transposed is not None:
+    if needs[0] and records_gradient((values,)):  # of the gradient, which passes through here, too
+        plain = EXPAND_VALUES(compressed, metadata, None, values.dtype)
+        kept = plain + (values - values.detach()), ()
+    elif transposed is not None:
         kept = transposed, (transposed_metadata, None, True)
     return (
         call(DDS_NN, grad, kept[0], index, extras=kept[1]) if needs[0] else None,

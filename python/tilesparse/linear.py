@@ -145,14 +145,12 @@ class BlockSparseLinear(nn.Module):
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         )
-        for name in _STORED:
-            self.register_buffer(name, None)
         like = torch.empty(0, device=device, dtype=dtype)
         self._dtype = like.dtype  # of plain values
         self._storage_error = 0.0
-        self._allocate(pattern.nnz, like)
         for name in _ARRAYS:
-            self.register_buffer(name, getattr(pattern, name).to(self.weight.device, copy=True))
+            self.register_buffer(name, getattr(pattern, name).to(like.device, copy=True))
+        self._allocate(pattern.nnz, like)
         self._mark(_MISSING if self.weight.is_meta else _OWN)
         self.reset_parameters(generator)
 
@@ -346,7 +344,7 @@ class BlockSparseLinear(nn.Module):
                 bits.
         """
         check_storage(storage, self._nm)
-        if storage == self._storage:
+        if storage == self._storage and (self.scales is None or self.scales.dim() == 1 + (per == "row")):
             return self
         if self.weight.is_meta:
             self._storage = storage
@@ -357,8 +355,7 @@ class BlockSparseLinear(nn.Module):
         values, stored = stored_as(plain, mask, storage, per)
         self._storage, self._dtype = storage, plain.dtype
         self.weight = nn.Parameter(values, requires_grad=storage == "plain")
-        for name in _STORED:
-            setattr(self, name, stored.get(name))
+        self._keep(stored)
         now = self.plain_values()
         norm = torch.linalg.vector_norm(plain, dtype=torch.float64)
         lost = torch.linalg.vector_norm(now.double() - plain.double())
@@ -393,9 +390,13 @@ class BlockSparseLinear(nn.Module):
         forms = self._forms(nnz, self._block_shape)
         shape, dtype = forms.pop("weight")
         self.weight = nn.Parameter(like.new_empty(shape, dtype=dtype), self._storage == "plain")
-        for name in _STORED:
-            form = forms.get(name)
-            setattr(self, name, None if form is None else like.new_zeros(form[0], dtype=form[1]))
+        self._keep({name: like.new_zeros(size, dtype=dtype) for name, (size, dtype) in forms.items()})
+
+    def _keep(self, stored: Mapping[str, Tensor]) -> None:
+        """Makes these the buffers beside the weight; torch.export takes none after one that is None."""
+        for name in sorted(_STORED, key=lambda name: name not in stored):
+            self._buffers.pop(name, None)
+            self.register_buffer(name, stored.get(name))
 
     @property
     def pattern(self) -> BlockPattern:

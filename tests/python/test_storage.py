@@ -313,7 +313,9 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1.0, 6e4, 3e38])
 def test_quantisation_rounds_to_the_nearest(device: str, dtype: torch.dtype, per: str, size: float) -> None:
     values = torch.randn(3, 16, 32, generator=seeded(1), dtype=torch.float64).to(device)
-    values = (values / values.abs().max() * size * torch.rand(3, 16, 1, device=device)).float()
+    values = (
+        values / values.abs().max() * size * torch.rand(3, 16, 1, generator=seeded(2)).to(device)
+    ).float()
     quantized, scales = quantize(values, dtype, per=per)
     assert quantized.shape == values.shape and quantized.dtype == dtype and quantized.is_contiguous()
     assert scales.shape == ((3, 16) if per == "row" else (3,)) and scales.dtype == torch.float32
@@ -438,7 +440,7 @@ def test_products_are_those_of_the_expansion_and_repeat(
     device: str, dtype: torch.dtype, storage: str
 ) -> None:
     """With everything that can be added, by every policy; on the CPU to the last bit."""
-    o = Operands(storage, dtype=dtype, device=device)
+    o = Operands(storage, dtype=dtype, device=device, tokens=40)
     for activation, major in product(ACTIVATIONS, (False, True)):
         options = {"residual": o.y, "feature_major_output": major}
         plain = functional.linear(o.x, o.stored.plain, o.pattern, o.bias, activation, **options)
@@ -618,6 +620,31 @@ def test_gradients_pass_straight_through_to_plain_values(device: str, transposed
         for leaf, wanted in zip(leaves, expected, strict=True):
             torch.testing.assert_close(leaf.grad.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
         t.pattern.move_blocks_([0], [(~t.pattern.to_block_mask()).nonzero()[0].tolist()])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("native", [True, False])
+def test_second_derivatives_pass_straight_through(
+    native: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TENSORS, "enabled", native)
+    t = Transposable(dtype=torch.float64)
+    kept = (*t.there, *(t.back if transposed else (None, None)))
+
+    def by_plain_values(values: Tensor, x: Tensor) -> Tensor:
+        return functional.linear(x, values + (values * ~t.mask).detach() * -1, t.pattern, t.bias)
+
+    products = (
+        lambda values, x: functional.linear_through(x, values, t.index, t.bias, None, kept),
+        by_plain_values,
+    )
+    results = []
+    for multiply in products:
+        values, x = t.values.clone().requires_grad_(), t.x.clone().requires_grad_()
+        gradients = torch.autograd.grad(multiply(values, x).tanh().sum(), (values, x), create_graph=True)
+        penalty = sum(gradient.square().sum() for gradient in gradients)
+        results.append((*gradients, *torch.autograd.grad(penalty, (values, x))))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("device", [*DEVICES, "meta"])
