@@ -389,15 +389,24 @@ struct Decode {
         return teams;
     }
 
+    // That its registers suffice for, each of which takes them in multiples of 256.
+    static int warps_of_multiprocessor(const void* kernel) {
+        constexpr int kRegisters = 65536, kMultiple = 256;
+        cudaFuncAttributes attributes{};
+        if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return 1;  // as the launch will say
+        return kRegisters / ((32 * attributes.numRegs + kMultiple - 1) / kMultiple * kMultiple);
+    }
+
     // So many that all CTAs run at a time, or in as few rounds as leave room for two, each with slices to
     // keep its ring full for a while; where there are few CTAs, with one slice.
     template <class Traits>
     static int teams_at_once(const Problem& problem, const Device& device, int ctas) {
-        constexpr int kWarps = Traits::kTokenTiles == 1 ? 32 : 24;  // of a multiprocessor, by their registers
-        constexpr int kReserved = 1 << 10;                          // of shared memory, by each CTA
+        constexpr int kReserved = 1 << 10;  // of shared memory, by each CTA
         constexpr int kMost = std::min(kMaxDecodeWarps / Traits::kTeam, kSharedBytes / Traits::kRingBytes);
+        static const int warps =
+            warps_of_multiprocessor(reinterpret_cast<const void*>(decode_kernel<Traits>));
         const auto fit = [&](int at_once) {
-            return std::min(kWarps / Traits::kTeam / at_once,
+            return std::min(warps / Traits::kTeam / at_once,
                             (device.shared_memory / at_once - kReserved) / Traits::kRingBytes);
         };
         const int all = (ctas - 1) / device.multiprocessors + 1;  // of a multiprocessor

@@ -280,33 +280,37 @@ struct CompressedDecodeFormat {
     template <class Math, class Shape>
     using Weight = CompressedDecodeWeight<Math, kStorage, kDType, Shape::kRows, Shape::kBlock, kSlice<Shape>>;
 
+    // `features`: of a multiprocessor. Warps of 32 rows do not share tokens: each would make its own weights.
     template <class Start>
     static int32_t with_shape(const Problem& problem, int64_t features, Start start) {
-        if (problem.tokens > 32 && problem.row_block() >= 64 && problem.k_block() > 16 && features >= 64)
-            return with_wide_block<64, 8>(problem, start);
-        if (problem.tokens > 32) return with_rows<8>(problem, start);
-        if (problem.tokens > 16) return with_rows<4>(problem, start);
-        if (problem.tokens > 8) return with_rows<2>(problem, start);
-        return with_rows<1>(problem, start);
+        if constexpr (!kSparse)
+            if (problem.k_block() == 16) return with_tokens<16>(problem, start);
+        if (problem.tokens > 32 && problem.row_block() >= 64 && features >= 64)
+            return with_block<64, 8>(problem, start);
+        return with_tokens<32>(problem, start);
     }
 
   private:
-    template <int kTokenTiles, class Start>
-    static int32_t with_rows(const Problem& problem, Start start) {
-        if constexpr (!kSparse)
-            if (problem.k_block() == 16) return start(DecodeShape<16, kTokenTiles, 16>{});
-        return with_wide_block<32, kTokenTiles>(problem, start);
+    template <int kRows, class Start>
+    static int32_t with_tokens(const Problem& problem, Start start) {
+        if (problem.tokens > 16) return with_block<kRows, 4>(problem, start);
+        if (problem.tokens > 8) return with_block<kRows, 2>(problem, start);
+        return with_block<kRows, 1>(problem, start);
     }
 
     template <int kRows, int kTokenTiles, class Start>
-    static int32_t with_wide_block(const Problem& problem, Start start) {
-        switch (problem.k_block()) {
-            case 32:
-                return start(DecodeShape<kRows, kTokenTiles, 32>{});
-            case 64:
-                return start(DecodeShape<kRows, kTokenTiles, 64>{});
-            default:
-                return start(DecodeShape<kRows, kTokenTiles, 128>{});
+    static int32_t with_block(const Problem& problem, Start start) {
+        if constexpr (kRows == 16) {
+            return start(DecodeShape<kRows, kTokenTiles, 16>{});
+        } else {
+            switch (problem.k_block()) {
+                case 32:
+                    return start(DecodeShape<kRows, kTokenTiles, 32>{});
+                case 64:
+                    return start(DecodeShape<kRows, kTokenTiles, 64>{});
+                default:
+                    return start(DecodeShape<kRows, kTokenTiles, 128>{});
+            }
         }
     }
 };
