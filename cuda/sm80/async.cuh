@@ -19,6 +19,9 @@ __device__ inline void copy_async_if(bool condition, uint32_t target, const void
         "l"(source), "r"(static_cast<int>(condition)), "r"(bytes));
 }
 
+// Until all that this thread copies has landed.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // The address of an mbarrier in shared memory.
 class Barrier {
   public:
@@ -61,17 +64,18 @@ struct RingPosition {
     }
 };
 
-// Barriers [stages][full, empty], of 8 bytes, of a ring of stages that the same threads fill and release.
+// Barriers [stages][full, empty], of 8 bytes, of a ring of stages that some threads fill and some, perhaps
+// the same, release.
 class Ring {
   public:
     __device__ Ring(uint32_t address, int stages) : address_(address), stages_(stages) {}
 
     static constexpr int bytes(int stages) { return stages * 16; }
 
-    __device__ void init(int threads) const {
+    __device__ void init(int fill, int release) const {
         for (int stage = 0; stage < stages_; ++stage) {
-            full(stage).init(threads);
-            empty(stage).init(threads);
+            full(stage).init(fill);
+            empty(stage).init(release);
         }
     }
     __device__ Barrier full(int stage) const { return Barrier(address_ + 16 * stage); }

@@ -8,12 +8,18 @@
 // tile: all tokens' k of the step, and of W the blocks that exist. Each warp multiplies what it has of
 // the tile with mma.sync, skipping what does not exist. (Warps that only load would leave the others
 // 168 registers instead of 255, too few to hide the latency of 64 x 64 sums' fragments.)
+// With compressed weights there is half as much to multiply for what is loaded, and four warps only load: 48
+// x 64 sums, for which the others' registers suffice, take 0.85 of the time of 64 x 64 sums without such
+// warps.
 #pragma once
+
+#include <type_traits>
 
 #include "common/problem.h"
 #include "sm80/dds_epilogue.cuh"
 #include "sm80/dds_loader.cuh"
 #include "sm80/dds_traits.cuh"
+#include "sm80/dds_weight_2_4.cuh"
 #include "sm80/launch.cuh"
 #include "sm80/select.h"
 
@@ -22,42 +28,43 @@ namespace ts::sm80 {
 template <class Traits, bool kRowMajorInput>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     dds_kernel(const __grid_constant__ DdsArguments arguments) {
-    constexpr int kMTiles = Traits::kMTiles, kNTiles = Traits::kNTiles;
-    using Element = typename Traits::Element;
-    using InputTile = typename Traits::template InputTile<kRowMajorInput>;
     // [stages][input, weight], a Tile each; [kWarps] staging memory; [stages] barriers.
     extern __shared__ __align__(128) char shared[];
     const uint32_t stages = shared_address(shared);
     char* const staging = shared + arguments.stages * Traits::kStageBytes;
     const Ring ring(shared_address(staging + Traits::kStagingBytes), arguments.stages);
-    if (threadIdx.x == 0) ring.init(Traits::kThreads);
+    if (threadIdx.x == 0) ring.init(Traits::kLoaders, Traits::kComputers);
     __syncthreads();
 
     const DdsPlan plan(arguments.plan, arguments.plan_key);
     const DdsSchedule schedule(Traits::kTileTokens, arguments.tokens, arguments.row_tiles);
-    DdsLoader<Traits, kRowMajorInput> loader(arguments, schedule, plan, ring, stages);
+    using Loader = DdsLoader<Traits, kRowMajorInput>;
+    if constexpr (Traits::kOnlyLoad) {
+        if (threadIdx.x < Traits::kLoaders) return Loader(arguments, schedule, plan, ring, stages).load_all();
+    }
+    std::conditional_t<Traits::kOnlyLoad, NoLoader, Loader> loader(arguments, schedule, plan, ring, stages);
     for (int ahead = 0; ahead < arguments.lookahead; ++ahead) loader.load();
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = (threadIdx.x - Traits::kFirstComputer) / 32, lane = threadIdx.x % 32;
     // The warps of one scheduler (every fourth) differ in their features, of which some may be absent.
     const int warp_token = warp % Traits::kTokenWarps * Traits::kWarpTokens;
     const int warp_feature = warp / Traits::kTokenWarps * Traits::kWarpFeatures;
-    const Reader<InputTile, Element, Side::a, kMTiles> read_input(warp_token, lane);
-    const typename Traits::Weight::template Reader<kNTiles> read_weight(warp_feature, lane);
+    const typename Traits::template InputReader<kRowMajorInput> read_input(warp_token, lane);
+    const typename Traits::WeightReader read_weight(warp_feature, lane);
     RingPosition position;
     for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
         const auto work = schedule.at(index);
         const int2 steps = __ldg(plan.tiles + work.row_tile);
-        Accumulators<kMTiles, kNTiles> sums = {};
+        typename Traits::Sums sums = {};
         for (int step = steps.x; step < steps.x + steps.y; ++step) {
             const uint32_t mask = __ldg(plan.masks + step);
             loader.load();
             ring.full(position.stage).wait(position.parity);
             const uint32_t stage = stages + position.stage * Traits::kStageBytes;
-            const uint32_t present = mask >> warp_feature / 4 & kAllPresent<kNTiles>;
-            accumulate<typename Traits::Math>(sums, [&](Accumulators<kMTiles, kNTiles>& to) {
-                multiply_step<typename Traits::Math>(to, read_input, stage, read_weight,
-                                                     stage + Traits::kInputBytes, present);
+            const uint32_t present = mask >> warp_feature / 4 & kAllPresent<Traits::kFeatureTiles>;
+            accumulate<typename Traits::Math>(sums, [&](typename Traits::Sums& to) {
+                Traits::Weight::multiply(to, read_input, stage, read_weight, stage + Traits::kInputBytes,
+                                         present);
             });
             ring.empty(position.stage).arrive();
             position.advance(arguments.stages);
@@ -69,9 +76,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
 }
 
 // Host side: one row of the registry.
-template <Op kOp, class Math, int kTileTokens, int kTileFeatures, int kWarpTokens, int kWarpFeatures,
-          class Weight = PlainWeight<kOp, Math, kTileFeatures>>
+template <Op kOp, class Math, template <Op, class, int> class WeightFormat, int kTileTokens,
+          int kTileFeatures, int kWarpTokens, int kWarpFeatures>
 struct Dds {
+    using Weight = WeightFormat<kOp, Math, kTileFeatures>;
     using Traits = DdsTraits<Math, Weight, kTileTokens, kWarpTokens, kWarpFeatures>;
     static constexpr PlanShape kPlan = {kTileFeatures, Traits::kStep};
 
@@ -125,7 +133,8 @@ struct Dds {
                                      log2_of_block(problem.k_block()),
                                      fit.stages,
                                      lookahead(fit.stages),
-                                     plan_key(problem.pattern, problem.op, kPlan)};
+                                     plan_key(problem.pattern, problem.op, kPlan),
+                                     problem.values.metadata};
         const auto start = input.layout == Layout::row_major
                                ? ts::sm80::launch<dds_kernel<Traits, true>, DdsArguments>
                                : ts::sm80::launch<dds_kernel<Traits, false>, DdsArguments>;
@@ -159,11 +168,11 @@ struct Dds {
 
 }  // namespace ts::sm80
 
-#define TS_INSTANCE(name, kernel, op, math, tile_tokens, tile_features, warp_tokens, warp_features) \
-    namespace ts::sm80 {                                                                            \
-    const Kernel& name() {                                                                          \
-        static constexpr Kernel kRow =                                                              \
-            Dds<Op::op, math, tile_tokens, tile_features, warp_tokens, warp_features>::row(#name);  \
-        return kRow;                                                                                \
-    }                                                                                               \
+#define TS_INSTANCE(name, kernel, op, math, weight, tile_tokens, tile_features, warp_tokens, warp_features) \
+    namespace ts::sm80 {                                                                                    \
+    const Kernel& name() {                                                                                  \
+        static constexpr Kernel kRow =                                                                      \
+            Dds<Op::op, math, weight, tile_tokens, tile_features, warp_tokens, warp_features>::row(#name);  \
+        return kRow;                                                                                        \
+    }                                                                                                       \
     }

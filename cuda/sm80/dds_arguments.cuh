@@ -25,6 +25,7 @@ struct DdsArguments {
     int stages;
     int lookahead;  // steps whose copies are under way while one is multiplied
     int plan_key;   // that the plan must have
+    const uint32_t* metadata;
 };
 
 // A plan's arrays on the device. Ends the kernel with an error if it is not the plan that the launch is for.

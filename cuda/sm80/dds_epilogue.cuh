@@ -1,6 +1,8 @@
 // How the sums of a dds kernel become results.
 #pragma once
 
+#include <cute/arch/copy_sm75.hpp>
+
 #include "common/epilogue.cuh"
 #include "sm80/dds_traits.cuh"
 
@@ -11,7 +13,8 @@ namespace ts::sm80 {
 template <class Traits>
 class DdsEpilogue {
     using Element = typename Traits::Element;
-    using Sums = Accumulators<Traits::kMTiles, Traits::kNTiles>;
+    using Sums = typename Traits::Sums;
+    static constexpr bool kByToken = Traits::Weight::kSumsByToken;
     static constexpr int kTokens = 8;      // of a batch, which is staged at a time
     static constexpr int kNeighbours = 8;  // features or tokens that a lane stores
     static constexpr int kBatches = Traits::kWarpTokens / kTokens;
@@ -48,19 +51,18 @@ class DdsEpilogue {
         const int64_t feature = output_feature(first_feature + column);
         Element* target = output() + (token + line) * arguments_.output_ld + feature;
         char* const staged = staging_ + lane_ / 4 * kLine + lane_ % 4 * 2 * static_cast<int>(sizeof(Element));
-        float2 bias[2 * Traits::kNTiles];
+        float2 bias[2 * Traits::kFeatureTiles];
 #pragma unroll
-        for (int n = 0; n < 2 * Traits::kNTiles; ++n) {
-            const int64_t at = output_feature(first_feature + 8 * n + lane_ % 4 * 2);
-            bias[n] = make_float2(bias_at(at), bias_at(at < 0 ? at : at + 1));
-        }
+        for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) bias[n] = bias_of(first_feature + 8 * n);
 #pragma unroll
-        for (int batch = 0; batch < 2 * Traits::kMTiles; ++batch) {
+        for (int batch = 0; batch < 2 * Traits::kTokenTiles; ++batch) {
 #pragma unroll
-            for (int n = 0; n < 2 * Traits::kNTiles; ++n) {
-                const float* sum = sums[batch / 2][n / 2][n % 2] + batch % 2 * 2;
-                *reinterpret_cast<Pair<Element>*>(staged + 8 * n * sizeof(Element)) = {
-                    from_float<Element>(sum[0] + bias[n].x), from_float<Element>(sum[1] + bias[n].y)};
+            for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) {
+                const float* sum = sums_of(sums, batch, n);
+                Pair<Element> pair = {from_float<Element>(sum[0] + bias[n].x),
+                                      from_float<Element>(sum[1] + bias[n].y)};
+                if constexpr (!kByToken) pair = transposed(pair);
+                *reinterpret_cast<Pair<Element>*>(staged + 8 * n * sizeof(Element)) = pair;
             }
             __syncwarp();
 #pragma unroll
@@ -73,6 +75,28 @@ class DdsEpilogue {
             __syncwarp();
             target += kTokens * arguments_.output_ld;
         }
+    }
+
+    // Of 8 tokens and 8 features a lane has the sums of two features of token lane / 4, or of two tokens of
+    // feature lane / 4.
+    __device__ static const float* sums_of(const Sums& sums, int batch, int n) {
+        return kByToken ? sums[batch / 2][n / 2][n % 2] + batch % 2 * 2
+                        : sums[n / 2][batch / 2][batch % 2] + n % 2 * 2;
+    }
+
+    // What is added to those two, of 8 features from one in the tile on.
+    __device__ float2 bias_of(int first_feature) const {
+        const int64_t at = output_feature(first_feature + (kByToken ? lane_ % 4 * 2 : lane_ / 4));
+        const float bias = bias_at(at);
+        return make_float2(bias, kByToken ? bias_at(at < 0 ? at : at + 1) : bias);
+    }
+
+    // Two features of token lane / 4 from two tokens of feature lane / 4.
+    __device__ static Pair<Element> transposed(Pair<Element> pair) {
+        static_assert(sizeof(pair) == sizeof(uint32_t));
+        uint32_t word;
+        cute::SM75_U32x1_MOVM_T::copy(reinterpret_cast<const uint32_t&>(pair), word);
+        return reinterpret_cast<const Pair<Element>&>(word);
     }
 
     __device__ static void copy_neighbours(Element* target, const char* source) {
@@ -180,14 +204,19 @@ class DdsEpilogue {
 
     // Puts the sums of 8 tokens into shared memory. Registers can only be chosen by branches.
     __device__ void stage(const Sums& sums, int batch) const {
-        float* target = floats() + lane_ / 4 * Traits::kStagingLine + lane_ % 4 * 2;
+        constexpr int kLine = Traits::kStagingLine;
+        float* target =
+            floats() + (kByToken ? lane_ / 4 * kLine + lane_ % 4 * 2 : lane_ % 4 * 2 * kLine + lane_ / 4);
 #pragma unroll
-        for (int i = 0; i < 2 * Traits::kMTiles; ++i) {
+        for (int i = 0; i < 2 * Traits::kTokenTiles; ++i) {
             if (batch != i) continue;
 #pragma unroll
-            for (int n = 0; n < 2 * Traits::kNTiles; ++n) {
-                const float* sum = sums[i / 2][n / 2][n % 2] + i % 2 * 2;
-                *reinterpret_cast<float2*>(target + 8 * n) = make_float2(sum[0], sum[1]);
+            for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) {
+                const float* sum = sums_of(sums, i, n);
+                if constexpr (kByToken)
+                    *reinterpret_cast<float2*>(target + 8 * n) = make_float2(sum[0], sum[1]);
+                else
+                    target[8 * n] = sum[0], target[8 * n + kLine] = sum[1];
             }
         }
         __syncwarp();

@@ -75,7 +75,7 @@ class DdsLoader {
     using Element = typename Traits::Element;
     using InputTile = typename Traits::template InputTile<kRowMajorInput>;
     static constexpr int kChunk = Traits::kChunk;
-    static constexpr int kLinesAtOnce = Traits::kThreads / kChunksPerLine;
+    static constexpr int kLinesAtOnce = Traits::kLoaders / kChunksPerLine;
     static constexpr int kOwnLines = Traits::kStep / kLinesAtOnce;
 
   public:
@@ -107,6 +107,12 @@ class DdsLoader {
         position_.advance(ring_.stages());
         cursor_.next();
         if (!cursor_.done()) fetch();
+    }
+
+    // Of all steps, for a thread that does nothing else.
+    __device__ void load_all() {
+        while (!cursor_.done()) load();
+        wait_for_copies();
     }
 
   private:
@@ -177,7 +183,14 @@ class DdsLoader {
     // Of the next step, -1 where there is none:
     int chunk_k_;            // k of the piece this thread's chunk lies in, where k runs along lines
     int line_k_[kOwnLines];  // k of the pieces this thread's lines lie in, where they run along k
-    typename Traits::Weight::template Loader<Traits::kThreads> weight_;
+    typename Traits::Weight::template Loader<Traits::kLoaders> weight_;
+};
+
+// In the place of the loader of threads that only compute.
+struct NoLoader {
+    template <class... Arguments>
+    __device__ explicit NoLoader(const Arguments&...) {}
+    __device__ void load() const {}
 };
 
 }  // namespace ts::sm80

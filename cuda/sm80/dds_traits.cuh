@@ -20,12 +20,17 @@ struct DdsTraits {
     static constexpr int kFeatureWarps = kTileFeatures / kWarpFeatures;
     static constexpr int kTokenWarps = kTileTokens / kWarpTokens;
     static constexpr int kWarps = kTokenWarps * kFeatureWarps;
-    static constexpr int kThreads = 32 * kWarps;
+    // Either all threads load and compute, or those of some warps more only load.
+    static constexpr bool kOnlyLoad = Weight::kLoaderWarps > 0;
+    static constexpr int kComputers = 32 * kWarps;
+    static constexpr int kLoaders = kOnlyLoad ? 32 * Weight::kLoaderWarps : kComputers;
+    static constexpr int kFirstComputer = kOnlyLoad ? kLoaders : 0;
+    static constexpr int kThreads = kFirstComputer + kComputers;
     // CTAs on a multiprocessor: its registers hold 8 warps of 64 x 64 sums, or 16 of half as many.
     static constexpr bool kSmallWarps = sizeof(Element) == 2 && kWarpTokens * kWarpFeatures <= 64 * 32;
     static constexpr int kResident = (kSmallWarps ? 16 : 8) / kWarps;
-    static constexpr int kMTiles = kWarpTokens / 16;
-    static constexpr int kNTiles = kWarpFeatures / 16;
+    static constexpr int kTokenTiles = kWarpTokens / 16;
+    static constexpr int kFeatureTiles = kWarpFeatures / 16;
     static constexpr int kStep = kLineBytes / sizeof(Element);
     static constexpr int kStepShift = sizeof(Element) == 2 ? 6 : 5;
     static constexpr int kChunk = kChunkBytes / sizeof(Element);
@@ -34,6 +39,10 @@ struct DdsTraits {
 
     template <bool kRowMajorInput>
     using InputTile = Tile<Element, kTileTokens, kRowMajorInput>;
+    template <bool kRowMajorInput>
+    using InputReader = typename Weight::template InputReader<InputTile<kRowMajorInput>, kTokenTiles>;
+    using WeightReader = typename Weight::template Reader<kFeatureTiles>;
+    using Sums = typename Weight::template Sums<kTokenTiles, kFeatureTiles>;
 
     static constexpr int kInputBytes = InputTile<true>::kBytes > InputTile<false>::kBytes
                                            ? InputTile<true>::kBytes
@@ -41,9 +50,9 @@ struct DdsTraits {
     static constexpr int kStageBytes = kInputBytes + Weight::kBytes;
 
     // Sums of 8 tokens at a time pass through shared memory, so that each lane can store 8 neighbours: of
-    // each warp [8 tokens][kStagingLine], of which kWarpFeatures are used. The padding keeps the 4 lanes of a
-    // token and 4 tokens off each other's banks.
-    static constexpr int kStagingLine = kWarpFeatures + 8;
+    // each warp [8 tokens][kStagingLine], of which kWarpFeatures are used. The padding keeps what lanes write
+    // at once off each other's banks: 8 features of 4 tokens, or 8 of every other token.
+    static constexpr int kStagingLine = kWarpFeatures + (Weight::kSumsByToken ? 8 : 4);
     static constexpr int kStagingFloats = 8 * kStagingLine;
     static constexpr int kStagingBytes = kWarps * kStagingFloats * static_cast<int>(sizeof(float));
 

@@ -18,9 +18,22 @@ struct PlainWeight : PlainStorage {
     using Tile = sm80::Tile<Element, kFeatures, !kTransposed>;
     static constexpr int kBytes = Tile::kBytes;
 
-    // What warps multiply.
+    // What warps multiply: tokens are the rows of products and features their columns.
+    static constexpr bool kSumsByToken = true;
+    static constexpr int kLoaderWarps = 0;
+    template <int kTokenTiles, int kFeatureTiles>
+    using Sums = Accumulators<kTokenTiles, kFeatureTiles>;
+    template <class InputTile, int kTiles>
+    using InputReader = sm80::Reader<InputTile, Element, Side::a, kTiles>;
     template <int kTiles>
     using Reader = sm80::Reader<Tile, Element, Side::b, kTiles>;
+
+    // Adds the products of one step, see multiply_step, of an input and a weight in shared memory.
+    template <class Sums, class InputReader, class Reader>
+    __device__ static void multiply(Sums& sums, const InputReader& read_input, uint32_t input,
+                                    const Reader& read_weight, uint32_t weight, uint32_t present) {
+        multiply_step<Math>(sums, read_input, input, read_weight, weight, present);
+    }
 
     template <int kThreads>
     class Loader;

@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     extern __shared__ __align__(128) char shared[];
     const uint32_t stages = shared_address(shared);
     const Ring ring(stages + arguments.stages * Traits::kStageBytes, arguments.stages);
-    if (threadIdx.x == 0) ring.init(Traits::kThreads);
+    if (threadIdx.x == 0) ring.init(Traits::kThreads, Traits::kThreads);
     __syncthreads();
 
     const SddPlan plan(arguments.plan, arguments.plan_key);

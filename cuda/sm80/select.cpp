@@ -37,9 +37,10 @@ SddTime sdd_time(int32_t block_rows) {
 // Blocks narrower than the 64 features of a large tile's warp break its products into short runs, whose
 // latency the more numerous warps of a small tile hide better.
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
-    constexpr double kShortRuns = 1.33;
+    constexpr double kShortRuns = 1.33, kCompressed = 0.67;  // of 2:4
     const double runs = problem.row_block() < 64 && kernel.tile_tokens > 128 ? kShortRuns : 1;
-    return dds_time(kernel, problem, device, runs * precision_factor(problem), 1);
+    const double storage = problem.values.is_compressed() ? kCompressed : 1;
+    return dds_time(kernel, problem, device, runs * storage * precision_factor(problem), 1);
 }
 
 // Tiles hold several block rows: wide ones share loads between the many rows of the smallest blocks and fit

@@ -40,6 +40,18 @@ struct Tile {
 
 enum class Side { a, b };
 
+// Four matrices of 8 rows x 16 bytes, of which each lane names the place of one row.
+__device__ inline void load_matrices(Fragment<4>& to, uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
+                 : "r"(address));
+}
+__device__ inline void load_transposed(Fragment<4>& to, uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
+                 : "r"(address));
+}
+
 // Reads a warp's fragments of a tile, kTiles of 16 rows (tokens or features): the matrices of 8 rows x
 // 16 bytes of k that mma.sync wants, 2 x 2 of them at a time. Operand A has those of one k first,
 // operand B those of one row. What depends on the lane is computed once.
@@ -83,16 +95,6 @@ class Reader {
     }
 
   private:
-    __device__ static void load_matrices(Fragment<4>& to, uint32_t address) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
-                     : "r"(address));
-    }
-    __device__ static void load_transposed(Fragment<4>& to, uint32_t address) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
-                     : "r"(address));
-    }
     __device__ static void load_words(Fragment<4>& to, uint32_t address, uint32_t offset) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -1,0 +1,229 @@
+// The weight format of dds_nt kernels for values of which two of four neighbours are kept, TS_STORAGE_2_4.
+#pragma once
+
+#include "sm80/dds_weight.cuh"
+#include "sm80/sparse_math.cuh"
+
+namespace ts::sm80 {
+
+// A stage has the kept values [kFeatures][kStep / 2 of k], two features to a line of 128 bytes, and behind
+// them the metadata of 16 features by 32 of k at a time [kFeatures / 16][kStep / 32][16 words].
+//
+// The sparse operand of a product is its first, so its rows are features and its columns tokens.
+template <Op kOp, class Math, int kFeatures_>
+struct CompressedWeight {
+    static_assert(kOp == Op::dds_nt,
+                  "products with the transposed weight have compressed values of their own");
+    static_assert(sizeof(typename Math::Element) == 2);
+    static constexpr uint32_t kStorages = 1u << static_cast<int>(Storage::two_of_four);
+    static constexpr uint32_t kDTypes = 0;
+    static constexpr int kFeatures = kFeatures_;
+    static constexpr bool kSumsByToken = false;
+    static constexpr int kLoaderWarps = 4;
+    using Lines = Tile<typename Math::Element, kFeatures / 2, true>;
+    static constexpr int kUnitBytes = 64;               // of the metadata of 16 features by 32 of k
+    static constexpr int kRowsBytes = 2 * kUnitBytes;   // of that of 16 features
+    static constexpr int kChunks = kChunksPerLine / 2;  // of a feature's values
+    static constexpr int kBytes = Lines::kBytes + kFeatures / 16 * kRowsBytes;
+
+    // Where a feature's chunk lies, which has the kept ones of 16 of k.
+    __device__ static uint32_t offset(int feature, int chunk) {
+        return Lines::offset(feature / 2, feature % 2 * kChunks + chunk);
+    }
+
+    template <int kTokenTiles, int kFeatureTiles>
+    using Sums = Accumulators<kFeatureTiles, kTokenTiles>;
+    template <class InputTile, int kTiles>
+    class InputReader;
+    template <int kTiles>
+    class Reader;
+
+    // Adds the products of one step of an input and a weight in shared memory. `present` has bit 4 * tile +
+    // quarter for each 16 features and quarter of the step; blocks are at least two quarters wide.
+    template <int kFeatureTiles, int kTokenTiles, class InputReader>
+    __device__ static void multiply(Accumulators<kFeatureTiles, kTokenTiles>& sums,
+                                    const InputReader& read_input, uint32_t input,
+                                    const Reader<kFeatureTiles>& read_weight, uint32_t weight,
+                                    uint32_t present) {
+        if (present == 0) return;
+        uint32_t metadata[kFeatureTiles];
+#pragma unroll
+        for (int m = 0; m < kFeatureTiles; ++m) metadata[m] = read_weight.load_metadata(weight, m);
+        if (present == kAllPresent<kFeatureTiles>) {
+            multiply_half<true, 0>(sums, read_input, input, read_weight, weight, metadata, 0);
+            multiply_half<true, 1>(sums, read_input, input, read_weight, weight, metadata, 0);
+        } else {
+            constexpr uint32_t kQuarter = kAllPresent<kFeatureTiles> & 0x11111111u;
+            if (present & kQuarter)
+                multiply_half<false, 0>(sums, read_input, input, read_weight, weight, metadata, present);
+            if (present >> 2 & kQuarter)
+                multiply_half<false, 1>(sums, read_input, input, read_weight, weight, metadata, present >> 2);
+        }
+    }
+
+    template <int kThreads>
+    class Loader;
+
+  private:
+    // For the tiles of 16 features whose bit 4 * tile is set in `present`.
+    template <bool kAll, int kHalf, int kFeatureTiles, int kTokenTiles, class InputReader>
+    __device__ static void multiply_half(Accumulators<kFeatureTiles, kTokenTiles>& sums,
+                                         const InputReader& read_input, uint32_t input,
+                                         const Reader<kFeatureTiles>& read_weight, uint32_t weight,
+                                         const uint32_t (&metadata)[kFeatureTiles], uint32_t present) {
+        Fragment<4> b[2 * kTokenTiles];
+#pragma unroll
+        for (int n = 0; n < 2 * kTokenTiles; ++n) b[n] = read_input.load(input, n, kHalf);
+#pragma unroll
+        for (int m = 0; m < kFeatureTiles; ++m) {
+            if (!kAll && !(present >> 4 * m & 1)) continue;
+            const Fragment<4> a = read_weight.load_values(weight, m, kHalf);
+#pragma unroll
+            for (int n = 0; n < 2 * kTokenTiles; ++n)
+                multiply_add_sparse<Math, kHalf>(sums[m][n / 2][n % 2], a, b[n], metadata[m]);
+        }
+    }
+};
+
+// Reads a warp's fragments of the input, kTiles of 16 tokens. One has 8 tokens and half a step of k, in the
+// registers that a product takes.
+template <Op kOp, class Math, int kFeatures_>
+template <class InputTile, int kTiles>
+class CompressedWeight<kOp, Math, kFeatures_>::InputReader {
+    static constexpr bool kContiguousK = InputTile::kIsContiguousK;
+    static constexpr int kHalfStep = 32;
+
+  public:
+    __device__ InputReader(int first, int lane) {
+#pragma unroll
+        for (int i = 0; i < (kContiguousK ? 1 : kTiles); ++i) {
+            const int token = first + 16 * i;
+            offsets_[i] = kContiguousK ? InputTile::offset(token + lane % 8, lane / 8)
+                                       : token / InputTile::kPanelExtent * InputTile::kPanelBytes +
+                                             InputTile::offset(lane, token % InputTile::kPanelExtent / 8);
+        }
+    }
+
+    // The fragment of tokens 8 * i to 8 * i + 7 after the warp's first. Other chunks of a line, those of
+    // another half or of 8 tokens more, are reached by exclusive or, as the lines' permutation is one.
+    __device__ Fragment<4> load(uint32_t input, int i, int half) const {
+        Fragment<4> result;
+        if constexpr (kContiguousK)
+            load_matrices(result, (input + offsets_[0] ^ half * kLineBytes / 2) + 8 * i * kLineBytes);
+        else
+            load_transposed(result,
+                            (input + offsets_[i / 2] ^ i % 2 * kChunkBytes) + half * kHalfStep * kLineBytes);
+        return result;
+    }
+
+  private:
+    uint32_t offsets_[kContiguousK ? 1 : kTiles];
+};
+
+// Reads a warp's fragments of the weight, kTiles of 16 features.
+template <Op kOp, class Math, int kFeatures_>
+template <int kTiles>
+class CompressedWeight<kOp, Math, kFeatures_>::Reader {
+  public:
+    __device__ Reader(int first, int lane)
+        : values_(offset(first + lane % 16, lane / 16)),
+          metadata_(Lines::kBytes + first / 16 * kRowsBytes + lane / 2 % 2 * kUnitBytes + lane / 4 * 8 +
+                    lane % 2 * 4) {
+        asm volatile("" : "+r"(values_), "+r"(metadata_));
+    }
+
+    // The kept values of features 16 * i to 16 * i + 15 after the warp's first, in a half of the step.
+    __device__ Fragment<4> load_values(uint32_t weight, int i, int half) const {
+        Fragment<4> result;
+        load_matrices(result, (weight + values_ ^ 2 * half * kChunkBytes) + i * offset(16, 0));
+        return result;
+    }
+
+    // The lane's share of their metadata, of both halves.
+    __device__ uint32_t load_metadata(uint32_t weight, int i) const {
+        uint32_t word;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(weight + metadata_ + i * kRowsBytes));
+        return word;
+    }
+
+  private:
+    uint32_t values_, metadata_;  // where the lane reads of the first 16 features
+};
+
+// One thread's share in copying: its chunk of a feature's values is fixed, the features are kFeaturesAtOnce
+// apart. The first threads copy a chunk of metadata each.
+template <Op kOp, class Math, int kFeatures_>
+template <int kThreads>
+class CompressedWeight<kOp, Math, kFeatures_>::Loader {
+    static constexpr int kStepShift = 6;
+    static constexpr int kFeaturesAtOnce = kThreads / kChunks;
+    static constexpr int kOwnFeatures = kFeatures / kFeaturesAtOnce;
+    static constexpr int kMetadataChunks = kFeatures / 16 * kRowsBytes / kChunkBytes;
+    static_assert(kFeaturesAtOnce % 16 == 0 && kMetadataChunks <= kThreads);
+
+  public:
+    __device__ Loader(const DdsArguments& arguments, const DdsPlan& plan)
+        : arguments_(arguments), plan_(plan), piece_shift_(min(arguments.k_shift, kStepShift)) {}
+
+    // Reads where the weight of a step lies.
+    __device__ void fetch(int step) {
+        const int first = step * plan_.pieces, piece = first + (own_k() >> piece_shift_),
+                  metadata_piece = first + (metadata_k() >> piece_shift_);
+        k_ = __ldg(plan_.k + piece);
+#pragma unroll
+        for (int i = 0; i < kOwnFeatures; ++i) slots_[i] = slot(piece, feature(i));
+        if (threadIdx.x >= kMetadataChunks) return;
+        metadata_piece_k_ = __ldg(plan_.k + metadata_piece);
+        metadata_slot_ = slot(metadata_piece, metadata_feature());
+    }
+
+    // Starts the copies of that step.
+    __device__ void copy(uint32_t stage) const {
+        const int k = in_block(k_, own_k());
+        const uint32_t target = stage + offset(feature(0), chunk());
+        const int block_shift = arguments_.row_shift + arguments_.k_shift - 4;
+#pragma unroll
+        for (int i = 0; i < kOwnFeatures; ++i) {
+            const uint32_t at =
+                (slots_[i] << block_shift) + ((row_in_block(feature(i)) << arguments_.k_shift) + k >> 4);
+            copy_async_if(slots_[i] >= 0, target + i * offset(kFeaturesAtOnce, 0),
+                          static_cast<const char*>(arguments_.values) + uint64_t{at} * kChunkBytes);
+        }
+        copy_metadata(stage + Lines::kBytes + threadIdx.x * kChunkBytes);
+    }
+
+  private:
+    // In a block, units of 16 rows by 32 of k follow each other by rows first.
+    __device__ void copy_metadata(uint32_t target) const {
+        const int k = in_block(metadata_piece_k_, metadata_k());
+        const int unit = (k >> 5 << arguments_.row_shift - 4) + (row_in_block(metadata_feature()) >> 4);
+        const int block_shift = arguments_.row_shift + arguments_.k_shift - 7;
+        const uint32_t at = (metadata_slot_ << block_shift) + unit * 4 + threadIdx.x % 4;
+        copy_async_if(metadata_slot_ >= 0, target,
+                      reinterpret_cast<const char*>(arguments_.metadata) + uint64_t{at} * kChunkBytes);
+    }
+
+    // Of the thread's share.
+    __device__ static int feature(int i) { return threadIdx.x / kChunks + i * kFeaturesAtOnce; }
+    __device__ static int chunk() { return threadIdx.x % kChunks; }
+    __device__ static int own_k() { return chunk() * 16; }  // in the step
+    __device__ static int metadata_feature() { return threadIdx.x / 8 * 16; }
+    __device__ static int metadata_k() { return threadIdx.x / 4 % 2 * 32; }
+
+    __device__ int slot(int piece, int feature) const {
+        return __ldg(plan_.slots + piece * plan_.group_rows + (feature >> arguments_.row_shift));
+    }
+    __device__ int in_block(int piece_k, int k) const {
+        return piece_k + (k & (1 << piece_shift_) - 1) & (1 << arguments_.k_shift) - 1;
+    }
+    __device__ int row_in_block(int feature) const { return feature & (1 << arguments_.row_shift) - 1; }
+
+    const DdsArguments& arguments_;
+    const DdsPlan& plan_;
+    int piece_shift_;  // log2 of the k that one piece contributes to a step
+    // Of the next step, slots -1 where there is nothing to copy:
+    int k_, metadata_piece_k_ = 0;  // of the pieces in which the thread's chunks lie
+    int slots_[kOwnFeatures], metadata_slot_ = -1;
+};
+
+}  // namespace ts::sm80
