@@ -48,15 +48,18 @@ class Barrier {
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address_) : "memory");
     }
     __device__ void wait(uint32_t parity) const {
+        while (!test(parity)) {
+        }
+    }
+    __device__ bool test(uint32_t parity) const {
         uint32_t done;
-        do {
-            asm volatile(
-                "{ .reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2; selp.u32 %0, 1, 0, "
-                "done; }"
-                : "=r"(done)
-                : "r"(address_), "r"(parity)
-                : "memory");
-        } while (!done);
+        asm volatile(
+            "{ .reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2; selp.u32 %0, 1, 0, "
+            "done; }"
+            : "=r"(done)
+            : "r"(address_), "r"(parity)
+            : "memory");
+        return done != 0;
     }
 
   private:

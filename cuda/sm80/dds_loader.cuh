@@ -1,6 +1,8 @@
 // Which tiles and steps a CTA of a dds kernel walks, and how the operands of a step come into the ring.
 #pragma once
 
+#include <type_traits>
+
 #include "sm80/dds_traits.cuh"
 
 namespace ts::sm80 {
@@ -77,6 +79,15 @@ class DdsLoader {
     static constexpr int kChunk = Traits::kChunk;
     static constexpr int kLinesAtOnce = Traits::kLoaders / kChunksPerLine;
     static constexpr int kOwnLines = Traits::kStep / kLinesAtOnce;
+    static constexpr int kTileLines = InputTile::kLines / kLinesAtOnce;
+
+    // Threads that only load have the registers to keep where their lines of a tile begin.
+    static constexpr bool kKeepsLines = Traits::kOnlyLoad && kRowMajorInput;
+    struct KeptLines {
+        int first_token = -1;
+        const char* lines[kTileLines];
+    };
+    struct Nothing {};
 
   public:
     __device__ DdsLoader(const DdsArguments& arguments, const DdsSchedule& schedule, const DdsPlan& plan,
@@ -119,6 +130,7 @@ class DdsLoader {
     // Reads where the operands of the step lie; done one step ahead, to hide its latency.
     __device__ void fetch() {
         const int* k = plan_.k + cursor_.step() * plan_.pieces;
+        if constexpr (kKeepsLines) find_lines();
         if constexpr (kRowMajorInput) {
             chunk_k_ = __ldg(k + (chunk_ * kChunk >> piece_shift_));
         } else {
@@ -135,6 +147,7 @@ class DdsLoader {
 
     // Lines beyond the last token repeat it: their results are not stored.
     __device__ void copy_row_major(uint32_t tile) const {
+        if constexpr (kKeepsLines) return copy_lines(tile);
         const int token = cursor_.first_token() + line_, last = arguments_.tokens - 1;
         const char* source = address(arguments_.input, min(token, last), arguments_.input_ld) +
                              (chunk_k_ + chunk_in_piece()) * static_cast<int>(sizeof(Element));
@@ -145,6 +158,23 @@ class DdsLoader {
             const uint32_t chunks = min(i * kLinesAtOnce, left) * kChunkBytes;
             copy_async_if(chunk_k_ >= 0, target + i * kLinesAtOnce * kLineBytes,
                           source + uint64_t{chunks} * arguments_.input_ld);
+        }
+    }
+
+    __device__ void copy_lines(uint32_t tile) const {
+        const uint32_t offset = (chunk_k_ + chunk_in_piece()) * static_cast<int>(sizeof(Element));
+        const uint32_t target = tile + InputTile::offset(line_, chunk_);
+#pragma unroll
+        for (int i = 0; i < kTileLines; ++i)
+            copy_async_if(chunk_k_ >= 0, target + i * kLinesAtOnce * kLineBytes, kept_.lines[i] + offset);
+    }
+    __device__ void find_lines() {
+        if (cursor_.first_token() == kept_.first_token) return;
+        kept_.first_token = cursor_.first_token();
+#pragma unroll
+        for (int i = 0; i < kTileLines; ++i) {
+            const int token = min(kept_.first_token + line_ + i * kLinesAtOnce, arguments_.tokens - 1);
+            kept_.lines[i] = address(arguments_.input, token, arguments_.input_ld);
         }
     }
 
@@ -184,6 +214,7 @@ class DdsLoader {
     int chunk_k_;            // k of the piece this thread's chunk lies in, where k runs along lines
     int line_k_[kOwnLines];  // k of the pieces this thread's lines lie in, where they run along k
     typename Traits::Weight::template Loader<Traits::kLoaders> weight_;
+    std::conditional_t<kKeepsLines, KeptLines, Nothing> kept_;
 };
 
 // In the place of the loader of threads that only compute.

@@ -6,6 +6,10 @@
 
 namespace ts::sm80 {
 
+// Holds on to a number that would otherwise be worked out anew in each step, as it follows from the thread
+// alone.
+__device__ inline void keep(uint32_t& number) { asm volatile("" : "+r"(number)); }
+
 // A stage has the kept values [kFeatures][kStep / 2 of k], two features to a line of 128 bytes, and behind
 // them the metadata of 16 features by 32 of k at a time [kFeatures / 16][kStep / 32][16 words].
 //
@@ -39,25 +43,31 @@ struct CompressedWeight {
     class Reader;
 
     // Adds the products of one step of an input and a weight in shared memory. `present` has bit 4 * tile +
-    // quarter for each 16 features and quarter of the step; blocks are at least two quarters wide.
-    template <int kFeatureTiles, int kTokenTiles, class InputReader>
+    // quarter for each 16 features and quarter of the step; blocks are at least two quarters wide. `ask` is
+    // called where what it asks for arrives before the last product. Metadata is loaded behind the branch,
+    // which would wait for it.
+    template <int kFeatureTiles, int kTokenTiles, class InputReader, class Ask>
     __device__ static void multiply(Accumulators<kFeatureTiles, kTokenTiles>& sums,
                                     const InputReader& read_input, uint32_t input,
                                     const Reader<kFeatureTiles>& read_weight, uint32_t weight,
-                                    uint32_t present) {
-        if (present == 0) return;
+                                    uint32_t present, Ask ask) {
+        if (present == 0) return ask();
         uint32_t metadata[kFeatureTiles];
-#pragma unroll
-        for (int m = 0; m < kFeatureTiles; ++m) metadata[m] = read_weight.load_metadata(weight, m);
+        const auto nothing = [] {};
         if (present == kAllPresent<kFeatureTiles>) {
-            multiply_half<true, 0>(sums, read_input, input, read_weight, weight, metadata, 0);
-            multiply_half<true, 1>(sums, read_input, input, read_weight, weight, metadata, 0);
+            read_weight.load_metadata(metadata, weight);
+            multiply_half<true, 0>(sums, read_input, input, read_weight, weight, metadata, 0, nothing);
+            multiply_half<true, 1>(sums, read_input, input, read_weight, weight, metadata, 0, ask);
         } else {
+            read_weight.load_metadata(metadata, weight);
+            ask();
             constexpr uint32_t kQuarter = kAllPresent<kFeatureTiles> & 0x11111111u;
             if (present & kQuarter)
-                multiply_half<false, 0>(sums, read_input, input, read_weight, weight, metadata, present);
+                multiply_half<false, 0>(sums, read_input, input, read_weight, weight, metadata, present,
+                                        nothing);
             if (present >> 2 & kQuarter)
-                multiply_half<false, 1>(sums, read_input, input, read_weight, weight, metadata, present >> 2);
+                multiply_half<false, 1>(sums, read_input, input, read_weight, weight, metadata, present >> 2,
+                                        nothing);
         }
     }
 
@@ -65,12 +75,14 @@ struct CompressedWeight {
     class Loader;
 
   private:
-    // For the tiles of 16 features whose bit 4 * tile is set in `present`.
-    template <bool kAll, int kHalf, int kFeatureTiles, int kTokenTiles, class InputReader>
+    // For the tiles of 16 features whose bit 4 * tile is set in `present`. `ask` is called behind all that is
+    // read.
+    template <bool kAll, int kHalf, int kFeatureTiles, int kTokenTiles, class InputReader, class Ask>
     __device__ static void multiply_half(Accumulators<kFeatureTiles, kTokenTiles>& sums,
                                          const InputReader& read_input, uint32_t input,
                                          const Reader<kFeatureTiles>& read_weight, uint32_t weight,
-                                         const uint32_t (&metadata)[kFeatureTiles], uint32_t present) {
+                                         const uint32_t (&metadata)[kFeatureTiles], uint32_t present,
+                                         Ask ask) {
         Fragment<4> b[2 * kTokenTiles];
 #pragma unroll
         for (int n = 0; n < 2 * kTokenTiles; ++n) b[n] = read_input.load(input, n, kHalf);
@@ -78,6 +90,7 @@ struct CompressedWeight {
         for (int m = 0; m < kFeatureTiles; ++m) {
             if (!kAll && !(present >> 4 * m & 1)) continue;
             const Fragment<4> a = read_weight.load_values(weight, m, kHalf);
+            if (m == kFeatureTiles - 1) ask();
 #pragma unroll
             for (int n = 0; n < 2 * kTokenTiles; ++n)
                 multiply_add_sparse<Math, kHalf>(sums[m][n / 2][n % 2], a, b[n], metadata[m]);
@@ -92,32 +105,33 @@ template <class InputTile, int kTiles>
 class CompressedWeight<kOp, Math, kFeatures_>::InputReader {
     static constexpr bool kContiguousK = InputTile::kIsContiguousK;
     static constexpr int kHalfStep = 32;
+    static constexpr int kChunk = InputTile::kChunk;
 
   public:
-    __device__ InputReader(int first, int lane) {
-#pragma unroll
-        for (int i = 0; i < (kContiguousK ? 1 : kTiles); ++i) {
-            const int token = first + 16 * i;
-            offsets_[i] = kContiguousK ? InputTile::offset(token + lane % 8, lane / 8)
-                                       : token / InputTile::kPanelExtent * InputTile::kPanelBytes +
-                                             InputTile::offset(lane, token % InputTile::kPanelExtent / 8);
-        }
+    __device__ InputReader(int first, int lane)
+        : first_chunk_(first / kChunk),
+          offset_(kContiguousK ? InputTile::offset(first + lane % 8, lane / 8) : InputTile::offset(lane, 0)) {
+        keep(offset_);
     }
 
-    // The fragment of tokens 8 * i to 8 * i + 7 after the warp's first. Other chunks of a line, those of
-    // another half or of 8 tokens more, are reached by exclusive or, as the lines' permutation is one.
+    // The fragment of tokens 8 * i to 8 * i + 7 after the warp's first. Other chunks of a line are reached by
+    // exclusive or, as the lines' permutation is one: here of the other half, there of other tokens.
     __device__ Fragment<4> load(uint32_t input, int i, int half) const {
         Fragment<4> result;
-        if constexpr (kContiguousK)
-            load_matrices(result, (input + offsets_[0] ^ half * kLineBytes / 2) + 8 * i * kLineBytes);
-        else
-            load_transposed(result,
-                            (input + offsets_[i / 2] ^ i % 2 * kChunkBytes) + half * kHalfStep * kLineBytes);
+        if constexpr (kContiguousK) {
+            load_matrices(result, (input + offset_ ^ half * kLineBytes / 2) + 8 * i * kLineBytes);
+        } else {
+            const uint32_t chunk = first_chunk_ + i;
+            load_transposed(result, (input + offset_ ^ chunk % kChunksPerLine * kChunkBytes) +
+                                        chunk / kChunksPerLine * InputTile::kPanelBytes +
+                                        half * kHalfStep * kLineBytes);
+        }
         return result;
     }
 
   private:
-    uint32_t offsets_[kContiguousK ? 1 : kTiles];
+    uint32_t first_chunk_;  // of tokens, where they run along lines
+    uint32_t offset_;
 };
 
 // Reads a warp's fragments of the weight, kTiles of 16 features.
@@ -129,7 +143,8 @@ class CompressedWeight<kOp, Math, kFeatures_>::Reader {
         : values_(offset(first + lane % 16, lane / 16)),
           metadata_(Lines::kBytes + first / 16 * kRowsBytes + lane / 2 % 2 * kUnitBytes + lane / 4 * 8 +
                     lane % 2 * 4) {
-        asm volatile("" : "+r"(values_), "+r"(metadata_));
+        keep(values_);
+        keep(metadata_);
     }
 
     // The kept values of features 16 * i to 16 * i + 15 after the warp's first, in a half of the step.
@@ -140,10 +155,10 @@ class CompressedWeight<kOp, Math, kFeatures_>::Reader {
     }
 
     // The lane's share of their metadata, of both halves.
-    __device__ uint32_t load_metadata(uint32_t weight, int i) const {
-        uint32_t word;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(weight + metadata_ + i * kRowsBytes));
-        return word;
+    __device__ void load_metadata(uint32_t (&to)[kTiles], uint32_t weight) const {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i)
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[i]) : "r"(weight + metadata_ + i * kRowsBytes));
     }
 
   private:
