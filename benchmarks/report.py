@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from numpy import interp
+
 OPS = {"dds_nt": "Forward (dds)", "dds_nn": "Gradient of x (dds)", "sdd_tn": "Gradient of W (sdd)"}
 WHO = {"triton": "PyTorch Triton BSR, tuned", "stk": "STK", "dense": "dense, cuBLAS"}
 METRICS = {
@@ -188,21 +190,20 @@ def _block(case: dict[str, Any]) -> str:
 def _print_training(cases: Sequence[dict[str, Any]]) -> None:
     """Held-out loss of all contenders after as many steps, and after as many seconds, as each has had."""
     cases = [case for case in cases if "unavailable" not in case]
-    reached = [{result["step"] for result in case["results"]} for case in cases]
-    steps = max(set.intersection(*reached))
+    evaluated = [{result["step"] for result in case["results"]} for case in cases]
+    steps = max(set.intersection(*evaluated))
     seconds = min(case["results"][-1]["seconds"] for case in cases)
     lines = []
     for case in cases:
-        at_steps = next(result for result in case["results"] if result["step"] == steps)
-        in_time = [result for result in case["results"] if result["seconds"] <= seconds]
         last = case["results"][-1]
         lines.append(
             [
                 case["contender"],
                 f"{1e3 * last['seconds'] / last['step']:.1f}",
                 f"{case['tokens_per_second'] / 1e3:.0f}",
-                f"{at_steps['loss']:.3f}",
-                f"{in_time[-1]['loss']:.3f} ({in_time[-1]['step']})" if in_time else None,
+                f"{_interpolated(case, 'step', steps, 'loss'):.3f}",
+                f"{_interpolated(case, 'seconds', seconds, 'loss'):.3f}",
+                f"{_interpolated(case, 'seconds', seconds, 'step'):.0f}",
                 f"{case['parameters'] / 1e6:.1f}",
                 f"{case['stored_bytes'] / 1e6:.0f}",
                 None if case["peak_bytes"] is None else f"{case['peak_bytes'] / 1e9:.1f}",
@@ -214,13 +215,20 @@ def _print_training(cases: Sequence[dict[str, Any]]) -> None:
             "ms per step",
             "thousand tokens per s",
             f"loss after {steps} steps",
-            f"loss after {seconds:.0f} s (steps)",
+            f"loss after {seconds:.0f} s",
+            "steps in that time",
             "million parameters",
             "MB of weights in bfloat16",
             "peak GB in training",
         ],
         lines,
     )
+
+
+def _interpolated(case: dict[str, Any], by: str, at: float, what: str) -> float:
+    """Between two evaluations of a contender."""
+    results = case["results"]
+    return float(interp(at, [result[by] for result in results], [result[what] for result in results]))
 
 
 def _print_models(cases: Sequence[dict[str, Any]]) -> None:
