@@ -2,6 +2,7 @@
 // values (see common/weight.h). Formats also say how activations are read, since both operands of a product
 // have their k in one order:
 //   - Lines: how they lie in a stage
+//   - kFewBytes: whether a slice has so few that what surrounds its products has to be short
 //   - Input: what products take of them, kParts of each kStep of k, kTiles tiles of 8 tokens at a time
 #pragma once
 
