@@ -733,7 +733,7 @@ class BlockSparseLinear(nn.Module):
     def _make_room(self, pattern: BlockPattern, scales: Tensor | None) -> None:
         """Gives the same Parameter and the buffers the sizes that a pattern needs."""
         row_scales = scales is None or scales.dim() != 1
-        self._block_shape = pattern.block_shape
+        before, self._block_shape = self._values_shape(), pattern.block_shape
         for name, (shape, _) in self._forms(pattern.nnz, pattern.block_shape, row_scales).items():
             tensor: Tensor = getattr(self, name)
             if tensor.shape != shape and name == "weight":
@@ -741,10 +741,10 @@ class BlockSparseLinear(nn.Module):
                 self.weight.data = self.weight.new_empty(shape)
             elif tensor.shape != shape:
                 self._buffers[name] = tensor.new_zeros(shape)
-        for name in _ARRAYS:
-            array = self.get_buffer(name)
-            if array.shape != getattr(pattern, name).shape:
-                self._buffers[name] = array.new_empty(getattr(pattern, name).shape)
+        if before == (pattern.nnz, *pattern.block_shape):
+            return
+        for name in _ARRAYS:  # all of them, so that graphs of autograd keep the pattern they were made with
+            self._buffers[name] = self.get_buffer(name).new_empty(getattr(pattern, name).shape)
 
 
 class PseudoBlockSparseLinear(nn.Module):
