@@ -7,33 +7,9 @@
 #include "common/launch.cuh"
 #include "sm80/decode_weight.cuh"
 #include "sm80/dequantize.cuh"
+#include "sm80/sparse_math.cuh"
 
 namespace ts::sm80 {
-
-// The product of a 2:4 weight, 16 x 32, and activations, 8 x 32. `kPart`: which 32 of the 64 k of the
-// metadata.
-template <class Math, int kPart>
-__device__ inline void multiply_sparse(float (&c)[4], const Fragment<4>& a, const Fragment<4>& b,
-                                       uint32_t metadata) {
-#if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 5)
-#define TS_MMA_SPARSE "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32."
-#else
-#define TS_MMA_SPARSE "mma.sp.sync.aligned.m16n8k32.row.col.f32."
-#endif
-#define TS_OPERANDS " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"
-    if constexpr (Math::kDType == DType::bfloat16)
-        asm(TS_MMA_SPARSE "bf16.bf16.f32" TS_OPERANDS
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a.value[0]), "r"(a.value[1]), "r"(a.value[2]), "r"(a.value[3]), "r"(b.value[0]),
-              "r"(b.value[1]), "r"(b.value[2]), "r"(b.value[3]), "r"(metadata), "n"(kPart));
-    else
-        asm(TS_MMA_SPARSE "f16.f16.f32" TS_OPERANDS
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a.value[0]), "r"(a.value[1]), "r"(a.value[2]), "r"(a.value[3]), "r"(b.value[0]),
-              "r"(b.value[1]), "r"(b.value[2]), "r"(b.value[3]), "r"(metadata), "n"(kPart));
-#undef TS_MMA_SPARSE
-#undef TS_OPERANDS
-}
 
 __device__ inline uint32_t load_word(uint32_t address) {
     uint32_t word;
@@ -260,9 +236,9 @@ struct CompressedDecodeWeight {
             Math::mma(sums, weight.part[0], {input.value[0], input.value[1]});
             Math::mma(sums, weight.part[1], {input.value[2], input.value[3]});
         } else if (part == 0) {
-            multiply_sparse<Math, 0>(sums, weight.part[0], input, weight.metadata);
+            multiply_add_sparse<Math, 0>(sums, weight.part[0], input, weight.metadata);
         } else {
-            multiply_sparse<Math, 1>(sums, weight.part[1], input, weight.metadata);
+            multiply_add_sparse<Math, 1>(sums, weight.part[1], input, weight.metadata);
         }
     }
 };
