@@ -80,7 +80,8 @@ def run_benchmark(
     run: Callable[[argparse.Namespace, dict[str, Any]], None],
     **sections: list[dict[str, Any]],
 ) -> int:
-    """Lets ``run`` fill a document and writes it; exit status 1 if an output was wrong or the GPU gave up.
+    """Lets ``run`` fill a document and writes it; exit status 1 if an output was wrong, the GPU gave up or
+    nothing could be measured.
 
     The document describes the machine and the arguments and has empty ``sections`` and "cases", each of
     which shall have "results".
@@ -100,9 +101,13 @@ def run_benchmark(
     write_json(arguments.output, document)
     results = [result for case in document["cases"] for result in case["results"]]
     wrong = sum(bool(result.get("wrong")) for result in results)
-    print(f"wrote {arguments.output}: {len(document['cases'])} cases, {len(results)} results, {wrong} wrong")
+    missing = sum("unavailable" in record for record in (*document["cases"], *results))
+    print(
+        f"wrote {arguments.output}: {len(document['cases'])} cases, {len(results)} results, {wrong} wrong, "
+        f"{missing} unavailable"
+    )
     print(document.get("stopped", "all cases done"))
-    return int(lost or wrong > 0)
+    return int(lost or wrong > 0 or (0 < len(results) <= missing))
 
 
 class Unavailable(Exception):
@@ -143,12 +148,14 @@ class CudaTimer:
 
     With ``host_ahead`` a delay ahead of the repetitions lets the host issue them all before the first
     one runs: otherwise short calls would be timed at the speed of the host. Without it every call
-    begins on an idle GPU and its time includes what it waits for the host.
+    begins on an idle GPU and its time includes what it waits for the host. ``launch_seconds``: what the host
+    needs at most for one repetition.
     """
 
-    def __init__(self, host_ahead: bool = True) -> None:
+    def __init__(self, host_ahead: bool = True, launch_seconds: float = LAUNCH_SECONDS) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
         self._host_ahead = host_ahead
+        self._launch_seconds = launch_seconds
 
     def microseconds(self, call: Callable[[], Tensor], repetitions: int) -> float:
         """Median time of a call between two events."""
