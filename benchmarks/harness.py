@@ -107,7 +107,8 @@ def run_benchmark(
         f"{missing} unavailable"
     )
     print(document.get("stopped", "all cases done"))
-    return int(lost or wrong > 0 or (0 < len(results) <= missing))
+    nothing = bool(results) and all("unavailable" in result for result in results)
+    return int(lost or wrong > 0 or nothing)
 
 
 class Unavailable(Exception):

@@ -68,7 +68,6 @@ def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
 
 
 def _transposable(scores: Tensor) -> Tensor:
-    scores = scores.double()  # whose products neither autocast nor TF32 rounds
     limit = torch.finfo(scores.dtype).max / 64  # so that sums of them are finite
     tiles = scores.nan_to_num(nan=limit, posinf=limit, neginf=-limit).clamp(-limit, limit)
     *leading, rows, columns = scores.shape
@@ -76,9 +75,10 @@ def _transposable(scores: Tensor) -> Tensor:
     shape = tiles.shape
     tiles = tiles.reshape(-1, 16)
     masks = _masks(scores.device)
-    of_tiles = masks.to(scores.dtype)
+    of_tiles = masks.double()  # whose products neither autocast nor TF32 rounds
     # Sums lie tile beside tile, and masks are looked up eight bytes at a time: both are much faster so.
-    chosen = [(of_tiles @ part.t()).argmax(0) for part in torch.split(tiles, _TILES_AT_A_TIME)]
+    parts = torch.split(tiles, _TILES_AT_A_TIME)
+    chosen = [(of_tiles @ part.double().t()).argmax(0) for part in parts]
     places = torch.cat(chosen)
     halves = [half.contiguous()[places] for half in masks.view(torch.int64).unbind(1)]
     kept = torch.stack(halves, 1).view(torch.bool)
