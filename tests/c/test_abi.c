@@ -685,22 +685,30 @@ static void test_bad_devices(void) {
                    "device.multiprocessors");
 }
 
-/* Kernels for few tokens come before the others and refuse more tokens. */
+/* Kernels for few tokens are chosen before the others, for values that they read, and refuse more tokens. */
 static void test_select_few_tokens(void) {
     static operands o;
     init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
     const ts_device_info gpu = h100();
     ts_kernel_info few = {.struct_size = sizeof few}, chosen = {.struct_size = sizeof chosen};
     o.desc.device = TS_CUDA;
+    /* Such that every one of these kernels takes it; no array is read. */
+    o.pattern.block_rows = o.pattern.block_cols = 64;
+    o.pattern.out_features = o.pattern.in_features = 8192;
+    o.pattern.nnz = 4096;
+    o.desc.x.ld = o.desc.y.ld = 8192;
     for (int32_t i = 0; i < ts_kernel_count(); ++i) {
         SUCCEEDS(ts_kernel_get(i, &few));
         if (few.max_tokens == 0) continue;
         int32_t kernel = -1;
         o.desc.dtype = few.dtypes >> TS_FLOAT16 & 1 ? TS_FLOAT16 : TS_BFLOAT16;
-        o.desc.tokens = few.max_tokens;
+        o.desc.storage = few.storages >> TS_STORAGE_PLAIN & 1 ? TS_STORAGE_PLAIN : TS_STORAGE_2_4;
+        o.desc.values_dtype = few.values_dtypes >> TS_INT8 & 1 ? TS_INT8 + 1 : 0;
+        o.desc.tokens = 1;
         SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
         SUCCEEDS(ts_kernel_get(kernel, &chosen));
-        CHECK(chosen.max_tokens >= few.max_tokens, "%s instead of %s", chosen.name, few.name);
+        CHECK(chosen.max_tokens > 0 && chosen.storages == few.storages, "%s instead of %s", chosen.name,
+              few.name);
         o.desc.tokens = few.max_tokens + 1;
         SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
         SUCCEEDS(ts_kernel_get(kernel, &chosen));
