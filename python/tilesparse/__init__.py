@@ -13,10 +13,11 @@ from .errors import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from .linear import BlockSparseLinear, PseudoBlockSparseLinear
+from .linear import BlockSparseLinear
 from .matrix import BlockSparseMatrix
 from .patch import BlockSparseModelPatcher, PatchReport
 from .pattern import BlockPattern
+from .pseudo import PseudoBlockSparseLinear
 
 __version__ = _version()
 

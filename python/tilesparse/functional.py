@@ -25,6 +25,7 @@ A product can be captured in a CUDA graph once it has run with the same shapes. 
 the pattern: it follows `BlockPattern.update_`, and the pattern must not be dropped while it is in use.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -133,6 +134,27 @@ def linear_through(
     ``kept``: compressed values and metadata, and both of the transposed weight, or None twice.
     """
     return call(DDS_NT_THROUGH, x, values, index, bias, residual, 0, False, kept)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The weight with zeros where a mask has them, and its gradient as if it had none."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask, weight, 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+straight_through: Callable[[Tensor, Tensor], Tensor] = _StraightThrough.apply
 
 
 def _prefers_dense(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ._autograd import records_gradient
 from ._checks import Index, check_block_shape, check_policy, check_shapes
@@ -21,7 +20,7 @@ from .errors import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from .functional import autocast, linear_on, linear_through
+from .functional import autocast, linear_on, linear_through, straight_through
 from .matrix import BlockSparseMatrix
 from .pattern import BlockPattern
 from .storage import (
@@ -512,7 +511,7 @@ class BlockSparseLinear(nn.Module):
         """Of plain 2:4. Compressed in every call: what is written to a weight is not always seen."""
         x, weight, bias, residual = autocast(x, weight, bias, residual)
         if self._policy != "sparse" or not multiplies_compressed(x, index):
-            masked = _straight_through(weight, mask)
+            masked = straight_through(weight, mask)
             return linear_on(x, masked, index, bias, "none", residual, False, self._policy)
         compressed, metadata = COMPRESS(weight.detach(), mask, False)
         if not records_gradient((weight,)):
@@ -543,7 +542,7 @@ class BlockSparseLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        text = _representation(self) + ("" if self.policy == "sparse" else f", policy={self.policy!r}")
+        text = representation(self) + ("" if self.policy == "sparse" else f", policy={self.policy!r}")
         text += "" if self._nm is None else f", nm={self._nm}"
         text += ", transposable=True" if self._transposable else ""
         return text + ("" if self._storage == "plain" else f", storage={self._storage!r}")
@@ -747,74 +746,6 @@ class BlockSparseLinear(nn.Module):
             self._buffers[name] = self.get_buffer(name).new_empty(getattr(pattern, name).shape)
 
 
-class PseudoBlockSparseLinear(nn.Module):
-    """The same function as a `BlockSparseLinear`, in plain PyTorch: slow, and simple to trust.
-
-    The dense weight is built from the kept blocks in every call, so that results, gradients and
-    optimizer states of the two layers correspond one to one. Use it to tell whether a problem lies
-    in the sparse kernels or elsewhere.
-
-    Args:
-        layer: copied: parameters with their ``requires_grad``, device, dtype and mode.
-
-    Attributes:
-        weight: Parameter [nnz, bn, bk]: what the layer multiplies by. Zeros of 2:4 are weights like others.
-        bias: Parameter [out_features] or None.
-        storage_error: that of the layer, whose weight is rounded here as it is there.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    block_rows: Tensor
-    block_cols: Tensor
-
-    def __init__(self, layer: BlockSparseLinear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.block_shape, self.density = layer.block_shape, layer.density
-        self.storage_error = layer.storage_error
-        self._grid = layer.pattern.grid
-        for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
-            if parameter is not None:
-                values = layer.plain_values() if name == "weight" else parameter.detach().clone()
-                parameter = nn.Parameter(values, parameter.requires_grad)
-            self.register_parameter(name, parameter)
-        for name, indices in zip(("block_rows", "block_cols"), layer.pattern.block_indices(), strict=True):
-            self.register_buffer(name, indices.to(layer.weight.device))
-        self.train(layer.training)
-
-    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """x [..., in_features] -> [..., out_features], to which a residual of that shape is added."""
-        blocks = self.weight.new_zeros(*self._grid, *self.block_shape)
-        blocks = blocks.index_put((self.block_rows, self.block_cols), self.weight)
-        y = F.linear(x, blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1), self.bias)
-        return y if residual is None else y + residual
-
-    def extra_repr(self) -> str:
-        return _representation(self)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The weight with zeros where a mask has them, and its gradient as if it had none."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(weight: Tensor, mask: Tensor) -> Tensor:
-        return torch.where(mask, weight, 0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-_straight_through: Callable[[Tensor, Tensor], Tensor] = _StraightThrough.apply
-
-
 def _as_before(new: Tensor, old: Tensor) -> Tensor:
     """What was moved, with the contents and the dtype it had."""
     return new.to(old.dtype) if old.is_meta else old.to(new.device, copy=True)
@@ -830,7 +761,8 @@ def _has_peers() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _representation(layer: BlockSparseLinear | PseudoBlockSparseLinear) -> str:
+def representation(layer: Any) -> str:
+    """Of any block-sparse layer, in its repr."""
     return (
         f"in_features={layer.in_features}, out_features={layer.out_features}, "
         f"bias={layer.bias is not None}, nnz={len(layer.weight)}, density={layer.density:.4g}, "

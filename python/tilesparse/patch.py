@@ -18,8 +18,9 @@ from torch.nn.utils import parametrize
 from ._checks import DTYPES, check_block_shape, check_policy
 from ._progress import Progress
 from .errors import InvalidArgumentError, TileSparseError
-from .linear import BlockSparseLinear, PseudoBlockSparseLinear
+from .linear import BlockSparseLinear
 from .pattern import BlockPattern
+from .pseudo import PseudoBlockSparseLinear
 from .storage import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
 
 DEFAULT_OPTIONS: Mapping[str, Any] = {
