@@ -138,15 +138,17 @@ def _unchanged(
 
 
 def tensors_of(extras: Extras) -> tuple[Tensor, ...]:
-    return tuple(extra for extra in extras if isinstance(extra, Tensor))
+    return tuple(extra for extra in extras if isinstance(extra, Tensor)) if extras else ()
 
 
 def without_tensors(extras: Extras) -> tuple[Any, ...]:
     """The extras with `Tensor` in the place of each tensor."""
-    return tuple(Tensor if isinstance(extra, Tensor) else extra for extra in extras)
+    return tuple(Tensor if isinstance(extra, Tensor) else extra for extra in extras) if extras else ()
 
 
 def with_tensors(extras: tuple[Any, ...], tensors: Sequence[Tensor]) -> Extras:
+    if not extras:
+        return ()
     following = iter(tensors)
     return tuple(next(following) if extra is Tensor else extra for extra in extras)
 

@@ -494,9 +494,11 @@ class BlockSparseLinear(nn.Module):
         except KeyError:  # parametrizations and the like put attributes in their places
             weight, bias = self.weight, self.bias
         index = self._index()
-        if self.mask is not None:
-            return self._masked_linear(x, weight, self.mask, index, bias, residual)
-        stored = self.metadata, self.scales
+        buffers: dict[str, Any] = self._buffers
+        mask = buffers["mask"]
+        if mask is not None:
+            return self._masked_linear(x, weight, mask, index, bias, residual)
+        stored = buffers["metadata"], buffers["scales"]
         return linear_on(x, weight, index, bias, "none", residual, False, self._policy, stored)
 
     def _masked_linear(
