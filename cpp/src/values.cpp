@@ -5,6 +5,7 @@
 #include "cpu/steps.h"
 #include "device.h"
 #include "error.h"
+#include "values/metadata.h"
 
 #ifdef TILESPARSE_CUDA
 #include "values/values.h"
@@ -13,17 +14,13 @@
 namespace ts {
 namespace {
 
+using values::half_index;
+using values::kHalf;
+
 constexpr int kMostColumns = 128;  // of a block
 constexpr int kGroup = 4;
-constexpr int kHalf = 16;  // columns that half a word of metadata has
 
-// Where that half lies of the row and the column that its 16 begin with, of some block: in 16 bits.
-int64_t half_index(int64_t rows, int64_t row, int64_t column) {
-    const int64_t unit = column / 32 * (rows / 16) + row / 16;
-    return ((unit * 8 + row % 8) * 2 + column / kHalf % 2) * 2 + row % 16 / 8;
-}
-
-uint16_t read_half(const uint32_t* metadata, int64_t index) {
+uint16_t read_half(const uint32_t* metadata, int index) {
     return static_cast<uint16_t>(metadata[index / 2] >> index % 2 * 16);
 }
 
@@ -45,7 +42,7 @@ Pair pair_of(const bool (&mask)[kGroup]) {
 // ---- expansion ----
 
 template <class Word>
-void scatter_row(const Word* compressed, const uint32_t* metadata, int64_t rows, int64_t row, int columns,
+void scatter_row(const Word* compressed, const uint32_t* metadata, int rows, int row, int columns,
                  Word* plain) {
     std::memset(plain, 0, columns * sizeof(Word));
     for (int half = 0; half < columns; half += kHalf) {
@@ -101,7 +98,8 @@ class Expansion {
         if (values_.is_compressed()) {
             const int64_t block = index / rows_, words = int64_t{rows_} * columns_ / 32;
             from = static_cast<const Word*>(values_.data) + index * (columns_ / 2);
-            scatter_row(from, values_.metadata + block * words, rows_, index % rows_, columns_, row);
+            scatter_row(from, values_.metadata + block * words, rows_, static_cast<int>(index % rows_),
+                        columns_, row);
             from = row;
         }
         void* const to = plain_ + index * columns_ * element_size(dtype_);
@@ -165,7 +163,7 @@ void compress_block(const Compression& compression, int64_t block) {
             Word* const to = compressed + row * (columns / 2) + column / 2;
             to[0] = pair.has_first ? values[at + pair.first * column_step] : Word{0};
             to[1] = pair.has_second ? values[at + pair.second * column_step] : Word{0};
-            const int64_t half = half_index(rows, row, column);
+            const int half = half_index(rows, row, column);
             const uint32_t bits = pair.first | pair.second << 2;
             metadata[half / 2] |= bits << (half % 2 * 16 + column % kHalf);
         }

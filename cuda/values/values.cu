@@ -7,18 +7,13 @@
 
 #include <type_traits>
 
+#include "values/metadata.h"
+
 namespace ts::values {
 namespace {
 
-// A thread has 16 columns of a row of some block, those of half a word of metadata.
-constexpr int kHalf = 16;
+// A thread has kHalf columns of a row of some block, those of half a word of metadata.
 constexpr int kThreads = 256;
-
-// Where a half of metadata lies in that of its block, in 16 bits.
-__device__ inline int half_index(int rows, int row, int column) {
-    const int unit = column / 32 * (rows / 16) + row / 16;
-    return ((unit * 8 + row % 8) * 2 + column / kHalf % 2) * 2 + row % 16 / 8;
-}
 
 __device__ inline const uint16_t* halves_of(const uint32_t* metadata, int64_t block, int size) {
     return reinterpret_cast<const uint16_t*>(metadata + block * (size / 32));

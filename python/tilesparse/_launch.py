@@ -37,7 +37,7 @@ DDS_NT, DDS_NN, SDD_TN = range(3)
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
 MAX_CALLS = 1024  # a program whose token counts never repeat must not grow without bound
 EXPAND_AND_RUN_DENSE = -1  # in place of a kernel
-_AUTO = 1  # TS_POLICY_AUTO
+_SPARSE, _AUTO = 0, 1  # TS_POLICY_SPARSE and TS_POLICY_AUTO
 _COMPRESSED = 1  # TS_STORAGE_2_4
 
 Context = tuple[int, int, int, int]  # kernel asked for, stream, current device, precision
@@ -676,41 +676,47 @@ def block_indices(index: Index) -> tuple[Tensor, Tensor]:
 
 def prefers_dense(x: Tensor, index: Index, storage: dict[str, Any]) -> bool:
     """Whether writing W out and a dense product are estimated to take less time than the sparse one."""
-    if x.device.type != "cuda" or x.dtype not in DTYPES:
-        return False
-    tokens, nnz = _tokens_to_choose_by(x, index), index.col_indices.shape[0]
-    tf32 = x.dtype == torch.float32 and tf32_allowed()
-    faster: bool = _is_dense_faster(
-        tokens,
-        nnz,
-        index.shape,
-        index.block_shape,
-        x.dtype,
-        x.get_device(),
-        tf32,
-        tuple(storage.items()),
-    )
+    what = _to_choose_by(x, index)
+    faster: bool = what is not None and _is_dense_faster(*what, _AUTO, tuple(storage.items()))
     return faster
 
 
-def _tokens_to_choose_by(x: Tensor, index: Index) -> int:
-    """Compiled code serves many numbers of tokens: those up to the next power of two share a choice."""
-    tokens = x.numel() // index.shape[1]
-    if not torch.compiler.is_compiling():
-        return tokens
-    limit = 1
-    while limit < tokens:
-        limit *= 2
-    return limit
+def multiplies_compressed(x: Tensor, index: Index) -> bool:
+    """Whether a kernel of the device at hand multiplies 2:4 values by x as they are, and is chosen for it."""
+    what = _to_choose_by(x, index)
+    reads: bool = what is not None and _is_compressed_read(*what, _SPARSE, (("storage", _COMPRESSED),))
+    return reads
+
+
+def _to_choose_by(x: Tensor, index: Index) -> tuple[Any, ...] | None:
+    """What of a product decides on its kernel; None where there is none to choose.
+
+    Compiled code serves many numbers of tokens: those up to the next power of two share a choice.
+    """
+    if x.device.type != "cuda" or x.dtype not in DTYPES:
+        return None
+    tokens, nnz = x.numel() // index.shape[1], index.col_indices.shape[0]
+    if torch.compiler.is_compiling():
+        limit = 1
+        while limit < tokens:
+            limit *= 2
+        tokens = limit
+    tf32 = x.dtype == torch.float32 and tf32_allowed()
+    return tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_dense_faster(*what: Any) -> bool:
-    return _estimate(*what)
+    return _selected(*what) == EXPAND_AND_RUN_DENSE
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_compressed_read(*what: Any) -> bool:
+    return bool(_kernels()[_selected(*what)].storages >> _COMPRESSED & 1)
 
 
 @lru_cache(MAX_CALLS)
-def _estimate(
+def _selected(
     tokens: int,
     nnz: int,
     shape: tuple[int, int],
@@ -718,8 +724,9 @@ def _estimate(
     dtype: torch.dtype,
     device: int,
     tf32: bool,
+    policy: int,
     storage: tuple[tuple[str, Any], ...],
-) -> bool:
+) -> int:
     product = _C.Product(
         _C.Pattern(*block_shape, *shape, nnz, 0, 0, 0),
         DDS_NT,
@@ -727,44 +734,17 @@ def _estimate(
         1,
         tokens,
         precision=int(tf32),
-        policy=_AUTO,
+        policy=policy,
         ldx=shape[1],
         ldy=shape[0],
         **dict(storage),
     )
-    kernel, _ = product.select(_device_info(device))
-    return kernel == EXPAND_AND_RUN_DENSE
+    return product.select(_device_info(device))[0]
 
 
-def multiplies_compressed(x: Tensor, index: Index) -> bool:
-    """Whether a kernel of the device at hand multiplies 2:4 values by x as they are, and is chosen for it."""
-    if x.device.type != "cuda" or x.dtype not in DTYPES:
-        return False
-    tokens, nnz = _tokens_to_choose_by(x, index), index.col_indices.shape[0]
-    reads: bool = _is_compressed_read(tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device())
-    return reads
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_compressed_read(*what: Any) -> bool:
-    return _reads_compressed(*what)
-
-
-@lru_cache(MAX_CALLS)
-def _reads_compressed(
-    tokens: int,
-    nnz: int,
-    shape: tuple[int, int],
-    block_shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: int,
-) -> bool:
-    pattern = _C.Pattern(*block_shape, *shape, nnz, 0, 0, 0)
-    product = _C.Product(
-        pattern, DDS_NT, DTYPES[dtype], 1, tokens, ldx=shape[1], ldy=shape[0], storage=_COMPRESSED
-    )
-    kernel, _ = product.select(_device_info(device))
-    return bool(_C.kernels()[kernel].storages >> _COMPRESSED & 1)
+@cache
+def _kernels() -> list[_C.KernelInfo]:
+    return _C.kernels()
 
 
 @cache

@@ -61,19 +61,27 @@ _dds_nt = partial(dds, _launch.DDS_NT)
 _dds_nn = partial(dds, _launch.DDS_NN)
 
 
-def _dds_nt_through(
-    x: Tensor,
-    values: Tensor,
-    pattern: Prepared,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: int,
-    feature_major: bool,
-    compressed: Tensor,
-    metadata: Tensor,
-    *_: Tensor | None,
-) -> Tensor:
-    return dds(_launch.DDS_NT, x, compressed, pattern, bias, residual, activation, feature_major, metadata)
+def _of_compressed(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The product by compressed values, in the place of the plain ones that have the gradient."""
+
+    def through(
+        x: Tensor,
+        values: Tensor,
+        pattern: Prepared | Index,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        activation: int,
+        feature_major: bool,
+        compressed: Tensor,
+        metadata: Tensor,
+        *_: Tensor | None,
+    ) -> Tensor:
+        return product(x, compressed, pattern, bias, residual, activation, feature_major, metadata)
+
+    return through
+
+
+_dds_nt_through = _of_compressed(_dds_nt)
 
 
 def _sdd_tn(y: Tensor, x: Tensor, pattern: Prepared, *_: object) -> Tensor:
@@ -121,20 +129,9 @@ _dds_nt_fake = partial(_dds_fake, _launch.DDS_NT)
 _dds_nn_fake = partial(_dds_fake, _launch.DDS_NN)
 
 
-def _dds_nt_through_fake(
-    x: Tensor,
-    values: Tensor,
-    index: Index,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: int,
-    feature_major: bool,
-    compressed: Tensor,
-    metadata: Tensor,
-    *_: Tensor | None,
-) -> Tensor:
+def _dds_nt_through_fake(x: Tensor, values: Tensor, index: Index, *rest: Any) -> Tensor:
     check_values("values", values, index)
-    return _dds_nt_fake(x, compressed, index, bias, residual, activation, feature_major, metadata)
+    return _of_compressed(_dds_nt_fake)(x, values, index, *rest)
 
 
 def _sdd_tn_fake(y: Tensor, x: Tensor, index: Index, *_: object) -> Tensor:
@@ -162,7 +159,7 @@ def _gather_fake(dense: Tensor, _: None, index: Index, *__: object) -> Tensor:
 def _dds_nt_gradients(
     grad: Tensor, x: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *stored: Any
 ) -> Tensors:
-    _refuse_gradient(needs[1], *stored)
+    refuse_gradient(needs[1], *stored)
     return (
         call(DDS_NN, grad, values, index, extras=stored) if needs[0] else None,
         call(SDD_TN, grad, x, index) if needs[1] else None,
@@ -175,9 +172,10 @@ def _added_gradients(grad: Tensor, needs: Sequence[bool]) -> Tensors:
     return grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None, grad if needs[3] else None
 
 
-def _refuse_gradient(
+def refuse_gradient(
     needed: bool, metadata: Tensor | None = None, scales: Tensor | None = None, transposed: bool = False
 ) -> None:
+    """Of values that are stored in fewer bytes."""
     if needed and (metadata is not None or scales is not None):
         raise UnsupportedError(
             "values: those of 2:4 or 8 bits have no gradient; train plain ones, with a mask for 2:4"
@@ -211,7 +209,7 @@ def _dds_nt_through_gradients(
 def _dds_nn_gradients(
     grad: Tensor, y: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *stored: Any
 ) -> Tensors:
-    _refuse_gradient(needs[1], *stored)
+    refuse_gradient(needs[1], *stored)
     return (
         call(DDS_NT, grad, values, index, extras=stored) if needs[0] else None,
         call(SDD_TN, y, grad, index) if needs[1] else None,

@@ -35,8 +35,17 @@ from . import _launch
 from ._autograd import call, records_gradient
 from ._checks import QUANTIZED, Index, check_dds, check_policy, checked_residual
 from ._private import is_any_autocast_enabled
-from ._register import DDS_NN, DDS_NT, DDS_NT_THROUGH, EXPAND, EXPAND_VALUES, SDD_TN, SDD_TN_INTO
-from .errors import InvalidArgumentError, UnsupportedError
+from ._register import (
+    DDS_NN,
+    DDS_NT,
+    DDS_NT_THROUGH,
+    EXPAND,
+    EXPAND_VALUES,
+    SDD_TN,
+    SDD_TN_INTO,
+    refuse_gradient,
+)
+from .errors import InvalidArgumentError
 from .pattern import BlockPattern
 
 _DIFFERENTIABLE = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
@@ -166,10 +175,7 @@ def _prefers_dense(
 def _extras(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> tuple[Any, ...]:
     if metadata is None and scales is None:
         return ()
-    if records_gradient((values,)):
-        raise UnsupportedError(
-            "values: those of 2:4 or 8 bits have no gradient; train plain ones, with a mask for 2:4"
-        )
+    refuse_gradient(records_gradient((values,)), metadata, scales)
     return metadata, scales, False
 
 
