@@ -94,6 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "stored_bytes" in documents[0]["cases"][0]:
         _print_training(documents[0]["cases"])
         return 0
+    if "way" in documents[0]["cases"][0]:  # of bench_parallel.py
+        _print_parallel(documents[0]["cases"])
+        return 0
     if "speedup" in documents[0]["cases"][0]:  # of bench_cpu.py
         _print_cpu(documents[0]["cases"])
         return 0
@@ -223,6 +226,31 @@ def _print_training(cases: Sequence[dict[str, Any]]) -> None:
         ],
         lines,
     )
+
+
+def _print_parallel(cases: Sequence[dict[str, Any]]) -> None:
+    """A line for each way to train a model; of the processes the slowest."""
+    lines = []
+    for case in cases:
+        if "unavailable" in case:
+            print(f"- {case['contender']}, {case['way']}: {case['unavailable'].strip().splitlines()[0]}")
+            continue
+        slowest = max(case["results"], key=lambda result: float(result["step_ms"]))
+        peak, apart = slowest["peak_bytes"], slowest.get("loss_difference")
+        lines.append(
+            [
+                case["contender"],
+                case["way"],
+                f"{slowest['step_ms']:.1f}",
+                f"{sum(slowest['state_bytes'].values()) / 1e9:.2f}",
+                None if peak is None else f"{peak / 1e9:.2f}",
+                f"{sum(slowest['sent_bytes'].values()) / 1e9:.2f}",
+                f"{slowest['losses'][-1]:.4f}",
+                None if apart is None else f"{apart:.1e}{' wrong' if slowest['wrong'] else ''}",
+            ]
+        )
+    header = ["", "way", "ms per step", "GB of state", "peak GB", "GB sent per step", "last loss"]
+    _print_table([*header, "from one process, relative"], lines)
 
 
 def _interpolated(case: dict[str, Any], by: str, at: float, what: str) -> float:

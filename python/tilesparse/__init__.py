@@ -1,8 +1,11 @@
 """Block-sparse linear layers that are faster than dense ones."""
 
-from . import errors, functional, parallel, storage, train
+from . import _peft, _transformers, checkpoint, errors, functional, parallel, storage, train
 from ._C import version as _version
+from .checkpoint import load, save
 from .errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
     CudaError,
     InternalError,
     InvalidArgumentError,
@@ -21,11 +24,16 @@ from .pseudo import PseudoBlockSparseLinear
 
 __version__ = _version()
 
+_peft.register()
+_transformers.register()
+
 __all__ = [
     "BlockPattern",
     "BlockSparseLinear",
     "BlockSparseMatrix",
     "BlockSparseModelPatcher",
+    "CheckpointError",
+    "CheckpointNotFoundError",
     "CudaError",
     "InternalError",
     "InvalidArgumentError",
@@ -38,9 +46,12 @@ __all__ = [
     "UnsupportedError",
     "UnsynchronizedPatternError",
     "__version__",
+    "checkpoint",
     "errors",
     "functional",
+    "load",
     "parallel",
+    "save",
     "storage",
     "train",
 ]

@@ -228,7 +228,7 @@ def check_mask(values: Tensor, mask: Tensor, transposed: bool) -> None:
     _check_same_device("mask", mask, "values", values)
 
 
-def check_stored(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> None:
+def check_stored(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> None:
     """Of values that are to be expanded."""
     if values.dim() != 3:
         raise InvalidArgumentError(f"values: [nnz, bn, bk] or [nnz, bn, bk / 2] expected, got {values.shape}")
@@ -237,10 +237,8 @@ def check_stored(values: Tensor, metadata: Tensor | None, scales: Tensor | None,
     sizes = values.new_empty(nnz, device="meta")
     index = Index(sizes, sizes, sizes, (bn, block_shape[1]), block_shape)
     _check_stored("values", values, index, metadata, scales)
-    own = () if scales is not None else (("values", values.dtype),)
-    for name, given in (*own, ("dtype", dtype)):
-        if given not in DTYPES:
-            raise InvalidArgumentError(f"{name}: dtype of activations expected, got {given}")
+    if scales is None and values.dtype not in DTYPES:
+        raise InvalidArgumentError(f"values: dtype of activations expected, got {values.dtype}")
 
 
 def check_dense(dense: Tensor, index: Index) -> None:

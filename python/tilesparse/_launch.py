@@ -30,7 +30,15 @@ from ._checks import (
     check_values,
 )
 from ._layout import Form, Lines, aligned, allocation, empty, like_result, result_form, usable
-from ._private import current_device, current_stream, tf32_allowed, version
+from ._private import (
+    constant_when_compiled,
+    current_device,
+    current_stream,
+    is_exporting,
+    of_example,
+    tf32_allowed,
+    version,
+)
 from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
@@ -689,28 +697,38 @@ def multiplies_compressed(x: Tensor, index: Index) -> bool:
 
 
 def _to_choose_by(x: Tensor, index: Index) -> tuple[Any, ...] | None:
-    """What of a product decides on its kernel; None where there is none to choose.
-
-    Compiled code serves many numbers of tokens: those up to the next power of two share a choice.
-    """
+    """What of a product decides on its kernel; None where there is none to choose."""
     if x.device.type != "cuda" or x.dtype not in DTYPES:
         return None
-    tokens, nnz = x.numel() // index.shape[1], index.col_indices.shape[0]
-    if torch.compiler.is_compiling():
-        limit = 1
-        while limit < tokens:
-            limit *= 2
-        tokens = limit
+    tokens, nnz = _tokens(x.numel() // index.shape[1]), index.col_indices.shape[0]
+    if tokens is None:
+        return None
     tf32 = x.dtype == torch.float32 and tf32_allowed()
     return tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tokens(tokens: int) -> int | None:
+    """The number of tokens to choose for.
+
+    Compiled code serves many: those up to the next power of two share a choice. A program that torch.export
+    makes (strict=False) has one for all, that of its example, and none for what the example cannot tell.
+    """
+    if is_exporting() and not torch.compiler.is_dynamo_compiling():
+        return of_example(tokens)
+    if not torch.compiler.is_compiling():
+        return tokens
+    limit = 1
+    while limit < tokens:
+        limit *= 2
+    return limit
+
+
+@constant_when_compiled
 def _is_dense_faster(*what: Any) -> bool:
     return _selected(*what) == EXPAND_AND_RUN_DENSE
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _is_compressed_read(*what: Any) -> bool:
     return bool(_kernels()[_selected(*what)].storages >> _COMPRESSED & 1)
 

@@ -1,7 +1,8 @@
 """What is not public in PyTorch and used here for its speed, with what does the same where it is missing."""
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad, profiler
@@ -25,8 +26,22 @@ is_any_autocast_enabled: Callable[[], bool] = _of_pytorch("_is_any_autocast_enab
 transforms_active: Callable[[], bool] = _of_pytorch("_are_functorch_transforms_active", lambda: False)
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def constant_when_compiled(function: _Function) -> _Function:
+    """Calls a function when code is compiled, and takes its result for a constant.
+
+    It is ``torch.compiler.assume_constant_result`` without an import of the compiler, which takes about as
+    long as that of PyTorch.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_when_compiled
 def tf32_allowed() -> bool:
-    """Whether PyTorch's settings let float32 products run in TF32."""
+    """Whether PyTorch's settings let float32 products run in TF32; compiled code asks when it is traced."""
     if hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.9 and later
         return bool(torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32")
     return bool(torch.backends.cuda.matmul.allow_tf32)
@@ -72,3 +87,25 @@ def may_be_watched() -> bool:
 def is_forward_mode() -> bool:
     """Whether dual numbers of forward-mode differentiation may be about."""
     return bool(getattr(forward_ad, "_current_level", 0) >= 0)
+
+
+# Whether torch.export is at work, in PyTorch 2.7 and later.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def of_example(number: int) -> int | None:
+    """What a traced number is in the example, without a guard on it; None if it depends on data."""
+    node = getattr(number, "node", None)
+    hint: int | None = number if node is None else node.hint
+    return hint
+
+
+INLINED = 8  # entries of a constant, up to which AOTInductor writes it into its code
+
+
+def packaging() -> Any:
+    """The settings of Inductor while it makes a package ahead of time, otherwise None."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if virtualized is None or getattr(virtualized.V, "aot_compilation", False) is not True:
+        return None
+    return sys.modules["torch._inductor.config"]

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import _launch
 from ._autograd import Product, Tensors, autograd_of, call, records_gradient, transformable
 from ._checks import (
+    DTYPES,
     Index,
     check_dds,
     check_dense,
@@ -29,7 +30,8 @@ from ._checks import (
 )
 from ._launch import Prepared, dds, expand, gather, prepared, sdd, sdd_into
 from ._layout import empty, result_form
-from .errors import UnsupportedError
+from ._private import INLINED, packaging
+from .errors import InvalidArgumentError, UnsupportedError
 
 _PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
 # How values are stored that are not plain: metadata of 2:4, scales of 8 bits, and whether these are the
@@ -51,7 +53,8 @@ LIB.define(f"sdd_tn_into(Tensor y, Tensor x, {_PATTERN}, Tensor(a!) out, bool ac
 LIB.define(f"expand(Tensor values, {_PATTERN}) -> Tensor")
 LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
 LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tensor, Tensor)")
-LIB.define("expand_values(Tensor values, Tensor? metadata, Tensor? scales, ScalarType dtype) -> Tensor")
+# The dtype is its number in DTYPES: AOTInductor of PyTorch 2.11 hands operators another ScalarType.
+LIB.define("expand_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
 
 
 # ---- kernels: of two factors, or one and None, a pattern, and what `call` takes after it ----
@@ -195,7 +198,7 @@ def _dds_nt_through_gradients(
 ) -> Tensors:
     kept: tuple[Any, ...] = compressed, (metadata, None, False)
     if needs[0] and records_gradient((values,)):  # of the gradient, which passes through here, too
-        plain = EXPAND_VALUES(compressed, metadata, None, values.dtype)
+        plain = expand_values(compressed, metadata, None, values.dtype)
         kept = plain + (values - values.detach()), ()
     elif transposed is not None:
         kept = transposed, (transposed_metadata, None, True)
@@ -252,7 +255,25 @@ def _rebundled(
 
 def _checked(index: Index) -> Index:
     check_index(index)
+    settings = packaging()
+    if settings is not None:
+        _check_packaging(settings, [array.shape[0] for array in index[:3]])
     return index
+
+
+def _check_packaging(settings: Any, sizes: list[int]) -> None:
+    """Refuses what AOTInductor would make of patterns, without a word, under these settings."""
+    if settings.aot_inductor.use_runtime_constant_folding:
+        raise UnsupportedError(
+            "aot_inductor.use_runtime_constant_folding: False expected, got True; in what it folds, "
+            "AOTInductor calls other operators than these"
+        )
+    if min(sizes) <= INLINED and not settings.always_keep_tensor_constants:
+        raise UnsupportedError(
+            f"pattern: arrays of more than {INLINED} entries expected, got {sizes}. AOTInductor writes "
+            "smaller ones into its code, where load_constants leaves them as they were and every call "
+            'prepares the pattern anew; compile with inductor_configs={"always_keep_tensor_constants": True}'
+        )
 
 
 def _register(
@@ -311,20 +332,23 @@ def _compress_fake(values: Tensor, mask: Tensor, transposed: bool = False) -> tu
     return _launch.empty_compressed(values, transposed)
 
 
-def _expand_values(
-    values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    check_stored(values, metadata, scales, dtype)
+def _expand_values(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
+    dtype = _checked_dtype(values, metadata, scales, code)
     return _launch.expand_values(values, metadata, scales, dtype)
 
 
-def _expand_values_fake(
-    values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    check_stored(values, metadata, scales, dtype)
+def _expand_values_fake(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
+    dtype = _checked_dtype(values, metadata, scales, code)
     nnz, bn, columns = values.shape
     of_values = values.dtype if scales is None else dtype
     return values.new_empty(nnz, bn, columns * (1 if metadata is None else 2), dtype=of_values)
+
+
+def _checked_dtype(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> torch.dtype:
+    if not 0 <= code < len(DTYPES):
+        raise InvalidArgumentError(f"dtype: a number from 0 to {len(DTYPES) - 1} expected, got {code}")
+    check_stored(values, metadata, scales)
+    return list(DTYPES)[code]
 
 
 def _register_plainly(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -335,7 +359,17 @@ def _register_plainly(name: str, kernel: Callable[..., Any], fake: Callable[...,
 
 
 COMPRESS = _register_plainly("compress", _compress, _compress_fake)
-EXPAND_VALUES = _register_plainly("expand_values", _expand_values, _expand_values_fake)
+_EXPAND_VALUES = _register_plainly("expand_values", _expand_values, _expand_values_fake)
+
+
+def expand_values(
+    values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Plain values of stored ones; see `storage.expand`."""
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"dtype: dtype of activations expected, got {dtype}")
+    plain: Tensor = _EXPAND_VALUES(values, metadata, scales, DTYPES[dtype])
+    return plain
 
 
 # ---- work ----

@@ -25,6 +25,21 @@ class InvalidPatternError(InvalidArgumentError):
     """
 
 
+class CheckpointError(InvalidArgumentError):
+    """A checkpoint is damaged, newer than this library, or does not fit the model; the text names the file.
+
+    Raised by `tilesparse.load` before the model is changed, and by `tilesparse.save` for what a checkpoint
+    cannot hold, before a file is.
+    """
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A file of a checkpoint is missing.
+
+    Raised by `tilesparse.load`, also for what is left of a save that was killed while it replaced files.
+    """
+
+
 class UnsupportedError(TileSparseError, NotImplementedError):
     """The request is valid, but nothing here computes it.
 

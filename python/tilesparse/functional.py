@@ -40,9 +40,9 @@ from ._register import (
     DDS_NT,
     DDS_NT_THROUGH,
     EXPAND,
-    EXPAND_VALUES,
     SDD_TN,
     SDD_TN_INTO,
+    expand_values,
     refuse_gradient,
 )
 from .errors import InvalidArgumentError
@@ -120,7 +120,7 @@ def linear_on(
     extras = _extras(values, *stored)
     if policy != "sparse" and (policy == "dense" or _prefers_dense(x, values, index, *stored)):
         check_dds("x", x, values, index, bias, residual, *stored)
-        plain = EXPAND_VALUES(values, *stored, x.dtype) if extras else values
+        plain = expand_values(values, *stored, x.dtype) if extras else values
         return _expanded_linear(x, plain, index, bias, activation, residual, feature_major)
     if code == 0 or not records_gradient((x, values, bias, residual)):
         return call(DDS_NT, x, values, index, bias, residual, code, feature_major, extras)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ._autograd import records_gradient
 from ._checks import Index, check_block_shape, check_policy, check_shapes
 from ._launch import blocks_of, multiplies_compressed, prepared, update_of
-from ._private import transforms_active, version
+from ._private import constant_when_compiled, transforms_active, version
 from ._register import COMPRESS
 from .errors import (
     InvalidArgumentError,
@@ -22,7 +22,7 @@ from .errors import (
 )
 from .functional import autocast, linear_on, linear_through, straight_through
 from .matrix import BlockSparseMatrix
-from .pattern import BlockPattern
+from .pattern import BlockPattern, check_parts_beside
 from .storage import (
     QUANTIZED_BY_NAME,
     check_nm,
@@ -34,8 +34,17 @@ from .storage import (
     two_of_four,
 )
 
+if TYPE_CHECKING:
+    from ._tensor_parallel import Part
+
 _ARRAYS = ("crow_indices", "col_indices", "slot")
 _STORED = ("mask", "metadata", "scales")  # what some storages have besides the weight
+
+# What `BlockSparseLinear` keeps besides its shape, hooks and mode.
+_FORM = (
+    *("_block_shape", "_dtype", "_storage", "_storage_error", "_nm", "_transposable", "_policy", "_thaws"),
+    *("_parameters", "_buffers", "_non_persistent_buffers_set", "_origin", "_marked"),
+)
 
 # Where a layer's pattern comes from: a file or another process; this process, so that others may have another
 # one; or nowhere yet.
@@ -106,6 +115,8 @@ class BlockSparseLinear(nn.Module):
     mask: Tensor | None
     metadata: Tensor | None
     scales: Tensor | None
+    _part: Part | None = None  # of tensor parallelism
+    _thaws: bool = True  # whether the weight, stored otherwise, gets its gradient back in the storage "plain"
 
     def __init__(
         self,
@@ -150,7 +161,7 @@ class BlockSparseLinear(nn.Module):
         for name in _ARRAYS:
             self.register_buffer(name, getattr(pattern, name).to(like.device, copy=True))
         self._allocate(pattern.nnz, like)
-        self._mark(_MISSING if self.weight.is_meta else _OWN)
+        self._mark(_MISSING if self.slot.is_meta else _OWN)
         self.reset_parameters(generator)
 
     @classmethod
@@ -162,6 +173,7 @@ class BlockSparseLinear(nn.Module):
         block_shape: int | Sequence[int] = (32, 32),
         pattern: BlockPattern | None = None,
         scores: Tensor | None = None,
+        parts: tuple[int, int] = (1, 1),
         policy: str = "sparse",
         nm: Sequence[int] | None = None,
         transposable: bool = False,
@@ -172,7 +184,7 @@ class BlockSparseLinear(nn.Module):
         Nothing is rescaled. Parameters are copied, with their ``requires_grad``.
 
         Args:
-            linear: a `torch.nn.Linear`.
+            linear: a `torch.nn.Linear`, or Transformers' ``Conv1D``, whose weight is the transpose of W.
             density: fraction of the blocks to keep.
             block_shape: (bn, bk), or one number for both.
             pattern: the blocks to keep; `density` and `block_shape` are then taken from it.
@@ -180,26 +192,31 @@ class BlockSparseLinear(nn.Module):
                 in_features / bk], or one per weight [out_features, in_features], which are summed
                 over each block, and by which ``nm`` chooses. None scores blocks by their Frobenius norm,
                 and weights by their magnitude.
+            parts: (r, c): keep as many blocks of each part, for tensor parallelism over r or c processes, see
+                `BlockPattern.random`; (1, 1) beside `pattern`.
             policy: "sparse", "auto" or "dense", see `functional.linear`.
             nm: (2, 4) for 2:4 inside the blocks, or None.
             transposable: see the class.
             storage: "plain", "compressed", "int8" or "float8_e4m3fn", see `to_storage`.
 
         Raises:
-            InvalidArgumentError: `linear` is no `torch.nn.Linear` or cannot be cut into these blocks, its
-                weight holds NaN, `scores` has another shape, or there is nothing to score because `linear`
-                is on the meta device.
+            InvalidArgumentError: `linear` is neither of the two or cannot be cut into these blocks, its
+                weight holds NaN, `scores` has another shape, `parts` are given beside `pattern`, or there is
+                nothing to score because `linear` is on the meta device.
         """
-        if not isinstance(linear, nn.Linear):
+        if not isinstance(linear, nn.Linear) and not is_conv1d(linear):
             raise InvalidArgumentError(f"linear: torch.nn.Linear expected, got {type(linear).__name__}")
-        weight, bias = linear.weight.detach(), linear.bias
+        dense: Any = linear
+        weight, bias = dense_weight(dense), dense.bias
+        out_features, in_features = weight.shape
+        parts = check_parts_beside(pattern, parts)
         if pattern is None:
-            pattern = _best_blocks(weight, scores, density, check_block_shape(block_shape))
+            pattern = _best_blocks(weight, scores, density, check_block_shape(block_shape), parts)
         check_nm(nm, transposable)
         check_storage(storage, nm)
         layer = cls(
-            linear.in_features,
-            linear.out_features,
+            in_features,
+            out_features,
             bias is not None,
             pattern=pattern,
             policy=policy,
@@ -212,7 +229,7 @@ class BlockSparseLinear(nn.Module):
         on_device = pattern.to(weight.device)
         with torch.no_grad():
             layer.weight.copy_(BlockSparseMatrix.from_dense(weight, on_device).values)
-            layer.weight.requires_grad_(linear.weight.requires_grad)
+            layer.weight.requires_grad_(dense.weight.requires_grad)
             if layer.bias is not None:
                 layer.bias.copy_(bias)
                 layer.bias.requires_grad_(bias.requires_grad)
@@ -276,11 +293,12 @@ class BlockSparseLinear(nn.Module):
             The layer.
 
         Raises:
-            UnsupportedError: the storage is not "plain".
+            UnsupportedError: the storage is not "plain", or the weight is sharded.
             InvalidArgumentError: blocks are not 32, 64 or 128 wide, or another argument is not allowed. The
                 layer is as it was.
         """
         check_nm(nm, transposable)
+        self._check_whole("set_nm")
         self._check_trainable("set_nm")
         check_nm_blocks(nm, transposable, self._block_shape)
         self.mask = None if nm is None else self._chosen(scores, transposable)
@@ -298,9 +316,10 @@ class BlockSparseLinear(nn.Module):
             The layer.
 
         Raises:
-            UnsupportedError: the layer is not 2:4, or its storage is not "plain".
+            UnsupportedError: the layer is not 2:4, its storage is not "plain", or the weight is sharded.
             InvalidArgumentError: ``scores`` has another shape.
         """
+        self._check_whole("update_mask_")
         self._check_trainable("update_mask_")
         if self.mask is None:
             raise UnsupportedError("update_mask_: nm=(2, 4) expected, got None")
@@ -318,6 +337,7 @@ class BlockSparseLinear(nn.Module):
     @torch.no_grad()
     def plain_values(self) -> Tensor:
         """What products multiply by: a copy [nnz, bn, bk], zero where a mask says so, without gradient."""
+        self._check_whole("plain_values")
         if self._storage == "plain":
             weight = self.weight.detach()
             return weight.clone() if self.mask is None else torch.where(self.mask, weight, 0)
@@ -328,7 +348,8 @@ class BlockSparseLinear(nn.Module):
         """Stores the weight in another way, in place.
 
         ``weight`` becomes another Parameter, so optimizers have to be built again; only "plain" has a
-        gradient. `storage_error` says afterwards what got lost.
+        gradient, which a weight that was frozen does not get back. `storage_error` says afterwards what got
+        lost.
 
         Args:
             storage: "plain"; "compressed": the kept half of 2:4, and metadata; "int8" or "float8_e4m3fn":
@@ -341,19 +362,26 @@ class BlockSparseLinear(nn.Module):
         Raises:
             InvalidArgumentError: another storage, or one that is for 2:4; the weight is not finite, for 8
                 bits.
+            UnsupportedError: the weight is sharded, or offloaded by Accelerate.
         """
+        self._check_whole("to_storage")
+        if self.weight.is_meta and hasattr(self, "_hf_hook"):  # which brings back the weight as it was
+            raise UnsupportedError("to_storage: its weight is offloaded; load the model without")
         check_storage(storage, self._nm)
         if storage == self._storage and (self.scales is None or self.scales.dim() == 1 + (per == "row")):
             return self
+        if self._storage == "plain":
+            self._thaws = self.weight.requires_grad
         if self.weight.is_meta:
             self._storage = storage
-            self._allocate(self.col_indices.shape[0], torch.empty(0, dtype=self._dtype, device="meta"))
+            like = torch.empty(0, dtype=self._dtype, device="meta")
+            self._allocate(self.col_indices.shape[0], like, per == "row")
             return self
         plain = self.plain_values()
         mask = self._kept()
         values, stored = stored_as(plain, mask, storage, per)
         self._storage, self._dtype = storage, plain.dtype
-        self.weight = nn.Parameter(values, requires_grad=storage == "plain")
+        self.weight = nn.Parameter(values, self._has_gradient())
         self._keep(stored)
         now = self.plain_values()
         norm = torch.linalg.vector_norm(plain, dtype=torch.float64)
@@ -373,6 +401,13 @@ class BlockSparseLinear(nn.Module):
         ones = torch.ones(self.weight.shape, dtype=torch.float32, device=self.weight.device)
         return expand(ones, self.metadata) != 0
 
+    def _check_whole(self, method: str) -> None:
+        if _is_sharded(self.weight):
+            raise UnsupportedError(
+                f"{method}: a whole weight expected, got one that several processes have parts of; call it "
+                "before fully_shard or parallelize_module"
+            )
+
     def _check_trainable(self, method: str) -> None:
         if self._storage != "plain":
             raise UnsupportedError(
@@ -385,11 +420,19 @@ class BlockSparseLinear(nn.Module):
         """Shape and dtype of the weight, and of what is stored with it, for so many blocks."""
         return forms_of(nnz, block_shape, self._nm, self._storage, self._dtype, row_scales)
 
-    def _allocate(self, nnz: int, like: Tensor) -> None:
-        forms = self._forms(nnz, self._block_shape)
+    def _allocate(self, nnz: int, like: Tensor, row_scales: bool = True) -> None:
+        forms = self._forms(nnz, self._block_shape, row_scales)
         shape, dtype = forms.pop("weight")
-        self.weight = nn.Parameter(like.new_empty(shape, dtype=dtype), self._storage == "plain")
+        self.weight = nn.Parameter(like.new_empty(shape, dtype=dtype), self._has_gradient())
         self._keep({name: like.new_zeros(size, dtype=dtype) for name, (size, dtype) in forms.items()})
+
+    def _has_gradient(self) -> bool:
+        return self._storage == "plain" and self._thaws
+
+    def _freeze(self) -> None:
+        """For good, also if the weight is to be stored plain."""
+        self._thaws = False
+        self.weight.requires_grad_(False)
 
     def _keep(self, stored: Mapping[str, Tensor]) -> None:
         """Makes these the buffers beside the weight; torch.export takes none after one that is None."""
@@ -453,20 +496,27 @@ class BlockSparseLinear(nn.Module):
         inputs of the blocks in its own block row, so that every output starts with the variance it
         would have in a dense layer. Outputs without any block get bias 0.
 
+        Of a layer that several processes have parts of all call it, and agree on what is drawn: pattern, and
+        values as one process would draw them, of which each keeps its own.
+
         Args:
             generator: drawn from on its own device, so equal on all devices; None is PyTorch's default
-                generator of the layer's device. A missing pattern is drawn on the CPU.
+                generator of the layer's device. A missing pattern is drawn on the CPU. Where the layer is
+                sharded only a seed is drawn from it, and that of the first process counts.
+
+        Raises:
+            UnsupportedError: the weight is sharded and its storage not "plain".
         """
         if self.weight.is_meta:
             return
+        on_cpu = generator is not None and generator.device.type == "cpu"
+        for_pattern, shared = generator if on_cpu else None, _is_sharded(self.weight)
+        if shared:
+            self._check_trainable("reset_parameters of a sharded layer")
+            for_pattern, generator = _common_generators(self.weight, generator)
         if self._origin == _MISSING:
-            on_cpu = generator is not None and generator.device.type == "cpu"
-            self.pattern = BlockPattern.random(
-                self._shape,
-                block_shape=self._block_shape,
-                nnz=self.col_indices.shape[0],
-                generator=generator if on_cpu else None,
-            )
+            self.pattern = self._random_pattern(for_pattern)
+            self._mark(_SHARED if _is_everywhere(self.weight) else _OWN)
         bn, bk = self._block_shape
         fan_in = self.crow_indices.diff() * bk
         if self._nm is not None:
@@ -477,17 +527,26 @@ class BlockSparseLinear(nn.Module):
         if storage != "plain":
             self._storage = "plain"
             self._allocate(len(block_rows), self.weight.new_empty(0, dtype=self._dtype))
-        _draw(self.weight, bound[block_rows, None, None], generator)
+        drawn = _draw(self.weight, bound[block_rows, None, None], generator)
         if self.mask is not None:
-            self.update_mask_()
-        self.to_storage(storage)
+            _fill(self.mask, two_of_four(drawn.abs(), transposable=self._transposable))
+        if not shared:
+            self.to_storage(storage)
         if self.bias is not None:
             _draw(self.bias, bound.repeat_interleave(bn, output_size=self.out_features), generator)
+
+    def _random_pattern(self, generator: torch.Generator | None) -> BlockPattern:
+        if self._part is not None:
+            return self._part.random(self._index(), generator)
+        nnz = self.col_indices.shape[0]
+        return BlockPattern.random(self._shape, block_shape=self._block_shape, nnz=nnz, generator=generator)
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """x [..., in_features] -> [..., out_features], to which a residual of that shape is added."""
         if self._origin:
             self._settle()
+        if self._part is not None:
+            return self._part.linear(self, x, residual)
         parameters: dict[str, Any] = self._parameters
         try:
             weight, bias = parameters["weight"], parameters["bias"]
@@ -540,7 +599,8 @@ class BlockSparseLinear(nn.Module):
         """
         if not self.col_indices.is_meta:
             self._settle()
-            prepared(self._index()).keep_packed(enabled)
+            index = self._index() if self._part is None else self._part.index(self)
+            prepared(index).keep_packed(enabled)
         return self
 
     def extra_repr(self) -> str:
@@ -564,6 +624,11 @@ class BlockSparseLinear(nn.Module):
     def _mark(self, origin: int) -> None:
         arrays = (self.get_buffer(name) for name in _ARRAYS)
         self._origin, self._marked = origin, [(array, version(array)) for array in arrays]
+        if self._part is not None:
+            self._part.forget()
+
+    def _is_without_pattern(self) -> bool:
+        return self._origin == _MISSING and (self.col_indices.is_meta or self._is_as_marked())
 
     def _updated(self) -> None:
         """What this process writes is its own, unless the others are known to have had the same before."""
@@ -583,7 +648,7 @@ class BlockSparseLinear(nn.Module):
         elif self._origin == _OWN and self.training and torch.is_grad_enabled() and _has_peers():
             self._check_shared()
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_when_compiled
     def _check_filled(self) -> None:
         if self._is_as_marked():
             raise InvalidPatternError(
@@ -594,7 +659,7 @@ class BlockSparseLinear(nn.Module):
             self._check_arrays({name: self.get_buffer(name) for name in _ARRAYS}, self._block_shape)
             self._mark(_SHARED)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_when_compiled
     def _check_shared(self) -> None:
         if self._is_as_marked():
             raise UnsynchronizedPatternError(
@@ -607,6 +672,11 @@ class BlockSparseLinear(nn.Module):
     def _check_arrays(self, arrays: Mapping[str, Tensor], block_shape: Sequence[int]) -> BlockPattern:
         crow, col, slot = (arrays[name] for name in _ARRAYS)
         return BlockPattern(crow, col, shape=self._shape, block_shape=block_shape, slot=slot, device="cpu")
+
+    def _become(self, other: BlockSparseLinear) -> None:
+        """Takes over form and tensors of another layer of this shape; hooks and mode stay."""
+        for name in _FORM:
+            setattr(self, name, getattr(other, name))
 
     # What torch.nn.Module calls to move, save, copy and load a layer.
 
@@ -621,7 +691,11 @@ class BlockSparseLinear(nn.Module):
                 self._buffers[name] = _as_before(new, old)
         if weight is not None:
             if self.weight.dtype != weight.dtype:
-                self.weight.data = _as_before(self.weight.detach(), weight)
+                kept = _as_before(self.weight.detach(), weight)
+                if _is_sharded(kept):  # whose dtype cannot be set
+                    self.weight = nn.Parameter(kept, requires_grad=False)
+                else:
+                    self.weight.data = kept
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=weight.device)).dtype
         else:
             self._dtype = self.weight.dtype
@@ -629,7 +703,8 @@ class BlockSparseLinear(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self._origin == _MISSING:
+        # torch.distributed.checkpoint reads into a state dict; its zeros are no pattern for who loads them.
+        if self._origin == _MISSING and not _is_sharded(self.weight):
             self._settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -705,6 +780,8 @@ class BlockSparseLinear(nn.Module):
                     f"col_indices: {own[0]} blocks of {own[1:]} expected, since the weight is not a "
                     f"plain parameter whose shape can change, got {shape[0]} of {shape[1:]}"
                 )
+        if pattern is not None and self._part is not None:
+            self._part.check(pattern)
         scales = state.get("scales")
         forms = self._forms(shape[0], shape[1:], scales is None or scales.dim() != 1)
         shapes = {name: form for name, (form, _) in forms.items()}
@@ -712,6 +789,12 @@ class BlockSparseLinear(nn.Module):
             if name in state and state[name].shape != expected:
                 raise InvalidArgumentError(
                     f"{name}: shape {expected} expected, got {tuple(state[name].shape)}"
+                )
+            mine = self._parameters.get(name, self._buffers.get(name))
+            if name in state and mine is not None and _is_sharded(mine) and not _is_sharded(state[name]):
+                raise InvalidArgumentError(
+                    f"{name}: a DTensor expected, as several processes have parts of the layer's, got a "
+                    "plain tensor; torch.distributed.checkpoint has set_model_state_dict for it"
                 )
         return pattern
 
@@ -741,7 +824,7 @@ class BlockSparseLinear(nn.Module):
                 self.weight.grad = None
                 self.weight.data = self.weight.new_empty(shape)
             elif tensor.shape != shape:
-                self._buffers[name] = tensor.new_zeros(shape)
+                self._buffers[name] = _zeros_like(tensor, shape)
         if before == (pattern.nnz, *pattern.block_shape):
             return
         for name in _ARRAYS:  # all of them, so that graphs of autograd keep the pattern they were made with
@@ -749,8 +832,19 @@ class BlockSparseLinear(nn.Module):
 
 
 def _as_before(new: Tensor, old: Tensor) -> Tensor:
-    """What was moved, with the contents and the dtype it had."""
-    return new.to(old.dtype) if old.is_meta else old.to(new.device, copy=True)
+    """What was moved, with the contents and the dtype it had; zeros, which are no pattern, from meta."""
+    return torch.zeros_like(new, dtype=old.dtype) if old.is_meta else old.to(new.device, copy=True)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is Transformers' Conv1D, a linear layer with weight [in_features, out_features]."""
+    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def dense_weight(linear: Any) -> Tensor:
+    """W [out_features, in_features] of a dense layer: a view without gradient, transposed where needed."""
+    weight: Tensor = linear.weight.detach()
+    return weight.T if is_conv1d(linear) else weight
 
 
 def _as_nm(nm: Sequence[int] | None) -> tuple[int, int] | None:
@@ -773,14 +867,18 @@ def representation(layer: Any) -> str:
 
 
 def _best_blocks(
-    weight: Tensor, scores: Tensor | None, density: float, block_shape: tuple[int, int]
+    weight: Tensor,
+    scores: Tensor | None,
+    density: float,
+    block_shape: tuple[int, int],
+    parts: tuple[int, int],
 ) -> BlockPattern:
     if weight.is_meta and scores is None:
         raise InvalidArgumentError("linear: on the meta device there is nothing to score, give pattern")
     if scores is None:
         if bool(weight.isnan().any()):
             raise InvalidArgumentError("linear: its weight holds NaN, which cannot be ranked; give pattern")
-        return BlockPattern.from_dense(weight, block_shape=block_shape, density=density)
+        return BlockPattern.from_dense(weight, block_shape=block_shape, density=density, parts=parts)
     grid = check_shapes(weight.shape, block_shape)[2]
     if scores.shape == weight.shape:
         precision = torch.promote_types(scores.dtype, torch.float32)
@@ -789,12 +887,61 @@ def _best_blocks(
         raise InvalidArgumentError(
             f"scores: shape {grid} or {tuple(weight.shape)} expected, got {tuple(scores.shape)}"
         )
-    return BlockPattern.from_scores(scores, block_shape=block_shape, density=density)
+    return BlockPattern.from_scores(scores, block_shape=block_shape, density=density, parts=parts)
 
 
-def _draw(parameter: nn.Parameter, bound: Tensor, generator: torch.Generator | None) -> None:
-    """Fills a parameter uniformly from ±bound, which is broadcast."""
+def _draw(parameter: nn.Parameter, bound: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Fills a parameter uniformly from ±bound, which is broadcast; gives the whole of it."""
     device = parameter.device if generator is None else generator.device
-    numbers = torch.empty_like(parameter, device=device, requires_grad=False)
-    with torch.no_grad():
-        parameter.copy_(numbers.uniform_(-1, 1, generator=generator).mul_(bound.to(numbers)))
+    numbers = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    numbers.uniform_(-1, 1, generator=generator).mul_(bound.to(numbers))
+    _fill(parameter, numbers)
+    return numbers.to(parameter.device)
+
+
+@torch.no_grad()
+def _fill(target: Tensor, whole: Tensor) -> None:
+    """Writes a whole tensor; of a sharded one what this process has of it."""
+    if not _is_sharded(target):
+        target.copy_(whole)
+        return
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = (getattr(target, name) for name in ("device_mesh", "placements"))
+    here = whole.to(target.device)
+    everywhere = DTensor.from_local(here, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    target.copy_(everywhere.redistribute(placements=placements))
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; not every build of PyTorch has the class."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _zeros_like(tensor: Any, shape: tuple[int, ...]) -> Tensor:
+    """Of another shape; of a sharded one cut alike, which those of `Tensor.new_zeros` are not."""
+    if not _is_sharded(tensor):
+        return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    from torch.distributed.tensor import zeros
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return zeros(shape, dtype=tensor.dtype, device_mesh=mesh, placements=placements)
+
+
+def _is_everywhere(tensor: Any) -> bool:
+    """Whether all processes have a part of it."""
+    return _is_sharded(tensor) and tensor.device_mesh.size() == torch.distributed.get_world_size()
+
+
+def _common_generators(
+    sharded: Any, generator: torch.Generator | None
+) -> tuple[torch.Generator, torch.Generator]:
+    """On the CPU and on the tensor's device, of one seed in all processes that have a part of it."""
+    of = generator.device if generator is not None else "cpu"
+    seed = torch.randint(2**62, (), generator=generator, device=of).to(sharded.device)
+    for dim in range(sharded.device_mesh.ndim):
+        group = sharded.device_mesh.get_group(dim)
+        torch.distributed.broadcast(seed, torch.distributed.get_global_rank(group, 0), group)
+    devices = torch.device("cpu"), sharded.device
+    on_cpu, on_device = (torch.Generator(device).manual_seed(int(seed)) for device in devices)
+    return on_cpu, on_device

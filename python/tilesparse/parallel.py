@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import torch.distributed as dist
 from torch import nn
 
 from ._checks import Index
-from .errors import UnsynchronizedPatternError
+from .errors import InvalidPatternError, UnsynchronizedPatternError
 from .linear import _SHARED, BlockSparseLinear
 from .pattern import BlockPattern
+
+if TYPE_CHECKING:
+    from ._tensor_parallel import ColwiseParallel, RowwiseParallel
+
+__all__ = ["ColwiseParallel", "RowwiseParallel", "synchronize_patterns"]
+
+
+def __getattr__(name: str) -> Any:
+    """The styles, imported once they are asked for: DTensors take long, and not every PyTorch has them."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import _tensor_parallel
+
+    return getattr(_tensor_parallel, name)
 
 
 def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = None, src: int = 0) -> None:
@@ -24,24 +41,42 @@ def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = Non
         src: the rank, in the whole job, of the process whose patterns are taken.
 
     Raises:
-        UnsynchronizedPatternError: the layers of the processes differ in more than where their blocks lie. It
-            is raised in all of them, before anything has changed.
+        UnsynchronizedPatternError: the layers of the processes differ in more than where their blocks lie.
+        InvalidPatternError: the process whose patterns are taken has a layer without one. Both are raised in
+            all processes, before anything has changed.
     """
-    layers = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
+    for layer, pattern in zip(layers.values(), broadcast_patterns(layers, group, src), strict=True):
+        layer.pattern = pattern
+        layer._mark(_SHARED)
+
+
+def broadcast_patterns(
+    layers: Mapping[str, BlockSparseLinear], group: dist.ProcessGroup | None, src: int
+) -> list[BlockPattern]:
+    """The patterns that the layers have in one process."""
+    mine = [
+        (name, layer._shape, layer.block_shape, layer.col_indices.shape[0]) for name, layer in layers.items()
     ]
-    mine = [(name, layer._shape, layer.block_shape, layer.col_indices.shape[0]) for name, layer in layers]
-    everyone: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group)
-    if any(theirs != mine for theirs in everyone):
+    missing = [name for name, layer in layers.items() if layer._is_without_pattern()]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (dist.get_rank(), mine, missing), group)
+    if any(theirs != mine for _, theirs, _ in everyone):
         raise UnsynchronizedPatternError(
             f"model: the same layers, block shapes and numbers of blocks in every process expected, "
-            f"got {everyone}"
+            f"got {[theirs for _, theirs, _ in everyone]}"
         )
-    for _, layer in layers:
+    for rank, _, names in everyone:
+        if rank == src and names:
+            raise InvalidPatternError(
+                f"model: layers {names} have no pattern in process {src}, since they left the meta device "
+                "empty; call load_state_dict or reset_parameters there"
+            )
+    patterns = []
+    for layer in layers.values():
         index = layer._index()
         crow, col, slot = (tensor.clone() for tensor in index[:3])
         for tensor in (crow, col, slot):
             dist.broadcast(tensor, src, group)
-        layer.pattern = BlockPattern._of(Index(crow, col, slot, index.shape, index.block_shape))
-        layer._mark(_SHARED)
+        patterns.append(BlockPattern._of(Index(crow, col, slot, index.shape, index.block_shape)))
+    return patterns

@@ -17,9 +17,10 @@ from torch.nn.utils import parametrize
 
 from ._checks import DTYPES, check_block_shape, check_policy
 from ._progress import Progress
+from ._transformers import check_can_follow, follow
 from .errors import InvalidArgumentError, TileSparseError
-from .linear import BlockSparseLinear
-from .pattern import BlockPattern
+from .linear import BlockSparseLinear, dense_weight, is_conv1d
+from .pattern import BlockPattern, check_parts_beside
 from .pseudo import PseudoBlockSparseLinear
 from .storage import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
 
@@ -27,6 +28,7 @@ DEFAULT_OPTIONS: Mapping[str, Any] = {
     "density": 0.5,
     "block_shape": (32, 32),
     "pattern": None,
+    "parts": (1, 1),
     "policy": "sparse",
     "nm": None,
     "transposable": False,
@@ -179,12 +181,13 @@ class BlockSparseModelPatcher:
     `reset_parameters` on the new layers, which scales their weights to the smaller fan-in. Build
     the optimizer after patching: the layers have new parameters.
 
-    Only `torch.nn.Linear` itself is replaced. Its subclasses and Transformers' ``Conv1D`` (which
-    stores the transposed weight) are reported as skipped; override `is_patchable` and
-    `new_child_module` to handle such layers. Skipped are also layers of which something would get
-    lost: parametrizations, parameters or buffers besides weight and bias, hooks of parameters or of
-    the state dict, and a ``forward`` of their own. Hooks of the module's calls move to the new layer,
-    and their handles go on to work.
+    Replaced are `torch.nn.Linear` itself and Transformers' ``Conv1D``, which stores the transposed weight.
+    Subclasses are reported as skipped; override `is_patchable` and `new_child_module` to handle them. Where
+    one layer computes several things, such as q, k and v, their features stay in their places; blocks are
+    ranked among all of them together, so that one may keep fewer than another, unless a ``pattern`` says
+    otherwise. Skipped are also layers of which something would get lost: parametrizations, parameters or
+    buffers besides weight and bias, hooks of parameters or of the state dict, and a ``forward`` of their own.
+    Hooks of the module's calls move to the new layer, and their handles go on to work.
 
     The output embedding of a language model decides every token, so it is patched only where a
     pattern writes out the last part of its name: ``lm_head`` does, ``.*`` does not. Output embeddings
@@ -214,6 +217,8 @@ class BlockSparseModelPatcher:
                 - ``block_shape``: (bn, bk); (32, 32).
                 - ``pattern``: the `BlockPattern` to use, which says density and block shape, too. Layers
                   on the meta device need one, as there is nothing to choose blocks by.
+                - ``parts``: (r, c): keep as many blocks of each of r parts of the block rows and c of the
+                  block columns, for tensor parallelism over so many processes; (1, 1), as beside ``pattern``.
                 - ``policy``: how the layer computes, "sparse", "auto" or "dense"; "sparse".
                 - ``nm``: (2, 4) for 2:4 inside the blocks, whose bk is then 32, 64 or 128; None.
                 - ``transposable``: whether masks are chosen so that two of four are kept in columns as well,
@@ -228,21 +233,16 @@ class BlockSparseModelPatcher:
         Raises:
             InvalidArgumentError: `regex` is no regular expression, or an option is unknown or wrong.
         """
-        try:
-            compiled = re.compile(regex)
-        except (re.error, TypeError) as error:
-            raise InvalidArgumentError(
-                f"regex: a regular expression expected, got {regex!r}: {error}"
-            ) from error
+        compiled = _compiled(regex)
         self._rules.append(_Rule(compiled, fullmatch, _checked_options({} if options is None else options)))
 
     def is_patchable(self, name: str, module: nn.Module) -> bool:
         """Whether `new_child_module` can replace a module of this kind. Override to change it."""
-        return type(module) is nn.Linear
+        return _is_linear(module)
 
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> _Replacement:
         """Makes the replacement of one layer. `options` has a value for every option."""
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or is_conv1d(module):
             if options["pattern"] is None:
                 _check_blocks_can_be_chosen(module, options["block_shape"])
             _check_can_be_stored(module, options["storage"])
@@ -251,6 +251,7 @@ class BlockSparseModelPatcher:
             options["density"],
             block_shape=options["block_shape"],
             pattern=options["pattern"],
+            parts=options["parts"],
             policy=options["policy"],
             nm=options["nm"],
             transposable=options["transposable"],
@@ -281,7 +282,9 @@ class BlockSparseModelPatcher:
         unmatched = [rule.regex.pattern for rule in self._rules if not any(map(rule.matches, names.values()))]
         report = _report(names, targets, skipped, unmatched)
         if not dry_run:
+            check_can_follow(model)
             self._replace(model, targets)
+            follow(model)
         return report
 
     def undo(self, model: nn.Module) -> None:
@@ -289,13 +292,23 @@ class BlockSparseModelPatcher:
 
         Raises:
             InvalidArgumentError: this patcher has not patched `model`; a copy of a patched model is
-                another model.
+                another model. Or another module stands where it has put one, such as an adapter around it.
+                The model is as it was.
         """
         if model not in self._originals:
             raise InvalidArgumentError("model: not patched by this patcher, or already undone")
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for name, target in self._originals[model].items():
+            if modules.get(name) is not target.replacement:
+                kind = type(modules[name]).__name__ if name in modules else "nothing"
+                raise InvalidArgumentError(
+                    f"model: the layer that this patcher has put there expected as {name!r}, got {kind}; "
+                    "merge or remove adapters first"
+                )
         for name, target in self._originals.pop(model).items():
             _share_hooks(target.replacement, target.module)
             _set_submodule(model, name, target.module)
+        follow(model)
 
     def _plan(
         self, model: nn.Module, names: Mapping[nn.Module, list[str]]
@@ -333,16 +346,8 @@ class BlockSparseModelPatcher:
             return _reason_not_patchable(module)
         if module is model:
             return "the model itself cannot be replaced in place"
-        parents = (model.get_submodule(name.rpartition(".")[0]) for name in aliases)
-        if torch.backends.mha.get_fastpath_enabled() and any(
-            isinstance(parent, nn.TransformerEncoderLayer) for parent in parents
-        ):
-            return (
-                "nn.TransformerEncoderLayer reads its weight directly in inference; call "
-                "torch.backends.mha.set_fastpath_enabled(False) first"
-            )
-        reason = _what_would_be_lost(module)
-        if reason is None and type(module) is nn.Linear:
+        reason = _reason_from_parents(model, aliases) or _what_would_be_lost(module)
+        if reason is None and _is_linear(module):
             reason = _reason_not_sparse(module, options)
         return reason
 
@@ -359,6 +364,13 @@ class BlockSparseModelPatcher:
             for name in target.names:
                 _set_submodule(model, name, target.replacement)
                 originals[name] = target
+
+
+def _compiled(regex: str) -> re.Pattern[str]:
+    try:
+        return re.compile(regex)
+    except (re.error, TypeError) as error:
+        raise InvalidArgumentError(f"regex: a regular expression expected, got {regex!r}: {error}") from error
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,6 +390,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArgumentError(
             f"pattern: a BlockPattern expected, got {type(checked['pattern']).__name__}"
         )
+    checked["parts"] = check_parts_beside(checked["pattern"], checked["parts"])
     check_policy(checked["policy"])
     for name in ("transposable", "pseudo_linear", "untie"):
         if not isinstance(checked[name], bool):
@@ -426,14 +439,31 @@ def _output_embeddings(names: Mapping[nn.Module, list[str]]) -> set[nn.Module]:
     return found
 
 
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
 def _reason_not_patchable(module: nn.Module) -> str:
-    if type(module) is nn.Linear:
+    if _is_linear(module):
         return "is_patchable refuses it"
     if isinstance(module, nn.LazyLinear):
         return "not initialised yet; pass a batch through the model first"
     if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
         return "parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
     return "not nn.Linear"
+
+
+def _reason_from_parents(model: nn.Module, aliases: Iterable[str]) -> str | None:
+    """What in the modules around a layer keeps it from being another one."""
+    parents = (model.get_submodule(name.rpartition(".")[0]) for name in aliases)
+    if torch.backends.mha.get_fastpath_enabled() and any(
+        isinstance(parent, nn.TransformerEncoderLayer) for parent in parents
+    ):
+        return (
+            "nn.TransformerEncoderLayer reads its weight directly in inference; call "
+            "torch.backends.mha.set_fastpath_enabled(False) first"
+        )
+    return None
 
 
 def _what_would_be_lost(module: nn.Module) -> str | None:
@@ -450,7 +480,7 @@ def _what_would_be_lost(module: nn.Module) -> str | None:
     return None
 
 
-def _reason_not_sparse(module: nn.Linear, options: Mapping[str, Any]) -> str | None:
+def _reason_not_sparse(module: Any, options: Mapping[str, Any]) -> str | None:
     """What keeps a dense layer with these options from becoming a sparse one that is of use."""
     own = sorted({*module._parameters, *module._buffers, *module._modules})
     if own != ["bias", "weight"]:
@@ -460,14 +490,15 @@ def _reason_not_sparse(module: nn.Linear, options: Mapping[str, Any]) -> str | N
     if module.weight.numel() == 0:
         return "its weight is empty"
     (bn, bk), density = options["block_shape"], options["density"]
-    blocks = (module.out_features // bn) * (module.in_features // bk)
+    out_features, in_features = dense_weight(module).shape
+    blocks = (out_features // bn) * (in_features // bk)
     if options["pattern"] is None and blocks and density > 0 and round(density * blocks) == 0:
         return f"density {density:g} of its {blocks} blocks in {bn}x{bk} rounds to none"
     return None
 
 
-def _check_blocks_can_be_chosen(module: nn.Linear, block_shape: Sequence[int]) -> None:
-    sizes = ("out_features", module.out_features), ("in_features", module.in_features)
+def _check_blocks_can_be_chosen(module: Any, block_shape: Sequence[int]) -> None:
+    sizes = zip(("out_features", "in_features"), dense_weight(module).shape, strict=True)
     for (name, size), block in zip(sizes, block_shape, strict=True):
         if size % block:
             raise InvalidArgumentError(
@@ -481,7 +512,7 @@ def _check_blocks_can_be_chosen(module: nn.Linear, block_shape: Sequence[int]) -
         raise InvalidArgumentError("its weight has NaN, so its blocks cannot be ranked")
 
 
-def _check_can_be_stored(module: nn.Linear, storage: str) -> None:
+def _check_can_be_stored(module: Any, storage: str) -> None:
     weight = module.weight
     if storage in QUANTIZED_BY_NAME and not weight.is_meta and not bool(weight.isfinite().all()):
         raise InvalidArgumentError(

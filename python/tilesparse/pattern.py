@@ -80,6 +80,7 @@ class BlockPattern:
         block_shape: int | Sequence[int],
         density: float | None = None,
         nnz: int | None = None,
+        parts: tuple[int, int] = (1, 1),
         generator: torch.Generator | None = None,
         device: Device = None,
     ) -> BlockPattern:
@@ -88,17 +89,23 @@ class BlockPattern:
         Args:
             density: kept fraction; round(density * R * C) blocks are drawn. Or give
             nnz: how many blocks.
+            parts: (r, c): block rows are cut into r equal parts and block columns into c, and as many blocks
+                are drawn from each of the r * c parts, density or nnz / (r * c) of it. Tensor parallelism
+                over r processes by rows, or c by columns, needs such a balance.
             generator: a CPU generator; None is PyTorch's default one.
             device: of the pattern; None is the CPU.
 
         Raises:
             InvalidArgumentError: not exactly one of density and nnz, or one out of range, or a density
-                that is not 0 and rounds to no block.
+                that is not 0 and rounds to no block, or blocks that cannot be cut into such parts.
         """
-        shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
-        kept = _kept_blocks(rows * cols, density, nnz)
-        chosen = torch.randperm(rows * cols, generator=generator, device="cpu")[:kept]
-        return cls._from_sorted(chosen.sort().values, shape, block_shape, device=device)
+        shape, block_shape, grid = check_shapes(shape, block_shape)
+
+        def draw(numbers: Tensor) -> Tensor:
+            return torch.randperm(len(numbers), generator=generator, device="cpu")
+
+        chosen = _chosen_blocks(grid, parts, density, nnz, draw)
+        return cls._from_sorted(chosen, shape, block_shape, device=device)
 
     @classmethod
     def full(
@@ -201,6 +208,7 @@ class BlockPattern:
         block_shape: int | Sequence[int],
         density: float | None = None,
         nnz: int | None = None,
+        parts: tuple[int, int] = (1, 1),
     ) -> BlockPattern:
         """The best-scored blocks; of equal scores the first in row order.
 
@@ -208,16 +216,20 @@ class BlockPattern:
             scores: [R, C] one number per block, higher is better.
             density: kept fraction, or give
             nnz: how many blocks.
+            parts: (r, c): as many of each part, see `random`.
         """
         _check_matrix("scores", scores)
         bn, bk = check_block_shape(block_shape)
         flat = scores.detach().cpu().reshape(-1)
         if bool(flat.isnan().any()):
             raise InvalidArgumentError("scores: NaN cannot be ranked")
-        kept = _kept_blocks(flat.numel(), density, nnz)
-        best = flat.sort(descending=True, stable=True).indices[:kept]
-        shape = (scores.shape[0] * bn, scores.shape[1] * bk)
-        return cls._from_sorted(best.sort().values, shape, (bn, bk), device=scores.device)
+        grid = scores.shape[0], scores.shape[1]
+
+        def rank(numbers: Tensor) -> Tensor:
+            return flat[numbers].sort(descending=True, stable=True).indices
+
+        best = _chosen_blocks(grid, parts, density, nnz, rank)
+        return cls._from_sorted(best, (grid[0] * bn, grid[1] * bk), (bn, bk), device=scores.device)
 
     @classmethod
     def from_dense(
@@ -227,14 +239,22 @@ class BlockPattern:
         block_shape: int | Sequence[int],
         density: float | None = None,
         nnz: int | None = None,
+        parts: tuple[int, int] = (1, 1),
     ) -> BlockPattern:
-        """The blocks of a dense matrix [out_features, in_features] with the largest Frobenius norm."""
+        """The blocks of a dense matrix [out_features, in_features] with the largest Frobenius norm.
+
+        Args:
+            dense: what to choose blocks of.
+            density: kept fraction, or give
+            nnz: how many blocks.
+            parts: (r, c): as many of each part, see `random`.
+        """
         _check_matrix("dense", dense)
         block_shape = check_shapes(dense.shape, block_shape)[1]
         blocks = blocks_of(dense.detach(), block_shape)
         precision = torch.promote_types(dense.dtype, torch.float32)
         scores = torch.linalg.vector_norm(blocks, dim=(-2, -1), dtype=precision)
-        return cls.from_scores(scores, block_shape=block_shape, density=density, nnz=nnz)
+        return cls.from_scores(scores, block_shape=block_shape, density=density, nnz=nnz, parts=parts)
 
     @classmethod
     def _from_sorted(
@@ -550,6 +570,50 @@ def _check_matrix(name: str, matrix: Tensor) -> None:
         raise InvalidArgumentError(
             f"{name}: a dense 2-D tensor expected, got shape {tuple(matrix.shape)}, {matrix.layout}"
         )
+
+
+def _chosen_blocks(
+    grid: tuple[int, int],
+    parts: Sequence[int],
+    density: float | None,
+    nnz: int | None,
+    order: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Ascending numbers row * C + col of the first blocks, in the order that is asked for, of every part."""
+    (rows, cols), (r, c) = grid, check_parts(parts)
+    if rows % r or cols % c:
+        raise InvalidArgumentError(
+            f"parts: divisors of the {rows} x {cols} blocks of the shape expected, got {(r, c)}"
+        )
+    if nnz is None:
+        kept = _kept_blocks(rows * cols // (r * c), density, None)
+    else:
+        kept, left = divmod(_kept_blocks(rows * cols, density, nnz), r * c)
+        if left:
+            raise InvalidArgumentError(f"nnz: a multiple of the {r * c} parts expected, got {nnz}")
+    numbers = torch.arange(rows * cols, device="cpu").view(r, rows // r, c, cols // c)
+    of_parts = numbers.transpose(1, 2).reshape(r * c, -1)
+    return torch.cat([part[order(part)[:kept]] for part in of_parts]).sort().values
+
+
+def check_parts(parts: Sequence[int]) -> tuple[int, int]:
+    try:
+        r, c = (as_integer(count) for count in parts)
+        if r > 0 and c > 0:
+            return r, c
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgumentError(f"parts: (r, c), two positive integers, expected, got {parts!r}")
+
+
+def check_parts_beside(pattern: BlockPattern | None, parts: Sequence[int]) -> tuple[int, int]:
+    """Parts of blocks that are still to be chosen: a pattern has its own."""
+    checked = check_parts(parts)
+    if pattern is not None and checked != (1, 1):
+        raise InvalidArgumentError(
+            f"parts: none beside a pattern expected, got {parts!r}; say it in the pattern"
+        )
+    return checked
 
 
 def _kept_blocks(total: int, density: float | None, nnz: int | None) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._checks import COMPRESSIBLE, QUANTIZED, check_compressible
-from ._register import COMPRESS, EXPAND_VALUES
+from ._register import COMPRESS, expand_values
 from .errors import InvalidArgumentError
 
 STORAGES = ("plain", "compressed", "int8", "float8_e4m3fn")
@@ -134,10 +134,7 @@ def expand(
     Raises:
         InvalidArgumentError: they do not fit together.
     """
-    if dtype is None:
-        dtype = values.dtype if scales is None else torch.float32
-    plain: Tensor = EXPAND_VALUES(values.detach(), metadata, scales, dtype)
-    return plain
+    return expand_values(values.detach(), metadata, scales, torch.float32 if dtype is None else dtype)
 
 
 def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[Tensor, Tensor]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -257,3 +260,34 @@ def assert_within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
 def assert_product_close(actual: Tensor, left: Tensor, right: Tensor, added: Tensor | None = None) -> None:
     """Asserts actual = left @ right (+ added) within the bound of `product_with_bound`."""
     assert_within(actual, *product_with_bound(left, right, actual.dtype, added))
+
+
+def here() -> str:
+    """The device of this process, among several."""
+    return "cpu" if dist.get_backend() == "gloo" else f"cuda:{dist.get_rank()}"
+
+
+def run_scenes(
+    scenes: Iterable[Callable[[int], None]],
+    rank: int,
+    size: int,
+    backend: str,
+    rendezvous: str,
+    timeout: datetime.timedelta | None = None,
+) -> None:
+    """What one of several processes does; each scene is given its rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timeout
+    )
+    if backend != "gloo":
+        torch.cuda.set_device(rank)
+    try:
+        for scene in scenes:
+            try:
+                scene(rank)
+            except Exception as error:
+                raise AssertionError(f"{scene.__name__}, rank {rank}: {error!r}") from error
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()

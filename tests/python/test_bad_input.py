@@ -428,6 +428,8 @@ def test_errors_are_also_the_built_in_ones(name: str) -> None:
         "InvalidArgumentError": ValueError,
         "InvalidPatternError": ValueError,
         "UnsupportedError": NotImplementedError,
+        "CheckpointError": ValueError,
+        "CheckpointNotFoundError": FileNotFoundError,
     }.get(name, RuntimeError)
     assert issubclass(error, builtin)
     assert str(pickle.loads(pickle.dumps(error("text")))) == "text"

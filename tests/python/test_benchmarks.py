@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import subprocess
+import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import bench_checkpoint
 import bench_cpu
 import bench_host
 import bench_models
+import bench_parallel
 import bench_storages
 import bench_training
 import break_even
@@ -135,6 +140,18 @@ def test_the_time_of_the_host_is_measured_in_every_mode(
     for case in cases:
         (result,) = case["results"]
         assert result["ratio"] == pytest.approx(result["host_us"] / result["dense_host_us"], rel=1e-2)
+
+
+def test_memory_of_checkpoints_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, and of layers so small that peaks say nothing."""
+    monkeypatch.setattr(bench_checkpoint, "FEATURES", 128)
+    monkeypatch.setattr(bench_checkpoint, "_in_fresh_process", lambda function, *given: function(*given))
+    monkeypatch.setattr(bench_checkpoint, "_layers", lambda form, megabytes: 5)
+    path = tmp_path / "checkpoint.json"
+    assert bench_checkpoint.main(["--output", str(path)]) == 0
+    cases = json.loads(path.read_text())["cases"]
+    assert [case["files"] for case in cases] == [1, 5, 1, 5]
+    assert all([result["call"] for result in case["results"]] == ["save", "load"] for case in cases)
 
 
 def test_products_of_the_cpu_are_measured_and_checked(
@@ -288,3 +305,26 @@ def test_break_even_of_the_package_is_that_of_the_committed_results() -> None:
     names = ("h200_bf16.json", "h200_break_even.json")
     documents = [json.loads((RESULTS / name).read_text()) for name in names]
     assert json.loads(cli.BREAK_EVEN.read_text()) == break_even.break_even(documents)
+
+
+def test_parallel_training_is_measured(tmp_path: Path) -> None:
+    """In a process of its own, since it joins a group of processes."""
+    output = tmp_path / "parallel.json"
+    sizes = {"layers": 1, "hidden": 64, "ffn": 128, "block": 16, "tokens": 32, "steps": 1}
+    command = [sys.executable, bench_parallel.__file__, "--device", "cpu", "--output", str(output)]
+    command += [f"--{name}={size}" for name, size in sizes.items()]
+    subprocess.run([*command, "--commit", "0"], check=True, capture_output=True)
+    assert report.main([str(output)]) == 0
+    cases = {
+        (case["contender"], case["way"]): case["results"] for case in json.loads(output.read_text())["cases"]
+    }
+    assert set(cases) == set(product(bench_parallel.CONTENDERS, bench_parallel.WAYS))
+    for (contender, way), results in cases.items():
+        alone = cases[contender, "one"][0]
+        assert len(results) == (1 if way == "one" else 2)
+        for result in results:
+            whole = 64 * 128 * 2 * 4 * (1 if contender == "dense" else 0.25)
+            assert result["state_bytes"]["parameters"] == whole / (1 if way in ("one", "ddp") else 2)
+            assert result["losses"] != [] and result["losses"] == pytest.approx(alone["losses"], rel=1e-2)
+            assert (result["sent_bytes"] == {}) == (way == "one")
+    assert cases["dense", "ddp"][0]["sent_bytes"] == {"all_reduce": 64 * 128 * 2 * 4}

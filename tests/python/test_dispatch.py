@@ -22,6 +22,7 @@ import torch
 from tilesparse import _C, BlockPattern, UnsupportedError
 from tilesparse._checks import DTYPES
 from tilesparse._launch import DDS_NN, DDS_NT, SDD_TN, prepared
+from tilesparse._private import tf32_allowed
 
 KERNELS = _C.kernels()
 CUDA = 1
@@ -355,3 +356,17 @@ def test_the_log_says_how_values_are_stored_and_that_they_are_expanded(options: 
     assert " values=" not in plain and "expanded" not in plain
     start = f"tilesparse: dds_nt float32 {values} tokens=64 out=1024 in=1024 block=64x64: cpu_"
     assert stored.startswith(start) and stored.endswith("; it is given expanded values)")
+
+
+def test_compiled_code_that_chooses_by_precision_is_traced_whole() -> None:
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if tf32_allowed() else x - 1
+
+    compiled = torch.compile(add, fullgraph=True, backend="eager")
+    x, before = torch.zeros(3), torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            assert torch.equal(compiled(x), add(x))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import randn, seeded
+from helpers import here, randn, run_scenes, seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -22,11 +22,6 @@ from tilesparse.train import MaskSchedule
 
 IN, OUT = 96, 64
 WORLD = 2
-
-
-def here() -> str:
-    """The device of this process, among several."""
-    return "cpu" if dist.get_backend() == "gloo" else f"cuda:{dist.get_rank()}"
 
 
 def make(seed: int, **options: Any) -> nn.Sequential:
@@ -199,36 +194,21 @@ def masked(rank: int) -> None:
         MaskSchedule(sharded, optimizer, every=1, decay=0)
 
 
-SCENES: dict[str, Callable[[int], None]] = {
-    scene.__name__: scene
-    for scene in (
-        by_default,
-        without_broadcasts,
-        without_broadcasts_synchronized,
-        loaded,
-        of_other_sizes,
-        from_meta,
-        sharded,
-        flattened,
-        masked,
-    )
-}
+SCENES: tuple[Callable[[int], None], ...] = (
+    by_default,
+    without_broadcasts,
+    without_broadcasts_synchronized,
+    loaded,
+    of_other_sizes,
+    from_meta,
+    sharded,
+    flattened,
+    masked,
+)
 
 
 def _run(rank: int, backend: str, rendezvous: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
-    if backend != "gloo":
-        torch.cuda.set_device(rank)
-    try:
-        for name, scene in SCENES.items():
-            try:
-                scene(rank)
-            except Exception as error:
-                raise AssertionError(f"{name}, rank {rank}: {error!r}") from error
-            dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    run_scenes(SCENES, rank, WORLD, backend, rendezvous)
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])

@@ -5,27 +5,36 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import randn, seeded
+from helpers import DEVICES, randn, seeded
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tilesparse import BlockSparseLinear
+from tilesparse import BlockSparseLinear, BlockSparseModelPatcher
 
 IN, OUT = 96, 64
 FORWARD = """
 import sys, torch
+torch.set_num_threads(1)
 {imported}
 BlockSparse = {decoys}
 program, inputs = {load}, torch.load(sys.argv[2])
 results = [program(inputs["x"])]
 if {loads}:
-    target = program if isinstance(program, torch.nn.Module) else None
-    target.load_state_dict(inputs["state"])
+    if isinstance(program, torch.nn.Module):
+        program.load_state_dict(inputs["state"])
+    else:
+        program.load_constants(inputs["state"], check_full_update=True)
     results.append(program(inputs["x"]))
 torch.save(results, sys.argv[3])
 """
+LOAD_EXPORTED = "torch.export.load(sys.argv[1]).module()"
+LOAD_TRACED = "torch.jit.load(sys.argv[1])"
+LOAD_PACKAGE = "torch._inductor.aoti_load_package(sys.argv[1])"
+KEEP = {"always_keep_tensor_constants": True}
 # Patterns that take the numbers which any of the exporting process had.
 DECOYS = "[tilesparse.BlockSparseLinear(96, 64, density=0.5, block_shape=16) for _ in range(50)]"
 
@@ -37,6 +46,45 @@ def model(seed: int) -> nn.Module:
         BlockSparseLinear(OUT, IN, density=0.25, block_shape=(16, 32), generator=seeded(seed + 10)),
     )
     return nn.Sequential(*layers).eval()
+
+
+def of_all_kinds(seed: int, device: str = "cpu") -> nn.Module:
+    """Layers in every storage and with every policy."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"policy": "auto"},
+        {"policy": "dense"},
+        {"nm": (2, 4)},
+        {"nm": (2, 4), "storage": "compressed"},
+        {"storage": "int8"},
+        {"nm": (2, 4), "storage": "float8_e4m3fn"},
+        {"nm": (2, 4), "storage": "int8", "policy": "dense"},
+    ]
+    layers = (
+        BlockSparseLinear(OUT, OUT, block_shape=32, density=0.5, generator=seeded(seed + i), **option)
+        for i, option in enumerate(options)
+    )
+    return nn.Sequential(*layers).eval().to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+
+
+def exported_for_any_batch(module: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
+    batch = torch.export.Dim("batch", min=1, max=64)
+    with torch.no_grad():
+        return torch.export.export(module, (x,), dynamic_shapes=({0: batch},))
+
+
+def assert_close(results: list[Tensor], expected: list[Tensor]) -> None:
+    tolerance = 1e-5 if results[0].dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(results, [y.detach() for y in expected], rtol=tolerance, atol=tolerance)
+
+
+def aoti_compile(
+    program: torch.export.ExportedProgram, tmp_path: Path, configs: dict[str, Any] | None
+) -> None:
+    made = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "program.pt2"), inductor_configs=configs
+    )
+    Path(made).rename(tmp_path / "program")
 
 
 def in_a_new_process(
@@ -56,7 +104,9 @@ def in_a_new_process(
         loads=loads,
     )
     arguments = [str(tmp_path / name) for name in ("program", "inputs.pt", "results.pt")]
-    subprocess.run([sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    print(done.stderr)  # pytest shows it where a test fails
+    done.check_returncode()
     results: list[Tensor] = torch.load(tmp_path / "results.pt")
     return results
 
@@ -68,8 +118,79 @@ def test_an_exported_program_is_right_in_a_new_process_and_follows_what_it_loads
     program = torch.export.export(exported, (x,), dynamic_shapes=({0: batch},))
     torch.export.save(program, str(tmp_path / "program"))
     fewer = x[:3]
-    results = in_a_new_process(tmp_path, "torch.export.load(sys.argv[1]).module()", other.state_dict(), fewer)
+    results = in_a_new_process(tmp_path, LOAD_EXPORTED, other.state_dict(), fewer)
     torch.testing.assert_close(results, [exported(fewer), other(fewer)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_storage_and_policy_is_exported(tmp_path: Path, device: str) -> None:
+    exported, other = of_all_kinds(1, device), of_all_kinds(11, device)
+    x = randn(5, OUT, dtype=exported[0].weight.dtype, device=device)
+    torch.export.save(exported_for_any_batch(exported, x), str(tmp_path / "program"))
+    results = in_a_new_process(tmp_path, LOAD_EXPORTED, other.state_dict(), x[:3])
+    assert_close(results, [exported(x[:3]), other(x[:3])])
+
+
+class Logits(nn.Module):
+    """A patched Llama, whose result is a tensor."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        torch.manual_seed(seed)
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)).eval()
+        patcher = BlockSparseModelPatcher()
+        patcher.add_pattern(r".*_proj$", {"density": 0.5, "block_shape": 32})
+        assert len(patcher.patch_model(self.model).layers) == 14
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(ids).logits
+        return logits
+
+
+def test_a_model_of_transformers_is_exported(tmp_path: Path) -> None:
+    exported, other = Logits(1), Logits(2)
+    ids = torch.arange(12).view(2, 6)
+    torch.export.save(exported_for_any_batch(exported, ids), str(tmp_path / "program"))
+    more = torch.arange(30).view(5, 6)
+    results = in_a_new_process(tmp_path, LOAD_EXPORTED, other.state_dict(), more)
+    assert_close(results, [exported(more), other(more)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_package_is_right_in_a_new_process_and_follows_the_constants_it_loads(
+    tmp_path: Path, device: str
+) -> None:
+    exported, other = of_all_kinds(1, device), of_all_kinds(11, device)
+    x = randn(5, OUT, dtype=exported[0].weight.dtype, device=device)
+    aoti_compile(exported_for_any_batch(exported, x), tmp_path, KEEP)
+    results = in_a_new_process(tmp_path, LOAD_PACKAGE, other.state_dict(), x[:3])
+    assert_close(results, [exported(x[:3]), other(x[:3])])
+
+    no_patterns = {name: tensor for name, tensor in other.state_dict().items() if "indices" not in name}
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        in_a_new_process(tmp_path, LOAD_PACKAGE, no_patterns, x)
+    assert "indices" in error.value.stderr
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        in_a_new_process(tmp_path, LOAD_PACKAGE, {}, x, imported=False)
+    assert "tilesparse::dds_nt" in error.value.stderr
+
+
+@pytest.mark.parametrize(
+    ("configs", "said"),
+    [
+        (None, r"\[5, 12, 12\].*always_keep_tensor_constants"),
+        ({"aot_inductor.use_runtime_constant_folding": True, **KEEP}, "use_runtime_constant_folding: False"),
+    ],
+)
+def test_a_package_that_would_go_wrong_is_refused(
+    tmp_path: Path, configs: dict[str, Any] | None, said: str
+) -> None:
+    """Of patterns that would be literals, and of folding, in which PyTorch calls other operators."""
+    program = exported_for_any_batch(model(1), randn(5, IN, dtype=torch.float32))
+    with pytest.raises(Exception, match=said):  # an UnsupportedError, within one of Inductor or not
+        aoti_compile(program, tmp_path, configs)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -78,14 +199,14 @@ def test_a_traced_program_is_right_in_a_new_process_and_follows_what_it_loads(tm
     x = randn(5, IN, dtype=torch.float32)
     with torch.no_grad():
         torch.jit.trace(exported, x).save(str(tmp_path / "program"))
-    results = in_a_new_process(tmp_path, "torch.jit.load(sys.argv[1])", other.state_dict(), x[:3])
+    results = in_a_new_process(tmp_path, LOAD_TRACED, other.state_dict(), x[:3])
     torch.testing.assert_close(results, [exported(x[:3]), other(x[:3])])
 
 
-@pytest.mark.parametrize("load", ["torch.export.load(sys.argv[1]).module()", "torch.jit.load(sys.argv[1])"])
+@pytest.mark.parametrize("load", [LOAD_EXPORTED, LOAD_TRACED])
 def test_a_process_without_the_package_raises(tmp_path: Path, load: str) -> None:
     exported, x = model(1), randn(5, IN, dtype=torch.float32)
-    if "export" in load:
+    if load == LOAD_EXPORTED:
         torch.export.save(torch.export.export(exported, (x,)), str(tmp_path / "program"))
     else:
         torch.jit.trace(exported, x).save(str(tmp_path / "program"))

@@ -742,6 +742,14 @@ def test_a_policy_decides_without_changing_results(policy: str) -> None:
         torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), y, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("options", [{"policy": "auto"}, {"nm": (2, 4)}])
+def test_what_is_chosen_for_float32_is_compiled(options: dict[str, Any]) -> None:
+    layer = make_layer(dtype=torch.float32, **options)
+    x = randn(64, 256, dtype=torch.float32, device="cuda")
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
 def test_a_foreign_plan_ends_in_an_error() -> None:
     """What the host cannot know the kernel refuses: it ends the process's CUDA context, so in another one."""
     code = """

@@ -438,6 +438,11 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], field: str) -> None:
         (nn.Linear(IN, OUT), {"scores": torch.zeros(2, 2)}, "scores"),
         (nn.Linear(IN, OUT), {"density": -1}, "density"),
         (nn.Linear(IN, OUT), {"policy": "fast"}, "policy"),
+        (
+            nn.Linear(IN, OUT),
+            {"parts": (1, 2), "pattern": BlockPattern.full((OUT, IN), block_shape=16)},
+            r"parts.*\(1, 2\); say it in the pattern",
+        ),
     ],
 )
 def test_from_linear_names_what_is_wrong(linear: nn.Module, options: dict[str, Any], field: str) -> None:

@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher, PseudoBlockSparseLinear
 from tilesparse import _progress as progress
+from tilesparse.adapter import BlockSparseAdapter
 from tilesparse.demo import GPT, SIZES
 from tilesparse.errors import InvalidArgumentError
 from tilesparse.patch import SkippedLayer
@@ -52,6 +53,15 @@ def test_replaces_exactly_the_matching_layers() -> None:
     layer = model.blocks[0].attention.inputs
     assert isinstance(layer, BlockSparseLinear)
     assert layer.block_shape == (16, 32) and layer.density == 0.25
+
+
+def test_parts_get_equally_many_blocks() -> None:
+    model = gpt()
+    patcher(density=0.5, block_shape=16, parts=(2, 2)).patch_model(model)
+    for layer in (model.blocks[0].mlp[0], model.blocks[0].attention.output):
+        rows, cols = layer.pattern.grid
+        counts = layer.pattern.to_block_mask().view(2, rows // 2, 2, cols // 2).sum((1, 3))
+        assert (counts == layer.pattern.nnz // 4).all()
 
 
 def test_density_one_gives_the_results_of_the_dense_model() -> None:
@@ -199,6 +209,21 @@ def test_undo_restores_the_very_modules() -> None:
             made.undo(unpatched)
 
 
+def test_undo_refuses_layers_that_were_replaced_since() -> None:
+    model, made = gpt(), patcher()
+    made.patch_model(model)
+    adapter = BlockSparseAdapter(model, r".*mlp\.0", density=0.5)
+    before = dict(model.named_modules())
+    with pytest.raises(
+        InvalidArgumentError, match=r"as 'blocks\.0\.mlp\.0', got AdaptedLinear; merge or remove"
+    ):
+        made.undo(model)
+    assert dict(model.named_modules()) == before
+    adapter.remove()
+    made.undo(model)
+    assert BlockSparseLinear not in kinds(model).values()
+
+
 def test_the_patcher_does_not_keep_models_alive() -> None:
     model, made = gpt(), patcher()
     made.patch_model(model)
@@ -295,6 +320,12 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
         (".*", {"pseudo_linear": 1}, "pseudo_linear"),
         (".*", {"policy": "fast"}, "policy.*'dense'.*'fast'"),
         (".*", {"pattern": [[0, 0]]}, "pattern.*list"),
+        (".*", {"parts": 2}, "parts.*2"),
+        (
+            ".*",
+            {"parts": (2, 1), "pattern": BlockPattern.full((64, 64), block_shape=16)},
+            r"parts.*\(2, 1\); say it in the pattern",
+        ),
         (".*", {"nm": (1, 2)}, r"nm: \(2, 4\).*\(1, 2\)"),
         (".*", {"nm": (2, 4), "block_shape": (64, 16)}, r"nm.*bk.*\(64, 16\)"),
         (
@@ -534,7 +565,7 @@ def test_the_report_counts_kinds_of_skipped_modules() -> None:
 
 def test_relatives_of_linear_layers_are_left_alone_and_reported() -> None:
     class Conv1D(nn.Module):
-        """With its weight transposed, as that of Transformers."""
+        """Has the name of Transformers' layer only."""
 
         def __init__(self) -> None:
             super().__init__()

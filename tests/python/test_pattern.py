@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import scipy.sparse
@@ -237,3 +238,42 @@ def test_patterns_live_on_the_host_whatever_the_default_device() -> None:
         assert {tensor.device.type for tensor in tensors_of(pattern)} == {"cpu"}
         assert pattern.transpose().transpose() == pattern
         assert pattern.to_mask().sum() == pattern.nnz * 256
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (2, 1), (1, 3), (4, 6)])
+def test_parts_have_equally_many_blocks(parts: tuple[int, int]) -> None:
+    shape, scores = (128, 192), torch.rand(8, 12, generator=seeded())
+    patterns = [
+        BlockPattern.random(shape, block_shape=16, density=0.25, parts=parts, generator=seeded(1)),
+        BlockPattern.random(shape, block_shape=16, nnz=24, parts=parts, generator=seeded(1)),
+        BlockPattern.from_scores(scores, block_shape=16, nnz=24, parts=parts),
+        BlockPattern.from_dense(
+            scores.repeat_interleave(16, 0).repeat_interleave(16, 1),
+            block_shape=16,
+            density=0.25,
+            parts=parts,
+        ),
+    ]
+    assert patterns[0] == patterns[1] and patterns[2] == patterns[3]
+    r, c = parts
+    for pattern in patterns:
+        counts = pattern.to_block_mask().view(r, 8 // r, c, 12 // c).sum((1, 3))
+        assert (counts == 24 // (r * c)).all()
+    best = scores.view(r, 8 // r, c, 12 // c)
+    kept = patterns[2].to_block_mask().view(best.shape)
+    worst_kept = torch.where(kept, best, 2).amin((1, 3))
+    assert (worst_kept > torch.where(kept, -1, best).amax((1, 3))).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parts": (3, 1)}, "parts: divisors of the 8 x 12 blocks of the shape expected, got \\(3, 1\\)"),
+        ({"parts": (0, 1)}, "parts: \\(r, c\\), two positive integers, expected, got \\(0, 1\\)"),
+        ({"parts": 2}, "parts: .* got 2"),
+        ({"parts": (2, 1), "density": None, "nnz": 3}, "nnz: a multiple of the 2 parts expected, got 3"),
+    ],
+)
+def test_parts_that_are_none(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        BlockPattern.random((128, 192), **{"block_shape": 16, "density": 0.25, **options})

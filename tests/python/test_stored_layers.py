@@ -688,3 +688,16 @@ def test_a_pattern_can_be_changed_beneath_stored_values() -> None:
             (OUT, IN), block_shape=32, nnz=layer.pattern.nnz, generator=seeded(8)
         )
         assert_multiplies(layer, layer.plain_values())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_frozen_weight_stays_frozen_through_other_storages(device: str, trained: bool) -> None:
+    layer = BlockSparseLinear(64, 64, nm=(2, 4), device=device).requires_grad_(trained)
+    layer.to_storage("compressed").to_storage("int8")
+    assert not layer.weight.requires_grad
+    layer = copy.deepcopy(layer)
+    layer.reset_parameters()
+    assert layer.to_storage("plain").weight.requires_grad is trained
+    stored = BlockSparseLinear(64, 64, storage="int8", device=device)
+    assert stored.to_storage("plain").weight.requires_grad

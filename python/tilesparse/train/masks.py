@@ -30,7 +30,7 @@ def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = F
         transposable: whether two of each four neighbours in a column are kept as well.
 
     Raises:
-        UnsupportedError: a layer's storage is not "plain".
+        UnsupportedError: a layer's storage is not "plain", or its weight is sharded.
         InvalidArgumentError: there is no such layer, blocks of one are too small, or another argument is not
             allowed. All errors are raised before any layer has changed.
     """
@@ -39,6 +39,7 @@ def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = F
     if not layers:
         raise InvalidArgumentError("model: no BlockSparseLinear in it")
     for name, layer in layers.items():
+        layer._check_whole("set_nm")
         if layer.storage != "plain":
             raise UnsupportedError(
                 f"model: the storage 'plain' expected of layer {name!r}, got {layer.storage!r}; "

@@ -1,0 +1,37 @@
+"""Ties to Transformers that do not import it: `tilesparse.hf` is imported once Transformers has been."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+
+from torch import nn
+
+from ._hooks import when_imported
+
+_METHODS = "transformers.quantizers.auto"  # where Transformers keeps them
+_HF = f"{__package__}.hf"
+
+
+def register() -> None:
+    """Makes Transformers know `tilesparse.hf`, now or as soon as it is imported."""
+    when_imported(_METHODS, lambda module: _import_hf())
+
+
+def check_can_follow(model: nn.Module) -> None:
+    if _HF in sys.modules:
+        sys.modules[_HF].check_can_follow(model)
+
+
+def follow(model: nn.Module) -> None:
+    """See `hf.follow`; where Transformers is not imported no model is one of its."""
+    if _HF in sys.modules:
+        sys.modules[_HF].follow(model)
+
+
+def _import_hf() -> None:
+    try:
+        importlib.import_module(_HF)
+    except ImportError as error:  # Transformers works all the same
+        warnings.warn(f"from_pretrained will not load block-sparse layers: {error}", stacklevel=2)

@@ -1,0 +1,918 @@
+"""Hugging Face's Transformers: saving, loading and training models with block-sparse layers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from huggingface_hub import ModelCard, PyTorchModelHubMixin
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    pipeline,
+)
+from transformers.utils import logging
+
+import tilesparse
+from tilesparse import (
+    BlockPattern,
+    BlockSparseLinear,
+    BlockSparseModelPatcher,
+    CheckpointError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from tilesparse.adapter import BlockSparseAdapter
+from tilesparse.hf import TileSparseConfig, follow, model_card, to_dense
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 40,
+}
+TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+IMAGES = {"image_size": 16, "patch_size": 8}
+STORAGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "2:4": {"nm": (2, 4)},
+    "compressed": {"nm": (2, 4), "storage": "compressed"},
+    "int8": {"storage": "int8"},
+    "2:4 float8": {"nm": (2, 4), "storage": "float8_e4m3fn"},
+}
+
+
+def gpt2(**options: Any) -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=96,
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        n_positions=40,
+        bos_token_id=0,
+        eos_token_id=1,
+        **options,
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, num_key_value_heads=1, **options)).eval()
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "roberta": (lambda: RobertaForMaskedLM(RobertaConfig(**SIZES, **TOKENS)).eval(), r"roberta\.encoder"),
+    "gpt2": (gpt2, r"transformer\.h"),
+    "llama": (llama, r"model\.layers"),
+    "vit": (lambda: ViTForImageClassification(ViTConfig(**SIZES | IMAGES)).eval(), r"vit\.(layers|encoder)"),
+}
+CASTS_RIGHT = hasattr(transformers.quantizers.HfQuantizer, "get_new_dtype")  # as later than 5.17
+LAYERS = {"roberta": 12, "gpt2": 8, "llama": 14, "vit": 12}
+
+
+def patch(model: nn.Module, regex: str, **options: Any) -> BlockSparseModelPatcher:
+    patcher = BlockSparseModelPatcher()
+    patcher.add_pattern(regex, {"density": 0.5, "block_shape": (16, 32), **options})
+    assert patcher.patch_model(model).layers
+    return patcher
+
+
+def patched(kind: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    make, regex = MODELS[kind]
+    model = make()
+    patch(model, regex, **options)
+    return model
+
+
+def inputs(kind: str = "llama") -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    if kind == "vit":
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+    return {"input_ids": torch.randint(3, 96, (2, 9), generator=generator)}
+
+
+@torch.no_grad()
+def logits(model: Any, kind: str = "llama") -> torch.Tensor:
+    given = {name: tensor.to(model.device) for name, tensor in inputs(kind).items()}
+    result: torch.Tensor = model(**given).logits
+    return result.cpu()
+
+
+def sparse_layers(model: nn.Module) -> list[BlockSparseLinear]:
+    return [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
+
+
+def assert_same(model: nn.Module, expected: nn.Module) -> None:
+    """Bit for bit, in all tensors and in what the layers are."""
+    mine, theirs = model.state_dict(), expected.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor.cpu().view(torch.uint8), theirs[name].cpu().view(torch.uint8)), name
+    assert tilesparse.checkpoint.section(model) == tilesparse.checkpoint.section(expected)
+
+
+def written(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """In a new process."""
+    source = Path(tilesparse.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_are_saved_and_loaded_bit_for_bit(tmp_path: Path, kind: str, storage: str) -> None:
+    model = patched(kind, **STORAGES[storage])
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert len(written(tmp_path)["quantization_config"]["layers"]) == LAYERS[kind]
+    loaded = type(model).from_pretrained(tmp_path)
+    assert_same(loaded, model)
+    assert torch.equal(logits(loaded, kind), logits(model, kind))
+    for layer, original in zip(sparse_layers(loaded), sparse_layers(model), strict=True):
+        assert layer.weight.requires_grad == original.weight.requires_grad
+
+
+@pytest.mark.parametrize("storage", ["2:4", "2:4 float8"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_are_loaded_in_another_dtype_and_with_another_head(
+    tmp_path: Path, kind: str, storage: str
+) -> None:
+    model = patched(kind, **STORAGES[storage])
+    model.save_pretrained(tmp_path / "whole")
+    base = AutoModel.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16)
+    assert len(sparse_layers(base)) == LAYERS[kind]
+    for name, tensor in base.state_dict().items():
+        if tensor.is_floating_point() and not name.endswith("scales") and tensor.element_size() > 1:
+            assert tensor.dtype == torch.bfloat16, name
+    for layer, original in zip(sparse_layers(base), sparse_layers(model), strict=True):
+        assert torch.equal(layer.plain_values(), original.plain_values().bfloat16())
+        assert layer.pattern == original.pattern and layer.pattern.col_indices.dtype == torch.int32
+    base.save_pretrained(tmp_path / "base")
+    again = type(model).from_pretrained(tmp_path / "base", dtype=torch.float32)
+    before = base if storage == "2:4" else model  # 8 bits and scales are the same in every dtype
+    for layer, original in zip(sparse_layers(again), sparse_layers(before), strict=True):
+        assert torch.equal(layer.plain_values(), original.plain_values().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_layers_that_a_model_keeps_in_float32(tmp_path: Path, storage: str, dtype: torch.dtype) -> None:
+    config = T5Config(
+        vocab_size=96, d_model=64, d_kv=32, d_ff=128, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    model = T5ForConditionalGeneration(config).eval()
+    patch(model, r".*(wo|wi|SelfAttention)", **STORAGES[storage])
+    model.save_pretrained(tmp_path)
+    if "metadata" in sparse_layers(model)[0].state_dict() and dtype == torch.float16 and not CASTS_RIGHT:
+        with pytest.raises(UnsupportedError, match=r"wo\.metadata: rounded by Transformers"):
+            T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype)
+        return
+    loaded = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype)
+    kept = loaded.encoder.block[0].layer[1].DenseReluDense.wo
+    if "float8" not in storage and storage != "int8":
+        assert kept.weight.dtype == (torch.float32 if dtype == torch.float16 else dtype)
+    for layer, original in zip(sparse_layers(loaded), sparse_layers(model), strict=True):
+        assert layer.pattern == original.pattern
+        assert torch.equal(layer.plain_values().float(), original.plain_values().to(layer._dtype).float())
+
+
+TILESPARSE_FIRST = """
+import sys
+import tilesparse
+assert "transformers" not in sys.modules
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+torch.save(model(torch.load(sys.argv[2])["input_ids"]).logits, sys.argv[3])
+"""
+
+
+def test_importing_tilesparse_first_suffices_in_a_fresh_process(tmp_path: Path) -> None:
+    model = patched("gpt2", nm=(2, 4), storage="int8")
+    model.save_pretrained(tmp_path)
+    torch.save(inputs(), tmp_path / "inputs")
+    done = run(TILESPARSE_FIRST, tmp_path, tmp_path / "inputs", tmp_path / "logits")
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "logits"), logits(model))
+
+
+WITHOUT_TILESPARSE = """
+import sys
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, pipeline
+attempts = [
+    lambda: LlamaForCausalLM.from_pretrained(sys.argv[1]),
+    lambda: AutoModelForCausalLM.from_pretrained(sys.argv[1]),
+    lambda: AutoModel.from_pretrained(sys.argv[1]),
+    lambda: pipeline("text-generation", model=sys.argv[1]),
+]
+for attempt in attempts:
+    try:
+        attempt()
+    except (RuntimeError, ValueError) as error:
+        print(type(error).__name__)
+assert "tilesparse" not in sys.modules
+import tilesparse
+model = attempts[0]()
+print(sum(isinstance(layer, tilesparse.BlockSparseLinear) for layer in model.modules()))
+"""
+
+
+def test_without_tilesparse_loading_is_refused(tmp_path: Path) -> None:
+    patched("llama", storage="int8").save_pretrained(tmp_path)
+    done = run(WITHOUT_TILESPARSE, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [*["RuntimeError"] * 3, "ValueError", str(LAYERS["llama"])]
+    assert "Unknown quantization type, got tilesparse" in done.stderr
+
+
+def test_what_is_written_follows_the_layers(tmp_path: Path) -> None:
+    model = patched("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    layer.to_storage("int8", per="block")
+    layer.policy = "auto"
+    model.model.layers[1].mlp.up_proj.set_nm((2, 4))
+    model.model.layers[1].mlp.down_proj = BlockSparseLinear(128, 64, bias=False, density=0.25)
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert_same(loaded, model)
+    loaded.model.layers[0].mlp.up_proj.to_storage("plain")
+    loaded.save_pretrained(tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), loaded)
+
+
+def test_copies_of_a_model_have_configurations_of_their_own(tmp_path: Path) -> None:
+    model = patched("llama")
+    copied = copy.deepcopy(model)
+    copied.model.layers[0].mlp.up_proj.to_storage("int8")
+    copied.save_pretrained(tmp_path / "copied")
+    model.save_pretrained(tmp_path / "model")
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "copied"), copied)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "model"), model)
+    alone = copy.deepcopy(model.config)
+    assert dict(alone.quantization_config) == dict(model.config.quantization_config)
+    del model.model.layers[1]
+    assert dict(alone.quantization_config) != dict(model.config.quantization_config)
+
+
+def test_pickles_hold_what_they_were(tmp_path: Path) -> None:
+    model = pickle.loads(pickle.dumps(patched("llama")))
+    model.save_pretrained(tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
+    model.model.layers[0].mlp.up_proj.to_storage("int8")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"up_proj\.scales: there, but not in the form"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    follow(model)
+    model.save_pretrained(tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_undone_models_are_dense_to_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = llama()
+    patcher = patch(model, r"model\.layers", storage="int8")
+    assert model.is_quantized and model.quantization_method == "tilesparse"
+    patcher.undo(model)
+    assert not model.is_quantized and getattr(model, "hf_quantizer", None) is None
+    assert not model.model_tags
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in written(tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_models_with_adapters_are_not_made_dense() -> None:
+    model = patched("llama")
+    layers = sparse_layers(model)
+    adapter = BlockSparseAdapter(model, r".*down_proj", density=0.5)
+    before = dict(model.named_modules())
+    with pytest.raises(UnsupportedError, match=r"down_proj\.base_layer': has an adapter; merge or remove"):
+        to_dense(model)
+    assert dict(model.named_modules()) == before
+    adapter.merge()
+    assert sparse_layers(model) == layers and not sparse_layers(to_dense(model))
+
+
+def test_t5_reads_the_weight_of_layers_with_adapters() -> None:
+    model = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=64, d_kv=16, d_ff=128, num_layers=1))
+    patch(model, r".*(wi|wo)$")
+    BlockSparseAdapter(model, r".*")
+    ids = torch.arange(6)[None]
+    assert model(input_ids=ids, decoder_input_ids=ids).logits.shape == (1, 6, 32)
+
+
+@pytest.mark.parametrize("kind", ["llama", "roberta"])
+def test_sparse_output_embeddings_are_not_tied(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    make, _ = MODELS[kind]
+    model = llama(tie_word_embeddings=True) if kind == "llama" else make()
+    dense, name = logits(model, kind), "lm_head" if kind == "llama" else r"lm_head\.decoder"
+    patcher = patch(model, name, untie=True)
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path)
+        assert len(sparse_layers(loaded)) == 1
+        assert torch.equal(logits(loaded, kind), logits(model, kind))
+        loaded.save_pretrained(tmp_path)
+    patcher.undo(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, kind), dense)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+
+
+def bart() -> BartForConditionalGeneration:
+    sizes: dict[str, Any] = {"vocab_size": 96, "d_model": 64, "max_position_embeddings": 40}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 64}
+    torch.manual_seed(0)
+    return BartForConditionalGeneration(BartConfig(**sizes)).eval()
+
+
+def test_other_embeddings_keep_their_values_beside_a_sparse_output_embedding(tmp_path: Path) -> None:
+    model = bart()
+    dense = logits(model)
+    patcher = patch(model, "lm_head", untie=True)
+    model.save_pretrained(tmp_path)
+    loaded = BartForConditionalGeneration.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    patcher.undo(model)
+    assert model.model.encoder.embed_tokens.weight is model.model.shared.weight is model.lm_head.weight
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(BartForConditionalGeneration.from_pretrained(tmp_path)), dense)
+
+
+def test_output_embeddings_are_tied_again_while_other_layers_stay_sparse(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = llama(tie_word_embeddings=True)
+    patch(model, r"model\.layers")
+    patch(model, "lm_head", untie=True).undo(model)
+    assert model.config.tie_word_embeddings
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_output_embeddings_that_become_dense_have_a_weight_of_their_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = llama(tie_word_embeddings=True)
+    patch(model, "lm_head", untie=True)
+    sparse = logits(model)
+    to_dense(model).tie_weights()
+    assert not model.config.tie_word_embeddings
+    torch.testing.assert_close(logits(model), sparse)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_models_that_have_one_configuration_object_are_refused() -> None:
+    model = patched("llama")
+    twin = LlamaForCausalLM(model.config)
+    for refused in (twin, nn.ModuleList([llama(), twin])):
+        with pytest.raises(UnsupportedError, match="its configuration is also that of another LlamaForCaus"):
+            patch(refused, r".*layers")
+        assert not sparse_layers(refused)
+    assert len(model.config.quantization_config.get("layers")) == LAYERS["llama"]
+    config = llama().config
+    with pytest.raises(UnsupportedError, match=r"copy\.deepcopy\(config\)"):
+        patch(nn.ModuleList([LlamaForCausalLM(config), LlamaForCausalLM(config)]), r".*layers")
+    follow(model.model)  # which is a part of the one that the configuration describes
+
+
+def test_layers_put_in_by_hand_are_refused_until_the_configuration_follows(tmp_path: Path) -> None:
+    model = llama()
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = BlockSparseLinear.from_linear(mlp.up_proj, block_shape=16)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    follow(model)
+    model.save_pretrained(tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_transformers_and_tilesparse_load_what_the_other_has_saved(tmp_path: Path) -> None:
+    model = patched("gpt2", storage="int8")
+    model.save_pretrained(tmp_path)
+    loaded: Any = tilesparse.load(MODELS["gpt2"][0], tmp_path)
+    assert_same(loaded, model)
+    loaded.save_pretrained(tmp_path)
+    tilesparse.save(loaded, tmp_path)
+    assert_same(GPT2LMHeadModel.from_pretrained(tmp_path), model)
+
+
+def test_models_that_are_made_of_a_configuration_are_dense(tmp_path: Path) -> None:
+    model = patched("llama")
+    model.save_pretrained(tmp_path)
+    dense = LlamaForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path))
+    follow(dense)
+    dense.save_pretrained(tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), dense)
+
+
+def test_models_within_other_modules_are_described(tmp_path: Path) -> None:
+    wrapper = nn.ModuleDict({"encoder": llama(), "head": nn.Linear(96, 32)})
+    patch(wrapper, r".*(layers|head)")
+    wrapper.encoder.save_pretrained(tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), wrapper.encoder)
+
+
+def test_dense_checkpoints_and_other_methods_are_refused(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    config = TileSparseConfig(version=1, layers={})
+    with pytest.raises(
+        InvalidArgumentError, match=r"quantization_config: .*got a dense one; load it without"
+    ):
+        LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(UnsupportedError, match="quantised by gptq"):
+        patch(model, r"model\.layers")
+    assert not sparse_layers(model)
+
+
+def test_tensor_parallel_plans_are_refused(tmp_path: Path) -> None:
+    patched("llama").save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.distributed_config = {"tp_plan": "auto"}
+    with pytest.raises(UnsupportedError, match="cannot split block-sparse layers"):
+        LlamaForCausalLM.from_pretrained(tmp_path, config=config)
+
+
+def test_configurations_of_newer_versions_and_of_other_models_are_refused(tmp_path: Path) -> None:
+    model = patched("llama")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="none of them is in ViTModel"):
+        transformers.ViTModel.from_pretrained(tmp_path)
+    config = written(tmp_path)
+    config["quantization_config"]["version"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgumentError, match=r"version: .*newer tilesparse"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, name: tensors.pop(f"{name}.weight"), r"up_proj\.weight: missing"),
+        (lambda tensors, name: tensors.pop(f"{name}.slot"), r"up_proj\.slot: missing"),
+        (lambda tensors, name: tensors.update({f"{name}.scales": torch.ones(4)}), r"up_proj\.scales: there"),
+        (
+            lambda tensors, name: tensors.update({f"{name}.weight": tensors[f"{name}.weight"][1:].clone()}),
+            r"up_proj\.weight': shape \(8, 16, 32\) .*got \(7, 16, 32\)",
+        ),
+        (
+            lambda tensors, name: tensors.update(
+                {f"{name}.weight": tensors[f"{name}.weight"].to(torch.int8)}
+            ),
+            r"up_proj\.weight': .*torch\.float32 expected.*torch\.int8",
+        ),
+        (lambda tensors, name: tensors[f"{name}.crow_indices"].zero_(), r"layer '.*up_proj': crow_indices"),
+    ],
+    ids=["no weight", "no slot", "other storage", "other shape", "other dtype", "wrong pattern"],
+)
+def test_files_that_are_not_what_the_configuration_says_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor], str], object], message: str
+) -> None:
+    patched("llama").save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj"
+    tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
+    change(tensors, name)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_state_dicts_without_a_weight_are_refused(tmp_path: Path) -> None:
+    model = patched("llama")
+    state, config = model.state_dict(), copy.deepcopy(model.config)
+    assert_same(LlamaForCausalLM.from_pretrained(None, config=config, state_dict=dict(state)), model)
+    del state["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight: missing"):
+        LlamaForCausalLM.from_pretrained(None, config=config, state_dict=dict(state))
+
+
+def test_checkpoints_with_an_adapter_inside_are_refused(tmp_path: Path) -> None:
+    model = patched("llama")
+    adapter = BlockSparseAdapter(model, r".*q_proj")
+    model.save_pretrained(tmp_path / "adapted")
+    for kind in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(CheckpointError, match=r"q_proj.base_layer' lies inside .*, which is a Linear"):
+            kind.from_pretrained(tmp_path / "adapted")
+    patch(adapter.remove(), "lm_head", block_shape=16)
+    model.save_pretrained(tmp_path / "plain")
+    for kind in (AutoModel, LlamaForSequenceClassification):  # without the head, which is not asked for
+        assert len(sparse_layers(kind.from_pretrained(tmp_path / "plain"))) == LAYERS["llama"]
+
+
+def test_heads_of_other_sizes_are_not_loaded_silently(tmp_path: Path) -> None:
+    model = LlamaForSequenceClassification(llama().config)
+    patch(model, r"model\.layers")
+    model.save_pretrained(tmp_path)
+    with pytest.raises((CheckpointError, RuntimeError), match=r"score\.weight|ignore_mismatched_sizes"):
+        LlamaForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
+
+
+PLACES = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("storage", ["2:4", "2:4 float8"])
+def test_layers_are_offloaded_to_disk(tmp_path: Path, storage: str, offload_buffers: bool) -> None:
+    model = patched("llama", **STORAGES[storage])
+    model.save_pretrained(tmp_path / "saved")
+    loaded = LlamaForCausalLM.from_pretrained(
+        tmp_path / "saved",
+        device_map={**PLACES, "model.layers.0": "cpu", "model.layers.1": "disk"},
+        offload_folder=tmp_path / "offload",
+        offload_buffers=offload_buffers,
+    )
+    assert loaded.model.layers[1].mlp.up_proj.weight.is_meta
+    for _ in range(2):
+        assert torch.equal(logits(loaded), logits(model))
+    with pytest.raises(UnsupportedError, match="offloaded"):
+        to_dense(loaded)
+    with pytest.raises(UnsupportedError, match="to_storage: its weight is offloaded"):
+        loaded.model.layers[1].mlp.up_proj.to_storage("plain" if "float8" in storage else "int8")
+    loaded.save_pretrained(tmp_path / "again")
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "again"), model)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
+def test_device_maps(tmp_path: Path, device_map: object) -> None:
+    model = patched("llama")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    assert_same(loaded, model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", STORAGES)
+def test_models_are_loaded_onto_a_gpu(tmp_path: Path, storage: str) -> None:
+    model = patched("llama", **STORAGES[storage])
+    model.save_pretrained(tmp_path)
+    for device_map in ("cuda", "auto"):
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+        assert all(tensor.is_cuda for tensor in loaded.state_dict().values())
+        assert_same(loaded, model)
+        torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-3, atol=1e-3)
+    places = dict.fromkeys(PLACES, 0) | {"model.layers.0": 0, "model.layers.1": "cpu"}
+    mixed = LlamaForCausalLM.from_pretrained(tmp_path, device_map=places)
+    assert mixed.model.layers[1].mlp.up_proj.weight.is_meta
+    torch.testing.assert_close(logits(mixed), logits(loaded), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_generation_with_a_static_cache_compiles_on_a_gpu(tmp_path: Path) -> None:
+    patched("llama").save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, device_map="cuda")
+    given = {"inputs": inputs()["input_ids"].cuda(), "max_new_tokens": 6, "do_sample": False}
+    eager = model.generate(**given, disable_compile=True)
+    assert torch.equal(model.generate(**given, cache_implementation="static"), eager)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_generation_is_that_of_the_dense_model(tmp_path: Path, kind: str) -> None:
+    patched(kind).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    given = {"inputs": inputs()["input_ids"], "max_new_tokens": 6, "do_sample": False}
+    tokens = model.generate(**given)
+    assert torch.equal(model.generate(**given, cache_implementation="static", disable_compile=True), tokens)
+    assert tokens.shape == (2, 15)
+    assert torch.equal(to_dense(model).generate(**given), tokens)
+
+
+@pytest.mark.parametrize("storage", ["plain", "int8"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_become_dense_again(tmp_path: Path, kind: str, storage: str) -> None:
+    model = patched(kind, **STORAGES[storage])
+    sparse = logits(model, kind)
+    dense = to_dense(model) if storage == "plain" else model.dequantize()
+    assert dense is model and not sparse_layers(model) and not model.is_quantized
+    torch.testing.assert_close(logits(model, kind), sparse)
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in written(tmp_path)
+    assert_same(type(model).from_pretrained(tmp_path), model)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_layers_that_become_dense_can_be_trained(storage: str) -> None:
+    model = patched("gpt2", **STORAGES[storage])
+    assert all(parameter.requires_grad for parameter in to_dense(model).parameters())
+    model = patched("gpt2")
+    model.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
+    assert not to_dense(model).transformer.h[0].mlp.c_fc.weight.requires_grad
+
+
+def test_shared_layers_and_those_put_in_by_hand_become_dense() -> None:
+    model = patched("llama")
+    first, second = model.model.layers[0].mlp, model.model.layers[1].mlp
+    second.up_proj = first.up_proj
+    first.extra = BlockSparseLinear(64, 64, density=0.5)
+    follow(model)
+    sparse = logits(model)
+    to_dense(model)
+    assert not sparse_layers(model)
+    assert first.up_proj is second.up_proj and isinstance(first.extra, nn.Linear)
+    torch.testing.assert_close(logits(model), sparse)
+
+
+def test_pipelines(tmp_path: Path) -> None:
+    patched("gpt2").save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w1").save_pretrained(tmp_path)
+    generate = pipeline("text-generation", model=str(tmp_path), device="cpu")
+    assert len(sparse_layers(generate.model)) == LAYERS["gpt2"]
+    (made,) = generate("w5 w6 w7", max_new_tokens=4, do_sample=False)
+    assert made["generated_text"].startswith("w5 w6 w7w")
+
+
+# Training.
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(3, 96, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer(model: Any, folder: Path, **options: Any) -> Trainer:
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "save_steps": 2,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+    }
+    return Trainer(model, TrainingArguments(str(folder), **arguments | options), train_dataset=Tokens())
+
+
+@pytest.mark.parametrize("source", ["patched", "loaded"])
+@pytest.mark.parametrize("nm", [None, (2, 4)])
+def test_the_trainer_fine_tunes_and_resumes(tmp_path: Path, nm: tuple[int, int] | None, source: str) -> None:
+    def start() -> Any:
+        if source == "patched":
+            return patched("roberta", nm=nm)
+        return RobertaForMaskedLM.from_pretrained(tmp_path / "start")
+
+    patched("roberta", nm=nm).save_pretrained(tmp_path / "start")
+    model = start()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer(model, tmp_path / "run").train()
+    for name, layer in model.named_modules():
+        if isinstance(layer, BlockSparseLinear):
+            assert not torch.equal(layer.weight, before[f"{name}.weight"]), name
+    for step in (2, 4):
+        saved = RobertaForMaskedLM.from_pretrained(tmp_path / f"run/checkpoint-{step}")
+        assert len(sparse_layers(saved)) == LAYERS["roberta"]
+    assert_same(saved, model)
+    resumed = start()
+    trainer(resumed, tmp_path / "run").train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    assert_same(resumed, model)
+
+
+@pytest.mark.parametrize("source", ["patched", "loaded"])
+def test_the_trainer_wants_adapters_where_layers_are_not_plain(tmp_path: Path, source: str) -> None:
+    model = patched("roberta", storage="int8")
+    if source == "loaded":
+        model.save_pretrained(tmp_path / "saved")
+        model = RobertaForMaskedLM.from_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match="adapters"):
+        trainer(model, tmp_path)
+    for layer in sparse_layers(model):
+        layer.to_storage("plain")
+    trainer(model, tmp_path, max_steps=1, save_strategy="no").train()
+
+
+def test_the_trainer_takes_compiled_models(tmp_path: Path) -> None:
+    patched("roberta").save_pretrained(tmp_path / "saved")
+    model = RobertaForMaskedLM.from_pretrained(tmp_path / "saved")
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    # The Trainer reads the names of inputs from the signature of a model, which a compiled one does not show.
+    options: dict[str, Any] = {"max_steps": 1, "save_strategy": "no", "remove_unused_columns": False}
+    trainer(compiled, tmp_path / "run", **options).train()
+    layer = sparse_layers(model)[0]
+    assert not torch.equal(
+        layer.weight,
+        load_file(tmp_path / "saved/model.safetensors")[
+            "roberta.encoder.layer.0.attention.self.query.weight"
+        ],
+    )
+
+
+def test_compiled_models_compute_the_same(tmp_path: Path) -> None:
+    patched("llama").save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        result = compiled(**inputs()).logits
+    torch.testing.assert_close(result, logits(model))
+    compiled.save_pretrained(tmp_path / "compiled")
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "compiled"), model)
+
+
+def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
+    patched("llama", nm=(2, 4)).save_pretrained(tmp_path)
+    model, gradients = LlamaForCausalLM.from_pretrained(tmp_path).train(), []
+    for enable in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
+        enable()
+        model.zero_grad()
+        model(**inputs(), labels=inputs()["input_ids"]).loss.backward()
+        gradients.append([layer.weight.grad for layer in sparse_layers(model)])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_accelerate_prepares_models(tmp_path: Path) -> None:
+    patched("llama").save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    before = sparse_layers(model)[0].weight.detach().clone()
+    accelerator.backward(prepared(**inputs(), labels=inputs()["input_ids"]).loss)
+    optimizer.step()
+    unwrapped = accelerator.unwrap_model(prepared)
+    state = accelerator.get_state_dict(prepared)
+    unwrapped.save_pretrained(tmp_path / "trained", state_dict=state)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "trained")
+    assert_same(loaded, unwrapped)
+    assert not torch.equal(sparse_layers(loaded)[0].weight, before)
+
+
+def test_plain_models_are_ordinary_ones(tmp_path: Path) -> None:
+    patched("llama").save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert not model.is_quantized and getattr(model, "hf_quantizer", None) is None
+    assert model.half().dtype == torch.float16 and sparse_layers(model)[0].weight.dtype == torch.float16
+    assert all(parameter.requires_grad for parameter in model.float().parameters())
+
+
+# Layers that are more than one torch.nn.Linear.
+
+
+def masked(model: Any, sparse: Any, transposed: bool) -> Any:
+    """A dense model with zeros where the sparse one has no blocks."""
+    for name, layer in sparse.named_modules():
+        if isinstance(layer, BlockSparseLinear):
+            mask = layer.pattern.to_mask()
+            model.get_submodule(name).weight.data *= mask.T if transposed else mask
+    return model
+
+
+def test_conv1d_keeps_its_meaning() -> None:
+    torch.manual_seed(0)
+    dense = gpt2()
+    full, half, whole = copy.deepcopy(dense), copy.deepcopy(dense), logits(dense)
+    patch(full, r"transformer\.h", density=1.0)
+    torch.testing.assert_close(logits(full), whole)
+    patcher = patch(half, r"transformer\.h")
+    fused = half.transformer.h[0].attn.c_attn
+    assert (fused.in_features, fused.out_features) == (64, 192)
+    assert fused.weight.requires_grad and fused.bias.requires_grad
+    torch.testing.assert_close(logits(half), logits(masked(copy.deepcopy(dense), half, transposed=True)))
+    # q, k and v are where they were: the first block of k is one of those of the dense weight.
+    kept = fused.pattern.to_block_mask()[4:8].nonzero()[0]
+    row, col = 64 + 16 * int(kept[0]), 32 * int(kept[1])
+    original = dense.transformer.h[0].attn.c_attn.weight.T[row : row + 16, col : col + 32]
+    assert any(torch.equal(block, original) for block in fused.weight)
+    patcher.undo(half)
+    assert torch.equal(logits(half), whole)
+
+
+def test_conv1d_in_reports_and_by_scores() -> None:
+    model = gpt2()
+    patcher = BlockSparseModelPatcher()
+    patcher.add_pattern(r"transformer\.h\.0\.mlp\.c_fc", {"density": 0.25, "block_shape": (32, 16)})
+    (line,) = patcher.patch_model(model, dry_run=True).layers
+    assert (line.name, line.shape, line.density) == ("transformer.h.0.mlp.c_fc", (256, 64), 0.25)
+    dense, scores = model.transformer.h[0].mlp.c_fc, torch.rand(8, 4)
+    layer = BlockSparseLinear.from_linear(dense, 0.25, block_shape=(32, 16), scores=scores)
+    assert layer.pattern == BlockPattern.from_scores(scores, block_shape=(32, 16), density=0.25)
+    assert torch.equal(layer.to_linear().weight, dense.weight.T * layer.pattern.to_mask())
+    with pytest.raises(InvalidArgumentError, match=r"c_fc': block_shape: \(128, 128\).*in_features is 64"):
+        patch(model, r"transformer\.h\.0\.mlp\.c_fc", block_shape=128)
+
+
+def test_fused_linear_layers_keep_their_meaning(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    dense = Phi3ForCausalLM(Phi3Config(**SIZES, **TOKENS, num_key_value_heads=2)).eval()
+    full, half = copy.deepcopy(dense), copy.deepcopy(dense)
+    patch(full, r".*(qkv|gate_up)_proj", density=1.0)
+    torch.testing.assert_close(logits(full), logits(dense))
+    patch(half, r".*(qkv|gate_up)_proj")
+    torch.testing.assert_close(logits(half), logits(masked(dense, half, transposed=False)))
+    half.save_pretrained(tmp_path)
+    assert_same(Phi3ForCausalLM.from_pretrained(tmp_path), half)
+
+
+def test_each_part_of_a_fused_layer_gets_its_share() -> None:
+    """As docs/huggingface.md has it."""
+    model = gpt2()
+    first = model.transformer.h[0].attn.c_attn
+    patch(model, r"transformer\.h\.1\.attn\.c_attn", density=0.25, block_shape=16, parts=(3, 1))
+    shares = 0.5, 0.5, 0.25
+    parts = [
+        BlockPattern.from_dense(part, block_shape=16, density=share).to_block_mask()
+        for part, share in zip(first.weight.detach().T.chunk(3), shares, strict=True)
+    ]
+    pattern = BlockPattern.from_block_mask(torch.cat(parts), block_shape=16)
+    patch(model, r"transformer\.h\.0\.attn\.c_attn", pattern=pattern)
+    layers = [block.attn.c_attn for block in model.transformer.h]
+    counts = [[int(part.sum()) for part in layer.pattern.crow_indices.diff().chunk(3)] for layer in layers]
+    assert counts == [[8, 8, 4], [4, 4, 4]]
+
+
+# The Hub.
+
+
+def test_model_cards_say_how_to_load_and_their_check_runs(tmp_path: Path) -> None:
+    model = patched("roberta", nm=(2, 4), storage="int8")
+    model.save_pretrained(tmp_path)
+    assert {"tilesparse", "block-sparse"} <= set(model.model_tags)
+    card = ModelCard(model_card(model, str(tmp_path)))
+    assert card.data.library_name == "transformers" and card.data.tags == ["tilesparse", "block-sparse"]
+    row = r"| roberta.encoder.layer.0.output.dense | 64x128 | 16x32 | 0.500 | 2:4 int8 | 3,412 | 33,024 |"
+    assert row in card.text
+    program = card.text.split("```python\n")[1].split("```")[0]
+    exec(program, {})
+    to_dense(model).save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="0 block-sparse layers in place of 12"):
+        exec(program, {})
+    with pytest.raises(InvalidArgumentError, match="block-sparse layers expected"):
+        model_card(model)
+
+
+class Net(nn.Module, PyTorchModelHubMixin):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        made = BlockSparseLinear(64, 64, block_shape=16) if sparse else nn.Linear(64, 64)
+        self.stack = nn.Sequential(made, nn.ReLU(), nn.Linear(64, 2))
+
+
+def test_hub_mixin_saves_modules_that_make_their_layers(tmp_path: Path) -> None:
+    net = Net(sparse=True)
+    net.save_pretrained(tmp_path)
+    assert_same(Net.from_pretrained(tmp_path), net)
+
+
+def test_hub_mixin_refuses_modules_that_were_patched(tmp_path: Path) -> None:
+    net = Net(sparse=False)
+    patch(net, r"stack\.0")
+    net.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=r"stack\.0\.weight"):
+        Net.from_pretrained(tmp_path)
+    tilesparse.save(net, tmp_path)
+    assert_same(tilesparse.load(Net(sparse=False), tmp_path), net)

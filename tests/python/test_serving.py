@@ -1,0 +1,193 @@
+"""examples/cpp/checkpoint.cpp computes what the layers of a checkpoint do, and survives what is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import randn, seeded, shuffled
+from torch import Tensor, nn
+
+import tilesparse
+from tilesparse import _C, BlockPattern, BlockSparseLinear
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(_C.__file__).parent
+IN, OUT = 128, 64
+FLAGS = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -O1 -g -fsanitize=address,undefined"
+FOUND = {"ASAN_OPTIONS": "exitcode=99", "UBSAN_OPTIONS": "halt_on_error=1:exitcode=99"}  # by a sanitizer
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "narrow": {"block_shape": (32, 16)},
+    "of bfloat16": {"dtype": torch.bfloat16},
+    "masked": {"nm": (2, 4), "dtype": torch.bfloat16},
+    "compressed": {"nm": (2, 4), "storage": "compressed"},
+    "int8": {"storage": "int8", "dtype": torch.bfloat16},
+    "float8 of 2:4": {"nm": (2, 4), "storage": "float8_e4m3fn"},
+    "größe 😀": {"bias": False},
+    "empty": {"density": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    build = tmp_path_factory.mktemp("build")
+    options = [f"-DCMAKE_PREFIX_PATH={PACKAGE}", f"-DCMAKE_CXX_FLAGS={FLAGS}"]
+    for command in (
+        ["cmake", "-G", "Ninja", "-S", ROOT / "examples/cpp", "-B", build, *options],
+        ["cmake", "--build", build, "--target", "checkpoint"],
+    ):
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+    return build / "checkpoint"
+
+
+def run(program: Path, folder: Path, x: Tensor, *layers: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [program, folder, *layers],
+        input=x.contiguous().view(torch.uint8).numpy().tobytes(),
+        capture_output=True,
+        env={**os.environ, **FOUND},
+        check=False,
+    )
+
+
+def outcome(program: Path, folder: Path, x: Tensor, *layers: str) -> Tensor:
+    result = run(program, folder, x, *layers)
+    assert result.returncode == 0, result.stderr.decode()
+    return torch.frombuffer(bytearray(result.stdout), dtype=x.dtype).view(len(x), -1)
+
+
+def model() -> nn.ModuleDict:
+    layers = {}
+    for seed, (name, given) in enumerate(LAYERS.items()):
+        options: dict[str, Any] = {"density": 0.5, "block_shape": (16, 32), **given}
+        density, block_shape = options.pop("density"), options.pop("block_shape")
+        pattern = BlockPattern.random(
+            (OUT, IN), block_shape=block_shape, density=density, generator=seeded(seed)
+        )
+        layers[name] = BlockSparseLinear(IN, OUT, pattern=shuffled(pattern), **options)
+    layers["int8"].to_storage("int8", per="block")
+    return nn.ModuleDict(layers)
+
+
+def save_as_others_do(module: nn.Module, folder: Path) -> None:
+    """Without checksums, as programs do that know nothing of this package."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file(module.state_dict(), folder / "model.safetensors")
+    section = {"quant_method": "tilesparse", **tilesparse.checkpoint.section(module)}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
+
+
+@pytest.mark.parametrize("files", ["one file", "shards", "without checksums"])
+def test_layers_of_every_storage(program: Path, tmp_path: Path, files: str) -> None:
+    module, folder = model(), tmp_path / "model"
+    if files == "without checksums":
+        save_as_others_do(module, folder)
+    else:
+        tilesparse.save(module, folder, max_shard_size=20_000 if files == "shards" else "1GB")
+    assert len(list(folder.glob("*.safetensors"))) > 1 or files != "shards"
+    for name, layer in module.items():
+        x = randn(5, IN, dtype=layer._dtype)
+        torch.testing.assert_close(outcome(program, folder, x, name), layer(x).detach())
+
+
+def test_layers_after_each_other(program: Path, tmp_path: Path) -> None:
+    module = nn.Sequential(
+        BlockSparseLinear(IN, OUT, generator=seeded(1)),
+        nn.ReLU(),
+        BlockSparseLinear(OUT, IN, generator=seeded(2)),
+    )
+    tilesparse.save(module, tmp_path / "model")
+    x = randn(7, IN, dtype=torch.float32)
+    torch.testing.assert_close(outcome(program, tmp_path / "model", x, "0", "2"), module(x).detach())
+
+
+def test_tied_tensors(program: Path, tmp_path: Path) -> None:
+    first, second = (BlockSparseLinear(IN, OUT, generator=seeded(seed)) for seed in (1, 2))
+    second.bias = first.bias
+    tilesparse.save(nn.ModuleList([first, second]), tmp_path / "model")
+    x = randn(3, IN, dtype=torch.float32)
+    torch.testing.assert_close(outcome(program, tmp_path / "model", x, "1"), second(x).detach())
+
+
+def replaced(file: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        text = (folder / file).read_bytes()
+        assert text.count(old.encode()) > 0
+        (folder / file).write_bytes(text.replace(old.encode(), new.encode(), 1))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (replaced("config.json", '"version": 1', '"version": 2'), "config.json: version: 1 expected"),
+        (replaced("config.json", '"nnz": 4', '"nnz": 5'), "another dtype or shape expected"),
+        (replaced("config.json", "{", "["), "config.json: no JSON"),
+        (replaced("config.json", '"plain"', '"plan"'), "plan is not known here"),
+        (replaced("model.safetensors", '"shape":[4', '"shape":[3'), "model.safetensors: damaged"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json: "),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors.index.json: "),
+        (lambda folder: os.truncate(folder / "model.safetensors", 200), "header is longer than allowed"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 3000), "a range within the file expected"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_with_a_sentence(
+    program: Path, tmp_path: Path, change: Callable[[Path], None], said: str
+) -> None:
+    tilesparse.save(nn.ModuleDict({"layer": BlockSparseLinear(IN, OUT, block_shape=(32, 32))}), tmp_path)
+    change(tmp_path)
+    result = run(program, tmp_path, randn(5, IN, dtype=torch.float32), "layer")
+    assert result.returncode == 1 and result.stdout == b""
+    assert said in result.stderr.decode()
+
+
+def test_wrong_arguments_are_refused_with_a_sentence(program: Path, tmp_path: Path) -> None:
+    tilesparse.save(BlockSparseLinear(IN, OUT), tmp_path)
+    x = randn(5, IN, dtype=torch.float32)
+    for given, layer, said in (
+        (x, "other", "layer 'other': config.json"),
+        (x.view(-1)[:100], "", "x: rows of 512 bytes"),
+    ):
+        result = run(program, tmp_path, given, layer)
+        assert result.returncode == 1 and said in result.stderr.decode()
+
+
+def test_mutilated_files_never_crash(program: Path, tmp_path: Path) -> None:
+    """Bytes are changed, dropped and inserted where no checksum tells; sanitizers watch."""
+    chance = random.Random(14)
+    x = randn(2, IN, dtype=torch.float32)
+    layers = {name: model()[name] for name in ("masked", "float8 of 2:4")}
+    save_as_others_do(nn.ModuleDict(layers), tmp_path / "whole")
+    refused = 0
+    for number in range(150):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", folder)
+        file = folder / chance.choice(["config.json", "model.safetensors"])
+        content = bytearray(file.read_bytes())
+        text = len(content) if file.suffix == ".json" else 8 + int.from_bytes(content[:8], "little")
+        for _ in range(chance.randint(1, 3)):
+            at = chance.choice([chance.randrange(8), chance.randrange(text), chance.randrange(len(content))])
+            new = bytes([chance.choice([*b'0179-{}[],:"ex\\ ', chance.randrange(256)])])
+            content[at : at + chance.randint(0, 2)] = new * chance.choice([0, 1, 1, 1, 8])
+        if chance.random() < 0.2:
+            del content[chance.randrange(len(content)) :]
+        file.write_bytes(content)
+        result = run(program, folder, x, chance.choice(list(layers)))
+        said = result.stderr.decode(errors="replace")
+        assert result.returncode in (0, 1), said
+        assert (result.returncode == 0) == (said == "") and said.count("\n") <= 1, said
+        refused += result.returncode
+    assert refused > 100
