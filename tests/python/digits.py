@@ -1,4 +1,4 @@
-"""Pictures of digits drawn by rules, and a small vision transformer: what methods of training are tried on."""
+"""Pictures of digits drawn by rules, and a small vision transformer, for trying methods of training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GLYPHS = (
 
 
 def digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(pictures [count, SIDE, SIDE], labels [count]): digits at one of four places, of some contrast, and noise."""
+    """(pictures [count, SIDE, SIDE], labels [count]) of some contrast at one of four places, and noise."""
     generator = seeded(seed)
     labels = torch.randint(10, (count,), generator=generator)
     glyphs = torch.tensor([[pixel == "#" for pixel in glyph] for glyph in GLYPHS]).view(10, 5, 3).float()

@@ -295,7 +295,7 @@ class PatternSchedule(torch.optim.Optimizer):
 
     def _stop_observing(self) -> None:
         for name in self._observers:
-            self._layers[name]._observe = None
+            del self._layers[name]._observe  # compiled code tells None from nothing
         self._observers = {}
 
     def _observed(self) -> dict[str, Tensor]:
