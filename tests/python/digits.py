@@ -26,12 +26,12 @@ GLYPHS = (
 
 
 def digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(pictures [count, SIDE, SIDE], labels [count]) of some contrast at one of four places, and noise."""
+    """(pictures [count, SIDE, SIDE], labels [count]) of some contrast at one of two places, and noise."""
     generator = seeded(seed)
     labels = torch.randint(10, (count,), generator=generator)
     glyphs = torch.tensor([[pixel == "#" for pixel in glyph] for glyph in GLYPHS]).view(10, 5, 3).float()
-    top, left = (torch.randint(first, first + 2, (count, 1, 1), generator=generator) for first in (1, 2))
-    row, column = torch.arange(SIDE).view(1, -1, 1) - top, torch.arange(SIDE).view(1, 1, -1) - left
+    left = torch.randint(2, 4, (count, 1, 1), generator=generator)
+    row, column = torch.arange(SIDE).view(1, -1, 1) - 1, torch.arange(SIDE).view(1, 1, -1) - left
     inside = (row >= 0) & (row < 5) & (column >= 0) & (column < 3)
     drawn = glyphs[labels.view(-1, 1, 1), row.clamp(0, 4), column.clamp(0, 2)] * inside
     contrast = 1 + torch.rand(count, 1, 1, generator=generator)
