@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from digits import accuracy, digits, make_transformer
 from helpers import DEVICES, randn, seeded
-from test_docs import executed
+from test_docs import ROOT, executed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -335,6 +338,22 @@ def test_the_page_on_training_runs() -> None:
     assert names["lost"].keys() == {"0"}
 
 
+def test_the_language_model_of_the_examples_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example: Any = runpy.run_path(str(ROOT / "examples/train_lm.py"))
+    text = torch.randint(256, (4096,), generator=seeded(), dtype=torch.uint8)
+    monkeypatch.setitem(example["main"].__globals__, "load_text", lambda most: (text, text))
+    output = tmp_path / "results.json"
+    sizes = "--width 64 --dense-width 32 --layers 1 --context 16 --batch 2 --block 16 --seconds 0.3"
+    contenders = "dense,rigl:0.25,gradual:0.25"
+    run = f"--device cpu --no-compile {sizes} --contenders {contenders} --output {output}"
+    example["main"](run.split())
+    cases = json.loads(output.read_text())["cases"]
+    assert [case["contender"] for case in cases] == contenders.split(",")
+    assert all(case["results"][-1]["loss"] < 8 for case in cases)
+    assert cases[1]["parameters"] == cases[1]["parameters_at_first"]
+    assert cases[2]["parameters"] < cases[2]["parameters_at_first"]
+
+
 # ---- what methods reach ----
 
 
@@ -372,8 +391,7 @@ def moving(**options: Any) -> Callable[..., PatternSchedule]:
 DIGITS: dict[str, tuple[Callable[..., Any], float, float]] = {
     "set": (moving(), 0.5, 0.85),
     "rigl": (moving(grow="gradient"), 0.5, 0.88),
-    "snfs": (moving(grow="momentum", sample_every=5), 0.5, 0.88),
-    "movement": (moving(grow="gradient", drop="movement"), 0.5, 0.8),
+    "movement": (moving(grow="momentum", sample_every=5, drop="movement"), 0.5, 0.8),
     "gradual": (
         lambda model, optimizer, steps: Gradual(model, optimizer, density=0.5, steps=steps, events=8),
         1.0,
