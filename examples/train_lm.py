@@ -4,9 +4,10 @@
     python examples/train_lm.py --device cpu --seconds 5 --width 64 --dense-width 32 --layers 1 \\
         --context 64 --batch 4 --block 16 --megabytes 2 --no-compile
 
-A byte-level GPT learns the Python sources of this installation. A contender is dense, or a pair of a method and a
-density, such as rigl:0.25. Each trains for the same time by the clock, in which validation does not count, nor
-what is compiled before the first step. Learning rates fall by a cosine over that time, so all end at rest.
+A byte-level GPT learns the Python sources of this installation. A contender is dense, or a pair of a method
+and a density, such as rigl:0.25. Each trains for the same time by the clock, in which validation does not
+count, nor what is compiled before the first step. Learning rates fall by a cosine over that time, so all end
+at rest.
 """
 
 from __future__ import annotations

@@ -212,6 +212,21 @@ def test_norms_that_a_schedule_sees() -> None:
         check(model, lambda compiled=compiled: backward(compiled))
 
 
+def test_observed_gradients_can_be_differentiated() -> None:
+    model = make(dtype=torch.float64)
+    model[1] = nn.Tanh()
+    penalties = []
+    for every in (1, 5):  # observed, and not
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        schedule = PatternSchedule(model, optimizer, every=every, grow="gradient")
+        x = randn(4, IN, dtype=torch.float64).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        penalties.append(torch.autograd.grad(slope.square().sum(), list(model.parameters())))
+        schedule.remove()
+    for one, other in zip(*penalties, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_norms_of_several_calls_are_added_up() -> None:
     layer = BlockSparseLinear(IN, IN, block_shape=BLOCK, generator=seeded())
     model = nn.Sequential(layer, nn.Tanh(), layer)
@@ -518,8 +533,20 @@ def test_copies_of_a_model_are_not_observed() -> None:
     schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
     twin = copy.deepcopy(model)
     assert model[0]._observe is not None and twin[0]._observe is None
+    later = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
     schedule.remove()
+    assert model[0]._observe is later._observers["0"]
+    later.remove()
     assert model[0]._observe is None
+
+
+def test_a_weight_that_was_replaced_is_named() -> None:
+    model = make()
+    schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1)
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    with pytest.raises(InvalidArgumentError, match=r"^optimizer: the weight of layer '2'"):
+        schedule.step()
+    assert schedule.steps == 0
 
 
 @pytest.mark.parametrize(

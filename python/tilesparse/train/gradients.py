@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .._checks import check_shapes
 from ..errors import InvalidArgumentError
@@ -90,10 +89,11 @@ class _Observed(torch.autograd.Function):
         return y.detach()  # not a view for autograd, so that what follows may write to it in place
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        return grads[0], None, _norms(grads[0], x, *ctx.how), None, None
+        with torch.no_grad():  # also where gradients are differentiated once more
+            norms = _norms(grads[0], x, *ctx.how)
+        return grads[0], None, norms, None, None
 
 
 _observed: Callable[..., Tensor] = _Observed.apply

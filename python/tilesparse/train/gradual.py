@@ -116,6 +116,7 @@ class Gradual:
         time = self._events.get(self.steps + 1)
         if time is not None:
             check_trainable(self._layers)
+            check_optimized(self._layers, self._optimizer)
             check_states(self._optimizer, weights_of(self._layers))
             check_whole(self._model)
         self.steps += 1

@@ -53,7 +53,7 @@ class GroupLasso:
             raise InvalidArgumentError("model: no BlockSparseLinear in it")
         check_trainable(layers)
         check_optimized(layers, optimizer)
-        self._weights = {id(layer.weight) for layer in layers.values()}
+        self._layers = layers
         self._hook = optimizer.register_step_post_hook(self._shrink)
 
     def remove(self) -> None:
@@ -62,10 +62,11 @@ class GroupLasso:
 
     @torch.no_grad()
     def _shrink(self, optimizer: Any, *_: Any) -> None:
+        weights = {id(layer.weight) for layer in self._layers.values()}
         overflow = getattr(optimizer, "found_inf", None)  # GradScaler leaves it for fused optimizers
         for group in optimizer.param_groups:
             for weight in group["params"]:
-                if id(weight) not in self._weights or weight.grad is None:
+                if id(weight) not in weights or weight.grad is None:
                     continue
                 threshold = group["lr"] * self._strength * weight[0].numel() ** 0.5 if len(weight) else 0.0
                 if overflow is not None:

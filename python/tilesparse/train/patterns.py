@@ -266,6 +266,7 @@ class PatternSchedule(torch.optim.Optimizer):
                 nnz, (rows, cols) = self._layers[name].weight.shape[0], self._grid(name)
                 counts[name] = min(int(fraction * nnz), rows * cols - nnz)
         check_trainable(self._layers)
+        check_optimized(self._layers, self._optimizer)
         if self._forgets:
             check_states(self._optimizer, weights_of(self._layers))
         if _has_peers() and not self._agreed:
@@ -294,8 +295,9 @@ class PatternSchedule(torch.optim.Optimizer):
                 self._observers[name] = layer._observe = Observer(layer, self._norm)
 
     def _stop_observing(self) -> None:
-        for name in self._observers:
-            del self._layers[name]._observe  # compiled code tells None from nothing
+        for name, observer in self._observers.items():
+            if self._layers[name]._observe is observer:  # and not that of a schedule made later
+                del self._layers[name]._observe  # compiled code tells None from nothing
         self._observers = {}
 
     def _observed(self) -> dict[str, Tensor]:

@@ -63,7 +63,10 @@ def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> li
     rate = checked_number("lr", lr)
     checked_choice("rule", rule, RULES)
     densities = {
-        id(layer.weight): layer.density for layer in sparse_layers(model).values() if layer.density > 0
+        id(parameter): layer.density
+        for layer in sparse_layers(model).values()
+        for parameter in layer.parameters()
+        if parameter.dim() == 3 and layer.density > 0  # weights, also those that are parametrized
     }
     groups: dict[float, list[nn.Parameter]] = {1.0: []}
     for parameter in model.parameters():
