@@ -22,6 +22,7 @@ from ._layers import (
     sparse_layers,
     weights_of,
 )
+from .gradients import NORMS
 from .scores import SCORES, Movement, magnitudes
 from .states import check_states, narrow_states
 
@@ -92,7 +93,7 @@ class Gradual:
         if begin >= end:
             raise InvalidArgumentError(f"begin: less than end={end} expected, got {begin}")
         checked_choice("score", score, SCORES)
-        checked_choice("norm", norm, (1, 2, torch.inf))
+        checked_choice("norm", norm, NORMS)
         check_whole(model)
         groups = matched_layers(model, "density", density)
         self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
