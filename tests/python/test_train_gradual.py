@@ -390,7 +390,7 @@ def moving(**options: Any) -> Callable[..., PatternSchedule]:
 
 DIGITS: dict[str, tuple[Callable[..., Any], float, float]] = {
     "set": (moving(), 0.5, 0.85),
-    "rigl": (moving(grow="gradient"), 0.5, 0.88),
+    "rigl": (moving(grow="gradient"), 0.25, 0.86),
     "movement": (moving(grow="momentum", sample_every=5, drop="movement"), 0.5, 0.8),
     "gradual": (
         lambda model, optimizer, steps: Gradual(model, optimizer, density=0.5, steps=steps, events=8),
