@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -157,14 +158,14 @@ def histories(snapshots: object) -> tuple[list[int], dict[str, Tensor]]:
             raise InvalidArgumentError(
                 f"snapshots: [{number}]: (step, masks) expected, got {shown(snapshot)}"
             ) from error
-        if not isinstance(masks, Mapping) or not masks:
+        if not isinstance(masks, Mapping) or not masks or not all(isinstance(name, str) for name in masks):
             raise InvalidArgumentError(
                 f"snapshots: step {step}: a mask for each layer's name expected, got {shown(masks)}"
             )
         if number and set(masks) != set(stacks):
             raise InvalidArgumentError(
                 f"snapshots: step {step}: the layers of the first expected; they differ in "
-                f"{few(sorted(map(str, set(masks) ^ set(stacks))))}"
+                f"{few(sorted(set(masks) ^ set(stacks)))}"
             )
         for name, mask in masks.items():
             first = stacks.setdefault(name, [])
@@ -268,12 +269,19 @@ def _checked_point(number: int, point: object) -> dict[str, Any]:
         if not isinstance(complete[key], str):
             raise InvalidArgumentError(f"{place}: {key}: a text expected, got {shown(complete[key])}")
     for key in ("x", "y", "spread"):
-        number_given = complete[key]
-        is_number = isinstance(number_given, int | float) and not isinstance(number_given, bool)
-        if not is_number or not math.isfinite(number_given) or (key == "spread" and number_given < 0):
+        given = complete[key]
+        if not _is_finite(given) or (key == "spread" and given < 0):
             wanted = "a number from 0" if key == "spread" else "a finite number"
-            raise InvalidArgumentError(f"{place}: {key}: {wanted} expected, got {shown(number_given)}")
+            raise InvalidArgumentError(f"{place}: {key}: {wanted} expected, got {shown(given)}")
+        complete[key] = float(given)
     return complete
+
+
+def _is_finite(given: object) -> bool:
+    try:
+        return isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def load_points(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

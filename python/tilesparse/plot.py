@@ -244,7 +244,7 @@ def _page(maps: Sequence[Map], title: str, label: str, largest: float) -> Figure
 
     columns = min(COLUMNS, len(maps))
     rows = math.ceil(len(maps) / columns)
-    figure = Figure(figsize=(max(2.5 * columns, 4.2), 2.6 * rows + 1.2), layout="constrained")
+    figure = Figure(figsize=(max(2.5 * columns, 4.8), 2.6 * rows + 1.2), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     # No shade is so light that a kept block looks absent.
     shades = ScalarMappable(
