@@ -8,6 +8,7 @@ A warning or an error stops it, as does a path of this machine in an output, and
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import tempfile
@@ -25,6 +26,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("notebooks", nargs="*", type=Path, help="(all)")
+    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # of tqdm, which would like widgets
     for path in parser.parse_args().notebooks or sorted(FOLDER.glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
         with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +55,10 @@ def clean(notebook: nbformat.NotebookNode) -> None:
             for place in (sys.prefix, tempfile.gettempdir(), str(FOLDER.resolve().parents[1])):
                 if place in str(output):
                     raise SystemExit(f"{cell.id}: the path {place} in its output")
-            kept.append(output)
+            if kept and output.output_type == kept[-1].output_type == "stream":
+                kept[-1].text += output.text
+            else:
+                kept.append(output)
         if cell.cell_type == "code":
             cell.outputs = kept
 
