@@ -152,7 +152,7 @@ def tradeoff(
             markersize=5,
             linewidth=1.2,
             capsize=2,
-            label=label,
+            label=_listed(label),
         )
         for point in own:
             place = point["x"], point["y"]
@@ -283,7 +283,9 @@ def _draw_map(panel: Axes, drawn: Map, shades: Any) -> None:
     image = torch.where(kept > 0, values, torch.nan).numpy()
     panel.imshow(image, shades.cmap, shades.norm, **placed)
     cell = "" if group == 1 else f"\na cell: {group} x {group} blocks"
-    panel.set_title(f"{_shortened(drawn.name)}\n{drawn.caption}{cell}", fontsize="x-small", pad=4)
+    panel.set_title(
+        f"{_shortened(drawn.name)}\n{drawn.caption}{cell}", fontsize="x-small", pad=4, parse_math=False
+    )
     panel.set(xticks=[], yticks=[], aspect="auto", xlim=(0, blocks[1]), ylim=(blocks[0], 0), anchor="N")
     panel.set_box_aspect(min(max(drawn.aspect, 0.25), 4.0))
     of_rows, of_cols = (drawn.kept.float().mean(side).numpy() for side in (1, 0))
@@ -307,6 +309,11 @@ def _shortened(name: str) -> str:
     return name if len(name) <= 40 else f"…{name[-39:]}"
 
 
+def _listed(label: str) -> str:
+    """As legends list it, which leave out what begins with an underscore, such as compiled models."""
+    return f" {label}" if label.startswith("_") else label
+
+
 # Curves.
 
 
@@ -320,7 +327,8 @@ def _curves(steps: Sequence[int], layers: Mapping[str, Tensor]) -> Figure:
     is_few = len(layers) <= FEW
     for number, (name, own) in enumerate(curves.items()):
         colour = COLOURS[number] if is_few else GREY
-        _draw_curves(panels, steps, own, colour, _shortened(name) if is_few else "", 1.2 if is_few else 0.5)
+        label = _listed(_shortened(name)) if is_few else ""
+        _draw_curves(panels, steps, own, colour, label, 1.2 if is_few else 0.5)
     if not is_few:
         _draw_curves(panels, steps, mean, COLOURS[0], f"mean of {len(layers)} layers", 2)
     panels[0].plot([], [], color="grey", label="kept")

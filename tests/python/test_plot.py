@@ -263,6 +263,14 @@ def test_few_layers_have_colours_and_many_a_mean() -> None:
     assert len(pages) == 2
 
 
+def test_names_of_compiled_models_are_listed() -> None:
+    snapshots = [(step, {"_orig_mod.up": masks["layer"]}) for step, masks in MOVING]
+    curves, _ = plot.evolution(snapshots)
+    assert [text.get_text().strip() for text in curves.legends[0].get_texts()] == ["_orig_mod.up"]
+    figure = plot.tradeoff([{"label": "_a", "x": 1, "y": 1}], x="x", y="y")
+    assert [text.get_text().strip() for text in figure.axes[0].get_legend().get_texts()] == ["_a"]
+
+
 def test_patterns_may_lose_all_their_blocks() -> None:
     curves, ages = plot.evolution(snapshots_of([[1, 1]], [[1, 0]], [[0, 0]]))
     assert list(curves.axes[1].lines[0].get_ydata()) == [0, 0]
