@@ -127,7 +127,7 @@ def tradeoff(
         UnsupportedError: matplotlib is missing.
     """
     _check_matplotlib()
-    from matplotlib.figure import Figure
+    from ._figure import ShownFigure
 
     checked = checked_points(points)
     for axis, is_log in (("x", log_x), ("y", log_y)):
@@ -138,7 +138,7 @@ def tradeoff(
     labels = list(dict.fromkeys(point["label"] for point in checked))
     if len(labels) > (most := math.lcm(len(COLOURS), len(MARKERS))):
         raise InvalidArgumentError(f"points: at most {most} labels expected, got {len(labels)}")
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = ShownFigure(figsize=(7, 4.5), layout="constrained")
     panel = figure.subplots()
     for number, label in enumerate(labels):
         own = sorted((point for point in checked if point["label"] == label), key=lambda point: point["x"])
@@ -239,12 +239,13 @@ def _pages(maps: Sequence[Map], title: str, label: str, largest: float) -> list[
 def _page(maps: Sequence[Map], title: str, label: str, largest: float) -> Figure:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+
+    from ._figure import ShownFigure
 
     columns = min(COLUMNS, len(maps))
     rows = math.ceil(len(maps) / columns)
-    figure = Figure(figsize=(max(2.5 * columns, 4.8), 2.6 * rows + 1.2), layout="constrained")
+    figure = ShownFigure(figsize=(max(2.5 * columns, 4.8), 2.6 * rows + 1.2), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     # No shade is so light that a kept block looks absent.
     shades = ScalarMappable(
@@ -318,9 +319,9 @@ def _listed(label: str) -> str:
 
 
 def _curves(steps: Sequence[int], layers: Mapping[str, Tensor]) -> Figure:
-    from matplotlib.figure import Figure
+    from ._figure import ShownFigure
 
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    figure = ShownFigure(figsize=(10, 3.4), layout="constrained")
     panels = figure.subplots(1, 3)
     curves = {name: _fractions(history) for name, history in layers.items()}
     mean = [torch.stack(of_layers).mean(0) for of_layers in zip(*curves.values(), strict=True)]

@@ -398,6 +398,11 @@ def test_equal_figures_give_equal_files(suffix: str, start: bytes, tmp_path: Pat
     assert contents[0] == contents[1] and contents[0].startswith(start)
 
 
+def test_notebooks_show_figures_without_pyplot() -> None:
+    """IPython asks an object for `_repr_png_`."""
+    assert all(figure._repr_png_().startswith(b"\x89PNG") for figure in plot.evolution(MOVING))
+
+
 def test_several_figures_are_pages_or_files(tmp_path: Path) -> None:
     figures = plot.evolution(MOVING)
     assert plot.save(figures, tmp_path / "a.pdf") == [tmp_path / "a.pdf"]
