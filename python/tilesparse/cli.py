@@ -1,4 +1,4 @@
-"""The ``tilesparse`` command: ``info``, ``bench`` and ``demo``."""
+"""The ``tilesparse`` command: ``info``, ``bench``, ``demo`` and ``plot``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import _C, _checks, demo, functional
+from . import _C, _checks, _plot_command, demo, functional
 from ._checks import BLOCK_SIZES
 from .errors import TileSparseError, UnsupportedError
 from .linear import BlockSparseLinear
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilesparse", description="Block-sparse linear layers.")
     parser.add_argument("--version", action="version", version=f"tilesparse {_C.version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="info | bench | demo")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | bench | demo | plot")
     layer = _layer_options()
 
     command = commands.add_parser(
@@ -103,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--text", type=Path, help="a file to train on")
     command.set_defaults(run=_demo)
+
+    _plot_command.add_to(commands)
     return parser
 
 
