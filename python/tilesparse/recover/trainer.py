@@ -14,8 +14,7 @@ try:
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError(
-        "tilesparse.recover.trainer: Transformers and Accelerate expected (pip install transformers accelerate): "
-        f"{error}"
+        f"tilesparse.recover.trainer: Transformers and Accelerate expected (pip install accelerate): {error}"
     ) from error
 
 from ..errors import CheckpointError, InvalidArgumentError
@@ -62,7 +61,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """The `DistillationLoss` of a batch; with ``return_outputs`` the outputs, too, but no hidden states."""
+        """The `DistillationLoss` of a batch, and where asked for the outputs without hidden states."""
         with torch.no_grad():
             on_teacher = moved(dict(inputs), device_of(self.teacher))
             targets = outputs_of(self.teacher, on_teacher, self.loss, labels=False)
