@@ -22,7 +22,7 @@ from .errors import (
 )
 from .functional import autocast, linear_on, linear_through, straight_through
 from .matrix import BlockSparseMatrix
-from .pattern import BlockPattern, check_parts_beside
+from .pattern import BlockPattern, check_parts_beside, index_of
 from .storage import (
     QUANTIZED_BY_NAME,
     check_nm,
@@ -117,6 +117,8 @@ class BlockSparseLinear(nn.Module):
     scales: Tensor | None
     _part: Part | None = None  # of tensor parallelism
     _thaws: bool = True  # whether the weight, stored otherwise, gets its gradient back in the storage "plain"
+    # Takes y and x of a call and gives y: `tilesparse.train` sees the gradient of y so, in steps that need it.
+    _observe: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(
         self,
@@ -556,9 +558,11 @@ class BlockSparseLinear(nn.Module):
         buffers: dict[str, Any] = self._buffers
         mask = buffers["mask"]
         if mask is not None:
-            return self._masked_linear(x, weight, mask, index, bias, residual)
-        stored = buffers["metadata"], buffers["scales"]
-        return linear_on(x, weight, index, bias, "none", residual, False, self._policy, stored)
+            y = self._masked_linear(x, weight, mask, index, bias, residual)
+        else:
+            stored = buffers["metadata"], buffers["scales"]
+            y = linear_on(x, weight, index, bias, "none", residual, False, self._policy, stored)
+        return y if self._observe is None else self._observe(y, x)
 
     def _masked_linear(
         self,
@@ -669,6 +673,26 @@ class BlockSparseLinear(nn.Module):
             )
         self._mark(_SHARED)
 
+    @torch.no_grad()
+    def _keep_slots(self, slots: Tensor) -> None:
+        """Leaves out all blocks but those at ``slots`` [n], ascending, which get the slots 0 to n - 1.
+
+        The weight stays the same Parameter, and its gradient goes with it; the states that an optimizer has
+        of it are the caller's. On a CUDA device the host does not wait. All of the pattern's tensors are new,
+        so that a graph of autograd made before keeps the pattern it was made with, and refuses to go on.
+        """
+        index, gradient = self._index(), self.weight.grad
+        kept = index_of(torch.stack(self.pattern.block_indices(), 1)[slots], index)
+        self.weight.grad = None
+        self.weight.data = self.weight.detach()[slots]
+        if gradient is not None:
+            self.weight.grad = gradient[slots]
+        if self.mask is not None:
+            self._buffers["mask"] = self.mask[slots]
+        for name in _ARRAYS:
+            self._buffers[name] = getattr(kept, name)
+        self._updated()
+
     def _check_arrays(self, arrays: Mapping[str, Tensor], block_shape: Sequence[int]) -> BlockPattern:
         crow, col, slot = (arrays[name] for name in _ARRAYS)
         return BlockPattern(crow, col, shape=self._shape, block_shape=block_shape, slot=slot, device="cpu")
@@ -709,7 +733,7 @@ class BlockSparseLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_marked"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_marked", "_observe")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -413,7 +413,7 @@ class BlockPattern:
             return self.update_(
                 BlockPattern.from_blocks(everywhere, shape=self.shape, block_shape=self.block_shape)
             )
-        return self._take(_index_of(everywhere, self._index))
+        return self._take(index_of(everywhere, self._index))
 
     def _take(self, other: Index) -> BlockPattern:
         _overwrite(self._index, other)
@@ -511,7 +511,7 @@ def _overwrite(target: Index, source: Index) -> None:
             to.copy_(tensor)
 
 
-def _index_of(places: Tensor, like: Index) -> Index:
+def index_of(places: Tensor, like: Index) -> Index:
     """From the (block row, block column) of the block at every slot; on a GPU the host does not wait."""
     (out_features, in_features), (bn, bk) = like.shape, like.block_shape
     rows, cols = out_features // bn, in_features // bk

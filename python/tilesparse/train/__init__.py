@@ -1,5 +1,23 @@
-"""Training with 2:4 inside the blocks: when masks are chosen anew, and when a model has any."""
+"""Training of sparse layers: patterns that move or shrink, gates, penalties, and masks of 2:4."""
 
+from .gates import BlockGates
+from .gradients import block_gradient_norms
+from .gradual import Gradual, compact
+from .lasso import GroupLasso
 from .masks import MaskSchedule, set_nm
+from .patterns import PatternSchedule, snapshot
+from .scaling import learning_rate_factor, parameter_groups
 
-__all__ = ["MaskSchedule", "set_nm"]
+__all__ = [
+    "BlockGates",
+    "Gradual",
+    "GroupLasso",
+    "MaskSchedule",
+    "PatternSchedule",
+    "block_gradient_norms",
+    "compact",
+    "learning_rate_factor",
+    "parameter_groups",
+    "set_nm",
+    "snapshot",
+]

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import as_integer, check_compressible
+from .._checks import check_compressible
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
 from ..storage import check_nm
+from ._layers import (
+    check_optimized,
+    check_optimizer,
+    check_plain_weight,
+    checked_choice,
+    checked_count,
+    checked_number,
+    sparse_layers,
+)
 
 DECAYS = ("gradient", "weight")
 
@@ -35,7 +43,7 @@ def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = F
             allowed. All errors are raised before any layer has changed.
     """
     check_nm(nm, transposable)
-    layers = _layers(model)
+    layers = sparse_layers(model)
     if not layers:
         raise InvalidArgumentError("model: no BlockSparseLinear in it")
     for name, layer in layers.items():
@@ -105,19 +113,17 @@ class MaskSchedule:
         decay: float,
         decay_on: str = "gradient",
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InvalidArgumentError(
-                f"optimizer: a torch.optim.Optimizer expected, got {type(optimizer).__name__}"
-            )
-        self._every, self._decay = _checked_every(every), _checked_decay(decay)
-        if decay_on not in DECAYS:
-            raise InvalidArgumentError(f"decay_on: one of {list(DECAYS)} expected, got {decay_on!r}")
-        self._layers = {name: layer for name, layer in _layers(model).items() if layer.mask is not None}
+        check_optimizer(optimizer)
+        self._every, self._decay = checked_count("every", every), checked_number("decay", decay)
+        checked_choice("decay_on", decay_on, DECAYS)
+        self._layers = {name: layer for name, layer in sparse_layers(model).items() if layer.mask is not None}
         if not self._layers:
             raise InvalidArgumentError(
                 "model: a BlockSparseLinear with nm=(2, 4) in the storage 'plain' expected, there is none"
             )
-        _check_weights(self._layers, optimizer)
+        check_optimized(self._layers, optimizer)
+        for name, layer in self._layers.items():
+            check_plain_weight(name, layer.weight, "masks of sharded weights are not chosen")
         self.steps = 0
         self.flips: dict[str, Tensor] = {}
         before = self._decay_weights if decay_on == "weight" else self._decay_gradients
@@ -218,36 +224,3 @@ class MaskSchedule:
                 continue
             factor = self._decay if scale is None else self._decay * scale.to(grad.device, non_blocking=True)
             grad.add_(torch.where(mask, 0, weight) * factor)
-
-
-def _layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
-
-
-def _checked_every(every: object) -> int:
-    try:
-        steps = as_integer(every)
-    except TypeError:
-        steps = 0
-    if steps < 1:
-        raise InvalidArgumentError(f"every: a number of steps of at least 1 expected, got {every!r}")
-    return steps
-
-
-def _checked_decay(decay: object) -> float:
-    number = float(decay) if isinstance(decay, Real) and not isinstance(decay, bool) else math.nan
-    if not 0 <= number < math.inf:
-        raise InvalidArgumentError(f"decay: a finite number of at least 0 expected, got {decay!r}")
-    return number
-
-
-def _check_weights(layers: Mapping[str, BlockSparseLinear], optimizer: torch.optim.Optimizer) -> None:
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, layer in layers.items():
-        if id(layer.weight) not in known:
-            raise InvalidArgumentError(f"optimizer: the weight of layer {name!r} is not among its parameters")
-        if type(layer.weight.detach()) is not Tensor:
-            raise UnsupportedError(
-                f"model: a plain tensor expected as weight of layer {name!r}, got "
-                f"{type(layer.weight.detach()).__name__}; masks of sharded weights are not chosen"
-            )

@@ -1,0 +1,156 @@
+"""The layers of a model that something in this package trains, and what is checked of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from numbers import Real
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import as_integer
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..linear import BlockSparseLinear
+
+Layers: TypeAlias = Mapping[str, BlockSparseLinear]
+
+
+def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
+    """By their qualified names; a layer that has several is there once, under the first."""
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
+    return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
+
+
+def matched_layers(
+    model: nn.Module, name: str, numbers: float | Mapping[str, float]
+) -> dict[float, dict[str, BlockSparseLinear]]:
+    """The layers that have each number: all have a single one, or it is that of the first expression.
+
+    Args:
+        model: what has the layers.
+        name: of the argument.
+        numbers: from 0 to 1; by regular expressions that are matched against the start of layers' names, as
+            in the patcher, or one for all layers.
+
+    Raises:
+        InvalidArgumentError: a number or an expression is none, no layer is left, or none matches one of the
+            expressions.
+    """
+    layers = sparse_layers(model)
+    if not layers:
+        raise InvalidArgumentError("model: no BlockSparseLinear in it")
+    rules = dict(numbers) if isinstance(numbers, Mapping) else {"": numbers}
+    if not rules:
+        raise InvalidArgumentError(f"{name}: a number, or one by a regular expression, expected, got {{}}")
+    matched: dict[float, dict[str, BlockSparseLinear]] = {}
+    left = dict(layers)
+    for regex, number in rules.items():
+        value = checked_fraction(name, number)
+        try:
+            found = [layer for layer in layers if re.match(regex, layer)]
+        except (re.error, TypeError) as error:
+            raise InvalidArgumentError(f"{name}: a regular expression expected, got {regex!r}") from error
+        if not found:
+            raise InvalidArgumentError(f"{name}: no BlockSparseLinear matches {regex!r}")
+        group = matched.setdefault(value, {})
+        group.update((layer, left.pop(layer)) for layer in found if layer in left)
+    return {value: group for value, group in matched.items() if group}
+
+
+def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
+    """That the blocks of these layers can be told apart, written to and removed.
+
+    Raises:
+        UnsupportedError: a weight is not plain, or other processes or a parametrization have it.
+        InvalidArgumentError: a weight is frozen, unless that is allowed, or belongs to several layers.
+    """
+    owners: dict[int, str] = {}
+    for name, layer in layers.items():
+        weight = layer._parameters.get("weight")
+        if weight is None:
+            raise UnsupportedError(
+                f"model: layer {name!r}: a weight that is a parameter of its own expected; it is parametrized"
+            )
+        check_plain_weight(name, weight, "blocks of sharded weights stay where they are")
+        if layer._part is not None:
+            raise UnsupportedError(f"model: layer {name!r}: several processes have parts of it")
+        if layer.storage != "plain":
+            raise UnsupportedError(
+                f"model: the storage 'plain' expected of layer {name!r}, got {layer.storage!r}; "
+                "call to_storage('plain')"
+            )
+        if weight.is_meta:
+            raise InvalidArgumentError(f"model: layer {name!r}: its weight is on the meta device")
+        if not frozen and not weight.requires_grad:
+            raise InvalidArgumentError(f"model: layer {name!r}: its weight is frozen; leave the layer out")
+        if id(weight) in owners:
+            raise InvalidArgumentError(
+                f"model: layers {owners[id(weight)]!r} and {name!r} share one weight, but not their patterns"
+            )
+        owners[id(weight)] = name
+
+
+def check_plain_weight(name: str, weight: Tensor, otherwise: str) -> None:
+    if type(weight.detach()) is not Tensor:
+        raise UnsupportedError(
+            f"model: a plain tensor expected as weight of layer {name!r}, got "
+            f"{type(weight.detach()).__name__}; {otherwise}"
+        )
+
+
+def check_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            f"optimizer: a torch.optim.Optimizer expected, got {type(optimizer).__name__}"
+        )
+
+
+def check_optimized(layers: Layers, optimizer: torch.optim.Optimizer) -> None:
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, layer in layers.items():
+        if id(layer.weight) not in known:
+            raise InvalidArgumentError(f"optimizer: the weight of layer {name!r} is not among its parameters")
+
+
+def checked_count(name: str, count: object, least: int = 1) -> int:
+    """A number of steps, or of events."""
+    try:
+        number = as_integer(count)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise InvalidArgumentError(f"{name}: a number of steps of at least {least} expected, got {count!r}")
+    return number
+
+
+def checked_fraction(name: str, fraction: object) -> float:
+    number = float(fraction) if isinstance(fraction, Real) and not isinstance(fraction, bool) else math.nan
+    if not 0 <= number <= 1:
+        raise InvalidArgumentError(f"{name}: a number from 0 to 1 expected, got {fraction!r}")
+    return number
+
+
+def checked_number(name: str, number: object) -> float:
+    """A finite number of at least 0."""
+    value = float(number) if isinstance(number, Real) and not isinstance(number, bool) else math.nan
+    if not 0 <= value < math.inf:
+        raise InvalidArgumentError(f"{name}: a finite number of at least 0 expected, got {number!r}")
+    return value
+
+
+def checked_choice(name: str, choice: object, choices: Collection[object]) -> None:
+    if choice not in choices:
+        raise InvalidArgumentError(f"{name}: one of {list(choices)} expected, got {choice!r}")
+
+
+def precision_of(weight: Tensor) -> torch.dtype:
+    """In which scores and norms are summed: float32, or float64 for float64."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def weights_of(layers: Layers) -> dict[str, Tensor]:
+    return {name: layer.weight for name, layer in layers.items()}

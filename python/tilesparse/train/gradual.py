@@ -1,0 +1,245 @@
+"""Patterns that shrink while a model trains: blocks really go, and with them memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..linear import BlockSparseLinear, _has_peers
+from ._layers import (
+    check_optimized,
+    check_optimizer,
+    check_trainable,
+    checked_choice,
+    checked_count,
+    checked_fraction,
+    matched_layers,
+    sparse_layers,
+    weights_of,
+)
+from .scores import SCORES, Movement, magnitudes
+from .states import check_states, narrow_states
+
+
+class Gradual:
+    """Removes blocks of `BlockSparseLinear` layers while a model trains, until they have a density.
+
+    Step it after the optimizer. From ``begin`` to ``end``, in fractions of all steps, the density d falls
+    from that at the beginning, d₀, to the one asked for, d₁, as
+
+        d(t) = d₁ + (d₀ - d₁) (1 - t)³, where t goes from 0 to 1 (Zhu and Gupta, "To prune, or not to prune",
+        2017)
+
+    in a few events. Each removes the blocks of lowest score from every layer; of equal scores the later slot
+    goes. The defaults follow "The Journey Matters" (2025), in which pruning from 25 % to 75 % of the compute
+    did best and the loss followed the average number of parameters.
+
+    Start with density 1, of ``BlockSparseLinear(..., density=1)`` or of the patcher, and with the policy
+    "auto": it multiplies dense as long as that is faster. Removed blocks free their memory. Each weight stays
+    the same Parameter, and its gradient and the optimizer's states are narrowed with it, so that training
+    goes on; a captured CUDA graph has to be captured again, and compiled code is compiled anew after each
+    event, of which torch.compile by default tolerates eight (``torch._dynamo.config.recompile_limit``).
+
+    One process trains the model: the buckets of DistributedDataParallel and the shards of ``fully_shard``
+    keep the sizes they were made with.
+
+    Args:
+        model: has `BlockSparseLinear` layers in the storage "plain".
+        optimizer: has their weights.
+        density: at the end, above 0 and at most that of the layer; or densities by regular expressions on
+            names of layers, matched as in the patcher, of which the first counts. Layers that none matches
+            stay as they are.
+        steps: of the whole training.
+        begin: when blocks begin to go, in fractions of ``steps``.
+        end: when the last ones do.
+        events: how often blocks are removed.
+        score: "magnitude", the norm of a block, or "movement", the sum of -weight · gradient over all steps
+            so far (Sanh et al., "Movement Pruning", NeurIPS 2020).
+        norm: of "magnitude": 1, 2 or ``math.inf``.
+
+    Attributes:
+        steps: how many steps were counted.
+
+    Raises:
+        InvalidArgumentError: there is no such layer, the optimizer has not all their weights, one is frozen
+            or shared, a density is above that of a layer or rounds to no block, or another argument is not
+            allowed.
+        UnsupportedError: a weight is sharded, parametrized or not stored plain, or other processes train,
+            too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        density: float | Mapping[str, float],
+        steps: int,
+        begin: float = 0.25,
+        end: float = 0.75,
+        events: int = 20,
+        score: str = "magnitude",
+        norm: float = 1,
+    ) -> None:
+        check_optimizer(optimizer)
+        total, events = checked_count("steps", steps), checked_count("events", events)
+        begin, end = checked_fraction("begin", begin), checked_fraction("end", end)
+        if begin >= end:
+            raise InvalidArgumentError(f"begin: less than end={end} expected, got {begin}")
+        checked_choice("score", score, SCORES)
+        checked_choice("norm", norm, (1, 2, torch.inf))
+        check_whole(model)
+        groups = matched_layers(model, "density", density)
+        self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
+        check_trainable(self._layers)
+        check_optimized(self._layers, optimizer)
+        self._last = {name: _target(name, self._layers[name], d) for d, of in groups.items() for name in of}
+        self._first = {name: layer.weight.shape[0] for name, layer in self._layers.items()}
+        self._model, self._optimizer, self._norm = model, optimizer, float(norm)
+        self._movement = Movement(self._layers, optimizer) if score == "movement" else None
+        self._events = _times(total, begin, end, events)
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Counts a step of the optimizer, and removes blocks if it is time to; says whether it was.
+
+        Raises:
+            UnsupportedError: the optimizer has states of which it is not known what belongs to which block,
+                or other processes train, too. Nothing has changed.
+        """
+        time = self._events.get(self.steps + 1)
+        if time is not None:
+            check_trainable(self._layers)
+            check_states(self._optimizer, weights_of(self._layers))
+            check_whole(self._model)
+        self.steps += 1
+        if time is None:
+            return False
+        for name, layer in self._layers.items():
+            first, last = self._first[name], self._last[name]
+            left = last + round((first - last) * (1 - time) ** 3)
+            if left < layer.weight.shape[0]:
+                self._remove(name, layer, left)
+        return True
+
+    def remove(self) -> None:
+        """Takes all hooks away: layers stay as they are."""
+        if self._movement is not None:
+            self._movement.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides about later events but the model's and the optimizer's own states."""
+        movement = {} if self._movement is None else self._movement.state_dict()
+        return {"steps": self.steps, "first": dict(self._first), "movement": movement}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`, bit for bit if model and optimizer are loaded, too, before it.
+
+        Raises:
+            InvalidArgumentError: it is none of these layers. Nothing has changed then.
+        """
+        if set(state_dict) != {"steps", "first", "movement"}:
+            raise InvalidArgumentError(
+                f"state_dict: steps, first and movement expected, got {sorted(state_dict)}"
+            )
+        steps, first = checked_count("state_dict: steps", state_dict["steps"], 0), state_dict["first"]
+        if set(first) != set(self._layers):
+            raise InvalidArgumentError(
+                f"state_dict: numbers of blocks of {list(self._layers)} expected, got those of {list(first)}"
+            )
+        if self._movement is not None:
+            self._movement.check_state(state_dict["movement"])
+            self._movement.load_state_dict(state_dict["movement"])
+        self.steps = steps
+        self._first = {name: checked_count("state_dict: first", first[name]) for name in self._layers}
+
+    def _remove(self, name: str, layer: BlockSparseLinear, left: int) -> None:
+        movement = self._movement
+        worth = magnitudes(layer, self._norm) if movement is None else movement.of(name)
+        slots = worth.sort(descending=True, stable=True).indices[:left].sort().values
+        if movement is not None:
+            movement.keep(name, slots)
+        keep_slots(layer, self._optimizer, slots)
+
+
+def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+    """Removes the blocks whose weights are all zero, as `GroupLasso` and `BlockGates` leave them.
+
+    The model computes the same. Weights stay the same Parameters, and are narrowed with their gradients and
+    the states of the optimizer. The host waits for the GPU, once for each layer.
+
+    Args:
+        model: whose `BlockSparseLinear` layers in the storage "plain" are looked at, and no others.
+        optimizer: of the model, if it is to be used afterwards.
+
+    Returns:
+        How many blocks each of these layers has lost, by its name.
+
+    Raises:
+        InvalidArgumentError: there is no such layer, or a weight is shared by several.
+        UnsupportedError: a weight is sharded or parametrized, the optimizer has states of which it is not
+            known what belongs to which block, or the model is one of DistributedDataParallel. All errors are
+            raised before anything has changed.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise UnsupportedError(
+            "model: the module inside expected; DistributedDataParallel has to be built anew afterwards"
+        )
+    layers = {name: layer for name, layer in sparse_layers(model).items() if layer.storage == "plain"}
+    if not layers:
+        raise InvalidArgumentError("model: no BlockSparseLinear in the storage 'plain' in it")
+    check_trainable(layers, frozen=True)
+    if optimizer is not None:
+        check_optimizer(optimizer)
+        check_states(optimizer, weights_of(layers))
+    removed = {}
+    for name, layer in layers.items():
+        slots = layer.weight.detach().flatten(1).any(1).nonzero().flatten()
+        removed[name] = layer.weight.shape[0] - len(slots)
+        if removed[name]:
+            keep_slots(layer, optimizer, slots)
+    return removed
+
+
+def keep_slots(layer: BlockSparseLinear, optimizer: torch.optim.Optimizer | None, slots: Tensor) -> None:
+    """Leaves out all blocks but those at ``slots``, ascending, and what the optimizer has of them."""
+    if optimizer is not None:
+        narrow_states(optimizer, layer.weight, slots)
+    layer._keep_slots(slots)
+
+
+def check_whole(model: nn.Module) -> None:
+    """That the model is trained by this process alone."""
+    if isinstance(model, DistributedDataParallel) or _has_peers():
+        raise UnsupportedError(
+            "model: one process expected; the buckets of DistributedDataParallel and the shards of "
+            "fully_shard do not follow weights that shrink"
+        )
+
+
+def _target(name: str, layer: BlockSparseLinear, density: float) -> int:
+    """Blocks at the end."""
+    (out_features, in_features), (bn, bk) = layer._shape, layer.block_shape
+    total = out_features // bn * (in_features // bk)
+    last = round(density * total)
+    if not 0 < last <= layer.weight.shape[0]:
+        raise InvalidArgumentError(
+            f"density: for layer {name!r} from {1 / total:.3g} to its own {layer.density:.4g} expected, got "
+            f"{density}"
+        )
+    return last
+
+
+def _times(total: int, begin: float, end: float, events: int) -> dict[int, float]:
+    """The steps after which blocks go, and when that is on the way from begin to end, from 0 to 1."""
+    times = {}
+    for event in range(1, events + 1):
+        time = event / events
+        times[max(1, round(total * (begin + (end - begin) * time)))] = time
+    return times

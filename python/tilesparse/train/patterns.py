@@ -1,0 +1,404 @@
+"""Patterns that move while a model trains: dynamic sparse training with a constant number of blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._checks import as_integer
+from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
+from ..linear import BlockSparseLinear, _has_peers
+from ._layers import (
+    check_optimized,
+    check_optimizer,
+    check_trainable,
+    checked_choice,
+    checked_count,
+    checked_fraction,
+    checked_number,
+    matched_layers,
+    precision_of,
+    sparse_layers,
+    weights_of,
+)
+from .gradients import NORMS, Observer
+from .scores import SCORES, Movement, magnitudes
+from .states import check_states, states_by_slot
+
+GROWTHS = ("random", "gradient", "momentum")
+MOMENTS = ("zero", "keep")
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Where the blocks of every `BlockSparseLinear` are now, by the names of layers.
+
+    Returns:
+        Bool masks [R, C], True for kept blocks, which do not follow the pattern; on the devices of the
+        layers, and the host does not wait.
+
+    Raises:
+        InvalidArgumentError: ``model`` is no module.
+    """
+    return {name: layer.pattern.to_block_mask() for name, layer in sparse_layers(model).items()}
+
+
+class PatternSchedule(torch.optim.Optimizer):
+    """Moves blocks of `BlockSparseLinear` layers every few steps, from where they are worth least.
+
+    Step it after the optimizer. **It is an optimizer of patterns: the "lr" of its parameter groups is the
+    fraction of the blocks that are recycled**, so that PyTorch's schedulers of learning rates drive it:
+
+    >>> schedule = PatternSchedule(model, optimizer, fraction=0.3, every=100, grow="gradient")
+    >>> fractions = torch.optim.lr_scheduler.CosineAnnealingLR(schedule, T_max=steps)
+    >>> for batch in batches:
+    ...     loss(model, batch).backward()
+    ...     optimizer.step(), schedule.step(), fractions.step(), optimizer.zero_grad()
+
+    Every rewiring drops int(fraction · nnz) blocks of each layer, those of lowest score, and gives their
+    slots places that were free before; fewer if there are fewer such places, none at density 1. All of this
+    happens in place, and no weight moves: captured graphs and compiled code go on, the host does not wait for
+    a GPU, and optimizers need not be built again. Of equal scores the first slot is dropped, and the first
+    place in row order is taken.
+
+    What is dropped (``drop``):
+
+    - "magnitude": blocks of smallest norm, as in SET and RigL. Of the L1, L2 and maximum norm Dietrich et al.
+      ("Towards Structured Dynamic Sparse Pre-Training of BERT", 2021) found L1 to be best.
+    - "movement": blocks whose sum of -weight · gradient since the last rewiring is smallest (Sanh et al.,
+      "Movement Pruning", NeurIPS 2020). It takes a pass over weights and gradients in every step.
+
+    What grows (``grow``):
+
+    - "random": SET (Mocanu et al., "Scalable training of artificial neural networks with adaptive sparse
+      connectivity inspired by network science", Nature Communications 2018).
+    - "gradient": places with the largest norm of the dense gradient's block, in the step of the rewiring:
+      RigL (Evci et al., "Rigging the Lottery", ICML 2020).
+    - "momentum": places with the largest exponential average of that norm: SNFS (Dettmers and Zettlemoyer,
+      "Sparse Networks from Scratch", 2019), of which the redistribution of blocks among layers is left out.
+
+    The dense gradient's norms are computed in backward passes whose step needs them, by
+    `block_gradient_norms`: it takes as long as the weight gradient of a dense layer. They are exact where a
+    layer is called once in one backward pass; over several calls, and several backward passes with gradient
+    accumulation, the norms are added up, which is at least the norm of the sum. Between processes they are
+    averaged. A layer without norms, since it was not called, or whose norms are all zero or not finite, as
+    where a scaled loss overflowed, keeps its pattern in that rewiring. Compiled models are compiled a second
+    time for these steps, and not again.
+
+    Between rewirings ``torch.amp.GradScaler`` needs no care: a step that it leaves out counts, as its
+    `step` is called. Norms have the factor of the loss; averages of "momentum" lean towards the steps in
+    which it was large.
+
+    In several processes all that decides is equal: scores follow from equal weights and gradients, random
+    numbers from ``seed`` and the number of the step, and norms are averaged over ``group``. Seeds, fractions
+    and layers are compared once, in the first rewiring. Sharded weights are refused.
+
+    Args:
+        model: has `BlockSparseLinear` layers in the storage "plain".
+        optimizer: has their weights. Of each block that moves it forgets moments, see ``moments``.
+        fraction: of the blocks of a layer that each rewiring recycles, from 0 to 1; or fractions by regular
+            expressions on names of layers, matched as in the patcher, of which the first counts. Layers that
+            none matches stay as they are. Each different fraction is a parameter group.
+        every: rewire after every so many steps.
+        drop: "magnitude" or "movement".
+        grow: "random", "gradient" or "momentum".
+        norm: of blocks of weights and of gradients: 1, 2 or ``math.inf``.
+        momentum: of the average that "momentum" takes: how much of it stays in each sample.
+        sample_every: "momentum" takes norms in every so many steps.
+        new_scale: new blocks are drawn uniformly with so many times the standard deviation that the layer's
+            initialisation has; 0 for zeros.
+        moments: "zero" forgets what the optimizer has of blocks that move, "keep" leaves it to the new ones.
+        seed: of all random numbers.
+        group: the processes that train the model together; None is the default group.
+
+    Attributes:
+        steps: how many steps were counted.
+        moved: by the names of layers, how many blocks the last rewiring has moved: int64 [], on their
+            devices. Empty before the first.
+
+    Raises:
+        InvalidArgumentError: there is no such layer, the optimizer has not all their weights, one is frozen
+            or shared, or another argument is not allowed.
+        UnsupportedError: a weight is sharded, parametrized or not stored plain.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        fraction: float | Mapping[str, float] = 0.3,
+        every: int,
+        drop: str = "magnitude",
+        grow: str = "random",
+        norm: float = 1,
+        momentum: float = 0.9,
+        sample_every: int = 1,
+        new_scale: float = 0.0,
+        moments: str = "zero",
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_optimizer(optimizer)
+        self._every = checked_count("every", every)
+        self._sample_every = checked_count("sample_every", sample_every)
+        checked_choice("drop", drop, SCORES)
+        checked_choice("grow", grow, GROWTHS)
+        checked_choice("norm", norm, NORMS)
+        checked_choice("moments", moments, MOMENTS)
+        self._momentum = checked_fraction("momentum", momentum)
+        self._new_scale = checked_number("new_scale", new_scale)
+        self._seed = _checked_seed(seed)
+        groups = matched_layers(model, "fraction", fraction)
+        self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
+        check_trainable(self._layers)
+        check_optimized(self._layers, optimizer)
+        super().__init__(
+            [
+                {"params": [layer.weight for layer in layers.values()], "lr": value, "layers": list(layers)}
+                for value, layers in groups.items()
+            ],
+            {"lr": 0.0},
+        )
+        self._optimizer, self._grow, self._norm = optimizer, grow, float(norm)
+        self._forgets, self._group = moments == "zero", group
+        self._movement = Movement(self._layers, optimizer) if drop == "movement" else None
+        self._averages: dict[str, Tensor] = {}
+        self._observers: dict[str, Observer] = {}
+        self._agreed = False
+        self.steps = 0
+        self.moved: dict[str, Tensor] = {}
+        self._observe_next()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Counts a step of the optimizer, and rewires if it is time to.
+
+        Raises:
+            InvalidArgumentError: an "lr" is no fraction, a closure is given, or no backward pass has passed
+                the layers since the last step where gradients decide. Nothing has changed.
+            UnsupportedError: the optimizer has states of which it is not known what belongs to which block.
+            UnsynchronizedPatternError: the processes that train the model rewire it differently.
+        """
+        if closure is not None:
+            raise InvalidArgumentError("closure: none expected, got one; give it to the optimizer")
+        rewires = (self.steps + 1) % self._every == 0
+        counts = self._checked_counts() if rewires else {}
+        norms = self._observed()
+        self.steps += 1
+        if self._grow == "momentum":
+            for name, sample in norms.items():
+                self._average(name).lerp_(sample, 1 - self._momentum)
+            norms = {name: self._average(name) for name in self._layers}
+        if rewires:
+            generators: dict[torch.device, torch.Generator] = {}
+            self.moved = {
+                name: self._rewire(name, counts[name], norms.get(name), generators) for name in self._layers
+            }
+        self._observe_next()
+
+    def remove(self) -> None:
+        """Takes all hooks away: patterns stay as they are, and so does everything else."""
+        if self._movement is not None:
+            self._movement.remove()
+        self._stop_observing()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters; only the constructor knows the layers that these belong to.
+
+        Raises:
+            UnsupportedError: it was called afterwards.
+        """
+        if hasattr(self, "steps"):
+            raise UnsupportedError("param_group: give all fractions to the constructor, by names of layers")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides about later rewirings but the model's and the optimizer's own states."""
+        return {
+            "steps": self.steps,
+            "seed": self._seed,
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+            ],
+            "movement": {} if self._movement is None else self._movement.state_dict(),
+            "averages": {name: average.clone() for name, average in self._averages.items()},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too.
+
+        Raises:
+            InvalidArgumentError: it is none of a schedule of these layers. Nothing has changed then.
+        """
+        keys = {"steps", "seed", "param_groups", "movement", "averages"}
+        if set(state_dict) != keys:
+            raise InvalidArgumentError(f"state_dict: {sorted(keys)} expected, got {sorted(state_dict)}")
+        steps = checked_count("state_dict: steps", state_dict["steps"], 0)
+        groups, averages = state_dict["param_groups"], state_dict["averages"]
+        theirs, mine = ([group.get("layers") for group in those] for those in (groups, self.param_groups))
+        if theirs != mine:
+            raise InvalidArgumentError(f"state_dict: groups of the layers {mine} expected, got {theirs}")
+        if self._movement is not None:
+            self._movement.check_state(state_dict["movement"])
+        for name, average in averages.items():
+            if name not in self._layers or average.shape != self._grid(name):
+                raise InvalidArgumentError(f"state_dict: averages of other layers or shapes, {name!r}")
+        self.steps, self._seed = steps, _checked_seed(state_dict["seed"])
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update(saved)
+        if self._movement is not None:
+            self._movement.load_state_dict(state_dict["movement"])
+        self._averages = {name: average.clone() for name, average in averages.items()}
+        self._agreed = False
+        self._observe_next()
+
+    def _checked_counts(self) -> dict[str, int]:
+        """How many blocks to move; whatever can be wrong with a rewiring is found here."""
+        counts = {}
+        for group in self.param_groups:
+            fraction = checked_fraction("lr", group["lr"])
+            for name in group["layers"]:
+                nnz, (rows, cols) = self._layers[name].weight.shape[0], self._grid(name)
+                counts[name] = min(int(fraction * nnz), rows * cols - nnz)
+        check_trainable(self._layers)
+        if self._forgets:
+            check_states(self._optimizer, weights_of(self._layers))
+        if _has_peers() and not self._agreed:
+            self._check_agreement(counts)
+        return counts
+
+    def _check_agreement(self, counts: Mapping[str, int]) -> None:
+        mine = self.steps, self._seed, self._every, self._grow, list(counts.items())
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, mine, self._group)
+        if any(theirs != mine for theirs in everyone):
+            raise UnsynchronizedPatternError(
+                "seed, every, grow, fraction: the same in every process expected, got (steps, seed, every, "
+                f"grow, blocks to move) = {everyone}"
+            )
+        self._agreed = True
+
+    # The norms of dense gradients.
+
+    def _observe_next(self) -> None:
+        """Has norms taken in the coming step, if they count in it."""
+        self._stop_observing()
+        every = {"random": 0, "gradient": self._every, "momentum": self._sample_every}[self._grow]
+        if every and (self.steps + 1) % every == 0:
+            for name, layer in self._layers.items():
+                self._observers[name] = layer._observe = Observer(layer, self._norm)
+
+    def _stop_observing(self) -> None:
+        for name in self._observers:
+            self._layers[name]._observe = None
+        self._observers = {}
+
+    def _observed(self) -> dict[str, Tensor]:
+        """[R, C] of each layer, if they were taken in this step; zero where a layer was not called."""
+        if not self._observers:
+            return {}
+        taken = {
+            name: norms
+            for name, observer in self._observers.items()
+            if (norms := observer.take()) is not None
+        }
+        if not taken:
+            raise InvalidArgumentError(
+                f"grow: {self._grow!r} needs a backward pass through the layers since the last step, there "
+                "was none; step the schedule after the backward pass and the optimizer"
+            )
+        norms = {
+            name: taken.get(name, torch.zeros_like(observer.probe))
+            for name, observer in self._observers.items()
+        }
+        return self._averaged(norms) if _has_peers() else norms
+
+    def _averaged(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Over the processes."""
+        flat = torch.cat([one.flatten() for one in norms.values()])
+        dist.all_reduce(flat, group=self._group)
+        flat /= dist.get_world_size(self._group)
+        parts = torch.split(flat, [one.numel() for one in norms.values()])
+        return {name: part.view_as(one) for part, (name, one) in zip(parts, norms.items(), strict=True)}
+
+    def _average(self, name: str) -> Tensor:
+        average, weight = self._averages.get(name), self._layers[name].weight
+        if average is None:
+            average = torch.zeros(self._grid(name), dtype=precision_of(weight), device=weight.device)
+        self._averages[name] = average = average.to(weight.device)
+        return average
+
+    # One rewiring of one layer.
+
+    def _rewire(
+        self,
+        name: str,
+        count: int,
+        norms: Tensor | None,
+        generators: dict[torch.device, torch.Generator],
+    ) -> Tensor:
+        """Moves so many blocks, or none if norms decide and are of no use; says how many."""
+        layer = self._layers[name]
+        device, cols = layer.weight.device, self._grid(name)[1]
+        if device not in generators:
+            number = random.Random(f"{self._seed} {self.steps}").getrandbits(32)
+            generators[device] = torch.Generator(device).manual_seed(number)
+        generator = generators[device]
+        rows, columns = layer.pattern.block_indices()
+        kept = rows * cols + columns
+        useful = torch.ones((), dtype=torch.bool, device=device)
+        if self._grow == "random":
+            growth = torch.rand(self._grid(name), generator=generator, device=device).flatten()
+        else:
+            assert norms is not None
+            growth = norms.flatten().clone()
+            useful = growth.isfinite().all() & growth.any()
+        growth.index_fill_(0, kept, -torch.inf)
+        dropped = self._worth(name).sort(stable=True).indices[:count]
+        free = growth.sort(descending=True, stable=True).indices[:count]
+        places = torch.where(useful, free, kept[dropped])
+        if count:
+            layer.pattern.move_blocks_(dropped, torch.stack((places // cols, places % cols), 1), check=False)
+            self._renew(layer, dropped, useful, generator)
+        if self._movement is not None:
+            self._movement.of(name).zero_()
+        return useful * count
+
+    def _worth(self, name: str) -> Tensor:
+        if self._movement is not None:
+            return self._movement.of(name)
+        return magnitudes(self._layers[name], self._norm)
+
+    def _renew(
+        self, layer: BlockSparseLinear, slots: Tensor, useful: Tensor, generator: torch.Generator
+    ) -> None:
+        """New weights in these slots, and no memory of the old ones, if the blocks were moved."""
+        weight = layer.weight
+        new = torch.zeros_like(weight[slots])
+        if self._new_scale:
+            fan_in = layer.density * layer.in_features / (1 if layer.nm is None else 2)
+            bound = self._new_scale * fan_in**-0.5
+            new.uniform_(-bound, bound, generator=generator)
+        weight[slots] = torch.where(useful, new, weight[slots])
+        forgotten = [] if weight.grad is None else [weight.grad]
+        if self._forgets:
+            forgotten += [state for _, state in states_by_slot(self._optimizer, weight)]
+        for state in forgotten:
+            state[slots] = torch.where(useful, 0, state[slots])
+
+    def _grid(self, name: str) -> tuple[int, int]:
+        layer = self._layers[name]
+        (out_features, in_features), (bn, bk) = layer._shape, layer.block_shape
+        return out_features // bn, in_features // bk
+
+
+def _checked_seed(seed: object) -> int:
+    try:
+        return as_integer(seed)
+    except TypeError as error:
+        raise InvalidArgumentError(f"seed: an integer expected, got {seed!r}") from error
