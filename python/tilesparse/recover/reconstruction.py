@@ -15,7 +15,7 @@ from torch.func import functional_call
 from .._progress import Progress
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
-from ..patch import _aligned
+from ..patch import aligned
 from ._batches import call, check_distinct, device_of, evaluating, mask_of
 from ._replay import Call, Stream, placed, tensor_of
 from .distillation import Forward, _positive, autocasting, check_autocast
@@ -59,7 +59,7 @@ class ReconstructionReport:
         for one in self.submodules:
             fate = "" if one.kept else "left as it was"
             rows.append((one.name, f"{one.before:.4f}", f"{one.after:.4f}", fate))
-        lines = [line.rstrip() for line in _aligned(rows)]
+        lines = [line.rstrip() for line in aligned(rows)]
         return "\n".join([*lines, *(f"skipped {one.name}: {one.reason}" for one in self.skipped)])
 
 
