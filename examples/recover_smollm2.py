@@ -22,10 +22,10 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from pydoc_data.topics import topics
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,6 +38,7 @@ from harness import CudaTimer, HostTimer, block_list, positive, recording, run_b
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 HELD_OUT = 50  # one of so many files
+TOKENIZED = 1000  # texts at a time, by several threads
 LARGEST = 1 << 20  # bytes of a file
 LINEARS = r"model\.layers\.\d+\."
 WARM_UP = 0.02  # of the steps
@@ -47,10 +48,10 @@ REPETITIONS = 10
 
 
 class Data:
-    """Windows of tokens [batch, context], from files that are trained on, from others, and of documentation."""
+    """Windows of tokens [batch, context], from files that are trained on, from others, and of topics."""
 
     def __init__(self, tokenizer: Any, arguments: argparse.Namespace) -> None:
-        files = {False: [], True: []}  # type: dict[bool, list[str]]
+        files: dict[bool, list[str]] = {False: [], True: []}  # by whether they are held out
         known: set[bytes] = set()
         size = 0
         for name, text in texts(arguments.seed):
@@ -79,13 +80,15 @@ class Data:
 
     def _windows(self, tokenizer: Any, some: list[str]) -> Tensor:
         """[windows, context] in an order of their own, each from one file or two."""
-        tokens: list[int] = []
-        for text in some:
-            tokens += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        parts = []
+        for start in range(0, len(some), TOKENIZED):
+            for ids in tokenizer(some[start : start + TOKENIZED])["input_ids"]:
+                parts.append(torch.tensor([*ids, tokenizer.eos_token_id], dtype=torch.int32))
+        tokens = torch.cat(parts)
         count = len(tokens) // self._context
         if count == 0:
             raise SystemExit("--megabytes: more text expected, this is not one window")
-        windows = torch.tensor(tokens[: count * self._context]).view(count, self._context)
+        windows = tokens[: count * self._context].view(count, self._context).long()
         return windows[torch.randperm(count, generator=torch.Generator().manual_seed(self._seed))]
 
     def calibration(self, count: int) -> list[dict[str, Tensor]]:
@@ -277,7 +280,7 @@ def main() -> int:
     parser.add_argument("--save", type=Path, help="a folder for the recovered model")
     parser.add_argument("--density", type=float, default=0.5)
     parser.add_argument("--block", type=block_list, default=((64, 64),))
-    parser.add_argument("--megabytes", type=positive, default=300, help="of text")
+    parser.add_argument("--megabytes", type=positive, default=240, help="of text")
     parser.add_argument("--context", type=positive, default=512, help="tokens of a window")
     parser.add_argument("--calibration", type=positive, default=256, help="windows, of pruning and fitting")
     parser.add_argument("--held-out", type=positive, default=256, help="windows of each text at most")
