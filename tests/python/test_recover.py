@@ -35,7 +35,7 @@ from tilesparse import (
 )
 from tilesparse.recover import DistillationLoss, distill, reconstruct, reconstruction
 from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
-from tilesparse.train import MaskSchedule
+from tilesparse.train import MaskSchedule, PatternSchedule
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -146,7 +146,7 @@ def test_logits_are_compared_by_kl(temperature: float) -> None:
     (gradient,) = torch.autograd.grad(actual, student)
     assert gradient.isfinite().all() and not gradient[MASK.eq(0)].any() and gradient[MASK.eq(1)].all()
     kept = student.detach()[MASK.bool()], teacher[MASK.bool()]  # [tokens, classes]: no mask applies
-    torch.testing.assert_close(loss(*kept, MASK), expected.detach())
+    torch.testing.assert_close(loss(*kept), expected.detach())
 
 
 def test_hidden_states_are_compared_as_in_squarehead() -> None:
@@ -232,8 +232,12 @@ def test_what_does_not_fit_is_named() -> None:
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
             loss(student, teacher)
-    with pytest.raises(InvalidArgumentError, match=r"attention_mask: shape \(2, 3\) of logits expected"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"attention_mask: .* logits of shape \(2, 3, 5\) expected"
+    ):
         DistillationLoss(logits=1)(logits, logits, torch.ones(2, 4))
+    with pytest.raises(InvalidArgumentError, match="attention_mask: "):
+        DistillationLoss(logits=1)(logits.flatten(0, 1), logits.flatten(0, 1), torch.ones(2, 3))
 
 
 # Reconstruction.
@@ -374,6 +378,33 @@ def test_models_without_a_stack_are_one_block() -> None:
     assert report.blocks == [""]
     assert [one.name for one in report.submodules] == ["items.0", "items.2", "items.1"]
     assert all(one.kept for one in report.submodules)
+
+
+class InPlace(nn.Module):
+    """Writes to what it is given, and to what its submodule has given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.part(x + 1)
+        return y.add_(x)
+
+
+def test_modules_that_write_to_their_inputs() -> None:
+    def error_of(inplace: bool) -> tuple[float, float]:
+        torch.manual_seed(0)
+        teacher = nn.Sequential(InPlace(), InPlace())
+        model = pruned(teacher, "mlp")
+        for one in (*model.modules(), *teacher.modules()):
+            if isinstance(one, nn.ReLU):
+                one.inplace = inplace
+        names = ["0.part", "1.part"]
+        last = reconstruct(model, teacher, vectors(4), submodules=names, epochs=2, lr=1e-3).submodules[1]
+        return last.before, last.after
+
+    assert error_of(True) == error_of(False)
 
 
 def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], dict[str, Any]]]]:
@@ -548,35 +579,48 @@ class Mover:
         self._generator.set_state(state["generator"])
 
 
-def test_schedules_step_after_the_optimizer_and_runs_resume() -> None:
+def scheduled(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """A schedule, and a scheduler of its rate."""
+    if kind == "stand-in":
+        return Mover(model), None
+    schedule = PatternSchedule(model, optimizer, fraction=0.4, every=2, grow="gradient")
+    return schedule, torch.optim.lr_scheduler.ExponentialLR(schedule, 0.7)
+
+
+@pytest.mark.parametrize("kind", ["stand-in", "rigged lottery"])
+def test_schedules_step_after_the_optimizer_and_runs_resume(kind: str) -> None:
     teacher = dense("llama")
-    batches, loss = texts(6), DistillationLoss(logits=1.0)
+    batches, loss = texts(8), DistillationLoss(logits=1.0)
 
     def start() -> tuple[Any, list[Any]]:
         model = pruned(teacher, "llama")
         optimizer = adam(model)
-        return model, [optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), Mover(model)]
+        schedule, fractions = scheduled(kind, model, optimizer)
+        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return model, [schedule, optimizer, rates, *([fractions] if fractions else [])]
 
     def run(model: Any, states: list[Any], some: list[Any]) -> None:
-        optimizer, scheduler, mover = states
-        distill(model, teacher, some, optimizer, loss=loss, scheduler=scheduler, schedule=mover)
+        schedule, optimizer, *schedulers = states
+        distill(model, teacher, some, optimizer, loss=loss, scheduler=schedulers, schedule=schedule)
 
     whole, states = start()
     run(whole, states, batches)
-    assert states[2].saw_gradients == [True] * 6 and states[1].last_epoch == 6
+    assert all(scheduler.last_epoch == 8 for scheduler in states[2:])
+    assert kind != "stand-in" or states[0].saw_gradients == [True] * 8
     first, states = start()
-    masks = [layer.pattern.to_block_mask() for layer in sparse(first)]
-    run(first, states, batches[:3])
-    assert all(
-        (layer.pattern.to_block_mask() != mask).any()
-        for layer, mask in zip(sparse(first), masks, strict=True)
-    )
+    masks = masks_of(first)
+    run(first, states, batches[:4])
+    assert all((one != mask).any() for one, mask in zip(masks_of(first), masks, strict=True))
     second, others = start()
     second.load_state_dict(first.state_dict())
     for one, other in zip(states, others, strict=True):
         other.load_state_dict(copy.deepcopy(one.state_dict()))
-    run(second, others, batches[3:])
+    run(second, others, batches[4:])
     assert same(tensors_of(second), tensors_of(whole))
+
+
+def masks_of(model: nn.Module) -> list[Tensor]:
+    return [layer.pattern.to_block_mask() for layer in sparse(model)]
 
 
 def test_callbacks_steps_and_teachers_from_a_cache() -> None:
@@ -679,7 +723,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trainer(model: Any, teacher: Any, folder: Path, schedule: bool = True, **options: Any) -> Any:
+def trainer(model: Any, teacher: Any, folder: Path, kind: str | None = "stand-in", **options: Any) -> Any:
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -693,18 +737,18 @@ def trainer(model: Any, teacher: Any, folder: Path, schedule: bool = True, **opt
     }
     optimizer = adam(model, 1e-3)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    mover = Mover(model)
+    schedule, fractions = scheduled(kind, model, optimizer) if kind else (None, None)
     made = DistillationTrainer(
         model,
         TrainingArguments(str(folder), **arguments | options),
         train_dataset=Rows(),
         eval_dataset=Rows(),
         optimizers=(optimizer, scheduler),
-        callbacks=[PatternCallback(mover)] if schedule else None,
+        callbacks=[PatternCallback(schedule, scheduler=fractions)] if kind else None,
         teacher=teacher,
         loss=DistillationLoss(logits=1.0, hidden_states=1.0),
     )
-    made.mover = mover
+    made.schedule = schedule
     return made
 
 
@@ -713,19 +757,17 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.PrinterCallback, "on_log", lambda *args, **kwargs: None)
 
 
-def test_the_trainer_distils_and_resumes_with_its_schedule(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["stand-in", "rigged lottery"])
+def test_the_trainer_distils_and_resumes_with_its_schedule(kind: str, tmp_path: Path) -> None:
     teacher = dense("llama")
     model = pruned(teacher, "llama")
-    before = [layer.pattern.to_block_mask() for layer in sparse(model)]
-    whole = trainer(model, teacher, tmp_path)
+    before = masks_of(model)
+    whole = trainer(model, teacher, tmp_path, kind)
     whole.train()
-    assert whole.mover.saw_gradients == [True] * 4
-    assert all(
-        (layer.pattern.to_block_mask() != mask).any()
-        for layer, mask in zip(sparse(model), before, strict=True)
-    )
+    assert kind != "stand-in" or whole.schedule.saw_gradients == [True] * 4
+    assert all((one != mask).any() for one, mask in zip(masks_of(model), before, strict=True))
     resumed = pruned(teacher, "llama")
-    trainer(resumed, teacher, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer(resumed, teacher, tmp_path, kind).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert same(tensors_of(resumed), tensors_of(model))
 
 
@@ -736,7 +778,7 @@ def test_the_loss_of_the_trainer_is_that_of_the_plain_loop(
     row = Rows()[0]
     monkeypatch.setattr(Rows, "__getitem__", lambda self, index: row)  # all batches are alike
     options: dict[str, Any] = {"max_steps": 6, "save_strategy": "no", "learning_rate": 1e-3}
-    run = trainer(model, teacher, tmp_path, schedule=False, **options)
+    run = trainer(model, teacher, tmp_path, None, **options)
     batch = {name: torch.stack([tensor] * 2) for name, tensor in row.items()}
     twin = copy.deepcopy(model)
     assert not teacher.training
@@ -747,12 +789,15 @@ def test_the_loss_of_the_trainer_is_that_of_the_plain_loop(
     assert abs(logged[0] / expected - 1) < 1e-5 and abs(untrained / expected - 1) < 1e-5
     assert run.evaluate()["eval_loss"] < 0.9 * untrained
     assert run.predict(Rows()).predictions.shape == (12, TOKENS, VOCABULARY)  # and no hidden states
+    del row["labels"]
+    run.label_names = []
+    assert run.evaluate()["eval_loss"] < 0.9 * untrained
 
 
 def test_a_schedule_that_belongs_to_another_run_is_refused(tmp_path: Path) -> None:
     teacher = dense("llama")
-    for name, schedule in {"with": True, "without": False}.items():
-        trainer(pruned(teacher, "llama"), teacher, tmp_path / name, schedule, max_steps=2).train()
+    for name, kind in {"with": "stand-in", "without": None}.items():
+        trainer(pruned(teacher, "llama"), teacher, tmp_path / name, kind, max_steps=2).train()
 
     def resume(folder: str, checkpoint: str, **options: Any) -> Any:
         run = trainer(pruned(teacher, "llama"), teacher, tmp_path / folder, max_steps=3, **options)

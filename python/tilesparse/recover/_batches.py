@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,17 +22,17 @@ def call(model: nn.Module, batch: Any, **options: Any) -> Any:
     return model(batch, **options)
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """The same with all tensors in it on a device."""
+def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
+    """The same with all tensors in it on a device, or with copies of them."""
     if isinstance(value, Tensor):
         # To the CPU the host waits: it may read the memory at once.
-        return value.to(device, non_blocking=device.type != "cpu")
+        return value.to(device, non_blocking=device.type != "cpu", copy=copy)
     if isinstance(value, Mapping):
-        return {key: moved(one, device) for key, one in value.items()}
+        return {key: moved(one, device, copy=copy) for key, one in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(moved(one, device) for one in value))
+        return type(value)(*(moved(one, device, copy=copy) for one in value))
     if isinstance(value, tuple | list):
-        return type(value)(moved(one, device) for one in value)
+        return type(value)(moved(one, device, copy=copy) for one in value)
     return value
 
 
@@ -41,11 +42,12 @@ def mask_of(batch: Any) -> Tensor | None:
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Where its first parameter or buffer is, or the CPU."""
-    for tensor in (*module.parameters(), *module.buffers()):
+def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
+    """Where its first parameter or buffer is; without any, the default or the CPU."""
+    tensor = next(chain(module.parameters(), module.buffers()), None)
+    if tensor is not None:
         return tensor.device
-    return torch.device("cpu")
+    return torch.device("cpu") if default is None else default
 
 
 def check_distinct(model: nn.Module, teacher: nn.Module) -> None:

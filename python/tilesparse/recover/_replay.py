@@ -22,7 +22,8 @@ class Call:
     kwargs: dict[str, Any]
 
     def on(self, device: torch.device) -> Call:
-        return Call(moved(self.args, device), moved(self.kwargs, device))
+        """A copy: a module may write to what it is given, and is run again."""
+        return Call(moved(self.args, device, copy=True), moved(self.kwargs, device, copy=True))
 
     @property
     def hidden(self) -> Any:
@@ -65,7 +66,7 @@ class Stream:
         self.calls: dict[str, list[Call]] = {name: [] for name in blocks}
         self.is_chain = True  # whether each block has taken what the one before it gave, and nothing else did
         self.order: list[str] = []
-        with _moving([model.get_submodule(name) for name in blocks], device):
+        with _moving([model.get_submodule(name) for name in blocks], device, self._home):
             for batch in batches:
                 self._record(blocks, batch, run)
         self._hidden = [one.hidden for one in self.calls[self.order[0]]] if self.order else []
@@ -132,7 +133,7 @@ class Stream:
         found: dict[str, list[Tensor]] = {}
 
         def note(name: str, output: Any) -> None:
-            found.setdefault(name, []).append(moved(tensor_of(name, output), self._home))
+            found.setdefault(name, []).append(moved(tensor_of(name, output), self._home, copy=True))
 
         with contextlib.ExitStack() as stack:
             for name, part in parts.items():
@@ -165,23 +166,23 @@ def tensor_of(name: str, output: Any) -> Tensor:
 @contextlib.contextmanager
 def placed(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
     """On a device, and afterwards where they were."""
-    modules = list(modules)
-    homes = [device_of(module) for module in modules]
+    homes = {module: device_of(module, device) for module in modules}
+    away = {module: home for module, home in homes.items() if home != device}
     try:
-        for module in modules:
+        for module in away:
             module.to(device)
         yield
     finally:
-        for module, home in zip(modules, homes, strict=True):
+        for module, home in away.items():
             module.to(home)
 
 
 @contextlib.contextmanager
-def _moving(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+def _moving(modules: Sequence[nn.Module], device: torch.device, default: torch.device) -> Iterator[None]:
     """Each of the modules is on the device while it runs, and its results come back."""
     with contextlib.ExitStack() as stack:
         for module in modules:
-            home = device_of(module)
+            home = device_of(module, default)
             if home == device:
                 continue
 

@@ -82,8 +82,10 @@ class DistillationLoss:
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
         """The weighted sum of `terms`."""
-        weighted = [weight * terms[name] for name, weight in self._weights().items()]
-        return torch.stack(weighted).sum() if len(weighted) > 1 else weighted[0]
+        first, *others = (weight * terms[name] for name, weight in self._weights().items())
+        for term in others:
+            first = first + term
+        return first
 
     def _weights(self) -> dict[str, float]:
         weights = dataclasses.asdict(self)
@@ -161,12 +163,14 @@ def _counted(
     reaches neither the loss nor a gradient; and nothing waits for the number of tokens.
     """
     samples = math.prod(student.shape[:-1])
-    if mask is None or student.dim() == 2:  # one row for each text
-        return student, teacher, max(samples, 1)
-    if student.shape[:2] != mask.shape:
+    of_texts = student.dim() == 2  # one row for each
+    if mask is not None and student.shape[: 1 if of_texts else 2] != mask.shape[: 1 if of_texts else 2]:
         raise InvalidArgumentError(
-            f"attention_mask: shape {tuple(student.shape[:2])} of {name} expected, got {tuple(mask.shape)}"
+            f"attention_mask: [batch, tokens] of {name} of shape {tuple(student.shape)} expected, "
+            f"got {tuple(mask.shape)}"
         )
+    if mask is None or of_texts:
+        return student, teacher, max(samples, 1)
     left_out = mask.to(student.device).eq(0)
     size = (*left_out.shape, *(1,) * (student.dim() - 2))
     student, teacher = (one.masked_fill(left_out.view(size), 0) for one in (student, teacher))

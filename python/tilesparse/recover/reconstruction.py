@@ -81,7 +81,7 @@ def reconstruct(
     *,
     submodules: Sequence[str] | None = None,
     epochs: int = 4,
-    lr: float = 2e-4,
+    lr: float = 1e-3,
     held_out: float = 0.125,
     forward: Forward | None = None,
     device: torch.device | str | int | None = None,
@@ -101,7 +101,7 @@ def reconstruct(
     block-sparse layers, such as decoder layers, if each takes as its first argument what the one before it
     gave; otherwise the whole model is one block. One block of each model is on ``device`` at a time, so that
     models may be larger than it. Inputs and outputs of one block for all batches are kept where the models
-    are.
+    are. Several processes that hold one model each give all of them the same batches.
 
     Args:
         model: the sparse one; in evaluation mode while this runs, and then as it was.
