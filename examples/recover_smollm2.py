@@ -243,8 +243,8 @@ def times(sparse: nn.Module, dense: nn.Module, arguments: argparse.Namespace) ->
         return logits
 
     def write(name: str) -> Tensor:
-        caches[name].crop(prompt.shape[1])
         logits: Tensor = models[name](prompt[:, :1], past_key_values=caches[name]).logits
+        caches[name].crop(-1)  # so that the next call finds it as this one did
         return logits
 
     calls: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
