@@ -1,7 +1,7 @@
 """Prunes and recovers all-MiniLM-L6-v2, a model of sentence embeddings, with docstrings of this installation.
 
     python examples/recover_minilm.py --output minilm.json  # some minutes on a GPU
-    python examples/recover_minilm.py --output minilm.json --texts 2000 --steps 100 --batch 32  # to try it
+    python examples/recover_minilm.py --output minilm.json --texts 2000 --calibration 256 --steps 50 --batch 32
 
 What is measured after each stage, on texts of files that are not trained on: the cosine to the dense
 embeddings, how many of the ten nearest neighbours are the dense model's, and how often a docstring's body is
@@ -37,7 +37,7 @@ from harness import block_list, positive, run_benchmark
 
 HELD_OUT = 20  # one of so many files
 NEIGHBOURS = 10
-CALIBRATION = 16  # batches
+FITTED = 64  # texts at a time in pruning and reconstruction
 LENGTHS = 8  # tokens of a batch are padded to a multiple of this
 WARM_UP = 0.05  # of the steps
 EVALUATED = 512  # texts at a time
@@ -211,7 +211,10 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     encoder, texts = Encoder(folder, arguments), load_texts(arguments)
     evaluation, model = Evaluation(encoder, texts, dense), copy.deepcopy(dense)
     batches = [batch for _, batch in encoder.batches(texts.training, arguments.batch)]
-    some = random.Random(arguments.seed).sample(batches, min(CALIBRATION, len(batches)))
+    chosen = random.Random(arguments.seed)
+    count = min(arguments.calibration, len(texts.training))
+    some = [batch for _, batch in encoder.batches(chosen.sample(texts.training, count), FITTED)]
+    chosen.shuffle(some)  # so that those that are held out have all lengths
     document["texts"] = {
         "training": len(texts.training),
         "held_out": len(texts.held_out),
@@ -219,7 +222,7 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         "files": texts.files[0],
         "held_out_files": texts.files[1],
         "tokens": sum(int(batch["attention_mask"].sum()) for batch in batches),
-        "calibration": sum(len(batch["input_ids"]) for batch in some),
+        "calibration": count,
     }
     stages: dict[str, Callable[[], Any]] = {
         "dense": dict,
@@ -279,6 +282,7 @@ def main() -> int:
     parser.add_argument("--density", type=float, default=0.5)
     parser.add_argument("--block", type=block_list, default=((32, 32),))
     parser.add_argument("--texts", type=positive, default=400_000, help="at most, to train on")
+    parser.add_argument("--calibration", type=positive, default=8192, help="texts of pruning and fitting")
     parser.add_argument("--held-out", type=positive, default=2000, help="at most")
     parser.add_argument("--length", type=positive, default=128, help="of a text, in tokens at most")
     parser.add_argument("--batch", type=positive, default=512, help="texts in a step")

@@ -38,6 +38,7 @@ from harness import CudaTimer, HostTimer, block_list, positive, recording, run_b
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 HELD_OUT = 50  # one of so many files
+FITTED = 4  # windows at a time in pruning and reconstruction
 TOKENIZED = 1000  # texts at a time, by several threads
 LARGEST = 1 << 20  # bytes of a file
 LINEARS = r"model\.layers\.\d+\."
@@ -93,7 +94,7 @@ class Data:
 
     def calibration(self, count: int) -> list[dict[str, Tensor]]:
         """Batches of the first windows."""
-        return [{"input_ids": one.to(self._device)} for one in self._training[:count].split(self._batch)]
+        return [{"input_ids": one.to(self._device)} for one in self._training[:count].split(FITTED)]
 
     def batches(self, steps: int) -> Iterator[dict[str, Tensor]]:
         """Of all windows, over and over."""

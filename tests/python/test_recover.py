@@ -345,6 +345,23 @@ def test_named_submodules_alone_are_fitted() -> None:
         assert torch.equal(tensor, before[name]) or name.startswith(tuple(names))
 
 
+def test_layers_outside_of_the_stack_are_reported_and_can_be_named() -> None:
+    teacher = dense("bert")
+    model = copy.deepcopy(teacher)
+    patcher = BlockSparseModelPatcher()
+    patcher.add_pattern(r"encoder\.layer\.1|pooler", {"block_shape": (16, 16)})
+    patcher.patch_model(model)
+    before = tensors_of(model)
+    report = reconstruct(model, teacher, texts(4), epochs=1)
+    assert len(report.submodules) == 3
+    assert [one.name for one in report.skipped] == ["pooler.dense"] and "skipped pooler.dense" in str(report)
+    assert torch.equal(model.pooler.dense.weight, before["pooler.dense.weight"])
+    names = ["pooler", "encoder.layer.1.output"]
+    report = reconstruct(model, teacher, texts(8), submodules=names, epochs=2)
+    assert [one.name for one in report.submodules] == names[::-1] and report.blocks == [""]
+    assert report.submodules[1].after < report.submodules[1].before
+
+
 def test_what_cannot_be_trained_is_reported() -> None:
     model, teacher = pair("llama")
     model.model.layers[0].mlp.requires_grad_(False)
@@ -421,6 +438,7 @@ def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], 
     yield "one batch", wrong, "batches: two at least", lambda m, t: {"batches": texts(1)}
     yield "no batches", wrong, "batches: an iterable", lambda m, t: {"batches": 3}
     yield "unknown", wrong, "'mlp' is none", lambda m, t: {"submodules": ["mlp"]}
+    yield "no module", wrong, "teacher: a module expected", lambda m, t: {"teacher": None}
     yield "dense", wrong, "model: no BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}
     yield "itself", wrong, "teacher: parameters of its own", lambda m, t: {"teacher": m}
     yield "other teacher", wrong, "names in the teacher", lambda m, t: {"teacher": dense("gpt2")}

@@ -109,7 +109,8 @@ def reconstruct(
         batches: as of `distill`; all are kept. Where the output of a submodule is [batch, tokens, …], tokens
             count that an ``attention_mask`` of the batch does not leave out.
         submodules: names; None takes the children of every block that have block-sparse layers, or the block
-            where it has no such child. They may not lie within each other.
+            where it has no such child, and reports other block-sparse layers as skipped. They may not lie
+            within each other.
         epochs: passes over the batches, for each submodule.
         lr: learning rate at first.
         held_out: fraction of the batches, the last ones, that are not trained on; at least one.
@@ -125,6 +126,9 @@ def reconstruct(
         UnsupportedError: a block or a submodule runs more than once in a forward pass, or two submodules
             share a parameter. After any error or interruption the parameters are as they were.
     """
+    for whose, one in (("model", model), ("teacher", teacher)):
+        if not isinstance(one, nn.Module):
+            raise InvalidArgumentError(f"{whose}: a module expected, got {type(one).__name__}")
     check_distinct(model, teacher)
     epochs = _positive("epochs", epochs)
     lr = check_number("lr", lr, above_zero=True)
@@ -132,7 +136,8 @@ def reconstruct(
     batches = _checked_batches(batches)
     count = _held_out(held_out, len(batches))
     names = _checked_names(model, teacher, submodules)
-    skipped = [
+    skipped = _outside(model, names) if submodules is None else []
+    skipped += [
         SkippedSubmodule(name, "no parameter of it is trained")
         for name in names
         if not _trained(model.get_submodule(name))
@@ -140,7 +145,7 @@ def reconstruct(
     names = [name for name in names if not any(one.name == name for one in skipped)]
     if not names:
         raise InvalidArgumentError(
-            f"submodules: one with parameters to train expected, {skipped[0].name!r} and the others have none"
+            f"submodules: one with parameters to train expected, {skipped[-1].name!r} has none"
         )
     _check_separate(model, names)
     settings = _Settings(
@@ -287,14 +292,17 @@ def _streams(
     settings: _Settings,
 ) -> tuple[Stream, Stream]:
     """Of both models, through the blocks of the stack, or through the whole model where that is none."""
-    for blocks in (_stack(model, names), [""]):
-        known = {name for name, _ in teacher.named_modules(remove_duplicate=False)}
-        if not blocks or not known.issuperset(blocks):
-            continue
+
+    def through(blocks: Sequence[str]) -> tuple[Stream, Stream]:
         ours, theirs = (Stream(one, blocks, batches, run, settings.device) for one in (model, teacher))
-        if blocks == [""] or (ours.is_chain and theirs.is_chain and ours.order == theirs.order):
+        return ours, theirs
+
+    blocks = _stack(model, names)
+    if blocks and {name for name, _ in teacher.named_modules(remove_duplicate=False)}.issuperset(blocks):
+        ours, theirs = through(blocks)
+        if ours.is_chain and theirs.is_chain and ours.order == theirs.order:
             return ours, theirs
-    raise AssertionError("the whole model is a block of its own")
+    return through([""])
 
 
 def _stack(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -342,6 +350,15 @@ def _default_names(model: nn.Module) -> list[str]:
         parts = [_join(block, key) for key, child in module.named_children() if _has_sparse(child)]
         names += parts or ([block] if _has_sparse(module) else [])
     return names
+
+
+def _outside(model: nn.Module, names: Sequence[str]) -> list[SkippedSubmodule]:
+    """Block-sparse layers that no submodule has."""
+    return [
+        SkippedSubmodule(name, "outside of the stack of blocks; fitted where submodules names it")
+        for name, module in model.named_modules()
+        if isinstance(module, BlockSparseLinear) and not any(_is_within(name, one) for one in names)
+    ]
 
 
 def _check_separate(model: nn.Module, names: Sequence[str]) -> None:
