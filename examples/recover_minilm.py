@@ -1,7 +1,7 @@
 """Prunes and recovers all-MiniLM-L6-v2, a model of sentence embeddings, with docstrings of this installation.
 
     python examples/recover_minilm.py --output minilm.json  # some minutes on a GPU
-    python examples/recover_minilm.py --output minilm.json --texts 2000 --calibration 256 --steps 50 --batch 32
+    python examples/recover_minilm.py --output minilm.json --texts 999 --calibration 128 --steps 50 --batch 32
 
 What is measured after each stage, on texts of files that are not trained on: the cosine to the dense
 embeddings, how many of the ten nearest neighbours are the dense model's, and how often a docstring's body is
