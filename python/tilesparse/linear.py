@@ -117,7 +117,7 @@ class BlockSparseLinear(nn.Module):
     scales: Tensor | None
     _part: Part | None = None  # of tensor parallelism
     _thaws: bool = True  # whether the weight, stored otherwise, gets its gradient back in the storage "plain"
-    # Takes y and x of a call and gives y: `tilesparse.train` sees the gradient of y so, in steps that need it.
+    # Takes y and x of a call and gives y, whose gradient `tilesparse.train` sees so in steps that need it.
     _observe: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(
@@ -683,8 +683,7 @@ class BlockSparseLinear(nn.Module):
         """
         index, gradient = self._index(), self.weight.grad
         kept = index_of(torch.stack(self.pattern.block_indices(), 1)[slots], index)
-        self.weight.grad = None
-        self.weight.data = self.weight.detach()[slots]
+        _resize(self.weight, self.weight.detach()[slots])
         if gradient is not None:
             self.weight.grad = gradient[slots]
         if self.mask is not None:
@@ -845,14 +844,25 @@ class BlockSparseLinear(nn.Module):
         for name, (shape, _) in self._forms(pattern.nnz, pattern.block_shape, row_scales).items():
             tensor: Tensor = getattr(self, name)
             if tensor.shape != shape and name == "weight":
-                self.weight.grad = None
-                self.weight.data = self.weight.new_empty(shape)
+                _resize(self.weight, self.weight.new_empty(shape))
             elif tensor.shape != shape:
                 self._buffers[name] = _zeros_like(tensor, shape)
         if before == (pattern.nnz, *pattern.block_shape):
             return
         for name in _ARRAYS:  # all of them, so that graphs of autograd keep the pattern they were made with
             self._buffers[name] = self.get_buffer(name).new_empty(getattr(pattern, name).shape)
+
+
+def _resize(parameter: nn.Parameter, data: Tensor) -> None:
+    """Gives a parameter data of another shape, and no gradient.
+
+    As long as a graph lives that was recorded before, such as that of the last step's loss, PyTorch takes
+    gradients for the shape of that time. It forgets this shape where the dtype changes.
+    """
+    parameter.grad = None
+    other = torch.float16 if data.dtype != torch.float16 else torch.float32
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
 
 
 def _as_before(new: Tensor, old: Tensor) -> Tensor:

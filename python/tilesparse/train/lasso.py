@@ -28,8 +28,8 @@ class GroupLasso:
 
     with the learning rate of the weight's group in that step. So blocks reach zero exactly, and `compact`
     then removes them. For an optimizer such as Adam this is a decoupled penalty, as the weight decay of AdamW
-    is. In 16 bits weights that are to change by less than their precision do not change: train in float32, with
-    autocast.
+    is. In 16 bits weights that are to change by less than their precision do not change: train in float32,
+    with autocast.
 
     It works by a hook of the optimizer; nothing waits for a GPU. Steps that ``torch.amp.GradScaler`` leaves
     out leave weights as they are.

@@ -295,26 +295,22 @@ class PatternSchedule(torch.optim.Optimizer):
 
     def _stop_observing(self) -> None:
         for name in self._observers:
-            self._layers[name]._observe = None
+            del self._layers[name]._observe  # compiled code tells None from nothing
         self._observers = {}
 
     def _observed(self) -> dict[str, Tensor]:
         """[R, C] of each layer, if they were taken in this step; zero where a layer was not called."""
         if not self._observers:
             return {}
-        taken = {
-            name: norms
-            for name, observer in self._observers.items()
-            if (norms := observer.take()) is not None
-        }
-        if not taken:
+        given = {name: observer.take() for name, observer in self._observers.items()}
+        if all(one is None for one in given.values()):
             raise InvalidArgumentError(
                 f"grow: {self._grow!r} needs a backward pass through the layers since the last step, there "
                 "was none; step the schedule after the backward pass and the optimizer"
             )
         norms = {
-            name: taken.get(name, torch.zeros_like(observer.probe))
-            for name, observer in self._observers.items()
+            name: torch.zeros_like(self._observers[name].probe) if one is None else one
+            for name, one in given.items()
         }
         return self._averaged(norms) if _has_peers() else norms
 

@@ -1,0 +1,295 @@
+"""A language model from scratch in a given time: dense, and wider but sparse, by every method.
+
+    python examples/train_lm.py --seconds 90 --output train_lm.json
+    python examples/train_lm.py --device cpu --seconds 5 --width 64 --dense-width 32 --layers 1 \\
+        --context 64 --batch 4 --block 16 --megabytes 2 --no-compile
+
+A byte-level GPT learns the Python sources of this installation. A contender is dense, or a pair of a method and a
+density, such as rigl:0.25. Each trains for the same time by the clock, in which validation does not count, nor
+what is compiled before the first step. Learning rates fall by a cosine over that time, so all end at rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import random
+import statistics
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
+from tilesparse.demo import GPT, Size, synchronize
+from tilesparse.train import Gradual, PatternSchedule, parameter_groups
+
+HEAD = 64  # features of an attention head
+HELD_OUT = 50  # one of so many files
+VALIDATION_BATCHES = 16
+STEPS_AT_A_TIME = 10  # that the host may be ahead
+CALIBRATION_STEPS = 20  # by which the number of all steps is estimated
+WARM_UP = 0.02  # of the time, in which learning rates rise
+METHODS = {
+    "static": None,
+    "set": {"grow": "random"},
+    "rigl": {"grow": "gradient"},
+    "snfs": {"grow": "momentum", "sample_every": 10},
+    "movement": {"grow": "gradient", "drop": "movement"},
+    "gradual": None,
+}
+
+
+class Text:
+    """Bytes of sources, and windows of them that all contenders see in the same order."""
+
+    def __init__(self, arguments: argparse.Namespace, seed: int) -> None:
+        training, held_out = load_text(arguments.megabytes << 20)
+        self._arguments, self.bytes = arguments, len(training)
+        self._training, held_out = (text.to(arguments.device) for text in (training, held_out))
+        self._window = torch.arange(arguments.context + 1, device=arguments.device)
+        self._generator = torch.Generator().manual_seed(10**6)  # of all seeds
+        self.held_out = [self._windows(held_out) for _ in range(VALIDATION_BATCHES)]
+        self._generator.manual_seed(seed)
+
+    def batch(self) -> Tensor:
+        """[batch, context + 1] int64."""
+        return self._windows(self._training)
+
+    def _windows(self, text: Tensor) -> Tensor:
+        shape = self._arguments.batch, 1
+        starts = torch.randint(len(text) - self._arguments.context, shape, generator=self._generator)
+        if text.is_cuda:
+            starts = starts.pin_memory().to(text.device, non_blocking=True)
+        return text[starts + self._window].long()
+
+
+def load_text(most: int) -> tuple[Tensor, Tensor]:
+    """(training, held out) bytes of the .py files of this installation; no file is there twice."""
+    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
+    files = sorted({file for root in roots for file in root.rglob("*.py") if file.is_file()})
+    random.Random(0).shuffle(files)
+    texts: dict[bytes, bytes] = {}
+    size = 0
+    for file in files:
+        text = file.read_bytes()
+        size += len(text)
+        texts[hashlib.sha256(text).digest()] = text
+        if size > most:
+            break
+    parts = list(texts.values())
+    held_out = b"".join(parts[::HELD_OUT])
+    del parts[::HELD_OUT]
+    training, rest = (torch.frombuffer(bytearray(t), dtype=torch.uint8) for t in (b"".join(parts), held_out))
+    return training, rest
+
+
+class RandomPatcher(BlockSparseModelPatcher):
+    """Blocks at random places, as for training from scratch."""
+
+    def new_child_module(self, name: str, module: nn.Module, options: Any) -> BlockSparseLinear:
+        pattern = BlockPattern.random(
+            module.weight.shape, block_shape=options["block_shape"], density=options["density"]
+        )
+        layer = BlockSparseLinear.from_linear(module, pattern=pattern, policy=options["policy"])
+        layer.reset_parameters()
+        return layer
+
+
+class Contender:
+    """A model in training."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, seed: int) -> None:
+        method, _, density = name.partition(":")
+        self.method, self._arguments = method, arguments
+        self._device = torch.device(arguments.device)
+        torch.manual_seed(seed)
+        width = arguments.dense_width if method == "dense" else arguments.width
+        size = Size(arguments.layers, width, max(1, width // HEAD), arguments.context, arguments.batch)
+        with self._device:
+            self.model = GPT(size)
+        self.density = float(density) if density else 1.0
+        if method != "dense":
+            self._patch(1.0 if method == "gradual" else self.density)
+        groups = parameter_groups(self.model, arguments.lr, rule=arguments.rule)
+        fused = self._device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+        self.schedule: PatternSchedule | Gradual | None = None
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _patch(self, density: float) -> None:
+        patcher = RandomPatcher()
+        options = {"density": density, "block_shape": self._arguments.block, "policy": "auto"}
+        patcher.add_pattern(r"blocks\.\d+\.(attention\.(inputs|output)|mlp\.[02])", options)
+        report = patcher.patch_model(self.model)
+        if report.skipped or not report.layers:
+            raise SystemExit(f"not all layers can be cut into blocks: {report}")
+
+    def compile(self) -> None:
+        """Block by block: all share their code, and it is compiled once for each form."""
+        for block in self.model.blocks:
+            block.compile(dynamic=False)
+
+    def plan(self, steps: int, seed: int) -> None:
+        """Makes the schedule of patterns, once it is known how many steps there will be."""
+        if self.method == "gradual":
+            events = self._arguments.events
+            self.schedule = Gradual(
+                self.model, self.optimizer, density=self.density, steps=steps, events=events
+            )
+        elif METHODS.get(self.method) is not None:
+            every = max(1, round(0.75 * steps / self._arguments.updates))
+            self.schedule = PatternSchedule(
+                self.model,
+                self.optimizer,
+                fraction=self._arguments.fraction,
+                every=every,
+                seed=seed,
+                **METHODS[self.method],
+            )
+
+    def step(self, batch: Tensor, progress: float) -> None:
+        """One step, without waiting for it; ``progress`` goes from 0 to 1."""
+        self.backward(batch)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * min(progress / WARM_UP, cosine(progress))
+        if isinstance(self.schedule, PatternSchedule):
+            for group in self.schedule.param_groups:  # as a scheduler would
+                group["lr"] = self._arguments.fraction * cosine(progress / 0.75)
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.optimizer.zero_grad()
+
+    def backward(self, batch: Tensor) -> None:
+        self._loss(batch).backward()
+
+    def prepare(self, batch: Tensor) -> float:
+        """Compiles what is to be compiled, leaves the model as it is, and gives the seconds of a step."""
+        for _ in range(3):
+            self.step(batch, 0.0)
+        synchronize(self._device)
+        start = time.perf_counter()
+        for _ in range(CALIBRATION_STEPS):
+            self.step(batch, 0.0)  # with a learning rate of 0
+        synchronize(self._device)
+        self.optimizer.state.clear()
+        return (time.perf_counter() - start) / CALIBRATION_STEPS
+
+    @torch.no_grad()
+    def validate(self, batches: Sequence[Tensor]) -> float:
+        """Mean loss in nats per byte, computed eagerly."""
+        with torch.compiler.set_stance("force_eager"):
+            return statistics.fmean(float(loss) for loss in [self._loss(batch) for batch in batches])
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        with torch.autocast(self._device.type, torch.bfloat16):
+            logits = self.model(batch[:, :-1])
+        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def cosine(progress: float) -> float:
+    """From 1 to 0."""
+    return (1 + math.cos(math.pi * min(1.0, progress))) / 2
+
+
+def run(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Trains one contender; what is reported of it."""
+    text = Text(arguments, seed)
+    contender = Contender(name, arguments, seed)
+    if arguments.compile:
+        contender.compile()
+    start = time.perf_counter()
+    seconds_per_step = contender.prepare(text.batch())
+    record: dict[str, Any] = {
+        "contender": name,
+        "seed": seed,
+        "preparation_s": round(time.perf_counter() - start, 2),
+        "parameters_at_first": sum(p.numel() for p in contender.model.parameters()),
+        "results": [],
+    }
+    contender.plan(max(1, int(arguments.seconds / seconds_per_step)), seed)
+    seconds, step, evaluations = 0.0, 0, 0
+    while seconds < arguments.seconds:
+        start = time.perf_counter()
+        for _ in range(STEPS_AT_A_TIME):
+            contender.step(text.batch(), min(1.0, seconds / arguments.seconds + 1e-3))
+            step += 1
+        synchronize(torch.device(arguments.device))
+        seconds += time.perf_counter() - start
+        if seconds >= arguments.seconds * (evaluations + 1) / arguments.evaluations:
+            evaluations = int(seconds / arguments.seconds * arguments.evaluations)
+            loss = contender.validate(text.held_out)
+            record["results"].append({"step": step, "seconds": round(seconds, 2), "loss": round(loss, 5)})
+            print(f"{name:16} seed {seed}  {step:6} steps {seconds:7.1f} s  {loss:.4f} nats", flush=True)
+    record["parameters"] = sum(p.numel() for p in contender.model.parameters())
+    record["ms_per_step"] = round(1e3 * seconds / step, 3)
+    return record
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs all contenders with all seeds, and writes the results after each."""
+    arguments = parser().parse_args(argv)
+    unknown = {name.partition(":")[0] for name in arguments.contenders} - {"dense", *METHODS}
+    if unknown:
+        raise SystemExit(f"contenders: dense or one of {list(METHODS)} expected, got {sorted(unknown)}")
+    # Each event of "gradual", and the steps that take dense gradients, are compiled anew.
+    torch._dynamo.config.recompile_limit = 8 + 2 * arguments.events
+    device = arguments.device
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
+    document: dict[str, Any] = {
+        "device": name,
+        "pytorch": torch.__version__,
+        "arguments": settings,
+        "cases": [],
+    }
+    for seed in range(arguments.seeds):
+        for contender in arguments.contenders:
+            document["cases"].append(run(contender, arguments, seed))
+            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+            torch.compiler.reset()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Its defaults are for one H200."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
+    add("--output", type=Path, default=Path("train_lm.json"), help="results as JSON (%(default)s)")
+    add(
+        "--contenders",
+        type=lambda names: names.split(","),
+        default=["dense", "static:0.25", "set:0.25", "rigl:0.25", "gradual:0.25"],
+        help="dense, or methods and densities, such as rigl:0.25,gradual:0.5 (%(default)s); methods are "
+        + ", ".join(METHODS),
+    )
+    add("--seconds", type=float, default=90.0, help="of training for each (%(default)s)")
+    add("--seeds", type=int, default=1, help="how many (%(default)s)")
+    add("--width", type=int, default=1536, help="of sparse models (%(default)s)")
+    add("--dense-width", type=int, default=768, help="of the dense one (%(default)s)")
+    add("--layers", type=int, default=8, help="(%(default)s)")
+    add("--context", type=int, default=1024, help="bytes (%(default)s)")
+    add("--batch", type=int, default=32, help="(%(default)s)")
+    add("--block", type=int, default=128, help="rows and columns of a block (%(default)s)")
+    add("--lr", type=float, default=6e-4, help="of dense weights (%(default)s)")
+    add("--rule", choices=("fitted", "mup"), default="fitted", help="of sparse ones' (%(default)s)")
+    add("--fraction", type=float, default=0.3, help="of blocks that a rewiring moves (%(default)s)")
+    add("--updates", type=int, default=80, help="rewirings in three quarters of the time (%(default)s)")
+    add("--events", type=int, default=8, help="in which gradual removes blocks (%(default)s)")
+    add("--evaluations", type=int, default=10, help="validations on the way (%(default)s)")
+    add("--megabytes", type=int, default=400, help="of text at most (%(default)s)")
+    add("--no-compile", dest="compile", action="store_false", help="train eagerly")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
+    return made
+
+
+if __name__ == "__main__":
+    main()

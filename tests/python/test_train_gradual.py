@@ -1,0 +1,495 @@
+"""Blocks go when they should and as they should, and what is left trains on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from digits import accuracy, digits, make_transformer
+from helpers import DEVICES, randn, seeded
+from test_docs import ROOT, executed
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilesparse import (
+    BlockSparseLinear,
+    InvalidArgumentError,
+    PatternChangedError,
+    UnsupportedError,
+)
+from tilesparse.train import (
+    BlockGates,
+    Gradual,
+    GroupLasso,
+    PatternSchedule,
+    compact,
+    parameter_groups,
+    snapshot,
+)
+
+IN, OUT, BLOCK = 96, 64, 16
+RATE = 0.01
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(density: float = 1.0, device: str = "cpu", **options: Any) -> nn.Sequential:
+    generator = seeded(1)
+    options = {"block_shape": BLOCK, "density": density, "generator": generator} | options
+    return nn.Sequential(
+        BlockSparseLinear(IN, OUT, **options), nn.ReLU(), BlockSparseLinear(OUT, IN, **options)
+    ).to(device)
+
+
+def backward(model: nn.Module, step: int = 0) -> Tensor:
+    weight = next(model.parameters())
+    x = randn(8, IN, dtype=weight.dtype, seed=step).to(weight.device)
+    loss = (model(x) - x.roll(1, -1)).square().mean()
+    loss.backward()
+    return loss
+
+
+def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range) -> list[int]:
+    """Numbers of blocks of the first layer after each step."""
+    counts = []
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        schedule.step()
+        counts.append(next(model.parameters()).shape[0])
+    return counts
+
+
+def same(these: list[Tensor], those: list[Tensor]) -> bool:
+    return len(these) == len(those) and all(map(torch.equal, these, those))
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = [state for of_one in optimizer.state.values() for state in of_one.values()]
+    return [*model.state_dict().values(), *(state for state in states if isinstance(state, Tensor))]
+
+
+# ---- gradual ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_density_falls_as_zhu_and_gupta_say(device: str) -> None:
+    model = make(device=device, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    schedule = Gradual(model, optimizer, density=0.25, steps=40, events=5)
+    counts = train(model, optimizer, schedule, range(40))
+    expected = [24]
+    for step in range(1, 41):
+        event = {14: 1, 18: 2, 22: 3, 26: 4, 30: 5}.get(step)
+        expected.append(expected[-1] if event is None else 6 + round(18 * (1 - event / 5) ** 3))
+    assert counts == expected[1:] and counts[12] == 24 and counts[-1] == 6
+    assert [layer.density for layer in (model[0], model[2])] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nm", [None, (2, 4)])
+def test_what_goes_and_what_is_left(dtype: torch.dtype, nm: Any) -> None:
+    """The smallest blocks go; weights, gradients, states and masks of the others stay as they were."""
+    model = make(dtype=dtype, nm=nm, block_shape=32 if nm else BLOCK)
+    layer = model[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    schedule = Gradual(model, optimizer, density={"0": 0.5}, steps=2, begin=0, end=1, events=1)
+    train(model, optimizer, schedule, range(1))
+    backward(model)
+    weight, memory = layer.weight, layer.weight.data_ptr()
+    with torch.no_grad():
+        weight[1] = weight[0]
+    before, gradient = layer.weight.detach().clone(), layer.weight.grad.clone()
+    mask = None if nm is None else layer.mask.clone()
+    moment = optimizer.state[weight]["exp_avg"].clone()
+    places = torch.stack(layer.pattern.block_indices(), 1)
+    assert schedule.step()
+    worth = before.abs().sum((1, 2), dtype=torch.float32)
+    left = worth.argsort(descending=True, stable=True)[: len(worth) // 2].sort().values
+    assert layer.weight is weight and weight.data_ptr() != memory
+    assert torch.equal(weight, before[left]) and torch.equal(weight.grad, gradient[left])
+    assert torch.equal(optimizer.state[weight]["exp_avg"], moment[left])
+    assert torch.equal(torch.stack(layer.pattern.block_indices(), 1), places[left])
+    assert mask is None or torch.equal(layer.mask, mask[left])
+    assert model[2].density == 1
+    train(model, optimizer, schedule, range(3))
+    assert weight.isfinite().all()
+
+
+def test_a_loss_that_is_kept_does_not_disturb() -> None:
+    """PyTorch takes a weight to have the shape of the last step as long as its graph lives."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    schedule = Gradual(model, optimizer, density=0.5, steps=4, begin=0, end=1, events=4)
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        losses.append(backward(model, step))
+        optimizer.step()
+        schedule.step()
+    x = randn(2, IN, dtype=torch.float32)
+    y = model(x)
+    model[0]._keep_slots(torch.arange(3))
+    with pytest.raises(PatternChangedError):
+        y.sum().backward()
+
+
+def test_movement_keeps_what_grows() -> None:
+    model = make(dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    schedule = Gradual(model, optimizer, density=0.5, steps=4, begin=0.2, end=1, events=1, score="movement")
+    scores = torch.zeros(24, dtype=torch.float64)
+    places = torch.stack(model[0].pattern.block_indices(), 1)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step)
+        scores -= (model[0].weight.detach() * model[0].weight.grad).sum((1, 2))
+        optimizer.step()
+        schedule.step()
+    left = scores.argsort(descending=True)[:12].sort().values
+    assert torch.equal(torch.stack(model[0].pattern.block_indices(), 1), places[left])
+
+
+@pytest.mark.parametrize("score", ["magnitude", "movement"])
+def test_resumed_between_events(score: str) -> None:
+    def begin() -> tuple[Any, ...]:
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        return model, optimizer, Gradual(model, optimizer, density=0.25, steps=20, events=5, score=score)
+
+    parts = begin()
+    train(*parts, range(9))
+    saved = copy.deepcopy([part.state_dict() for part in parts])
+    train(*parts, range(9, 20))
+    resumed = begin()
+    for part, state in zip(resumed, saved, strict=True):
+        part.load_state_dict(state)
+    assert 6 < resumed[0][0].weight.shape[0] < 24
+    train(*resumed, range(9, 20))
+    assert same(state_of(*parts[:2]), state_of(*resumed[:2]))
+    for changed in ({"steps": -1}, {"more": 1}, {"first": {"0": 24}}):
+        with pytest.raises(InvalidArgumentError, match=r"^state_dict"):
+            resumed[2].load_state_dict(saved[2] | changed)
+
+
+def test_compiled_models_follow() -> None:
+    torch.compiler.reset()
+    model = make()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for one, called in ((model, compiled), (twin, twin)):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=RATE)
+        train(called, optimizer, Gradual(one, optimizer, density=0.5, steps=8, events=3), range(8))
+    assert model[0].weight.shape[0] == 12
+    for name, tensor in twin.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor)
+
+
+def test_blocks_may_move_while_others_go() -> None:
+    model = make(0.75)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    gradual = Gradual(model, optimizer, density=0.25, steps=16, events=4)
+    moving = PatternSchedule(model, optimizer, every=3, grow="gradient", drop="movement")
+    for step in range(16):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        moving.step()
+        gradual.step()
+    assert model[0].density == 0.25 and int(moving.moved["0"]) > 0
+    assert snapshot(model)["0"].sum() == 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"density": 0.8}, r"^density: for layer '0' from 0.0417 to its own 0.5 expected, got 0.8"),
+        ({"density": 0.0}, r"^density: "),
+        ({"density": {"2": 0.01}}, r"^density: for layer '2'"),
+        ({"begin": 0.8}, r"^begin: less than end=0.75"),
+        ({"end": 2}, r"^end: "),
+        ({"events": 0}, r"^events: "),
+        ({"steps": 0}, r"^steps: "),
+        ({"score": "beauty"}, r"^score: "),
+        ({"norm": 0}, r"^norm: "),
+        ({"optimizer": None}, r"^optimizer: "),
+        ({"model": nn.Tanh()}, r"^model: "),
+    ],
+)
+def test_arguments_that_do_not_fit(changed: dict[str, Any], text: str) -> None:
+    model = make(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    arguments = {"model": model, "optimizer": optimizer, "density": 0.25, "steps": 9} | changed
+    with pytest.raises(InvalidArgumentError, match=text):
+        Gradual(**arguments)
+
+
+def test_states_that_nobody_understands_stop_it_before_anything_has_changed() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    schedule = Gradual(model, optimizer, density=0.5, steps=2, begin=0, end=1, events=2)
+    optimizer.state[model[2].weight]["secret"] = torch.ones(5)
+    for attempt in (schedule.step, lambda: compact(model, optimizer)):
+        with pytest.raises(UnsupportedError, match=r"state 'secret' of the weight of layer '2'"):
+            attempt()
+    assert model[0].density == 1 and schedule.steps == 0
+
+
+# ---- compact, gates ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compact_removes_zero_blocks_and_nothing_else(device: str) -> None:
+    model = make(0.5, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    backward(model)
+    optimizer.step()
+    with torch.no_grad():
+        model[0].weight[[2, 5, 6]] = 0
+        model[0].weight[3, 1:] = 0
+        model[2].weight.zero_()
+    model[2].weight.requires_grad_(False)
+    x = randn(4, IN, dtype=torch.float32, device=device)
+    y = model(x).detach()
+    assert compact(model, optimizer) == {"0": 3, "2": 12}
+    assert torch.equal(model(x), y)
+    assert model[0].weight.shape[0] == 9 and model[2].density == 0
+    assert optimizer.state[model[0].weight]["momentum_buffer"].shape == model[0].weight.shape
+    assert compact(model, optimizer) == {"0": 0, "2": 0}
+    for wrong in (nn.Tanh(), nn.Sequential(BlockSparseLinear(64, 64, storage="int8"))):
+        with pytest.raises(InvalidArgumentError, match=r"^model: no BlockSparseLinear"):
+            compact(wrong)
+
+
+def test_gates_have_the_hard_concrete_distribution() -> None:
+    """Louizos et al.: how often gates are open, their value in evaluation, and the penalty's gradient."""
+    layer = BlockSparseLinear(64, 64, density=1, block_shape=16, generator=seeded())
+    model = nn.Sequential(layer)
+    weight = layer.weight.detach().clone()
+    gates = BlockGates(model, keep=0.3)
+    assert math.isclose(float(gates.density()), 0.3, rel_tol=1e-5)
+    torch.manual_seed(0)
+    samples = torch.stack([(layer.weight / weight)[:, 0, 0].detach() for _ in range(500)])
+    assert abs(float((samples > 0).double().mean()) - 0.3) < 0.02
+    assert float(samples.min()) >= 0 and float(samples.max()) <= 1 and (samples == 1).any()
+    (log_alpha,) = gates.parameters()
+    with torch.no_grad():
+        log_alpha.copy_(torch.linspace(-4, 4, 16))
+    model.eval()
+    value = (log_alpha.sigmoid() * 1.2 - 0.1).clamp(0, 1)
+    torch.testing.assert_close(layer.weight, weight * value[:, None, None])
+    gates.density().backward()
+    open_ = (log_alpha - 2 / 3 * math.log(0.1 / 1.1)).sigmoid().detach()
+    torch.testing.assert_close(log_alpha.grad, open_ * (1 - open_) / 16)
+    with pytest.raises(UnsupportedError, match="parametrized"):
+        BlockGates(model)
+    for keep in (0, 1, 1.5):
+        with pytest.raises(InvalidArgumentError, match=r"^keep: "):
+            BlockGates(make(), keep=keep)
+    with pytest.raises(InvalidArgumentError, match=r"^model: "):
+        BlockGates(nn.Tanh())
+
+
+def test_gates_end_in_a_smaller_model() -> None:
+    model = make(0.5)
+    weights = [model[0].weight, model[2].weight]
+    gates = BlockGates(model, keep=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(30):
+        optimizer.zero_grad()
+        backward(model, step)
+        (0.5 * gates.density()).backward()
+        optimizer.step()
+    model.eval()
+    x = randn(4, IN, dtype=torch.float32)
+    y = model(x).detach()
+    model.train()
+    removed = gates.compact(optimizer)
+    torch.testing.assert_close(model(x), y)
+    assert [model[0].weight, model[2].weight] == weights and sum(removed.values()) > 0
+    assert type(model[0]) is BlockSparseLinear and model.training
+    assert not [name for name in model.state_dict() if "log_alpha" in name]
+    for weight in weights:
+        assert optimizer.state[weight]["exp_avg"].shape == weight.shape
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+def test_the_page_on_training_runs() -> None:
+    names = executed("training.md")
+    first, *_, last = names["history"]
+    assert first["0"].sum() == last["0"].sum() and not torch.equal(first["0"], last["0"])
+    assert names["dense"][0].density == 0.25
+    assert names["lost"].keys() == {"0"}
+
+
+def test_the_language_model_of_the_examples_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example: Any = runpy.run_path(str(ROOT / "examples/train_lm.py"))
+    text = torch.randint(256, (4096,), generator=seeded(), dtype=torch.uint8)
+    monkeypatch.setitem(example["main"].__globals__, "load_text", lambda most: (text, text))
+    output = tmp_path / "results.json"
+    sizes = "--width 64 --dense-width 32 --layers 1 --context 16 --batch 2 --block 16 --seconds 0.3"
+    contenders = "dense,rigl:0.25,gradual:0.25"
+    run = f"--device cpu --no-compile {sizes} --contenders {contenders} --output {output}"
+    example["main"](run.split())
+    cases = json.loads(output.read_text())["cases"]
+    assert [case["contender"] for case in cases] == contenders.split(",")
+    assert all(case["results"][-1]["loss"] < 8 for case in cases)
+    assert cases[1]["parameters"] == cases[1]["parameters_at_first"]
+    assert cases[2]["parameters"] < cases[2]["parameters_at_first"]
+
+
+# ---- what methods reach ----
+
+
+def fractions_of(schedule: PatternSchedule, steps: int) -> Any:
+    """A cosine that ends at three quarters of the training."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        schedule, lambda step: (1 + math.cos(math.pi * min(1.0, step / (0.75 * steps)))) / 2
+    )
+
+
+def accuracy_of(method: Callable[..., Any], density: float, steps: int = 100) -> float:
+    """Of a small vision transformer on pictures of digits."""
+    model = make_transformer(density)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 3e-3))
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    schedule = method(model, optimizer, steps)
+    fractions = fractions_of(schedule, steps) if isinstance(schedule, PatternSchedule) else None
+    for step in range(steps):
+        pictures, labels = digits(64, step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(pictures), labels).backward()
+        optimizer.step()
+        rates.step()
+        if isinstance(schedule, PatternSchedule | Gradual):
+            schedule.step()
+        if fractions is not None:
+            fractions.step()
+    return accuracy(model)
+
+
+def moving(**options: Any) -> Callable[..., PatternSchedule]:
+    return lambda model, optimizer, steps: PatternSchedule(model, optimizer, every=10, **options)
+
+
+DIGITS: dict[str, tuple[Callable[..., Any], float, float]] = {
+    "set": (moving(), 0.5, 0.85),
+    "rigl": (moving(grow="gradient"), 0.5, 0.88),
+    "movement": (moving(grow="momentum", sample_every=5, drop="movement"), 0.5, 0.8),
+    "gradual": (
+        lambda model, optimizer, steps: Gradual(model, optimizer, density=0.5, steps=steps, events=8),
+        1.0,
+        0.75,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIGITS)
+def test_digits_are_learned(name: str) -> None:
+    method, density, bound = DIGITS[name]
+    assert accuracy_of(method, density) >= bound
+
+
+MIXED, PART = 512, 16  # inputs, of which three parts say something
+TELLING = (3, 14, 27)
+
+
+def needles(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(x [count, MIXED], labels [count])."""
+    generator = seeded(seed)
+    labels = torch.randint(10, (count,), generator=generator)
+    x = torch.randn(count, MIXED, generator=generator)
+    signs = torch.randn(10, len(TELLING) * PART, generator=seeded(5))[labels]
+    for part, sign in zip(TELLING, signs.split(PART, 1), strict=True):
+        x[:, part * PART : (part + 1) * PART] += sign
+    return x, labels
+
+
+HAYSTACK: dict[str, tuple[Callable[..., Any], float, float, float]] = {
+    "static": (lambda model, optimizer: None, 0.1, 0.0, 0.3),
+    "set": (lambda m, o: PatternSchedule(m, o, every=10), 0.1, 0.5, 1.0),
+    "rigl": (lambda m, o: PatternSchedule(m, o, every=10, grow="gradient"), 0.1, 0.95, 1.0),
+    "snfs": (lambda m, o: PatternSchedule(m, o, every=10, grow="momentum"), 0.1, 0.95, 1.0),
+    "movement": (
+        lambda m, o: PatternSchedule(m, o, every=10, grow="gradient", drop="movement"),
+        0.1,
+        0.95,
+        1.0,
+    ),
+    "gradual": (lambda m, o: Gradual(m, o, density=0.1, steps=200, events=8), 1.0, 0.95, 1.0),
+}
+
+
+def haystack(density: float) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        BlockSparseLinear(MIXED, 64, density=density, block_shape=PART, generator=seeded(1)),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    x, labels = needles(64, step)
+    return F.cross_entropy(model(x), labels)
+
+
+def found(model: nn.Module) -> float:
+    x, labels = needles(1000, 10**6)
+    return float((model.eval()(x).argmax(-1) == labels).float().mean())
+
+
+@pytest.mark.parametrize("name", HAYSTACK)
+def test_telling_inputs_are_found(name: str) -> None:
+    """A tenth of the blocks of a random pattern misses what tells digits apart; one that moves does not."""
+    method, density, least, most = HAYSTACK[name]
+    model = haystack(density)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    schedule = method(model, optimizer)
+    for step in range(200):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    assert least <= found(model) <= most
+    assert abs(model[0].density - 0.1) < 0.01
+
+
+@pytest.mark.parametrize("name", ["group lasso", "gates"])
+def test_nothing_but_telling_inputs_is_left(name: str) -> None:
+    model = haystack(1.0)
+    weights = list(model.parameters())
+    gates = BlockGates(model) if name == "gates" else None
+    groups: list[dict[str, Any]] = [{"params": weights}]
+    if gates is not None:
+        groups.append({"params": gates.parameters(), "lr": 0.1, "weight_decay": 0})
+    optimizer = torch.optim.AdamW(groups, lr=5e-3)
+    if gates is None:
+        GroupLasso(model, optimizer, strength=0.3)
+    for step in range(150):
+        optimizer.zero_grad()
+        (loss_of(model, step) + (0 if gates is None else 0.3 * gates.density())).backward()
+        optimizer.step()
+    if gates is None:
+        compact(model, optimizer)
+    else:
+        gates.compact(optimizer)
+    left = snapshot(model)["0"].any(0).nonzero().flatten().tolist()
+    assert left == list(TELLING) and found(model) >= 0.95

@@ -1,0 +1,697 @@
+"""Patterns move as the papers say, optimizers forget what moved, and runs are repeatable everywhere."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import DEVICES, dense_weight, here, randn, run_scenes, seeded
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
+
+from tilesparse import (
+    BlockPattern,
+    BlockSparseLinear,
+    InvalidArgumentError,
+    UnsupportedError,
+    UnsynchronizedPatternError,
+)
+from tilesparse.parallel import synchronize_patterns
+from tilesparse.train import (
+    GroupLasso,
+    MaskSchedule,
+    PatternSchedule,
+    block_gradient_norms,
+    gradients,
+    learning_rate_factor,
+    parameter_groups,
+    snapshot,
+)
+
+IN, OUT, BLOCK = 96, 64, 16
+RATE = 0.01
+METHODS = {
+    "set": {},
+    "rigl": {"grow": "gradient"},
+    "snfs": {"grow": "momentum", "sample_every": 2},
+    "movement": {"grow": "gradient", "drop": "movement"},
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=RATE, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=RATE, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=RATE, foreach=True, amsgrad=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=RATE, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=RATE),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=RATE, momentum=0.9),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(density: float = 0.5, device: str = "cpu", **options: Any) -> nn.Sequential:
+    generator = seeded(1)
+    options = {"block_shape": BLOCK, "dtype": torch.float32} | options
+    return nn.Sequential(
+        BlockSparseLinear(IN, OUT, density=density, generator=generator, **options),
+        nn.ReLU(inplace=True),
+        BlockSparseLinear(OUT, IN, density=density, generator=generator, **options),
+    ).to(device)
+
+
+def sparse(model: nn.Module) -> list[BlockSparseLinear]:
+    return [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
+
+
+def backward(model: nn.Module, step: int = 0, rows: int = 8) -> Tensor:
+    weight = next(model.parameters())
+    x = randn(rows, IN, dtype=weight.dtype, seed=step).to(weight.device)
+    loss = (model(x) - x.roll(1, -1)).square().mean()
+    loss.backward()
+    return loss
+
+
+def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range, fractions: Any = None) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        schedule.step()
+        if fractions is not None:
+            fractions.step()
+
+
+def slots_of(layer: BlockSparseLinear) -> list[tuple[int, int]]:
+    """The place of each slot's block."""
+    return list(zip(*map(Tensor.tolist, layer.pattern.block_indices()), strict=True))
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = [state for of_one in optimizer.state.values() for state in of_one.values()]
+    return [*model.state_dict().values(), *(state for state in states if isinstance(state, Tensor))]
+
+
+def same(these: list[Tensor], those: list[Tensor]) -> bool:
+    return len(these) == len(those) and all(map(torch.equal, these, those))
+
+
+# ---- norms of gradient blocks ----
+
+
+def dense_gradient_norms(dy: Tensor, x: Tensor, norm: float) -> Tensor:
+    """By the definition, of what autograd computes."""
+    weight = torch.zeros(dy.shape[-1], x.shape[-1], dtype=x.dtype, device=x.device, requires_grad=True)
+    nn.functional.linear(x, weight).backward(dy)
+    blocks = weight.grad.unfold(0, BLOCK, BLOCK).unfold(1, BLOCK, BLOCK).flatten(2)
+    return torch.linalg.vector_norm(blocks.double(), norm, dim=-1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [1, 2, math.inf])
+@pytest.mark.parametrize("strip", [1, 3 * BLOCK * IN * 4, 1 << 30])
+def test_norms_are_those_of_the_dense_gradient(
+    device: str, dtype: torch.dtype, norm: float, strip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "STRIP_BYTES", strip)
+    dy, x = (randn(3, 5, size, dtype=dtype, device=device, seed=size) for size in (OUT, IN))
+    norms = block_gradient_norms(dy, x, BLOCK, norm=norm)
+    assert norms.shape == (OUT // BLOCK, IN // BLOCK) and norms.dtype == torch.float32
+    torch.testing.assert_close(norms.double(), dense_gradient_norms(dy, x, norm), rtol=1e-3, atol=1e-3)
+    assert block_gradient_norms(dy[:0], x[:0], BLOCK).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("dy", "x", "changed", "text"),
+    [
+        ((3, 64), (4, 96), {}, r"^dy: "),
+        ((3, 60), (3, 96), {}, r"^out_features: "),
+        ((3, 64), (3, 96), {"norm": 3}, r"^norm: "),
+        ((3, 64), (3, 96), {"block_shape": 8}, r"^block_shape: "),
+        ((), (3, 96), {}, r"^dy: "),
+    ],
+)
+def test_operands_that_do_not_fit(dy: Any, x: Any, changed: Any, text: str) -> None:
+    arguments: dict[str, Any] = {"block_shape": BLOCK} | changed
+    with pytest.raises(InvalidArgumentError, match=text):
+        block_gradient_norms(torch.ones(dy), torch.ones(x), **arguments)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+def observed(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The norms that a schedule has after a backward pass."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    schedule = PatternSchedule(model, optimizer, every=1, grow="gradient", fraction=0.0)
+    run()
+    norms = schedule._observed()
+    schedule.remove()
+    return norms
+
+
+def test_norms_that_a_schedule_sees() -> None:
+    """As dense layers have them, with checkpoints, under autocast, beside evaluations and compiled."""
+    model = make()
+    dense = nn.Sequential(*(m.to_linear() if isinstance(m, BlockSparseLinear) else nn.ReLU() for m in model))
+    backward(dense)
+
+    def blocks(weight: Any) -> Tensor:
+        return weight.grad.unfold(0, BLOCK, BLOCK).unfold(1, BLOCK, BLOCK).abs().sum((2, 3))
+
+    expected = {name: blocks(dense[int(name)].weight) for name in ("0", "2")}
+
+    def check(model: nn.Module, run: Callable[[], Any], tolerance: float = 1e-4) -> None:
+        for name, norms in observed(model, run).items():
+            reference = expected[name.split(".")[-1]]
+            torch.testing.assert_close(norms, reference, rtol=tolerance, atol=tolerance)
+
+    check(model, lambda: backward(model))
+    for reentrant in (False, True):
+        wrapped = Checkpointed(model, reentrant)
+        check(wrapped, lambda wrapped=wrapped: backward(wrapped))
+
+    def with_evaluations() -> None:
+        with torch.no_grad():
+            model(torch.ones(4, IN))
+        model(torch.ones(4, IN))  # whose gradient nobody asks for
+        backward(model)
+
+    check(model, with_evaluations)
+
+    def under_autocast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            backward(model)
+
+    check(model, under_autocast, 0.1)
+    for backend in ("eager", "aot_eager"):
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        check(model, lambda compiled=compiled: backward(compiled))
+
+
+def test_norms_of_several_calls_are_added_up() -> None:
+    layer = BlockSparseLinear(IN, IN, block_shape=BLOCK, generator=seeded())
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    xs, dys = [], []
+
+    def run() -> None:
+        def note(module: nn.Module, inputs: Any, y: Tensor) -> None:
+            xs.append(inputs[0].detach())
+            y.register_hook(dys.append)
+
+        handle = layer.register_forward_hook(note)
+        for step in (0, 1):
+            backward(model, step)
+        handle.remove()
+
+    norms = observed(model, run)["0"]
+    dys = [dys[i] for i in (1, 0, 3, 2)]  # gradients come last call first
+    parts = [block_gradient_norms(dy, x, BLOCK) for dy, x in zip(dys, xs, strict=True)]
+    torch.testing.assert_close(norms, torch.stack(parts).sum(0))
+
+
+# ---- which blocks move ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_worst_blocks_go_where_the_method_says(device: str, method: str) -> None:
+    model = make(device=device)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    schedule = PatternSchedule(model, optimizer, fraction=0.3, every=2, **METHODS[method])
+    layer, moved = model[0], {}
+    score, average = torch.zeros(layer.weight.shape[0], device=device), 0.0
+    for step in (1, 2):
+        optimizer.zero_grad()
+        dys: list[Tensor] = []
+        handle = layer.register_forward_hook(lambda m, i, y, dys=dys: moved.update(x=i[0], y=y))
+        hook = model[1].register_full_backward_hook(lambda m, before, after, dys=dys: dys.append(before[0]))
+        model[1].inplace = False
+        backward(model, step)
+        handle.remove(), hook.remove()
+        norms = block_gradient_norms(dys[0], moved["x"], BLOCK)
+        score -= (layer.weight.detach() * layer.weight.grad).sum((1, 2))
+        optimizer.step()
+        before = slots_of(layer)
+        magnitude = layer.weight.detach().abs().sum((1, 2))
+        schedule.step()
+        if step == 1:
+            assert slots_of(layer) == before and schedule.moved == {}
+    average = 0.1 * norms
+    after = slots_of(layer)
+    changed = [slot for slot in range(len(after)) if after[slot] != before[slot]]
+    count = int(0.3 * len(before))
+    assert len(changed) == count == int(schedule.moved["0"]) and len(set(after)) == len(after)
+    worth = score if method == "movement" else magnitude
+    assert sorted(changed) == sorted(worth.argsort()[:count].tolist())
+    grown = {after[slot] for slot in changed}
+    assert grown.isdisjoint(before)
+    if method != "set":
+        growth = average if method == "snfs" else norms
+        free = [(r, c) for r in range(OUT // BLOCK) for c in range(IN // BLOCK) if (r, c) not in set(before)]
+        assert grown == set(sorted(free, key=lambda place: -float(growth[place]))[:count])
+    assert layer.weight[changed].eq(0).all()
+    kept = [slot for slot in range(len(after)) if slot not in changed]
+    torch.testing.assert_close(layer.weight.detach()[kept].abs().sum((1, 2)), magnitude[kept])
+    torch.testing.assert_close(
+        layer.to_linear().weight.detach().cpu().double(), dense_weight(layer.weight, layer.pattern)
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("moments", ["zero", "keep"])
+def test_what_optimizers_keep_of_moved_blocks(name: str, moments: str) -> None:
+    model = make()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    schedule = PatternSchedule(model, optimizer, every=2, moments=moments)
+    train(model, optimizer, schedule, range(1))
+    backward(model, 1)
+    optimizer.step()
+    layer = model[0]
+    states = {
+        key: state.clone()
+        for key, state in optimizer.state[layer.weight].items()
+        if isinstance(state, Tensor) and state.dim()
+    }
+    before = slots_of(layer)
+    schedule.step()
+    changed = [slot for slot, place in enumerate(slots_of(layer)) if place != before[slot]]
+    kept = [slot for slot in range(len(before)) if slot not in changed]
+    assert changed and states
+    for key, state in states.items():
+        now = optimizer.state[layer.weight][key]
+        assert torch.equal(now[kept], state[kept])
+        assert torch.equal(now[changed], state[changed] if moments == "keep" else 0 * state[changed])
+    assert float(optimizer.state[layer.weight].get("step", 2)) == 2
+    train(model, optimizer, schedule, range(2, 5))
+    assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+class Opaque(torch.optim.SGD):
+    """Keeps something of which nobody knows what it is of."""
+
+    def __init__(self, parameters: Any, state: Any) -> None:
+        super().__init__(parameters, lr=RATE)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["secret"] = state
+
+
+@pytest.mark.parametrize("state", [torch.ones(7), torch.ones(16, 16), [torch.ones(1)]])
+def test_states_that_nobody_understands_are_refused_by_name(state: Any) -> None:
+    model = make()
+    optimizer = Opaque(model.parameters(), state)
+    schedule = PatternSchedule(model, optimizer, every=1)
+    backward(model)
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    with pytest.raises(UnsupportedError, match=r"^optimizer: Opaque keeps a state 'secret' .* layer '0'"):
+        schedule.step()
+    assert schedule.steps == 0 and same(before, list(model.state_dict().values()))
+    PatternSchedule(model, optimizer, every=1, moments="keep").step()
+
+
+def test_fractions_are_clipped_to_what_is_free() -> None:
+    for density, moves in ((1.0, 0), (23 / 24, 1), (0.0, 0)):
+        model = make(density)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        schedule = PatternSchedule(model, optimizer, fraction=1.0, every=1)
+        backward(model)
+        optimizer.step()
+        schedule.step()
+        assert [int(moved) for moved in schedule.moved.values()] == [moves, moves]
+
+
+def test_equal_weights_move_in_the_order_of_slots() -> None:
+    model = make()
+    with torch.no_grad():
+        model[0].weight.fill_(1)
+    schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=0.0), every=1, fraction=0.25)
+    before = slots_of(model[0])
+    schedule.step()
+    assert [place != old for place, old in zip(slots_of(model[0]), before, strict=True)] == 3 * [True] + 9 * [
+        False
+    ]
+
+
+def test_new_blocks_may_be_random() -> None:
+    model = make(0.5, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    schedule = PatternSchedule(model, optimizer, every=1, fraction=0.5, new_scale=0.5)
+    before = slots_of(model[0])
+    schedule.step()
+    changed = [slot for slot, place in enumerate(slots_of(model[0])) if place != before[slot]]
+    new = model[0].weight.detach()[changed].double()
+    initial = 1 / math.sqrt(3 * 0.5 * IN)
+    assert len(changed) == 6 and 0.45 * initial < float(new.std()) < 0.55 * initial
+    assert float(new.abs().max()) <= 0.51 * math.sqrt(3) * initial
+
+
+def test_layers_without_useful_norms_stay_as_they_are() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    schedule = PatternSchedule(model, optimizer, every=1, grow="gradient")
+    before = [slots_of(layer) for layer in sparse(model)]
+    with pytest.raises(InvalidArgumentError, match=r"^grow: 'gradient' needs a backward pass"):
+        schedule.step()
+    for factor in (0.0, float("inf")):  # a loss that is 0, a scaled loss that overflows
+        x = torch.ones(2, IN)
+        (model(x).sum() * factor).backward()
+        optimizer.step()
+        weight = model[0].weight.clone()
+        schedule.step()
+        assert [slots_of(layer) for layer in sparse(model)] == before and schedule.moved["0"] == 0
+        assert torch.equal(model[0].weight.nan_to_num(), weight.nan_to_num())
+        optimizer.zero_grad()
+        if factor:
+            return
+    layer = model[2]  # alone
+    layer(torch.ones(2, OUT)).square().sum().backward()
+    schedule.step()
+    assert schedule.moved["0"] == 0 and schedule.moved["2"] > 0
+
+
+def test_learning_rate_schedulers_drive_the_fractions_of_groups() -> None:
+    model = make()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    schedule = PatternSchedule(model, optimizer, fraction={"0": 0.5, ".*": 0.25}, every=1)
+    assert [group["layers"] for group in schedule.param_groups] == [["0"], ["2"]]
+    fractions = LambdaLR(schedule, [lambda step: 1 - step / 2, lambda step: 1.0])
+    counts = []
+    for step in range(3):
+        train(model, optimizer, schedule, range(step, step + 1), fractions)
+        counts.append([int(schedule.moved[name]) for name in ("0", "2")])
+    assert counts == [[6, 3], [3, 3], [0, 3]]
+    schedule.param_groups[0]["lr"] = 1.5
+    with pytest.raises(InvalidArgumentError, match=r"^lr: "):
+        schedule.step()
+
+
+def test_layers_that_no_expression_matches_stay() -> None:
+    model = make()
+    model[2].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with pytest.raises(InvalidArgumentError, match="layer '2': its weight is frozen"):
+        PatternSchedule(model, optimizer, every=1)
+    schedule = PatternSchedule(model, optimizer, fraction={"0": 0.5}, every=1)
+    masks = snapshot(model)
+    train(model, optimizer, schedule, range(1))
+    assert schedule.moved.keys() == {"0"}
+    assert torch.equal(snapshot(model)["2"], masks["2"]) and not torch.equal(snapshot(model)["0"], masks["0"])
+
+
+def test_masks_of_2_to_4_stay_at_their_slots() -> None:
+    model = make(block_shape=32, nm=(2, 4))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    MaskSchedule(model, optimizer, every=2, decay=1e-4)
+    schedule = PatternSchedule(model, optimizer, every=2, grow="gradient", new_scale=1.0)
+    train(model, optimizer, schedule, range(6))
+    for layer in sparse(model):
+        assert layer.mask.view(-1, 4).sum(-1).eq(2).all()
+
+
+# ---- resumed, scaled, compiled, several processes ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_resumed_training_is_the_same_bit_for_bit(method: str) -> None:
+    def begin() -> tuple[Any, ...]:
+        model = make()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        schedule = PatternSchedule(
+            model, optimizer, every=3, seed=4, new_scale=0.1, fraction={"0": 0.5, "2": 0.3}, **METHODS[method]
+        )
+        return model, optimizer, schedule, LambdaLR(schedule, lambda step: 1 / (1 + step))
+
+    parts = begin()
+    train(*parts[:3], range(5), parts[3])
+    saved = copy.deepcopy([part.state_dict() for part in parts])
+    train(*parts[:3], range(5, 11), parts[3])
+    resumed = begin()
+    for part, state in zip(resumed, saved, strict=True):
+        part.load_state_dict(state)
+    train(*resumed[:3], range(5, 11), resumed[3])
+    assert same(state_of(*parts[:2]), state_of(*resumed[:2]))
+    assert str(resumed[2].state_dict()) == str(parts[2].state_dict()) and resumed[2].steps == 11
+
+    for changed, text in (
+        ({"steps": -1}, "steps"),
+        ({"more": 1}, r"^state_dict: "),
+        ({"seed": "x"}, "seed"),
+        ({"param_groups": []}, "groups of the layers"),
+        ({"averages": {"0": torch.ones(2, 2)}}, "averages"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            resumed[2].load_state_dict(saved[2] | changed)
+
+
+def test_movement_divides_by_the_scale_and_leaves_out_overflows() -> None:
+    model = make()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=RATE, fused=True) for m in (model, twin)]
+    schedules = [
+        PatternSchedule(m, optimizer, every=9, drop="movement")
+        for m, optimizer in zip((model, twin), optimizers, strict=True)
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        optimizers[0].zero_grad()
+        x = randn(8, IN, dtype=torch.float32, seed=step)
+        scaler.scale((model(x) - x.roll(1, -1)).square().mean()).backward()
+        if step == 1:
+            model[0].weight.grad[0, 0, 0] = torch.inf
+        scaler.step(optimizers[0])
+        scaler.update()
+        schedules[0].step()
+        if step != 1:
+            train(twin, optimizers[1], schedules[1], range(step, step + 1))
+    one, other = (schedule.state_dict()["movement"]["0"] for schedule in schedules)
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    with pytest.raises(UnsupportedError, match="without a closure"):
+        optimizers[0].step(lambda: 0.0)
+
+
+@pytest.mark.parametrize("grow", ["random", "gradient"])
+def test_compiled_training_goes_on_without_recompiling(grow: str) -> None:
+    torch.compiler.reset()
+    model = make()
+    twin = copy.deepcopy(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    optimizers = [OPTIMIZERS["adamw"](m.parameters()) for m in (model, twin)]
+    schedules = [
+        PatternSchedule(m, optimizer, every=3, grow=grow)
+        for m, optimizer in zip((model, twin), optimizers, strict=True)
+    ]
+    train(compiled, optimizers[0], schedules[0], range(12))
+    train(twin, optimizers[1], schedules[1], range(12))
+    assert counter.frame_count == (1 if grow == "random" else 2)
+    for one, other in zip(sparse(model), sparse(twin), strict=True):
+        assert slots_of(one) == slots_of(other)
+        torch.testing.assert_close(one.weight, other.weight)
+
+
+def test_copies_of_a_model_are_not_observed() -> None:
+    model = make()
+    schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
+    twin = copy.deepcopy(model)
+    assert model[0]._observe is not None and twin[0]._observe is None
+    schedule.remove()
+    assert model[0]._observe is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"model": nn.Linear(4, 4)}, InvalidArgumentError, r"^model: no BlockSparseLinear"),
+        ({"model": 3}, InvalidArgumentError, r"^model: a torch.nn.Module"),
+        ({"model": make()}, InvalidArgumentError, r"^optimizer: the weight of layer '0'"),
+        ({"optimizer": 3}, InvalidArgumentError, r"^optimizer: a torch.optim.Optimizer expected, got int"),
+        ({"every": 0}, InvalidArgumentError, r"^every: "),
+        ({"sample_every": 1.5}, InvalidArgumentError, r"^sample_every: "),
+        ({"fraction": 1.1}, InvalidArgumentError, r"^fraction: "),
+        ({"fraction": {"3": 0.1}}, InvalidArgumentError, r"^fraction: no BlockSparseLinear matches '3'"),
+        ({"fraction": {"(": 0.1}}, InvalidArgumentError, r"^fraction: a regular expression"),
+        ({"fraction": {}}, InvalidArgumentError, r"^fraction: "),
+        ({"drop": "best"}, InvalidArgumentError, r"^drop: "),
+        ({"grow": "best"}, InvalidArgumentError, r"^grow: "),
+        ({"norm": 3}, InvalidArgumentError, r"^norm: "),
+        ({"moments": "halve"}, InvalidArgumentError, r"^moments: "),
+        ({"momentum": -1}, InvalidArgumentError, r"^momentum: "),
+        ({"new_scale": math.nan}, InvalidArgumentError, r"^new_scale: "),
+        ({"seed": 1.5}, InvalidArgumentError, r"^seed: "),
+    ],
+)
+def test_arguments_that_do_not_fit(changed: dict[str, Any], error: Any, text: str) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with pytest.raises(error, match=text):
+        PatternSchedule(**({"model": model, "optimizer": optimizer, "every": 1} | changed))
+    assert model[0]._observe is None
+
+
+def test_layers_whose_blocks_cannot_move_are_named() -> None:
+    stored = nn.Sequential(BlockSparseLinear(IN, OUT, storage="int8"))
+    parametrized = make()
+    nn.utils.parametrizations.weight_norm(parametrized[0])
+    tied = make()
+    tied.append(
+        BlockSparseLinear(
+            IN,
+            OUT,
+            block_shape=BLOCK,
+            pattern=BlockPattern(*tied[0]._index()[:2], shape=(OUT, IN), block_shape=BLOCK),
+        )
+    )
+    tied[3].weight = tied[0].weight
+    for model, error, text in (
+        (stored, UnsupportedError, "storage 'plain' expected of layer '0'"),
+        (parametrized, UnsupportedError, "layer '0': .* parametrized"),
+        (tied, InvalidArgumentError, "layers '0' and '3' share one weight"),
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        with pytest.raises(error, match=text):
+            PatternSchedule(model, optimizer, every=1)
+    model = make()
+    schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1)
+    with pytest.raises(UnsupportedError, match=r"^param_group: "):
+        schedule.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(InvalidArgumentError, match=r"^closure: "):
+        schedule.step(lambda: 0.0)
+
+
+# ---- what each of two processes does ----
+
+
+def moving_together(rank: int) -> None:
+    for method in (METHODS["set"], METHODS["snfs"] | {"drop": "movement"}):
+        model = make(device=here())
+        wrapped = DistributedDataParallel(model)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        schedule = PatternSchedule(wrapped, optimizer, every=2, new_scale=0.1, **method)
+        for step in range(6):
+            optimizer.zero_grad()
+            backward(wrapped, 10 * step + rank)
+            optimizer.step()
+            schedule.step()
+        everyone: list[Any] = [None, None]
+        mine = [slots_of(layer) for layer in sparse(model)], [p.tolist() for p in model.parameters()]
+        dist.all_gather_object(everyone, mine)
+        assert everyone[0] == everyone[1]
+        assert all(int(moved) > 0 for moved in schedule.moved.values())
+
+
+def norms_are_averaged(rank: int) -> None:
+    model = make(device=here())
+    synchronize_patterns(model)
+    norms = observed(model, lambda: backward(model, rank))
+    alone = []
+    for other in range(2):
+        dense = nn.Sequential(model[0].to_linear(), nn.ReLU(), model[2].to_linear())
+        backward(dense, other)
+        alone.append(dense[0].weight.grad.unfold(0, BLOCK, BLOCK).unfold(1, BLOCK, BLOCK).abs().sum((2, 3)))
+    torch.testing.assert_close(norms["0"], (alone[0] + alone[1]) / 2, rtol=1e-4, atol=1e-6)
+
+
+def different_seeds(rank: int) -> None:
+    model = make(device=here())
+    schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, seed=rank)
+    with pytest.raises(UnsynchronizedPatternError, match=r"^seed"):
+        schedule.step()
+
+
+def sharded(rank: int) -> None:
+    model = fully_shard(make(device=here()), mesh=init_device_mesh(torch.device(here()).type, (2,)))
+    with pytest.raises(UnsupportedError, match="layer '0', got DTensor"):
+        PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1)
+
+
+def _run(rank: int, backend: str, rendezvous: str) -> None:
+    run_scenes((moving_together, norms_are_averaged, different_seeds, sharded), rank, 2, backend, rendezvous)
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def test_processes_move_blocks_alike(backend: str, tmp_path: Path) -> None:
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    torch.multiprocessing.spawn(_run, (backend, str(tmp_path / "rendezvous")), nprocs=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_the_host_does_not_wait(method: str) -> None:
+    model = make(device="cuda", dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    schedule = PatternSchedule(model, optimizer, every=1, new_scale=0.1, **METHODS[method])
+    train(model, optimizer, schedule, range(2))
+    optimizer.zero_grad()
+    backward(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+        schedule.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(int(moved) > 0 for moved in schedule.moved.values())
+
+
+# ---- learning rates ----
+
+
+def test_learning_rates_by_density() -> None:
+    assert learning_rate_factor(1.0) == 1 == learning_rate_factor(1.0, "mup")
+    assert 3.7 < learning_rate_factor(0.25) < 3.9 and 6.3 < learning_rate_factor(0.1) < 6.5
+    assert learning_rate_factor(0.25, "mup") == 4
+    model = nn.Sequential(*make(0.25), *make(0.5), nn.Linear(IN, 4), *make(0.0))
+    groups = parameter_groups(model, 0.01)
+    assert [group["lr"] for group in groups] == [
+        0.01,
+        0.01 * learning_rate_factor(0.25),
+        0.01 * learning_rate_factor(0.5),
+    ]
+    assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
+    assert model[0].weight in set(groups[1]["params"]) and model[0].bias in set(groups[0]["params"])
+    torch.optim.AdamW(groups)
+    for arguments, text in (((model, -1.0), "^lr: "), ((model, 0.1, "linear"), "^rule: ")):
+        with pytest.raises(InvalidArgumentError, match=text):
+            parameter_groups(arguments[0], arguments[1], **({"rule": arguments[2]} if arguments[2:] else {}))
+    with pytest.raises(InvalidArgumentError, match=r"^density: "):
+        learning_rate_factor(0.0)
+
+
+def test_group_lasso_is_the_proximal_step() -> None:
+    model = make(dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    twin = copy.deepcopy(model)
+    GroupLasso(model, optimizer, strength=0.05)
+    backward(model)
+    backward(twin)
+    optimizer.step()
+    torch.optim.SGD(twin.parameters(), lr=0.5).step()
+    for one, other in zip(sparse(model), sparse(twin), strict=True):
+        for block, plain in zip(one.weight.detach(), other.weight.detach(), strict=True):
+            left = max(0.0, 1 - 0.5 * 0.05 * BLOCK / float(plain.norm()))
+            torch.testing.assert_close(block, left * plain)
+        torch.testing.assert_close(one.bias, other.bias)
