@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, TypeAlias
@@ -287,16 +288,16 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def _stacks(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """Names of modules that may be stacks: those first of which most items hold layers, or most layers."""
+    """Names of modules that may be stacks: those first that share most layers out among their items."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             prefix = f"{name}." if name else ""
             inside = [layer.removeprefix(prefix) for layer in layers if layer.startswith(prefix)]
-            items = len({layer.partition(".")[0] for layer in inside})
-            if items > 1:
-                found.append((items, len(inside), name))
-    return [name for _, _, name in sorted(found, key=lambda stack: stack[:2], reverse=True)]
+            items = Counter(layer.partition(".")[0] for layer in inside)
+            if len(items) > 1:
+                found.append((len(inside) - max(items.values()), name))
+    return [name for _, name in sorted(found, key=lambda stack: -stack[0])]
 
 
 def _kept_tokens(batch: Any) -> Tensor | None:

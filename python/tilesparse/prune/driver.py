@@ -121,6 +121,7 @@ def prune_model(
     else:
         named = {name: _choice_of(name, pattern, nm, storage) for name, pattern in patterns.items()}
         targets, skipped = _named(model, named, "patterns")
+        _check_shapes_of(model, patterns)
     if not targets:
         raise InvalidArgumentError(f"model: no layer is left to prune; {_why(skipped)}")
     data = _collected(batches)
@@ -382,6 +383,15 @@ def _choice_of(name: str, pattern: object, nm: Any, storage: str) -> Choice:
             f"patterns: a BlockPattern with blocks expected for {name!r}, got {pattern!r}"
         )
     return Choice(pattern.density, pattern.block_shape, nm, storage)
+
+
+def _check_shapes_of(model: nn.Module, patterns: Mapping[str, BlockPattern]) -> None:
+    for name, pattern in patterns.items():
+        shape = tuple(dense_weight(model.get_submodule(name)).shape)
+        if pattern.shape != shape:
+            raise InvalidArgumentError(
+                f"patterns: layer {name!r}: shape {shape} expected, got {pattern.shape}"
+            )
 
 
 def _why(skipped: Sequence[SkippedLayer]) -> str:
