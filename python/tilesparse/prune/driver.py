@@ -357,8 +357,8 @@ def _named(
             reason = refused[0].reason if refused else "not nn.Linear"
             raise InvalidArgumentError(f"{argument}: layer {name!r} cannot be pruned: {reason}")
         first = next(iter(found))
-        if first in targets:
-            raise InvalidArgumentError(f"{argument}: {name!r} is another name of {first!r}; name it once")
+        if first != name:
+            raise InvalidArgumentError(f"{argument}: {name!r} is another name of {first!r}; use that one")
         targets[first] = choice
     return {name: targets[name] for name, _ in model.named_modules() if name in targets}, skipped
 
