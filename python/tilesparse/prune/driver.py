@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,8 @@ class _Run:
             solutions |= self._saved(unit)
             missing = [name for name in unit.layers if name not in solutions]
             for name, pruner in self._of(unit, missing, parameters):
-                solutions[name] = solve(name, pruner)
+                with _about(name):
+                    solutions[name] = solve(name, pruner)
                 if self._progress is not None:
                     self._progress.save(name, solutions[name])
             own = {name: solutions[name] for name in unit.layers}
@@ -277,10 +279,9 @@ class _Run:
         moments = self._calibration.moments(Unit(unit.number, names), parameters)
         _check_moments(names, moments)
         for name in names:
-            try:
-                yield name, Pruner(self.layer(name), moments.pop(name), self._damping)
-            except TileSparseError as error:
-                raise type(error)(f"layer {name!r}: {error}") from error
+            with _about(name):
+                pruner = Pruner(self.layer(name), moments.pop(name), self._damping)
+            yield name, pruner
             self._done += 1
             self._said.show(self._done, f"layers pruned, {name} the last")
 
@@ -290,6 +291,15 @@ class _Run:
             layer = built(self.layer(name), solution, self._targets[name])
             found |= dense_parameters(name, self.layer(name), layer)
         return found
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Says in errors which layer they are about."""
+    try:
+        yield
+    except TileSparseError as error:
+        raise type(error)(f"layer {name!r}: {error}") from error
 
 
 class _Replacer(BlockSparseModelPatcher):
