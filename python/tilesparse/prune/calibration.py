@@ -52,7 +52,7 @@ class Moments:
             self._tokens += x.shape[:-1].numel()
         x = x.reshape(-1, x.shape[-1])
         sums = x.sum(0, dtype=torch.float64)
-        with exact_products(), torch.autocast(x.device.type, enabled=False):
+        with exact_products(x.device):
             self._products += x.T @ x
         self._sums += sums
         self._finite[number] = self._finite.get(number, True) & sums.isfinite().all()
@@ -216,17 +216,18 @@ class Calibration:
         if not chained:
             return False
         alike = all(_same(call.with_hidden(None), calls[0].with_hidden(None)) for call in calls[1:])
-        self._blocks = blocks
-        before = f"{name}." if name else ""
-        self._prefixes = [f"{before}{own}." for own, _ in self._model.get_submodule(name).named_children()]
+        found: list[tuple[Tensor, list[_Call]]] = []
         for number, batch in enumerate(self._batches):
             if number > 0:
                 calls, chained = self._run_through(blocks, batch, stop=alike)
                 if not chained:
                     return False
-            self._hidden.append(_moved(calls[0].hidden(), self._device))
             rest = [call.with_hidden(None) for call in (calls[:1] if alike else calls)]
-            self._calls.append(_moved(rest, self._device))
+            found.append(_moved((calls[0].hidden(), rest), self._device))
+        self._blocks = blocks
+        before = f"{name}." if name else ""
+        self._prefixes = [f"{before}{own}." for own, _ in self._model.get_submodule(name).named_children()]
+        self._hidden, self._calls = [hidden for hidden, _ in found], [rest for _, rest in found]
         return True
 
     def _run_through(self, blocks: list[nn.Module], batch: Any, stop: bool) -> tuple[list[_Call], bool]:

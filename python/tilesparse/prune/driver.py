@@ -269,6 +269,7 @@ class _Run:
             solution = self._progress.load(name, self._targets[name].block_shape, (shape[0], shape[1]))
             if solution is not None:
                 found[name] = solution
+        self._done += len(found)
         return found
 
     def _of(
@@ -384,7 +385,7 @@ def _options(choice: Choice) -> dict[str, Any]:
 
 def _is_linear(model: nn.Module, name: str) -> bool:
     module = model.get_submodule(name)
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    return isinstance(module, nn.Linear | BlockSparseLinear) or is_conv1d(module)
 
 
 def _choice_of(name: str, pattern: object, nm: Any, storage: str) -> Choice:
