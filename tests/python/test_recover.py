@@ -838,6 +838,39 @@ def test_a_schedule_that_belongs_to_another_run_is_refused(tmp_path: Path) -> No
         resume("other", "with")
 
 
+def test_a_skipped_step_moves_nothing_and_masks_are_saved(tmp_path: Path) -> None:
+    def masked() -> tuple[Any, MaskSchedule]:
+        model = pruned(teacher, "llama", block_shape=(32, 32), nm=(2, 4))
+        optimizer = adam(model)
+        return optimizer, MaskSchedule(model, optimizer, every=2, decay=0.0)
+
+    teacher = dense("llama")
+    optimizer, masks = masked()
+    mover = Mover(pruned(teacher, "llama"))
+    args, state = outputs(output_dir=tmp_path, should_save=True), outputs(global_step=3, log_history=[])
+    for skipped in (True, False):
+        for schedule in (mover, masks):
+            PatternCallback(schedule).on_optimizer_step(
+                args, state, None, optimizer=outputs(step_was_skipped=skipped)
+            )
+        assert len(mover.saw_gradients) == (not skipped)
+    optimizer.step()
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text('{"global_step": 3, "log_history": []}')
+    PatternCallback(masks).on_save(args, state, None)
+    _, other = masked()
+    PatternCallback(other).on_train_begin(args, state, None)
+    assert (masks.steps, other.steps) == (1, 1)
+    (folder / "pattern_schedule.pt").rename(folder / "whole")
+    (folder / "pattern_schedule.pt").write_bytes((folder / "whole").read_bytes()[:99])
+    with pytest.raises(CheckpointError, match=r"pattern_schedule\.pt: damaged"):
+        PatternCallback(other).on_train_begin(args, state, None)
+    (folder / "whole").rename(folder / "pattern_schedule.pt")
+    with pytest.raises(CheckpointError, match="with a scheduler or without"):
+        PatternCallback(other, scheduler=Mover(teacher)).on_train_begin(args, state, None)
+
+
 def test_callbacks_and_trainers_check_what_they_are_given(tmp_path: Path) -> None:
     model, teacher = pair("llama")
     for schedule in (None, 3):

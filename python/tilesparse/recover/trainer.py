@@ -92,8 +92,8 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         InvalidArgumentError: an argument lacks what is asked of it.
-        CheckpointError: when training resumes, there is no such file, or the folder's checkpoint is not the
-            one that is resumed.
+        CheckpointError: when training resumes, there is no such file, it is damaged, or the folder's
+            checkpoint is not the one that is resumed.
     """
 
     def __init__(
@@ -129,7 +129,10 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
             return
         checkpoint = Path(self._resume_from or _folder(args, state))
         _check_resumed(checkpoint, state)
-        states = torch.load(checkpoint / FILE, map_location="cpu", weights_only=True)
+        try:
+            states = torch.load(checkpoint / FILE, map_location="cpu", weights_only=True)
+        except Exception as error:  # of many kinds
+            raise CheckpointError(f"{checkpoint / FILE}: damaged: {error}") from error
         if set(states) != {"schedule"} | ({"scheduler"} if self.scheduler is not None else set()):
             raise CheckpointError(f"{checkpoint / FILE}: with a scheduler or without, as this one, expected")
         self.schedule.load_state_dict(states["schedule"])
@@ -146,7 +149,7 @@ def _check_resumed(checkpoint: Path, state: Any) -> None:
     """That this is the checkpoint from which training resumes."""
     try:
         saved = json.loads((checkpoint / "trainer_state.json").read_text())
-    except OSError:
+    except (OSError, ValueError):
         saved = {}
     same = all(saved.get(name) == getattr(state, name) for name in ("global_step", "log_history"))
     there = (checkpoint / FILE).is_file()
