@@ -1,6 +1,18 @@
 """Block-sparse linear layers that are faster than dense ones."""
 
-from . import _peft, _transformers, checkpoint, errors, functional, parallel, plot, storage, train
+from . import (
+    _peft,
+    _transformers,
+    checkpoint,
+    errors,
+    functional,
+    parallel,
+    plot,
+    prune,
+    recover,
+    storage,
+    train,
+)
 from ._C import version as _version
 from .checkpoint import load, save
 from .errors import (
@@ -52,6 +64,8 @@ __all__ = [
     "load",
     "parallel",
     "plot",
+    "prune",
+    "recover",
     "save",
     "storage",
     "train",

@@ -1,4 +1,4 @@
-"""The ``tilesparse`` command: ``info``, ``bench``, ``demo`` and ``plot``."""
+"""The ``tilesparse`` command: ``info``, ``bench``, ``demo``, ``prune`` and ``plot``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ._checks import BLOCK_SIZES
 from .errors import TileSparseError, UnsupportedError
 from .linear import BlockSparseLinear
 from .pattern import BlockPattern
+from .prune import _command as prune
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _checks.DTYPES}
 OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
@@ -70,7 +71,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilesparse", description="Block-sparse linear layers.")
     parser.add_argument("--version", action="version", version=f"tilesparse {_C.version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="info | bench | demo | plot")
+    metavar = "info | bench | demo | prune | plot"
+    commands = parser.add_subparsers(dest="command", required=True, metavar=metavar)
     layer = _layer_options()
 
     command = commands.add_parser(
@@ -104,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--text", type=Path, help="a file to train on")
     command.set_defaults(run=_demo)
 
+    prune.add_parser(commands, _count, _density, _block, _device)
     _plot_command.add_to(commands)
     return parser
 

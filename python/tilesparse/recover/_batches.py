@@ -1,0 +1,74 @@
+"""Batches of any form, and models that are run on them for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidArgumentError
+
+
+def call(model: nn.Module, batch: Any, **options: Any) -> Any:
+    """``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, otherwise ``model(batch)``."""
+    if isinstance(batch, Mapping):
+        return model(**{**batch, **options})
+    if isinstance(batch, tuple | list):
+        return model(*batch, **options)
+    return model(batch, **options)
+
+
+def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
+    """The same with all tensors in it on a device, or with copies of them."""
+    if isinstance(value, Tensor):
+        # To the CPU the host waits: it may read the memory at once.
+        return value.to(device, non_blocking=device.type != "cpu", copy=copy)
+    if isinstance(value, Mapping):
+        return {key: moved(one, device, copy=copy) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(one, device, copy=copy) for one in value))
+    if isinstance(value, tuple | list):
+        return type(value)(moved(one, device, copy=copy) for one in value)
+    return value
+
+
+def mask_of(batch: Any) -> Tensor | None:
+    """The attention mask [batch, tokens] of a batch, where it has one."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
+    """Where its first parameter or buffer is; without any, the default or the CPU."""
+    tensor = next(chain(module.parameters(), module.buffers()), None)
+    if tensor is not None:
+        return tensor.device
+    return torch.device("cpu") if default is None else default
+
+
+def check_distinct(model: nn.Module, teacher: nn.Module) -> None:
+    """That training the model leaves the teacher alone."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    for name, parameter in teacher.named_parameters():
+        if id(parameter) in trained:
+            raise InvalidArgumentError(
+                f"teacher: parameters of its own expected, but {name!r} is also one that the model trains; "
+                "take copy.deepcopy(model) before it is pruned"
+            )
+
+
+@contextlib.contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """In evaluation mode; afterwards in the modes they were in, module by module."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,251 @@
+"""Distillation in a plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import as_integer
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..linear import BlockSparseLinear
+from ._batches import call, check_distinct, device_of, evaluating, mask_of, moved
+from .losses import DistillationLoss, check_number
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+@dataclass
+class DistillationHistory:
+    """What `distill` has seen, one entry for each step of the optimizer.
+
+    Attributes:
+        loss: the loss, averaged over the batches of a step.
+        terms: its terms by name, see `DistillationLoss.terms`.
+        gradient_norm: the norm of all gradients before it was clipped; empty without ``clip``.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    terms: dict[str, list[float]] = field(default_factory=dict)
+    gradient_norm: list[float] = field(default_factory=list)
+
+
+def distill(
+    model: nn.Module,
+    teacher: nn.Module | Callable[[Any], Any],
+    batches: Iterable[Any],
+    optimizer: torch.optim.Optimizer,
+    *,
+    loss: DistillationLoss,
+    forward: Forward | None = None,
+    scheduler: Any = None,
+    schedule: Any = None,
+    steps: int | None = None,
+    accumulate: int = 1,
+    clip: float | None = None,
+    autocast: torch.dtype | None = None,
+    callback: Callable[[int, Mapping[str, Tensor]], None] | None = None,
+) -> DistillationHistory:
+    """Trains a model to do what its teacher does, once through the batches.
+
+    The model stays in the mode it is in: ``model.train()`` before switches dropout on, which distillation on
+    much text does not need. The teacher is run in evaluation mode without gradients, on its own device. A
+    GPU is not waited for until the end.
+
+    Patterns stay fixed unless a ``schedule`` moves them, and so do masks of 2:4 unless a
+    `tilesparse.train.MaskSchedule` chooses them, which hooks itself to the optimizer.
+
+    To go on after an interruption, save ``state_dict()`` of model, optimizer, scheduler and schedule in a
+    ``callback``, load them, and call this again with the batches that are left: there is no other state.
+
+    Args:
+        model: the student.
+        teacher: the dense model; or a function of a batch that gives its outputs, as from a cache.
+        batches: mappings are passed as keywords, tuples and lists as arguments, anything else as the one
+            argument, moved to the devices of model and teacher. ``attention_mask`` [batch, tokens] of a
+            mapping says which tokens count. ``labels`` go to the model alone, where the loss has a "task".
+        optimizer: has the model's parameters; made after the model was pruned.
+        loss: what is to become small.
+        forward: ``forward(model_or_teacher, batch)`` gives the outputs; None calls the module as said above,
+            with ``output_hidden_states=True`` where the loss needs them.
+        scheduler: a scheduler of the learning rate, or several, each stepped once per step of the optimizer.
+        schedule: of patterns: an object whose ``step()`` is called after each step of the optimizer, while
+            the gradients are still there.
+        steps: stop after so many steps of the optimizer; None takes all batches.
+        accumulate: batches per step, whose gradients are averaged. The last step takes what is left.
+        clip: largest norm of all gradients together; None leaves them.
+        autocast: torch.bfloat16 to run the model in mixed precision; None does not.
+        callback: ``callback(step, terms)`` after each step, the first being 1. ``terms`` are scalars on the
+            device: reading one waits for it.
+
+    Raises:
+        InvalidArgumentError: an argument is not allowed, there is no batch, the optimizer lacks the weight of
+            a block-sparse layer, teacher and model share parameters, or outputs do not fit each other. The
+            model is as it was.
+        UnsupportedError: ``autocast`` is torch.float16, which needs scaled gradients.
+    """
+    _check_models(model, teacher, optimizer)
+    accumulate = _positive("accumulate", accumulate)
+    steps = None if steps is None else _positive("steps", steps)
+    if clip is not None:
+        check_number("clip", clip, above_zero=True)
+    schedulers = _schedulers(scheduler)
+    if schedule is not None and not callable(getattr(schedule, "step", None)):
+        raise InvalidArgumentError(f"schedule: an object with step() expected, got {type(schedule).__name__}")
+    check_autocast(autocast)
+    if not isinstance(loss, DistillationLoss):
+        raise InvalidArgumentError(f"loss: a DistillationLoss expected, got {type(loss).__name__}")
+
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    seen: list[dict[str, Tensor]] = []
+    with evaluating(teacher) if isinstance(teacher, nn.Module) else contextlib.nullcontext():
+        optimizer.zero_grad()
+        for step, group in enumerate(islice(_groups(batches, accumulate), steps), 1):
+            terms = _backward(model, teacher, group, loss, forward, autocast)
+            if clip is not None:
+                terms["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, clip)
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            for one in schedulers:
+                one.step()
+            optimizer.zero_grad()
+            seen.append(terms)
+            if callback is not None:
+                callback(step, terms)
+    return _history(seen)
+
+
+def _backward(
+    model: nn.Module,
+    teacher: nn.Module | Callable[[Any], Any],
+    group: Sequence[Any],
+    loss: DistillationLoss,
+    forward: Forward | None,
+    autocast: torch.dtype | None,
+) -> dict[str, Tensor]:
+    """Adds the gradients of the mean loss of some batches, and gives it and its terms."""
+    sums: dict[str, Tensor] = {}
+    for batch in group:
+        targets = _targets(teacher, batch, loss, forward, autocast)
+        batch = moved(batch, device_of(model))
+        with autocasting(device_of(model), autocast):
+            outputs = outputs_of(model, batch, loss, forward)
+        terms = loss.terms(outputs, targets, mask_of(batch))
+        terms = {name: term / len(group) for name, term in terms.items()}
+        total = loss.total(terms)
+        torch.autograd.backward(total)
+        for name, term in {"loss": total, **terms}.items():
+            sums[name] = sums[name] + term.detach() if name in sums else term.detach()
+    return sums
+
+
+@torch.no_grad()
+def _targets(
+    teacher: nn.Module | Callable[[Any], Any],
+    batch: Any,
+    loss: DistillationLoss,
+    forward: Forward | None,
+    autocast: torch.dtype | None,
+) -> Any:
+    if not isinstance(teacher, nn.Module):
+        return teacher(batch)
+    device = device_of(teacher)
+    with autocasting(device, autocast):
+        return outputs_of(teacher, moved(batch, device), loss, forward, labels=False)
+
+
+def outputs_of(
+    model: nn.Module, batch: Any, loss: DistillationLoss, forward: Forward | None = None, labels: bool = True
+) -> Any:
+    """What a loss compares."""
+    if forward is not None:
+        return forward(model, batch)
+    if isinstance(batch, Mapping) and not (labels and loss.task):
+        batch = {name: value for name, value in batch.items() if name != "labels"}
+    return call(model, batch, **({"output_hidden_states": True} if loss.hidden_states else {}))
+
+
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+
+def check_autocast(dtype: object) -> None:
+    if dtype == torch.float16:
+        raise UnsupportedError(
+            "autocast: torch.bfloat16 expected, got torch.float16, whose gradients must be scaled; "
+            "tilesparse.recover.trainer.DistillationTrainer does that"
+        )
+    if dtype not in (None, torch.bfloat16):
+        raise InvalidArgumentError(f"autocast: torch.bfloat16 or None expected, got {dtype!r}")
+
+
+def _groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """So many batches at a time, and at last what is left."""
+    try:
+        remaining = iter(batches)
+    except TypeError as error:
+        raise InvalidArgumentError(f"batches: an iterable expected, got {type(batches).__name__}") from error
+    first = list(islice(remaining, size))
+    if not first:
+        raise InvalidArgumentError("batches: at least one expected, got none")
+    return chain([first], iter(lambda: list(islice(remaining, size)), []))
+
+
+def _history(seen: Sequence[Mapping[str, Tensor]]) -> DistillationHistory:
+    names = list(seen[0])
+    # One copy to the host for each name: it waits no more often.
+    values = {name: torch.stack([terms[name].double() for terms in seen]).tolist() for name in names}
+    loss, norms = values.pop("loss"), values.pop("gradient_norm", [])
+    return DistillationHistory(loss, values, norms)
+
+
+def _check_models(model: nn.Module, teacher: object, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(teacher, nn.Module):
+        check_distinct(model, teacher)
+    elif not callable(teacher):
+        raise InvalidArgumentError(
+            f"teacher: a module or a function of a batch expected, got {type(teacher).__name__}"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            f"optimizer: a torch.optim.Optimizer expected, got {type(optimizer).__name__}"
+        )
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, module in model.named_modules():
+        if not isinstance(module, BlockSparseLinear) or not module.weight.requires_grad:
+            continue
+        if id(module.weight) not in known:
+            raise InvalidArgumentError(
+                f"optimizer: the weight of layer {name!r} is not among its parameters; make it after the "
+                "model was pruned, or call requires_grad_(False) on what is to stay as it is"
+            )
+    if not any(id(parameter) in known for parameter in model.parameters() if parameter.requires_grad):
+        raise InvalidArgumentError("optimizer: parameters of the model expected, it has none")
+
+
+def _schedulers(scheduler: Any) -> Sequence[Any]:
+    several = scheduler if isinstance(scheduler, list | tuple) else [] if scheduler is None else [scheduler]
+    for one in several:
+        plateau = isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if plateau or not callable(getattr(one, "step", None)):
+            raise InvalidArgumentError(
+                "scheduler: one whose step() takes no argument, or several, expected, "
+                f"got {type(one).__name__}"
+            )
+    return several
+
+
+def _positive(name: str, number: object) -> int:
+    try:
+        integer = as_integer(number)
+    except TypeError:
+        integer = 0
+    if integer < 1:
+        raise InvalidArgumentError(f"{name}: an integer of at least 1 expected, got {number!r}")
+    return integer

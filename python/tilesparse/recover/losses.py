@@ -1,0 +1,205 @@
+"""What a student is to have in common with its teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class DistillationLoss:
+    """A weighted sum of differences between the outputs of a student and of its teacher, both of one batch.
+
+    Outputs are what models of Transformers give, or mappings or objects with such entries; a plain tensor
+    stands for logits. Tokens that the attention mask leaves out do not count, whatever is computed for them.
+    Everything is computed in float32, or in float64 where the student is in float64.
+
+    Args:
+        task: weight of the student's own ``loss``, which it gives where the batch has labels.
+        logits: weight of T² KL(teacher ‖ student) of ``logits`` [batch, tokens, classes] or [batch, classes]
+            at the temperature T, averaged over tokens or samples (Hinton et al., "Distilling the Knowledge in
+            a Neural Network", 2015).
+        hidden_states: weight of ‖s - t‖² / ‖t‖² of ``hidden_states``, a sequence of tensors, each
+            [batch, tokens, features], averaged over them (SquareHead; Kurtic et al., "Sparse Fine-tuning for
+            Inference Acceleration of Large Language Models", 2023, who take the sum).
+        embeddings: weight of 1 - cosine of ``embeddings`` [batch, features], averaged over the batch. Where
+            there are none, the mean of ``last_hidden_state`` over the tokens of each text is taken.
+        temperature: T.
+
+    Raises:
+        InvalidArgumentError: a weight is negative, all are 0, or another argument is not allowed; in a call,
+            where outputs lack what is asked for, or student and teacher differ in vocabulary, number of
+            hidden states or shape.
+    """
+
+    task: float = 0.0
+    logits: float = 0.0
+    hidden_states: float = 0.0
+    embeddings: float = 0.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_number(field.name, getattr(self, field.name), above_zero=field.name == "temperature")
+        if not self._weights():
+            raise InvalidArgumentError(
+                "task, logits, hidden_states, embeddings: at least one weight above 0 expected"
+            )
+
+    def __call__(self, student: Any, teacher: Any, attention_mask: Tensor | None = None) -> Tensor:
+        """The loss, a scalar on the student's device; arguments as of `terms`."""
+        return self.total(self.terms(student, teacher, attention_mask))
+
+    def terms(self, student: Any, teacher: Any, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+        """The differences that have a weight, by name and without their weights: scalars.
+
+        Args:
+            student: outputs of the model that is trained.
+            teacher: outputs of the model it learns from; on any device.
+            attention_mask: [batch, tokens], nonzero for tokens that count; None counts all.
+        """
+        terms = {}
+        for name in self._weights():
+            if name == "task":
+                terms[name] = _output(student, "loss", "student")
+            elif name == "logits":
+                terms[name] = self._logits(student, teacher, attention_mask)
+            elif name == "hidden_states":
+                terms[name] = _hidden_states(student, teacher, attention_mask)
+            else:
+                terms[name] = _embeddings(student, teacher, attention_mask)
+        return terms
+
+    def total(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """The weighted sum of `terms`."""
+        first, *others = (weight * terms[name] for name, weight in self._weights().items())
+        for term in others:
+            first = first + term
+        return first
+
+    def _weights(self) -> dict[str, float]:
+        weights = dataclasses.asdict(self)
+        del weights["temperature"]
+        return {name: weight for name, weight in weights.items() if weight > 0}
+
+    def _logits(self, student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
+        ours, theirs = _pair("logits", _output(student, "logits"), _output(teacher, "logits", "teacher"))
+        ours, theirs, counted = _counted("logits", ours, theirs, mask)
+        log_ours = F.log_softmax(ours / self.temperature, -1)
+        log_theirs = F.log_softmax(theirs / self.temperature, -1)
+        divergence = F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True)
+        return torch.mul(divergence / counted, self.temperature**2)
+
+
+def check_number(name: str, number: object, *, above_zero: bool = False) -> float:
+    """A finite number that is not negative."""
+    value = float(number) if isinstance(number, Real) and not isinstance(number, bool) else math.nan
+    if not 0 <= value < math.inf or (above_zero and value == 0):
+        least = "above 0" if above_zero else "of at least 0"
+        raise InvalidArgumentError(f"{name}: a finite number {least} expected, got {number!r}")
+    return value
+
+
+def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
+    ours, theirs = _output(student, "hidden_states"), _output(teacher, "hidden_states", "teacher")
+    if len(ours) != len(theirs):
+        raise InvalidArgumentError(
+            f"teacher: as many hidden_states as the student has expected, {len(ours)}, got {len(theirs)}"
+        )
+    errors = []
+    for index, both in enumerate(zip(ours, theirs, strict=True)):
+        name = f"hidden_states[{index}]"
+        one, other, _ = _counted(name, *_pair(name, *both), mask)
+        errors.append((one - other).square().sum() / other.square().sum().clamp_min(_tiny(other)))
+    return torch.stack(errors).mean()
+
+
+def _embeddings(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
+    ours, theirs = _pair("embeddings", _pooled(student, "student", mask), _pooled(teacher, "teacher", mask))
+    return (1 - F.cosine_similarity(ours, theirs, dim=-1)).mean()
+
+
+def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
+    """[batch, features]"""
+    given = _find(outputs, "embeddings")
+    if isinstance(given, Tensor):
+        return given
+    tokens: Tensor = _output(outputs, "last_hidden_state", whose)
+    tokens = tokens.to(_precision(tokens))
+    if mask is None:
+        return tokens.mean(1)
+    tokens, _, _ = _counted("last_hidden_state", tokens, tokens, mask)
+    return tokens.sum(1) / mask.to(tokens.device).ne(0).sum(1, keepdim=True).clamp_min(1)
+
+
+def _pair(name: str, student: Any, teacher: Any) -> tuple[Tensor, Tensor]:
+    """Both in one dtype on one device; the teacher's without gradient."""
+    if student.shape != teacher.shape:
+        what = "classes" if name == "logits" and student.shape[:-1] == teacher.shape[:-1] else "shape"
+        sizes = [tuple(one.shape) if what == "shape" else one.shape[-1] for one in (student, teacher)]
+        raise InvalidArgumentError(
+            f"teacher: {name} with the {what} of the student's expected, {sizes[0]}, got {sizes[1]}"
+        )
+    dtype = _precision(student)
+    return student.to(dtype), teacher.detach().to(student.device).to(dtype)
+
+
+def _counted(
+    name: str, student: Tensor, teacher: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | int]:
+    """Both with zeros for tokens that do not count, and how many tokens or samples do.
+
+    Zeros are written before anything is computed, so that what a model gives for padding, which may be NaN,
+    reaches neither the loss nor a gradient; and nothing waits for the number of tokens.
+    """
+    samples = math.prod(student.shape[:-1])
+    of_texts = student.dim() == 2  # one row for each
+    if mask is not None and student.shape[: 1 if of_texts else 2] != mask.shape[: 1 if of_texts else 2]:
+        raise InvalidArgumentError(
+            f"attention_mask: [batch, tokens] of {name} of shape {tuple(student.shape)} expected, "
+            f"got {tuple(mask.shape)}"
+        )
+    if mask is None or of_texts:
+        return student, teacher, max(samples, 1)
+    left_out = mask.to(student.device).eq(0)
+    size = (*left_out.shape, *(1,) * (student.dim() - 2))
+    student, teacher = (one.masked_fill(left_out.view(size), 0) for one in (student, teacher))
+    others = samples // max(left_out.numel(), 1)
+    return student, teacher, (~left_out).sum().clamp_min(1) * others
+
+
+def _output(outputs: Any, name: str, whose: str = "student") -> Any:
+    found = _find(outputs, name)
+    if found is None and name == "logits" and isinstance(outputs, Tensor):
+        return outputs
+    if found is None:
+        raise InvalidArgumentError(f"{whose}: outputs with {name!r} expected, got {_described(outputs)}")
+    return found
+
+
+def _find(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def _described(outputs: Any) -> str:
+    if isinstance(outputs, Mapping):
+        return f"{type(outputs).__name__} with {sorted(map(str, outputs))}"
+    return type(outputs).__name__
+
+
+def _precision(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _tiny(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).tiny

@@ -1,0 +1,450 @@
+"""Submodules of a sparse model fitted to those of the dense one, block by block."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .._progress import Progress
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..linear import BlockSparseLinear
+from ..patch import aligned
+from ._batches import call, check_distinct, device_of, evaluating, mask_of
+from ._replay import Call, Stream, placed, tensor_of
+from .distillation import Forward, _positive, autocasting, check_autocast
+from .losses import check_number
+
+
+@dataclass(frozen=True)
+class FittedSubmodule:
+    """One submodule, and its error on the held-out batches: ‖y - t‖² / ‖t‖² of its output and its target.
+
+    `after` is that of the fitted weights, in the model's dtype. They are `kept` where it is below `before`.
+    """
+
+    name: str
+    before: float
+    after: float
+    kept: bool
+
+
+@dataclass(frozen=True)
+class SkippedSubmodule:
+    """One that was left alone, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReconstructionReport:
+    """What `reconstruct` did; ``str()`` makes a table of it.
+
+    `blocks` are the modules that were on the device one at a time; [""] is the whole model.
+    """
+
+    submodules: list[FittedSubmodule]
+    skipped: list[SkippedSubmodule]
+    blocks: list[str]
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("submodule", "error before", "after", "")]
+        for one in self.submodules:
+            fate = "" if one.kept else "left as it was"
+            rows.append((one.name, f"{one.before:.4f}", f"{one.after:.4f}", fate))
+        lines = [line.rstrip() for line in aligned(rows)]
+        return "\n".join([*lines, *(f"skipped {one.name}: {one.reason}" for one in self.skipped)])
+
+
+class _Settings(NamedTuple):
+    epochs: int
+    lr: float
+    training: Sequence[int]  # indices of batches
+    held_out: Sequence[int]
+    masks: Sequence[Tensor | None]
+    device: torch.device
+    autocast: torch.dtype | None
+    generator: torch.Generator
+
+
+def reconstruct(
+    model: nn.Module,
+    teacher: nn.Module,
+    batches: Iterable[Any],
+    *,
+    submodules: Sequence[str] | None = None,
+    epochs: int = 4,
+    lr: float = 1e-3,
+    held_out: float = 0.125,
+    forward: Forward | None = None,
+    device: torch.device | str | int | None = None,
+    autocast: torch.dtype | None = None,
+    seed: int = 0,
+) -> ReconstructionReport:
+    """Fits submodules of a sparse model to those of the dense one, one after the other, in place.
+
+    Each is given what it gets in the model as reconstructed so far, and is to give what the dense submodule
+    gives in the dense model: ‖y - t‖² is lowered by AdamW with a cosine schedule, on weights in float32 that
+    are rounded to the model's dtype in every step. Attention and feed-forward part are fitted apart, as
+    "Reconstruction of attention and MLP" (2510.14444) found better than whole blocks. The weights of the
+    epoch with the least error on held-out batches are kept, if that error is less than before. Parameters
+    are written in place, so optimizers may go on; patterns and masks of 2:4 stay.
+
+    Blocks are the items of the `torch.nn.ModuleList` or `torch.nn.Sequential` with most items that have
+    block-sparse layers, such as decoder layers, if each takes as its first argument what the one before it
+    gave; otherwise the whole model is one block. One block of each model is on ``device`` at a time, so that
+    models may be larger than it. Inputs and outputs of one block for all batches are kept where the models
+    are. Several processes that hold one model each give all of them the same batches.
+
+    Args:
+        model: the sparse one; in evaluation mode while this runs, and then as it was.
+        teacher: the dense one, whose modules have the same names.
+        batches: as of `distill`; all are kept. Where the output of a submodule is [batch, tokens, …], tokens
+            count that an ``attention_mask`` of the batch does not leave out.
+        submodules: names; None takes the children of every block that have block-sparse layers, or the block
+            where it has no such child, and reports other block-sparse layers as skipped. They may not lie
+            within each other.
+        epochs: passes over the batches, for each submodule.
+        lr: learning rate at first.
+        held_out: fraction of the batches, the last ones, that are not trained on; at least one.
+        forward: ``forward(model_or_teacher, batch)`` runs a model; None calls it as `distill` does.
+        device: where blocks are computed; None is where the model is.
+        autocast: torch.bfloat16 to run blocks in mixed precision; None does not.
+        seed: of the order of batches, which is all that is random.
+
+    Raises:
+        InvalidArgumentError: an argument is not allowed, there are fewer than two batches, a name is not in
+            both models or within another, a submodule does not run or has other outputs in the teacher,
+            models share parameters, or activations are NaN or infinite.
+        UnsupportedError: a block or a submodule runs more than once in a forward pass, or two submodules
+            share a parameter. After any error or interruption the parameters are as they were.
+    """
+    for whose, one in (("model", model), ("teacher", teacher)):
+        if not isinstance(one, nn.Module):
+            raise InvalidArgumentError(f"{whose}: a module expected, got {type(one).__name__}")
+    check_distinct(model, teacher)
+    epochs = _positive("epochs", epochs)
+    lr = check_number("lr", lr, above_zero=True)
+    check_autocast(autocast)
+    batches = _checked_batches(batches)
+    count = _held_out(held_out, len(batches))
+    names = _checked_names(model, teacher, submodules)
+    skipped = _outside(model, names) if submodules is None else []
+    skipped += [
+        SkippedSubmodule(name, "no parameter of it is trained")
+        for name in names
+        if not _trained(model.get_submodule(name))
+    ]
+    names = [name for name in names if not any(one.name == name for one in skipped)]
+    if not names:
+        raise InvalidArgumentError(
+            f"submodules: one with parameters to train expected, {skipped[-1].name!r} has none"
+        )
+    _check_separate(model, names)
+    settings = _Settings(
+        epochs,
+        lr,
+        range(len(batches) - count),
+        range(len(batches) - count, len(batches)),
+        [mask_of(batch) for batch in batches],
+        device_of(model) if device is None else torch.empty(0, device=device).device,
+        autocast,
+        torch.Generator().manual_seed(seed),
+    )
+    with evaluating(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
+        blocks, fitted = _reconstruct(model, teacher, batches, names, forward or call, settings)
+    return ReconstructionReport(fitted, skipped, blocks)
+
+
+@torch.no_grad()
+def _reconstruct(
+    model: nn.Module,
+    teacher: nn.Module,
+    batches: Sequence[Any],
+    names: Sequence[str],
+    run: Forward,
+    settings: _Settings,
+) -> tuple[list[str], list[FittedSubmodule]]:
+    streams = _streams(model, teacher, batches, names, run, settings)
+    ours, theirs = streams
+    _check_running(names, ours.order)
+    progress, fitted = Progress(len(names)), []
+    for block in ours.order:
+        parts = {name: model.get_submodule(name) for name in names if _is_within(name, block)}
+        dense = {name: teacher.get_submodule(name) for name in parts}
+        with (
+            placed((model.get_submodule(block), teacher.get_submodule(block)), settings.device),
+            autocasting(settings.device, settings.autocast),
+        ):
+            targets = theirs.outputs(block, dense)
+            _check_runs(parts, targets, len(batches))
+            for name in list(targets):  # in the order in which they run
+                calls = ours.capture(block, {name: parts[name]})
+                _check_runs([name], calls, len(batches))
+                fitted.append(_fit(name, parts[name], calls[name], targets.pop(name), settings))
+                progress.show(len(fitted), f"submodules reconstructed, {name} the last")
+            ours.outputs(block, {})
+    return ours.order, fitted
+
+
+def _fit(
+    name: str, part: nn.Module, calls: Sequence[Call], targets: Sequence[Tensor], settings: _Settings
+) -> FittedSubmodule:
+    parameters = _trained(part)
+    pairs = [_Pair(*one) for one in zip(calls, targets, settings.masks, strict=True)]
+
+    def squares(pair: _Pair, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return pair.squares(name, part, values, settings.device)
+
+    def error(values: Mapping[str, Tensor]) -> float:
+        sums = [torch.stack(squares(pairs[i], values)) for i in settings.held_out]
+        wrong, whole = torch.stack(sums).double().sum(0).tolist()
+        return float(wrong / whole) if whole else float(wrong)
+
+    masters = {key: _master(value) for key, value in parameters.items()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=settings.lr, weight_decay=0.0)
+    steps = settings.epochs * len(settings.training)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    before = error({})
+    if not math.isfinite(before):
+        raise InvalidArgumentError(f"batches: submodule {name!r} gives NaN or infinity for them")
+    best, kept = math.inf, {}
+    for _ in range(settings.epochs):
+        for i in torch.randperm(len(settings.training), generator=settings.generator).tolist():
+            with torch.enable_grad():
+                wrong, whole = squares(pairs[i], _rounded(masters, parameters))
+                # A sum, and no mean: gradients in float16 are then far from 0, and Adam scales them anyhow.
+                scale = whole.div(targets[i].numel()).sqrt().clamp_min(1e-6)
+                torch.autograd.backward(wrong / scale)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        values = {key: value.detach().clone() for key, value in _rounded(masters, parameters).items()}
+        after = error(values)
+        if after < best:  # never of NaN
+            best, kept = after, values
+    if best < before:
+        _keep(part, parameters, kept)
+    return FittedSubmodule(name, before, best, best < before)
+
+
+class _Pair(NamedTuple):
+    """What a submodule is given in the sparse model, and what it is to give."""
+
+    call: Call
+    target: Tensor
+    mask: Tensor | None
+
+    def squares(
+        self, name: str, part: nn.Module, values: Mapping[str, Tensor], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """‖y - t‖² and ‖t‖², with these values as parameters."""
+        moved = self.call.on(device)
+        output = tensor_of(name, functional_call(part, dict(values), moved.args, moved.kwargs))
+        target = self.target.to(device)
+        if output.shape != target.shape:
+            raise InvalidArgumentError(
+                f"teacher: an output of {name!r} of shape {tuple(output.shape)} expected, got "
+                f"{tuple(target.shape)}"
+            )
+        dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
+        output, target = output.to(dtype), target.to(dtype)
+        if self.mask is not None and output.dim() > 2 and output.shape[:2] == self.mask.shape:
+            left_out = self.mask.to(device).eq(0).view(*self.mask.shape, *(1,) * (output.dim() - 2))
+            output, target = output.masked_fill(left_out, 0), target.masked_fill(left_out, 0)
+        return (output - target).square().sum(), target.square().sum()
+
+
+def _trained(part: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in part.named_parameters() if parameter.requires_grad}
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    """In float32 at least, so that small steps of weights in 16 bits are not lost."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter.detach().to(dtype, copy=True).requires_grad_()
+
+
+def _rounded(masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: master.to(parameters[name].dtype) for name, master in masters.items()}
+
+
+def _keep(part: nn.Module, parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    masks = {id(layer.weight): layer.mask for layer in part.modules() if isinstance(layer, BlockSparseLinear)}
+    for name, parameter in parameters.items():
+        mask = masks.get(id(parameter))  # what is masked has had gradients, and counts for nothing
+        parameter.copy_(values[name] if mask is None else torch.where(mask, values[name], parameter))
+
+
+def _streams(
+    model: nn.Module,
+    teacher: nn.Module,
+    batches: Sequence[Any],
+    names: Sequence[str],
+    run: Forward,
+    settings: _Settings,
+) -> tuple[Stream, Stream]:
+    """Of both models, through the blocks of the stack, or through the whole model where that is none."""
+
+    def through(blocks: Sequence[str]) -> tuple[Stream, Stream]:
+        ours, theirs = (Stream(one, blocks, batches, run, settings.device) for one in (model, teacher))
+        return ours, theirs
+
+    blocks = _stack(model, names)
+    if blocks and {name for name, _ in teacher.named_modules(remove_duplicate=False)}.issuperset(blocks):
+        ours, theirs = through(blocks)
+        if ours.is_chain and theirs.is_chain and ours.order == theirs.order:
+            return ours, theirs
+    return through([""])
+
+
+def _stack(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """The items of the container that holds most of the sparse ones, if all these submodules lie in them."""
+    best: list[str] = []
+    most = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        items = [_join(name, key) for key, _ in module.named_children()]
+        sparse = sum(_has_sparse(child) for child in module.children())
+        inside = all(any(_is_within(one, item) for item in items) for one in names)
+        if inside and sparse > most and len(items) == len(module):
+            best, most = items, sparse
+    return best
+
+
+def _checked_names(model: nn.Module, teacher: nn.Module, submodules: Sequence[str] | None) -> list[str]:
+    if submodules is None:
+        names = _default_names(model)
+        if not names:
+            raise InvalidArgumentError("model: no BlockSparseLinear in it; name submodules to fit others")
+    elif isinstance(submodules, str) or not submodules:
+        raise InvalidArgumentError(f"submodules: a sequence of names expected, got {submodules!r}")
+    else:
+        names = list(submodules)
+    for whose, one in (("model", model), ("teacher", teacher)):
+        known = {name for name, _ in one.named_modules(remove_duplicate=False)}
+        for name in names:
+            if name not in known:
+                raise InvalidArgumentError(f"submodules: names in the {whose} expected, {name!r} is none")
+    for name in names:
+        if sum(_is_within(name, other) for other in names) > 1:
+            raise InvalidArgumentError(f"submodules: {name!r} is there twice, or lies within another")
+    for tensor in (*model.parameters(), *teacher.parameters()):
+        if tensor.is_meta:
+            raise InvalidArgumentError("model, teacher: parameters with data expected, got the meta device")
+    return names
+
+
+def _default_names(model: nn.Module) -> list[str]:
+    names = []
+    for block in _stack(model, []) or [""]:
+        module = model.get_submodule(block)
+        parts = [_join(block, key) for key, child in module.named_children() if _has_sparse(child)]
+        names += parts or ([block] if _has_sparse(module) else [])
+    return names
+
+
+def _outside(model: nn.Module, names: Sequence[str]) -> list[SkippedSubmodule]:
+    """Block-sparse layers that no submodule has."""
+    return [
+        SkippedSubmodule(name, "outside of the stack of blocks; fitted where submodules names it")
+        for name, module in model.named_modules()
+        if isinstance(module, BlockSparseLinear) and not any(_is_within(name, one) for one in names)
+    ]
+
+
+def _check_separate(model: nn.Module, names: Sequence[str]) -> None:
+    owners: dict[int, str] = {}
+    for name in names:
+        for parameter in _trained(model.get_submodule(name)).values():
+            other = owners.setdefault(id(parameter), name)
+            if other != name:
+                raise UnsupportedError(f"submodules: {other!r} and {name!r} share a parameter")
+
+
+def _check_running(names: Sequence[str], blocks: Sequence[str]) -> None:
+    for name in names:
+        if not any(_is_within(name, block) for block in blocks):
+            raise InvalidArgumentError(f"submodules: {name!r} does not run in a forward pass")
+
+
+def _check_runs(names: Iterable[str], found: Mapping[str, Sequence[Any]], batches: int) -> None:
+    for name in names:
+        runs = len(found.get(name, ()))
+        if runs < batches:
+            raise InvalidArgumentError(f"submodules: {name!r} does not run in every forward pass")
+        if runs > batches:
+            raise UnsupportedError(f"submodules: {name!r} runs more than once in a forward pass")
+
+
+def _checked_batches(batches: Iterable[Any]) -> list[Any]:
+    try:
+        listed = list(batches)
+    except TypeError as error:
+        raise InvalidArgumentError(f"batches: an iterable expected, got {type(batches).__name__}") from error
+    if len(listed) < 2:
+        raise InvalidArgumentError(
+            f"batches: two at least expected, of which one is held out, got {len(listed)}"
+        )
+    return listed
+
+
+def _held_out(fraction: object, batches: int) -> int:
+    if not 0 < check_number("held_out", fraction) < 1:
+        raise InvalidArgumentError(f"held_out: a fraction above 0 and below 1 expected, got {fraction!r}")
+    return min(math.ceil(float(fraction) * batches), batches - 1)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Writes the parameters back if anything goes wrong; copies are kept where the model is."""
+    parameters = [one for name in names for one in _trained(model.get_submodule(name)).values()]
+    copies = [parameter.detach().clone() for parameter in parameters]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, copy in zip(parameters, copies, strict=True):
+                parameter.copy_(copy)
+        raise
+
+
+@contextlib.contextmanager
+def _without_cache(*models: nn.Module) -> Iterator[None]:
+    """Transformers' models then keep no keys and values, which a block that runs again would append to."""
+    configs = {id(config): config for model in models for config in _configs(model)}
+    before = [(config, config.use_cache) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config.use_cache = False
+        yield
+    finally:
+        for config, use_cache in before:
+            config.use_cache = use_cache
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            yield config
+
+
+def _has_sparse(module: nn.Module) -> bool:
+    return any(isinstance(one, BlockSparseLinear) for one in module.modules())
+
+
+def _is_within(name: str, block: str) -> bool:
+    return not block or name == block or name.startswith(f"{block}.")
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key

@@ -1,0 +1,160 @@
+"""Distillation and patterns that move in the Trainer of Transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        f"tilesparse.recover.trainer: Transformers and Accelerate expected (pip install accelerate): {error}"
+    ) from error
+
+from ..errors import CheckpointError, InvalidArgumentError
+from ._batches import check_distinct, device_of, mask_of, moved
+from .distillation import outputs_of
+from .losses import DistillationLoss
+
+FILE = "pattern_schedule.pt"  # in the folder of a checkpoint
+
+
+class DistillationTrainer(Trainer):  # type: ignore[misc]
+    """A ``Trainer`` whose loss is the difference to a teacher; everything else is as ever.
+
+    Batches need no labels. Where they have some, these go to the model alone, and only if the loss has a
+    "task". Evaluation gives the same loss. Batches of one step count alike, whatever their number of tokens.
+
+    Args:
+        args, kwargs: of ``transformers.Trainer``.
+        teacher: the dense model, which is put into evaluation mode. It is moved to the device of training, if
+            it is on the CPU; otherwise it stays, so that it may have a GPU of its own.
+        loss: what is to become small.
+
+    Raises:
+        InvalidArgumentError: the teacher is no module or shares trained parameters with the model, or
+            another argument is not allowed.
+    """
+
+    def __init__(self, *args: Any, teacher: nn.Module, loss: DistillationLoss, **kwargs: Any) -> None:
+        if not isinstance(teacher, nn.Module):
+            raise InvalidArgumentError(f"teacher: a module expected, got {type(teacher).__name__}")
+        if not isinstance(loss, DistillationLoss):
+            raise InvalidArgumentError(f"loss: a DistillationLoss expected, got {type(loss).__name__}")
+        if kwargs.get("compute_loss_func") is not None:
+            raise InvalidArgumentError("compute_loss_func: None expected beside a teacher")
+        super().__init__(*args, **kwargs)
+        check_distinct(self.model, teacher)
+        if device_of(teacher).type == "cpu":
+            teacher.to(self.args.device)
+        self.teacher, self.loss = teacher.eval(), loss
+        # It is a mean over the tokens of a batch: the Trainer divides by the number of batches in a step.
+        self.model_accepts_loss_kwargs = False
+        self.can_return_loss = True  # in evaluation without labels, where label_names=[]
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        """The `DistillationLoss` of a batch, and where asked for the outputs without hidden states."""
+        with torch.no_grad():
+            on_teacher = moved(dict(inputs), device_of(self.teacher))
+            targets = outputs_of(self.teacher, on_teacher, self.loss, labels=False)
+        outputs = outputs_of(model, dict(inputs), self.loss)
+        loss = self.loss(outputs, targets, mask_of(inputs))
+        if not return_outputs:
+            return loss
+        if not isinstance(outputs, Mapping):
+            return loss, (loss, outputs)
+        # Evaluation would gather the hidden states of all of its data.
+        kept = {name: value for name, value in outputs.items() if name not in ("loss", "hidden_states")}
+        return loss, {"loss": loss, **kept}
+
+
+class PatternCallback(TrainerCallback):  # type: ignore[misc]
+    """Steps a schedule of patterns after each step of the Trainer's optimizer, and saves it with checkpoints.
+
+    A step that the gradient scaler of float16 leaves out is left out here, too. Each checkpoint gets a file
+    ``pattern_schedule.pt``, which is read when training resumes from it.
+
+    Args:
+        schedule: an object with ``state_dict()`` and ``load_state_dict()``, and mostly ``step()``: without
+            one, as `tilesparse.train.MaskSchedule`, it is saved and loaded alone. Make it for the optimizer
+            that you give to the Trainer as ``optimizers``.
+        scheduler: of the schedule's own rate, stepped along and saved along; None for none.
+        resume_from: the checkpoint's folder where ``train(resume_from_checkpoint=…)`` is given one outside of
+            ``output_dir``, of which callbacks are not told.
+
+    Raises:
+        InvalidArgumentError: an argument lacks what is asked of it.
+        CheckpointError: when training resumes, there is no such file, it is damaged, or the folder's
+            checkpoint is not the one that is resumed.
+    """
+
+    def __init__(
+        self, schedule: Any, *, scheduler: Any = None, resume_from: str | Path | None = None
+    ) -> None:
+        for name, one in {"schedule": schedule, "scheduler": scheduler}.items():
+            for method in ("state_dict", "load_state_dict"):
+                if one is not None and not callable(getattr(one, method, None)):
+                    raise InvalidArgumentError(
+                        f"{name}: an object with {method}() expected, got {type(one).__name__}"
+                    )
+        if schedule is None:
+            raise InvalidArgumentError("schedule: one expected, got None")
+        self.schedule, self.scheduler, self._resume_from = schedule, scheduler, resume_from
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Gradients are still there."""
+        if getattr(kwargs.get("optimizer"), "step_was_skipped", False):
+            return
+        for one in (self.schedule, self.scheduler):
+            if callable(getattr(one, "step", None)):
+                one.step()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.should_save:
+            states = {"schedule": self.schedule.state_dict()}
+            if self.scheduler is not None:
+                states["scheduler"] = self.scheduler.state_dict()
+            torch.save(states, _folder(args, state) / FILE)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            return
+        checkpoint = Path(self._resume_from or _folder(args, state))
+        _check_resumed(checkpoint, state)
+        try:
+            states = torch.load(checkpoint / FILE, map_location="cpu", weights_only=True)
+        except Exception as error:  # of many kinds
+            raise CheckpointError(f"{checkpoint / FILE}: damaged: {error}") from error
+        if set(states) != {"schedule"} | ({"scheduler"} if self.scheduler is not None else set()):
+            raise CheckpointError(f"{checkpoint / FILE}: with a scheduler or without, as this one, expected")
+        self.schedule.load_state_dict(states["schedule"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(states["scheduler"])
+
+
+def _folder(args: Any, state: Any) -> Path:
+    """Where the Trainer saves its checkpoint of this step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _check_resumed(checkpoint: Path, state: Any) -> None:
+    """That this is the checkpoint from which training resumes."""
+    try:
+        saved = json.loads((checkpoint / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        saved = {}
+    same = all(saved.get(name) == getattr(state, name) for name in ("global_step", "log_history"))
+    there = (checkpoint / FILE).is_file()
+    if not there or not same:
+        raise CheckpointError(
+            f"{checkpoint / FILE}: {'another run' if there else 'missing'}, while training resumes at step "
+            f"{state.global_step}; give PatternCallback the folder of that checkpoint as resume_from"
+        )

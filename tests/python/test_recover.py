@@ -1,0 +1,893 @@
+"""Recovery: losses are their formulas, reconstruction lowers errors, distillation trains and resumes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import DEVICES, randn, seeded
+from test_docs import executed
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
+from transformers.utils import logging
+
+from tilesparse import (
+    BlockSparseLinear,
+    BlockSparseModelPatcher,
+    CheckpointError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from tilesparse.recover import DistillationLoss, distill, reconstruct, reconstruction
+from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
+from tilesparse.train import MaskSchedule, PatternSchedule
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+VOCABULARY, TOKENS = 96, 8
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 40,
+}
+TARGETS = {"llama": "model.layers", "bert": "encoder.layer", "gpt2": "transformer.h", "mlp": "."}
+PARTS = {
+    "llama": ["self_attn", "mlp"],
+    "bert": ["attention", "intermediate", "output"],
+    "gpt2": ["attn", "mlp"],
+}
+
+
+def dense(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    if name == "llama":
+        model: nn.Module = LlamaForCausalLM(LlamaConfig(**SIZES))
+    elif name == "bert":
+        model = BertModel(BertConfig(**SIZES))
+    elif name == "gpt2":
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 40}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=1))
+    else:
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 64))
+    return model.to(dtype).eval()
+
+
+def pruned(teacher: nn.Module, name: str, **options: Any) -> Any:
+    model = copy.deepcopy(teacher)
+    patcher = BlockSparseModelPatcher()
+    patcher.add_pattern(TARGETS[name], {"density": 0.5, "block_shape": (16, 16)} | options)
+    assert patcher.patch_model(model).layers
+    return model
+
+
+def pair(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    teacher = dense(name, dtype)
+    return pruned(teacher, name, **options), teacher
+
+
+def texts(count: int, padded: bool = True, rows: int = 4) -> list[dict[str, Tensor]]:
+    batches = []
+    for seed in range(count):
+        tokens = torch.randint(3, VOCABULARY, (rows, TOKENS), generator=seeded(seed))
+        mask = torch.ones_like(tokens)
+        if padded:
+            mask[::2, TOKENS - 3 :] = 0
+        batches.append({"input_ids": tokens, "attention_mask": mask})
+    return batches
+
+
+def vectors(count: int) -> list[Tensor]:
+    """Features depend on each other, so that some blocks can do what others did."""
+    factors = randn(12, 64, dtype=torch.float32, seed=99)
+    return [randn(32, 12, dtype=torch.float32, seed=seed) @ factors / 4 for seed in range(count)]
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(these: dict[str, Tensor], those: dict[str, Tensor]) -> bool:
+    return these.keys() == those.keys() and all(torch.equal(these[name], those[name]) for name in these)
+
+
+def sparse(model: nn.Module) -> list[BlockSparseLinear]:
+    return [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
+
+
+def adam(model: nn.Module, lr: float = 1e-3) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+# Losses.
+
+
+def outputs(**tensors: Any) -> SimpleNamespace:
+    return SimpleNamespace(**tensors)
+
+
+MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1], [1, 0, 0, 0, 0]])
+
+
+def with_padding(*size: int, seed: int) -> Tensor:
+    """Numbers for tokens that count, NaN for others."""
+    return randn(*size, dtype=torch.float64, seed=seed).masked_fill(MASK.eq(0)[..., None], float("nan"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_logits_are_compared_by_kl(temperature: float) -> None:
+    student, teacher = (with_padding(3, 5, 7, seed=seed) for seed in (1, 2))
+    student.requires_grad_()
+    expected = torch.zeros((), dtype=torch.float64)
+    for ours, theirs in zip(student[MASK.bool()], teacher[MASK.bool()], strict=True):
+        p, q = (torch.softmax(logits / temperature, -1) for logits in (theirs, ours))
+        expected = expected + (p * (p / q).log()).sum() * temperature**2 / MASK.sum()
+    loss = DistillationLoss(logits=1.0, temperature=temperature)
+    actual = loss(outputs(logits=student), outputs(logits=teacher), MASK)
+    torch.testing.assert_close(actual, expected)
+    (gradient,) = torch.autograd.grad(actual, student)
+    assert gradient.isfinite().all() and not gradient[MASK.eq(0)].any() and gradient[MASK.eq(1)].all()
+    kept = student.detach()[MASK.bool()], teacher[MASK.bool()]  # [tokens, classes]: no mask applies
+    torch.testing.assert_close(loss(*kept), expected.detach())
+
+
+def test_hidden_states_are_compared_as_in_squarehead() -> None:
+    student, teacher = ([with_padding(3, 5, 6, seed=10 * one + i) for i in range(3)] for one in (1, 2))
+    expected = torch.zeros((), dtype=torch.float64)
+    for ours, theirs in zip(student, teacher, strict=True):
+        ours, theirs = ours[MASK.bool()], theirs[MASK.bool()]
+        expected += F.mse_loss(ours, theirs) / F.mse_loss(theirs, torch.zeros_like(theirs)) / 3
+    loss = DistillationLoss(hidden_states=1.0)
+    actual = loss(outputs(hidden_states=student), {"hidden_states": tuple(teacher)}, MASK)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_embeddings_are_compared_by_cosine() -> None:
+    student, teacher = (with_padding(3, 5, 6, seed=seed) for seed in (1, 2))
+    loss, expected = DistillationLoss(embeddings=1.0), 0.0
+    pooled = [
+        torch.stack([t[MASK[i].bool()].mean(0) for i, t in enumerate(one)]) for one in (student, teacher)
+    ]
+    for ours, theirs in zip(*pooled, strict=True):
+        expected += (1 - ours @ theirs / ours.norm() / theirs.norm()) / 3
+    last = outputs(last_hidden_state=student), outputs(last_hidden_state=teacher)
+    torch.testing.assert_close(loss(*last, MASK), expected)
+    given = outputs(embeddings=pooled[0]), outputs(embeddings=pooled[1])
+    torch.testing.assert_close(loss(*given, MASK), expected)
+    whole = outputs(embeddings=student[2, :1]), outputs(last_hidden_state=teacher[2:, :1])
+    torch.testing.assert_close(loss(*whole), loss(student_of(whole), whole[1]))
+
+
+def student_of(both: tuple[SimpleNamespace, SimpleNamespace]) -> SimpleNamespace:
+    return outputs(last_hidden_state=both[0].embeddings[:, None])
+
+
+def test_a_loss_is_the_weighted_sum_of_its_terms() -> None:
+    student = outputs(loss=torch.tensor(3.0), logits=randn(2, 5, dtype=torch.bfloat16, seed=1))
+    teacher = outputs(logits=randn(2, 5, dtype=torch.bfloat16, seed=2))
+    loss = DistillationLoss(task=0.5, logits=2.0)
+    terms = loss.terms(student, teacher)
+    assert list(terms) == ["task", "logits"] and float(terms["task"]) == 3.0
+    torch.testing.assert_close(loss(student, teacher), 1.5 + 2 * terms["logits"])
+    exact = DistillationLoss(logits=1.0)(student.logits.float(), teacher.logits.float())
+    assert terms["logits"].dtype == torch.float32 and torch.equal(terms["logits"], exact)
+
+
+def test_nothing_but_padding_is_no_error() -> None:
+    nothing, tokens = torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3, 4), float("nan"))
+    loss = DistillationLoss(logits=1.0, hidden_states=1.0, embeddings=1.0)
+    one = outputs(logits=tokens, hidden_states=[tokens], last_hidden_state=tokens)
+    assert (
+        loss.terms(one, one, nothing)["logits"] == 0 and loss.terms(one, one, nothing)["hidden_states"] == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({}, "at least one weight"),
+        ({"logits": -1.0}, "logits: a finite number of at least 0 expected, got -1.0"),
+        ({"logits": 1.0, "temperature": 0}, "temperature: a finite number above 0"),
+        ({"embeddings": float("nan")}, "embeddings: a finite"),
+        ({"hidden_states": "1"}, "hidden_states: a finite"),
+    ],
+)
+def test_wrong_weights_are_named(weights: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        DistillationLoss(**weights)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    logits = torch.zeros(2, 3, 5)
+    for loss, student, teacher, message in [
+        (DistillationLoss(logits=1), logits, torch.zeros(2, 3, 7), "logits with the classes .* 5, got 7"),
+        (DistillationLoss(logits=1), logits, torch.zeros(2, 4, 5), r"logits with the shape .* \(2, 3, 5\)"),
+        (DistillationLoss(logits=1), outputs(x=1), logits, "student: outputs with 'logits' expected"),
+        (DistillationLoss(logits=1), logits, {"x": 1}, r"teacher: outputs .* got dict with \['x'\]"),
+        (DistillationLoss(task=1), outputs(logits=logits), logits, "student: outputs with 'loss'"),
+        (
+            DistillationLoss(hidden_states=1),
+            outputs(hidden_states=[logits] * 2),
+            outputs(hidden_states=[logits] * 3),
+            "as many hidden_states as the student has expected, 2, got 3",
+        ),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=message):
+            loss(student, teacher)
+    with pytest.raises(
+        InvalidArgumentError, match=r"attention_mask: .* logits of shape \(2, 3, 5\) expected"
+    ):
+        DistillationLoss(logits=1)(logits, logits, torch.ones(2, 4))
+    with pytest.raises(InvalidArgumentError, match="attention_mask: "):
+        DistillationLoss(logits=1)(logits.flatten(0, 1), logits.flatten(0, 1), torch.ones(2, 3))
+
+
+# Reconstruction.
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
+def test_reconstruction_lowers_the_error_of_every_submodule(name: str) -> None:
+    model, teacher = pair(name)
+    model.train()
+    before, of_teacher = tensors_of(model), tensors_of(teacher)
+    report = reconstruct(model, teacher, texts(8), epochs=2, lr=2e-3)
+    blocks = [f"{TARGETS[name]}.{i}" for i in (0, 1)]
+    assert report.blocks == blocks and not report.skipped
+    assert [one.name for one in report.submodules] == [f"{b}.{part}" for b in blocks for part in PARTS[name]]
+    for one in report.submodules:
+        assert one.kept and one.after < 0.9 * one.before and one.name in str(report)
+    after = tensors_of(model)
+    for tensor in after:
+        inside = any(tensor.startswith(block) for block in blocks) and not tensor.endswith(
+            ("indices", "slot")
+        )
+        assert inside or torch.equal(after[tensor], before[tensor])
+    assert same(tensors_of(teacher), of_teacher) and not teacher.training
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert getattr(model.config, "use_cache", True)  # as it was
+    again = pruned(teacher, name)
+    reconstruct(again, teacher, iter(texts(8)), epochs=2, lr=2e-3)
+    assert same(tensors_of(again), after)
+    other = pruned(teacher, name)
+    reconstruct(other, teacher, texts(8), epochs=2, lr=2e-3, seed=1)
+    assert not same(tensors_of(other), after)
+
+
+def test_later_blocks_are_given_what_reconstructed_ones_give() -> None:
+    model, teacher = pair("mlp")
+    report = reconstruct(model, teacher, vectors(8), epochs=3, lr=3e-3)
+    assert [one.name for one in report.submodules] == ["0", "2", "3"] and report.blocks == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+    x = vectors(8)[-1]  # the one that was held out
+    with torch.no_grad():
+        error = (model(x) - teacher(x)).square().sum() / teacher(x).square().sum()
+    torch.testing.assert_close(float(error), report.submodules[-1].after, rtol=1e-4, atol=0)
+
+
+def test_padding_does_not_count() -> None:
+    model, teacher = pair("bert")
+    other = copy.deepcopy(model)
+    batches = texts(4)
+    changed = copy.deepcopy(batches)
+    for batch in changed:
+        batch["input_ids"][batch["attention_mask"].eq(0)] = 3
+    first = reconstruct(model, teacher, batches, epochs=1)
+    second = reconstruct(other, teacher, changed, epochs=1)
+    for one, two in zip(first.submodules, second.submodules, strict=True):
+        assert abs(one.before / two.before - 1) < 1e-4 and abs(one.after / two.after - 1) < 1e-4
+
+
+def test_weights_are_kept_only_where_the_held_out_error_fell() -> None:
+    model, teacher = pair("llama")
+    before = tensors_of(model)
+    report = reconstruct(model, teacher, texts(4), epochs=1, lr=10.0)
+    assert not any(one.kept for one in report.submodules) and "left as it was" in str(report)
+    assert same(tensors_of(model), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_16_bits_take_steps_that_these_could_not(dtype: torch.dtype) -> None:
+    model, teacher = pair("llama", dtype)
+    batches = texts(12)
+    report = reconstruct(model, teacher, batches, epochs=4, lr=3e-4)
+    assert all(one.after < 0.97 * one.before for one in report.submodules)
+    assert all(parameter.dtype == dtype for parameter in model.parameters())
+    full, exact = pair("llama")
+    for one, two in zip(
+        report.submodules, reconstruct(full, exact, batches, epochs=4, lr=3e-4).submodules, strict=True
+    ):
+        assert abs(one.after / two.after - 1) < 0.05
+
+
+def test_autocast_and_2_4() -> None:
+    model, teacher = pair("llama", block_shape=(32, 32), nm=(2, 4))
+    before = tensors_of(model)
+    report = reconstruct(model, teacher, texts(10), epochs=4, lr=2e-3, autocast=torch.bfloat16)
+    kept = tuple(one.name for one in report.submodules if one.kept)
+    assert len(kept) == 3  # of the first attention no path through the blocks is left
+    for name, layer in model.named_modules():
+        if isinstance(layer, BlockSparseLinear) and name.startswith(kept):
+            assert torch.equal(layer.mask, before[f"{name}.mask"])
+            moved = layer.weight != before[f"{name}.weight"]
+            assert moved[layer.mask].any() and not moved[~layer.mask].any()
+
+
+def test_named_submodules_alone_are_fitted() -> None:
+    model, teacher = pair("llama")
+    before = tensors_of(model)
+    names = ["model.layers.1.mlp", "model.layers.0.self_attn.v_proj"]
+    report = reconstruct(model, teacher, texts(4), submodules=names, epochs=1, lr=1e-3)
+    assert [one.name for one in report.submodules] == names[::-1]
+    for name, tensor in tensors_of(model).items():
+        assert torch.equal(tensor, before[name]) or name.startswith(tuple(names))
+
+
+def test_layers_outside_of_the_stack_are_reported_and_can_be_named() -> None:
+    teacher = dense("bert")
+    model = copy.deepcopy(teacher)
+    patcher = BlockSparseModelPatcher()
+    patcher.add_pattern(r"encoder\.layer\.1|pooler", {"block_shape": (16, 16)})
+    patcher.patch_model(model)
+    before = tensors_of(model)
+    report = reconstruct(model, teacher, texts(4), epochs=1)
+    assert len(report.submodules) == 3
+    assert [one.name for one in report.skipped] == ["pooler.dense"] and "skipped pooler.dense" in str(report)
+    assert torch.equal(model.pooler.dense.weight, before["pooler.dense.weight"])
+    names = ["pooler", "encoder.layer.1.output"]
+    report = reconstruct(model, teacher, texts(8), submodules=names, epochs=2)
+    assert [one.name for one in report.submodules] == names[::-1] and report.blocks == [""]
+    assert report.submodules[1].after < report.submodules[1].before
+
+
+def test_what_cannot_be_trained_is_reported() -> None:
+    model, teacher = pair("llama")
+    model.model.layers[0].mlp.requires_grad_(False)
+    for layer in sparse(model.model.layers[1].self_attn):
+        layer.to_storage("int8")
+    report = reconstruct(model, teacher, texts(3), epochs=1, lr=1e-3)
+    assert [one.name for one in report.skipped] == ["model.layers.0.mlp", "model.layers.1.self_attn"]
+    assert len(report.submodules) == 2 and "skipped model.layers.0.mlp: no parameter" in str(report)
+    with pytest.raises(InvalidArgumentError, match="submodules: one with parameters to train"):
+        reconstruct(model, teacher, texts(3), submodules=["model.layers.0.mlp"])
+
+
+class Tree(nn.Module):
+    """Its items do not hand on what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor, *, y: Tensor) -> Tensor:
+        first: Tensor = self.items[0](x)
+        return self.items[2](first) + self.items[1](y)  # type: ignore[no-any-return]
+
+
+def test_models_without_a_stack_are_one_block() -> None:
+    torch.manual_seed(0)
+    teacher = Tree()
+    model = pruned(teacher, "mlp")
+    batches = [{"x": x, "y": x.roll(1, 1)} for x in vectors(6)]
+    report = reconstruct(model, teacher, batches, epochs=4, lr=2e-3)
+    assert report.blocks == [""]
+    assert [one.name for one in report.submodules] == ["items.0", "items.2", "items.1"]
+    assert all(one.kept for one in report.submodules)
+
+
+class InPlace(nn.Module):
+    """Writes to what it is given, and to what its submodule has given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.part(x + 1)
+        return y.add_(x)
+
+
+def test_modules_that_write_to_their_inputs() -> None:
+    def error_of(inplace: bool) -> tuple[float, float]:
+        torch.manual_seed(0)
+        teacher = nn.Sequential(InPlace(), InPlace())
+        model = pruned(teacher, "mlp")
+        for one in (*model.modules(), *teacher.modules()):
+            if isinstance(one, nn.ReLU):
+                one.inplace = inplace
+        names = ["0.part", "1.part"]
+        last = reconstruct(model, teacher, vectors(4), submodules=names, epochs=2, lr=1e-3).submodules[1]
+        return last.before, last.after
+
+    assert error_of(True) == error_of(False)
+
+
+def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], dict[str, Any]]]]:
+    wrong = InvalidArgumentError
+    for name, given in {
+        "epochs": 0,
+        "lr": 0.0,
+        "held_out": 1.0,
+        "autocast": torch.float32,
+        "submodules": "model.layers.0.mlp",
+    }.items():
+        yield name, wrong, f"{name}: ", lambda model, teacher, name=name, given=given: {name: given}
+    yield "float16", UnsupportedError, "autocast: torch.bfloat16", lambda m, t: {"autocast": torch.float16}
+    yield "one batch", wrong, "batches: two at least", lambda m, t: {"batches": texts(1)}
+    yield "no batches", wrong, "batches: an iterable", lambda m, t: {"batches": 3}
+    yield "unknown", wrong, "'mlp' is none", lambda m, t: {"submodules": ["mlp"]}
+    yield "no module", wrong, "teacher: a module expected", lambda m, t: {"teacher": None}
+    yield "dense", wrong, "model: no BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}
+    yield "itself", wrong, "teacher: parameters of its own", lambda m, t: {"teacher": m}
+    yield "other teacher", wrong, "names in the teacher", lambda m, t: {"teacher": dense("gpt2")}
+    yield "idle", wrong, "does not run", lambda m, t: {"forward": lambda model, batch: None}
+    nested = ["model.layers.0.mlp", "model.layers.0.mlp.up_proj"]
+    yield "nested", wrong, "twice, or lies within", lambda m, t: {"submodules": nested}
+    yield (
+        "cache",
+        wrong,
+        "past_key_values",
+        lambda m, t: {"batches": [b | {"use_cache": True} for b in texts(2)]},
+    )
+    yield "meta", wrong, "meta device", lambda m, t: {"teacher": copy.deepcopy(t).to("meta")}
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"), [pytest.param(*one[1:], id=one[0]) for one in refused()]
+)
+def test_reconstruction_refuses_and_leaves_the_model(
+    error: type[Exception], message: str, change: Callable[[Any, Any], dict[str, Any]]
+) -> None:
+    model, teacher = pair("llama")
+    arguments: dict[str, Any] = {"model": model, "teacher": teacher, "batches": texts(3), "epochs": 1}
+    before = tensors_of(model)
+    with pytest.raises(error, match=message):
+        reconstruct(**(arguments | change(model, teacher)))
+    assert same(tensors_of(model), before) and model.config.use_cache
+
+
+def test_activations_that_are_not_finite_are_named() -> None:
+    model, teacher = pair("mlp")
+    before = tensors_of(model)
+    batches = vectors(4)
+    teacher[2].bias.data[3] = float("inf")  # the first submodule has been fitted by then
+    with pytest.raises(InvalidArgumentError, match="batches: submodule '2' gives NaN or infinity"):
+        reconstruct(model, teacher, batches, epochs=1, lr=1e-3)
+    assert same(tensors_of(model), before)
+
+
+def test_an_interruption_leaves_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, teacher = pair("llama")
+    before = tensors_of(model)
+
+    def interrupt(self: Any, done: int, text: str) -> None:
+        if done == 3:
+            assert not same(tensors_of(model), before)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(reconstruction.Progress, "show", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        reconstruct(model, teacher, texts(3), epochs=1, lr=1e-3)
+    assert same(tensors_of(model), before) and model.config.use_cache
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_shared_modules_are_refused() -> None:
+    block = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    teacher = nn.Sequential(nn.Sequential(block, nn.Linear(64, 64)), nn.Sequential(block, nn.Linear(64, 64)))
+    model = pruned(teacher, "mlp")
+    before = tensors_of(model)
+    with pytest.raises((UnsupportedError, InvalidArgumentError)):
+        reconstruct(model, teacher, vectors(3), submodules=["0", "1"])
+    assert same(tensors_of(model), before)
+
+
+@pytest.mark.gpu
+def test_blocks_visit_the_device_one_at_a_time() -> None:
+    model, teacher = pair("llama")
+    other = copy.deepcopy(model)
+    seen = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(
+            lambda module, args, output: seen.append(
+                [next(one.parameters()).device.type for one in model.model.layers]
+            )
+        )
+    report = reconstruct(model, teacher, texts(6), epochs=2, lr=2e-3, device="cuda")
+    assert all(devices.count("cuda") == 1 for devices in seen)
+    assert all(tensor.device.type == "cpu" for tensor in tensors_of(model).values())
+    expected = reconstruct(other, teacher, texts(6), epochs=2, lr=2e-3)
+    for one, two in zip(report.submodules, expected.submodules, strict=True):
+        assert abs(one.after / two.after - 1) < 0.05
+
+
+# Distillation.
+
+
+class Watch:
+    """Notes how a module is called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.calls: list[tuple[bool, bool, dict[str, Any]]] = []
+        module.register_forward_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        self.calls.append((module.training, torch.is_grad_enabled(), kwargs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_distillation_lowers_the_loss_and_leaves_pattern_and_teacher(dtype: torch.dtype, device: str) -> None:
+    model, teacher = (one.to(device) for one in pair("llama", dtype))
+    teacher.train()
+    watch, patterns = Watch(teacher), [layer.pattern.to_block_mask() for layer in sparse(model)]
+    of_teacher = tensors_of(teacher)
+    loss = DistillationLoss(logits=1.0, hidden_states=0.5)
+    history = distill(model, teacher, texts(4) * 5, adam(model, 3e-3), loss=loss, clip=1.0)
+    assert len(history.loss) == len(history.gradient_norm) == 20
+    assert sum(history.loss[-4:]) < 0.7 * sum(history.loss[:4])
+    for total, logits, hidden in zip(history.loss, *history.terms.values(), strict=True):
+        assert abs(total - logits - 0.5 * hidden) < 1e-6
+    assert list(history.terms) == ["logits", "hidden_states"]
+    for layer, pattern in zip(sparse(model), patterns, strict=True):
+        assert torch.equal(layer.pattern.to_block_mask(), pattern)
+    assert not any(training or grad for training, grad, _ in watch.calls) and len(watch.calls) == 20
+    assert teacher.training and same(tensors_of(teacher), of_teacher)
+    assert all(parameter.grad is None for parameter in (*teacher.parameters(), *model.parameters()))
+
+
+def test_accumulated_batches_are_one_large_batch() -> None:
+    model, teacher = pair("bert", torch.float64)
+    other = copy.deepcopy(model)
+    batches, loss = texts(5, padded=False), DistillationLoss(embeddings=1.0)
+    joined = [
+        {name: torch.cat([batch[name] for batch in group]) for name in batches[0]}
+        for group in (batches[:2], batches[2:4], batches[4:])
+    ]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
+    first = distill(model, teacher, iter(batches), optimizers[0], loss=loss, accumulate=2)
+    second = distill(other, teacher, joined, optimizers[1], loss=loss)
+    torch.testing.assert_close(first.loss, second.loss)
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+
+class Mover:
+    """Moves one block of every layer after a step, at random; a schedule as `distill` expects it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers, self._generator = sparse(model), seeded(5)
+        self.saw_gradients: list[bool] = []
+
+    def step(self) -> None:
+        self.saw_gradients.append(all(layer.weight.grad is not None for layer in self._layers))
+        for layer in self._layers:
+            free = (~layer.pattern.to_block_mask()).nonzero()
+            slot = int(torch.randint(layer.pattern.nnz, (), generator=self._generator))
+            place = int(torch.randint(len(free), (), generator=self._generator))
+            layer.pattern.move_blocks_([slot], free[place : place + 1])
+            with torch.no_grad():
+                layer.weight[slot] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["generator"])
+
+
+def scheduled(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """A schedule, and a scheduler of its rate."""
+    if kind == "stand-in":
+        return Mover(model), None
+    schedule = PatternSchedule(model, optimizer, fraction=0.4, every=2, grow="gradient")
+    return schedule, torch.optim.lr_scheduler.ExponentialLR(schedule, 0.7)
+
+
+@pytest.mark.parametrize("kind", ["stand-in", "rigged lottery"])
+def test_schedules_step_after_the_optimizer_and_runs_resume(kind: str) -> None:
+    teacher = dense("llama")
+    batches, loss = texts(8), DistillationLoss(logits=1.0)
+
+    def start() -> tuple[Any, list[Any]]:
+        model = pruned(teacher, "llama")
+        optimizer = adam(model)
+        schedule, fractions = scheduled(kind, model, optimizer)
+        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return model, [schedule, optimizer, rates, *([fractions] if fractions else [])]
+
+    def run(model: Any, states: list[Any], some: list[Any]) -> None:
+        schedule, optimizer, *schedulers = states
+        distill(model, teacher, some, optimizer, loss=loss, scheduler=schedulers, schedule=schedule)
+
+    whole, states = start()
+    run(whole, states, batches)
+    assert all(scheduler.last_epoch == 8 for scheduler in states[2:])
+    assert kind != "stand-in" or states[0].saw_gradients == [True] * 8
+    first, states = start()
+    masks = masks_of(first)
+    run(first, states, batches[:4])
+    assert all((one != mask).any() for one, mask in zip(masks_of(first), masks, strict=True))
+    second, others = start()
+    second.load_state_dict(first.state_dict())
+    for one, other in zip(states, others, strict=True):
+        other.load_state_dict(copy.deepcopy(one.state_dict()))
+    run(second, others, batches[4:])
+    assert same(tensors_of(second), tensors_of(whole))
+
+
+def masks_of(model: nn.Module) -> list[Tensor]:
+    return [layer.pattern.to_block_mask() for layer in sparse(model)]
+
+
+def test_callbacks_steps_and_teachers_from_a_cache() -> None:
+    model, teacher = pair("mlp")
+    other = copy.deepcopy(model)
+    batches = vectors(4)
+    cached = {id(batch): teacher(batch).detach() for batch in batches}
+    seen: list[tuple[int, list[str]]] = []
+    loss = DistillationLoss(logits=1.0, temperature=2.0)
+    history = distill(
+        model,
+        lambda batch: cached[id(batch)],
+        batches,
+        adam(model),
+        loss=loss,
+        steps=3,
+        callback=lambda step, terms: seen.append((step, list(terms))),
+    )
+    assert seen == [(step, ["loss", "logits"]) for step in (1, 2, 3)] and len(history.loss) == 3
+    assert history.gradient_norm == []
+    run = distill(other, teacher, [(b,) for b in batches[:3]], adam(other), loss=loss)
+    assert run.loss == history.loss and same(tensors_of(model), tensors_of(other))
+
+
+def test_labels_go_to_the_model_alone_where_the_loss_has_a_task() -> None:
+    model, teacher = pair("llama")
+    watches = Watch(model), Watch(teacher)
+    batches = [batch | {"labels": batch["input_ids"]} for batch in texts(1)]
+    history = distill(model, teacher, batches, adam(model), loss=DistillationLoss(task=1.0, logits=1.0))
+    assert 3 < history.terms["task"][0] < 6  # the logarithm of the vocabulary's size is 4.6
+    distill(model, teacher, batches, adam(model), loss=DistillationLoss(logits=1.0))
+    assert ["labels" in kwargs for _, _, kwargs in watches[0].calls] == [True, False]
+    assert ["labels" in kwargs for _, _, kwargs in watches[1].calls] == [False, False]
+
+
+def test_autocast_and_forward() -> None:
+    model, teacher = pair("llama")
+    dtypes = []
+
+    def forward(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = module(**batch).logits
+        dtypes.append(logits.dtype)
+        return logits
+
+    loss = DistillationLoss(logits=1.0)
+    distill(model, teacher, texts(1), adam(model), loss=loss, forward=forward, autocast=torch.bfloat16)
+    assert dtypes == [torch.bfloat16] * 2
+
+
+def test_distillation_refuses_and_leaves_the_model() -> None:
+    model, teacher = pair("llama")
+    before, old = tensors_of(model), adam(teacher)
+    partial = torch.optim.AdamW(model.model.embed_tokens.parameters())
+    given: dict[str, Any] = {
+        "model": model,
+        "teacher": teacher,
+        "batches": texts(2),
+        "optimizer": adam(model),
+        "loss": DistillationLoss(logits=1.0, hidden_states=1.0),
+    }
+    larger = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": VOCABULARY + 32}))
+    deeper = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 3}))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(given["optimizer"])
+    masked = pruned(teacher, "llama", block_shape=(32, 32), nm=(2, 4))
+    masks = MaskSchedule(masked, adam(masked), every=1, decay=0.0)
+    for change, message in [
+        ({"teacher": model}, "teacher: parameters of its own"),
+        ({"teacher": None}, "teacher: a module or a function"),
+        ({"teacher": larger}, f"classes of the student's expected, {VOCABULARY}, got {VOCABULARY + 32}"),
+        ({"teacher": deeper}, "as many hidden_states as the student has expected, 3, got 4"),
+        ({"optimizer": old}, "optimizer: the weight of layer 'model.layers.0.self_attn.q_proj'"),
+        ({"optimizer": partial}, "optimizer: the weight of layer"),
+        ({"optimizer": None}, "optimizer: a torch.optim.Optimizer"),
+        ({"batches": []}, "batches: at least one expected"),
+        ({"batches": 3}, "batches: an iterable expected"),
+        ({"loss": None}, "loss: a DistillationLoss"),
+        ({"accumulate": 0}, "accumulate: an integer of at least 1 expected, got 0"),
+        ({"steps": 1.5}, "steps: an integer"),
+        ({"clip": -1}, "clip: a finite number above 0"),
+        ({"scheduler": plateau}, "scheduler: one whose step"),
+        ({"schedule": masks}, "schedule: an object with step"),
+        ({"autocast": torch.float32}, "autocast: torch.bfloat16 or None"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=message):
+            distill(**(given | change))
+        assert same(tensors_of(model), before), message
+    with pytest.raises(UnsupportedError, match=r"autocast: torch\.bfloat16 expected, got torch\.float16"):
+        distill(**given, autocast=torch.float16)
+
+
+# Transformers' Trainer.
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(3, VOCABULARY, (TOKENS,), generator=seeded(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer(model: Any, teacher: Any, folder: Path, kind: str | None = "stand-in", **options: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    optimizer = adam(model, 1e-3)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    schedule, fractions = scheduled(kind, model, optimizer) if kind else (None, None)
+    made = DistillationTrainer(
+        model,
+        TrainingArguments(str(folder), **arguments | options),
+        train_dataset=Rows(),
+        eval_dataset=Rows(),
+        optimizers=(optimizer, scheduler),
+        callbacks=[PatternCallback(schedule, scheduler=fractions)] if kind else None,
+        teacher=teacher,
+        loss=DistillationLoss(logits=1.0, hidden_states=1.0),
+    )
+    made.schedule = schedule
+    return made
+
+
+@pytest.fixture(autouse=True)
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.PrinterCallback, "on_log", lambda *args, **kwargs: None)
+
+
+@pytest.mark.parametrize("kind", ["stand-in", "rigged lottery"])
+def test_the_trainer_distils_and_resumes_with_its_schedule(kind: str, tmp_path: Path) -> None:
+    teacher = dense("llama")
+    model = pruned(teacher, "llama")
+    before = masks_of(model)
+    whole = trainer(model, teacher, tmp_path, kind)
+    whole.train()
+    assert kind != "stand-in" or whole.schedule.saw_gradients == [True] * 4
+    assert all((one != mask).any() for one, mask in zip(masks_of(model), before, strict=True))
+    resumed = pruned(teacher, "llama")
+    trainer(resumed, teacher, tmp_path, kind).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert same(tensors_of(resumed), tensors_of(model))
+
+
+def test_the_loss_of_the_trainer_is_that_of_the_plain_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, teacher = pair("llama")
+    row = Rows()[0]
+    monkeypatch.setattr(Rows, "__getitem__", lambda self, index: row)  # all batches are alike
+    options: dict[str, Any] = {"max_steps": 6, "save_strategy": "no", "learning_rate": 1e-3}
+    run = trainer(model, teacher, tmp_path, None, **options)
+    batch = {name: torch.stack([tensor] * 2) for name, tensor in row.items()}
+    twin = copy.deepcopy(model)
+    assert not teacher.training
+    untrained = run.evaluate()["eval_loss"]
+    run.train()
+    logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    (expected,) = distill(twin, teacher, [batch] * 2, adam(twin), loss=run.loss, accumulate=2).loss
+    assert abs(logged[0] / expected - 1) < 1e-5 and abs(untrained / expected - 1) < 1e-5
+    assert run.evaluate()["eval_loss"] < 0.9 * untrained
+    assert run.predict(Rows()).predictions.shape == (12, TOKENS, VOCABULARY)  # and no hidden states
+    del row["labels"]
+    run.label_names = []
+    assert run.evaluate()["eval_loss"] < 0.9 * untrained
+
+
+def test_a_schedule_that_belongs_to_another_run_is_refused(tmp_path: Path) -> None:
+    teacher = dense("llama")
+    for name, kind in {"with": "stand-in", "without": None}.items():
+        trainer(pruned(teacher, "llama"), teacher, tmp_path / name, kind, max_steps=2).train()
+
+    def resume(folder: str, checkpoint: str, **options: Any) -> Any:
+        run = trainer(pruned(teacher, "llama"), teacher, tmp_path / folder, max_steps=3, **options)
+        run.train(resume_from_checkpoint=str(tmp_path / checkpoint / "checkpoint-2"))
+        return run
+
+    with pytest.raises(
+        CheckpointError, match=r"pattern_schedule\.pt: missing, while training resumes at step 2"
+    ):
+        resume("without", "without")
+    with pytest.raises(CheckpointError, match="missing"):
+        resume("elsewhere", "with")
+    state = tmp_path / "with/checkpoint-2/trainer_state.json"
+    (tmp_path / "other/checkpoint-2").mkdir(parents=True)
+    (tmp_path / "other/checkpoint-2/pattern_schedule.pt").write_bytes(b"")
+    (tmp_path / "other/checkpoint-2/trainer_state.json").write_text(
+        state.read_text().replace('"loss": ', '"loss": 1')
+    )
+    with pytest.raises(CheckpointError, match="another run"):
+        resume("other", "with")
+
+
+def test_a_skipped_step_moves_nothing_and_masks_are_saved(tmp_path: Path) -> None:
+    def masked() -> tuple[Any, MaskSchedule]:
+        model = pruned(teacher, "llama", block_shape=(32, 32), nm=(2, 4))
+        optimizer = adam(model)
+        return optimizer, MaskSchedule(model, optimizer, every=2, decay=0.0)
+
+    teacher = dense("llama")
+    optimizer, masks = masked()
+    mover = Mover(pruned(teacher, "llama"))
+    args, state = outputs(output_dir=tmp_path, should_save=True), outputs(global_step=3, log_history=[])
+    for skipped in (True, False):
+        for schedule in (mover, masks):
+            PatternCallback(schedule).on_optimizer_step(
+                args, state, None, optimizer=outputs(step_was_skipped=skipped)
+            )
+        assert len(mover.saw_gradients) == (not skipped)
+    optimizer.step()
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text('{"global_step": 3, "log_history": []}')
+    PatternCallback(masks).on_save(args, state, None)
+    _, other = masked()
+    PatternCallback(other).on_train_begin(args, state, None)
+    assert (masks.steps, other.steps) == (1, 1)
+    (folder / "pattern_schedule.pt").rename(folder / "whole")
+    (folder / "pattern_schedule.pt").write_bytes((folder / "whole").read_bytes()[:99])
+    with pytest.raises(CheckpointError, match=r"pattern_schedule\.pt: damaged"):
+        PatternCallback(other).on_train_begin(args, state, None)
+    (folder / "whole").rename(folder / "pattern_schedule.pt")
+    with pytest.raises(CheckpointError, match="with a scheduler or without"):
+        PatternCallback(other, scheduler=Mover(teacher)).on_train_begin(args, state, None)
+
+
+def test_callbacks_and_trainers_check_what_they_are_given(tmp_path: Path) -> None:
+    model, teacher = pair("llama")
+    for schedule in (None, 3):
+        with pytest.raises(InvalidArgumentError, match="schedule: "):
+            PatternCallback(schedule)
+    with pytest.raises(InvalidArgumentError, match="scheduler: an object with state_dict"):
+        PatternCallback(Mover(model), scheduler=3)
+    for given, message in [
+        ({"teacher": None, "loss": DistillationLoss(logits=1.0)}, "teacher: a module expected"),
+        ({"teacher": teacher, "loss": 1.0}, "loss: a DistillationLoss"),
+        ({"teacher": model, "loss": DistillationLoss(logits=1.0)}, "teacher: parameters of its own"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=message):
+            DistillationTrainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), **given)
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = executed("recovery.md")
+    assert names["history"].loss[-1] < names["history"].loss[0]
