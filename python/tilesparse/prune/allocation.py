@@ -197,8 +197,8 @@ def allocate(
 ) -> Allocation:
     """For every layer one of its choices, or None for dense, with the least sum of errors within a budget.
 
-    It is a multiple-choice knapsack, solved to a relative gap of 1e-6 by dynamic programming, which the bounds
-    of its linear relaxation keep small; `prune.knapsack` names the sources. Where that would take too many
+    It is a multiple-choice knapsack, solved to a relative gap of 1e-6 by dynamic programming, which bounds of
+    the linear relaxation keep small; `prune.knapsack` names the sources. Where that would take too many
     states the gap is larger; `Allocation.gap` says so in any case. Equal arguments have equal results.
 
     Errors of different layers are added up although they are relative ones: that what a layer gets wrong

@@ -131,10 +131,11 @@ def _above(costs: Floats, errors: Floats, left: int, middle: int, right: int) ->
 
 def _undominated(costs: Floats, errors: Floats) -> Integers:
     """Which points no other one beats in both, by rising cost; of equal ones the first."""
-    order: Integers = np.lexsort((errors, costs))
+    order = np.lexsort((errors, costs))
     least = np.minimum.accumulate(errors[order])
     better = np.concatenate([[True], errors[order][1:] < least[:-1]])
-    return order[better]
+    found: Integers = order[better]
+    return found
 
 
 def _search(groups: Sequence[_Group], budget: float) -> tuple[list[int], float]:
