@@ -1,6 +1,6 @@
 """Block-sparse linear layers that are faster than dense ones."""
 
-from . import _peft, _transformers, checkpoint, errors, functional, parallel, storage, train
+from . import _peft, _transformers, checkpoint, errors, functional, parallel, prune, storage, train
 from ._C import version as _version
 from .checkpoint import load, save
 from .errors import (
@@ -51,6 +51,7 @@ __all__ = [
     "functional",
     "load",
     "parallel",
+    "prune",
     "save",
     "storage",
     "train",

@@ -68,6 +68,14 @@ def crc32(data: bytes) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
+def checksum(tensor: Tensor) -> str:
+    """Of the bytes of a tensor."""
+    found = 0
+    for chunk in _chunks(tensor.detach().cpu().resolve_conj().contiguous()):
+        found = zlib.crc32(chunk, found)
+    return f"{found:08x}"
+
+
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
     """Writes a safetensors file, and returns the checksum of its header."""
     # The widest first, so that all are aligned.

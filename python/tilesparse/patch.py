@@ -123,23 +123,10 @@ class PatchReport:
             choices = (shape, block, f"{layer.density:.3f}", _storage(layer), error, layer.policy)
             rows.append((layer.name, *choices, *_sizes(layer.before, layer.after)))
         rows.append(("whole model", *[""] * len(choices), *_sizes(self.before, self.after)))
-        lines = _aligned(rows)
-        lines += [f"skipped {text}" for text in self._skipped_by_reason()]
+        lines = aligned(rows)
+        lines += [f"skipped {text}" for text in by_reason(self.skipped)]
         lines += [f"no layer matches {regex!r}" for regex in self.unmatched]
         return "\n".join(lines)
-
-    def _skipped_by_reason(self) -> Iterator[str]:
-        groups: dict[str, list[SkippedLayer]] = {}
-        for layer in self.skipped:
-            groups.setdefault(layer.reason, []).append(layer)
-        for reason, group in groups.items():
-            first, counts = group[0], Counter(layer.kind for layer in group)
-            if len(group) == 1:
-                text = f"{first.name or 'the model'} ({first.kind})"
-            else:
-                text = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-                text += f" ({first.name}, …)" if len(counts) == 1 else ""
-            yield f"{text}: {reason}"
 
 
 @dataclass(frozen=True)
@@ -314,8 +301,20 @@ class BlockSparseModelPatcher:
         self, model: nn.Module, names: Mapping[nn.Module, list[str]]
     ) -> tuple[list[_Target], list[SkippedLayer]]:
         """Everything that can fail; the model is only read."""
+        matched, skipped = self._match(model, names)
+        progress, targets = Progress(len(matched)), []
+        for done, (module, aliases, options) in enumerate(matched, 1):
+            targets.append(_Target(aliases, module, self._build(aliases[0], module, options)))
+            progress.show(done, f"layers made block-sparse, {aliases[0]} the last")
+        return targets, skipped
+
+    def _match(
+        self, model: nn.Module, names: Mapping[nn.Module, list[str]]
+    ) -> tuple[list[tuple[nn.Module, list[str], dict[str, Any]]], list[SkippedLayer]]:
+        """Which layers are replaced, with their names and options, and which are not."""
         owners, outputs = _owners_of_parameters(names), _output_embeddings(names)
-        matched, skipped = [], []
+        matched: list[tuple[nn.Module, list[str], dict[str, Any]]] = []
+        skipped: list[SkippedLayer] = []
         for module, aliases in names.items():
             rules = [rule for rule in self._rules if rule.matches(aliases)]
             naming = [rule for rule in rules if rule.spells(aliases)] if module in outputs else rules
@@ -331,11 +330,7 @@ class BlockSparseModelPatcher:
                 matched.append((module, aliases, options))
             else:
                 skipped.append(SkippedLayer(aliases[0], type(module).__name__, reason))
-        progress, targets = Progress(len(matched)), []
-        for done, (module, aliases, options) in enumerate(matched, 1):
-            targets.append(_Target(aliases, module, self._build(aliases[0], module, options)))
-            progress.show(done, f"layers made block-sparse, {aliases[0]} the last")
-        return targets, skipped
+        return matched, skipped
 
     def _reason_to_skip(
         self, model: nn.Module, module: nn.Module, aliases: list[str], options: Mapping[str, Any]
@@ -587,7 +582,23 @@ def _sizes(before: Size, after: Size) -> tuple[str, str, str, str]:
     return tuple(f"{number:,}" for number in numbers)  # type: ignore[return-value]
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def by_reason(skipped: Iterable[SkippedLayer]) -> Iterator[str]:
+    """A line for each reason: how many layers of which kinds, and why."""
+    groups: dict[str, list[SkippedLayer]] = {}
+    for layer in skipped:
+        groups.setdefault(layer.reason, []).append(layer)
+    for reason, group in groups.items():
+        first, counts = group[0], Counter(layer.kind for layer in group)
+        if len(group) == 1:
+            text = f"{first.name or 'the model'} ({first.kind})"
+        else:
+            text = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+            text += f" ({first.name}, …)" if len(counts) == 1 else ""
+        yield f"{text}: {reason}"
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table, whose first column is text."""
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     return [
         name.ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))

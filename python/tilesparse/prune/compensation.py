@@ -1,0 +1,294 @@
+"""Which blocks of a weight to remove, and what the others become so that the output changes least.
+
+A layer computes y = W x. Without the blocks that a pattern leaves out, and with damping λ, the best weights Ŵ
+minimise
+
+    ‖X (W - Ŵ)ᵀ‖² / tokens + λ ‖W - Ŵ‖² = tr((W - Ŵ) H (W - Ŵ)ᵀ),   H = XᵀX / tokens + λ I.
+
+The bn rows of a block row share their support S, so that one Cholesky factor of H_SS solves for all of them
+exactly (`refit`). Which blocks to remove is found greedily (`eliminate`): with C = H⁻¹, removing the block
+columns P of a block row costs exactly tr(W_P C_PP⁻¹ W_Pᵀ), and leaves
+
+    W_S ← W_S - W_P C_PP⁻¹ C_PS,   C_SS ← C_SS - C_SP C_PP⁻¹ C_PS,
+
+which is Optimal Brain Surgeon (Hassibi & Stork, "Second Order Derivatives for Network Pruning", NIPS 1992;
+layer by layer as in Frantar & Alistarh, "Optimal Brain Compression", NeurIPS 2022) for blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._checks import check_shapes
+from ..errors import InvalidArgumentError
+from ..matrix import BlockSparseMatrix
+from ..pattern import BlockPattern
+from ..storage import two_of_four
+
+DAMPING = 0.01  # of the mean of the diagonal of XᵀX / tokens
+GROUP = 0.12  # of a block row's remaining blocks that one round removes together
+_STRONGER = 10.0  # what damping is multiplied by where it was too weak
+_MOST_DAMPING = 1e6
+_CPU_WORKSPACE = 1 << 29  # bytes; fixed, so that results do not depend on what else runs
+
+
+class Damped(NamedTuple):
+    """H = XᵀX / tokens + λ I, which is positive definite."""
+
+    matrix: Tensor  # [in_features, in_features] float64
+    inverse: Tensor  # likewise
+    added: float  # λ
+    damping: float  # λ over the mean of the diagonal
+
+
+class Elimination(NamedTuple):
+    """In which order each block row of a weight loses its blocks, and what each costs given those before."""
+
+    order: Tensor  # [R, C] int64: block columns
+    costs: Tensor  # [R, C] float64, as additions to tr((W - Ŵ) H (W - Ŵ)ᵀ)
+
+    def pattern(self, kept: int, block_shape: tuple[int, int]) -> BlockPattern:
+        """The blocks that stay when all but so many are removed, where they cost least.
+
+        Rows lose blocks in their order, each at the highest cost so far in its row: otherwise a cheap block
+        would not be reached behind an expensive one.
+        """
+        rows, cols = self.order.shape
+        height = self.costs.cummax(1).values.flatten()
+        removed = height.sort(stable=True).indices[: rows * cols - kept]
+        mask = torch.ones(rows, cols, dtype=torch.bool)
+        row = removed // cols
+        mask[row, self.order[row, removed % cols]] = False
+        return BlockPattern.from_block_mask(mask, block_shape=block_shape)
+
+
+def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
+    """XᵀX / tokens with its diagonal raised, and the inverse.
+
+    Where damping is too weak for a Cholesky factor in float64, as for inputs that depend on each other and no
+    damping at all, ten times as much is tried, and so on.
+
+    Args:
+        second_moment: [in_features, in_features], of any floating dtype.
+        damping: what is added to the diagonal, over the mean of the diagonal. If that is zero the matrix
+            becomes the identity: then nothing is known of the inputs.
+
+    Raises:
+        InvalidArgumentError: the matrix is not square, not finite, or no second moment.
+    """
+    if second_moment.dim() != 2 or second_moment.shape[0] != second_moment.shape[1]:
+        raise InvalidArgumentError(
+            f"second_moment: a square matrix expected, got shape {tuple(second_moment.shape)}"
+        )
+    moment = second_moment.double()
+    mean = float(moment.diagonal().mean())
+    if not 0 <= mean < float("inf"):
+        raise InvalidArgumentError(f"second_moment: finite, with a positive diagonal, expected, got {mean}")
+    if mean == 0:
+        mean, damping = 1.0, 1.0
+    identity = torch.eye(len(moment), dtype=torch.float64, device=moment.device)
+    while damping < _MOST_DAMPING:
+        matrix = torch.add(moment, identity, alpha=damping * mean)
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        if int(info) == 0:
+            inverse = torch.cholesky_inverse(factor).contiguous()
+            if bool(inverse.isfinite().all()):
+                return Damped(matrix, inverse, damping * mean, damping)
+        damping = max(damping * _STRONGER, 1e-9)
+    raise InvalidArgumentError("second_moment: a positive semidefinite matrix expected")
+
+
+def eliminate(weight: Tensor, moment: Damped, block_shape: tuple[int, int]) -> Elimination:
+    """Removes all blocks of a weight, those that cost least first.
+
+    Block rows do not depend on each other: all lose as many blocks in a round, `GROUP` of what they have
+    left, and a number of them that fits into memory is computed together. Costs within a round come from one
+    factorisation, and so are exact: their sum over the first blocks of a row is what `refit` without them
+    leaves.
+
+    It is computed in float32, and again in float64 for block rows where that fails.
+
+    Args:
+        weight: [out_features, in_features], on the device of the moment.
+        moment: of the inputs.
+        block_shape: (bn, bk).
+
+    Returns:
+        The order and the costs, on the host.
+    """
+    (_, in_features), (bn, bk), (rows, cols) = check_shapes(weight.shape, block_shape)
+    block_rows = weight.float().reshape(rows, bn, in_features)
+    inverse = moment.inverse.float().contiguous()
+    at_a_time = max(1, workspace(weight.device) // (3 * inverse.nbytes))
+    with exact_products():
+        parts = [_eliminate(part, inverse, bk) for part in torch.split(block_rows, at_a_time)]
+        for number, (_, costs) in enumerate(parts):
+            if not bool(costs.isfinite().all()):
+                part = block_rows[number * at_a_time :][:at_a_time]
+                pairs = [_eliminate(row.double(), moment.inverse, bk) for row in torch.split(part, 1)]
+                parts[number] = torch.cat([o for o, _ in pairs]), torch.cat([c for _, c in pairs])
+    order, costs = (torch.cat([part[i].cpu() for part in parts]) for i in (0, 1))
+    return Elimination(order.view(rows, cols), costs.double().view(rows, cols))
+
+
+def _eliminate(weight: Tensor, inverse: Tensor, bk: int) -> tuple[Tensor, Tensor]:
+    """Of block rows [r, bn, in_features]: (order, costs), both [r, C]; NaN where a factorisation fails."""
+    rows, bn, in_features = weight.shape
+    left = torch.arange(in_features // bk, device=weight.device).expand(rows, -1)
+    covariance = inverse.expand(rows, -1, -1)
+    order, costs = [], []
+    while left.shape[1]:
+        cols = left.shape[1]
+        count = max(1, int(GROUP * cols))
+        own = covariance.view(rows, cols, bk, cols, bk).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+        of_blocks = weight.view(rows, bn, cols, bk).permute(0, 2, 3, 1)  # [r, C, bk, bn]
+        ranked = _whitened(own, of_blocks).square().sum((2, 3)).argsort(dim=1, stable=True)
+        gone, stay = ranked[:, :count], ranked[:, count:].sort(1).values
+
+        # Rows of C that go, and its columns in the order in which they do: L Lᵀ = C_PP factors them one by
+        # one, so that block j of L⁻¹ W_Pᵀ is what the j-th block costs given those before.
+        going = _take(covariance, gone, 1, bk)
+        together, beside = _take(going, gone, 2, bk), _take(going, stay, 2, bk)
+        removed, weight = _take(weight, gone, 2, bk), _take(weight, stay, 2, bk)
+        solved = _whitened(together, torch.cat([removed.mT, beside], 2))
+        lost, shared = solved[:, :, :bn], solved[:, :, bn:]
+        costs.append(lost.reshape(rows, count, bk * bn).square().sum(2))
+        order.append(left.gather(1, gone))
+        weight = weight.baddbmm_(lost.mT, shared, alpha=-1)
+        covariance = _take(_take(covariance, stay, 1, bk), stay, 2, bk).baddbmm_(shared.mT, shared, alpha=-1)
+        left = left.gather(1, stay)
+    return torch.cat(order, 1), torch.cat(costs, 1)
+
+
+def _whitened(matrix: Tensor, right: Tensor) -> Tensor:
+    """L⁻¹ B with L Lᵀ = A; NaN where A has no Cholesky factor. Nothing waits for a GPU."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    factor = factor.masked_fill((info != 0)[..., None, None], torch.nan)
+    solved: Tensor = torch.linalg.solve_triangular(factor, right, upper=False)
+    return solved
+
+
+def _take(matrix: Tensor, blocks: Tensor, dim: int, bk: int) -> Tensor:
+    """Of each matrix in [r, m, n] its own blocks [r, c] of bk rows (dim 1) or columns (dim 2)."""
+    rows, count = blocks.shape
+    _, m, n = matrix.shape
+    if dim == 1:
+        index = blocks[:, :, None].expand(rows, count, bk * n)
+        return matrix.view(rows, m // bk, bk * n).gather(1, index).view(rows, count * bk, n)
+    index = blocks[:, None, :, None].expand(rows, m, count, bk)
+    return matrix.view(rows, m, n // bk, bk).gather(2, index).view(rows, m, count * bk)
+
+
+def refit(
+    weight: Tensor, second_moment: Tensor, pattern: BlockPattern, *, damping: float = DAMPING
+) -> BlockSparseMatrix:
+    """The weights in the blocks of any pattern that make the output differ least from that of a dense weight.
+
+    It is the least-squares solution described at the top of this module, in float64: one Cholesky factor per
+    block row.
+
+    Args:
+        weight: [out_features, in_features], dense.
+        second_moment: XᵀX / tokens, [in_features, in_features], of the inputs.
+        pattern: of the shape of the weight.
+        damping: λ over the mean of the diagonal of the second moment.
+
+    Returns:
+        A matrix of that pattern, in dtype and on the device of the weight.
+
+    Raises:
+        InvalidArgumentError: shapes differ, or the second moment is none.
+
+    >>> x, w = torch.randn(1000, 64), torch.randn(32, 64)
+    >>> refit(w, x.T @ x / len(x), BlockPattern.random((32, 64), block_shape=16, density=0.5))
+    """
+    if weight.shape != pattern.shape or second_moment.shape[:1] != weight.shape[1:]:
+        raise InvalidArgumentError(
+            f"pattern, second_moment: those of a weight of shape {tuple(weight.shape)} expected, got "
+            f"{pattern.shape} and {tuple(second_moment.shape)}"
+        )
+    moment = damped(second_moment.to(weight.device), damping)
+    dense = solve(weight, moment, pattern.to(weight.device))
+    return BlockSparseMatrix.from_dense(dense.to(weight.dtype), pattern.to(weight.device))
+
+
+def solve(weight: Tensor, moment: Damped, pattern: BlockPattern) -> Tensor:
+    """Ŵ [out_features, in_features] in float64, zero outside the pattern."""
+    bn = pattern.block_shape[0]
+    cross = weight.double() @ moment.matrix
+    solution = torch.zeros_like(cross)
+    for row, columns in enumerate(_kept_columns(pattern)):
+        if len(columns):
+            rows = slice(row * bn, (row + 1) * bn)
+            columns = columns.to(weight.device)
+            factor = torch.linalg.cholesky(moment.matrix[columns][:, columns])
+            solution[rows, columns] = torch.cholesky_solve(cross[rows, columns].T, factor).T
+    return solution
+
+
+def choose_two_of_four(weight: Tensor, moment: Damped, pattern: BlockPattern) -> Tensor:
+    """A mask [out_features, in_features] of 2:4 in the blocks of a pattern, for a weight solved for them.
+
+    Weights are ranked by what the removal of each alone costs, w² / (H_SS⁻¹)_ii: Hassibi & Stork's saliency.
+    """
+    bn = pattern.block_shape[0]
+    mask = torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
+    for row, columns in enumerate(_kept_columns(pattern)):
+        if len(columns):
+            rows = slice(row * bn, (row + 1) * bn)
+            columns = columns.to(weight.device)
+            factor = torch.linalg.cholesky(moment.matrix[columns][:, columns])
+            variance = torch.cholesky_inverse(factor).diagonal()
+            mask[rows, columns] = two_of_four(weight[rows, columns].square() / variance)
+    return mask
+
+
+def solve_masked(weight: Tensor, moment: Damped, mask: Tensor) -> Tensor:
+    """Ŵ [out_features, in_features] in float64, zero where a mask of elements says so.
+
+    Every row has a support of its own, and needs a factor of its own. Rows with equally many weights are
+    solved together, as those of one block row are with 2:4.
+    """
+    cross = weight.double() @ moment.matrix
+    solution = torch.zeros_like(cross)
+    counts = mask.sum(1)
+    for count in sorted(set(counts.tolist())):
+        if count == 0:
+            continue
+        at_a_time = max(1, workspace(weight.device) // (3 * 8 * count * count))
+        for rows in torch.split((counts == count).nonzero().flatten(), at_a_time):
+            columns = mask[rows].nonzero()[:, 1].view(len(rows), count)
+            factor = torch.linalg.cholesky(moment.matrix[columns[:, :, None], columns[:, None, :]])
+            right = cross[rows[:, None], columns].unsqueeze(2)
+            solution[rows[:, None], columns] = torch.cholesky_solve(right, factor).squeeze(2)
+    return solution
+
+
+def workspace(device: torch.device) -> int:
+    """Bytes that are computed with at a time."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory) // 4
+    return _CPU_WORKSPACE
+
+
+def _kept_columns(pattern: BlockPattern) -> Iterator[Tensor]:
+    """Of each block row the columns of the weight that it keeps, ascending, on the host."""
+    bk = pattern.block_shape[1]
+    for kept in pattern.to_block_mask().cpu():
+        yield (kept.nonzero() * bk + torch.arange(bk)).flatten()
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Products of float32 are not rounded to TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,165 @@
+"""One layer pruned, by what is known of its inputs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidArgumentError
+from ..linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..matrix import BlockSparseMatrix
+from ..pattern import BlockPattern
+from ..storage import two_of_four
+from . import scores
+from .calibration import Moments
+from .choice import Choice
+from .compensation import Elimination, choose_two_of_four, damped, eliminate, solve, solve_masked
+
+GRADIENT_METHODS = {"taylor": scores.taylor, "movement": scores.movement}
+METHODS = ("obs", "wanda", "magnitude", *GRADIENT_METHODS)
+
+
+class Solution(NamedTuple):
+    """What a layer becomes: tensors on the host, and what that changes of its output.
+
+    `error` is that of the layer as it is stored, `error_before_refit` that of the same blocks with the dense
+    weights, both relative, see `ErrorCurves`. `tokens` is how many were counted.
+    """
+
+    pattern: BlockPattern
+    values: Tensor  # [nnz, bn, bk]
+    mask: Tensor | None  # likewise, of 2:4
+    bias: Tensor | None
+    error_before_refit: float
+    error: float
+    damping: float
+    tokens: int
+
+
+class Pruner:
+    """Prunes one layer, in as many ways as wanted.
+
+    Where the layer has a bias the mean input counts separately: the bias makes up for what the weight changes
+    of the mean output, exactly.
+
+    Args:
+        linear: the dense layer; only read.
+        moments: of its inputs, on the device that computes.
+        damping: see `compensation.damped`.
+    """
+
+    def __init__(self, linear: Any, moments: Moments, damping: float) -> None:
+        self._linear, self._tokens = linear, moments.tokens()
+        self._second, self._mean = moments.second(), moments.mean()
+        self._device = self._second.device
+        self._weight = dense_weight(linear).to(self._device)
+        self._bias = None if linear.bias is None else linear.bias.detach().to(self._device)
+        centred = self._second
+        if self._bias is not None:
+            centred = self._second - torch.outer(self._mean, self._mean)
+        self._moment = damped(centred, damping)
+        self._eliminations: dict[tuple[int, int], Elimination] = {}
+
+    def prune(
+        self,
+        choice: Choice,
+        method: str,
+        *,
+        refit: bool = True,
+        pattern: BlockPattern | None = None,
+        block_scores: Tensor | None = None,
+    ) -> tuple[Solution, BlockSparseLinear]:
+        """What the layer becomes, and the layer itself, on the device of the dense one.
+
+        Args:
+            choice: how it is to be stored.
+            method: one of `METHODS`, that chooses blocks.
+            refit: whether what is kept makes up for what is not.
+            pattern: the blocks, if they are known already.
+            block_scores: [R, C] of a method that takes gradients.
+        """
+        if pattern is None:
+            pattern = self._chosen(choice, method, block_scores)
+        pattern = pattern.to(self._device)
+        weight, bias, kept = self._weight.double(), self._bias, pattern.to_mask()
+        if refit:
+            weight = solve(self._weight, self._moment, pattern)
+        if choice.nm is not None:
+            kept = self._two_of_four(weight, pattern, refit)
+            weight = solve_masked(self._weight, self._moment, kept) if refit else weight
+        weight = torch.where(kept, weight, 0)
+        if bias is not None and refit:
+            bias = (bias + (self._weight - weight) @ self._mean).to(bias.dtype)
+        values = BlockSparseMatrix.from_dense(weight.to(self._weight.dtype), pattern).values
+        mask = None
+        if choice.nm is not None:
+            mask = BlockSparseMatrix.from_dense(kept.float(), pattern).values.bool()
+        before = self._error(torch.where(kept, self._weight, 0), self._bias)
+        solution = Solution(
+            pattern.to("cpu"),
+            values.cpu(),
+            None if mask is None else mask.cpu(),
+            None if bias is None else bias.cpu(),
+            before,
+            0.0,
+            self._moment.damping,
+            self._tokens,
+        )
+        layer = built(self._linear, solution, choice)
+        stored = layer.to_linear().weight.detach().to(self._device)
+        return solution._replace(error=self._error(stored, bias)), layer
+
+    def _chosen(self, choice: Choice, method: str, block_scores: Tensor | None) -> BlockPattern:
+        block_shape, density = choice.block_shape, choice.density
+        if method == "obs":
+            if block_shape not in self._eliminations:
+                self._eliminations[block_shape] = eliminate(self._weight, self._moment, block_shape)
+            elimination = self._eliminations[block_shape]
+            return elimination.pattern(round(density * elimination.order.numel()), block_shape)
+        if method == "magnitude":
+            block_scores = scores.magnitude(self._weight, block_shape)
+        elif method == "wanda":
+            block_scores = scores.wanda(self._weight, self._second.diagonal().sqrt(), block_shape)
+        assert block_scores is not None
+        return BlockPattern.from_scores(block_scores, block_shape=block_shape, density=density)
+
+    def _two_of_four(self, weight: Tensor, pattern: BlockPattern, refit: bool) -> Tensor:
+        if refit:
+            return choose_two_of_four(weight, self._moment, pattern)
+        return two_of_four(weight.abs() * self._second.diagonal().sqrt()) & pattern.to_mask()
+
+    def _error(self, weight: Tensor, bias: Tensor | None) -> float:
+        """‖y - ŷ‖² / ‖X Wᵀ‖² on the calibration data; 0 where all of X Wᵀ is 0."""
+        original = self._weight.double()
+        wrong = original - weight.double()
+        loss = ((wrong @ self._second) * wrong).sum()
+        if self._bias is not None and bias is not None:
+            shift = self._bias.double() - bias.double()
+            loss += 2 * (shift * (wrong @ self._mean)).sum() + shift.square().sum()
+        norm = ((original @ self._second) * original).sum()
+        return max(0.0, float(loss / norm)) if float(norm) > 0 else 0.0
+
+
+@torch.no_grad()
+def built(linear: nn.Module, solution: Solution, choice: Choice, policy: str = "sparse") -> BlockSparseLinear:
+    """The layer that a solution describes, with dtype, device and mode of the dense one."""
+    layer = BlockSparseLinear.from_linear(linear, pattern=solution.pattern, policy=policy)
+    layer.weight.copy_(solution.values)
+    if layer.bias is not None and solution.bias is not None:
+        layer.bias.copy_(solution.bias)
+    if not bool(layer.weight.isfinite().all()):
+        raise InvalidArgumentError(f"weights that the refit gives are not finite in {layer.weight.dtype}")
+    if solution.mask is not None:
+        layer.set_nm(choice.nm, scores=solution.mask.to(layer.weight.device, torch.float32))
+    return layer.to_storage(choice.storage)
+
+
+def dense_parameters(name: str, linear: nn.Module, layer: BlockSparseLinear) -> dict[str, Tensor]:
+    """What computes in place of a dense layer as the sparse one does, by names in the model."""
+    weight = layer.to_linear().weight.detach()
+    own = {f"{name}.weight": weight.T if is_conv1d(linear) else weight}
+    if layer.bias is not None:
+        own[f"{name}.bias"] = layer.bias.detach()
+    return own
