@@ -4,8 +4,9 @@ from .allocation import AllocatedLayer, Allocation, allocate, erk, uniform
 from .choice import Choice, ErrorCurves
 from .compensation import refit
 from .driver import measure_errors, prune_model
+from .folds import Fold, Rows, find_folds, permute_
 from .latency import LatencyTable, measure_latency, time_layers
-from .permutation import Fold, Rows, find_folds, permute_
+from .permutation import PermutationReport, PermutedFold, permute_model
 from .report import PrunedLayer, PruneReport
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "ErrorCurves",
     "Fold",
     "LatencyTable",
+    "PermutationReport",
+    "PermutedFold",
     "PruneReport",
     "PrunedLayer",
     "Rows",
@@ -24,6 +27,7 @@ __all__ = [
     "measure_errors",
     "measure_latency",
     "permute_",
+    "permute_model",
     "prune_model",
     "refit",
     "time_layers",

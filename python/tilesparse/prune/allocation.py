@@ -13,6 +13,7 @@ from torch import nn
 from .._checks import check_block_shape, check_shapes
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight
+from ..patch import aligned
 from ..storage import forms_of
 from ._layers import as_number, check_choices, dense_layers, described, kept_blocks, shape_of
 from .choice import Choice, ErrorCurves
@@ -80,14 +81,16 @@ class Allocation(Mapping[str, "Choice | None"]):
         return (self.error - self.bound) / self.error if self.error else 0.0
 
     def __str__(self) -> str:
-        rows = [("layer", "shape", "density", "block", "storage", "error", self.unit, "dense")]
+        rows: list[tuple[str, ...]] = [
+            ("layer", "shape", "density", "block", "storage", "error", self.unit, "dense")
+        ]
         for layer in self.layers:
             shape = f"{layer.shape[0]}x{layer.shape[1]}"
             costs = self._number(layer.cost), self._number(layer.dense_cost)
             rows.append((layer.name, shape, *described(layer.choice), f"{layer.error:.4g}", *costs))
         dense = self._number(sum(layer.dense_cost for layer in self.layers))
         rows.append(("sum", "", "", "", "", f"{self.error:.4g}", self._number(self.cost), dense))
-        lines = _aligned(rows)
+        lines = aligned(rows)
         lines.append(
             f"budget {self._number(self.budget)} {self.unit}; no choice has an error below {self.bound:.4g}, "
             f"a gap of {self.gap:.2g}"
@@ -317,11 +320,3 @@ def _factors(weights: Mapping[str, float] | None, layers: Mapping[str, Any]) -> 
                 f"weights: finite numbers of at least 0 expected, got {weight!r} for layer {name!r}"
             )
     return {name: float(given.get(name, 1.0)) for name in layers}
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return [
-        name.ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for name, *cells in rows
-    ]

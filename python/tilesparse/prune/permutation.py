@@ -1,278 +1,258 @@
-"""Dimensions between layers whose order may change, and orders that put into a block what belongs together.
-
-The hidden features of a feed-forward network, the heads of an attention, and the features of a head's values
-have an order that means nothing: the rows of the layers before and the columns of the layer after can change
-places together, and blocks then hold other weights. How much that is worth shows only after the weights were
-refitted, so `permute_model` keeps an order only where it lowers the error of that.
-"""
+"""Orders of features that put into a block what belongs together, kept where pruning then errs less."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import as_integer
-from ..errors import InvalidArgumentError, UnsupportedError
-from ..linear import dense_weight, is_conv1d
+from .._progress import Progress
+from ..errors import InvalidArgumentError
+from ..linear import dense_weight
+from ..patch import aligned
+from ._layers import check_choices, shape_of
+from .calibration import Calibration, Forward, Moments, call_model, evaluating
+from .choice import Choice
+from .compensation import DAMPING
+from .driver import _check_model, _check_moments, _checked_choice, _collected, _device
+from .folds import Fold, Part, find_folds, parts_of, permute_, reason_against
+from .layer import Pruner
 
-# Names of layers within a module: those that give hidden features, and the one that takes them.
-_FEED_FORWARD = (
-    (("gate_proj", "up_proj"), "down_proj"),  # Llama and its likes
-    (("fc1",), "fc2"),  # ViT, CLIP, OPT
-    (("c_fc",), "c_proj"),  # GPT-2
-    (("intermediate.dense",), "output.dense"),  # BERT, RoBERTa
-)
-# The layers of q, k and v, the module that computes with them, and the layer that takes the result.
-_ATTENTION = (
-    (("q_proj", "k_proj", "v_proj"), "", "o_proj"),  # Llama and its likes, ViT
-    (("q_proj", "k_proj", "v_proj"), "", "out_proj"),  # CLIP, OPT
-    (("self.query", "self.key", "self.value"), "self", "output.dense"),  # BERT, RoBERTa
-)
-_FUSED_ATTENTION = ("c_attn", "c_proj")  # GPT-2: q, k and v are thirds of one layer
-
-
-class Rows(NamedTuple):
-    """Some of a layer's out_features, from `start` to below `stop`."""
-
-    layer: str
-    start: int
-    stop: int
+ROUNDS = 8  # of a search
+DIFFERENCE = {4: 1e-3, 8: 1e-6}  # of outputs that count as equal, relative, by bytes of a number
+DIFFERENCE_16_BITS = 5e-2
 
 
 @dataclass(frozen=True)
-class Fold:
-    """A dimension between layers whose order means nothing.
+class PermutedFold:
+    """A fold, the sum of its layers' errors with the order they had and with the one found, and which stays.
 
-    The features of each producer are cut into ``groups``, and each group into so many ``units`` of equal
-    size, which may change places within their group. Those of the consumer are cut alike, but have every
-    group ``repeats`` times in a row, as where several heads of queries share the values of one.
-
-    Attributes:
-        producers: names of layers whose out_features these are, or `Rows` of them.
-        consumer: the name of the layer that takes them as its in_features.
-        units: how many may change places in each group.
-        groups: how many groups there are.
-        repeats: how often the consumer has each group.
+    Both are None where blocks hold whole units or whole groups, so that no order changes them.
     """
 
-    producers: tuple[str | Rows, ...]
-    consumer: str
-    units: int
-    groups: int = 1
-    repeats: int = 1
-
-    def layers(self) -> list[str]:
-        """The names of the producers, each once, and of the consumer."""
-        names = [producer.layer if isinstance(producer, Rows) else producer for producer in self.producers]
-        return [*dict.fromkeys(names), self.consumer]
+    fold: Fold
+    before: float | None
+    after: float | None
+    taken: bool
 
 
-def find_folds(model: nn.Module) -> list[Fold]:
-    """The folds that the names of a model's layers tell of.
+@dataclass(frozen=True)
+class PermutationReport:
+    """What `permute_model` did; ``str()`` makes a table of it."""
 
-    These are the hidden dimension of feed-forward networks, the heads of attentions (where queries are
-    grouped those of keys and values, and the queries' within each group), and the features of values within
-    each head, in models of Transformers whose layers are named as those of Llama, BERT, RoBERTa, ViT, CLIP,
-    OPT or GPT-2. Modules are left out that have other parameters or buffers which may belong to features or
-    heads, such as a norm over all heads or a bias for each, and layers that share a weight. What else the
-    code of a model does with features is not seen; `permute_model` compares outputs.
-    """
-    folds = []
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        for fold in (*_of_feed_forward(module, prefix), *_of_attention(module, prefix)):
-            if _reason_against(model, fold) is None:
-                folds.append(fold)
-    return folds
+    folds: list[PermutedFold]
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("consumer", "groups", "units", "error", "reordered", "")]
+        for done in self.folds:
+            errors = ("" if error is None else f"{error:.4f}" for error in (done.before, done.after))
+            sizes = str(done.fold.groups), str(done.fold.units)
+            rows.append((done.fold.consumer, *sizes, *errors, "taken" * done.taken))
+        taken = sum(done.taken for done in self.folds)
+        return "\n".join([*aligned(rows), f"{taken} of {len(self.folds)} folds have another order"])
 
 
-@torch.no_grad()
-def permute_(model: nn.Module, fold: Fold, order: Tensor) -> None:
-    """Puts the units of a fold into another order, in place; the model's function stays what it was.
+def permute_model(
+    model: nn.Module,
+    batches: Iterable[Any],
+    choice: Choice,
+    *,
+    folds: Sequence[Fold] | None = None,
+    damping: float = DAMPING,
+    forward: Forward | None = None,
+    device: torch.device | str | int | None = None,
+) -> PermutationReport:
+    """Looks for orders in which a model loses less when pruned, and puts its folds into them, in place.
+
+    Units that matter for the same blocks are brought together: by turns the blocks with the highest sums of
+    |W| · ‖X‖ (Wanda) are kept, and units go where most of their own lies. That channels may be permuted so as
+    to lose less is from Pool and Yu, "Channel Permutations for N:M Sparsity" (NeurIPS 2021). An order stays
+    only where it lowers the sum of the relative errors that the layers of the fold have once "obs" has pruned
+    and refitted them. The model's function is the same afterwards, which is checked with the first batch.
 
     Args:
-        model: its layers are dense.
-        fold: from `find_folds`, or one of your own, whose producers and consumer have nothing between them
-            that depends on the order.
-        order: [groups, units] of integers: which unit of its group comes where. [units] for one group.
+        model: dense, on its device.
+        batches: calibration data, as of `prune_model`.
+        choice: what the layers are to become.
+        folds: None is all that `find_folds` finds.
+        damping, forward, device: as of `prune_model`.
 
     Raises:
-        InvalidArgumentError: the fold does not fit the model, or the order is none. Nothing has changed.
-        UnsupportedError: a weight is sharded. Nothing has changed.
+        InvalidArgumentError: there is no fold, one does not fit the model, a layer of one cannot become the
+            choice or is never run by the data, or outputs change although they should not, because something
+            depends on the order. The model is as it was.
     """
-    reason = _reason_against(model, fold)
-    if reason is not None:
-        raise InvalidArgumentError(f"fold: {reason}")
-    order = _checked_order(order, fold)
-    parts = _parts(model, fold)
-    for part in parts:
-        if type(part.layer.weight.detach()) is not Tensor:
-            raise UnsupportedError(
-                f"model: plain tensors expected as weights, got {type(part.layer.weight.detach()).__name__}"
-            )
-    for part in parts:
-        part.permute(order)
-
-
-class _Part(NamedTuple):
-    """What one layer has of a fold: rows of W, and of the bias, or columns of W."""
-
-    name: str
-    layer: Any
-    start: int
-    stop: int
-    repeats: int
-    rows: bool
-
-    def places(self, order: Tensor) -> Tensor:
-        """[stop - start]: which of these features comes where, by an order [groups, units]."""
-        groups, units = order.shape
-        features = torch.arange(self.stop - self.start).view(groups, self.repeats, units, -1)
-        return features.gather(2, order[:, None, :, None].expand_as(features)).flatten()
-
-    def permute(self, order: Tensor) -> None:
-        weight, bias = dense_weight(self.layer), self.layer.bias
-        index = self.places(order).to(weight.device)
-        ours = weight[self.start : self.stop] if self.rows else weight[:, self.start : self.stop]
-        ours.copy_(ours.index_select(0 if self.rows else 1, index))
-        if self.rows and bias is not None:
-            bias[self.start : self.stop].copy_(bias[self.start : self.stop].index_select(0, index))
-
-
-def _parts(model: nn.Module, fold: Fold) -> list[_Part]:
-    parts = []
-    for producer in fold.producers:
-        name = producer.layer if isinstance(producer, Rows) else producer
-        layer = model.get_submodule(name)
-        start, stop = producer[1:] if isinstance(producer, Rows) else (0, len(dense_weight(layer)))
-        parts.append(_Part(name, layer, start, stop, 1, True))
-    layer = model.get_submodule(fold.consumer)
-    return [
-        *parts,
-        _Part(fold.consumer, layer, 0, dense_weight(layer).shape[1], fold.repeats, False),
-    ]
-
-
-def _reason_against(model: nn.Module, fold: Fold) -> str | None:
-    """Why a model does not have a fold, as far as shapes and owners of weights tell."""
+    _check_model(model)
+    choice = _checked_choice(choice, "choice: ")
+    found = find_folds(model) if folds is None else list(folds)
+    if not found:
+        raise InvalidArgumentError("folds: at least one expected, none is known of this model")
+    for fold in found:
+        reason = reason_against(model, fold)
+        if reason is not None:
+            raise InvalidArgumentError(f"folds: {reason}")
+        for part in parts_of(model, fold):
+            check_choices("choice", part.name, [choice], shape_of(part.layer))
+    data, call = _collected(batches), forward or call_model
+    done: list[PermutedFold] = []
+    taken: list[tuple[Fold, Tensor]] = []
     try:
-        sizes = [as_integer(size) for size in (fold.units, fold.groups, fold.repeats)]
-    except TypeError:
-        sizes = [0]
-    if min(sizes) < 1:
-        return f"numbers of units, groups and repeats of at least 1 expected, got {fold}"
-    modules = dict(model.named_modules(remove_duplicate=False))
-    owners = [parameter for module in model.modules() for parameter in module.parameters(recurse=False)]
-    for name in fold.layers():
-        layer: Any = modules.get(name)
-        if not _is_dense(layer):
-            return f"a dense linear layer expected as {name!r}, got {type(layer).__name__}"
-        if sum(module is layer for module in modules.values()) > 1:
-            return f"layer {name!r} has another name as well"
-        if any(sum(owner is parameter for owner in owners) > 1 for parameter in layer.parameters()):
-            return f"layer {name!r} shares a parameter with another layer"
-    if fold.consumer in fold.layers()[:-1]:
-        return f"layer {fold.consumer!r} is producer and consumer"
-    covered: set[tuple[str, int]] = set()
-    for part in _parts(model, fold):
-        size = len(dense_weight(part.layer)) if part.rows else part.stop
-        if not 0 <= part.start < part.stop <= size:
-            return f"rows within {size} expected of layer {part.name!r}, got {part.start} to {part.stop}"
-        if (part.stop - part.start) % (fold.groups * fold.units * part.repeats):
-            return (
-                f"{part.stop - part.start} features of layer {part.name!r} cannot be cut into {fold.groups} "
-                f"groups of {fold.units} units, {part.repeats} times"
-            )
-        features = {(part.name, feature) for feature in range(part.start, part.stop) if part.rows}
-        if covered & features:
-            return f"rows of layer {part.name!r} are given twice"
-        covered |= features
-    return None
+        with evaluating(model), torch.no_grad():
+            expected = _first_tensor(call(model, data[0]))
+            for fold, moments in _with_moments(model, data, call, found, _device(model, device)):
+                result, order = _improve(model, fold, moments, choice, damping)
+                done.append(result)
+                taken += [(fold, order)] if result.taken else []
+            _check_same(_first_tensor(call(model, data[0])), expected)
+    except BaseException:
+        for fold, order in reversed(taken):
+            permute_(model, fold, order.argsort(1))
+        raise
+    return PermutationReport(done)
 
 
-def _checked_order(order: Tensor, fold: Fold) -> Tensor:
-    """[groups, units] on the host."""
-    expected = f"order: an order of {fold.units} units for each of {fold.groups} groups expected"
-    if not isinstance(order, Tensor) or order.dtype.is_floating_point or order.dtype == torch.bool:
-        raise InvalidArgumentError(f"{expected}, got {type(order).__name__}")
-    given = order[None] if order.dim() == 1 else order
-    if given.shape != (fold.groups, fold.units):
-        raise InvalidArgumentError(f"{expected}, got shape {tuple(order.shape)}")
-    given = given.cpu().long()
-    if not torch.equal(given.sort(1).values, torch.arange(fold.units).expand_as(given)):
-        raise InvalidArgumentError(f"{expected}, got numbers that are missing or come twice")
-    return given
+def _with_moments(
+    model: nn.Module, data: Sequence[Any], call: Forward, folds: Sequence[Fold], device: torch.device
+) -> Iterator[tuple[Fold, dict[str, Moments]]]:
+    """Folds, as soon as the inputs of their layers are known; the caller keeps these in order."""
+    waiting = list(folds)
+    names = list(dict.fromkeys(name for fold in folds for name in fold.layers()))
+    calibration = Calibration(model, data, call, names, device)
+    known: dict[str, Moments] = {}
+    progress = Progress(len(folds))
+    for unit in calibration.units():
+        found = calibration.moments(unit, {})
+        _check_moments(unit.layers, found)
+        known |= found
+        calibration.advance(unit, {})
+        for fold in [fold for fold in waiting if known.keys() >= set(fold.layers())]:
+            waiting.remove(fold)
+            yield fold, known
+            progress.show(len(folds) - len(waiting), f"folds searched, that of {fold.consumer} the last")
+        needed = {name for fold in waiting for name in fold.layers()}
+        known = {name: moments for name, moments in known.items() if name in needed}
 
 
-def _is_dense(layer: Any) -> bool:
-    return type(layer) is nn.Linear or (isinstance(layer, nn.Module) and is_conv1d(layer))
+def _improve(
+    model: nn.Module, fold: Fold, moments: dict[str, Moments], choice: Choice, damping: float
+) -> tuple[PermutedFold, Tensor]:
+    """Reorders a fold, and the moments of its consumer, if that lowers the error."""
+    order = _clustered(parts_of(model, fold), fold, moments, choice)
+    if order is None:
+        return PermutedFold(fold, None, None, False), torch.empty(0)
+    before = _error(model, fold, moments, choice, damping)
+    consumer = parts_of(model, fold)[-1]
+    reordered = {**moments, consumer.name: moments[consumer.name].reordered(consumer.places(order))}
+    permute_(model, fold, order)
+    try:
+        after = _error(model, fold, reordered, choice, damping)
+        taken = after < before
+    except BaseException:
+        permute_(model, fold, order.argsort(1))
+        raise
+    if taken:
+        moments.update(reordered)
+    else:
+        permute_(model, fold, order.argsort(1))
+    return PermutedFold(fold, before, after, taken), order
 
 
-def _dense_below(module: nn.Module, names: Sequence[str]) -> list[Any] | None:
-    """The dense linear layers of these names, if it has them all."""
-    modules = dict(module.named_modules())
-    layers = [modules.get(name) for name in names]
-    return layers if all(map(_is_dense, layers)) else None
+def _error(
+    model: nn.Module, fold: Fold, moments: Mapping[str, Moments], choice: Choice, damping: float
+) -> float:
+    """The sum of what the fold's layers get wrong once they are pruned."""
+    pruners = (Pruner(model.get_submodule(name), moments[name], damping) for name in fold.layers())
+    return sum(pruner.prune(choice, "obs")[0].error for pruner in pruners)
 
 
-def _shapes_beside(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[int, ...]]:
-    """The shapes of all parameters and buffers of a module but for those of some layers in it."""
-    theirs = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    for tensor in (*module.parameters(), *module.buffers()):
-        if id(tensor) not in theirs:
-            yield tuple(tensor.shape)
+def _clustered(
+    parts: Sequence[Part], fold: Fold, moments: Mapping[str, Moments], choice: Choice
+) -> Tensor | None:
+    """An order [groups, units] with those together that matter for the same blocks; None if none matters."""
+    sides = [
+        choice.block_shape[0 if part.rows else 1]
+        * fold.groups
+        * part.repeats
+        * fold.units
+        // (part.stop - part.start)
+        for part in parts
+    ]
+    cluster = max(sides)  # units that share a block
+    if cluster <= 1 or cluster >= fold.units:
+        return None
+    profiles = [_profile(part, fold, moments[part.name], choice) for part in parts]
+    profile = torch.cat([each / each.sum().clamp_min(1e-30) for each in profiles], 2)
+    return torch.stack([_order_of(units, cluster, choice.density) for units in profile])
 
 
-def _of_feed_forward(module: nn.Module, prefix: str) -> Iterator[Fold]:
-    for producers, consumer in _FEED_FORWARD:
-        layers = _dense_below(module, (*producers, consumer))
-        if layers is None:
-            continue
-        units = dense_weight(layers[-1]).shape[1]
-        fits = all(len(dense_weight(layer)) == units for layer in layers[:-1])
-        if fits and not any(units in shape for shape in _shapes_beside(module, layers)):
-            yield Fold(tuple(prefix + name for name in producers), prefix + consumer, units)
+def _profile(part: Part, fold: Fold, moments: Moments, choice: Choice) -> Tensor:
+    """[groups, units, blocks]: how much each unit matters to each block column, or block row."""
+    norms = moments.second().diagonal().sqrt()
+    weight = dense_weight(part.layer).to(norms.device)
+    scores = weight.double().abs() * norms
+    bn, bk = choice.block_shape
+    if part.rows:
+        ours = scores[part.start : part.stop].view(part.stop - part.start, -1, bk).sum(2)
+    else:
+        ours = scores.view(-1, bn, part.stop).sum(1).T
+    ours = ours.reshape(fold.groups, part.repeats, fold.units, -1, ours.shape[1]).sum(3)
+    return ours.transpose(1, 2).flatten(2).cpu()
 
 
-def _of_attention(module: nn.Module, prefix: str) -> Iterator[Fold]:
-    for names, core, consumer in _ATTENTION:
-        layers = _dense_below(module, (*names, consumer))
-        if layers is None:
-            continue
-        q, k, v = (len(dense_weight(layer)) for layer in layers[:3])
-        head = _head_size(module.get_submodule(core), layers)
-        if head and q == dense_weight(layers[3]).shape[1] and k == v and not (q % k or k % head):
-            q_name, k_name, v_name = (prefix + name for name in names)
-            yield from _of_heads(q_name, k_name, v_name, prefix + consumer, k // head, q // k, head)
-    layers = _dense_below(module, _FUSED_ATTENTION)
-    if layers is not None:
-        whole, size = len(dense_weight(layers[0])), dense_weight(layers[1]).shape[1]
-        head = _head_size(module, layers)
-        if head and whole == 3 * size and size % head == 0:
-            fused, consumer = (prefix + name for name in _FUSED_ATTENTION)
-            q_rows, k_rows, v_rows = (Rows(fused, size * third, size * (third + 1)) for third in range(3))
-            yield from _of_heads(q_rows, k_rows, v_rows, consumer, size // head, 1, head)
+def _order_of(profile: Tensor, cluster: int, density: float) -> Tensor:
+    """[units]: those of one group, by the best of a few rounds of keeping blocks and assigning units."""
+    starts = range(0, len(profile), cluster)
+    order = profile.sum(1).argsort(descending=True, stable=True)
+    best, most = order, -1.0
+    for _ in range(ROUNDS):
+        sums = torch.stack([profile[order[start : start + cluster]].sum(0) for start in starts])
+        kept = torch.zeros(sums.numel(), dtype=torch.bool)
+        kept[sums.flatten().argsort(descending=True, stable=True)[: round(density * sums.numel())]] = True
+        score = float(sums.flatten()[kept].sum())
+        if score <= most:
+            break
+        best, most = order, score
+        order = _assigned(profile @ kept.view(sums.shape).to(profile.dtype).T, cluster)
+    return best
 
 
-def _head_size(core: nn.Module, layers: Sequence[nn.Module]) -> int:
-    """Features of a head; 0 where a module does not say, or has tensors that may be of single heads."""
-    head = getattr(core, "head_dim", getattr(core, "attention_head_size", None))
-    if type(head) is not int or head < 1 or any(shape != (head,) for shape in _shapes_beside(core, layers)):
-        return 0
-    return head
+def _assigned(gains: Tensor, cluster: int) -> Tensor:
+    """Units by the clusters they go to; those choose first that would lose most by their second best."""
+    ranked = gains.sort(dim=1, descending=True, stable=True)
+    urgency = ranked.values[:, 0] - ranked.values[:, 1]
+    choices = ranked.indices.tolist()
+    room = [min(cluster, len(gains) - start) for start in range(0, len(gains), cluster)]
+    members: list[list[int]] = [[] for _ in room]
+    for unit in urgency.argsort(descending=True, stable=True).tolist():
+        home = next(number for number in choices[unit] if room[number])
+        room[home] -= 1
+        members[home].append(unit)
+    return torch.tensor([unit for home in members for unit in home])
 
 
-def _of_heads(
-    q: str | Rows, k: str | Rows, v: str | Rows, consumer: str, heads: int, queries: int, size: int
-) -> Iterator[Fold]:
-    """Of so many heads of keys and values, each of which has so many heads of queries."""
-    if heads > 1:
-        yield Fold((q, k, v), consumer, heads)
-    if queries > 1:
-        yield Fold((q,), consumer, queries, heads)
-    if size > 1:
-        yield Fold((v,), consumer, size, heads, queries)
+def _first_tensor(output: Any) -> Tensor:
+    """The first tensor of numbers in what a model gives."""
+    if isinstance(output, Tensor) and output.is_floating_point():
+        return output
+    if isinstance(output, Mapping | tuple | list):
+        for item in output.values() if isinstance(output, Mapping) else output:
+            if isinstance(item, Tensor | Mapping | tuple | list):
+                return _first_tensor(item)
+    raise InvalidArgumentError(
+        f"model: an output with a tensor of numbers expected, to compare, got {type(output).__name__}; "
+        "forward can give one"
+    )
+
+
+def _check_same(output: Tensor, expected: Tensor) -> None:
+    limit = DIFFERENCE.get(expected.itemsize, DIFFERENCE_16_BITS)
+    output, expected = output.double(), expected.double()
+    difference = float((output - expected).norm() / expected.norm().clamp_min(1e-30))
+    if not difference <= limit:
+        raise InvalidArgumentError(
+            f"folds: equal outputs expected after reordering, got a relative difference of {difference:.2g}; "
+            "something in the model depends on an order"
+        )
