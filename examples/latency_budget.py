@@ -4,8 +4,8 @@
     python examples/latency_budget.py --device cuda --dtype bfloat16
 
 The model is SmolLM2-135M-Instruct, the text Python's own documentation. Errors of layers are measured on some
-of it, times of layers on the device; `tilesparse.prune.allocate` chooses between densities and block shapes, or
-to leave a layer dense. Perplexities are those of text that was not used before.
+of it, times of layers on the device; `tilesparse.prune.allocate` chooses between densities and block shapes,
+or to leave a layer dense. Perplexities are those of text that was not used before.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def main() -> None:
         results[name]["predicted_ms"] = table.total(model, chosen)
     for name, found in results.items():
         print(
-            f"{name:8} perplexity {found['perplexity']:10.2f}, layers {found['measured_ms']:.3f} ms, predicted "
-            f"{found['predicted_ms']:.3f} ms, {found['parameters']:,} parameters"
+            f"{name:8} perplexity {found['perplexity']:10.2f}, layers {found['measured_ms']:.3f} ms "
+            f"(predicted {found['predicted_ms']:.3f}), {found['parameters']:,} parameters"
         )
     print(f"ratio of perplexities {results['budget']['perplexity'] / results['uniform']['perplexity']:.3f}")
     if arguments.output:

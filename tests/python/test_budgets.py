@@ -13,6 +13,7 @@ import torch
 from helpers import DEVICES, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_docs import executed
 from torch import nn
 
 from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, InvalidArgumentError
@@ -21,7 +22,9 @@ from tilesparse.prune import (
     LatencyTable,
     allocate,
     erk,
+    measure_errors,
     measure_latency,
+    prune_model,
     time_layers,
     uniform,
 )
@@ -374,3 +377,40 @@ def test_other_files_and_none(tmp_path: Path) -> None:
 def test_what_measure_latency_refuses(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         measure_latency(**{"model": Layers(), "choices": {"up": []}, "tokens": 1, "device": "cpu", **options})
+
+
+# From curves to a model
+
+
+def test_the_page_on_budgets_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names = executed("budgets.md")
+    plan, table = names["plan"], names["table"]
+    assert plan.unit == "ms" and plan.cost <= plan.budget * (1 + 1e-9)
+    assert plan.error <= sum(names["curves"][name][choice] for name, choice in names["alike"].items())
+    assert names["report"].folds[0].fold.units == 256 and len(table.times) == 3
+    assert "budget" in capsys.readouterr().out
+
+
+def test_a_plan_is_what_a_model_becomes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
+    batches = [torch.randn(256, 64, generator=seeded(seed)) for seed in range(4)]
+    choices = [Choice(density, (block, 32)) for density in (0.25, 0.5, 0.75) for block in (16, 32)]
+    curves = measure_errors(model, batches, [*choices, Choice(0.5, (32, 32), (2, 4), "compressed")])
+    budget = (64 * 128 + 128 * 128 + 128 * 64) // 2
+    plan = allocate(curves, model, parameters=budget)
+    report = prune_model(model, batches, choices=plan)
+    pruned = {layer.name: layer for layer in report.layers}
+    assert set(pruned) == {name for name, choice in plan.items() if choice is not None}
+    multiplied = 0
+    for name, layer in plan.items():
+        module = model.get_submodule(name)
+        if layer is not None:
+            assert isinstance(module, BlockSparseLinear) and pruned[name].choice == layer
+            assert (module.storage, module.nm, module.block_shape) == (
+                layer.storage,
+                layer.nm,
+                layer.block_shape,
+            )
+        multiplied += module.weight.numel()
+    assert multiplied == plan.cost <= budget

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import seeded
+from helpers import DEVICES, seeded
 from torch import Tensor, nn
 
 from tilesparse import InvalidArgumentError
-from tilesparse.prune import Fold, Rows, find_folds, permute_
+from tilesparse.prune import Choice, Fold, Rows, find_folds, measure_errors, permute_, permute_model
 
 COMMON: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 HEADS = {**COMMON, "num_attention_heads": 4}
@@ -173,3 +173,109 @@ def test_what_lies_between_is_seen() -> None:
     model.model.layers[0].mlp.act_fn = nn.PReLU(96)
     hidden = [fold.consumer for fold in find_folds(model) if "mlp" in fold.consumer]
     assert hidden == ["model.layers.1.mlp.down_proj"]
+
+
+# Orders that are searched
+
+
+def mixed(generator_seed: int = 0) -> nn.Sequential:
+    """Hidden features of two kinds, one of which matters, in turns: blocks of 16 have both."""
+    generator = seeded(generator_seed)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        model[0].weight[::2] *= 0.01
+        model[0].bias[::2] = 0
+        model[2].weight[:, ::2] *= 0.01
+    return model
+
+
+MIXED = Fold(("0",), "2", 128)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_matters_for_the_same_blocks_comes_together(device: str, dtype: torch.dtype) -> None:
+    model = mixed().to(device, dtype)
+    batches = [torch.randn(64, 64, generator=seeded(i)).to(device, dtype) for i in range(4)]
+    before, choice = model(batches[0]), Choice(0.5, (16, 16))
+    alone = measure_errors(model, batches, [choice])
+    report = permute_model(model, batches, choice, folds=[MIXED])
+    (done,) = report.folds
+    assert done.taken and done.before is not None and done.after is not None
+    assert done.before == pytest.approx(alone["0"][choice] + alone["2"][choice])
+    assert done.after < 0.05 * done.before
+    after = measure_errors(model, batches, [choice])
+    assert done.after == pytest.approx(after["0"][choice] + after["2"][choice], rel=0.05, abs=1e-3)
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(model(batches[0]), before, atol=tolerance * 100, rtol=tolerance)
+    assert "taken" in str(report) and "1 of 1 folds" in str(report)
+
+
+def test_an_order_that_does_not_help_is_not_kept() -> None:
+    model = mixed()
+    batches = [torch.randn(64, 64, generator=seeded(i)) for i in range(4)]
+    permute_model(model, batches, Choice(0.5, (16, 16)), folds=[MIXED])
+    before = copy.deepcopy(model.state_dict())
+    (done,) = permute_model(model, batches, Choice(0.5, (16, 16)), folds=[MIXED]).folds
+    assert done.taken or all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_whole_models_keep_their_function() -> None:
+    model = randomised(llama).train()
+    batches = [{"input_ids": torch.randint(50, (4, 12), generator=seeded(i))} for i in range(3)]
+    before = output(model.eval())
+    model.train()
+    report = permute_model(model, batches, Choice(0.5, (16, 16)))
+    assert model.training and len(report.folds) == len(find_folds(model))
+    # A head of 16 features fills blocks of 16: its order means nothing to them.
+    assert [done.before is None for done in report.folds] == [True, True, True, False] * 2
+    torch.testing.assert_close(output(model.eval()), before, atol=1e-5, rtol=1e-5)
+
+
+class Ordered(nn.Module):
+    """Something between its layers depends on the order, which no name tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mixed()
+        self.layers[1] = nn.Softplus()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[0](x)
+        y: Tensor = self.layers[2](hidden * torch.linspace(0, 1, 128))
+        return y
+
+
+def test_a_fold_that_is_none_is_noticed_and_undone() -> None:
+    model = Ordered()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InvalidArgumentError, match="folds: equal outputs expected"):
+        permute_model(
+            model,
+            [torch.randn(256, 64, generator=seeded())],
+            Choice(0.5, (16, 16)),
+            folds=[Fold(("layers.0",), "layers.2", 128)],
+        )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"folds": []}, "folds: at least one"),
+        ({"folds": [Fold(("0",), "2", 100)]}, "folds: 128 features"),
+        ({"choice": Choice(0.5, (48, 16))}, "choice: block_shape"),
+        ({"choice": Choice(0.5, (128, 16))}, "choice: layer '2': out_features"),
+        ({"batches": []}, "batches: at least one"),
+        ({"batches": [torch.full((4, 64), torch.nan)]}, "batches: batch 0.*layer '0'"),
+    ],
+)
+def test_what_permute_model_refuses(options: dict[str, Any], text: str) -> None:
+    model = mixed()
+    before = copy.deepcopy(model.state_dict())
+    given = {"batches": [torch.randn(8, 64)], "choice": Choice(0.5, (16, 16)), "folds": [MIXED], **options}
+    with pytest.raises(InvalidArgumentError, match=text):
+        permute_model(model, **given)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
