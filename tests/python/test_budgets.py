@@ -82,7 +82,7 @@ items = st.tuples(st.integers(0, 12) | st.floats(0, 12), st.integers(0, 9) | st.
 
 
 @given(st.lists(st.lists(items, min_size=1, max_size=5), min_size=1, max_size=5), st.floats(0, 1))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_the_knapsack_is_that_of_all_that_can_be_chosen(
     groups: list[list[tuple[float, float]]], part: float
 ) -> None:
@@ -153,7 +153,7 @@ def test_bytes_are_those_of_the_layers(choice: Choice) -> None:
 
 
 @given(st.floats(0, 1), st.sampled_from(["parameters", "bytes", "milliseconds"]))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_budgets_are_met(part: float, unit: str) -> None:
     model, curves, table = Layers(), curves_of(), table_of()
     options: dict[str, Any] = {"table": table} if unit == "milliseconds" else {}
@@ -255,7 +255,7 @@ def model_of(shapes: list[tuple[int, int]]) -> tuple[nn.Module, list[str]]:
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=8), st.floats(0, 1))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_erk_keeps_what_it_is_told_in_proportion(shapes: list[tuple[int, int]], density: float) -> None:
     model, names = model_of(shapes)
     total = sum(n * k for n, k in shapes)
@@ -384,10 +384,12 @@ def test_what_measure_latency_refuses(options: dict[str, Any], text: str) -> Non
 
 def test_the_page_on_budgets_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = executed("budgets.md")
-    plan, table = names["plan"], names["table"]
-    assert plan.unit == "ms" and plan.cost <= plan.budget * (1 + 1e-9)
-    assert plan.error <= sum(names["curves"][name][choice] for name, choice in names["alike"].items())
-    assert names["report"].folds[0].fold.units == 256 and len(table.times) == 3
+    plan, fast, curves, pruned = (names[name] for name in ("plan", "fast", "curves", "pruned"))
+    assert plan.unit == "bytes" and 60_000 < plan.cost <= 70_000
+    assert any(isinstance(module, BlockSparseLinear) for module in pruned)
+    assert fast.unit == "ms" and fast.cost <= fast.budget * (1 + 1e-9)
+    assert fast.error <= sum(curves[name][choice] for name, choice in names["alike"].items())
+    assert names["report"].folds[0].fold.units == 256
     assert "budget" in capsys.readouterr().out
 
 
