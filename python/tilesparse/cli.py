@@ -1,4 +1,4 @@
-"""The ``tilesparse`` command: ``info``, ``bench`` and ``demo``."""
+"""The ``tilesparse`` command: ``info``, ``bench``, ``demo`` and ``prune``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ._checks import BLOCK_SIZES
 from .errors import TileSparseError, UnsupportedError
 from .linear import BlockSparseLinear
 from .pattern import BlockPattern
+from .prune import _command as prune
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _checks.DTYPES}
 OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
@@ -70,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilesparse", description="Block-sparse linear layers.")
     parser.add_argument("--version", action="version", version=f"tilesparse {_C.version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="info | bench | demo")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | bench | demo | prune")
     layer = _layer_options()
 
     command = commands.add_parser(
@@ -103,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--text", type=Path, help="a file to train on")
     command.set_defaults(run=_demo)
+
+    prune.add_parser(commands, _count, _density, _block, _device)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
@@ -52,7 +53,7 @@ class Moments:
             self._tokens += x.shape[:-1].numel()
         x = x.reshape(-1, x.shape[-1])
         sums = x.sum(0, dtype=torch.float64)
-        with exact_products(), torch.autocast(x.device.type, enabled=False):
+        with exact_products(x.device):
             self._products += x.T @ x
         self._sums += sums
         self._finite[number] = self._finite.get(number, True) & sums.isfinite().all()
@@ -222,17 +223,18 @@ class Calibration:
         if not chained:
             return False
         alike = all(_same(call.with_hidden(None), calls[0].with_hidden(None)) for call in calls[1:])
-        self._blocks = blocks
-        before = f"{name}." if name else ""
-        self._prefixes = [f"{before}{own}." for own, _ in self._model.get_submodule(name).named_children()]
+        found: list[tuple[Tensor, list[_Call]]] = []
         for number, batch in enumerate(self._batches):
             if number > 0:
                 calls, chained = self._run_through(blocks, batch, stop=alike)
                 if not chained:
                     return False
-            self._hidden.append(_moved(calls[0].hidden(), self._device))
             rest = [call.with_hidden(None) for call in (calls[:1] if alike else calls)]
-            self._calls.append(_moved(rest, self._device))
+            found.append(_moved((calls[0].hidden(), rest), self._device))
+        self._blocks = blocks
+        before = f"{name}." if name else ""
+        self._prefixes = [f"{before}{own}." for own, _ in self._model.get_submodule(name).named_children()]
+        self._hidden, self._calls = [hidden for hidden, _ in found], [rest for _, rest in found]
         return True
 
     def _run_through(self, blocks: list[nn.Module], batch: Any, stop: bool) -> tuple[list[_Call], bool]:
@@ -294,16 +296,16 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def _stacks(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """Names of modules that may be stacks: those first of which most items hold layers, or most layers."""
+    """Names of modules that may be stacks: those first that share most layers out among their items."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             prefix = f"{name}." if name else ""
             inside = [layer.removeprefix(prefix) for layer in layers if layer.startswith(prefix)]
-            items = len({layer.partition(".")[0] for layer in inside})
-            if items > 1:
-                found.append((items, len(inside), name))
-    return [name for _, _, name in sorted(found, key=lambda stack: stack[:2], reverse=True)]
+            items = Counter(layer.partition(".")[0] for layer in inside)
+            if len(items) > 1:
+                found.append((len(inside) - max(items.values()), name))
+    return [name for _, name in sorted(found, key=lambda stack: -stack[0])]
 
 
 def _kept_tokens(batch: Any) -> Tensor | None:

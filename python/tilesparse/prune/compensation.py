@@ -125,7 +125,7 @@ def eliminate(weight: Tensor, moment: Damped, block_shape: tuple[int, int]) -> E
     block_rows = weight.float().reshape(rows, bn, in_features)
     inverse = moment.inverse.float().contiguous()
     at_a_time = max(1, workspace(weight.device) // (3 * inverse.nbytes))
-    with exact_products():
+    with exact_products(weight.device):
         parts = [_eliminate(part, inverse, bk) for part in torch.split(block_rows, at_a_time)]
         for number, (_, costs) in enumerate(parts):
             if not bool(costs.isfinite().all()):
@@ -284,11 +284,12 @@ def _kept_columns(pattern: BlockPattern) -> Iterator[Tensor]:
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """Products of float32 are not rounded to TF32."""
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Products of float32 are rounded neither to TF32 nor, by autocast, to 16 bits."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with torch.autocast(device.type, enabled=False):
+            yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,7 @@ def prune_model(
     else:
         named = {name: _choice_of(name, pattern, nm, storage) for name, pattern in patterns.items()}
         targets, skipped = _named(model, named, "patterns")
+        _check_shapes_of(model, patterns)
     if not targets:
         raise InvalidArgumentError(f"model: no layer is left to prune; {_why(skipped)}")
     data = _collected(batches)
@@ -250,7 +252,8 @@ class _Run:
             solutions |= self._saved(unit)
             missing = [name for name in unit.layers if name not in solutions]
             for name, pruner in self._of(unit, missing, parameters):
-                solutions[name] = solve(name, pruner)
+                with _about(name):
+                    solutions[name] = solve(name, pruner)
                 if self._progress is not None:
                     self._progress.save(name, solutions[name])
             own = {name: solutions[name] for name in unit.layers}
@@ -266,6 +269,7 @@ class _Run:
             solution = self._progress.load(name, self._targets[name].block_shape, (shape[0], shape[1]))
             if solution is not None:
                 found[name] = solution
+        self._done += len(found)
         return found
 
     def _of(
@@ -276,10 +280,9 @@ class _Run:
         moments = self._calibration.moments(Unit(unit.number, names), parameters)
         _check_moments(names, moments)
         for name in names:
-            try:
-                yield name, Pruner(self.layer(name), moments.pop(name), self._damping)
-            except TileSparseError as error:
-                raise type(error)(f"layer {name!r}: {error}") from error
+            with _about(name):
+                pruner = Pruner(self.layer(name), moments.pop(name), self._damping)
+            yield name, pruner
             self._done += 1
             self._said.show(self._done, f"layers pruned, {name} the last")
 
@@ -289,6 +292,15 @@ class _Run:
             layer = built(self.layer(name), solution, self._targets[name])
             found |= dense_parameters(name, self.layer(name), layer)
         return found
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Says in errors which layer they are about."""
+    try:
+        yield
+    except TileSparseError as error:
+        raise type(error)(f"layer {name!r}: {error}") from error
 
 
 class _Replacer(BlockSparseModelPatcher):
@@ -356,8 +368,8 @@ def _named(
             reason = refused[0].reason if refused else "not nn.Linear"
             raise InvalidArgumentError(f"{argument}: layer {name!r} cannot be pruned: {reason}")
         first = next(iter(found))
-        if first in targets:
-            raise InvalidArgumentError(f"{argument}: {name!r} is another name of {first!r}; name it once")
+        if first != name:
+            raise InvalidArgumentError(f"{argument}: {name!r} is another name of {first!r}; use that one")
         targets[first] = choice
     return {name: targets[name] for name, _ in model.named_modules() if name in targets}, skipped
 
@@ -373,7 +385,7 @@ def _options(choice: Choice) -> dict[str, Any]:
 
 def _is_linear(model: nn.Module, name: str) -> bool:
     module = model.get_submodule(name)
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    return isinstance(module, nn.Linear | BlockSparseLinear) or is_conv1d(module)
 
 
 def _choice_of(name: str, pattern: object, nm: Any, storage: str) -> Choice:
@@ -382,6 +394,15 @@ def _choice_of(name: str, pattern: object, nm: Any, storage: str) -> Choice:
             f"patterns: a BlockPattern with blocks expected for {name!r}, got {pattern!r}"
         )
     return Choice(pattern.density, pattern.block_shape, nm, storage)
+
+
+def _check_shapes_of(model: nn.Module, patterns: Mapping[str, BlockPattern]) -> None:
+    for name, pattern in patterns.items():
+        shape = tuple(dense_weight(model.get_submodule(name)).shape)
+        if pattern.shape != shape:
+            raise InvalidArgumentError(
+                f"patterns: layer {name!r}: shape {shape} expected, got {pattern.shape}"
+            )
 
 
 def _why(skipped: Sequence[SkippedLayer]) -> str:

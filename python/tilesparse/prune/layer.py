@@ -60,6 +60,8 @@ class Pruner:
         if self._bias is not None:
             centred = self._second - torch.outer(self._mean, self._mean)
         self._moment = damped(centred, damping)
+        original = self._weight.double()
+        self._norm = float(((original @ self._second) * original).sum())  # ‖X Wᵀ‖² / tokens
         self._eliminations: dict[tuple[int, int], Elimination] = {}
 
     def prune(
@@ -132,14 +134,12 @@ class Pruner:
 
     def _error(self, weight: Tensor, bias: Tensor | None) -> float:
         """‖y - ŷ‖² / ‖X Wᵀ‖² on the calibration data; 0 where all of X Wᵀ is 0."""
-        original = self._weight.double()
-        wrong = original - weight.double()
+        wrong = self._weight.double() - weight.double()
         loss = ((wrong @ self._second) * wrong).sum()
         if self._bias is not None and bias is not None:
             shift = self._bias.double() - bias.double()
             loss += 2 * (shift * (wrong @ self._mean)).sum() + shift.square().sum()
-        norm = ((original @ self._second) * original).sum()
-        return max(0.0, float(loss / norm)) if float(norm) > 0 else 0.0
+        return max(0.0, float(loss) / self._norm) if self._norm > 0 else 0.0
 
 
 @torch.no_grad()

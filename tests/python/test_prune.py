@@ -1,0 +1,730 @@
+"""Pruning with compensation: exactness of its linear algebra, and whole models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, seeded
+from test_docs import executed
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5Model,
+)
+
+import tilesparse
+from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, cli
+from tilesparse.demo import GPT, SIZES
+from tilesparse.prune import Choice, PruneReport, measure_errors, prune_model, refit, scores
+from tilesparse.prune import compensation as exact
+
+B = 16
+
+
+def inputs(tokens: int, features: int, seed: int = 0) -> Tensor:
+    """Correlated inputs with outliers in some features."""
+    generator = seeded(seed)
+    x = torch.randn(tokens, features, generator=generator, dtype=torch.float64)
+    x = x + 2 * torch.randn(tokens, 4, generator=generator, dtype=torch.float64) @ torch.randn(
+        4, features, generator=generator, dtype=torch.float64
+    )
+    x[:, ::7] *= 5
+    return x
+
+
+def layer_problem(rows: int = 3, cols: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    """(x, W, XᵀX / tokens)."""
+    x = inputs(400, cols * B)
+    weight = torch.randn(rows * B, cols * B, generator=seeded(1), dtype=torch.float64)
+    return x, weight, x.T @ x / len(x)
+
+
+def least_squares(weight: Tensor, moment: exact.Damped, mask: Tensor) -> Tensor:
+    """Row by row, by a least-squares solver, of the factor of H in place of X."""
+    root = torch.linalg.cholesky(moment.matrix).T
+    solution = torch.zeros_like(weight)
+    for row, kept in enumerate(mask):
+        columns = kept.nonzero().flatten()
+        right = root @ weight[row]
+        solution[row, columns] = torch.linalg.lstsq(root[:, columns], right[:, None]).solution[:, 0]
+    return solution
+
+
+def loss(weight: Tensor, other: Tensor, moment: exact.Damped) -> float:
+    wrong = weight.double() - other.double()
+    return float(((wrong @ moment.matrix) * wrong).sum())
+
+
+# Linear algebra.
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_refit_is_the_least_squares_solution(device: str, dtype: torch.dtype) -> None:
+    _, weight, second = layer_problem()
+    pattern = BlockPattern.random(weight.shape, block_shape=B, density=0.5, generator=seeded())
+    found = refit(weight.to(device, dtype), second.to(device), pattern).to_dense().cpu().double()
+    expected = least_squares(weight.to(dtype).double(), exact.damped(second), pattern.to_mask())
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+    assert found[~pattern.to_mask()].count_nonzero() == 0
+
+
+def test_refit_minimises_the_damped_error_of_the_data_themselves() -> None:
+    x, weight, second = layer_problem()
+    pattern = BlockPattern.random(weight.shape, block_shape=B, density=0.4, generator=seeded())
+    added = exact.damped(second, 0.05).added
+    stacked = torch.cat([x / len(x) ** 0.5, added**0.5 * torch.eye(x.shape[1], dtype=torch.float64)])
+    found = refit(weight, second, pattern, damping=0.05).to_dense()
+    for row, kept in enumerate(pattern.to_mask()):
+        right = (stacked @ weight[row])[:, None]
+        expected = torch.linalg.lstsq(stacked[:, kept], right).solution[:, 0]
+        assert float((found[row, kept] - expected).norm()) <= 1e-9 * float(expected.norm())
+
+
+def test_empty_rows_and_all_blocks() -> None:
+    _, weight, second = layer_problem()
+    mask = torch.tensor([[False] * 5, [True] * 5, [False, True, False, False, True]])
+    found = refit(weight, second, BlockPattern.from_block_mask(mask, block_shape=B)).to_dense()
+    assert found[:B].count_nonzero() == 0
+    torch.testing.assert_close(found[B : 2 * B], weight[B : 2 * B])
+
+
+def test_first_block_to_go_is_the_one_that_costs_least() -> None:
+    _, weight, second = layer_problem()
+    moment = exact.damped(second)
+    elimination = exact.eliminate(weight, moment, (B, B))
+    for row in range(3):
+        own = weight[row * B : (row + 1) * B]
+        losses = []
+        for gone in range(5):
+            mask = torch.ones(B, 5 * B, dtype=torch.bool)
+            mask[:, gone * B : (gone + 1) * B] = False
+            losses.append(loss(own, least_squares(own, moment, mask), moment))
+        assert int(elimination.order[row, 0]) == losses.index(min(losses))
+        assert float(elimination.costs[row, 0]) == pytest.approx(min(losses), rel=1e-4)
+
+
+@pytest.mark.parametrize("cols", [5, 40])
+def test_costs_add_up_to_what_the_refit_leaves(cols: int) -> None:
+    """With 40 columns several blocks go together in a round."""
+    _, weight, second = layer_problem(2, cols)
+    moment = exact.damped(second)
+    order, costs = exact.eliminate(weight.float(), moment, (B, B))
+    assert [sorted(row) for row in order.tolist()] == [list(range(cols))] * 2
+    for count in (1, 2, cols // 2, cols - 1, cols):
+        mask = torch.ones(2, cols, dtype=torch.bool)
+        mask.scatter_(1, order[:, :count], False)
+        left = exact.solve(weight, moment, BlockPattern.from_block_mask(mask, block_shape=B))
+        assert float(costs[:, :count].sum()) == pytest.approx(loss(weight, left, moment), rel=1e-4)
+
+
+def test_one_by_one_it_is_greedy_as_solved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "GROUP", 0.01)
+    _, weight, second = layer_problem(1, 6)
+    moment = exact.damped(second)
+    order = exact.eliminate(weight, moment, (B, B)).order[0].tolist()
+    mask = torch.ones(B, 6 * B, dtype=torch.bool)
+    for gone in order:
+        losses = {}
+        for block in range(6):
+            trial = mask.clone()
+            trial[:, block * B : (block + 1) * B] = False
+            if bool((trial != mask).any()):
+                losses[block] = loss(weight, least_squares(weight, moment, trial), moment)
+        assert gone == min(losses, key=lambda block: losses[block])
+        mask[:, gone * B : (gone + 1) * B] = False
+
+
+def test_rows_keep_blocks_where_they_cost_most_and_ties_are_cut_alike() -> None:
+    order = torch.tensor([[0, 1, 2], [2, 1, 0]])
+    costs = torch.tensor([[3.0, 1.0, 9.0], [1.0, 4.0, 8.0]], dtype=torch.float64)
+    elimination = exact.Elimination(order, costs)
+    masks = {kept: elimination.pattern(kept, (B, B)).to_block_mask().tolist() for kept in range(7)}
+    assert masks[5] == [[True, True, True], [True, True, False]]
+    assert masks[3] == [[False, False, True], [True, True, False]]  # the cheap block behind the dear one
+    assert masks[6] == [[True] * 3] * 2 and masks[0] == [[False] * 3] * 2
+    equal = exact.Elimination(order, torch.ones(2, 3, dtype=torch.float64))
+    assert equal.pattern(4, (B, B)).to_block_mask().tolist() == [[False, False, True], [True] * 3]
+
+
+def test_rows_computed_apart_are_as_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, weight, second = layer_problem(4, 6)
+    moment = exact.damped(second)
+    together = exact.eliminate(weight, moment, (B, B))
+    monkeypatch.setattr(exact, "_CPU_WORKSPACE", 1)
+    apart = exact.eliminate(weight, moment, (B, B))
+    assert torch.equal(together.order, apart.order)
+    torch.testing.assert_close(together.costs, apart.costs, rtol=1e-4, atol=0)
+
+
+def test_where_float32_fails_float64_takes_over() -> None:
+    _, weight, _ = layer_problem(2, 4)
+    x = inputs(30, 64)  # fewer tokens than features: nearly singular
+    moment = exact.damped(x.T @ x / 30, 1e-9)
+    order, costs = exact.eliminate(weight, moment, (B, B))
+    assert bool(costs.isfinite().all()) and sorted(order[0].tolist()) == [0, 1, 2, 3]
+    assert float(costs.sum()) == pytest.approx(loss(weight, torch.zeros_like(weight), moment), rel=1e-3)
+
+
+def test_damping_grows_where_it_is_too_weak() -> None:
+    x = inputs(8, 64)
+    moment = exact.damped(x.T @ x / 8, 0.0)
+    assert moment.damping > 0 and bool(moment.inverse.isfinite().all())
+    assert exact.damped(x.T @ x / 8, 0.01).damping == 0.01
+    nothing = exact.damped(torch.zeros(32, 32))
+    assert torch.equal(nothing.matrix, torch.eye(32, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "second",
+    [torch.full((32, 32), torch.nan), torch.zeros(32, 16), -torch.eye(32)],
+    ids=["nan", "shape", "sign"],
+)
+def test_what_is_no_second_moment_is_refused(second: Tensor) -> None:
+    with pytest.raises(InvalidArgumentError, match="second_moment"):
+        exact.damped(second)
+    with pytest.raises(InvalidArgumentError, match="second_moment"):
+        refit(torch.randn(16, 32), second, BlockPattern.full((16, 32), block_shape=B))
+
+
+def test_dead_inputs_keep_their_weights_and_cost_nothing() -> None:
+    x, weight, _ = layer_problem()
+    x[:, : 2 * B] = 0
+    moment = exact.damped(x.T @ x / len(x))
+    pattern = exact.eliminate(weight, moment, (B, B)).pattern(9, (B, B))
+    assert not pattern.to_block_mask()[:, :2].any()
+    full = exact.solve(weight, moment, BlockPattern.full(weight.shape, block_shape=B))
+    torch.testing.assert_close(full, weight)
+
+
+def test_masked_rows_are_solved_exactly() -> None:
+    _, weight, second = layer_problem(2, 4)
+    moment = exact.damped(second)
+    mask = torch.rand(weight.shape, generator=seeded(4)) < 0.5
+    mask[3] = False
+    found = exact.solve_masked(weight, moment, mask)
+    torch.testing.assert_close(found, least_squares(weight, moment, mask), rtol=1e-7, atol=1e-9)
+
+
+def test_two_of_four_are_chosen_in_kept_blocks_only() -> None:
+    _, weight, second = layer_problem(2, 4)
+    moment = exact.damped(second)
+    pattern = BlockPattern.random(weight.shape, block_shape=32, density=0.5, generator=seeded())
+    mask = exact.choose_two_of_four(exact.solve(weight, moment, pattern), moment, pattern)
+    groups = mask.view(32, -1, 4).sum(2)
+    assert torch.equal(groups == 2, pattern.to_mask().view(32, -1, 4).all(2))
+
+
+def test_scores_by_their_definitions() -> None:
+    weight, gradient, norms = torch.randn(32, 48), torch.randn(32, 48), torch.rand(48)
+    w, g = weight[16:, :16], gradient[16:, :16]
+    shape = (B, B)
+    assert scores.magnitude(weight, shape)[1, 0] == pytest.approx(float(w.norm()), rel=1e-5)
+    expected = float((w.abs() * norms[:16]).sum())
+    assert scores.wanda(weight, norms, shape)[1, 0] == pytest.approx(expected, rel=1e-5)
+    assert scores.taylor(weight, gradient, shape)[1, 0] == pytest.approx(float((w * g).abs().sum()), rel=1e-5)
+    assert scores.movement(weight, gradient, shape)[1, 0] == pytest.approx(-float((w * g).sum()), rel=1e-4)
+    with pytest.raises(InvalidArgumentError, match="input_norms"):
+        scores.wanda(weight, norms[:3], shape)
+    with pytest.raises(InvalidArgumentError, match="gradient"):
+        scores.taylor(weight, gradient[:3], shape)
+
+
+# Models.
+
+
+class Case:
+    """A model, data for it, and what of its output counts."""
+
+    def __init__(
+        self, make: Callable[[], nn.Module], batches: list[Any], stack: str | None, skipped: int = 0
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = make().eval()
+        self.batches, self.stack, self.skipped = batches, stack, skipped
+
+    @torch.no_grad()
+    def outputs(self) -> list[Tensor]:
+        found = []
+        for batch in self.batches:
+            y = self.model(**batch) if isinstance(batch, dict) else self.model(batch)
+            found.append(y if isinstance(y, Tensor) else y[0])
+        return found
+
+
+def tokens(
+    batches: int = 4, size: tuple[int, int] = (4, 24), vocabulary: int = 96
+) -> list[dict[str, Tensor]]:
+    return [
+        {"input_ids": torch.randint(3, vocabulary, size, generator=seeded(seed))} for seed in range(batches)
+    ]
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **SMALL, intermediate_size=128, num_key_value_heads=1, tie_word_embeddings=False, **options
+        )
+    )
+
+
+def bert() -> BertModel:
+    return BertModel(BertConfig(**SMALL))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=2, n_positions=40))
+
+
+def t5() -> T5Model:
+    return T5Model(T5Config(vocab_size=96, d_model=64, d_ff=128, d_kv=32, num_layers=2, num_heads=2))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(inplace=True), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
+
+
+class Shared(nn.Module):
+    """One layer at two places, and one that is not in the chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.again = self.first
+        self.last = nn.ModuleDict({"inner": nn.Linear(64, 32, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last["inner"](torch.tanh(self.again(torch.tanh(self.first(x)))))  # type: ignore[no-any-return]
+
+
+def vectors() -> list[Tensor]:
+    return [inputs(64, 64, seed).float() / 5 for seed in range(4)]
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "llama": lambda: Case(llama, tokens(), "model.layers", 1),
+    "bert": lambda: Case(bert, tokens(), "encoder.layer"),
+    "gpt2": lambda: Case(gpt2, tokens(), "transformer.h", 1),
+    "t5": lambda: Case(
+        t5, [b | {"decoder_input_ids": b["input_ids"][:, :8]} for b in tokens()], "decoder.block"
+    ),
+    "gpt": lambda: Case(
+        lambda: GPT(SIZES["tiny"]), [b["input_ids"] for b in tokens(size=(2, 32))], "blocks.0.mlp"
+    ),
+    "mlp": lambda: Case(mlp, vectors(), "", 1),
+    "shared": lambda: Case(Shared, vectors(), None),
+}
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    now = model.state_dict()
+    hooks = any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    return not hooks and now.keys() == before.keys() and all(torch.equal(now[n], before[n]) for n in now)
+
+
+def difference(after: list[Tensor], before: list[Tensor]) -> float:
+    return float(sum((a - b).square().sum() for a, b in zip(after, before, strict=True)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models_are_pruned_and_obs_beats_magnitude(name: str) -> None:
+    case = CASES[name]()
+    dense = case.outputs()
+    errors = {}
+    for method, by_refit in (("obs", True), ("magnitude", False)):
+        own = CASES[name]()
+        report = prune_model(own.model, own.batches, block_shape=16, method=method, refit=by_refit)
+        assert report.stack == case.stack and len(report.skipped) == case.skipped
+        sparse = {n for n, m in own.model.named_modules() if isinstance(m, BlockSparseLinear)}
+        assert sparse == {layer.name for layer in report.layers} and sparse
+        assert all(layer.density == pytest.approx(0.5, abs=0.07) for layer in report.layers)
+        assert not any(isinstance(m, nn.Linear) for n, m in own.model.named_modules() if n in sparse)
+        errors[method] = difference(own.outputs(), dense)
+    assert 0 < errors["obs"] < errors["magnitude"]
+
+
+def test_everything_kept_changes_nothing() -> None:
+    case = CASES["bert"]()
+    dense = case.outputs()
+    report = prune_model(case.model, case.batches, density=1, block_shape=32)
+    assert max(layer.error for layer in report.layers) < 1e-9
+    for after, before in zip(case.outputs(), dense, strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3)
+
+
+def test_reported_errors_are_those_of_the_layers() -> None:
+    """Of the first layer, whose inputs are the data themselves; its bias makes up for the mean."""
+    case = CASES["mlp"]()
+    layer: Any = case.model[0]
+    x = torch.cat(case.batches)
+    y, scale = layer(x).detach(), (x @ layer.weight.T).detach().square().sum()
+    report = prune_model(case.model, case.batches, block_shape=16, layers=r"0$")
+    after = case.model[0](x).detach()
+    (pruned,) = report.layers
+    assert pruned.error == pytest.approx(float((after - y).square().sum() / scale), rel=1e-3)
+    assert pruned.error < pruned.error_before_refit and pruned.tokens == len(x)
+    assert float((after - y).mean(0).norm()) < 1e-4 * float(y.norm(dim=1).mean())
+    text = str(report)
+    assert "128x64" in text and f"{pruned.error:.4f}" in text and "by obs" in text
+
+
+def test_later_blocks_see_pruned_inputs() -> None:
+    """The error of the last layer is that on the inputs which it has in the pruned model."""
+    case = CASES["mlp"]()
+    second = copy.deepcopy(case.model[2])
+    report = prune_model(case.model, case.batches, block_shape=16, layers=[r"0$", r"2$"])
+    x = torch.relu(case.model[0](torch.cat(case.batches))).detach()
+    y, scale = second(x).detach(), (x @ second.weight.T).detach().square().sum()
+    found = float((case.model[2](x).detach() - y).square().sum() / scale)
+    assert report.layers[1].error == pytest.approx(found, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_half_precision(dtype: torch.dtype, device: str) -> None:
+    case = CASES["llama"]()
+    case.model.to(device, dtype)
+    report = prune_model(case.model, case.batches, block_shape=32)
+    layer = case.model.model.layers[0].mlp.up_proj
+    assert isinstance(layer, BlockSparseLinear) and layer.weight.dtype == dtype
+    assert layer.weight.device.type == device
+    assert all(layer.error < layer.error_before_refit < 1 for layer in report.layers)
+
+
+@pytest.mark.gpu
+def test_blocks_compute_on_another_device_than_the_model() -> None:
+    case, own = CASES["llama"](), CASES["llama"]()
+    prune_model(case.model, case.batches, block_shape=16, device="cuda")
+    prune_model(own.model, own.batches, block_shape=16)
+    assert all(parameter.device.type == "cpu" for parameter in case.model.parameters())
+    for after, before in zip(case.outputs(), own.outputs(), strict=True):
+        torch.testing.assert_close(after, before, rtol=0.1, atol=0.1)
+
+
+def test_generators_and_other_batches() -> None:
+    case, own = CASES["bert"](), CASES["bert"]()
+    first = prune_model(case.model, iter(case.batches), block_shape=32)
+    second = prune_model(
+        own.model,
+        [("text", batch) for batch in own.batches],
+        block_shape=32,
+        forward=lambda model, batch: model(**batch[1]),
+    )
+    assert first == second
+
+
+def test_padding_does_not_count() -> None:
+    case, own = CASES["bert"](), CASES["bert"]()
+    mask = torch.ones(4, 24, dtype=torch.int64)
+    mask[:, 20:] = 0
+    padded = [{**batch, "attention_mask": mask} for batch in case.batches]
+    short = [{"input_ids": batch["input_ids"][:, :20]} for batch in case.batches]
+    first = prune_model(case.model, padded, block_shape=32, layers="encoder")
+    second = prune_model(own.model, short, block_shape=32, layers="encoder")
+    for a, b in zip(first.layers, second.layers, strict=True):
+        assert a.tokens == b.tokens == 4 * 4 * 20
+        assert a.error == pytest.approx(b.error, rel=1e-2)
+
+
+def test_modes_and_gradients_are_as_before() -> None:
+    case = CASES["bert"]()
+    case.model.train()
+    case.model.encoder.layer[0].eval()
+    frozen = case.model.encoder.layer[1].output.dense
+    frozen.weight.requires_grad_(False)
+    before = {name: module.training for name, module in case.model.named_modules()}
+    prune_model(
+        case.model, case.batches, block_shape=32, method="taylor", loss=_square_loss, layers="encoder"
+    )
+    assert {name: module.training for name, module in case.model.named_modules()} == before
+    assert not case.model.encoder.layer[1].output.dense.weight.requires_grad
+    assert case.model.encoder.layer[0].output.dense.weight.requires_grad
+    assert all(parameter.grad is None for parameter in case.model.parameters())
+
+
+def _square_loss(model: nn.Module, batch: Any) -> Tensor:
+    found: Tensor = model(**batch)[0].square().mean()
+    return found
+
+
+@pytest.mark.parametrize("method", ["taylor", "movement"])
+def test_gradients_of_the_models_own_loss(method: str) -> None:
+    case = CASES["gpt2"]()
+    with pytest.raises(InvalidArgumentError, match="labels"):
+        prune_model(case.model, case.batches, block_shape=32, method=method)
+    labelled = [{**batch, "labels": batch["input_ids"]} for batch in case.batches]
+    report = prune_model(case.model, labelled, block_shape=32, method=method)
+    assert report.method == method and len(report.layers) == 8
+
+
+def test_choices_for_each_layer() -> None:
+    case = CASES["llama"]()
+    up, down = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
+    choices = {
+        down: Choice(0.25, (32, 64), (2, 4), "int8"),
+        up: Choice(0.5, (16, 16)),
+        "model.layers.1.mlp.up_proj": None,
+    }
+    report = prune_model(case.model, case.batches, choices=choices)
+    assert [(layer.name, layer.choice) for layer in report.layers] == [
+        (up, choices[up]),
+        (down, choices[down]),
+    ]
+    assert [layer.reason for layer in report.skipped] == ["choices say None"]
+    layer = case.model.get_submodule(down)
+    assert (layer.nm, layer.storage, layer.block_shape, layer.density) == ((2, 4), "int8", (32, 64), 0.25)
+    assert "2:4 int8" in str(report)
+
+
+def test_two_of_four_with_refit() -> None:
+    errors = {}
+    for by_refit in (True, False):
+        case = CASES["mlp"]()
+        report = prune_model(
+            case.model, case.batches, block_shape=32, nm=(2, 4), storage="compressed", refit=by_refit
+        )
+        assert case.model[2].storage == "compressed"
+        errors[by_refit] = sum(layer.error for layer in report.layers)
+    assert errors[True] < 0.7 * errors[False]
+
+
+def test_patterns_from_elsewhere_are_refitted() -> None:
+    case = CASES["mlp"]()
+    pattern = BlockPattern.random((128, 64), block_shape=16, density=0.4, generator=seeded())
+    report = prune_model(case.model, case.batches, patterns={"0": pattern})
+    assert case.model[0].pattern == pattern and report.method == "given patterns"
+    assert report.layers[0].error < report.layers[0].error_before_refit
+
+
+def test_measured_errors_are_those_of_pruning() -> None:
+    case = CASES["mlp"]()
+    before = state(case.model)
+    choices = [Choice(d, (16, 16)) for d in (0.25, 0.5, 1.0)] + [Choice(0.5, (32, 32), (2, 4))]
+    curves = measure_errors(case.model, case.batches, choices)
+    assert unchanged(case.model, before) and list(curves) == ["0", "2"]
+    for curve in curves.values():
+        quarter, half, full, masked = (curve[choice] for choice in choices)
+        assert quarter > half > full and masked > full and full < 1e-9
+    report = prune_model(case.model, case.batches, block_shape=16, layers="0$")
+    assert report.layers[0].error == pytest.approx(curves["0"][choices[1]], rel=1e-6)
+
+
+def test_saved_and_loaded_as_transformers_do(tmp_path: Path) -> None:
+    case = CASES["llama"]()
+    prune_model(case.model, case.batches, block_shape=32)
+    case.model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(**case.batches[0]).logits, case.outputs()[0])
+
+
+def saved_with_tokenizer(folder: Path) -> LlamaForCausalLM:
+    """A model whose tokens are words."""
+    words = {f"w{number}": number for number in range(96)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    torch.manual_seed(0)
+    model = llama()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_the_command_prunes_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output, text = tmp_path / "dense", tmp_path / "sparse", tmp_path / "text"
+    saved_with_tokenizer(source)
+    text.write_text(" ".join(f"w{int(t)}" for t in torch.randint(1, 96, (2000,), generator=seeded())))
+    command = ["prune", str(source), str(output), "--text", str(text), "--density", "0.25"]
+    command += ["--block", "16x32", "--layers", "model.*proj", "--samples", "6", "--length", "32"]
+    command += ["--method", "taylor", "--resume", str(tmp_path / "progress"), "--device", "cpu"]
+    assert cli.main(command) == 0
+    assert "by taylor" in capsys.readouterr().out
+    pruned = LlamaForCausalLM.from_pretrained(output)
+    layer = pruned.model.layers[1].mlp.down_proj
+    assert isinstance(layer, BlockSparseLinear) and (layer.block_shape, layer.density) == ((16, 32), 0.25)
+    assert type(pruned.lm_head) is nn.Linear
+    assert cli.main(command) == 2 and "output" in capsys.readouterr().err
+    command[2] = str(tmp_path / "other")
+    assert cli.main([*command, "--text", str(tmp_path / "none")]) == 2
+    assert "--text" in capsys.readouterr().err
+
+
+def test_the_page_runs() -> None:
+    names = executed("pruning.md")
+    report = names["report"]
+    assert {layer.density for layer in report.layers} == {0.5}
+    assert all(0 < layer.error < 1 for layer in report.layers)
+    assert {choice.density for choice in names["densest"].values()} == {0.75}
+
+
+# What goes wrong.
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_resumed_is_as_uninterrupted_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = CASES["llama"]()
+    expected = prune_model(whole.model, whole.batches, block_shape=32, nm=(2, 4))
+    case = CASES["llama"]()
+    before = state(case.model)
+    solve, solved = exact.solve, []
+
+    def failing(*args: Any) -> Tensor:
+        solved.append(args)
+        if len(solved) == 10:
+            raise Interrupted
+        return solve(*args)
+
+    monkeypatch.setattr("tilesparse.prune.layer.solve", failing)
+    with pytest.raises(Interrupted):
+        prune_model(case.model, case.batches, block_shape=32, nm=(2, 4), folder=tmp_path)
+    assert unchanged(case.model, before) and len(list(tmp_path.glob("*.safetensors"))) == 9
+    report = prune_model(case.model, case.batches, block_shape=32, nm=(2, 4), folder=tmp_path)
+    assert len(solved) == 10 + 14 - 9 and report == expected
+    now, then = case.model.state_dict(), whole.model.state_dict()
+    assert now.keys() == then.keys() and all(torch.equal(now[name], then[name]) for name in now)
+
+
+def test_a_folder_is_for_one_pruning_alone(tmp_path: Path) -> None:
+    case = CASES["mlp"]()
+    prune_model(copy.deepcopy(case.model), case.batches, block_shape=16, folder=tmp_path)
+    before = state(case.model)
+    other = CASES["mlp"]()
+    other.model[0].bias.data[0] = 1.0
+    for what, model, batches, options in (
+        ("model", other.model, case.batches, {}),
+        ("batches", case.model, case.batches[:2], {}),
+        ("choices", case.model, case.batches, {"density": 0.4}),
+        ("damping", case.model, case.batches, {"damping": 0.5}),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"another {what}"):
+            prune_model(model, batches, **{"block_shape": 16, "folder": tmp_path, **options})
+    with pytest.raises(InvalidArgumentError, match="beside folder"):
+        prune_model(case.model, [object()], block_shape=16, folder=tmp_path)
+    file = next(tmp_path.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-40] + bytes(40))
+    with pytest.raises(tilesparse.CheckpointError, match=file.name):
+        prune_model(case.model, case.batches, block_shape=16, folder=tmp_path)
+    assert unchanged(case.model, before)
+
+
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.used(x)
+        return y
+
+
+BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "no batches": (vectors, {"batches": []}, "batches: at least one"),
+    "one batch": (vectors, {"batches": torch.randn(4, 64)}, "batches: an iterable"),
+    "method": (vectors, {"method": "best"}, "method: one of"),
+    "density": (vectors, {"density": 0}, "density: a number above 0"),
+    "no block": (vectors, {"density": 0.001}, "rounds to none"),
+    "damping": (vectors, {"damping": -1}, "damping"),
+    "refit": (vectors, {"refit": 1}, "refit"),
+    "policy": (vectors, {"policy": "fast"}, "policy"),
+    "block shape": (vectors, {"block_shape": 48}, "block_shape"),
+    "regex": (vectors, {"layers": "("}, "layers: regex"),
+    "nothing matches": (vectors, {"layers": "decoder"}, "no layer is left"),
+    "does not fit": (vectors, {"layers": "4"}, "layer '4'"),
+    "storage": (vectors, {"storage": "int4"}, "storage"),
+    "nm": (vectors, {"nm": (2, 4), "block_shape": 16}, "2:4"),
+    "device": (vectors, {"device": "cuda:99"}, "device"),
+    "choices and patterns": (vectors, {"choices": {}, "patterns": {}}, "one of them"),
+    "choices and layers": (vectors, {"choices": {}, "layers": "0"}, "layers"),
+    "choices of nothing": (vectors, {"choices": {"9": None}}, "choices: names"),
+    "choices of others": (vectors, {"choices": {"1": Choice(0.5, (16, 16))}}, "choices: layer '1'"),
+    "no choice": (vectors, {"choices": {"0": 0.5}}, "a Choice expected"),
+    "all None": (vectors, {"choices": {"0": None}}, "no layer is left"),
+    "no pattern": (vectors, {"patterns": {"0": 3}}, "patterns: a BlockPattern"),
+    "other pattern": (
+        vectors,
+        {"patterns": {"0": BlockPattern.full((64, 64), block_shape=16)}},
+        "patterns: layer '0'",
+    ),
+    "other batches": (lambda: [torch.randn(4, 32)], {}, "mat1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_leaves_the_model_as_it_was(name: str) -> None:
+    model = mlp().train()
+    before = state(model)
+    make, options, text = BAD[name]
+    options = {"block_shape": 16, "batches": make(), **options}
+    expected: Any = RuntimeError if name == "other batches" else InvalidArgumentError
+    with pytest.raises(expected, match=text):
+        prune_model(model, options.pop("batches"), **options)
+    assert unchanged(model, before) and all(module.training for module in model.modules())
+
+
+def test_layers_that_never_run_are_named() -> None:
+    model = Idle()
+    before = state(model)
+    with pytest.raises(InvalidArgumentError, match="never run 'unused'"):
+        prune_model(model, vectors(), block_shape=16)
+    assert unchanged(model, before)
+    assert [layer.name for layer in prune_model(model, vectors(), block_shape=16, layers="used").layers] == [
+        "used"
+    ]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_activations_that_are_not_finite_are_named(value: float) -> None:
+    model, batches = mlp(), vectors()
+    before = state(model)
+    batches[2][5, 7] = value
+    with pytest.raises(InvalidArgumentError, match=r"batch 2 .* layer '0'"):
+        prune_model(model, batches, block_shape=16)
+    assert unchanged(model, before)
+    with pytest.raises(InvalidArgumentError, match="NaN"):
+        broken = mlp()
+        broken[0].weight.data[0, 0] = torch.nan
+        prune_model(broken, vectors(), block_shape=16, layers="0")
+
+
+def test_models_without_weights_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="meta"):
+        prune_model(mlp().to("meta"), vectors(), block_shape=16)
+    with pytest.raises(InvalidArgumentError, match="model: a torch"):
+        prune_model(3, vectors())  # type: ignore[arg-type]
+
+
+def test_output_embeddings_and_ties_stay_and_are_reported() -> None:
+    case = CASES["gpt2"]()
+    report = prune_model(case.model, case.batches, block_shape=32)
+    (skipped,) = report.skipped
+    assert skipped.name == "lm_head" and type(case.model.lm_head) is nn.Linear
+    assert isinstance(report, PruneReport) and "skipped lm_head" in str(report)
