@@ -158,6 +158,8 @@ def parts_of(model: nn.Module, fold: Fold) -> list[Part]:
 
 def reason_against(model: nn.Module, fold: Fold) -> str | None:
     """Why a model does not have a fold, as far as shapes and owners of weights tell."""
+    if not isinstance(fold, Fold):
+        return f"a Fold expected, got {type(fold).__name__}"
     try:
         sizes = [as_integer(size) for size in (fold.units, fold.groups, fold.repeats)]
     except TypeError:
