@@ -12,7 +12,16 @@ from helpers import DEVICES, seeded
 from torch import Tensor, nn
 
 from tilesparse import InvalidArgumentError
-from tilesparse.prune import Choice, Fold, Rows, find_folds, measure_errors, permute_, permute_model
+from tilesparse.prune import (
+    Choice,
+    Fold,
+    Rows,
+    find_folds,
+    measure_errors,
+    permutation,
+    permute_,
+    permute_model,
+)
 
 COMMON: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 HEADS = {**COMMON, "num_attention_heads": 4}
@@ -213,13 +222,41 @@ def test_what_matters_for_the_same_blocks_comes_together(device: str, dtype: tor
     assert "taken" in str(report) and "1 of 1 folds" in str(report)
 
 
-def test_an_order_that_does_not_help_is_not_kept() -> None:
-    model = mixed()
-    batches = [torch.randn(64, 64, generator=seeded(i)) for i in range(4)]
-    permute_model(model, batches, Choice(0.5, (16, 16)), folds=[MIXED])
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt, RuntimeError])
+def test_orders_that_do_not_help_and_what_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, end: type[BaseException] | None
+) -> None:
+    """The first fold gets another order, the second would lose by it, or is never done."""
+    errors = iter([2.0, 1.0, 2.0, 3.0])
+
+    def error(*_: Any) -> float:
+        found = next(errors)
+        if found == 3.0 and end is not None:
+            raise end
+        return found
+
+    monkeypatch.setattr(permutation, "_error", error)
+    model = nn.Sequential(mixed(0), mixed(1)).eval()
     before = copy.deepcopy(model.state_dict())
-    (done,) = permute_model(model, batches, Choice(0.5, (16, 16)), folds=[MIXED]).folds
-    assert done.taken or all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    folds = [Fold(("0.0",), "0.2", 128), Fold(("1.0",), "1.2", 128)]
+    arguments: dict[str, Any] = {
+        "batches": [torch.randn(64, 64)],
+        "choice": Choice(0.5, (16, 16)),
+        "folds": folds,
+    }
+    if end is not None:
+        with pytest.raises(end):
+            permute_model(model, **arguments)
+        changed = []
+    else:
+        report = permute_model(model, **arguments)
+        assert [(done.before, done.after, done.taken) for done in report.folds] == [
+            (2, 1, True),
+            (2, 3, False),
+        ]
+        changed = ["0.0.weight", "0.0.bias", "0.2.weight"]
+    after = model.state_dict()
+    assert [name for name in before if not torch.equal(after[name], before[name])] == changed
 
 
 def test_whole_models_keep_their_function() -> None:
@@ -265,6 +302,7 @@ def test_a_fold_that_is_none_is_noticed_and_undone() -> None:
     ("options", "text"),
     [
         ({"folds": []}, "folds: at least one"),
+        ({"folds": ["0"]}, "folds: a Fold expected, got str"),
         ({"folds": [Fold(("0",), "2", 100)]}, "folds: 128 features"),
         ({"choice": Choice(0.5, (48, 16))}, "choice: block_shape"),
         ({"choice": Choice(0.5, (128, 16))}, "choice: layer '2': out_features"),

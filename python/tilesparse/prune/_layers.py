@@ -12,8 +12,8 @@ from torch import nn
 from .._checks import check_shapes
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight, is_conv1d
-from ..storage import check_nm, check_nm_blocks, check_storage
 from .choice import Choice
+from .driver import _checked_choice
 
 
 def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
@@ -52,18 +52,11 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 def kept_blocks(choice: Choice, shape: tuple[int, int]) -> int:
     """How many blocks of a weight a choice keeps; raises where it cannot be made."""
-    if not isinstance(choice, Choice):
-        raise InvalidArgumentError(f"a Choice expected, got {choice!r}")
-    density = as_number(choice.density)
-    if not 0 < density <= 1:
-        raise InvalidArgumentError(f"density: a number above 0 and up to 1 expected, got {choice.density!r}")
-    _, block_shape, (rows, columns) = check_shapes(shape, choice.block_shape)
-    check_nm(choice.nm)
-    check_nm_blocks(choice.nm, False, block_shape)
-    check_storage(choice.storage, choice.nm)
-    kept = round(density * rows * columns)
+    choice = _checked_choice(choice, "")
+    rows, columns = check_shapes(shape, choice.block_shape)[2]
+    kept = round(choice.density * rows * columns)
     if kept == 0:
-        raise InvalidArgumentError(f"density: {density:g} of {rows * columns} blocks rounds to none")
+        raise InvalidArgumentError(f"density: {choice.density:g} of {rows * columns} blocks rounds to none")
     return kept
 
 
