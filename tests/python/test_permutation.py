@@ -259,15 +259,17 @@ def test_orders_that_do_not_help_and_what_is_interrupted(
     assert [name for name in before if not torch.equal(after[name], before[name])] == changed
 
 
-def test_whole_models_keep_their_function() -> None:
-    model = randomised(llama).train()
+@pytest.mark.parametrize("make", [llama, gpt2], ids=lambda make: make.__name__)
+def test_whole_models_keep_their_function(make: Any) -> None:
+    model = randomised(make).train()
     batches = [{"input_ids": torch.randint(50, (4, 12), generator=seeded(i))} for i in range(3)]
     before = output(model.eval())
     model.train()
     report = permute_model(model, batches, Choice(0.5, (16, 16)))
     assert model.training and len(report.folds) == len(find_folds(model))
     # A head of 16 features fills blocks of 16: its order means nothing to them.
-    assert [done.before is None for done in report.folds] == [True, True, True, False] * 2
+    searched = [done.fold.consumer for done in report.folds if done.before is not None]
+    assert len(searched) == 2 and all("mlp" in consumer for consumer in searched)
     torch.testing.assert_close(output(model.eval()), before, atol=1e-5, rtol=1e-5)
 
 

@@ -228,7 +228,10 @@ def time_layers(
         calls[name] = layer, torch.randn(tokens, features, device=layer.weight.device, dtype=dtype)
     if not calls:
         raise InvalidArgumentError("layers: at least one name expected, got none")
-    device = next(iter(calls.values()))[1].device
+    devices = {x.device for _, x in calls.values()}
+    if len(devices) > 1:
+        raise InvalidArgumentError(f"layers: all on one device expected, got {sorted(map(str, devices))}")
+    device = _checked_device(devices.pop())
     return dict(zip(calls, _medians(list(calls.values()), device, repetitions), strict=True))
 
 

@@ -195,9 +195,9 @@ def _profile(part: Part, fold: Fold, moments: Moments, choice: Choice) -> Tensor
     scores = weight.double().abs() * norms
     bn, bk = choice.block_shape
     if part.rows:
-        ours = scores[part.start : part.stop].view(part.stop - part.start, -1, bk).sum(2)
+        ours = scores[part.start : part.stop].reshape(part.stop - part.start, -1, bk).sum(2)
     else:
-        ours = scores.view(-1, bn, part.stop).sum(1).T
+        ours = scores.reshape(-1, bn, part.stop).sum(1).T
     ours = ours.reshape(fold.groups, part.repeats, fold.units, -1, ours.shape[1]).sum(3)
     return ours.transpose(1, 2).flatten(2).cpu()
 
@@ -239,7 +239,9 @@ def _first_tensor(output: Any) -> Tensor:
         return output
     if isinstance(output, Mapping | tuple | list):
         for item in output.values() if isinstance(output, Mapping) else output:
-            if isinstance(item, Tensor | Mapping | tuple | list):
+            if isinstance(item, Mapping | tuple | list) or (
+                isinstance(item, Tensor) and item.is_floating_point()
+            ):
                 return _first_tensor(item)
     raise InvalidArgumentError(
         f"model: an output with a tensor of numbers expected, to compare, got {type(output).__name__}; "
