@@ -25,6 +25,7 @@ from tilesparse.prune import (
     allocate,
     measure_errors,
     measure_latency,
+    measure_sensitivity,
     prune_model,
     time_layers,
     uniform,
@@ -53,7 +54,8 @@ def compared(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     curves = measure_errors(model, others, choices, layers=arguments.layers)
     table = measure_latency(model, curves, tokens=arguments.tokens)
     alike = uniform(model, curves, arguments.density, block_shape=arguments.blocks[-1])
-    plan = allocate(curves, model, milliseconds=table.total(model, alike), table=table)
+    weights = measure_sensitivity(model, others, curves, loss=loss)
+    plan = allocate(curves, model, milliseconds=table.total(model, alike), table=table, weights=weights)
     print(plan)
     results = []
     for name, chosen in {"dense": dict.fromkeys(curves), "uniform": alike, "budget": plan}.items():
@@ -86,6 +88,12 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
     return parser.parse_args(argv)
+
+
+def loss(model: nn.Module, piece: Tensor) -> Tensor:
+    """Of each token of a piece but the first."""
+    logits = model(piece, use_cache=False).logits[0, :-1].float()
+    return nn.functional.cross_entropy(logits, piece[0, 1:])
 
 
 def measured(

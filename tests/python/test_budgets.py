@@ -24,6 +24,7 @@ from tilesparse.prune import (
     erk,
     measure_errors,
     measure_latency,
+    measure_sensitivity,
     prune_model,
     time_layers,
     uniform,
@@ -418,3 +419,33 @@ def test_a_plan_is_what_a_model_becomes() -> None:
             )
         multiplied += module.weight.numel()
     assert multiplied == plan.cost <= budget
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sensitivity_is_that_of_the_loss(frozen: bool) -> None:
+    """Of a linear model and a quadratic loss the gradients are known."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4, bias=False)).double().requires_grad_(not frozen)
+    x = torch.randn(32, 8, dtype=torch.float64)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = measure_sensitivity(
+        model, [x[:20], x[20:]], ["1", "0"], loss=lambda model, x: model(x).square().sum() / 2
+    )
+    with torch.no_grad():
+        y = model(x)
+        product = x @ model[0].weight.T
+        last = y.square().sum() * y.square().sum() / 4
+        first = (y @ model[1].weight).square().sum() * product.square().sum() / 16
+    assert list(found) == ["1", "0"] and sum(found.values()) == pytest.approx(2)
+    assert found["0"] / found["1"] == pytest.approx(float(first / last))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not model[0]._forward_hooks and all(p.grad is None for p in model.parameters())
+
+
+def test_losses_that_tell_nothing() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(4, 8)
+    for loss in (lambda model, x: model[0](x).sum(), lambda model, x: model(x).sum() * math.nan):
+        with pytest.raises(InvalidArgumentError, match="loss: one that depends on layer '1'"):
+            measure_sensitivity(model, [x], ["1"], loss=loss)
+    with pytest.raises(InvalidArgumentError, match="loss: expected"):
+        measure_sensitivity(model, [x], ["1"])

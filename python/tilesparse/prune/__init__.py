@@ -8,6 +8,7 @@ from .folds import Fold, Rows, find_folds, permute_
 from .latency import LatencyTable, measure_latency, time_layers
 from .permutation import PermutationReport, PermutedFold, permute_model
 from .report import PrunedLayer, PruneReport
+from .sensitivity import measure_sensitivity
 
 __all__ = [
     "AllocatedLayer",
@@ -26,6 +27,7 @@ __all__ = [
     "find_folds",
     "measure_errors",
     "measure_latency",
+    "measure_sensitivity",
     "permute_",
     "permute_model",
     "prune_model",
