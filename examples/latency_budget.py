@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compared(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
-    """The model dense, with all layers alike, and within the latency of that."""
+    """The model dense, with all layers alike, and within the latency of that by errors, without and with weights."""
     model, tokenizer = loaded(arguments.model)
     model = model.to(arguments.device, getattr(torch, arguments.dtype))
     pieces = [piece.to(arguments.device) for piece in pieces_of(tokenizer, arguments.length)]
@@ -55,15 +55,22 @@ def compared(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     table = measure_latency(model, curves, tokens=arguments.tokens)
     alike = uniform(model, curves, arguments.density, block_shape=arguments.blocks[-1])
     weights = measure_sensitivity(model, others, curves, loss=loss)
-    plan = allocate(curves, model, milliseconds=table.total(model, alike), table=table, weights=weights)
-    print(plan)
+    budget = table.total(model, alike)
+    plans: dict[str, Mapping[str, Choice | None]] = {
+        "dense": dict.fromkeys(curves),
+        "uniform": alike,
+        "errors": allocate(curves, model, milliseconds=budget, table=table),
+        "weighted errors": allocate(curves, model, milliseconds=budget, table=table, weights=weights),
+    }
     results = []
-    for name, chosen in {"dense": dict.fromkeys(curves), "uniform": alike, "budget": plan}.items():
+    for name, chosen in plans.items():
+        print(chosen)
         found = measured(model, chosen, others, held_out, arguments.tokens)
         results.append({"name": name, **found, "predicted_ms": table.total(model, chosen)})
         print(results[-1], flush=True)
-    ratio = results[2]["perplexity"] / results[1]["perplexity"]
-    print(f"{table.where()}; within the budget perplexity is {ratio:.3f} times that of layers that are alike")
+    for result in results[2:]:
+        ratio = result["perplexity"] / results[1]["perplexity"]
+        print(f"{result['name']}: {ratio:.3f} times the perplexity of layers that are alike; {table.where()}")
     return results
 
 
