@@ -21,6 +21,7 @@ from prune_smollm2 import environment, loaded, perplexity, pieces_of, write_json
 from torch import Tensor, nn
 
 from tilesparse.prune import (
+    Allocation,
     Choice,
     allocate,
     measure_errors,
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compared(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
-    """The model dense, with all layers alike, and within the latency of that by errors, without and with weights."""
+    """The model dense, with all layers alike, and within the latency of that by errors and by weighted ones."""
     model, tokenizer = loaded(arguments.model)
     model = model.to(arguments.device, getattr(torch, arguments.dtype))
     pieces = [piece.to(arguments.device) for piece in pieces_of(tokenizer, arguments.length)]
@@ -64,7 +65,8 @@ def compared(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     }
     results = []
     for name, chosen in plans.items():
-        print(chosen)
+        if isinstance(chosen, Allocation):
+            print(chosen)
         found = measured(model, chosen, others, held_out, arguments.tokens)
         results.append({"name": name, **found, "predicted_ms": table.total(model, chosen)})
         print(results[-1], flush=True)
