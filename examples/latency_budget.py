@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compared(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
-    """The model dense, with all layers alike, and within the latency of that by errors and by weighted ones."""
+    """The model dense, with all layers alike, and within the latency of that by errors, weighted or not."""
     model, tokenizer = loaded(arguments.model)
     model = model.to(arguments.device, getattr(torch, arguments.dtype))
     pieces = [piece.to(arguments.device) for piece in pieces_of(tokenizer, arguments.length)]
