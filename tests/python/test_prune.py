@@ -278,15 +278,12 @@ SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
+    "intermediate_size": 128,
 }
 
 
-def llama(**options: Any) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            **SMALL, intermediate_size=128, num_key_value_heads=1, tie_word_embeddings=False, **options
-        )
-    )
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=False))
 
 
 def bert() -> BertModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -75,6 +76,12 @@ class Moments:
     def mean(self) -> Tensor:
         """The mean input [features]."""
         return self._sums / self._tokens
+
+    def reordered(self, order: Tensor) -> Moments:
+        """Of the same inputs, whose feature order[i] has become feature i."""
+        other, order = copy(self), order.to(self._sums.device)
+        other._products, other._sums = self._products[order][:, order], self._sums[order]
+        return other
 
 
 class Unit(NamedTuple):

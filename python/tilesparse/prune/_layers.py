@@ -1,0 +1,78 @@
+"""What budgets and tables ask of the layers of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+from torch import nn
+
+from .._checks import check_shapes
+from ..errors import InvalidArgumentError
+from ..linear import dense_weight, is_conv1d
+from .choice import Choice
+from .driver import _checked_choice
+
+
+def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """The dense linear layers of these names, each under one of them; `argument` is what gave the names."""
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, Any] = {}
+    seen: dict[nn.Module, str] = {}
+    for name in names:
+        module = modules.get(name)
+        if module is None or not (isinstance(module, nn.Linear) or is_conv1d(module)):
+            kind = "no layer of that name" if module is None else type(module).__name__
+            raise InvalidArgumentError(f"{argument}: a dense linear layer expected as {name!r}, got {kind}")
+        if module in seen:
+            raise InvalidArgumentError(
+                f"{argument}: {name!r} and {seen[module]!r} are one layer, give one name"
+            )
+        seen[module] = name
+        found[name] = module
+    if not found:
+        raise InvalidArgumentError(f"{argument}: at least one layer expected, got none")
+    return found
+
+
+def as_number(number: object) -> float:
+    """A real number as one of Python; NaN for everything else, which no comparison lets pass."""
+    return float(number) if isinstance(number, Real) and not isinstance(number, bool) else math.nan
+
+
+def shape_of(layer: Any) -> tuple[int, int]:
+    """(out_features, in_features) of a dense layer."""
+    out_features, in_features = dense_weight(layer).shape
+    return out_features, in_features
+
+
+def kept_blocks(choice: Choice, shape: tuple[int, int]) -> int:
+    """How many blocks of a weight a choice keeps; raises where it cannot be made."""
+    choice = _checked_choice(choice, "")
+    rows, columns = check_shapes(shape, choice.block_shape)[2]
+    kept = round(choice.density * rows * columns)
+    if kept == 0:
+        raise InvalidArgumentError(f"density: {choice.density:g} of {rows * columns} blocks rounds to none")
+    return kept
+
+
+def check_choices(argument: str, name: str, choices: Iterable[Choice], shape: tuple[int, int]) -> None:
+    """That a layer of this shape can become each of them."""
+    for choice in choices:
+        try:
+            kept_blocks(choice, shape)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{argument}: layer {name!r}: {error}") from error
+
+
+def described(choice: Choice | None) -> tuple[str, str, str]:
+    """Density, block and storage as tables show them."""
+    if choice is None:
+        return "dense", "", ""
+    bn, bk = choice.block_shape
+    storage = choice.storage if choice.nm is None else f"2:4 {choice.storage}".removesuffix(" plain")
+    return f"{choice.density:.4g}", f"{bn}x{bk}", storage

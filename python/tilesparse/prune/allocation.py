@@ -1,0 +1,322 @@
+"""What each layer of a model shall become, within a budget of weights, bytes or milliseconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from .._checks import check_block_shape, check_shapes
+from ..errors import InvalidArgumentError
+from ..linear import dense_weight
+from ..patch import aligned
+from ..storage import forms_of
+from ._layers import as_number, check_choices, dense_layers, described, kept_blocks, shape_of
+from .choice import Choice, ErrorCurves
+from .knapsack import solve
+from .latency import LatencyTable
+
+INDEX_BYTES = 4  # of an entry of a pattern's tensors
+
+
+@dataclass(frozen=True)
+class AllocatedLayer:
+    """What a layer shall become, or None if it stays dense; its error, and its cost beside that of dense."""
+
+    name: str
+    shape: tuple[int, int]
+    choice: Choice | None
+    error: float
+    cost: float
+    dense_cost: float
+
+
+@dataclass(frozen=True, eq=False)  # equal to any mapping with the same choices
+class Allocation(Mapping[str, "Choice | None"]):
+    """What `allocate` has chosen, as a mapping of layer names; ``str()`` makes a table of it.
+
+    Attributes:
+        layers: in the order of the curves.
+        unit: of costs, "weights", "bytes" or "ms".
+        budget: what costs were to sum up to at most.
+        bound: no choice within the budget has a sum of errors below it, so that `gap` says what is left.
+        note: where costs come from, or "".
+    """
+
+    layers: list[AllocatedLayer]
+    unit: str
+    budget: float
+    bound: float
+    note: str = ""
+
+    def __getitem__(self, name: str) -> Choice | None:
+        return self._choices()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._choices())
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def _choices(self) -> dict[str, Choice | None]:
+        return {layer.name: layer.choice for layer in self.layers}
+
+    @property
+    def error(self) -> float:
+        """The sum of the layers' errors, each times its weight."""
+        return sum(layer.error for layer in self.layers)
+
+    @property
+    def cost(self) -> float:
+        """The sum of the layers' costs."""
+        return sum(layer.cost for layer in self.layers)
+
+    @property
+    def gap(self) -> float:
+        """Which part of the error a better choice might save at most; 0 of an optimum."""
+        return (self.error - self.bound) / self.error if self.error else 0.0
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("layer", "shape", "density", "block", "storage", "error", self.unit, "dense")
+        ]
+        for layer in self.layers:
+            shape = f"{layer.shape[0]}x{layer.shape[1]}"
+            costs = self._number(layer.cost), self._number(layer.dense_cost)
+            rows.append((layer.name, shape, *described(layer.choice), f"{layer.error:.4g}", *costs))
+        dense = self._number(sum(layer.dense_cost for layer in self.layers))
+        rows.append(("sum", "", "", "", "", f"{self.error:.4g}", self._number(self.cost), dense))
+        lines = aligned(rows)
+        lines.append(
+            f"budget {self._number(self.budget)} {self.unit}; no choice has an error below {self.bound:.4g}, "
+            f"a gap of {self.gap:.2g}"
+        )
+        return "\n".join([*lines, self.note] if self.note else lines)
+
+    def _number(self, cost: float) -> str:
+        return f"{cost:.4f}" if self.unit == "ms" else f"{cost:,.0f}"
+
+
+def uniform(
+    model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
+) -> dict[str, Choice]:
+    """The same density for all layers, which `prune_model` has without this as well.
+
+    Args:
+        model: only shapes are read, so that it may be on the meta device.
+        layers: names of dense linear layers.
+        density: kept fraction, above 0.
+        block_shape: (bn, bk), or one number for both.
+
+    Raises:
+        InvalidArgumentError: a name is not that of such a layer, a layer cannot be cut into such blocks, or
+            keeps none of them.
+    """
+    choice = Choice(density, check_block_shape(block_shape))
+    found = dense_layers("layers", model, layers)
+    for name, layer in found.items():
+        check_choices("layers", name, [choice], shape_of(layer))
+    return dict.fromkeys(found, choice)
+
+
+def erk(
+    model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
+) -> dict[str, Choice]:
+    """Densities in proportion to (in_features + out_features) / (in_features · out_features), at most 1.
+
+    This is the Erdős-Rényi-Kernel of Evci et al., "Rigging the Lottery: Making All Tickets Winners" (ICML
+    2020): large layers become sparser than small ones. All layers together keep ``density`` of their blocks,
+    rounded to a block, and each of them at least one.
+
+    Args:
+        model: only shapes are read, so that it may be on the meta device.
+        layers: names of dense linear layers.
+        density: kept fraction of the blocks of all layers together.
+        block_shape: (bn, bk), or one number for both.
+
+    Raises:
+        InvalidArgumentError: a name is not that of such a layer, a layer cannot be cut into such blocks, or
+            the density is not from 0 to 1, or leaves less than one block for each layer.
+    """
+    block_shape = check_block_shape(block_shape)
+    found = dense_layers("layers", model, layers)
+    shapes = {name: shape_of(layer) for name, layer in found.items()}
+    for name, shape in shapes.items():
+        check_choices("layers", name, [Choice(1.0, block_shape)], shape)
+    totals = np.array([math.prod(check_shapes(shape, block_shape)[2]) for shape in shapes.values()])
+    if not 0 <= as_number(density) <= 1:
+        raise InvalidArgumentError(f"density: a number from 0 to 1 expected, got {density!r}")
+    budget = round(float(density) * int(totals.sum()))
+    if budget < len(totals):
+        raise InvalidArgumentError(
+            f"density: at least {len(totals) / totals.sum():.3g} expected, one block of each of "
+            f"{len(totals)} layers, got {density!r}"
+        )
+    # A weight has (in · out) · (in + out) / (in · out) parts of what is kept: the blocks are of one size.
+    parts = np.array([sum(shape) for shape in shapes.values()], dtype=np.float64)
+    kept = _whole(_in_proportion(parts, totals, budget), totals, budget)
+    return {
+        name: Choice(int(blocks) / int(total), block_shape)
+        for name, blocks, total in zip(shapes, kept, totals, strict=True)
+    }
+
+
+def _in_proportion(parts: Any, totals: Any, budget: int) -> Any:
+    """The budget in proportion to parts, but from 1 to the total of each."""
+    low, high = 0.0, float((totals / parts).max())
+    # The sum of min(total, max(1, scale · part)) rises with the scale; 100 halvings end at its last bit.
+    for _ in range(100):
+        middle = (low + high) / 2
+        if np.clip(middle * parts, 1, totals).sum() < budget:
+            low = middle
+        else:
+            high = middle
+    return np.clip(high * parts, 1, totals)
+
+
+def _whole(shares: Any, totals: Any, budget: int) -> Any:
+    """Whole numbers whose sum is the budget, the largest remainders rounded up."""
+    kept = np.floor(shares + 1e-9).astype(np.int64)
+    for position in np.argsort(kept - shares, kind="stable"):
+        if kept.sum() == budget:
+            break
+        kept[position] += kept[position] < totals[position]
+    return kept
+
+
+def allocate(
+    curves: ErrorCurves,
+    model: nn.Module,
+    *,
+    parameters: int | None = None,
+    bytes: int | None = None,
+    milliseconds: float | None = None,
+    table: LatencyTable | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> Allocation:
+    """For every layer one of its choices, or None for dense, with the least sum of errors within a budget.
+
+    It is a multiple-choice knapsack, solved to a relative gap of 1e-6 by dynamic programming, which bounds of
+    the linear relaxation keep small; `prune.knapsack` names the sources. Where that would take too many
+    states the gap is larger; `Allocation.gap` says so in any case. Equal arguments have equal results.
+
+    Errors of different layers are added up although they are relative ones: that what a layer gets wrong
+    matters alike in all layers is an assumption, which ``weights`` can replace.
+
+    Args:
+        curves: from `measure_errors`: by layer and choice. Layers not among them are no part of any sum.
+        model: has these layers, dense; shapes and dtypes are read, so that it may be on the meta device.
+        parameters: how many weights the layers may multiply by: those of kept blocks, with 2:4 half of them.
+        bytes: of what the layers may store: weights, masks, metadata, scales and patterns. Biases stay as
+            they are and do not count.
+        milliseconds: for one call of each layer, as `table` has measured it. Exactly one of these three is
+            to be given.
+        table: from `measure_latency`, with ``milliseconds``.
+        weights: by name, what a layer's errors are multiplied by; 1 for others.
+
+    Raises:
+        InvalidArgumentError: the budget is below the least there is, which the text names; a layer of the
+            curves is not a dense linear one of the model, or cannot become one of its choices; the table
+            lacks a time; an error is not a finite number of at least 0; or another argument is not allowed.
+    """
+    unit, budget = _budget(parameters, bytes, milliseconds, table)
+    layers = dense_layers("curves", model, curves)
+    factors = _factors(weights, layers)
+    options: dict[str, list[Choice | None]] = {}
+    costs: list[list[float]] = []
+    errors: list[list[float]] = []
+    cost_of = _cost_of(unit, table)
+    for name, layer in layers.items():
+        check_choices("curves", name, curves[name], shape_of(layer))
+        options[name] = [None, *curves[name]]
+        costs.append([float(cost_of(layer, choice)) for choice in options[name]])
+        errors.append([0.0, *(factors[name] * _error(name, curves[name][choice]) for choice in curves[name])])
+    least = sum(map(min, costs))
+    if budget < least:
+        rounded = math.ceil(least * 1e6) / 1e6 if unit == "ms" else math.ceil(least)
+        raise InvalidArgumentError(
+            f"{_ARGUMENTS[unit]}: at least {rounded} expected, what the cheapest choices take, got {budget}"
+        )
+    found = solve(costs, errors, budget)
+    allocated = [
+        AllocatedLayer(name, shape_of(layers[name]), options[name][item], error[item], cost[item], cost[0])
+        for name, item, error, cost in zip(layers, found.items, errors, costs, strict=True)
+    ]
+    return Allocation(allocated, unit, budget, found.bound, table.where() if table is not None else "")
+
+
+_ARGUMENTS = {"weights": "parameters", "bytes": "bytes", "ms": "milliseconds"}  # by units
+
+
+def _budget(
+    parameters: float | None, bytes: float | None, milliseconds: float | None, table: LatencyTable | None
+) -> tuple[str, float]:
+    given = {
+        unit: number
+        for unit, number in (("weights", parameters), ("bytes", bytes), ("ms", milliseconds))
+        if number is not None
+    }
+    if len(given) != 1:
+        raise InvalidArgumentError(
+            "parameters, bytes, milliseconds: exactly one of them expected, got "
+            f"{[_ARGUMENTS[unit] for unit in given] or 'none'}"
+        )
+    ((unit, budget),) = given.items()
+    if not 0 <= as_number(budget) < math.inf:
+        raise InvalidArgumentError(f"{_ARGUMENTS[unit]}: a number of at least 0 expected, got {budget!r}")
+    if (table is not None) != (unit == "ms") or not isinstance(table, LatencyTable | None):
+        raise InvalidArgumentError(
+            f"table: a LatencyTable expected with milliseconds, and only then, got {type(table).__name__}"
+        )
+    return unit, budget if unit == "ms" else math.floor(budget)
+
+
+def _cost_of(unit: str, table: LatencyTable | None) -> Callable[[Any, Choice | None], float]:
+    if table is not None:
+        return lambda layer, choice: table.milliseconds(shape_of(layer), choice)
+    return _weights_of if unit == "weights" else _bytes_of
+
+
+def _weights_of(layer: Any, choice: Choice | None) -> int:
+    """How many weights a layer multiplies by."""
+    shape = shape_of(layer)
+    if choice is None:
+        return math.prod(shape)
+    weights = kept_blocks(choice, shape) * math.prod(choice.block_shape)
+    return weights if choice.nm is None else weights // 2
+
+
+def _bytes_of(layer: Any, choice: Choice | None) -> int:
+    """What a layer stores, but for its bias."""
+    weight = dense_weight(layer)
+    if choice is None:
+        return weight.nbytes
+    kept = kept_blocks(choice, shape_of(layer))
+    forms = forms_of(kept, choice.block_shape, choice.nm, choice.storage, weight.dtype, row_scales=True)
+    stored = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
+    return stored + INDEX_BYTES * (weight.shape[0] // choice.block_shape[0] + 1 + 2 * kept)
+
+
+def _error(name: str, error: object) -> float:
+    number = as_number(error)
+    if not 0 <= number < math.inf:
+        raise InvalidArgumentError(
+            f"curves: finite errors of at least 0 expected, got {error!r} for layer {name!r}"
+        )
+    return number
+
+
+def _factors(weights: Mapping[str, float] | None, layers: Mapping[str, Any]) -> dict[str, float]:
+    given = dict(weights or {})
+    for name, weight in given.items():
+        if name not in layers:
+            raise InvalidArgumentError(f"weights: names of layers in the curves expected, got {name!r}")
+        if not 0 <= as_number(weight) < math.inf:
+            raise InvalidArgumentError(
+                f"weights: finite numbers of at least 0 expected, got {weight!r} for layer {name!r}"
+            )
+    return {name: float(given.get(name, 1.0)) for name in layers}

@@ -1,0 +1,279 @@
+"""Dimensions between layers whose order may change.
+
+The hidden features of a feed-forward network, the heads of an attention, and the features of a head's values
+have an order that means nothing: the rows of the layers before and the columns of the layer after can change
+places together, and blocks then hold other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import as_integer
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..linear import dense_weight, is_conv1d
+
+# Names of layers within a module: those that give hidden features, and the one that takes them.
+_FEED_FORWARD = (
+    (("gate_proj", "up_proj"), "down_proj"),  # Llama and its likes
+    (("fc1",), "fc2"),  # ViT, CLIP, OPT
+    (("c_fc",), "c_proj"),  # GPT-2
+    (("intermediate.dense",), "output.dense"),  # BERT, RoBERTa
+)
+# The layers of q, k and v, the module that computes with them, and the layer that takes the result.
+_ATTENTION = (
+    (("q_proj", "k_proj", "v_proj"), "", "o_proj"),  # Llama and its likes, ViT
+    (("q_proj", "k_proj", "v_proj"), "", "out_proj"),  # CLIP, OPT
+    (("self.query", "self.key", "self.value"), "self", "output.dense"),  # BERT, RoBERTa
+)
+_FUSED_ATTENTION = ("c_attn", "c_proj")  # GPT-2: q, k and v are thirds of one layer
+
+
+class Rows(NamedTuple):
+    """Some of a layer's out_features, from `start` to below `stop`."""
+
+    layer: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A dimension between layers whose order means nothing.
+
+    The features of each producer are cut into ``groups``, and each group into so many ``units`` of equal
+    size, which may change places within their group. Those of the consumer are cut alike, but have every
+    group ``repeats`` times in a row, as where several heads of queries share the values of one.
+
+    Attributes:
+        producers: names of layers whose out_features these are, or `Rows` of them.
+        consumer: the name of the layer that takes them as its in_features.
+        units: how many may change places in each group.
+        groups: how many groups there are.
+        repeats: how often the consumer has each group.
+    """
+
+    producers: tuple[str | Rows, ...]
+    consumer: str
+    units: int
+    groups: int = 1
+    repeats: int = 1
+
+    def layers(self) -> list[str]:
+        """The names of the producers, each once, and of the consumer."""
+        names = [producer.layer if isinstance(producer, Rows) else producer for producer in self.producers]
+        return [*dict.fromkeys(names), self.consumer]
+
+
+def find_folds(model: nn.Module) -> list[Fold]:
+    """The folds that the names of a model's layers tell of.
+
+    These are the hidden dimension of feed-forward networks, the heads of attentions (where queries are
+    grouped those of keys and values, and the queries' within each group), and the features of values within
+    each head, in models of Transformers whose layers are named as those of Llama, BERT, RoBERTa, ViT, CLIP,
+    OPT or GPT-2. Modules are left out that have other parameters or buffers which may belong to features or
+    heads, such as a norm over all heads or a bias for each, and layers that share a weight. What else the
+    code of a model does with features is not seen; `permute_model` compares outputs.
+    """
+    folds = []
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        for fold in (*_of_feed_forward(module, prefix), *_of_attention(module, prefix)):
+            if reason_against(model, fold) is None:
+                folds.append(fold)
+    return folds
+
+
+@torch.no_grad()
+def permute_(model: nn.Module, fold: Fold, order: Tensor) -> None:
+    """Puts the units of a fold into another order, in place; the model's function stays what it was.
+
+    Args:
+        model: its layers are dense.
+        fold: from `find_folds`, or one of your own, whose producers and consumer have nothing between them
+            that depends on the order.
+        order: [groups, units] of integers: which unit of its group comes where. [units] for one group.
+
+    Raises:
+        InvalidArgumentError: the fold does not fit the model, or the order is none. Nothing has changed.
+        UnsupportedError: a weight is sharded. Nothing has changed.
+    """
+    reason = reason_against(model, fold)
+    if reason is not None:
+        raise InvalidArgumentError(f"fold: {reason}")
+    order = _checked_order(order, fold)
+    parts = parts_of(model, fold)
+    for part in parts:
+        if type(part.layer.weight.detach()) is not Tensor:
+            raise UnsupportedError(
+                f"model: plain tensors expected as weights, got {type(part.layer.weight.detach()).__name__}"
+            )
+    for part in parts:
+        part.permute(order)
+
+
+class Part(NamedTuple):
+    """What one layer has of a fold: rows of W, and of the bias, or columns of W."""
+
+    name: str
+    layer: Any
+    start: int
+    stop: int
+    repeats: int
+    rows: bool
+
+    def places(self, order: Tensor) -> Tensor:
+        """[stop - start]: which of these features comes where, by an order [groups, units]."""
+        groups, units = order.shape
+        features = torch.arange(self.stop - self.start).view(groups, self.repeats, units, -1)
+        return features.gather(2, order[:, None, :, None].expand_as(features)).flatten()
+
+    def permute(self, order: Tensor) -> None:
+        weight, bias = dense_weight(self.layer), self.layer.bias
+        index = self.places(order).to(weight.device)
+        ours = weight[self.start : self.stop] if self.rows else weight[:, self.start : self.stop]
+        ours.copy_(ours.index_select(0 if self.rows else 1, index))
+        if self.rows and bias is not None:
+            bias[self.start : self.stop].copy_(bias[self.start : self.stop].index_select(0, index))
+
+
+def parts_of(model: nn.Module, fold: Fold) -> list[Part]:
+    parts = []
+    for producer in fold.producers:
+        name = producer.layer if isinstance(producer, Rows) else producer
+        layer = model.get_submodule(name)
+        start, stop = producer[1:] if isinstance(producer, Rows) else (0, len(dense_weight(layer)))
+        parts.append(Part(name, layer, start, stop, 1, True))
+    layer = model.get_submodule(fold.consumer)
+    return [
+        *parts,
+        Part(fold.consumer, layer, 0, dense_weight(layer).shape[1], fold.repeats, False),
+    ]
+
+
+def reason_against(model: nn.Module, fold: Fold) -> str | None:
+    """Why a model does not have a fold, as far as shapes and owners of weights tell."""
+    if not isinstance(fold, Fold):
+        return f"a Fold expected, got {type(fold).__name__}"
+    try:
+        sizes = [as_integer(size) for size in (fold.units, fold.groups, fold.repeats)]
+    except TypeError:
+        sizes = [0]
+    if min(sizes) < 1:
+        return f"numbers of units, groups and repeats of at least 1 expected, got {fold}"
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owners = [parameter for module in model.modules() for parameter in module.parameters(recurse=False)]
+    for name in fold.layers():
+        layer: Any = modules.get(name)
+        if not _is_dense(layer):
+            return f"a dense linear layer expected as {name!r}, got {type(layer).__name__}"
+        if sum(module is layer for module in modules.values()) > 1:
+            return f"layer {name!r} has another name as well"
+        if any(sum(owner is parameter for owner in owners) > 1 for parameter in layer.parameters()):
+            return f"layer {name!r} shares a parameter with another layer"
+    if fold.consumer in fold.layers()[:-1]:
+        return f"layer {fold.consumer!r} is producer and consumer"
+    covered: set[tuple[str, int]] = set()
+    for part in parts_of(model, fold):
+        size = len(dense_weight(part.layer)) if part.rows else part.stop
+        if not 0 <= part.start < part.stop <= size:
+            return f"rows within {size} expected of layer {part.name!r}, got {part.start} to {part.stop}"
+        if (part.stop - part.start) % (fold.groups * fold.units * part.repeats):
+            return (
+                f"{part.stop - part.start} features of layer {part.name!r} cannot be cut into {fold.groups} "
+                f"groups of {fold.units} units, {part.repeats} times"
+            )
+        features = {(part.name, feature) for feature in range(part.start, part.stop) if part.rows}
+        if covered & features:
+            return f"rows of layer {part.name!r} are given twice"
+        covered |= features
+    return None
+
+
+def _checked_order(order: Tensor, fold: Fold) -> Tensor:
+    """[groups, units] on the host."""
+    expected = f"order: an order of {fold.units} units for each of {fold.groups} groups expected"
+    if not isinstance(order, Tensor) or order.dtype.is_floating_point or order.dtype == torch.bool:
+        raise InvalidArgumentError(f"{expected}, got {type(order).__name__}")
+    given = order[None] if order.dim() == 1 else order
+    if given.shape != (fold.groups, fold.units):
+        raise InvalidArgumentError(f"{expected}, got shape {tuple(order.shape)}")
+    given = given.cpu().long()
+    if not torch.equal(given.sort(1).values, torch.arange(fold.units).expand_as(given)):
+        raise InvalidArgumentError(f"{expected}, got numbers that are missing or come twice")
+    return given
+
+
+def _is_dense(layer: Any) -> bool:
+    return type(layer) is nn.Linear or (isinstance(layer, nn.Module) and is_conv1d(layer))
+
+
+def _dense_below(module: nn.Module, names: Sequence[str]) -> list[Any] | None:
+    """The dense linear layers of these names, if it has them all."""
+    modules = dict(module.named_modules())
+    layers = [modules.get(name) for name in names]
+    return layers if all(map(_is_dense, layers)) else None
+
+
+def _shapes_beside(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[int, ...]]:
+    """The shapes of all parameters and buffers of a module but for those of some layers in it."""
+    theirs = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) not in theirs:
+            yield tuple(tensor.shape)
+
+
+def _of_feed_forward(module: nn.Module, prefix: str) -> Iterator[Fold]:
+    for producers, consumer in _FEED_FORWARD:
+        layers = _dense_below(module, (*producers, consumer))
+        if layers is None:
+            continue
+        units = dense_weight(layers[-1]).shape[1]
+        fits = all(len(dense_weight(layer)) == units for layer in layers[:-1])
+        if fits and not any(units in shape for shape in _shapes_beside(module, layers)):
+            yield Fold(tuple(prefix + name for name in producers), prefix + consumer, units)
+
+
+def _of_attention(module: nn.Module, prefix: str) -> Iterator[Fold]:
+    for names, core, consumer in _ATTENTION:
+        layers = _dense_below(module, (*names, consumer))
+        if layers is None:
+            continue
+        q, k, v = (len(dense_weight(layer)) for layer in layers[:3])
+        head = _head_size(module.get_submodule(core), layers)
+        if head and q == dense_weight(layers[3]).shape[1] and k == v and not (q % k or k % head):
+            q_name, k_name, v_name = (prefix + name for name in names)
+            yield from _of_heads(q_name, k_name, v_name, prefix + consumer, k // head, q // k, head)
+    layers = _dense_below(module, _FUSED_ATTENTION)
+    if layers is not None:
+        whole, size = len(dense_weight(layers[0])), dense_weight(layers[1]).shape[1]
+        head = _head_size(module, layers)
+        if head and whole == 3 * size and size % head == 0:
+            fused, consumer = (prefix + name for name in _FUSED_ATTENTION)
+            q_rows, k_rows, v_rows = (Rows(fused, size * third, size * (third + 1)) for third in range(3))
+            yield from _of_heads(q_rows, k_rows, v_rows, consumer, size // head, 1, head)
+
+
+def _head_size(core: nn.Module, layers: Sequence[nn.Module]) -> int:
+    """Features of a head; 0 where a module does not say, or has tensors that may be of single heads."""
+    head = getattr(core, "head_dim", getattr(core, "attention_head_size", None))
+    if type(head) is not int or head < 1 or any(shape != (head,) for shape in _shapes_beside(core, layers)):
+        return 0
+    return head
+
+
+def _of_heads(
+    q: str | Rows, k: str | Rows, v: str | Rows, consumer: str, heads: int, queries: int, size: int
+) -> Iterator[Fold]:
+    """Of so many heads of keys and values, each of which has so many heads of queries."""
+    if heads > 1:
+        yield Fold((q, k, v), consumer, heads)
+    if queries > 1:
+        yield Fold((q,), consumer, queries, heads)
+    if size > 1:
+        yield Fold((v,), consumer, size, heads, queries)

@@ -1,0 +1,353 @@
+"""How long layers take here, dense and in other forms: measured, tabulated, and kept in a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import _C
+from .._checks import DTYPES, as_integer
+from .._progress import Progress
+from ..errors import InvalidArgumentError, TileSparseError
+from ..linear import BlockSparseLinear, is_conv1d
+from ._layers import as_number, check_choices, dense_layers, described, shape_of
+from .choice import Choice
+
+VERSION = 1  # of the file
+FLUSH_BYTES = 512 << 20  # several L2 caches of any GPU; clearing them takes it longer than the host a call
+WARM_UP = 3  # calls
+ROUND_SECONDS = 2e-3  # of calls in a row on the CPU, for one reading of the clock
+
+_cuda: Any = torch.cuda  # parts of it have no types
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Milliseconds of one call of layers by shape and choice, on the device that they were measured on.
+
+    Attributes:
+        device: its name.
+        tokens: rows of x.
+        dtype: of x and the weights, as "bfloat16".
+        versions: of tilesparse and torch, and how many threads the CPU used.
+        times: by (out_features, in_features) and choice, None being the dense layer.
+    """
+
+    device: str
+    tokens: int
+    dtype: str
+    versions: Mapping[str, str]
+    times: Mapping[tuple[int, int], Mapping[Choice | None, float]]
+
+    def milliseconds(self, shape: tuple[int, int], choice: Choice | None) -> float:
+        """Of one call of a layer of this shape.
+
+        Between two measured densities of the same blocks and storage it is on the straight line between
+        them; where a time is below that of a lower density, that one counts for both, so that times rise with
+        density. Nothing is extrapolated.
+
+        Raises:
+            InvalidArgumentError: it was not measured, and is not between two that were.
+        """
+        measured = self.times.get(shape, {})
+        if choice in measured:
+            return measured[choice]
+        if choice is not None:
+            times = {
+                other.density: milliseconds
+                for other, milliseconds in measured.items()
+                if other is not None and _form(other) == _form(choice)
+            }
+            densities = sorted(times)
+            if densities and densities[0] <= choice.density <= densities[-1]:
+                rising = np.maximum.accumulate([times[density] for density in densities])
+                return float(np.interp(choice.density, densities, rising))
+        what = " ".join(filter(None, described(choice)))
+        raise InvalidArgumentError(
+            f"table: has no time of {shape[0]}x{shape[1]} {what} for {self.tokens} tokens; measured are "
+            f"{self._measured(shape)}"
+        )
+
+    def _measured(self, shape: tuple[int, int]) -> str:
+        if shape not in self.times:
+            return "the shapes " + ", ".join(f"{rows}x{columns}" for rows, columns in self.times)
+        return ", ".join(" ".join(filter(None, described(choice))) for choice in self.times[shape])
+
+    def total(self, model: nn.Module, choices: Mapping[str, Choice | None]) -> float:
+        """Milliseconds of one call of each of these layers of a dense model, were they as chosen.
+
+        Raises:
+            InvalidArgumentError: a name is not that of a dense linear layer, or a time is missing.
+        """
+        layers = dense_layers("choices", model, choices)
+        return sum(self.milliseconds(shape_of(layer), choices[name]) for name, layer in layers.items())
+
+    def where(self) -> str:
+        """What the times are of, in words; also if this machine has no such device."""
+        text = f"measured on {self.device} with {self.tokens} tokens in {self.dtype}"
+        here = {_name_of(torch.device("cpu"))}
+        here |= {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
+        if self.device not in here:
+            text += f", which this machine does not have ({', '.join(sorted(here))})"
+        return text
+
+    def __str__(self) -> str:
+        lines = [self.where()]
+        for (rows, columns), times in self.times.items():
+            lines.append(f"{rows}x{columns}")
+            for choice, milliseconds in times.items():
+                density, block, storage = described(choice)
+                lines.append(f"  {density:8}{block:>8}  {storage:18}{milliseconds:10.4f} ms")
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON, which `load` reads on any machine."""
+        times = [
+            {"shape": shape, "choice": None if choice is None else asdict(choice), "ms": milliseconds}
+            for shape, of in self.times.items()
+            for choice, milliseconds in of.items()
+        ]
+        about = {"device": self.device, "tokens": self.tokens, "dtype": self.dtype}
+        document = {"version": VERSION, **about, "versions": dict(self.versions), "times": times}
+        Path(path).write_text(json.dumps(document, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> LatencyTable:
+        """Reads what `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            InvalidArgumentError: it is no such table, or a newer one.
+        """
+        try:
+            document = json.loads(Path(path).read_text())
+            if document["version"] != VERSION:
+                raise ValueError(f"version {VERSION} expected, got {document['version']!r}")
+            times: dict[tuple[int, int], dict[Choice | None, float]] = {}
+            for entry in document["times"]:
+                rows, columns = map(as_integer, entry["shape"])
+                times.setdefault((rows, columns), {})[_choice_of(entry["choice"])] = _time_of(entry["ms"])
+            about = str(document["device"]), as_integer(document["tokens"]), str(document["dtype"])
+            return cls(*about, dict(document["versions"]), times)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidArgumentError(f"path: {path} is no table of latencies: {error!r}") from error
+
+
+@torch.no_grad()
+def measure_latency(
+    model: nn.Module,
+    choices: Mapping[str, Iterable[Choice]],
+    *,
+    tokens: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    repetitions: int = 21,
+) -> LatencyTable:
+    """Times the layers of a model as what they might become, and dense, on the device at hand.
+
+    Layers of one shape share their times. Each is a layer of its own with random blocks and values and
+    without a bias, packed for inference (`BlockSparseLinear.pack`); those of one shape take turns, so that a
+    device which changes its speed does so for all, and the median is kept.
+
+    On CUDA devices this is the time of the GPU between two events, with a cold L2 cache: clearing that takes
+    longer than the host needs for a call, whose time is therefore not part of it. On the CPU it is the time
+    of a call by the clock, and weights may be in its caches.
+
+    Args:
+        model: its shapes are read, and dtype and device where they are not given.
+        choices: by layer name; the result of `measure_errors` is such a mapping.
+        tokens: rows of x in a call: batch times sequence length, or 1 for each sequence that is decoded.
+        dtype: of x and the weights; None is that of the first layer's weight.
+        device: None is that of the first layer's weight.
+        repetitions: of which the median is taken.
+
+    Raises:
+        InvalidArgumentError: a name is not that of a dense linear layer, a layer cannot become a choice, or
+            another argument is not allowed.
+        UnsupportedError: there is no kernel for one of the choices.
+    """
+    layers = dense_layers("choices", model, choices)
+    by_shape: dict[tuple[int, int], dict[Choice | None, None]] = {}
+    for name, layer in layers.items():
+        check_choices("choices", name, choices[name], shape_of(layer))
+        by_shape.setdefault(shape_of(layer), {None: None}).update(dict.fromkeys(choices[name]))
+    like = next(iter(layers.values())).weight
+    tokens, repetitions = _count("tokens", tokens), _count("repetitions", repetitions)
+    on, dtype = _checked_device(like.device if device is None else device), dtype or like.dtype
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"dtype: one of {[str(each) for each in DTYPES]} expected, got {dtype}")
+    progress, times = Progress(len(by_shape)), {}
+    for done, (shape, options) in enumerate(by_shape.items(), 1):
+        x = torch.randn(tokens, shape[1], device=on, dtype=dtype)
+        modules = [_module(shape, choice, on, dtype) for choice in options]
+        medians = _medians([(module, x) for module in modules], on, repetitions)
+        times[shape] = dict(zip(options, medians, strict=True))
+        progress.show(done, f"shapes measured, {shape[0]}x{shape[1]} the last")
+    return LatencyTable(_name_of(on), tokens, str(dtype).removeprefix("torch."), _versions(on), times)
+
+
+@torch.no_grad()
+def time_layers(
+    model: nn.Module, layers: Iterable[str], *, tokens: int, repetitions: int = 21
+) -> dict[str, float]:
+    """Milliseconds of one call of each of these layers as they are, dense or sparse, on their device.
+
+    It is measured as `measure_latency` does, but of the model's own layers: their sum beside
+    `LatencyTable.total` says how much the prediction is worth. What else a model does is in neither.
+
+    Args:
+        model: has these layers.
+        layers: names of linear layers, dense or block-sparse.
+        tokens: rows of x in a call.
+        repetitions: of which the median is taken.
+
+    Raises:
+        InvalidArgumentError: a name is not that of such a layer, or another argument is not allowed.
+    """
+    tokens, repetitions = _count("tokens", tokens), _count("repetitions", repetitions)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    calls: dict[str, tuple[Any, Tensor]] = {}
+    for name in layers:
+        layer: Any = modules.get(name)
+        if not isinstance(layer, nn.Linear | BlockSparseLinear) and not is_conv1d(layer):
+            raise InvalidArgumentError(
+                f"layers: a linear layer expected as {name!r}, got {type(layer).__name__}"
+            )
+        features = layer.in_features if not is_conv1d(layer) else layer.weight.shape[0]
+        dtype = layer._dtype if isinstance(layer, BlockSparseLinear) else layer.weight.dtype
+        calls[name] = layer, torch.randn(tokens, features, device=layer.weight.device, dtype=dtype)
+    if not calls:
+        raise InvalidArgumentError("layers: at least one name expected, got none")
+    devices = {x.device for _, x in calls.values()}
+    if len(devices) > 1:
+        raise InvalidArgumentError(f"layers: all on one device expected, got {sorted(map(str, devices))}")
+    device = _checked_device(devices.pop())
+    return dict(zip(calls, _medians(list(calls.values()), device, repetitions), strict=True))
+
+
+def _form(choice: Choice) -> tuple[Any, ...]:
+    return choice.block_shape, choice.nm, choice.storage
+
+
+def _module(
+    shape: tuple[int, int], choice: Choice | None, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """A layer with random values, and the same random blocks in every run."""
+    out_features, in_features = shape
+    if choice is None:
+        return nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype).eval()
+    try:
+        return (
+            BlockSparseLinear(
+                in_features,
+                out_features,
+                bias=False,
+                density=choice.density,
+                block_shape=choice.block_shape,
+                nm=choice.nm,
+                storage=choice.storage,
+                device=device,
+                dtype=dtype,
+                generator=torch.Generator().manual_seed(0),
+            )
+            .pack()
+            .eval()
+        )
+    except TileSparseError as error:
+        raise type(error)(f"choices: {choice}: {error}") from error
+
+
+def _medians(calls: Sequence[tuple[Any, Tensor]], device: torch.device, repetitions: int) -> list[float]:
+    """Milliseconds of a call of each, taking turns."""
+    for call, x in calls:
+        for _ in range(WARM_UP):
+            call(x)
+    time_all = _on_cuda if device.type == "cuda" else _on_cpu
+    return [1e3 * statistics.median(seconds) for seconds in time_all(calls, device, repetitions)]
+
+
+def _on_cuda(
+    calls: Sequence[tuple[Any, Tensor]], device: torch.device, repetitions: int
+) -> list[list[float]]:
+    with torch.cuda.device(device):
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        events: list[list[tuple[Any, Any]]] = [[] for _ in calls]
+        for _ in range(repetitions):
+            for (call, x), of in zip(calls, events, strict=True):
+                of.append((_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)))
+                flush.zero_()
+                of[-1][0].record()
+                call(x)
+                of[-1][1].record()
+        torch.cuda.synchronize()
+    return [[1e-3 * start.elapsed_time(end) for start, end in of] for of in events]
+
+
+def _on_cpu(calls: Sequence[tuple[Any, Tensor]], device: torch.device, repetitions: int) -> list[list[float]]:
+    in_a_row = [max(1, round(ROUND_SECONDS / _clocked(call, x, 1))) for call, x in calls]
+    rounds = [
+        [_clocked(call, x, count) for (call, x), count in zip(calls, in_a_row, strict=True)]
+        for _ in range(repetitions)
+    ]
+    return [list(seconds) for seconds in zip(*rounds, strict=True)]
+
+
+def _clocked(call: Callable[[Tensor], Tensor], x: Tensor, count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        call(x)
+    return (time.perf_counter() - start) / count
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _C.device_info(0).name
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    found = {"tilesparse": _C.version(), "torch": torch.__version__}
+    return found | ({"threads": str(torch.get_num_threads())} if device.type == "cpu" else {})
+
+
+def _checked_device(device: torch.device | str | int) -> torch.device:
+    try:
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InvalidArgumentError(f"device: a usable one expected, got {device!r}: {error}") from error
+    if found.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"device: cpu or cuda expected, got {device!r}; say where to measure")
+    return found
+
+
+def _count(name: str, number: object) -> int:
+    try:
+        found = as_integer(number)
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise InvalidArgumentError(f"{name}: a number of at least 1 expected, got {number!r}")
+    return found
+
+
+def _choice_of(entry: Mapping[str, Any] | None) -> Choice | None:
+    if entry is None:
+        return None
+    bn, bk = map(as_integer, entry["block_shape"])
+    nm = None if entry["nm"] is None else (as_integer(entry["nm"][0]), as_integer(entry["nm"][1]))
+    return Choice(float(entry["density"]), (bn, bk), nm, str(entry["storage"]))
+
+
+def _time_of(number: object) -> float:
+    milliseconds = as_number(number)
+    if not 0 <= milliseconds < math.inf:
+        raise ValueError(f"milliseconds expected, got {number!r}")
+    return milliseconds

@@ -1,0 +1,260 @@
+"""Orders of features that put into a block what belongs together, kept where pruning then errs less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._progress import Progress
+from ..errors import InvalidArgumentError
+from ..linear import dense_weight
+from ..patch import aligned
+from ._layers import check_choices, shape_of
+from .calibration import Calibration, Forward, Moments, call_model, evaluating
+from .choice import Choice
+from .compensation import DAMPING
+from .driver import _check_model, _check_moments, _checked_choice, _collected, _device
+from .folds import Fold, Part, find_folds, parts_of, permute_, reason_against
+from .layer import Pruner
+
+ROUNDS = 8  # of a search
+DIFFERENCE = {4: 1e-3, 8: 1e-6}  # of outputs that count as equal, relative, by bytes of a number
+DIFFERENCE_16_BITS = 5e-2
+
+
+@dataclass(frozen=True)
+class PermutedFold:
+    """A fold, the sum of its layers' errors with the order they had and with the one found, and which stays.
+
+    Both are None where blocks hold whole units or whole groups, so that no order changes them.
+    """
+
+    fold: Fold
+    before: float | None
+    after: float | None
+    taken: bool
+
+
+@dataclass(frozen=True)
+class PermutationReport:
+    """What `permute_model` did; ``str()`` makes a table of it."""
+
+    folds: list[PermutedFold]
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("consumer", "groups", "units", "error", "reordered", "")]
+        for done in self.folds:
+            errors = ("" if error is None else f"{error:.4f}" for error in (done.before, done.after))
+            sizes = str(done.fold.groups), str(done.fold.units)
+            rows.append((done.fold.consumer, *sizes, *errors, "taken" * done.taken))
+        taken = sum(done.taken for done in self.folds)
+        return "\n".join([*aligned(rows), f"{taken} of {len(self.folds)} folds have another order"])
+
+
+def permute_model(
+    model: nn.Module,
+    batches: Iterable[Any],
+    choice: Choice,
+    *,
+    folds: Sequence[Fold] | None = None,
+    damping: float = DAMPING,
+    forward: Forward | None = None,
+    device: torch.device | str | int | None = None,
+) -> PermutationReport:
+    """Looks for orders in which a model loses less when pruned, and puts its folds into them, in place.
+
+    Units that matter for the same blocks are brought together: by turns the blocks with the highest sums of
+    |W| · ‖X‖ (Wanda) are kept, and units go where most of their own lies. That channels may be permuted so as
+    to lose less is from Pool and Yu, "Channel Permutations for N:M Sparsity" (NeurIPS 2021). An order stays
+    only where it lowers the sum of the relative errors that the layers of the fold have once "obs" has pruned
+    and refitted them. The model's function is the same afterwards, which is checked with the first batch.
+
+    Args:
+        model: dense, on its device.
+        batches: calibration data, as of `prune_model`.
+        choice: what the layers are to become.
+        folds: None is all that `find_folds` finds.
+        damping, forward, device: as of `prune_model`.
+
+    Raises:
+        InvalidArgumentError: there is no fold, one does not fit the model, a layer of one cannot become the
+            choice or is never run by the data, or outputs change although they should not, because something
+            depends on the order. The model is as it was.
+    """
+    _check_model(model)
+    choice = _checked_choice(choice, "choice: ")
+    found = find_folds(model) if folds is None else list(folds)
+    if not found:
+        raise InvalidArgumentError("folds: at least one expected, none is known of this model")
+    for fold in found:
+        reason = reason_against(model, fold)
+        if reason is not None:
+            raise InvalidArgumentError(f"folds: {reason}")
+        for part in parts_of(model, fold):
+            check_choices("choice", part.name, [choice], shape_of(part.layer))
+    data, call = _collected(batches), forward or call_model
+    done: list[PermutedFold] = []
+    taken: list[tuple[Fold, Tensor]] = []
+    try:
+        with evaluating(model), torch.no_grad():
+            expected = _first_tensor(call(model, data[0]))
+            for fold, moments in _with_moments(model, data, call, found, _device(model, device)):
+                result, order = _improve(model, fold, moments, choice, damping)
+                done.append(result)
+                taken += [(fold, order)] if result.taken else []
+            _check_same(_first_tensor(call(model, data[0])), expected)
+    except BaseException:
+        for fold, order in reversed(taken):
+            permute_(model, fold, order.argsort(1))
+        raise
+    return PermutationReport(done)
+
+
+def _with_moments(
+    model: nn.Module, data: Sequence[Any], call: Forward, folds: Sequence[Fold], device: torch.device
+) -> Iterator[tuple[Fold, dict[str, Moments]]]:
+    """Folds, as soon as the inputs of their layers are known; the caller keeps these in order."""
+    waiting = list(folds)
+    names = list(dict.fromkeys(name for fold in folds for name in fold.layers()))
+    calibration = Calibration(model, data, call, names, device)
+    known: dict[str, Moments] = {}
+    progress = Progress(len(folds))
+    for unit in calibration.units():
+        found = calibration.moments(unit, {})
+        _check_moments(unit.layers, found)
+        known |= found
+        calibration.advance(unit, {})
+        for fold in [fold for fold in waiting if known.keys() >= set(fold.layers())]:
+            waiting.remove(fold)
+            yield fold, known
+            progress.show(len(folds) - len(waiting), f"folds searched, that of {fold.consumer} the last")
+        needed = {name for fold in waiting for name in fold.layers()}
+        known = {name: moments for name, moments in known.items() if name in needed}
+
+
+def _improve(
+    model: nn.Module, fold: Fold, moments: dict[str, Moments], choice: Choice, damping: float
+) -> tuple[PermutedFold, Tensor]:
+    """Reorders a fold, and the moments of its consumer, if that lowers the error."""
+    order = _clustered(parts_of(model, fold), fold, moments, choice)
+    if order is None:
+        return PermutedFold(fold, None, None, False), torch.empty(0)
+    before = _error(model, fold, moments, choice, damping)
+    consumer = parts_of(model, fold)[-1]
+    reordered = {**moments, consumer.name: moments[consumer.name].reordered(consumer.places(order))}
+    permute_(model, fold, order)
+    try:
+        after = _error(model, fold, reordered, choice, damping)
+        taken = after < before
+    except BaseException:
+        permute_(model, fold, order.argsort(1))
+        raise
+    if taken:
+        moments.update(reordered)
+    else:
+        permute_(model, fold, order.argsort(1))
+    return PermutedFold(fold, before, after, taken), order
+
+
+def _error(
+    model: nn.Module, fold: Fold, moments: Mapping[str, Moments], choice: Choice, damping: float
+) -> float:
+    """The sum of what the fold's layers get wrong once they are pruned."""
+    pruners = (Pruner(model.get_submodule(name), moments[name], damping) for name in fold.layers())
+    return sum(pruner.prune(choice, "obs")[0].error for pruner in pruners)
+
+
+def _clustered(
+    parts: Sequence[Part], fold: Fold, moments: Mapping[str, Moments], choice: Choice
+) -> Tensor | None:
+    """An order [groups, units] with those together that matter for the same blocks; None if none matters."""
+    sides = [
+        choice.block_shape[0 if part.rows else 1]
+        * fold.groups
+        * part.repeats
+        * fold.units
+        // (part.stop - part.start)
+        for part in parts
+    ]
+    cluster = max(sides)  # units that share a block
+    if cluster <= 1 or cluster >= fold.units:
+        return None
+    profiles = [_profile(part, fold, moments[part.name], choice) for part in parts]
+    profile = torch.cat([each / each.sum().clamp_min(1e-30) for each in profiles], 2)
+    return torch.stack([_order_of(units, cluster, choice.density) for units in profile])
+
+
+def _profile(part: Part, fold: Fold, moments: Moments, choice: Choice) -> Tensor:
+    """[groups, units, blocks]: how much each unit matters to each block column, or block row."""
+    norms = moments.second().diagonal().sqrt()
+    weight = dense_weight(part.layer).to(norms.device)
+    scores = weight.double().abs() * norms
+    bn, bk = choice.block_shape
+    if part.rows:
+        ours = scores[part.start : part.stop].reshape(part.stop - part.start, -1, bk).sum(2)
+    else:
+        ours = scores.reshape(-1, bn, part.stop).sum(1).T
+    ours = ours.reshape(fold.groups, part.repeats, fold.units, -1, ours.shape[1]).sum(3)
+    return ours.transpose(1, 2).flatten(2).cpu()
+
+
+def _order_of(profile: Tensor, cluster: int, density: float) -> Tensor:
+    """[units]: those of one group, by the best of a few rounds of keeping blocks and assigning units."""
+    starts = range(0, len(profile), cluster)
+    order = profile.sum(1).argsort(descending=True, stable=True)
+    best, most = order, -1.0
+    for _ in range(ROUNDS):
+        sums = torch.stack([profile[order[start : start + cluster]].sum(0) for start in starts])
+        kept = torch.zeros(sums.numel(), dtype=torch.bool)
+        kept[sums.flatten().argsort(descending=True, stable=True)[: round(density * sums.numel())]] = True
+        score = float(sums.flatten()[kept].sum())
+        if score <= most:
+            break
+        best, most = order, score
+        order = _assigned(profile @ kept.view(sums.shape).to(profile.dtype).T, cluster)
+    return best
+
+
+def _assigned(gains: Tensor, cluster: int) -> Tensor:
+    """Units by the clusters they go to; those choose first that would lose most by their second best."""
+    ranked = gains.sort(dim=1, descending=True, stable=True)
+    urgency = ranked.values[:, 0] - ranked.values[:, 1]
+    choices = ranked.indices.tolist()
+    room = [min(cluster, len(gains) - start) for start in range(0, len(gains), cluster)]
+    members: list[list[int]] = [[] for _ in room]
+    for unit in urgency.argsort(descending=True, stable=True).tolist():
+        home = next(number for number in choices[unit] if room[number])
+        room[home] -= 1
+        members[home].append(unit)
+    return torch.tensor([unit for home in members for unit in home])
+
+
+def _first_tensor(output: Any) -> Tensor:
+    """The first tensor of numbers in what a model gives."""
+    if isinstance(output, Tensor) and output.is_floating_point():
+        return output
+    if isinstance(output, Mapping | tuple | list):
+        for item in output.values() if isinstance(output, Mapping) else output:
+            if isinstance(item, Mapping | tuple | list) or (
+                isinstance(item, Tensor) and item.is_floating_point()
+            ):
+                return _first_tensor(item)
+    raise InvalidArgumentError(
+        f"model: an output with a tensor of numbers expected, to compare, got {type(output).__name__}; "
+        "forward can give one"
+    )
+
+
+def _check_same(output: Tensor, expected: Tensor) -> None:
+    limit = DIFFERENCE.get(expected.itemsize, DIFFERENCE_16_BITS)
+    output, expected = output.double(), expected.double()
+    difference = float((output - expected).norm() / expected.norm().clamp_min(1e-30))
+    if not difference <= limit:
+        raise InvalidArgumentError(
+            f"folds: equal outputs expected after reordering, got a relative difference of {difference:.2g}; "
+            "something in the model depends on an order"
+        )

@@ -1,0 +1,87 @@
+"""How much the loss of a model depends on what its layers get wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidArgumentError
+from ._layers import dense_layers
+from .calibration import Forward, call_model, evaluating
+from .driver import Loss, _check_model, _collected, _own_loss
+
+
+def measure_sensitivity(
+    model: nn.Module,
+    batches: Iterable[Any],
+    layers: Iterable[str],
+    *,
+    forward: Forward | None = None,
+    loss: Loss | None = None,
+) -> dict[str, float]:
+    """What relative errors of layers weigh in a loss, as `weights` of `allocate`; the model is only read.
+
+    To second order, as in LeCun et al., "Optimal Brain Damage" (NIPS 1989), but with the empirical Fisher
+    information in place of the Hessian, and for errors in no particular direction, the loss grows by
+
+        error · Σ ‖∂L/∂y‖² · Σ ‖X Wᵀ‖² / out_features
+
+    over tokens, up to a factor that all layers share. The result is scaled to a mean of 1.
+
+    Args:
+        model: dense, evaluated without dropout.
+        batches: calibration data, as of `prune_model`, with labels where the loss needs them.
+        layers: names of dense linear layers, such as those of the curves.
+        forward, loss: as of `prune_model`.
+
+    Raises:
+        InvalidArgumentError: a name is not that of such a layer, there is no loss, or it does not depend on a
+            layer, or its gradients are not finite.
+    """
+    _check_model(model)
+    found = dense_layers("layers", model, layers)
+    data = _collected(batches)
+    slopes, sizes = dict.fromkeys(found, 0.0), dict.fromkeys(found, 0.0)
+    with evaluating(model):
+        for batch in data:
+            outputs: list[tuple[str, Tensor]] = []
+            with ExitStack() as handles, torch.enable_grad():
+                for name, layer in found.items():
+                    handles.callback(layer.register_forward_hook(_keeping(name, outputs)).remove)
+                value = loss(model, batch) if loss else _own_loss((forward or call_model)(model, batch))
+                gradients = _gradients(value, [y for _, y in outputs])
+            for (name, y), gradient in zip(outputs, gradients, strict=True):
+                bias = found[name].bias
+                product = y.detach().double() - (0.0 if bias is None else bias.detach().double())
+                sizes[name] += float(product.square().sum()) / y.shape[-1]
+                slopes[name] += 0.0 if gradient is None else float(gradient.double().square().sum())
+    weights = {name: slopes[name] * sizes[name] for name in found}
+    for name, weight in weights.items():
+        if not 0 < weight < math.inf:
+            raise InvalidArgumentError(
+                f"loss: one that depends on layer {name!r}, with finite gradients, expected, got {weight}"
+            )
+    mean = sum(weights.values()) / len(weights)
+    return {name: weight / mean for name, weight in weights.items()}
+
+
+def _keeping(name: str, outputs: list[tuple[str, Tensor]]) -> Callable[..., Tensor]:
+    """A hook that keeps outputs, which have gradients even where all parameters are frozen."""
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+        kept = y if y.requires_grad else y.detach().requires_grad_()
+        outputs.append((name, kept))
+        return kept.clone()  # which a model may write to
+
+    return hook
+
+
+def _gradients(value: Tensor, outputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+    if not outputs or not value.requires_grad:
+        return (None,) * len(outputs)
+    return torch.autograd.grad(value, outputs, allow_unused=True)

@@ -1,0 +1,451 @@
+"""What layers become within a budget, and the tables of times that budgets are made of."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, seeded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_docs import executed
+from torch import nn
+
+from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, InvalidArgumentError
+from tilesparse.prune import (
+    Choice,
+    LatencyTable,
+    allocate,
+    erk,
+    measure_errors,
+    measure_latency,
+    measure_sensitivity,
+    prune_model,
+    time_layers,
+    uniform,
+)
+from tilesparse.prune import knapsack as solver
+from tilesparse.prune.knapsack import solve
+
+PLAIN = [Choice(density, (block, block)) for density in (0.25, 0.5, 0.75) for block in (32, 64)]
+OTHERS = [Choice(0.5, (64, 64), (2, 4), storage) for storage in ("plain", "compressed", "int8")]
+CHOICES = [*PLAIN, *OTHERS, Choice(0.5, (64, 64), None, "int8")]
+
+
+class Layers(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.up = nn.Linear(128, 256, device="meta", dtype=dtype)
+        self.down = nn.Linear(256, 128, device="meta", dtype=dtype)
+        self.other = nn.Linear(128, 256, bias=False, device="meta", dtype=dtype)
+
+
+NAMES = ("up", "down", "other")
+
+
+def curves_of(choices: list[Choice] = CHOICES) -> dict[str, dict[Choice, float]]:
+    """Layers that matter differently."""
+    return {
+        name: {
+            choice: factor * (1 - choice.density + 0.1 * (choice.nm is not None)) ** 2 for choice in choices
+        }
+        for factor, name in enumerate(NAMES, 1)
+    }
+
+
+def table_of(**changes: Any) -> LatencyTable:
+    times = {
+        shape: {None: 1.0, **{choice: 0.1 + choice.density * (1 if choice.nm else 1.5) for choice in CHOICES}}
+        for shape in ((256, 128), (128, 256))
+    }
+    about = {"device": "A device", "tokens": 8, "dtype": "bfloat16", "versions": {"torch": "2"}}
+    return LatencyTable(**{**about, "times": times, **changes})
+
+
+# The knapsack
+
+
+def brute_force(costs: list[list[float]], errors: list[list[float]], budget: float) -> float:
+    """The least error of all that can be chosen."""
+    return min(
+        sum(of[item] for of, item in zip(errors, items, strict=True))
+        for items in product(*map(range, map(len, costs)))
+        if sum(of[item] for of, item in zip(costs, items, strict=True)) <= budget * (1 + solver.ROUNDING)
+    )
+
+
+items = st.tuples(st.integers(0, 12) | st.floats(0, 12), st.integers(0, 9) | st.floats(0, 9))
+
+
+@given(st.lists(st.lists(items, min_size=1, max_size=5), min_size=1, max_size=5), st.floats(0, 1))
+@settings(max_examples=150)
+def test_the_knapsack_is_that_of_all_that_can_be_chosen(
+    groups: list[list[tuple[float, float]]], part: float
+) -> None:
+    costs, errors = ([[float(item[i]) for item in group] for group in groups] for i in (0, 1))
+    least, most = sum(map(min, costs)), sum(map(max, costs))
+    budget = least + part * (most - least)
+    found, best = solve(costs, errors, budget), brute_force(costs, errors, budget)
+    assert found.cost <= budget * (1 + 2 * solver.ROUNDING)
+    assert found.error <= best * (1 + 2 * solver.GAP) + 1e-12
+    assert found.bound <= best + 1e-12
+    assert found == solve(costs, errors, budget)
+
+
+def test_the_bound_is_one_where_states_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.rand(2, 12, 9, generator=seeded()).tolist()
+    costs, errors = ([[0.0, *row] for row in of] for of in numbers)
+    budget = 0.3 * sum(map(max, costs))
+    exact = solve(costs, errors, budget)
+    assert exact.bound >= exact.error * (1 - 2 * solver.GAP)
+    monkeypatch.setattr(solver, "STATES", 3)
+    hasty = solve(costs, errors, budget)
+    assert hasty.bound <= exact.error <= hasty.error * (1 + 2 * solver.GAP)
+
+
+def test_a_large_model_is_solved_to_the_gap() -> None:
+    generator = seeded()
+    costs = [[0.1, 0.3, 0.55, 0.8, 1.0]] * 400
+    errors = [[*sorted(torch.rand(4, generator=generator).tolist(), reverse=True), 0.0] for _ in range(400)]
+    found = solve(costs, errors, 200.0)
+    assert found.error - found.bound <= 2 * solver.GAP * found.error
+
+
+# Budgets
+
+
+def test_parameters_are_those_that_are_multiplied() -> None:
+    model, curves = Layers(), curves_of()
+    total = 3 * 128 * 256
+    plan = allocate(curves, model, parameters=total // 2)
+    assert sum(layer.cost for layer in plan.layers) == plan.cost <= total // 2
+    for layer in plan.layers:
+        assert layer.choice is not None
+        kept = layer.choice.density * layer.dense_cost
+        assert layer.cost == (kept if layer.choice.nm is None else kept / 2)
+    assert plan.error == sum(curves[name][plan[name]] for name in NAMES)
+    assert plan.gap <= 2 * solver.GAP
+    assert list(plan) == list(NAMES) and dict(plan) == plan
+    assert dict(allocate(curves, model, parameters=total)) == dict.fromkeys(NAMES)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_bytes_are_those_of_the_layers(choice: Choice) -> None:
+    model = Layers(torch.bfloat16)
+    plan = allocate({"up": {choice: 0.5}}, model, bytes=2 * 128 * 256 - 1 if choice != OTHERS[0] else 50_000)
+    layer = BlockSparseLinear(
+        128,
+        256,
+        bias=False,
+        density=choice.density,
+        block_shape=choice.block_shape,
+        nm=choice.nm,
+        storage=choice.storage,
+        dtype=torch.bfloat16,
+    )
+    tensors = (*layer.parameters(), *layer.buffers())
+    assert plan["up"] == choice
+    assert plan.cost == sum(tensor.nbytes for tensor in tensors)
+
+
+@given(st.floats(0, 1), st.sampled_from(["parameters", "bytes", "milliseconds"]))
+@settings(max_examples=40)
+def test_budgets_are_met(part: float, unit: str) -> None:
+    model, curves, table = Layers(), curves_of(), table_of()
+    options: dict[str, Any] = {"table": table} if unit == "milliseconds" else {}
+    most = allocate(curves, model, **{unit: 1e9}, **options).cost
+    with pytest.raises(InvalidArgumentError, match=rf"{unit}: at least [\d.]+ expected") as raised:
+        allocate(curves, model, **{unit: 0}, **options)
+    least = float(str(raised.value).split()[3])
+    budget = min(most, least + part * (most - least))
+    plan = allocate(curves, model, **{unit: budget}, **options)
+    assert plan.cost <= budget * (1 + 1e-9)
+    assert plan.bound <= plan.error
+
+
+def test_latency_chooses_what_is_fast_and_keeps_dense_what_is_not() -> None:
+    table = table_of()
+    curves = curves_of()
+    plan = allocate(curves, Layers(), milliseconds=2.0, table=table)
+    choices = [None, *CHOICES]
+    best = min(
+        sum(curves[name].get(choice, 0.0) for name, choice in zip(NAMES, chosen, strict=True))
+        for chosen in product(choices, repeat=3)
+        if sum(table.milliseconds((256, 128), choice) for choice in chosen) <= 2.0
+    )
+    assert math.isclose(plan.error, best, rel_tol=1e-5)
+    assert plan.cost == pytest.approx(table.total(Layers(), plan))
+    # At density .75 these are slower than dense, and so never chosen.
+    assert all(choice is None or choice.density < 0.75 for choice in plan.values())
+
+
+def test_weights_say_which_layer_matters() -> None:
+    curves = {name: {Choice(0.25, (32, 32)): 0.1} for name in NAMES}
+    budget = {"parameters": (1 + 1 + 4) * 128 * 256 // 4}
+    for name in NAMES:
+        plan = allocate(curves, Layers(), **budget, weights={name: 2.0})
+        assert [layer for layer in plan if plan[layer] is None] == [name]
+    assert allocate(curves, Layers(), **budget).error == pytest.approx(0.2)
+
+
+def test_the_report_says_what_was_chosen_and_how_well() -> None:
+    text = str(allocate(curves_of(), Layers(), milliseconds=2.0, table=table_of()))
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == list(NAMES)
+    assert "256x128" in lines[1] and lines[4].startswith("sum") and "3.0000" in lines[4]
+    assert "no choice has an error below" in lines[5]
+    assert "measured on A device with 8 tokens in bfloat16, which this machine does not have" in lines[6]
+
+
+ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no budget": ({}, "exactly one"),
+    "two": ({"parameters": 1, "bytes": 1}, "exactly one"),
+    "negative": ({"bytes": -1}, "bytes: "),
+    "nan": ({"parameters": math.nan}, "parameters: "),
+    "a text": ({"parameters": "1"}, "parameters: "),
+    "no table": ({"milliseconds": 5.0}, "table: "),
+    "no need of one": ({"bytes": 500_000, "table": table_of()}, "table: "),
+    "unknown weight": ({"bytes": 500_000, "weights": {"in": 1.0}}, "weights: .*'in'"),
+    "bad weight": ({"bytes": 500_000, "weights": {"up": -1.0}}, "weights: .*'up'"),
+    "no curves": ({"bytes": 500_000, "curves": {}}, "curves: at least one"),
+    "no layer": ({"bytes": 500_000, "curves": {"in": {}}}, "curves: .*'in', got no layer"),
+    "not dense": ({"bytes": 500_000, "curves": {"": {}}}, "curves: .*got Layers"),
+    "nan error": ({"bytes": 500_000, "curves": {"up": {PLAIN[0]: math.nan}}}, "curves: .*'up'"),
+    "blocks": ({"bytes": 500_000, "curves": {"up": {Choice(0.5, (48, 48)): 0.1}}}, "curves: .*'up'.*block"),
+    "none kept": ({"bytes": 500_000, "curves": {"up": {Choice(0.01, (64, 64)): 0.1}}}, "'up': density"),
+    "density 0": ({"bytes": 500_000, "curves": {"up": {Choice(0.0, (64, 64)): 0.1}}}, "'up': density"),
+    "storage": ({"bytes": 1, "curves": {"up": {Choice(0.5, (64, 64), None, "x"): 0.1}}}, "'up': storage"),
+    "no time": (
+        {"milliseconds": 9.0, "table": table_of(times={(256, 128): {None: 1.0}})},
+        "table: has no time of 256x128 0.25 32x32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALLOCATE_WRONG)
+def test_what_allocate_refuses(name: str) -> None:
+    options, text = ALLOCATE_WRONG[name]
+    with pytest.raises(InvalidArgumentError, match=text):
+        allocate(**{"curves": curves_of(), "model": Layers(), **options})
+
+
+def test_one_layer_under_two_names() -> None:
+    model = Layers()
+    model.again = model.up
+    with pytest.raises(InvalidArgumentError, match="'again' and 'up' are one layer"):
+        allocate({"up": {}, "again": {}}, model, bytes=1 << 20)
+
+
+# Densities by rule
+
+
+def test_uniform() -> None:
+    assert uniform(Layers(), NAMES, 0.25) == dict.fromkeys(NAMES, Choice(0.25, (64, 64)))
+    with pytest.raises(InvalidArgumentError, match=r"'up'.*rounds to none"):
+        uniform(Layers(), NAMES, 0.001)
+
+
+def model_of(shapes: list[tuple[int, int]]) -> tuple[nn.Module, list[str]]:
+    model = nn.Sequential(*(nn.Linear(16 * k, 16 * n, device="meta") for n, k in shapes))
+    return model, [str(number) for number in range(len(shapes))]
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=8), st.floats(0, 1))
+@settings(max_examples=100)
+def test_erk_keeps_what_it_is_told_in_proportion(shapes: list[tuple[int, int]], density: float) -> None:
+    model, names = model_of(shapes)
+    total = sum(n * k for n, k in shapes)
+    if round(density * total) < len(shapes):
+        with pytest.raises(InvalidArgumentError, match="density: at least"):
+            erk(model, names, density, block_shape=16)
+        return
+    choices = erk(model, names, density, block_shape=16)
+    kept = [round(choices[name].density * n * k) for name, (n, k) in zip(names, shapes, strict=True)]
+    assert sum(kept) == round(density * total)
+    free = [
+        blocks / (n + k) for blocks, (n, k) in zip(kept, shapes, strict=True) if 1 < blocks < n * k
+    ]  # not clipped: in proportion, but for the rounding of each to a block
+    for (blocks, (n, k)), share in product(zip(kept, shapes, strict=True), free):
+        rounding = 1 / (n + k) + max(1 / sum(shape) for shape in shapes)
+        assert blocks == n * k or blocks / (n + k) >= share - rounding
+        assert blocks == 1 or blocks / (n + k) <= share + rounding
+
+
+def test_erk_is_the_formula_where_nothing_is_clipped() -> None:
+    model, names = model_of([(64, 64), (128, 32), (64, 128)])
+    choices = erk(model, names, 0.25, block_shape=16)
+    scale = 0.25 * (64 * 64 + 128 * 32 + 64 * 128) / (64 + 64 + 128 + 32 + 64 + 128)
+    for name, (n, k) in zip(names, [(64, 64), (128, 32), (64, 128)], strict=True):
+        assert choices[name].density == pytest.approx(scale * (n + k) / (n * k), abs=1 / (n * k))
+
+
+@pytest.mark.parametrize("density", [-0.1, 1.1, math.nan, "half", True])
+def test_densities_that_erk_refuses(density: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="density: "):
+        erk(Layers(), NAMES, density)
+
+
+# Tables of times
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_measured_is_what_curves_have(device: str, tmp_path: Path) -> None:
+    curves = {"up": dict.fromkeys(CHOICES, 0.1), "other": {Choice(1.0, (128, 32)): 0.1}, "down": {}}
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    table = measure_latency(Layers(), curves, tokens=8, dtype=dtype, device=device, repetitions=3)
+    assert set(table.times) == {(256, 128), (128, 256)}
+    assert set(table.times[256, 128]) == {None, *CHOICES, Choice(1.0, (128, 32))}
+    assert set(table.times[128, 256]) == {None}
+    assert all(0 < time < 1e3 for times in table.times.values() for time in times.values())
+    assert "does not have" not in table.where() and "256x128" in str(table)
+    table.save(tmp_path / "table.json")
+    assert LatencyTable.load(tmp_path / "table.json") == table
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layers_are_timed_as_they_are(device: str) -> None:
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).to(device)
+    patcher = BlockSparseModelPatcher()
+    patcher.add_pattern("2", {"density": 0.5, "storage": "int8"})
+    patcher.patch_model(model)
+    times = time_layers(model, ["0", "2"], tokens=8, repetitions=3)
+    assert list(times) == ["0", "2"] and all(0 < time < 1e3 for time in times.values())
+    for names, text in (["1"], "'1', got ReLU"), ([], "at least one"), (["3"], "'3', got NoneType"):
+        with pytest.raises(InvalidArgumentError, match=f"layers: .*{text}"):
+            time_layers(model, names, tokens=8)
+    with pytest.raises(InvalidArgumentError, match="device: cpu or cuda expected"):
+        time_layers(nn.Sequential(nn.Linear(16, 16, device="meta")), ["0"], tokens=8)
+
+
+def test_times_between_measured_densities_rise() -> None:
+    densities = {0.2: 1.0, 0.4: 3.0, 0.6: 2.0, 0.8: 5.0}
+    times = {None: 4.0, **{Choice(density, (64, 64)): time for density, time in densities.items()}}
+    table = table_of(times={(128, 128): times})
+    assert table.milliseconds((128, 128), Choice(0.6, (64, 64))) == 2.0
+    assert table.milliseconds((128, 128), Choice(0.3, (64, 64))) == pytest.approx(2.0)
+    assert table.milliseconds((128, 128), Choice(0.5, (64, 64))) == 3.0
+    assert table.milliseconds((128, 128), Choice(0.7, (64, 64))) == pytest.approx(4.0)
+    for choice in (Choice(0.1, (64, 64)), Choice(0.9, (64, 64)), Choice(0.5, (32, 32)), OTHERS[0]):
+        with pytest.raises(InvalidArgumentError, match=r"table: has no time of 128x128 .*measured are dense"):
+            table.milliseconds((128, 128), choice)
+    with pytest.raises(InvalidArgumentError, match=r"64x128.*measured are the shapes 128x128"):
+        table.milliseconds((64, 128), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"version": 2}, "version 1 expected, got 2"),
+        ({"times": [{"shape": [1, 2], "choice": None, "ms": math.nan}]}, "milliseconds expected"),
+        ({"times": [{"shape": [1], "choice": None, "ms": 1.0}]}, "table"),
+        ({"times": [{"shape": [1, 2], "choice": {"density": 1}, "ms": 1.0}]}, "block_shape"),
+        ({"tokens": None}, "integer"),
+    ],
+)
+def test_files_that_are_no_tables(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    path = tmp_path / "table.json"
+    table_of().save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(InvalidArgumentError, match=f"path: .*{text}"):
+        LatencyTable.load(path)
+
+
+def test_other_files_and_none(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "text").write_text("nothing")
+    for name in ("list.json", "text"):
+        with pytest.raises(InvalidArgumentError, match=f"path: .*{name}"):
+            LatencyTable.load(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        LatencyTable.load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tokens": 0}, "tokens: "),
+        ({"repetitions": 1.5}, "repetitions: "),
+        ({"device": None}, "device: cpu or cuda expected"),
+        ({"device": "nowhere"}, "device: "),
+        ({"dtype": torch.int8}, "dtype: "),
+        ({"choices": {"up": [Choice(0.5, (48, 64))]}}, "choices: layer 'up': block_shape"),
+        ({"choices": {"nothing": []}}, "choices: .*'nothing'"),
+    ],
+)
+def test_what_measure_latency_refuses(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        measure_latency(**{"model": Layers(), "choices": {"up": []}, "tokens": 1, "device": "cpu", **options})
+
+
+# From curves to a model
+
+
+def test_the_page_on_budgets_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names = executed("budgets.md")
+    plan, fast, curves, pruned = (names[name] for name in ("plan", "fast", "curves", "pruned"))
+    assert plan.unit == "bytes" and 60_000 < plan.cost <= 70_000
+    assert any(isinstance(module, BlockSparseLinear) for module in pruned)
+    assert fast.unit == "ms" and fast.cost <= fast.budget * (1 + 1e-9)
+    assert fast.error <= sum(curves[name][choice] for name, choice in names["alike"].items())
+    assert names["report"].folds[0].fold.units == 256
+    assert "budget" in capsys.readouterr().out
+
+
+def test_a_plan_is_what_a_model_becomes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
+    batches = [torch.randn(256, 64, generator=seeded(seed)) for seed in range(4)]
+    choices = [Choice(density, (block, 32)) for density in (0.25, 0.5, 0.75) for block in (16, 32)]
+    curves = measure_errors(model, batches, [*choices, Choice(0.5, (32, 32), (2, 4), "compressed")])
+    budget = (64 * 128 + 128 * 128 + 128 * 64) // 2
+    plan = allocate(curves, model, parameters=budget)
+    report = prune_model(model, batches, choices=plan)
+    pruned = {layer.name: layer for layer in report.layers}
+    assert set(pruned) == {name for name, choice in plan.items() if choice is not None}
+    multiplied = 0
+    for name, layer in plan.items():
+        module = model.get_submodule(name)
+        if layer is not None:
+            assert isinstance(module, BlockSparseLinear) and pruned[name].choice == layer
+            assert (module.storage, module.nm, module.block_shape) == (
+                layer.storage,
+                layer.nm,
+                layer.block_shape,
+            )
+        multiplied += module.weight.numel()
+    assert multiplied == plan.cost <= budget
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sensitivity_is_that_of_the_loss(frozen: bool) -> None:
+    """Of a linear model and a quadratic loss the gradients are known."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4, bias=False)).double().requires_grad_(not frozen)
+    x = torch.randn(32, 8, dtype=torch.float64)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = measure_sensitivity(
+        model, [x[:20], x[20:]], ["1", "0"], loss=lambda model, x: model(x).square().sum() / 2
+    )
+    with torch.no_grad():
+        y = model(x)
+        product = x @ model[0].weight.T
+        last = y.square().sum() * y.square().sum() / 4
+        first = (y @ model[1].weight).square().sum() * product.square().sum() / 16
+    assert list(found) == ["1", "0"] and sum(found.values()) == pytest.approx(2)
+    assert found["0"] / found["1"] == pytest.approx(float(first / last))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not model[0]._forward_hooks and all(p.grad is None for p in model.parameters())
+
+
+def test_losses_that_tell_nothing() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(4, 8)
+    for loss in (lambda model, x: model[0](x).sum(), lambda model, x: model(x).sum() * math.nan):
+        with pytest.raises(InvalidArgumentError, match="loss: one that depends on layer '1'"):
+            measure_sensitivity(model, [x], ["1"], loss=loss)
+    with pytest.raises(InvalidArgumentError, match="loss: expected"):
+        measure_sensitivity(model, [x], ["1"])
