@@ -227,6 +227,18 @@ def test_what_does_not_fit_is_named() -> None:
         (DistillationLoss(task=1), outputs(logits=logits), logits, "student: outputs with 'loss'"),
         (
             DistillationLoss(hidden_states=1),
+            outputs(hidden_states=logits),
+            outputs(hidden_states=[logits]),
+            "student: a tuple or list of hidden_states expected, got Tensor",
+        ),
+        (
+            DistillationLoss(hidden_states=1),
+            outputs(hidden_states=[logits]),
+            outputs(hidden_states=()),
+            "teacher: a tuple or list of hidden_states expected, got tuple without any",
+        ),
+        (
+            DistillationLoss(hidden_states=1),
             outputs(hidden_states=[logits] * 2),
             outputs(hidden_states=[logits] * 3),
             "as many hidden_states as the student has expected, 2, got 3",
