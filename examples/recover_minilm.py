@@ -63,7 +63,7 @@ def load_texts(arguments: argparse.Namespace) -> Texts:
     files = sorted(root.rglob("*.py"))
     random.Random(arguments.seed).shuffle(files)
     training: dict[str, None] = {}
-    held_out: list[Docstring] = []
+    held_out: list[list[str]] = []  # paragraphs of docstrings
     counts = [0, 0]
     for file in files:
         digest = hashlib.sha256(str(file.relative_to(root)).encode()).digest()
@@ -71,10 +71,11 @@ def load_texts(arguments: argparse.Namespace) -> Texts:
         counts[is_held_out] += 1
         for paragraphs in docstrings(file):
             if is_held_out:
-                held_out.append(Docstring(paragraphs[0], " ".join(paragraphs[1:])))
+                held_out.append(paragraphs)
             else:
                 training |= dict.fromkeys(paragraphs)
-    others = [one for one in dict.fromkeys(held_out) if one.title not in training and one.body]
+    unseen = [found for found in held_out if len(found) > 1 and training.keys().isdisjoint(found)]
+    others = list(dict.fromkeys(Docstring(title, " ".join(body)) for title, *body in unseen))
     random.Random(arguments.seed).shuffle(others)
     by_title = {one.title: one for one in others}  # each is the answer to one title
     return Texts(

@@ -207,9 +207,9 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
             result[f"perplexity_{text}"] = perplexity(measured, windows, arguments)
         case["results"].append(result)
         print({key: value for key, value in result.items() if key not in ("loss", "fitted")}, flush=True)
-    document["cases"].append(times(model, dense, arguments))
-    if arguments.save is not None:
+    if arguments.save is not None:  # before the weights are rounded for the times
         model.save_pretrained(arguments.save)
+    document["cases"].append(times(model, dense, arguments))
 
 
 def pruned(model: nn.Module, some: list[Any], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def chosen(names: Iterable[str], layers: str | None) -> list[str]:
         return names
     try:
         match = re.compile(layers).match
+        match("")  # not one for bytes
     except (re.error, TypeError) as error:
         raise InvalidArgumentError(
             f"layers: a regular expression expected, got {layers!r}: {error}"
@@ -68,6 +69,10 @@ def layers_of(source: object) -> dict[str, Callable[[], Layer]]:
     if isinstance(source, nn.Module):
         for name, module in source.named_modules():
             if isinstance(module, BlockSparseLinear):
+                if module.weight.is_meta:
+                    raise InvalidArgumentError(
+                        f"source: {name!r}: weights expected, they are on the meta device"
+                    )
                 found[name] = partial(_of_model, module)
     elif isinstance(source, str | os.PathLike):
         forms, ties, files = _read_section(Path(source))

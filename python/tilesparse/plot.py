@@ -33,6 +33,7 @@ from .errors import InvalidArgumentError, UnsupportedError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
 
 __all__ = ["evolution", "load_snapshots", "patterns", "save", "save_snapshots", "tradeoff"]
 
@@ -156,14 +157,22 @@ def tradeoff(
         )
         for point in own:
             place = point["x"], point["y"]
-            panel.annotate(point["note"], place, (4, 4), textcoords="offset points", fontsize="x-small")
+            panel.annotate(
+                point["note"],
+                place,
+                (4, 4),
+                textcoords="offset points",
+                fontsize="x-small",
+                parse_math=False,
+            )
     panel.set(xlabel=x, ylabel=y, xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
     panel.grid(color="#e5e5e5", linewidth=0.6)
     panel.set_axisbelow(True)
     if len(labels) <= FEW:
-        panel.legend(fontsize="small")
+        legend = panel.legend(fontsize="small")
     else:
-        figure.legend(loc="outside right upper", fontsize="small")
+        legend = figure.legend(loc="outside right upper", fontsize="small")
+    _as_plain_text(legend)
     return figure
 
 
@@ -185,10 +194,13 @@ def save(figures: Figure | Sequence[Figure], path: str | os.PathLike[str]) -> li
     from matplotlib.backends.backend_pdf import PdfPages
     from matplotlib.figure import Figure
 
-    pages = [figures] if isinstance(figures, Figure) else list(figures)
+    pages = list(figures) if isinstance(figures, Sequence) else [figures]
     path = check_file(path)
     if not pages:
         raise InvalidArgumentError("figures: at least one expected, got none")
+    for page in pages:
+        if not isinstance(page, Figure):
+            raise InvalidArgumentError(f"figures: figures expected, got {type(page).__name__}")
     files = [path]
     if len(pages) > 1 and path.suffix != ".pdf":
         files = [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, len(pages) + 1)]
@@ -315,6 +327,12 @@ def _listed(label: str) -> str:
     return f" {label}" if label.startswith("_") else label
 
 
+def _as_plain_text(legend: Legend) -> None:
+    """Dollar signs in labels are no formulas."""
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
 # Curves.
 
 
@@ -342,7 +360,7 @@ def _curves(steps: Sequence[int], layers: Mapping[str, Tensor]) -> Figure:
         panel.set_ylim(bottom=0)
         panel.grid(color="#e5e5e5", linewidth=0.6)
     handles, labels = panels[1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
+    _as_plain_text(figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small"))
     return figure
 
 

@@ -175,6 +175,8 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
         (3, None, "source: a model or a folder expected, got int"),
         (model, "encoder", "layers: 'encoder' matches none of '0'"),
         (model, "(", "layers: a regular expression expected"),
+        (model, b"0", "layers: a regular expression expected"),
+        (model_of(0.5).to("meta"), None, "source: '0': weights expected, they are on the meta device"),
     ):
         with pytest.raises(InvalidArgumentError, match=said.replace("(", r"\(")):
             plot.patterns(source, layers=layers)
@@ -357,6 +359,19 @@ def test_points_of_a_label_are_joined_in_order() -> None:
     assert (panel.get_xscale(), panel.get_yscale()) == ("linear", "log")
 
 
+def test_dollar_signs_are_no_formulas(tmp_path: Path) -> None:
+    labels = ["$5 and $6", r"$\frac$"]
+    points = [{"label": label, "x": 1, "y": 2, "note": label} for label in labels]
+    figure = plot.tradeoff(points, x="ms", y="perplexity")
+    plot.save(figure, tmp_path / "a.png")
+    panel = figure.axes[0]
+    texts = [*panel.texts, *panel.get_legend().get_texts()]
+    assert [text.get_text() for text in texts] == labels * 2
+    assert not any(text.get_parse_math() for text in texts)
+    snapshots = [(step, {labels[1]: torch.ones(2, 2) > 0}) for step in (0, 1)]
+    plot.save(plot.evolution(snapshots), tmp_path / "b.pdf")
+
+
 def test_labels_do_not_share_both_colour_and_marker() -> None:
     figure = plot.tradeoff([{"label": f"{i}", "x": i, "y": i} for i in range(35)], x="x", y="y")
     lines = [container.lines[0] for container in figure.axes[0].containers]
@@ -423,6 +438,10 @@ def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
             plot.save(figure, path)
     with pytest.raises(InvalidArgumentError, match="figures: at least one"):
         plot.save([], tmp_path / "a.png")
+    for figures in (3, [figure, "figure"]):
+        with pytest.raises(InvalidArgumentError, match=r"figures: figures expected, got (int|str)"):
+            plot.save(figures, tmp_path / "a.png")  # type: ignore[arg-type]
+    assert [file.name for file in tmp_path.iterdir()] == ["folder.png"]
 
 
 def test_matplotlib_is_needed_for_pictures_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

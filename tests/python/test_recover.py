@@ -22,6 +22,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5EncoderModel,
     TrainingArguments,
 )
 from transformers.utils import logging
@@ -74,7 +76,7 @@ def dense(name: str, dtype: torch.dtype = torch.float32) -> Any:
 def pruned(teacher: nn.Module, name: str, **options: Any) -> Any:
     model = copy.deepcopy(teacher)
     patcher = BlockSparseModelPatcher()
-    patcher.add_pattern(TARGETS[name], {"density": 0.5, "block_shape": (16, 16)} | options)
+    patcher.add_pattern(TARGETS.get(name, name), {"density": 0.5, "block_shape": (16, 16)} | options)
     assert patcher.patch_model(model).layers
     return model
 
@@ -225,6 +227,18 @@ def test_what_does_not_fit_is_named() -> None:
         (DistillationLoss(task=1), outputs(logits=logits), logits, "student: outputs with 'loss'"),
         (
             DistillationLoss(hidden_states=1),
+            outputs(hidden_states=logits),
+            outputs(hidden_states=[logits]),
+            "student: a tuple or list of hidden_states expected, got Tensor",
+        ),
+        (
+            DistillationLoss(hidden_states=1),
+            outputs(hidden_states=[logits]),
+            outputs(hidden_states=()),
+            "teacher: a tuple or list of hidden_states expected, got tuple without any",
+        ),
+        (
+            DistillationLoss(hidden_states=1),
             outputs(hidden_states=[logits] * 2),
             outputs(hidden_states=[logits] * 3),
             "as many hidden_states as the student has expected, 2, got 3",
@@ -335,6 +349,42 @@ def test_autocast_and_2_4() -> None:
             assert moved[layer.mask].any() and not moved[~layer.mask].any()
 
 
+def test_autocast_sees_dense_weights_as_they_are_now() -> None:
+    teacher = dense("bert")
+    model = copy.deepcopy(teacher)
+    patcher = BlockSparseModelPatcher()
+    patcher.add_pattern(r"encoder\.layer\.\d\.intermediate", {"density": 0.25, "block_shape": (16, 16)})
+    patcher.patch_model(model)
+    other, options = copy.deepcopy(model), {"submodules": ["encoder.layer.0", "encoder.layer.1"]}
+    exact = reconstruct(model, teacher, texts(6), epochs=2, lr=2e-3, **options)
+    mixed = reconstruct(other, teacher, texts(6), epochs=2, lr=2e-3, autocast=torch.bfloat16, **options)
+    for one, two in zip(mixed.submodules, exact.submodules, strict=True):
+        assert two.kept and abs(one.before / two.before - 1) < 0.02 and abs(one.after / two.after - 1) < 0.1
+
+
+def test_a_position_bias_that_one_block_gives_is_computed_anew() -> None:
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=VOCABULARY, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2)
+    teacher = T5EncoderModel(config).eval()
+    model = pruned(teacher, r"encoder\.block")
+    report = reconstruct(model, teacher, texts(4), epochs=1)
+    assert [one.name for one in report.submodules] == [
+        f"encoder.block.{block}.layer.{layer}" for block in (0, 1) for layer in (0, 1)
+    ]
+    assert report.blocks == [""]
+
+
+def test_labels_are_left_out_of_reconstruction() -> None:
+    (model, teacher), batches = pair("llama"), texts(3)
+    other = copy.deepcopy(model)
+    labelled = [batch | {"labels": batch["input_ids"]} for batch in batches]
+    first, second = (
+        reconstruct(one, teacher, some, submodules=[""], epochs=1)  # gives logits, or else a loss first
+        for one, some in ((model, batches), (other, labelled))
+    )
+    assert first == second
+
+
 def test_named_submodules_alone_are_fitted() -> None:
     model, teacher = pair("llama")
     before = tensors_of(model)
@@ -398,7 +448,7 @@ def test_models_without_a_stack_are_one_block() -> None:
 
 
 class InPlace(nn.Module):
-    """Writes to what it is given, and to what its submodule has given."""
+    """Writes to what its submodules are given, and to what these have given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,6 +474,28 @@ def test_modules_that_write_to_their_inputs() -> None:
     assert error_of(True) == error_of(False)
 
 
+class Shifted(nn.Linear):
+    """Writes to what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.add_(1))
+
+
+def test_batches_that_a_model_writes_to_stay_as_they_are() -> None:
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Sequential(Shifted(64, 64), nn.Linear(64, 64)))
+    model = copy.deepcopy(teacher)
+    model[0][1] = pruned(teacher[0], "1$")[1]
+    batches = vectors(4)
+    report = reconstruct(model, teacher, batches, submodules=["0"], epochs=1)
+    assert all(torch.equal(one, two) for one, two in zip(batches, vectors(4), strict=True))
+    with torch.no_grad():
+        y, t = model(batches[-1].clone()), teacher(batches[-1].clone())
+    torch.testing.assert_close(
+        report.submodules[0].after, float((y - t).square().sum() / t.square().sum()), rtol=1e-4, atol=0
+    )
+
+
 def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], dict[str, Any]]]]:
     wrong = InvalidArgumentError
     for name, given in {
@@ -432,11 +504,27 @@ def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], 
         "held_out": 1.0,
         "autocast": torch.float32,
         "submodules": "model.layers.0.mlp",
+        "seed": 0.5,
+        "forward": 3,
     }.items():
         yield name, wrong, f"{name}: ", lambda model, teacher, name=name, given=given: {name: given}
     yield "float16", UnsupportedError, "autocast: torch.bfloat16", lambda m, t: {"autocast": torch.float16}
     yield "one batch", wrong, "batches: two at least", lambda m, t: {"batches": texts(1)}
     yield "no batches", wrong, "batches: an iterable", lambda m, t: {"batches": 3}
+    yield (
+        "a batch",
+        wrong,
+        "batches: an iterable of batches.* got dict",
+        lambda m, t: {"batches": texts(1)[0]},
+    )
+    yield "its tensor", wrong, "batches: .* got Tensor", lambda m, t: {"batches": texts(1)[0]["input_ids"]}
+    yield (
+        "device",
+        wrong,
+        "device: one that PyTorch has expected, got 'abacus'",
+        lambda m, t: {"device": "abacus"},
+    )
+    yield "no device", wrong, "device: one that computes", lambda m, t: {"device": "meta"}
     yield "unknown", wrong, "'mlp' is none", lambda m, t: {"submodules": ["mlp"]}
     yield "no module", wrong, "teacher: a module expected", lambda m, t: {"teacher": None}
     yield "dense", wrong, "model: no BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}
@@ -713,7 +801,11 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
         ({"optimizer": partial}, "optimizer: the weight of layer"),
         ({"optimizer": None}, "optimizer: a torch.optim.Optimizer"),
         ({"batches": []}, "batches: at least one expected"),
-        ({"batches": 3}, "batches: an iterable expected"),
+        ({"batches": 3}, "batches: an iterable of batches"),
+        ({"batches": texts(1)[0]}, "batches: an iterable of batches.* got dict"),
+        ({"model": None}, "model: a module expected, got NoneType"),
+        ({"forward": 3}, "forward: a function"),
+        ({"callback": 3}, "callback: a function"),
         ({"loss": None}, "loss: a DistillationLoss"),
         ({"accumulate": 0}, "accumulate: an integer of at least 1 expected, got 0"),
         ({"steps": 1.5}, "steps: an integer"),
@@ -727,6 +819,8 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
         assert same(tensors_of(model), before), message
     with pytest.raises(UnsupportedError, match=r"autocast: torch\.bfloat16 expected, got torch\.float16"):
         distill(**given, autocast=torch.float16)
+    with torch.no_grad():  # it is training
+        assert len(distill(**given).loss) == 2 and not same(tensors_of(model), before)
 
 
 # Transformers' Trainer.

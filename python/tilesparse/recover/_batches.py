@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,27 @@ def call(model: nn.Module, batch: Any, **options: Any) -> Any:
     return model(batch, **options)
 
 
+def check_batches(batches: object) -> None:
+    """That they are several, and not one batch: its rows or keys would be taken for batches."""
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise InvalidArgumentError(
+            f"batches: an iterable of batches, such as a list, expected, got {type(batches).__name__}"
+        )
+
+
+def check_function(name: str, function: object) -> None:
+    """Of an argument that may be None."""
+    if function is not None and not callable(function):
+        raise InvalidArgumentError(f"{name}: a function or None expected, got {type(function).__name__}")
+
+
+def without_labels(batch: Any) -> Any:
+    """With them a model of Transformers gives its loss, too."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
 def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
     """The same with all tensors in it on a device, or with copies of them."""
     if isinstance(value, Tensor):
@@ -34,6 +55,15 @@ def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(moved(one, device, copy=copy) for one in value)
     return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested mappings, tuples and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | tuple | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(one)
 
 
 def mask_of(batch: Any) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidArgumentError, UnsupportedError
-from ._batches import device_of, moved
+from ._batches import device_of, moved, tensors_in
 
 
 @dataclass
@@ -64,7 +65,8 @@ class Stream:
     ) -> None:
         self._model, self._home, self._device = model, device_of(model), device
         self.calls: dict[str, list[Call]] = {name: [] for name in blocks}
-        self.is_chain = True  # whether each block has taken what the one before it gave, and nothing else did
+        # Whether each block has taken what the one before it gave, and nothing else that a block gave.
+        self.is_chain = True
         self.order: list[str] = []
         with _moving([model.get_submodule(name) for name in blocks], device, self._home):
             for batch in batches:
@@ -73,7 +75,8 @@ class Stream:
 
     def _record(self, blocks: Sequence[str], batch: Any, run: Callable[[nn.Module, Any], Any]) -> None:
         ran: list[str] = []
-        given: list[Any] = [None]
+        last: list[Any] = [None]
+        given: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by id
 
         def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name in ran:
@@ -81,13 +84,19 @@ class Stream:
             recorded = Call(args, dict(kwargs))
             _check_no_cache(name, recorded)
             if ran:
-                self.is_chain &= isinstance(recorded.hidden, Tensor) and recorded.hidden is given[0]
+                self.is_chain &= isinstance(recorded.hidden, Tensor) and recorded.hidden is last[0]
                 recorded = recorded.with_hidden(None)  # computed anew, from reconstructed blocks
+                others = tensors_in((recorded.args, recorded.kwargs))
+                self.is_chain &= not any(given.get(id(one)) is one for one in others)
+            else:  # the block may write to it
+                recorded = recorded.with_hidden(moved(recorded.hidden, self._home, copy=True))
             ran.append(name)
             self.calls[name].append(recorded)
 
-        def after(output: Any) -> None:
-            given[0] = first_of(output)
+        def after(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            last[0] = first_of(output)
+            taken = {id(one) for one in tensors_in((args, kwargs))}  # what it only hands on is none of its
+            given.update((id(one), one) for one in tensors_in(output) if id(one) not in taken)
 
         with contextlib.ExitStack() as stack:
             for name in blocks:
@@ -98,8 +107,9 @@ class Stream:
                     prepend=True,  # sees what the block before it gave, and not a copy on another device
                 )
                 stack.callback(hook.remove)
-                stack.callback(module.register_forward_hook(lambda _, args, output: after(output)).remove)
-            run(self._model, moved(batch, self._home))
+                hook = module.register_forward_hook(lambda _, *given: after(*given), with_kwargs=True)
+                stack.callback(hook.remove)
+            run(self._model, moved(batch, self._home, copy=True))  # which a model may write to
         if self.order and ran != self.order:
             self.is_chain = False
         self.order = self.order or ran

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from .._checks import as_integer
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
-from ._batches import call, check_distinct, device_of, evaluating, mask_of, moved
+from ._batches import (
+    call,
+    check_batches,
+    check_distinct,
+    check_function,
+    device_of,
+    evaluating,
+    mask_of,
+    moved,
+    without_labels,
+)
 from .losses import DistillationLoss, check_number
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -55,7 +65,7 @@ def distill(
 
     The model stays in the mode it is in: ``model.train()`` before switches dropout on, which distillation on
     much text does not need. The teacher is run in evaluation mode without gradients, on its own device. A
-    GPU is not waited for until the end.
+    GPU is not waited for until the end, so that nothing stops where the loss becomes NaN; see ``callback``.
 
     Patterns stay fixed unless a ``schedule`` moves them, and so do masks of 2:4 unless a
     `tilesparse.train.MaskSchedule` chooses them, which hooks itself to the optimizer.
@@ -92,8 +102,10 @@ def distill(
     _check_models(model, teacher, optimizer)
     accumulate = _positive("accumulate", accumulate)
     steps = None if steps is None else _positive("steps", steps)
-    if clip is not None:
-        check_number("clip", clip, above_zero=True)
+    clip = None if clip is None else check_number("clip", clip, above_zero=True)
+    check_batches(batches)
+    check_function("forward", forward)
+    check_function("callback", callback)
     schedulers = _schedulers(scheduler)
     if schedule is not None and not callable(getattr(schedule, "step", None)):
         raise InvalidArgumentError(f"schedule: an object with step() expected, got {type(schedule).__name__}")
@@ -121,6 +133,7 @@ def distill(
     return _history(seen)
 
 
+@torch.enable_grad()
 def _backward(
     model: nn.Module,
     teacher: nn.Module | Callable[[Any], Any],
@@ -166,13 +179,14 @@ def outputs_of(
     """What a loss compares."""
     if forward is not None:
         return forward(model, batch)
-    if isinstance(batch, Mapping) and not (labels and loss.task):
-        batch = {name: value for name, value in batch.items() if name != "labels"}
+    if not (labels and loss.task):
+        batch = without_labels(batch)
     return call(model, batch, **({"output_hidden_states": True} if loss.hidden_states else {}))
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+    # Without its cache: within one context the optimizer changes weights, whose casts it would keep.
+    return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def check_autocast(dtype: object) -> None:
@@ -187,10 +201,7 @@ def check_autocast(dtype: object) -> None:
 
 def _groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
     """So many batches at a time, and at last what is left."""
-    try:
-        remaining = iter(batches)
-    except TypeError as error:
-        raise InvalidArgumentError(f"batches: an iterable expected, got {type(batches).__name__}") from error
+    remaining = iter(batches)
     first = list(islice(remaining, size))
     if not first:
         raise InvalidArgumentError("batches: at least one expected, got none")
@@ -206,6 +217,8 @@ def _history(seen: Sequence[Mapping[str, Tensor]]) -> DistillationHistory:
 
 
 def _check_models(model: nn.Module, teacher: object, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model: a module expected, got {type(model).__name__}")
     if isinstance(teacher, nn.Module):
         check_distinct(model, teacher)
     elif not callable(teacher):

@@ -112,6 +112,12 @@ def check_number(name: str, number: object, *, above_zero: bool = False) -> floa
 
 def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
     ours, theirs = _output(student, "hidden_states"), _output(teacher, "hidden_states", "teacher")
+    for whose, states in (("student", ours), ("teacher", theirs)):
+        if not isinstance(states, tuple | list) or not states:
+            raise InvalidArgumentError(
+                f"{whose}: a tuple or list of hidden_states expected, got {type(states).__name__}"
+                + (" without any" if isinstance(states, tuple | list) else "")
+            )
     if len(ours) != len(theirs):
         raise InvalidArgumentError(
             f"teacher: as many hidden_states as the student has expected, {len(ours)}, got {len(theirs)}"

@@ -12,11 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .._checks import as_integer
 from .._progress import Progress
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
 from ..patch import aligned
-from ._batches import call, check_distinct, device_of, evaluating, mask_of
+from ._batches import (
+    call,
+    check_batches,
+    check_distinct,
+    check_function,
+    device_of,
+    evaluating,
+    mask_of,
+    without_labels,
+)
 from ._replay import Call, Stream, placed, tensor_of
 from .distillation import Forward, _positive, autocasting, check_autocast
 from .losses import check_number
@@ -99,15 +109,16 @@ def reconstruct(
 
     Blocks are the items of the `torch.nn.ModuleList` or `torch.nn.Sequential` with most items that have
     block-sparse layers, such as decoder layers, if each takes as its first argument what the one before it
-    gave; otherwise the whole model is one block. One block of each model is on ``device`` at a time, so that
-    models may be larger than it. Inputs and outputs of one block for all batches are kept where the models
-    are. Several processes that hold one model each give all of them the same batches.
+    gave, and nothing else that a block gave; otherwise the whole model is one block. One block of each model
+    is on ``device`` at a time, so that models may be larger than it. Inputs and outputs of one block for all
+    batches are kept where the models are. Several processes that hold one model each give all of them the
+    same batches.
 
     Args:
         model: the sparse one; in evaluation mode while this runs, and then as it was.
         teacher: the dense one, whose modules have the same names.
-        batches: as of `distill`; all are kept. Where the output of a submodule is [batch, tokens, …], tokens
-            count that an ``attention_mask`` of the batch does not leave out.
+        batches: as of `distill`, without their ``labels``; all are kept. Where the output of a submodule is
+            [batch, tokens, …], tokens count that an ``attention_mask`` of the batch does not leave out.
         submodules: names; None takes the children of every block that have block-sparse layers, or the block
             where it has no such child, and reports other block-sparse layers as skipped. They may not lie
             within each other.
@@ -133,6 +144,9 @@ def reconstruct(
     epochs = _positive("epochs", epochs)
     lr = check_number("lr", lr, above_zero=True)
     check_autocast(autocast)
+    check_function("forward", forward)
+    generator = torch.Generator().manual_seed(_checked_seed(seed))
+    home = _checked_device(model, device)
     batches = _checked_batches(batches)
     count = _held_out(held_out, len(batches))
     names = _checked_names(model, teacher, submodules)
@@ -154,13 +168,17 @@ def reconstruct(
         range(len(batches) - count),
         range(len(batches) - count, len(batches)),
         [mask_of(batch) for batch in batches],
-        device_of(model) if device is None else torch.empty(0, device=device).device,
+        home,
         autocast,
-        torch.Generator().manual_seed(seed),
+        generator,
     )
     with evaluating(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
-        blocks, fitted = _reconstruct(model, teacher, batches, names, forward or call, settings)
+        blocks, fitted = _reconstruct(model, teacher, batches, names, forward or _call, settings)
     return ReconstructionReport(fitted, skipped, blocks)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    return call(model, without_labels(batch))
 
 
 @torch.no_grad()
@@ -325,7 +343,7 @@ def _checked_names(model: nn.Module, teacher: nn.Module, submodules: Sequence[st
         names = _default_names(model)
         if not names:
             raise InvalidArgumentError("model: no BlockSparseLinear in it; name submodules to fit others")
-    elif isinstance(submodules, str) or not submodules:
+    elif isinstance(submodules, str) or not isinstance(submodules, Sequence) or not submodules:
         raise InvalidArgumentError(f"submodules: a sequence of names expected, got {submodules!r}")
     else:
         names = list(submodules)
@@ -347,9 +365,19 @@ def _default_names(model: nn.Module) -> list[str]:
     names = []
     for block in _stack(model, []) or [""]:
         module = model.get_submodule(block)
-        parts = [_join(block, key) for key, child in module.named_children() if _has_sparse(child)]
-        names += parts or ([block] if _has_sparse(module) else [])
+        names += _parts(block, module) or ([block] if _has_sparse(module) else [])
     return names
+
+
+def _parts(name: str, module: nn.Module) -> list[str]:
+    """The children that have block-sparse layers; of containers, which are never called, what is in them."""
+    parts = []
+    for key, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            parts += _parts(_join(name, key), child)
+        elif _has_sparse(child):
+            parts.append(_join(name, key))
+    return parts
 
 
 def _outside(model: nn.Module, names: Sequence[str]) -> list[SkippedSubmodule]:
@@ -386,15 +414,34 @@ def _check_runs(names: Iterable[str], found: Mapping[str, Sequence[Any]], batche
 
 
 def _checked_batches(batches: Iterable[Any]) -> list[Any]:
-    try:
-        listed = list(batches)
-    except TypeError as error:
-        raise InvalidArgumentError(f"batches: an iterable expected, got {type(batches).__name__}") from error
+    check_batches(batches)
+    listed = list(batches)
     if len(listed) < 2:
         raise InvalidArgumentError(
             f"batches: two at least expected, of which one is held out, got {len(listed)}"
         )
     return listed
+
+
+def _checked_seed(seed: object) -> int:
+    try:
+        return as_integer(seed)
+    except TypeError as error:
+        raise InvalidArgumentError(f"seed: an integer expected, got {seed!r}") from error
+
+
+def _checked_device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        return device_of(model)
+    try:
+        found = torch.empty(0, device=device).device  # with its number
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"device: one that PyTorch has expected, got {device!r}: {error}"
+        ) from error
+    if found.type == "meta":
+        raise InvalidArgumentError("device: one that computes expected, got 'meta'")
+    return found
 
 
 def _held_out(fraction: object, batches: int) -> int:
