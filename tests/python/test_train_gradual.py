@@ -361,6 +361,10 @@ def test_the_language_model_of_the_examples_trains(tmp_path: Path, monkeypatch: 
     assert all(case["results"][-1]["loss"] < 8 for case in cases)
     assert cases[1]["parameters"] == cases[1]["parameters_at_first"]
     assert cases[2]["parameters"] < cases[2]["parameters_at_first"]
+    assert cases[0]["densities"] == [] and cases[1]["densities"] == [0.25]
+    for name in ("rigl", "rigl:many", "gradual:0", "best:0.5", "dense:0.5"):
+        with pytest.raises(SystemExit, match=f"^contenders: .* got '{name}'"):
+            example["check_contender"](name)
 
 
 # ---- what methods reach ----
