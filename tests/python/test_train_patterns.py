@@ -30,6 +30,7 @@ from tilesparse import (
 )
 from tilesparse.parallel import synchronize_patterns
 from tilesparse.train import (
+    BlockGates,
     Gradual,
     GroupLasso,
     MaskSchedule,
@@ -755,6 +756,25 @@ def norms_of_mixed_precision(rank: int) -> None:
     assert int(schedule.moved["0"]) > 0 and int(schedule.moved["2"]) > 0
 
 
+def gates_end_alike(rank: int) -> None:
+    torch.manual_seed(0)
+    model = make(device=here())
+    synchronize_patterns(model)
+    gates = BlockGates(model, keep=0.5)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    for step in range(3):
+        backward(wrapped, 10 * step + rank)
+        gates.density().backward()  # equal in all processes
+        optimizer.step()
+        optimizer.zero_grad()
+    removed: list[Any] = [None, None]
+    dist.all_gather_object(removed, gates.compact(optimizer))
+    assert removed[0] == removed[1] and removed[0]["0"] > 0
+    with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
+        BlockGates(wrapped).compact()
+
+
 def different_arguments(rank: int) -> None:
     model = make(device=here())
     for changed in (
@@ -776,7 +796,8 @@ def sharded(rank: int) -> None:
 
 
 def _run(rank: int, backend: str, rendezvous: str) -> None:
-    scenes = moving_together, norms_are_averaged, norms_of_mixed_precision, different_arguments, sharded
+    norms = norms_are_averaged, norms_of_mixed_precision
+    scenes = moving_together, *norms, gates_end_alike, different_arguments, sharded
     run_scenes(scenes, rank, 2, backend, rendezvous)
 
 
@@ -843,3 +864,6 @@ def test_group_lasso_is_the_proximal_step() -> None:
             left = max(0.0, 1 - 0.5 * 0.05 * BLOCK / float(plain.norm()))
             torch.testing.assert_close(block, left * plain)
         torch.testing.assert_close(one.bias, other.bias)
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    with pytest.raises(InvalidArgumentError, match=r"^optimizer: the weight of layer '2'"):
+        optimizer.step()

@@ -184,10 +184,7 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
             known what belongs to which block, or the model is one of DistributedDataParallel. All errors are
             raised before anything has changed.
     """
-    if isinstance(model, DistributedDataParallel):
-        raise UnsupportedError(
-            "model: the module inside expected; DistributedDataParallel has to be built anew afterwards"
-        )
+    check_unwrapped(model)
     layers = {name: layer for name, layer in sparse_layers(model).items() if layer.storage == "plain"}
     if not layers:
         raise InvalidArgumentError("model: no BlockSparseLinear in the storage 'plain' in it")
@@ -209,6 +206,14 @@ def keep_slots(layer: BlockSparseLinear, optimizer: torch.optim.Optimizer | None
     if optimizer is not None:
         narrow_states(optimizer, layer.weight, slots)
     layer._keep_slots(slots)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """That no buckets of DistributedDataParallel are for weights that shrink once, in all processes alike."""
+    if isinstance(model, DistributedDataParallel):
+        raise UnsupportedError(
+            "model: the module inside expected; DistributedDataParallel has to be built anew afterwards"
+        )
 
 
 def check_whole(model: nn.Module) -> None:

@@ -63,6 +63,7 @@ class GroupLasso(Uncopied):
 
     @torch.no_grad()
     def _shrink(self, optimizer: Any, *_: Any) -> None:
+        check_optimized(self._layers, optimizer)  # a weight may have been replaced
         weights = {id(layer.weight) for layer in self._layers.values()}
         overflow = getattr(optimizer, "found_inf", None)  # GradScaler leaves it for fused optimizers
         for group in optimizer.param_groups:
