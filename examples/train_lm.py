@@ -182,8 +182,18 @@ class Contender:
         for _ in range(CALIBRATION_STEPS):
             self.step(batch, 0.0)  # with a learning rate of 0
         synchronize(self._device)
+        self._prepare_observed(batch)
         self.optimizer.state.clear()
         return (time.perf_counter() - start) / CALIBRATION_STEPS
+
+    def _prepare_observed(self, batch: Tensor) -> None:
+        """Compiles the step that takes norms of dense gradients."""
+        method = METHODS.get(self.method)
+        if method is not None:
+            schedule = PatternSchedule(self.model, self.optimizer, every=1, **(method | {"sample_every": 1}))
+            self.backward(batch)
+            schedule.remove()
+            self.optimizer.zero_grad()
 
     @torch.no_grad()
     def validate(self, batches: Sequence[Tensor]) -> float:
@@ -232,16 +242,35 @@ def run(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
             record["results"].append({"step": step, "seconds": round(seconds, 2), "loss": round(loss, 5)})
             print(f"{name:16} seed {seed}  {step:6} steps {seconds:7.1f} s  {loss:.4f} nats", flush=True)
     record["parameters"] = sum(p.numel() for p in contender.model.parameters())
+    record["densities"] = densities(contender.model)
     record["ms_per_step"] = round(1e3 * seconds / step, 3)
     return record
+
+
+def check_contender(name: str) -> None:
+    """Before any has trained."""
+    method, _, density = name.partition(":")
+    try:
+        known = name == "dense" or (method in METHODS and 0 < float(density) <= 1)
+    except ValueError:
+        known = False
+    if not known:
+        methods = ", ".join(METHODS)
+        raise SystemExit(
+            f"contenders: dense, or a method ({methods}) and a density, as rigl:0.25; got {name!r}"
+        )
+
+
+def densities(model: nn.Module) -> list[float]:
+    """Of sparse layers, at the end above what was asked where "gradual" had fewer steps than planned."""
+    return sorted({m.density for m in model.modules() if isinstance(m, BlockSparseLinear)})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs all contenders with all seeds, and writes the results after each."""
     arguments = parser().parse_args(argv)
-    unknown = {name.partition(":")[0] for name in arguments.contenders} - {"dense", *METHODS}
-    if unknown:
-        raise SystemExit(f"contenders: dense or one of {list(METHODS)} expected, got {sorted(unknown)}")
+    for name in arguments.contenders:
+        check_contender(name)
     # Each event of "gradual", and the steps that take dense gradients, are compiled anew.
     torch._dynamo.config.recompile_limit = 8 + 2 * arguments.events
     device = arguments.device

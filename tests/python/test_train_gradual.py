@@ -243,6 +243,11 @@ def test_states_that_nobody_understands_stop_it_before_anything_has_changed() ->
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     schedule = Gradual(model, optimizer, density=0.5, steps=2, begin=0, end=1, events=2)
     optimizer.state[model[2].weight]["secret"] = torch.ones(5)
+    for key, value in (("first", None), ("movement", {"0": torch.ones(3)}), ("steps", None)):
+        with pytest.raises(InvalidArgumentError, match=f"^state_dict: {key}"):
+            schedule.load_state_dict(schedule.state_dict() | {key: value})
+    with pytest.raises(InvalidArgumentError, match=r"^state_dict: "):
+        schedule.load_state_dict(None)
     for attempt in (schedule.step, lambda: compact(model, optimizer)):
         with pytest.raises(UnsupportedError, match=r"state 'secret' of the weight of layer '2'"):
             attempt()
@@ -318,7 +323,11 @@ def test_gates_end_in_a_smaller_model() -> None:
     x = randn(4, IN, dtype=torch.float32)
     y = model(x).detach()
     model.train()
+    with pytest.raises(InvalidArgumentError, match=r"^optimizer: "):
+        gates.compact("AdamW")
     removed = gates.compact(optimizer)
+    with pytest.raises(InvalidArgumentError, match=r"^model: layers with gates expected"):
+        gates.compact(optimizer)
     torch.testing.assert_close(model(x), y)
     assert [model[0].weight, model[2].weight] == weights and sum(removed.values()) > 0
     assert type(model[0]) is BlockSparseLinear and model.training
@@ -352,6 +361,10 @@ def test_the_language_model_of_the_examples_trains(tmp_path: Path, monkeypatch: 
     assert all(case["results"][-1]["loss"] < 8 for case in cases)
     assert cases[1]["parameters"] == cases[1]["parameters_at_first"]
     assert cases[2]["parameters"] < cases[2]["parameters_at_first"]
+    assert cases[0]["densities"] == [] and cases[1]["densities"] == [0.25]
+    for name in ("rigl", "rigl:many", "gradual:0", "best:0.5", "dense:0.5"):
+        with pytest.raises(SystemExit, match=f"^contenders: .* got '{name}'"):
+            example["check_contender"](name)
 
 
 # ---- what methods reach ----

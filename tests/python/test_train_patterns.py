@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from tilesparse import (
 )
 from tilesparse.parallel import synchronize_patterns
 from tilesparse.train import (
+    BlockGates,
+    Gradual,
     GroupLasso,
     MaskSchedule,
     PatternSchedule,
@@ -408,6 +411,41 @@ def test_layers_without_useful_norms_stay_as_they_are() -> None:
     assert schedule.moved["0"] == 0 and schedule.moved["2"] > 0
 
 
+def test_averages_forget_steps_that_overflowed() -> None:
+    model, twin = make(), make()
+    for one, overflows in ((model, True), (twin, False)):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
+        schedule = PatternSchedule(one, optimizer, every=3, grow="momentum")
+        x = torch.ones(2, IN)
+        (one(x).sum() * (float("inf") if overflows else 0.0)).backward()
+        schedule.step()
+        train(one, optimizer, schedule, range(2))
+        assert int(schedule.moved["0"]) > 0
+    assert [slots_of(layer) for layer in sparse(model)] != [slots_of(layer) for layer in sparse(make())]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_models_may_be_converted_on_the_way(method: str) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    schedule = PatternSchedule(model, optimizer, every=2, **METHODS[method])
+    for step, dtype in enumerate((torch.float64, torch.float64, torch.float32, torch.bfloat16)):
+        model.to(dtype)
+        train(model, optimizer, schedule, range(step, step + 1))
+    assert int(schedule.moved["0"]) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_models_may_be_moved_before_the_first_step(method: str) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    schedule = PatternSchedule(model, optimizer, every=1, **METHODS[method])
+    model.cuda()
+    train(model, optimizer, schedule, range(2))
+    assert int(schedule.moved["0"]) > 0 and schedule.moved["0"].is_cuda
+
+
 def test_learning_rate_schedulers_drive_the_fractions_of_groups() -> None:
     model = make()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -476,7 +514,14 @@ def test_resumed_training_is_the_same_bit_for_bit(method: str) -> None:
         ({"more": 1}, r"^state_dict: "),
         ({"seed": "x"}, "seed"),
         ({"param_groups": []}, "groups of the layers"),
+        ({"seed": None}, "seed"),
+        ({"param_groups": None}, "groups of the layers"),
+        ({"param_groups": [group | {"lr": 7.0} for group in saved[2]["param_groups"]]}, r"^state_dict: lr"),
         ({"averages": {"0": torch.ones(2, 2)}}, "averages"),
+        ({"averages": {"0": torch.ones(2, 2), "2": torch.ones(2, 2)}}, "averages"),
+        ({"averages": None}, "averages"),
+        ({"movement": {"0": torch.ones(3), "2": torch.ones(3)}}, "movement"),
+        ({"movement": None}, "movement"),
     ):
         with pytest.raises(InvalidArgumentError, match=text):
             resumed[2].load_state_dict(saved[2] | changed)
@@ -506,6 +551,7 @@ def test_movement_divides_by_the_scale_and_leaves_out_overflows() -> None:
     torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
     with pytest.raises(UnsupportedError, match="without a closure"):
         optimizers[0].step(lambda: 0.0)
+    optimizers[0].step(None)
 
 
 @pytest.mark.parametrize("grow", ["random", "gradient"])
@@ -540,6 +586,56 @@ def test_copies_of_a_model_are_not_observed() -> None:
     assert model[0]._observe is None
 
 
+def test_schedules_are_not_copied() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    schedule = PatternSchedule(model, optimizer, every=1)
+    lasso = GroupLasso(model, optimizer, strength=0.1)
+    gradual = Gradual(model, optimizer, density=0.25, steps=4, score="movement")
+    for one in (schedule, lasso, gradual):
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
+                copied(one)
+
+
+def test_observed_models_are_differentiated_by_functions() -> None:
+    model = make()
+    PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
+    parameters, x = dict(model.named_parameters()), randn(3, IN, dtype=torch.float32)
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, x).square().sum()
+
+    gradients = torch.func.grad(loss)(parameters)
+    loss(parameters).backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate wraps an optimizer: its own constructor is not called."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_wrapped_optimizers_are_looked_into() -> None:
+    model = make()
+    inner = OPTIMIZERS["adamw"](model.parameters())
+    wrapper = Wrapper(inner)
+    schedule = PatternSchedule(model, wrapper, every=1, drop="movement")
+    lasso = GroupLasso(model, wrapper, strength=0.0)
+    backward(model)
+    wrapper.step()
+    assert schedule.state_dict()["movement"]["0"].any()
+    schedule.step()
+    lasso.remove()
+    assert not inner.state[model[0].weight]["exp_avg"].all((1, 2)).all()
+
+
 def test_a_weight_that_was_replaced_is_named() -> None:
     model = make()
     schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1)
@@ -563,8 +659,10 @@ def test_a_weight_that_was_replaced_is_named() -> None:
         ({"fraction": {"(": 0.1}}, InvalidArgumentError, r"^fraction: a regular expression"),
         ({"fraction": {}}, InvalidArgumentError, r"^fraction: "),
         ({"drop": "best"}, InvalidArgumentError, r"^drop: "),
+        ({"drop": ["magnitude"]}, InvalidArgumentError, r"^drop: "),
         ({"grow": "best"}, InvalidArgumentError, r"^grow: "),
         ({"norm": 3}, InvalidArgumentError, r"^norm: "),
+        ({"norm": torch.ones(2)}, InvalidArgumentError, r"^norm: "),
         ({"moments": "halve"}, InvalidArgumentError, r"^moments: "),
         ({"momentum": -1}, InvalidArgumentError, r"^momentum: "),
         ({"new_scale": math.nan}, InvalidArgumentError, r"^new_scale: "),
@@ -593,6 +691,8 @@ def test_layers_whose_blocks_cannot_move_are_named() -> None:
         )
     )
     tied[3].weight = tied[0].weight
+    with pytest.raises(InvalidArgumentError, match="layers '0' and '3' share one weight"):
+        PatternSchedule(tied, torch.optim.SGD(tied.parameters(), lr=RATE), every=1, fraction={"0": 0.3})
     for model, error, text in (
         (stored, UnsupportedError, "storage 'plain' expected of layer '0'"),
         (parametrized, UnsupportedError, "layer '0': .* parametrized"),
@@ -642,11 +742,51 @@ def norms_are_averaged(rank: int) -> None:
     torch.testing.assert_close(norms["0"], (alone[0] + alone[1]) / 2, rtol=1e-4, atol=1e-6)
 
 
-def different_seeds(rank: int) -> None:
+def norms_of_mixed_precision(rank: int) -> None:
+    torch.manual_seed(0)
     model = make(device=here())
-    schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, seed=rank)
-    with pytest.raises(UnsynchronizedPatternError, match=r"^seed"):
+    synchronize_patterns(model)
+    model[2].double()
+    schedule = PatternSchedule(
+        model, torch.optim.SGD(model.parameters(), lr=RATE), every=2, grow="momentum", fraction=0.5
+    )
+    for _ in range(2):
+        model[2](model[0](torch.ones(2, IN, device=here())).double()).sum().backward()
         schedule.step()
+    assert int(schedule.moved["0"]) > 0 and int(schedule.moved["2"]) > 0
+
+
+def gates_end_alike(rank: int) -> None:
+    torch.manual_seed(0)
+    model = make(device=here())
+    synchronize_patterns(model)
+    gates = BlockGates(model, keep=0.5)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    for step in range(3):
+        backward(wrapped, 10 * step + rank)
+        gates.density().backward()  # equal in all processes
+        optimizer.step()
+        optimizer.zero_grad()
+    removed: list[Any] = [None, None]
+    dist.all_gather_object(removed, gates.compact(optimizer))
+    assert removed[0] == removed[1] and removed[0]["0"] > 0
+    with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
+        BlockGates(wrapped).compact()
+
+
+def different_arguments(rank: int) -> None:
+    model = make(device=here())
+    for changed in (
+        {"seed": rank},
+        {"new_scale": 0.1 * rank},
+        {"sample_every": 1 + rank, "grow": "momentum"},
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        schedule = PatternSchedule(model, optimizer, every=3, **changed)
+        with pytest.raises(UnsynchronizedPatternError, match=r"^seed"):
+            schedule.step()
+        schedule.remove()
 
 
 def sharded(rank: int) -> None:
@@ -656,7 +796,9 @@ def sharded(rank: int) -> None:
 
 
 def _run(rank: int, backend: str, rendezvous: str) -> None:
-    run_scenes((moving_together, norms_are_averaged, different_seeds, sharded), rank, 2, backend, rendezvous)
+    norms = norms_are_averaged, norms_of_mixed_precision
+    scenes = moving_together, *norms, gates_end_alike, different_arguments, sharded
+    run_scenes(scenes, rank, 2, backend, rendezvous)
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
@@ -722,3 +864,6 @@ def test_group_lasso_is_the_proximal_step() -> None:
             left = max(0.0, 1 - 0.5 * 0.05 * BLOCK / float(plain.norm()))
             torch.testing.assert_close(block, left * plain)
         torch.testing.assert_close(one.bias, other.bias)
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    with pytest.raises(InvalidArgumentError, match=r"^optimizer: the weight of layer '2'"):
+        optimizer.step()

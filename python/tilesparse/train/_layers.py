@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from numbers import Real
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,18 @@ def matched_layers(
             raise InvalidArgumentError(f"{name}: no BlockSparseLinear matches {regex!r}")
         group = matched.setdefault(value, {})
         group.update((layer, left.pop(layer)) for layer in found if layer in left)
+    owners = {id(layer._parameters.get("weight")): name for name, layer in layers.items() if name not in left}
+    for name, layer in left.items():  # a weight of theirs would change, but not their patterns
+        weight = layer._parameters.get("weight")
+        if weight is not None and id(weight) in owners:
+            raise _shared(owners[id(weight)], name)
     return {value: group for value, group in matched.items() if group}
+
+
+def _shared(name: str, other: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"model: layers {name!r} and {other!r} share one weight, but not their patterns"
+    )
 
 
 def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
@@ -88,9 +99,7 @@ def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
         if not frozen and not weight.requires_grad:
             raise InvalidArgumentError(f"model: layer {name!r}: its weight is frozen; leave the layer out")
         if id(weight) in owners:
-            raise InvalidArgumentError(
-                f"model: layers {owners[id(weight)]!r} and {name!r} share one weight, but not their patterns"
-            )
+            raise _shared(owners[id(weight)], name)
         owners[id(weight)] = name
 
 
@@ -102,10 +111,27 @@ def check_plain_weight(name: str, weight: Tensor, otherwise: str) -> None:
         )
 
 
-def check_optimizer(optimizer: object) -> None:
+def checked_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    """The optimizer, or that which it wraps: the wrappers of Accelerate have no hooks of their own."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgumentError(
             f"optimizer: a torch.optim.Optimizer expected, got {type(optimizer).__name__}"
+        )
+    inner = getattr(optimizer, "optimizer", None)
+    return checked_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+class Uncopied:
+    """What has hooks on an optimizer, which copies of optimizers lose: a copy would silently do nothing.
+
+    Raises:
+        UnsupportedError: it is copied or pickled.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            f"{type(self).__name__}: it has hooks and cannot be copied or pickled; make another one, and "
+            "load the state_dict() into it if there is one"
         )
 
 
@@ -114,6 +140,13 @@ def check_optimized(layers: Layers, optimizer: torch.optim.Optimizer) -> None:
     for name, layer in layers.items():
         if id(layer.weight) not in known:
             raise InvalidArgumentError(f"optimizer: the weight of layer {name!r} is not among its parameters")
+
+
+def check_keys(name: str, given: object, keys: Collection[str]) -> None:
+    """That it is a mapping with these keys and no others."""
+    found = list(given) if isinstance(given, Mapping) else given
+    if not isinstance(given, Mapping) or set(given) != set(keys):
+        raise InvalidArgumentError(f"{name}: a mapping with the keys {list(keys)} expected, got {found!r}")
 
 
 def checked_count(name: str, count: object, least: int = 1) -> int:
@@ -143,7 +176,7 @@ def checked_number(name: str, number: object) -> float:
 
 
 def checked_choice(name: str, choice: object, choices: Collection[object]) -> None:
-    if choice not in choices:
+    if not isinstance(choice, str | Real) or choice not in choices:
         raise InvalidArgumentError(f"{name}: one of {list(choices)} expected, got {choice!r}")
 
 

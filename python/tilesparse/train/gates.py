@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import InvalidArgumentError
-from ._layers import check_trainable, checked_fraction, sparse_layers
-from .gradual import check_whole, compact
+from ._layers import check_trainable, checked_fraction, checked_optimizer, sparse_layers
+from .gradual import check_unwrapped, compact
 from .states import check_states
 
 # Of the hard concrete distribution, as Louizos et al. chose them.
@@ -116,11 +116,15 @@ class BlockGates:
             How many blocks each layer has lost, by its name, see `tilesparse.train.compact`.
 
         Raises:
-            UnsupportedError: other processes train, too, or the optimizer has states of which it is not known
-                what belongs to which block. Nothing has changed then.
+            InvalidArgumentError: the gates were ended before, or ``optimizer`` is none.
+            UnsupportedError: the model is one of DistributedDataParallel, or the optimizer has states of
+                which it is not known what belongs to which block. Nothing has changed then.
         """
-        check_whole(self._model)
+        check_unwrapped(self._model)
+        if not all(parametrize.is_parametrized(layer, "weight") for layer in self._layers.values()):
+            raise InvalidArgumentError("model: layers with gates expected, they were ended before")
         if optimizer is not None:
+            optimizer = checked_optimizer(optimizer)
             check_states(optimizer, {name: self._original(name) for name in self._layers})
         for name, layer in self._layers.items():
             training = self._gates[name].training

@@ -81,19 +81,21 @@ class _Observed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, x: Tensor, probe: Tensor, block_shape: tuple[int, int], norm: float
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.how = block_shape, norm
+    def forward(y: Tensor, x: Tensor, probe: Tensor, block_shape: tuple[int, int], norm: float) -> Tensor:
         return y.detach()  # not a view for autograd, so that what follows may write to it in place
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, x, probe, *how = inputs
+        ctx.save_for_backward(x)
+        ctx.how, ctx.device = how, probe.device
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
         (x,) = ctx.saved_tensors
         with torch.no_grad():  # also where gradients are differentiated once more
             norms = _norms(grads[0], x, *ctx.how)
-        return grads[0], None, norms, None, None
+        return grads[0], None, norms.to(ctx.device), None, None  # a model may be moved in between
 
 
 _observed: Callable[..., Tensor] = _Observed.apply

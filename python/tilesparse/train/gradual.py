@@ -12,18 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear, _has_peers
 from ._layers import (
+    check_keys,
     check_optimized,
-    check_optimizer,
     check_trainable,
     checked_choice,
     checked_count,
     checked_fraction,
+    checked_optimizer,
     matched_layers,
     sparse_layers,
     weights_of,
 )
 from .gradients import NORMS
-from .scores import SCORES, Movement, magnitudes
+from .scores import SCORES, Movement, check_movement, magnitudes
 from .states import check_states, narrow_states
 
 
@@ -87,7 +88,7 @@ class Gradual:
         score: str = "magnitude",
         norm: float = 1,
     ) -> None:
-        check_optimizer(optimizer)
+        optimizer = checked_optimizer(optimizer)
         total, events = checked_count("steps", steps), checked_count("events", events)
         begin, end = checked_fraction("begin", begin), checked_fraction("end", end)
         if begin >= end:
@@ -146,20 +147,14 @@ class Gradual:
         Raises:
             InvalidArgumentError: it is none of these layers. Nothing has changed then.
         """
-        if set(state_dict) != {"steps", "first", "movement"}:
-            raise InvalidArgumentError(
-                f"state_dict: steps, first and movement expected, got {sorted(state_dict)}"
-            )
-        steps, first = checked_count("state_dict: steps", state_dict["steps"], 0), state_dict["first"]
-        if set(first) != set(self._layers):
-            raise InvalidArgumentError(
-                f"state_dict: numbers of blocks of {list(self._layers)} expected, got those of {list(first)}"
-            )
+        check_keys("state_dict", state_dict, ("steps", "first", "movement"))
+        steps = checked_count("state_dict: steps", state_dict["steps"], 0)
+        check_keys("state_dict: first", state_dict["first"], self._layers)
+        first = {name: checked_count("state_dict: first", state_dict["first"][name]) for name in self._layers}
+        check_movement(self._movement, state_dict["movement"])
         if self._movement is not None:
-            self._movement.check_state(state_dict["movement"])
             self._movement.load_state_dict(state_dict["movement"])
-        self.steps = steps
-        self._first = {name: checked_count("state_dict: first", first[name]) for name in self._layers}
+        self.steps, self._first = steps, first
 
     def _remove(self, name: str, layer: BlockSparseLinear, left: int) -> None:
         movement = self._movement
@@ -189,16 +184,13 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
             known what belongs to which block, or the model is one of DistributedDataParallel. All errors are
             raised before anything has changed.
     """
-    if isinstance(model, DistributedDataParallel):
-        raise UnsupportedError(
-            "model: the module inside expected; DistributedDataParallel has to be built anew afterwards"
-        )
+    check_unwrapped(model)
     layers = {name: layer for name, layer in sparse_layers(model).items() if layer.storage == "plain"}
     if not layers:
         raise InvalidArgumentError("model: no BlockSparseLinear in the storage 'plain' in it")
     check_trainable(layers, frozen=True)
     if optimizer is not None:
-        check_optimizer(optimizer)
+        optimizer = checked_optimizer(optimizer)
         check_states(optimizer, weights_of(layers))
     removed = {}
     for name, layer in layers.items():
@@ -214,6 +206,14 @@ def keep_slots(layer: BlockSparseLinear, optimizer: torch.optim.Optimizer | None
     if optimizer is not None:
         narrow_states(optimizer, layer.weight, slots)
     layer._keep_slots(slots)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """That no buckets of DistributedDataParallel are for weights that shrink once, in all processes alike."""
+    if isinstance(model, DistributedDataParallel):
+        raise UnsupportedError(
+            "model: the module inside expected; DistributedDataParallel has to be built anew afterwards"
+        )
 
 
 def check_whole(model: nn.Module) -> None:

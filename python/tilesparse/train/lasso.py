@@ -9,16 +9,17 @@ from torch import Tensor, nn
 
 from ..errors import InvalidArgumentError
 from ._layers import (
+    Uncopied,
     check_optimized,
-    check_optimizer,
     check_trainable,
     checked_number,
+    checked_optimizer,
     precision_of,
     sparse_layers,
 )
 
 
-class GroupLasso:
+class GroupLasso(Uncopied):
     """Pulls the norm of every block towards zero after each step of an optimizer.
 
     It is the proximal step of the penalty strength · √(bn · bk) · ‖W_b‖₂, summed over all blocks b (Yuan and
@@ -46,7 +47,7 @@ class GroupLasso:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, strength: float) -> None:
-        check_optimizer(optimizer)
+        optimizer = checked_optimizer(optimizer)
         self._strength = checked_number("strength", strength)
         layers = sparse_layers(model)
         if not layers:
@@ -62,6 +63,7 @@ class GroupLasso:
 
     @torch.no_grad()
     def _shrink(self, optimizer: Any, *_: Any) -> None:
+        check_optimized(self._layers, optimizer)  # a weight may have been replaced
         weights = {id(layer.weight) for layer in self._layers.values()}
         overflow = getattr(optimizer, "found_inf", None)  # GradScaler leaves it for fused optimizers
         for group in optimizer.param_groups:

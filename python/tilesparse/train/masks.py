@@ -14,12 +14,14 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
 from ..storage import check_nm
 from ._layers import (
+    Uncopied,
+    check_keys,
     check_optimized,
-    check_optimizer,
     check_plain_weight,
     checked_choice,
     checked_count,
     checked_number,
+    checked_optimizer,
     sparse_layers,
 )
 
@@ -61,7 +63,7 @@ def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = F
         layer.set_nm(nm, transposable=transposable)
 
 
-class MaskSchedule:
+class MaskSchedule(Uncopied):
     """Chooses the masks of 2:4 layers anew every few optimizer steps, and pulls masked weights towards zero.
 
     Gradients pass straight through the masks, so that a weight may come back. Without a decay masked weights
@@ -113,7 +115,7 @@ class MaskSchedule:
         decay: float,
         decay_on: str = "gradient",
     ) -> None:
-        check_optimizer(optimizer)
+        optimizer = checked_optimizer(optimizer)
         self._every, self._decay = checked_count("every", every), checked_number("decay", decay)
         checked_choice("decay_on", decay_on, DECAYS)
         self._layers = {name: layer for name, layer in sparse_layers(model).items() if layer.mask is not None}
@@ -163,10 +165,8 @@ class MaskSchedule:
         Raises:
             InvalidArgumentError: it is none of a schedule.
         """
-        steps = state_dict.get("steps")
-        if set(state_dict) != {"steps"} or type(steps) is not int or steps < 0:
-            raise InvalidArgumentError(f"state_dict: {{'steps': 0 or more}} expected, got {dict(state_dict)}")
-        self.steps = steps
+        check_keys("state_dict", state_dict, ("steps",))
+        self.steps = checked_count("state_dict: steps", state_dict["steps"], 0)
 
     def _masked(self) -> Iterator[tuple[str, BlockSparseLinear, Tensor]]:
         """The layers that have masks now."""

@@ -14,20 +14,22 @@ from .._checks import as_integer
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
 from ..linear import BlockSparseLinear, _has_peers
 from ._layers import (
+    Uncopied,
+    check_keys,
     check_optimized,
-    check_optimizer,
     check_trainable,
     checked_choice,
     checked_count,
     checked_fraction,
     checked_number,
+    checked_optimizer,
     matched_layers,
     precision_of,
     sparse_layers,
     weights_of,
 )
 from .gradients import NORMS, Observer
-from .scores import SCORES, Movement, magnitudes
+from .scores import SCORES, Movement, check_movement, magnitudes
 from .states import check_states, states_by_slot
 
 GROWTHS = ("random", "gradient", "momentum")
@@ -47,7 +49,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: layer.pattern.to_block_mask() for name, layer in sparse_layers(model).items()}
 
 
-class PatternSchedule(torch.optim.Optimizer):
+class PatternSchedule(Uncopied, torch.optim.Optimizer):
     """Moves blocks of `BlockSparseLinear` layers every few steps, from where they are worth least.
 
     Step it after the optimizer. **It is an optimizer of patterns: the "lr" of its parameter groups is the
@@ -86,16 +88,16 @@ class PatternSchedule(torch.optim.Optimizer):
     layer is called once in one backward pass; over several calls, and several backward passes with gradient
     accumulation, the norms are added up, which is at least the norm of the sum. Between processes they are
     averaged. A layer without norms, since it was not called, or whose norms are all zero or not finite, as
-    where a scaled loss overflowed, keeps its pattern in that rewiring. Compiled models are compiled a second
-    time for these steps, and not again.
+    where a scaled loss overflowed, keeps its pattern in that rewiring; averages leave out samples that are
+    not finite. Compiled models are compiled a second time for these steps, and not again.
 
     Between rewirings ``torch.amp.GradScaler`` needs no care: a step that it leaves out counts, as its
     `step` is called. Norms have the factor of the loss; averages of "momentum" lean towards the steps in
     which it was large.
 
     In several processes all that decides is equal: scores follow from equal weights and gradients, random
-    numbers from ``seed`` and the number of the step, and norms are averaged over ``group``. Seeds, fractions
-    and layers are compared once, in the first rewiring. Sharded weights are refused.
+    numbers from ``seed`` and the number of the step, and norms are averaged over ``group``. Arguments and
+    layers are compared once, in the first step. Sharded weights are refused.
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain".
@@ -143,7 +145,7 @@ class PatternSchedule(torch.optim.Optimizer):
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_optimizer(optimizer)
+        optimizer = checked_optimizer(optimizer)
         self._every = checked_count("every", every)
         self._sample_every = checked_count("sample_every", sample_every)
         checked_choice("drop", drop, SCORES)
@@ -166,6 +168,16 @@ class PatternSchedule(torch.optim.Optimizer):
         )
         self._optimizer, self._grow, self._norm = optimizer, grow, float(norm)
         self._forgets, self._group = moments == "zero", group
+        self._settings = {
+            "every": self._every,
+            "sample_every": self._sample_every,
+            "drop": drop,
+            "grow": grow,
+            "norm": self._norm,
+            "momentum": self._momentum,
+            "new_scale": self._new_scale,
+            "moments": moments,
+        }
         self._movement = Movement(self._layers, optimizer) if drop == "movement" else None
         self._averages: dict[str, Tensor] = {}
         self._observers: dict[str, Observer] = {}
@@ -188,11 +200,16 @@ class PatternSchedule(torch.optim.Optimizer):
             raise InvalidArgumentError("closure: none expected, got one; give it to the optimizer")
         rewires = (self.steps + 1) % self._every == 0
         counts = self._checked_counts() if rewires else {}
+        if _has_peers() and not self._agreed:
+            self._check_agreement()
         norms = self._observed()
         self.steps += 1
         if self._grow == "momentum":
             for name, sample in norms.items():
-                self._average(name).lerp_(sample, 1 - self._momentum)
+                average = self._average(name)
+                # What is not finite would stay in the average for ever.
+                sample = torch.where(sample.isfinite().all(), sample, average)
+                average.lerp_(sample, 1 - self._momentum)
             norms = {name: self._average(name) for name in self._layers}
         if rewires:
             generators: dict[torch.device, torch.Generator] = {}
@@ -235,19 +252,18 @@ class PatternSchedule(torch.optim.Optimizer):
         Raises:
             InvalidArgumentError: it is none of a schedule of these layers. Nothing has changed then.
         """
-        keys = {"steps", "seed", "param_groups", "movement", "averages"}
-        if set(state_dict) != keys:
-            raise InvalidArgumentError(f"state_dict: {sorted(keys)} expected, got {sorted(state_dict)}")
+        check_keys("state_dict", state_dict, ("steps", "seed", "param_groups", "movement", "averages"))
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         groups, averages = state_dict["param_groups"], state_dict["averages"]
-        theirs, mine = ([group.get("layers") for group in those] for those in (groups, self.param_groups))
-        if theirs != mine:
-            raise InvalidArgumentError(f"state_dict: groups of the layers {mine} expected, got {theirs}")
-        if self._movement is not None:
-            self._movement.check_state(state_dict["movement"])
-        for name, average in averages.items():
-            if name not in self._layers or average.shape != self._grid(name):
-                raise InvalidArgumentError(f"state_dict: averages of other layers or shapes, {name!r}")
+        self._check_groups(groups)
+        check_movement(self._movement, state_dict["movement"])
+        if averages != {}:  # there are none before the first sample
+            check_keys("state_dict: averages", averages, self._layers if self._grow == "momentum" else ())
+            for name, average in averages.items():
+                if not isinstance(average, Tensor) or average.shape != self._grid(name):
+                    raise InvalidArgumentError(
+                        f"state_dict: averages: a tensor {list(self._grid(name))} expected for layer {name!r}"
+                    )
         self.steps, self._seed = steps, _checked_seed(state_dict["seed"])
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
@@ -256,6 +272,15 @@ class PatternSchedule(torch.optim.Optimizer):
         self._averages = {name: average.clone() for name, average in averages.items()}
         self._agreed = False
         self._observe_next()
+
+    def _check_groups(self, groups: Any) -> None:
+        mine = [group["layers"] for group in self.param_groups]
+        listed = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+        theirs = [group.get("layers") for group in groups] if listed else groups
+        if theirs != mine:
+            raise InvalidArgumentError(f"state_dict: groups of the layers {mine} expected, got {theirs}")
+        for group in groups:
+            checked_fraction("state_dict: lr", group.get("lr"))
 
     def _checked_counts(self) -> dict[str, int]:
         """How many blocks to move; whatever can be wrong with a rewiring is found here."""
@@ -269,18 +294,16 @@ class PatternSchedule(torch.optim.Optimizer):
         check_optimized(self._layers, self._optimizer)
         if self._forgets:
             check_states(self._optimizer, weights_of(self._layers))
-        if _has_peers() and not self._agreed:
-            self._check_agreement(counts)
         return counts
 
-    def _check_agreement(self, counts: Mapping[str, int]) -> None:
-        mine = self.steps, self._seed, self._every, self._grow, list(counts.items())
+    def _check_agreement(self) -> None:
+        fractions = [(group["layers"], group["lr"]) for group in self.param_groups]
+        mine = {"steps": self.steps, "seed": self._seed, **self._settings, "fraction": fractions}
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, mine, self._group)
         if any(theirs != mine for theirs in everyone):
             raise UnsynchronizedPatternError(
-                "seed, every, grow, fraction: the same in every process expected, got (steps, seed, every, "
-                f"grow, blocks to move) = {everyone}"
+                f"seed, fraction and all other arguments: the same in every process expected, got {everyone}"
             )
         self._agreed = True
 
@@ -310,25 +333,32 @@ class PatternSchedule(torch.optim.Optimizer):
                 f"grow: {self._grow!r} needs a backward pass through the layers since the last step, there "
                 "was none; step the schedule after the backward pass and the optimizer"
             )
-        norms = {
-            name: torch.zeros_like(self._observers[name].probe) if one is None else one
-            for name, one in given.items()
-        }
+        norms = {}
+        for name, one in given.items():
+            seen = torch.zeros_like(self._observers[name].probe) if one is None else one
+            weight = self._layers[name].weight  # which may have been moved or converted since
+            norms[name] = seen.to(weight.device, precision_of(weight))
         return self._averaged(norms) if _has_peers() else norms
 
     def _averaged(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Over the processes."""
-        flat = torch.cat([one.flatten() for one in norms.values()])
-        dist.all_reduce(flat, group=self._group)
-        flat /= dist.get_world_size(self._group)
-        parts = torch.split(flat, [one.numel() for one in norms.values()])
-        return {name: part.view_as(one) for part, (name, one) in zip(parts, norms.items(), strict=True)}
+        """Over the processes: of all layers on one device at once."""
+        together: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+        for name, one in norms.items():
+            together.setdefault((one.device, one.dtype), {})[name] = one
+        averaged: dict[str, Tensor] = {}
+        for ones in together.values():
+            flat = torch.cat([one.flatten() for one in ones.values()])
+            dist.all_reduce(flat, group=self._group)
+            flat /= dist.get_world_size(self._group)
+            parts = torch.split(flat, [one.numel() for one in ones.values()])
+            averaged.update((name, part.view_as(ones[name])) for name, part in zip(ones, parts, strict=True))
+        return averaged
 
     def _average(self, name: str) -> Tensor:
         average, weight = self._averages.get(name), self._layers[name].weight
         if average is None:
             average = torch.zeros(self._grid(name), dtype=precision_of(weight), device=weight.device)
-        self._averages[name] = average = average.to(weight.device)
+        self._averages[name] = average = average.to(weight.device, precision_of(weight))
         return average
 
     # One rewiring of one layer.

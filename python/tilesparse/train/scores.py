@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
-from ._layers import Layers, precision_of
+from ._layers import Layers, Uncopied, check_keys, precision_of
 
 SCORES = ("magnitude", "movement")
 
@@ -23,7 +23,7 @@ def magnitudes(layer: BlockSparseLinear, norm: float) -> Tensor:
     return norms
 
 
-class Movement:
+class Movement(Uncopied):
     """Sums -w · g over each block and over steps of an optimizer, of w and g as they are before the step.
 
     A score is positive where gradient descent has moved a block's weights away from zero (Sanh et al.,
@@ -45,9 +45,8 @@ class Movement:
         nnz, device = layer.weight.shape[0], layer.weight.device
         scores = self._scores.get(name)
         if scores is None or scores.shape[0] != nnz:
-            scores = self._scores[name] = torch.zeros(nnz, dtype=precision_of(layer.weight), device=device)
-        elif scores.device != device:
-            scores = self._scores[name] = scores.to(device)
+            scores = torch.zeros(nnz, dtype=precision_of(layer.weight), device=device)
+        self._scores[name] = scores = scores.to(device, precision_of(layer.weight))
         return scores
 
     def keep(self, name: str, slots: Tensor) -> None:
@@ -57,11 +56,15 @@ class Movement:
     def state_dict(self) -> dict[str, Tensor]:
         return {name: self.of(name).clone() for name in self._layers}
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        if set(state) != set(self._layers) or not all(isinstance(one, Tensor) for one in state.values()):
-            raise InvalidArgumentError(
-                f"state_dict: scores of the layers {list(self._layers)} expected, got {list(state)}"
-            )
+    def check_state(self, state: Any) -> None:
+        check_keys("state_dict: movement", state, self._layers)
+        for name, scores in state.items():
+            nnz = self._layers[name].weight.shape[0]
+            if not isinstance(scores, Tensor) or scores.shape != (nnz,):
+                raise InvalidArgumentError(
+                    f"state_dict: movement: a tensor [{nnz}] expected for layer {name!r}; load the model "
+                    "first"
+                )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, scores in state.items():
@@ -70,7 +73,7 @@ class Movement:
 
     @torch.no_grad()
     def _add(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(args) > 1 or kwargs.get("closure") is not None:
+        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             raise UnsupportedError(
                 "optimizer: steps without a closure expected, since movement is summed before a step, when "
                 "a closure has not computed any gradient yet"
@@ -86,3 +89,11 @@ class Movement:
             if overflow is not None:
                 moved = torch.where(overflow.to(moved.device, non_blocking=True) == 0, moved, 0)
             self.of(name).sub_(moved)
+
+
+def check_movement(movement: Movement | None, state: Any) -> None:
+    """That it is the state of these scores, or {} where there are none."""
+    if movement is None:
+        check_keys("state_dict: movement", state, ())
+    else:
+        movement.check_state(state)
