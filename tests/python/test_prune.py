@@ -580,6 +580,20 @@ def test_the_page_runs() -> None:
     assert {choice.density for choice in names["densest"].values()} == {0.75}
 
 
+def test_elimination_is_exact_whatever_the_settings() -> None:
+    _, weight, second = layer_problem(2, 5)
+    moment = exact.damped(second)
+    plain = exact.eliminate(weight, moment, (B, B))
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = exact.eliminate(weight, moment, (B, B))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(found.costs, plain.costs)
+
+
 # What goes wrong.
 
 
