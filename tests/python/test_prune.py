@@ -713,7 +713,7 @@ def test_bad_input_leaves_the_model_as_it_was(name: str) -> None:
 def test_layers_that_never_run_are_named() -> None:
     model = Idle()
     before = state(model)
-    with pytest.raises(InvalidArgumentError, match="never run 'unused'"):
+    with pytest.raises(InvalidArgumentError, match="never run layer 'unused'"):
         prune_model(model, vectors(), block_shape=16)
     assert unchanged(model, before)
     assert [layer.name for layer in prune_model(model, vectors(), block_shape=16, layers="used").layers] == [

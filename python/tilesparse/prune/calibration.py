@@ -195,33 +195,30 @@ class Calibration:
         groups: dict[tuple[int, ...], list[str]] = {}
         for name, tensors in inputs.items():
             groups.setdefault(tuple(map(id, tensors)), []).append(name)
-        others = [name for name in unit.layers if name not in inputs]  # which other batches may run
-        return [*groups.values(), others] if others else list(groups.values())
+        others = [[name] for name in unit.layers if name not in inputs]  # which other batches may run
+        return [*groups.values(), *others]
 
-    def moments(
-        self, unit: Unit, layers: Sequence[str], parameters: Mapping[str, Tensor]
-    ) -> dict[str, Moments]:
-        """Of the inputs of some of a unit's layers.
+    def moments(self, unit: Unit, layer: str, parameters: Mapping[str, Tensor]) -> Moments | None:
+        """Of the inputs of a layer, and so of all in its group; None if nothing calls it.
 
         Args:
             unit: the next one.
-            layers: names.
+            layer: its name.
             parameters: what takes the places of the model's own, by their names.
         """
-        found: dict[str, Moments] = {}
-        dense: dict[str, list[Tensor]] = {}
+        found: list[Moments] = []
+        dense: list[Tensor] = []
         number, in_dense = 0, False
 
         def note(name: str, x: Tensor) -> None:
             if in_dense:
-                dense.setdefault(name, []).append(x)
+                dense.append(x)
                 return
-            if name not in found:
-                found[name] = Moments(x.shape[-1], self._device, self._compare)
-            before = dense.get(name)
-            found[name].add(x, before.pop(0) if before else None, number, self._keep[number])
+            if not found:
+                found.append(Moments(x.shape[-1], self._device, self._compare))
+            found[0].add(x, dense.pop(0) if dense else None, number, self._keep[number])
 
-        with self._listening(layers, note):
+        with self._listening([layer], note):
             pruned = self._outputs(unit, parameters, self._hidden)
             beside = self._outputs(unit, {}, self._dense) if self._compare else None
             for current in range(len(self._batches)):
@@ -232,7 +229,7 @@ class Calibration:
                     next(beside)
                     in_dense = False
                 next(pruned)
-        return found
+        return found[0] if found else None
 
     def advance(self, unit: Unit, parameters: Mapping[str, Tensor]) -> None:
         """Lets the data go on behind a unit, with other parameters as in `moments`."""

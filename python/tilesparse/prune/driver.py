@@ -242,7 +242,8 @@ class _Run:
     def pruners(self) -> Iterator[tuple[str, Pruner]]:
         """Of all layers, by the inputs that they have in the dense model."""
         for unit in self._calibration.units():
-            yield from self._of(unit, unit.layers, {})
+            for group in self._calibration.groups(unit):
+                yield from self._of(unit, group, {})
             self._calibration.advance(unit, {})
 
     def solutions(self, solve: Callable[[str, Pruner], Solution]) -> dict[str, Solution]:
@@ -281,13 +282,13 @@ class _Run:
     def _of(
         self, unit: Unit, names: list[str], parameters: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Pruner]]:
+        """Of layers that have the same input."""
         if not names:
             return
-        moments = self._calibration.moments(unit, names, parameters)
-        _check_moments(names, moments)
+        moments = _checked_moments(names[0], self._calibration.moments(unit, names[0], parameters))
         for name in names:
             with _about(name):
-                pruner = Pruner(self.layer(name), moments.pop(name), self._damping)
+                pruner = Pruner(self.layer(name), moments, self._damping)
             yield name, pruner
             self._done += 1
             self._said.show(self._done, f"layers pruned, {name} the last")
@@ -478,20 +479,17 @@ def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.
         ) from error
 
 
-def _check_moments(names: Sequence[str], moments: Mapping[str, Moments]) -> None:
-    never = [name for name in names if name not in moments or moments[name].tokens() == 0]
-    if never:
+def _checked_moments(name: str, moments: Moments | None) -> Moments:
+    if moments is None or moments.tokens() == 0:
         raise InvalidArgumentError(
-            f"batches: they never run {', '.join(map(repr, never[:5]))}"
-            + (f" and {len(never) - 5} more layers" if len(never) > 5 else "")
-            + "; leave such layers out, or give batches that do"
+            f"batches: they never run layer {name!r}; leave it out, or give batches that do"
         )
-    for name in names:
-        number = moments[name].not_finite()
-        if number is not None:
-            raise InvalidArgumentError(
-                f"batches: batch {number} (counted from 0) gives layer {name!r} inputs with NaN or infinities"
-            )
+    number = moments.not_finite()
+    if number is not None:
+        raise InvalidArgumentError(
+            f"batches: batch {number} (counted from 0) gives layer {name!r} inputs with NaN or infinities"
+        )
+    return moments
 
 
 # Gradients.
