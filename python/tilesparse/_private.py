@@ -1,7 +1,8 @@
 """What is not public in PyTorch and used here for its speed, with what does the same where it is missing."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +46,31 @@ def tf32_allowed() -> bool:
     if hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.9 and later
         return bool(torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32")
     return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Float32 products are computed as such, whatever the settings; from PyTorch 2.9 on these have two forms,
+    of which one refuses to be asked after the other was used.
+    """
+    if not hasattr(torch._C, "_get_fp32_precision_getter"):
+        setting = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(setting)
+        return
+    every: Any = torch.backends
+    backends = [every.cuda.matmul, every.mkldnn.matmul]
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def _keys(*names: str) -> int:

@@ -392,15 +392,24 @@ def test_reported_errors_are_those_of_the_layers() -> None:
     assert "128x64" in text and f"{pruned.error:.4f}" in text and "by obs" in text
 
 
-def test_later_blocks_see_pruned_inputs() -> None:
-    """The error of the last layer is that on the inputs which it has in the pruned model."""
+def test_later_layers_make_up_for_what_was_pruned_before() -> None:
+    """With all of its blocks a layer becomes the best one there is for the inputs in the pruned model, and
+    what it is to give: the mean of what it gives there and of what it gives in the dense model.
+    """
     case = CASES["mlp"]()
-    second = copy.deepcopy(case.model[2])
-    report = prune_model(case.model, case.batches, block_shape=16, layers=[r"0$", r"2$"])
-    x = torch.relu(case.model[0](torch.cat(case.batches))).detach()
-    y, scale = second(x).detach(), (x @ second.weight.T).detach().square().sum()
-    found = float((case.model[2](x).detach() - y).square().sum() / scale)
-    assert report.layers[1].error == pytest.approx(found, rel=1e-3)
+    dense = copy.deepcopy(case.model)
+    choices = {"0": Choice(0.25, (16, 16)), "2": Choice(1.0, (16, 16))}
+    prune_model(case.model, case.batches, choices=choices, damping=1e-6)
+    data = torch.cat(case.batches)
+    x = torch.relu(case.model[0](data)).detach().double()
+    in_dense, old = (dense[2](z).detach().double() for z in (torch.relu(dense[0](data)), x.float()))
+    wanted = (in_dense + old) / 2
+    ones = torch.ones(len(x), 1, dtype=torch.float64)
+    best = torch.linalg.lstsq(torch.cat([x, ones], 1), wanted).solution
+    found = case.model[2](x.float()).detach().double()
+    loss, least = ((y - wanted).square().sum() for y in (found, torch.cat([x, ones], 1) @ best))
+    assert float(loss) == pytest.approx(float(least), rel=1e-2)
+    assert float((found - in_dense).square().sum()) < 0.9 * float((old - in_dense).square().sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -580,6 +589,20 @@ def test_the_page_runs() -> None:
     assert {choice.density for choice in names["densest"].values()} == {0.75}
 
 
+def test_elimination_is_exact_whatever_the_settings() -> None:
+    _, weight, second = layer_problem(2, 5)
+    moment = exact.damped(second)
+    plain = exact.eliminate(weight, moment, (B, B))
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = exact.eliminate(weight, moment, (B, B))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(found.costs, plain.costs)
+
+
 # What goes wrong.
 
 
@@ -690,7 +713,7 @@ def test_bad_input_leaves_the_model_as_it_was(name: str) -> None:
 def test_layers_that_never_run_are_named() -> None:
     model = Idle()
     before = state(model)
-    with pytest.raises(InvalidArgumentError, match="never run 'unused'"):
+    with pytest.raises(InvalidArgumentError, match="never run layer 'unused'"):
         prune_model(model, vectors(), block_shape=16)
     assert unchanged(model, before)
     assert [layer.name for layer in prune_model(model, vectors(), block_shape=16, layers="used").layers] == [

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..linear import dense_weight
 from .compensation import exact_products
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
@@ -20,43 +19,59 @@ _HIDDEN = "hidden_states"  # the name of a block's input where it is not the fir
 
 
 class Moments:
-    """Sums over the tokens that a layer has met: XᵀX, and the sum of X, both in float64.
+    """Sums over the tokens that a layer has met, in float64: XᵀX and the sum of its inputs X; and X₀ᵀX and
+    the sum of X₀, which are its inputs in the dense model.
 
     Products are computed in float32, or float64 for inputs in that, and added up in float64.
 
     Args:
         features: the layer's in_features.
         device: of the sums.
+        compare: whether there are X₀.
     """
 
-    def __init__(self, features: int, device: torch.device) -> None:
-        self._products = torch.zeros(features, features, dtype=torch.float64, device=device)
-        self._sums = torch.zeros(features, dtype=torch.float64, device=device)
+    def __init__(self, features: int, device: torch.device, compare: bool) -> None:
+        options: Any = {"dtype": torch.float64, "device": device}
+        self._products = torch.zeros(features, features, **options)
+        self._sums = torch.zeros(features, **options)
+        self._across = torch.zeros(features, features, **options) if compare else None
+        self._dense_sums = torch.zeros(features, **options) if compare else self._sums
         self._tokens = torch.zeros((), dtype=torch.float64, device=device)
         self._finite: dict[int, Tensor] = {}
 
-    def add(self, x: Tensor, number: int, keep: Tensor | None = None) -> None:
+    def add(self, x: Tensor, dense: Tensor | None, number: int, keep: Tensor | None = None) -> None:
         """Counts the inputs of one call; nothing waits for a GPU.
 
         Args:
             x: [..., features].
+            dense: what it is in the dense model. Another shape, or None, means that there are other tokens:
+                x then counts in its place.
             number: of the batch.
             keep: bools [...], False for tokens that do not count, such as padding; those of another shape
                 are for other tokens.
         """
-        x = x.detach().to(self._sums.device, torch.promote_types(x.dtype, torch.float32))
+        if dense is None or dense.shape != x.shape:
+            dense = x
         if keep is not None and keep.shape == x.shape[:-1]:
-            keep = keep.to(x.device)
-            x = torch.where(keep[..., None], x, 0)
+            keep = keep.to(self._sums.device)
             self._tokens += keep.sum()
         else:
+            keep = None
             self._tokens += x.shape[:-1].numel()
-        x = x.reshape(-1, x.shape[-1])
+        x, dense = self._rows(x, keep), self._rows(dense, keep)
         sums = x.sum(0, dtype=torch.float64)
         with exact_products(x.device):
             self._products += x.T @ x
+            if self._across is not None:
+                self._across += dense.T @ x
+                self._dense_sums += dense.sum(0, dtype=torch.float64)
         self._sums += sums
         self._finite[number] = self._finite.get(number, True) & sums.isfinite().all()
+
+    def _rows(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        x = x.detach().to(self._sums.device, torch.promote_types(x.dtype, torch.float32))
+        x = x if keep is None else torch.where(keep[..., None], x, 0)
+        return x.reshape(-1, x.shape[-1])
 
     def tokens(self) -> int:
         """How many tokens were counted; waits for the GPU, as `not_finite` does."""
@@ -73,14 +88,24 @@ class Moments:
         """XᵀX / tokens [features, features]."""
         return self._products / self._tokens
 
+    def across(self) -> Tensor | None:
+        """X₀ᵀX / tokens [features, features], or None where X₀ = X."""
+        return None if self._across is None else self._across / self._tokens
+
     def mean(self) -> Tensor:
-        """The mean input [features]."""
+        """The mean of X [features]."""
         return self._sums / self._tokens
+
+    def dense_mean(self) -> Tensor:
+        """The mean of X₀ [features]."""
+        return self._dense_sums / self._tokens
 
     def reordered(self, order: Tensor) -> Moments:
         """Of the same inputs, whose feature order[i] has become feature i."""
         other, order = copy(self), order.to(self._sums.device)
         other._products, other._sums = self._products[order][:, order], self._sums[order]
+        other._across = None if self._across is None else self._across[order][:, order]
+        other._dense_sums = self._dense_sums[order]
         return other
 
 
@@ -133,6 +158,7 @@ class Calibration:
         forward: calls the model with a batch.
         layers: names of the layers that are of interest.
         device: where blocks of a stack compute, and where sums are kept.
+        compare: whether the data go through the dense model beside the pruned one.
     """
 
     def __init__(
@@ -142,13 +168,16 @@ class Calibration:
         forward: Forward,
         layers: Sequence[str],
         device: torch.device,
+        compare: bool,
     ) -> None:
         self._model, self._batches, self._forward, self._device = model, batches, forward, device
+        self._compare = compare
         self._keep = [_kept_tokens(batch) for batch in batches]
         self._blocks: list[nn.Module] = []
         self._prefixes: list[str] = []  # of names in the blocks
         self._calls: list[list[_Call]] = []  # of each batch: of each block, or one for all of them
         self._hidden: list[Tensor] = []  # of each batch: what the next block takes
+        self._dense: list[Tensor] = []  # likewise, in the dense model
         self.stack = next((name for name in _stacks(model, layers) if self._reach(name)), None)
         self._layers = layers
 
@@ -163,43 +192,85 @@ class Calibration:
             (homes[0] if len(homes) == 1 else outside).layers.append(name)
         return [*inside, outside] if outside.layers else inside
 
-    def moments(self, unit: Unit, parameters: Mapping[str, Tensor]) -> dict[str, Moments]:
-        """Of the inputs of a unit's layers.
+    def groups(self, unit: Unit) -> list[list[str]]:
+        """The layers of a unit in the order in which they run, those together that have the same input."""
+        inputs: dict[str, list[Tensor]] = {}
+
+        def note(name: str, x: Tensor) -> None:
+            inputs.setdefault(name, []).append(x)
+
+        with self._listening(unit.layers, note):
+            next(self._outputs(unit, {}, self._hidden))
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name, tensors in inputs.items():
+            groups.setdefault(tuple(map(id, tensors)), []).append(name)
+        others = [[name] for name in unit.layers if name not in inputs]  # which other batches may run
+        return [*groups.values(), *others]
+
+    def moments(self, unit: Unit, layer: str, parameters: Mapping[str, Tensor]) -> Moments | None:
+        """Of the inputs of a layer, and so of all in its group; None if nothing calls it.
 
         Args:
             unit: the next one.
+            layer: its name.
             parameters: what takes the places of the model's own, by their names.
         """
-        found: dict[str, Moments] = {}
-        number = 0
+        found: list[Moments] = []
+        dense: list[Tensor] = []
+        number, in_dense = 0, False
 
-        def hook(name: str, features: int) -> Callable[..., None]:
-            def add(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                if name not in found:
-                    found[name] = Moments(features, self._device)
-                x = args[0] if args else next(iter(kwargs.values()))
-                found[name].add(x, number, self._keep[number])
+        def note(name: str, x: Tensor) -> None:
+            if in_dense:
+                dense.append(x)
+                return
+            if not found:
+                found.append(Moments(x.shape[-1], self._device, self._compare))
+            found[0].add(x, dense.pop(0) if dense else None, number, self._keep[number])
 
-            return add
-
-        with ExitStack() as handles:
-            for name in unit.layers:
-                layer: Any = self._model.get_submodule(name)
-                features = dense_weight(layer).shape[1]
-                handle = layer.register_forward_pre_hook(hook(name, features), with_kwargs=True)
-                handles.callback(handle.remove)
-            for _ in self._outputs(unit, parameters):
-                number += 1
-        return found
+        with self._listening([layer], note):
+            pruned = self._outputs(unit, parameters, self._hidden)
+            beside = self._outputs(unit, {}, self._dense) if self._compare else None
+            for current in range(len(self._batches)):
+                number = current
+                if beside is not None:
+                    dense.clear()
+                    in_dense = True
+                    next(beside)
+                    in_dense = False
+                next(pruned)
+        return found[0] if found else None
 
     def advance(self, unit: Unit, parameters: Mapping[str, Tensor]) -> None:
         """Lets the data go on behind a unit, with other parameters as in `moments`."""
-        if unit.number is not None:
-            for number, output in enumerate(self._outputs(unit, parameters)):
-                self._hidden[number] = _first(output)
+        if unit.number is None:
+            return
+        for number, output in enumerate(self._outputs(unit, parameters, self._hidden)):
+            self._hidden[number] = _first(output)
+        if self._compare:
+            for number, output in enumerate(self._outputs(unit, {}, self._dense)):
+                self._dense[number] = _first(output)
+
+    @contextmanager
+    def _listening(self, layers: Sequence[str], note: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Tells of each call of a layer: its name and input."""
+
+        def hook(name: str) -> Callable[..., None]:
+            def tell(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                note(name, args[0] if args else next(iter(kwargs.values())))
+
+            return tell
+
+        with ExitStack() as handles:
+            for name in layers:
+                layer = self._model.get_submodule(name)
+                handles.callback(layer.register_forward_pre_hook(hook(name), with_kwargs=True).remove)
+            yield
 
     @torch.no_grad()
-    def _outputs(self, unit: Unit, parameters: Mapping[str, Tensor]) -> Iterator[Any]:
+    def _outputs(
+        self, unit: Unit, parameters: Mapping[str, Tensor], given_hidden: Sequence[Tensor]
+    ) -> Iterator[Any]:
+        """Of each batch, what a unit gives."""
         if unit.number is None:
             whole = _Whole(self._model, self._forward)
             given = {f"model.{name}": tensor for name, tensor in parameters.items()}
@@ -210,7 +281,7 @@ class Calibration:
         own = {name.removeprefix(prefix): t for name, t in parameters.items() if name.startswith(prefix)}
         state = {**dict(block.named_parameters()), **dict(block.named_buffers()), **own}
         state = _moved(state, self._device)
-        for calls, hidden in zip(self._calls, self._hidden, strict=True):
+        for calls, hidden in zip(self._calls, given_hidden, strict=True):
             call = calls[unit.number if len(calls) > 1 else 0]
             args, kwargs = call.with_hidden(hidden.clone())  # which some blocks write to
             yield functional_call(block, state, args, kwargs)
@@ -235,6 +306,7 @@ class Calibration:
         before = f"{name}." if name else ""
         self._prefixes = [f"{before}{own}." for own, _ in self._model.get_submodule(name).named_children()]
         self._hidden, self._calls = [hidden for hidden, _ in found], [rest for _, rest in found]
+        self._dense = list(self._hidden)
         return True
 
     def _run_through(self, blocks: list[nn.Module], batch: Any, stop: bool) -> tuple[list[_Call], bool]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_shapes
+from .._private import exact_float32
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
 from ..pattern import BlockPattern
@@ -285,11 +286,6 @@ def _kept_columns(pattern: BlockPattern) -> Iterator[Tensor]:
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Products of float32 are rounded neither to TF32 nor, by autocast, to 16 bits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    """Products of float32 are rounded to fewer bits neither by settings nor by autocast."""
+    with exact_float32(), torch.autocast(device.type, enabled=False):
+        yield

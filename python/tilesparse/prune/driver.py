@@ -65,7 +65,9 @@ def prune_model(
     Layers are pruned by their inputs on calibration data, see `tilesparse.prune.compensation`. Where the
     model has a stack of blocks, such as the layers of a transformer, it goes block by block, and the inputs
     of each come from the pruned blocks before it; only one block is on ``device`` at a time. Layers outside
-    the stack come last, all by one more pass.
+    the stack come last. Within a block they are pruned in the order in which they run, those together that
+    have the same input, and each is fitted to the output that it has in the dense model, from the inputs that
+    it has in the pruned one.
 
     The model computes as in evaluation, without dropout, and is changed only at the very end: if anything
     fails before, or is interrupted, it is as it was. Build optimizers afterwards: the layers have new
@@ -142,7 +144,7 @@ def prune_model(
         block_scores: Mapping[str, Tensor] = {}
         if patterns is None and method in GRADIENT_METHODS:
             block_scores = _gradient_scores(model, data, targets, method, forward, loss)
-        calibration = Calibration(model, data, forward or call_model, list(targets), device)
+        calibration = Calibration(model, data, forward or call_model, list(targets), device, compare=refit)
         run = _Run(model, calibration, targets, damping, progress)
 
         def solution(name: str, pruner: Pruner) -> Solution:
@@ -209,7 +211,7 @@ def measure_errors(
     data, device = _collected(batches), _device(model, device)
     curves: dict[str, dict[Choice, float]] = {}
     with evaluating(model):
-        calibration = Calibration(model, data, forward or call_model, order, device)
+        calibration = Calibration(model, data, forward or call_model, order, device, compare=False)
         run = _Run(model, calibration, fitting, damping)
         for name, pruner in run.pruners():
             curves[name] = {
@@ -240,24 +242,29 @@ class _Run:
     def pruners(self) -> Iterator[tuple[str, Pruner]]:
         """Of all layers, by the inputs that they have in the dense model."""
         for unit in self._calibration.units():
-            yield from self._of(unit, unit.layers, {})
+            for group in self._calibration.groups(unit):
+                yield from self._of(unit, group, {})
             self._calibration.advance(unit, {})
 
     def solutions(self, solve: Callable[[str, Pruner], Solution]) -> dict[str, Solution]:
         """Of all layers, by the inputs that they have behind pruned blocks."""
         solutions: dict[str, Solution] = {}
         for unit in self._calibration.units():
-            # Layers outside the stack come last, and run with everything before them pruned.
-            parameters = {} if unit.number is not None else self._parameters(solutions)
             solutions |= self._saved(unit)
-            missing = [name for name in unit.layers if name not in solutions]
-            for name, pruner in self._of(unit, missing, parameters):
-                with _about(name):
-                    solutions[name] = solve(name, pruner)
-                if self._progress is not None:
-                    self._progress.save(name, solutions[name])
-            own = {name: solutions[name] for name in unit.layers}
-            self._calibration.advance(unit, self._parameters(own))
+            # Layers outside the stack come last, and run with everything before them pruned.
+            before = (
+                [] if unit.number is not None else [name for name in solutions if name not in unit.layers]
+            )
+            parameters = self._parameters(before, solutions)
+            for group in self._calibration.groups(unit):
+                missing = [name for name in group if name not in solutions]
+                for name, pruner in self._of(unit, missing, parameters):
+                    with _about(name):
+                        solutions[name] = solve(name, pruner)
+                    if self._progress is not None:
+                        self._progress.save(name, solutions[name])
+                parameters |= self._parameters(group, solutions)
+            self._calibration.advance(unit, parameters)
         return solutions
 
     def _saved(self, unit: Unit) -> dict[str, Solution]:
@@ -275,21 +282,21 @@ class _Run:
     def _of(
         self, unit: Unit, names: list[str], parameters: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Pruner]]:
+        """Of layers that have the same input."""
         if not names:
             return
-        moments = self._calibration.moments(Unit(unit.number, names), parameters)
-        _check_moments(names, moments)
+        moments = _checked_moments(names[0], self._calibration.moments(unit, names[0], parameters))
         for name in names:
             with _about(name):
-                pruner = Pruner(self.layer(name), moments.pop(name), self._damping)
+                pruner = Pruner(self.layer(name), moments, self._damping)
             yield name, pruner
             self._done += 1
             self._said.show(self._done, f"layers pruned, {name} the last")
 
-    def _parameters(self, solutions: Mapping[str, Solution]) -> dict[str, Tensor]:
+    def _parameters(self, names: Iterable[str], solutions: Mapping[str, Solution]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for name, solution in solutions.items():
-            layer = built(self.layer(name), solution, self._targets[name])
+        for name in names:
+            layer = built(self.layer(name), solutions[name], self._targets[name])
             found |= dense_parameters(name, self.layer(name), layer)
         return found
 
@@ -472,20 +479,17 @@ def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.
         ) from error
 
 
-def _check_moments(names: Sequence[str], moments: Mapping[str, Moments]) -> None:
-    never = [name for name in names if name not in moments or moments[name].tokens() == 0]
-    if never:
+def _checked_moments(name: str, moments: Moments | None) -> Moments:
+    if moments is None or moments.tokens() == 0:
         raise InvalidArgumentError(
-            f"batches: they never run {', '.join(map(repr, never[:5]))}"
-            + (f" and {len(never) - 5} more layers" if len(never) > 5 else "")
-            + "; leave such layers out, or give batches that do"
+            f"batches: they never run layer {name!r}; leave it out, or give batches that do"
         )
-    for name in names:
-        number = moments[name].not_finite()
-        if number is not None:
-            raise InvalidArgumentError(
-                f"batches: batch {number} (counted from 0) gives layer {name!r} inputs with NaN or infinities"
-            )
+    number = moments.not_finite()
+    if number is not None:
+        raise InvalidArgumentError(
+            f"batches: batch {number} (counted from 0) gives layer {name!r} inputs with NaN or infinities"
+        )
+    return moments
 
 
 # Gradients.

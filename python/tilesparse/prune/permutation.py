@@ -17,7 +17,7 @@ from ._layers import check_choices, shape_of
 from .calibration import Calibration, Forward, Moments, call_model, evaluating
 from .choice import Choice
 from .compensation import DAMPING
-from .driver import _check_model, _check_moments, _checked_choice, _collected, _device
+from .driver import _check_model, _checked_moments, _checked_choice, _collected, _device
 from .folds import Fold, Part, find_folds, parts_of, permute_, reason_against
 from .layer import Pruner
 
@@ -120,13 +120,13 @@ def _with_moments(
     """Folds, as soon as the inputs of their layers are known; the caller keeps these in order."""
     waiting = list(folds)
     names = list(dict.fromkeys(name for fold in folds for name in fold.layers()))
-    calibration = Calibration(model, data, call, names, device)
+    calibration = Calibration(model, data, call, names, device, compare=False)
     known: dict[str, Moments] = {}
     progress = Progress(len(folds))
     for unit in calibration.units():
-        found = calibration.moments(unit, {})
-        _check_moments(unit.layers, found)
-        known |= found
+        for group in calibration.groups(unit):
+            moments = _checked_moments(group[0], calibration.moments(unit, group[0], {}))
+            known |= dict.fromkeys(group, moments)
         calibration.advance(unit, {})
         for fold in [fold for fold in waiting if known.keys() >= set(fold.layers())]:
             waiting.remove(fold)

@@ -17,8 +17,9 @@ class PrunedLayer:
         shape: (out_features, in_features).
         choice: how it is stored. Its density is what was asked for.
         density: kept fraction of the blocks.
-        error_before_refit: ‖y - ŷ‖² / ‖X Wᵀ‖² on the calibration data, of the kept blocks with their dense
-            weights.
+        error_before_refit: ‖y - ŷ‖² / ‖X Wᵀ‖² of the kept blocks with their dense weights, where X are the
+            inputs in the pruned model, and W is the dense weight that comes closest with them to the layer's
+            output in the dense model. For the first layer that is its own.
         error: likewise, of the layer as it is now, also stored in 8 bits.
         damping: what the second moment of the inputs was damped by, over the mean of its diagonal: as given,
             or more where that was too weak.
