@@ -17,7 +17,7 @@ from ._layers import check_choices, shape_of
 from .calibration import Calibration, Forward, Moments, call_model, evaluating
 from .choice import Choice
 from .compensation import DAMPING
-from .driver import _check_model, _checked_moments, _checked_choice, _collected, _device
+from .driver import _check_model, _checked_choice, _checked_moments, _collected, _device
 from .folds import Fold, Part, find_folds, parts_of, permute_, reason_against
 from .layer import Pruner
 
