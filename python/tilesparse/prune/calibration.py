@@ -22,7 +22,8 @@ _HIDDEN = "hidden_states"  # the name of a block's input where it is not the fir
 class Moments:
     """Sums over the tokens that a layer has met: XᵀX, and the sum of X, both in float64.
 
-    Products are computed in float32, or float64 for inputs in that, and added up in float64.
+    Products are computed in float32, or float64 for inputs in that, and added up in float64. All are of X
+    less the mean of the first call, so that nothing is lost where inputs vary little about a large mean.
 
     Args:
         features: the layer's in_features.
@@ -33,6 +34,7 @@ class Moments:
         self._products = torch.zeros(features, features, dtype=torch.float64, device=device)
         self._sums = torch.zeros(features, dtype=torch.float64, device=device)
         self._tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self._origin: Tensor | None = None
         self._finite: dict[int, Tensor] = {}
 
     def add(self, x: Tensor, number: int, keep: Tensor | None = None) -> None:
@@ -45,13 +47,14 @@ class Moments:
                 are for other tokens.
         """
         x = x.detach().to(self._sums.device, torch.promote_types(x.dtype, torch.float32))
-        if keep is not None and keep.shape == x.shape[:-1]:
-            keep = keep.to(x.device)
-            x = torch.where(keep[..., None], x, 0)
-            self._tokens += keep.sum()
-        else:
-            self._tokens += x.shape[:-1].numel()
-        x = x.reshape(-1, x.shape[-1])
+        if keep is None or keep.shape != x.shape[:-1]:
+            keep = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        x, keep = x.reshape(-1, x.shape[-1]), keep.to(x.device).reshape(-1, 1)
+        if self._origin is None:
+            total = torch.where(keep, x, 0).sum(0, dtype=torch.float64)
+            self._origin = (total / keep.sum().clamp(min=1)).to(x.dtype)
+        x = torch.where(keep, x - self._origin, 0)
+        self._tokens += keep.sum()
         sums = x.sum(0, dtype=torch.float64)
         with exact_products(x.device):
             self._products += x.T @ x
@@ -71,16 +74,24 @@ class Moments:
 
     def second(self) -> Tensor:
         """XᵀX / tokens [features, features]."""
-        return self._products / self._tokens
+        mean = self.mean()
+        return self.centred().addr_(mean, mean)
+
+    def centred(self) -> Tensor:
+        """XᵀX / tokens [features, features] of the inputs less their mean."""
+        off = self._sums / self._tokens
+        return (self._products / self._tokens).addr_(off, off, alpha=-1)
 
     def mean(self) -> Tensor:
         """The mean input [features]."""
-        return self._sums / self._tokens
+        off = self._sums / self._tokens
+        return off if self._origin is None else off + self._origin
 
     def reordered(self, order: Tensor) -> Moments:
         """Of the same inputs, whose feature order[i] has become feature i."""
         other, order = copy(self), order.to(self._sums.device)
         other._products, other._sums = self._products[order][:, order], self._sums[order]
+        other._origin = None if self._origin is None else self._origin[order]
         return other
 
 
@@ -144,9 +155,8 @@ class Calibration:
         device: torch.device,
     ) -> None:
         self._model, self._batches, self._forward, self._device = model, batches, forward, device
-        self._keep = [_kept_tokens(batch) for batch in batches]
+        self._keep = [_moved(_kept_tokens(batch), device) for batch in batches]
         self._blocks: list[nn.Module] = []
-        self._prefixes: list[str] = []  # of names in the blocks
         self._calls: list[list[_Call]] = []  # of each batch: of each block, or one for all of them
         self._hidden: list[Tensor] = []  # of each batch: what the next block takes
         self.stack = next((name for name in _stacks(model, layers) if self._reach(name)), None)
@@ -206,10 +216,11 @@ class Calibration:
             for batch in self._batches:
                 yield functional_call(whole, given, (batch,))
             return
-        block, prefix = self._blocks[unit.number], self._prefixes[unit.number]
-        own = {name.removeprefix(prefix): t for name, t in parameters.items() if name.startswith(prefix)}
-        state = {**dict(block.named_parameters()), **dict(block.named_buffers()), **own}
-        state = _moved(state, self._device)
+        block = self._blocks[unit.number]
+        # By identity: the model may know a layer by another name than that of the block and its own in it.
+        new = {self._model.get_parameter(name): tensor for name, tensor in parameters.items()}
+        own = {name: new.get(parameter, parameter) for name, parameter in block.named_parameters()}
+        state = _moved({**own, **dict(block.named_buffers())}, self._device)
         for calls, hidden in zip(self._calls, self._hidden, strict=True):
             call = calls[unit.number if len(calls) > 1 else 0]
             args, kwargs = call.with_hidden(hidden.clone())  # which some blocks write to
@@ -219,21 +230,18 @@ class Calibration:
     def _reach(self, name: str) -> bool:
         """Runs the model up to the blocks of a stack; False if they are no chain."""
         blocks = list(self._model.get_submodule(name).children())
-        calls, chained = self._run_through(blocks, self._batches[0], stop=False)
-        if not chained:
-            return False
-        alike = all(_same(call.with_hidden(None), calls[0].with_hidden(None)) for call in calls[1:])
+        alike: dict[str, bool] = {}  # by shapes of batches, for masks of long sequences differ in more
         found: list[tuple[Tensor, list[_Call]]] = []
-        for number, batch in enumerate(self._batches):
-            if number > 0:
-                calls, chained = self._run_through(blocks, batch, stop=alike)
-                if not chained:
-                    return False
-            rest = [call.with_hidden(None) for call in (calls[:1] if alike else calls)]
+        for batch in self._batches:
+            shapes = _shapes(batch)
+            calls, chained = self._run_through(blocks, batch, stop=alike.get(shapes, False))
+            if not chained:
+                return False
+            rest = [call.with_hidden(None) for call in calls]
+            if alike.setdefault(shapes, all(_same(call, rest[0]) for call in rest)):
+                rest = rest[:1]
             found.append(_moved((calls[0].hidden(), rest), self._device))
         self._blocks = blocks
-        before = f"{name}." if name else ""
-        self._prefixes = [f"{before}{own}." for own, _ in self._model.get_submodule(name).named_children()]
         self._hidden, self._calls = [hidden for hidden, _ in found], [rest for _, rest in found]
         return True
 
@@ -312,6 +320,13 @@ def _kept_tokens(batch: Any) -> Tensor | None:
     """Which tokens of a batch are not padding: bools [sequences, tokens]."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _shapes(batch: Any) -> str:
+    def shape(value: Any) -> Any:
+        return tuple(value.shape) if isinstance(value, Tensor) else _mapped(value, shape)
+
+    return repr(shape(batch))
 
 
 def _first(output: Any) -> Any:

@@ -56,10 +56,7 @@ class Pruner:
         self._device = self._second.device
         self._weight = dense_weight(linear).to(self._device)
         self._bias = None if linear.bias is None else linear.bias.detach().to(self._device)
-        centred = self._second
-        if self._bias is not None:
-            centred = self._second - torch.outer(self._mean, self._mean)
-        self._moment = damped(centred, damping)
+        self._moment = damped(self._second if self._bias is None else moments.centred(), damping)
         original = self._weight.double()
         self._norm = float(((original @ self._second) * original).sum())  # ‖X Wᵀ‖² / tokens
         self._eliminations: dict[tuple[int, int], Elimination] = {}
