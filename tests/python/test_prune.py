@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import DEVICES, seeded
 from test_docs import executed
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -30,6 +30,7 @@ from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, cl
 from tilesparse.demo import GPT, SIZES
 from tilesparse.prune import Choice, PruneReport, measure_errors, prune_model, refit, scores
 from tilesparse.prune import compensation as exact
+from tilesparse.prune._command import _pieces
 from tilesparse.prune.calibration import Moments
 
 B = 16
@@ -585,6 +586,30 @@ def test_the_command_prunes_and_saves(tmp_path: Path, capsys: pytest.CaptureFixt
     command[2] = str(tmp_path / "other")
     assert cli.main([*command, "--text", str(tmp_path / "none")]) == 2
     assert "--text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "around"), [("$A [E]", (0, 1)), ("[B] $A", (1, 0)), ("[B] $A [E]", (1, 1))]
+)
+def test_pieces_of_text_are_between_the_tokens_of_the_tokenizer(
+    template: str, around: tuple[int, int]
+) -> None:
+    words = {"[B]": 0, "[E]": 1, **{f"w{number}": number for number in range(2, 50)}}
+    model = Tokenizer(models.WordLevel(words, unk_token="[B]"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("[B]", 0), ("[E]", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="[B]", eos_token="[E]")
+    before, after = [0] * around[0], [1] * around[1]
+    pieces = _pieces(tokenizer, " ".join(f"w{number}" for number in range(2, 50)), 3, 8)
+    size = 8 - sum(around)
+    assert [piece["input_ids"].tolist() for piece in pieces] == [
+        [[*before, *range(start, start + size), *after]]
+        for start in (2, round((48 - size) / 2) + 2, 50 - size)
+    ]
+    with pytest.raises(InvalidArgumentError, match="more tokens"):
+        _pieces(tokenizer, "", 3, 8)
 
 
 def test_the_page_runs() -> None:
