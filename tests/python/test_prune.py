@@ -682,6 +682,14 @@ def test_inputs_may_vary_little_about_a_large_mean() -> None:
     assert layer.damping == 0.01 and layer.error < 1e-6
 
 
+def test_layers_pruned_in_inference_mode_train() -> None:
+    model = mlp()
+    with torch.inference_mode():
+        prune_model(model, vectors(), block_shape=16)
+    model(vectors()[0]).sum().backward()
+    assert model[0].weight.grad is not None and not model[0].col_indices.is_inference()
+
+
 def test_precision_set_for_one_backend_stays() -> None:
     backend = torch.backends.cuda.matmul
     if not hasattr(backend, "fp32_precision"):

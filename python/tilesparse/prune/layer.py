@@ -139,6 +139,7 @@ class Pruner:
         return max(0.0, float(loss) / self._norm) if self._norm > 0 else 0.0
 
 
+@torch.inference_mode(False)  # the layer is trained later, whatever it is pruned in
 @torch.no_grad()
 def built(linear: nn.Module, solution: Solution, choice: Choice, policy: str = "sparse") -> BlockSparseLinear:
     """The layer that a solution describes, with dtype, device and mode of the dense one."""
