@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import DEVICES, seeded
 from test_docs import executed
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -30,6 +30,8 @@ from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, cl
 from tilesparse.demo import GPT, SIZES
 from tilesparse.prune import Choice, PruneReport, measure_errors, prune_model, refit, scores
 from tilesparse.prune import compensation as exact
+from tilesparse.prune._command import _pieces
+from tilesparse.prune.calibration import Moments
 
 B = 16
 
@@ -198,6 +200,20 @@ def test_what_is_no_second_moment_is_refused(second: Tensor) -> None:
         exact.damped(second)
     with pytest.raises(InvalidArgumentError, match="second_moment"):
         refit(torch.randn(16, 32), second, BlockPattern.full((16, 32), block_shape=B))
+
+
+def test_refit_is_for_finite_weights_and_has_no_gradient() -> None:
+    _, weight, second = layer_problem()
+    pattern = BlockPattern.full(weight.shape, block_shape=B)
+    assert not refit(nn.Parameter(weight), second, pattern).values.requires_grad
+    assert exact.damped(second, 1e9).damping == 1e9
+    for damping in (-1, float("nan"), "much"):
+        with pytest.raises(InvalidArgumentError, match="damping: a finite"):
+            refit(weight, second, pattern, damping=damping)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="weight: finite"):
+        refit(weight / 0, second, pattern)
+    with pytest.raises(InvalidArgumentError, match="pattern: a BlockPattern"):
+        refit(weight, second, None)  # type: ignore[arg-type]
 
 
 def test_dead_inputs_keep_their_weights_and_cost_nothing() -> None:
@@ -581,6 +597,30 @@ def test_the_command_prunes_and_saves(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--text" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("template", "around"), [("$A [E]", (0, 1)), ("[B] $A", (1, 0)), ("[B] $A [E]", (1, 1))]
+)
+def test_pieces_of_text_are_between_the_tokens_of_the_tokenizer(
+    template: str, around: tuple[int, int]
+) -> None:
+    words = {"[B]": 0, "[E]": 1, **{f"w{number}": number for number in range(2, 50)}}
+    model = Tokenizer(models.WordLevel(words, unk_token="[B]"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("[B]", 0), ("[E]", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="[B]", eos_token="[E]")
+    before, after = [0] * around[0], [1] * around[1]
+    pieces = _pieces(tokenizer, " ".join(f"w{number}" for number in range(2, 50)), 3, 8)
+    size = 8 - sum(around)
+    assert [piece["input_ids"].tolist() for piece in pieces] == [
+        [[*before, *range(start, start + size), *after]]
+        for start in (2, round((48 - size) / 2) + 2, 50 - size)
+    ]
+    with pytest.raises(InvalidArgumentError, match="more tokens"):
+        _pieces(tokenizer, "", 3, 8)
+
+
 def test_the_page_runs() -> None:
     names = executed("pruning.md")
     report = names["report"]
@@ -601,6 +641,90 @@ def test_elimination_is_exact_whatever_the_settings() -> None:
     finally:
         torch.set_float32_matmul_precision("highest")
     assert torch.equal(found.costs, plain.costs)
+
+
+class Chain(nn.Module):
+    """Blocks; the first may have another name, and every second one gets an offset if a batch is long."""
+
+    def __init__(self, alias: bool = False, longest: int = 1000) -> None:
+        super().__init__()
+        blocks = nn.ModuleList(Offset() for _ in range(3))
+        if alias:
+            self.first = blocks[0]
+        self.blocks, self.longest = blocks, longest
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, 3.0 if number % 2 and len(x) > self.longest else 0.0)
+        return x
+
+
+class Offset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, offset: float) -> Tensor:
+        return torch.tanh(self.linear(x) + offset)
+
+
+def errors_of(model: nn.Module, batches: list[Any]) -> list[float]:
+    report = prune_model(model, batches, block_shape=16)
+    assert report.stack == "blocks"
+    return [layer.error for layer in report.layers]
+
+
+def test_blocks_behind_one_with_two_names_see_it_pruned() -> None:
+    torch.manual_seed(0)
+    plain, aliased = Chain(), Chain(alias=True)
+    aliased.load_state_dict(plain.state_dict(), strict=False)
+    assert errors_of(aliased, vectors()) == errors_of(plain, vectors())
+
+
+def test_blocks_may_be_called_alike_for_short_batches_only() -> None:
+    torch.manual_seed(0)
+    model, (short, *_) = Chain(longest=100), vectors()
+    other, long = copy.deepcopy(model), inputs(200, 64, 9).float()
+    assert errors_of(model, [short, long]) == pytest.approx(errors_of(other, [long, short]), rel=1e-4)
+
+
+def test_inputs_may_vary_little_about_a_large_mean() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Flatten()), inputs(512, 64).float()
+    x = x.round().clamp(-100, 100) / 64 + 10000  # exact in float32
+    moments = Moments(64, torch.device("cpu"), compare=True)
+    for number, part in enumerate(x.split(128)):
+        moments.add(part, part - 5000, number)
+    expected = x.double().T.cov(correction=0)
+    torch.testing.assert_close(moments.second(centred=True), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(moments.second(), x.double().T @ x.double() / 512, rtol=1e-12, atol=0)
+    torch.testing.assert_close(moments.mean(), x.double().mean(0), rtol=1e-12, atol=0)
+    order = torch.randperm(64, generator=seeded())
+    torch.testing.assert_close(moments.reordered(order).second(), moments.second()[order][:, order])
+    (layer,) = prune_model(model, list(x.split(128)), block_shape=16).layers
+    assert layer.damping == 0.01 and layer.error < 1e-6
+
+
+def test_layers_pruned_in_inference_mode_train() -> None:
+    model = mlp()
+    with torch.inference_mode():
+        prune_model(model, vectors(), block_shape=16)
+    model(vectors()[0]).sum().backward()
+    assert model[0].weight.grad is not None and not model[0].col_indices.is_inference()
+
+
+def test_precision_set_for_one_backend_stays() -> None:
+    backend = torch.backends.cuda.matmul
+    if not hasattr(backend, "fp32_precision"):
+        return
+    before = backend.fp32_precision
+    try:
+        backend.fp32_precision = "tf32"
+        with exact.exact_products(torch.device("cpu")):
+            assert backend.fp32_precision == "ieee"
+        assert backend.fp32_precision == "tf32"
+    finally:
+        backend.fp32_precision = before
 
 
 # What goes wrong.
@@ -694,6 +818,20 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"patterns": {"0": BlockPattern.full((64, 64), block_shape=16)}},
         "patterns: layer '0'",
     ),
+    "choices in a list": (vectors, {"choices": [Choice(0.5, (16, 16))]}, "choices: a mapping"),
+    "patterns in a list": (vectors, {"patterns": []}, "patterns: a mapping"),
+    "no regex": (vectors, {"layers": 3}, "layers: one or several"),
+    "forward": (vectors, {"forward": 3}, "forward: a function"),
+    "loss": (vectors, {"loss": 3}, "loss: a function"),
+    "loss of many": (vectors, {"method": "taylor", "loss": lambda m, b: m(b)}, "loss: a tensor with one"),
+    "loss of none": (
+        vectors,
+        {"method": "taylor", "loss": lambda m, b: m(b).sum().detach()},
+        "loss: a tensor with one",
+    ),
+    "folder": (vectors, {"folder": 3}, "folder: a path"),
+    "file": (vectors, {"folder": __file__}, "folder: a folder"),
+    "meta device": (vectors, {"device": "meta"}, "device: one"),
     "other batches": (lambda: [torch.randn(4, 32)], {}, "mat1"),
 }
 

@@ -94,11 +94,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _pieces(tokenizer: Any, text: str, samples: int, length: int) -> list[dict[str, Tensor]]:
     """Pieces of a text, evenly spread over it, each between the tokens that the tokenizer puts around one."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    empty = tokenizer("")["input_ids"]
-    middle = next((i for i, token in enumerate(empty) if token == tokenizer.sep_token_id), len(empty))
-    before, after = empty[:middle], empty[middle:]
-    size = length - len(empty)
+    encoded = tokenizer(text, return_special_tokens_mask=True, verbose=False)
+    ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
+    own = [place for place, added in enumerate(special) if not added] or [len(ids)]
+    before, after = ids[: own[0]], ids[own[-1] + 1 :]
+    ids = ids[own[0] : own[-1] + 1]
+    size = length - len(before) - len(after)
     if size < 1 or len(ids) < 2:
         raise InvalidArgumentError(f"--text, --length: more tokens expected, got {len(ids)} and {length}")
     samples = min(samples, -(-len(ids) // size))

@@ -19,10 +19,12 @@ _HIDDEN = "hidden_states"  # the name of a block's input where it is not the fir
 
 
 class Moments:
-    """Sums over the tokens that a layer has met, in float64: XᵀX and the sum of its inputs X; and X₀ᵀX and
-    the sum of X₀, which are its inputs in the dense model.
+    """Sums over the tokens that a layer has met, in float64: of its inputs X, of X₀, which these are in the
+    dense model, and of their products XᵀX and X₀ᵀX.
 
-    Products are computed in float32, or float64 for inputs in that, and added up in float64.
+    Products are computed in float32, or float64 for inputs in that, and added up in float64. All are of
+    inputs less their mean in the first call, so that nothing is lost where these vary little about a large
+    mean.
 
     Args:
         features: the layer's in_features.
@@ -33,10 +35,10 @@ class Moments:
     def __init__(self, features: int, device: torch.device, compare: bool) -> None:
         options: Any = {"dtype": torch.float64, "device": device}
         self._products = torch.zeros(features, features, **options)
-        self._sums = torch.zeros(features, **options)
+        self._sums, self._origin = torch.zeros(features, **options), torch.zeros(features, **options)
         self._across = torch.zeros(features, features, **options) if compare else None
-        self._dense_sums = torch.zeros(features, **options) if compare else self._sums
-        self._tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self._dense_sums, self._dense_origin = self._sums.clone(), self._origin.clone()
+        self._tokens = torch.zeros((), **options)
         self._finite: dict[int, Tensor] = {}
 
     def add(self, x: Tensor, dense: Tensor | None, number: int, keep: Tensor | None = None) -> None:
@@ -52,26 +54,32 @@ class Moments:
         """
         if dense is None or dense.shape != x.shape:
             dense = x
-        if keep is not None and keep.shape == x.shape[:-1]:
-            keep = keep.to(self._sums.device)
-            self._tokens += keep.sum()
-        else:
-            keep = None
-            self._tokens += x.shape[:-1].numel()
-        x, dense = self._rows(x, keep), self._rows(dense, keep)
+        if keep is None or keep.shape != x.shape[:-1]:
+            keep = torch.ones(x.shape[:-1], dtype=torch.bool)
+        keep = keep.to(self._sums.device).reshape(-1, 1)
+        if not self._finite:
+            self._origin, self._dense_origin = self._mean_of(x, keep), self._mean_of(dense, keep)
+        self._tokens += keep.sum()
+        x = self._rows(x, keep, self._origin)
         sums = x.sum(0, dtype=torch.float64)
         with exact_products(x.device):
             self._products += x.T @ x
             if self._across is not None:
+                dense = self._rows(dense, keep, self._dense_origin)
                 self._across += dense.T @ x
                 self._dense_sums += dense.sum(0, dtype=torch.float64)
         self._sums += sums
         self._finite[number] = self._finite.get(number, True) & sums.isfinite().all()
 
-    def _rows(self, x: Tensor, keep: Tensor | None) -> Tensor:
+    def _rows(self, x: Tensor, keep: Tensor, origin: Tensor) -> Tensor:
+        """[tokens, features] less the origin; zeros for tokens that do not count."""
         x = x.detach().to(self._sums.device, torch.promote_types(x.dtype, torch.float32))
-        x = x if keep is None else torch.where(keep[..., None], x, 0)
-        return x.reshape(-1, x.shape[-1])
+        return torch.where(keep, x.reshape(-1, x.shape[-1]) - origin.to(x.dtype), 0)
+
+    def _mean_of(self, x: Tensor, keep: Tensor) -> Tensor:
+        """Of tokens that count, as a number that the inputs can be less without rounding it."""
+        rows = self._rows(x, keep, torch.zeros_like(self._origin))
+        return (rows.sum(0, dtype=torch.float64) / keep.sum().clamp(min=1)).to(rows.dtype).double()
 
     def tokens(self) -> int:
         """How many tokens were counted; waits for the GPU, as `not_finite` does."""
@@ -84,21 +92,27 @@ class Moments:
         good = torch.stack(list(self._finite.values())).tolist()
         return next((number for number, fine in zip(self._finite, good, strict=True) if not fine), None)
 
-    def second(self) -> Tensor:
-        """XᵀX / tokens [features, features]."""
-        return self._products / self._tokens
+    def second(self, *, centred: bool = False) -> Tensor:
+        """XᵀX / tokens [features, features], of X less its mean if it is to be centred."""
+        off = self._sums / self._tokens
+        found = (self._products / self._tokens).addr_(off, off, alpha=-1)
+        return found if centred else found.addr_(self.mean(), self.mean())
 
-    def across(self) -> Tensor | None:
-        """X₀ᵀX / tokens [features, features], or None where X₀ = X."""
-        return None if self._across is None else self._across / self._tokens
+    def across(self, *, centred: bool = False) -> Tensor | None:
+        """X₀ᵀX / tokens [features, features], of both less their means if so; or None where X₀ = X."""
+        if self._across is None:
+            return None
+        dense, off = self._dense_sums / self._tokens, self._sums / self._tokens
+        found = (self._across / self._tokens).addr_(dense, off, alpha=-1)
+        return found if centred else found.addr_(self.dense_mean(), self.mean())
 
     def mean(self) -> Tensor:
         """The mean of X [features]."""
-        return self._sums / self._tokens
+        return self._sums / self._tokens + self._origin
 
     def dense_mean(self) -> Tensor:
-        """The mean of X₀ [features]."""
-        return self._dense_sums / self._tokens
+        """The mean of X₀ [features], where there are any."""
+        return self._dense_sums / self._tokens + self._dense_origin
 
     def reordered(self, order: Tensor) -> Moments:
         """Of the same inputs, whose feature order[i] has become feature i."""
@@ -106,6 +120,7 @@ class Moments:
         other._products, other._sums = self._products[order][:, order], self._sums[order]
         other._across = None if self._across is None else self._across[order][:, order]
         other._dense_sums = self._dense_sums[order]
+        other._origin, other._dense_origin = self._origin[order], self._dense_origin[order]
         return other
 
 
@@ -172,9 +187,8 @@ class Calibration:
     ) -> None:
         self._model, self._batches, self._forward, self._device = model, batches, forward, device
         self._compare = compare
-        self._keep = [_kept_tokens(batch) for batch in batches]
+        self._keep = [_moved(_kept_tokens(batch), device) for batch in batches]
         self._blocks: list[nn.Module] = []
-        self._prefixes: list[str] = []  # of names in the blocks
         self._calls: list[list[_Call]] = []  # of each batch: of each block, or one for all of them
         self._hidden: list[Tensor] = []  # of each batch: what the next block takes
         self._dense: list[Tensor] = []  # likewise, in the dense model
@@ -277,10 +291,11 @@ class Calibration:
             for batch in self._batches:
                 yield functional_call(whole, given, (batch,))
             return
-        block, prefix = self._blocks[unit.number], self._prefixes[unit.number]
-        own = {name.removeprefix(prefix): t for name, t in parameters.items() if name.startswith(prefix)}
-        state = {**dict(block.named_parameters()), **dict(block.named_buffers()), **own}
-        state = _moved(state, self._device)
+        block = self._blocks[unit.number]
+        # By identity: the model may know a layer by another name than that of the block and its own in it.
+        new = {self._model.get_parameter(name): tensor for name, tensor in parameters.items()}
+        own = {name: new.get(parameter, parameter) for name, parameter in block.named_parameters()}
+        state = _moved({**own, **dict(block.named_buffers())}, self._device)
         for calls, hidden in zip(self._calls, given_hidden, strict=True):
             call = calls[unit.number if len(calls) > 1 else 0]
             args, kwargs = call.with_hidden(hidden.clone())  # which some blocks write to
@@ -290,21 +305,18 @@ class Calibration:
     def _reach(self, name: str) -> bool:
         """Runs the model up to the blocks of a stack; False if they are no chain."""
         blocks = list(self._model.get_submodule(name).children())
-        calls, chained = self._run_through(blocks, self._batches[0], stop=False)
-        if not chained:
-            return False
-        alike = all(_same(call.with_hidden(None), calls[0].with_hidden(None)) for call in calls[1:])
+        alike: dict[str, bool] = {}  # by shapes of batches, for masks of long sequences differ in more
         found: list[tuple[Tensor, list[_Call]]] = []
-        for number, batch in enumerate(self._batches):
-            if number > 0:
-                calls, chained = self._run_through(blocks, batch, stop=alike)
-                if not chained:
-                    return False
-            rest = [call.with_hidden(None) for call in (calls[:1] if alike else calls)]
+        for batch in self._batches:
+            shapes = _shapes(batch)
+            calls, chained = self._run_through(blocks, batch, stop=alike.get(shapes, False))
+            if not chained:
+                return False
+            rest = [call.with_hidden(None) for call in calls]
+            if alike.setdefault(shapes, all(_same(call, rest[0]) for call in rest)):
+                rest = rest[:1]
             found.append(_moved((calls[0].hidden(), rest), self._device))
         self._blocks = blocks
-        before = f"{name}." if name else ""
-        self._prefixes = [f"{before}{own}." for own, _ in self._model.get_submodule(name).named_children()]
         self._hidden, self._calls = [hidden for hidden, _ in found], [rest for _, rest in found]
         self._dense = list(self._hidden)
         return True
@@ -384,6 +396,13 @@ def _kept_tokens(batch: Any) -> Tensor | None:
     """Which tokens of a batch are not padding: bools [sequences, tokens]."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _shapes(batch: Any) -> str:
+    def shape(value: Any) -> Any:
+        return tuple(value.shape) if isinstance(value, Tensor) else _mapped(value, shape)
+
+    return repr(shape(batch))
 
 
 def _first(output: Any) -> Any:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -80,8 +81,11 @@ def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
             becomes the identity: then nothing is known of the inputs.
 
     Raises:
-        InvalidArgumentError: the matrix is not square, not finite, or no second moment.
+        InvalidArgumentError: the matrix is not square, not finite, or no second moment; or ``damping`` is no
+            finite number of at least 0.
     """
+    if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= damping < float("inf"):
+        raise InvalidArgumentError(f"damping: a finite number of at least 0 expected, got {damping!r}")
     if second_moment.dim() != 2 or second_moment.shape[0] != second_moment.shape[1]:
         raise InvalidArgumentError(
             f"second_moment: a square matrix expected, got shape {tuple(second_moment.shape)}"
@@ -93,7 +97,7 @@ def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
     if mean == 0:
         mean, damping = 1.0, 1.0
     identity = torch.eye(len(moment), dtype=torch.float64, device=moment.device)
-    while damping < _MOST_DAMPING:
+    while True:
         matrix = torch.add(moment, identity, alpha=damping * mean)
         factor, info = torch.linalg.cholesky_ex(matrix)
         if int(info) == 0:
@@ -101,7 +105,8 @@ def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
             if bool(inverse.isfinite().all()):
                 return Damped(matrix, inverse, damping * mean, damping)
         damping = max(damping * _STRONGER, 1e-9)
-    raise InvalidArgumentError("second_moment: a positive semidefinite matrix expected")
+        if damping > _MOST_DAMPING:
+            raise InvalidArgumentError("second_moment: a positive semidefinite matrix expected")
 
 
 def eliminate(weight: Tensor, moment: Damped, block_shape: tuple[int, int]) -> Elimination:
@@ -185,6 +190,7 @@ def _take(matrix: Tensor, blocks: Tensor, dim: int, bk: int) -> Tensor:
     return matrix.view(rows, m, n // bk, bk).gather(2, index).view(rows, m, count * bk)
 
 
+@torch.no_grad()
 def refit(
     weight: Tensor, second_moment: Tensor, pattern: BlockPattern, *, damping: float = DAMPING
 ) -> BlockSparseMatrix:
@@ -200,19 +206,24 @@ def refit(
         damping: λ over the mean of the diagonal of the second moment.
 
     Returns:
-        A matrix of that pattern, in dtype and on the device of the weight.
+        A matrix of that pattern, in dtype and on the device of the weight, without gradient.
 
     Raises:
-        InvalidArgumentError: shapes differ, or the second moment is none.
+        InvalidArgumentError: shapes differ, the weight is not finite, the second moment is none, or
+            ``damping`` is no finite number of at least 0.
 
     >>> x, w = torch.randn(1000, 64), torch.randn(32, 64)
     >>> refit(w, x.T @ x / len(x), BlockPattern.random((32, 64), block_shape=16, density=0.5))
     """
+    if not isinstance(pattern, BlockPattern):
+        raise InvalidArgumentError(f"pattern: a BlockPattern expected, got {type(pattern).__name__}")
     if weight.shape != pattern.shape or second_moment.shape[:1] != weight.shape[1:]:
         raise InvalidArgumentError(
             f"pattern, second_moment: those of a weight of shape {tuple(weight.shape)} expected, got "
             f"{pattern.shape} and {tuple(second_moment.shape)}"
         )
+    if not bool(weight.isfinite().all()):
+        raise InvalidArgumentError("weight: finite numbers expected, got NaN or infinities")
     moment = damped(second_moment.to(weight.device), damping)
     dense = solve(weight, moment, pattern.to(weight.device))
     return BlockSparseMatrix.from_dense(dense.to(weight.dtype), pattern.to(weight.device))

@@ -112,9 +112,16 @@ def prune_model(
     """
     _check_numbers(method, damping, refit, policy)
     if choices is not None and patterns is not None:
-        raise InvalidArgumentError("choices, patterns: one of them expected")
+        raise InvalidArgumentError("choices, patterns: at most one of them expected")
     if layers is not None and (choices is not None or patterns is not None):
         raise InvalidArgumentError("layers: None expected beside choices or patterns, which name the layers")
+    for argument, mapping in (("choices", choices), ("patterns", patterns)):
+        if mapping is not None and not isinstance(mapping, Mapping):
+            raise InvalidArgumentError(
+                f"{argument}: a mapping from names of layers expected, got {type(mapping).__name__}"
+            )
+    _check_callable("loss", loss)
+    _check_callable("forward", forward)
     _check_model(model)
     if choices is None and patterns is None:
         uniform = _checked_choice(Choice(density, block_shape, nm, storage), "")  # type: ignore[arg-type]
@@ -139,7 +146,7 @@ def prune_model(
             "choices": targets,
             "patterns": {name: _indices(pattern) for name, pattern in (patterns or {}).items()},
         }
-        progress = Progress(Path(folder), model, data, arguments)
+        progress = Progress(_path(folder), model, data, arguments)
     with evaluating(model):
         block_scores: Mapping[str, Tensor] = {}
         if patterns is None and method in GRADIENT_METHODS:
@@ -194,6 +201,9 @@ def measure_errors(
     _check_numbers(method, damping, refit, "sparse")
     if method in GRADIENT_METHODS:
         raise InvalidArgumentError(f"method: one that needs no gradient expected, got {method!r}")
+    _check_callable("forward", forward)
+    if not isinstance(choices, Iterable):
+        raise InvalidArgumentError(f"choices: a list of Choice expected, got {choices!r}")
     checked = [_checked_choice(choice, "choices: ") for choice in choices]
     if not checked:
         raise InvalidArgumentError("choices: at least one expected, got none")
@@ -334,6 +344,8 @@ def _matched(
     Where ``layers`` asks for one that cannot be cut into such blocks, that is an error.
     """
     patcher = BlockSparseModelPatcher()
+    if layers is not None and not isinstance(layers, Iterable):
+        raise InvalidArgumentError(f"layers: one or several regular expressions expected, got {layers!r}")
     regexes = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
     for regex in regexes:
         try:
@@ -431,6 +443,22 @@ def _check_numbers(method: str, damping: float, refit: bool, policy: str) -> Non
     check_policy(policy)
 
 
+def _check_callable(argument: str, function: object) -> None:
+    if function is not None and not callable(function):
+        raise InvalidArgumentError(
+            f"{argument}: a function of a model and a batch expected, got {function!r}"
+        )
+
+
+def _path(folder: object) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise InvalidArgumentError(f"folder: a path expected, got {folder!r}")
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise InvalidArgumentError(f"folder: a folder expected, got the file {str(path)!r}")
+    return path
+
+
 def _checked_choice(choice: object, where: str) -> Choice:
     if not isinstance(choice, Choice):
         raise InvalidArgumentError(f"{where}a Choice expected, got {choice!r}")
@@ -472,7 +500,10 @@ def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.
     if device is None:
         return next(model.parameters()).device
     try:
-        return torch.empty(0, device=device).device  # with its number
+        found = torch.empty(0, device=device).device  # with its number
+        if found.type == "meta":
+            raise TypeError("nothing is computed there")
+        return found
     except (RuntimeError, AssertionError, TypeError) as error:
         raise InvalidArgumentError(
             f"device: one that PyTorch has expected, got {device!r}: {error}"
@@ -514,6 +545,11 @@ def _gradient_scores(
         for number, batch in enumerate(batches):
             with torch.enable_grad():
                 value = loss(model, batch) if loss else _own_loss((forward or call_model)(model, batch))
+                if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+                    raise InvalidArgumentError(
+                        "loss: a tensor with one number that depends on the weights expected, got "
+                        f"{type(value).__name__ if not isinstance(value, Tensor) else tuple(value.shape)}"
+                    )
                 gradients = torch.autograd.grad(value, weights, allow_unused=True)
             for (name, choice), gradient in zip(targets.items(), gradients, strict=True):
                 layer = model.get_submodule(name)

@@ -63,20 +63,17 @@ class Pruner:
         self._device = self._second.device
         self._dense = dense_weight(linear).to(self._device)
         self._dense_bias = None if linear.bias is None else linear.bias.detach().to(self._device).double()
-        across, centred = moments.across(), self._second
-        if self._dense_bias is not None:
-            centred = centred - torch.outer(self._mean, self._mean)
-        self._moment = damped(centred, damping)
         self._weight, self._bias = self._dense.double(), self._dense_bias
+        centred = self._bias is not None
+        self._moment = damped(moments.second(centred=centred), damping)
+        across = moments.across(centred=centred)
         if across is not None:
-            dense, mean = self._weight, torch.lerp(self._mean, moments.dense_mean(), CORRECTION)
-            across = torch.lerp(self._second, across, CORRECTION)
-            if self._dense_bias is not None:
-                across = across - torch.outer(mean, self._mean)
             across.diagonal().add_(self._moment.added)
-            self._weight = dense @ across @ self._moment.inverse
-            if self._dense_bias is not None:
-                self._bias = self._dense_bias + dense @ mean - self._weight @ self._mean
+            across = torch.lerp(self._moment.matrix, across, CORRECTION)
+            dense, self._weight = self._weight, self._weight @ across @ self._moment.inverse
+            if self._bias is not None:
+                mean = torch.lerp(self._mean, moments.dense_mean(), CORRECTION)
+                self._bias = self._bias + dense @ mean - self._weight @ self._mean
         self._norm = float(((self._weight @ self._second) * self._weight).sum())  # ‖X Wᵀ‖² / tokens
         self._eliminations: dict[tuple[int, int], Elimination] = {}
 
@@ -160,6 +157,7 @@ class Pruner:
         return max(0.0, float(loss) / self._norm) if self._norm > 0 else 0.0
 
 
+@torch.inference_mode(False)  # the layer is trained later, whatever it is pruned in
 @torch.no_grad()
 def built(linear: nn.Module, solution: Solution, choice: Choice, policy: str = "sparse") -> BlockSparseLinear:
     """The layer that a solution describes, with dtype, device and mode of the dense one."""
