@@ -13,7 +13,7 @@ from .._progress import Progress
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight
 from ..patch import aligned
-from ._layers import check_choices, shape_of
+from ._layers import checked_choices, shape_of
 from .calibration import Calibration, Forward, Moments, call_model, evaluating
 from .choice import Choice
 from .compensation import DAMPING
@@ -95,7 +95,7 @@ def permute_model(
         if reason is not None:
             raise InvalidArgumentError(f"folds: {reason}")
         for part in parts_of(model, fold):
-            check_choices("choice", part.name, [choice], shape_of(part.layer))
+            checked_choices("choice", part.name, [choice], shape_of(part.layer))
     data, call = _collected(batches), forward or call_model
     done: list[PermutedFold] = []
     taken: list[tuple[Fold, Tensor]] = []
