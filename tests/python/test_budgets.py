@@ -488,3 +488,28 @@ def test_losses_that_tell_nothing() -> None:
             measure_sensitivity(model, [x], ["1"], loss=loss)
     with pytest.raises(InvalidArgumentError, match="loss: expected"):
         measure_sensitivity(model, [x], ["1"])
+    for loss in (lambda model, x: model(x), lambda model, x: model(x).sum().item()):
+        with pytest.raises(InvalidArgumentError, match="loss: a tensor with one number"):
+            measure_sensitivity(model, [x], ["1"], loss=loss)
+
+
+class Pooled(nn.Module):
+    """Its last layer meets one token of each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.first(x)[:, 0])
+        return y
+
+
+def test_tokens_that_change_nothing_make_no_layer_matter_more() -> None:
+    torch.manual_seed(0)
+    model, x = Pooled(), torch.randn(8, 1, 16).expand(8, 10, 16)  # all tokens of a sequence are alike
+    found = [
+        measure_sensitivity(model, [batch], ["first", "last"], loss=lambda model, x: model(x).square().sum())
+        for batch in (x, x[:, :1])
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
