@@ -460,6 +460,17 @@ def test_a_plan_is_what_a_model_becomes() -> None:
     assert multiplied == plan.cost <= budget
 
 
+def test_a_plan_that_leaves_all_dense_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    layers = list(model)
+    plan = allocate({"0": {Choice(0.5, (32, 32)): 0.1}, "2": {}}, model, parameters=64 * 96)
+    report = prune_model(model, [torch.randn(4, 64)], choices=plan)
+    assert list(model) == layers and report.layers == [] and report.before == report.after
+    assert [layer.name for layer in report.skipped] == ["0", "2"] and "choices say None" in str(report)
+    with pytest.raises(InvalidArgumentError, match="no layer is left to prune"):
+        prune_model(model, [torch.randn(4, 64)], choices={})
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_sensitivity_is_that_of_the_loss(frozen: bool) -> None:
     """Of a linear model and a quadratic loss the gradients are known."""
