@@ -349,6 +349,9 @@ def test_layers_are_timed_as_they_are(device: str) -> None:
     for names, text in (["1"], "'1', got ReLU"), ([], "at least one"), (["3"], "'3', got NoneType"):
         with pytest.raises(InvalidArgumentError, match=f"layers: .*{text}"):
             time_layers(model, names, tokens=8)
+    for model_, names, text in (3, ["0"], "model: "), (model, None, "layers: names"):
+        with pytest.raises(InvalidArgumentError, match=text):
+            time_layers(model_, names, tokens=8)
     with pytest.raises(InvalidArgumentError, match="device: cpu or cuda expected"):
         time_layers(nn.Sequential(nn.Linear(16, 16, device="meta")), ["0"], tokens=8)
 

@@ -16,12 +16,20 @@ from .choice import Choice
 from .driver import _checked_choice
 
 
-def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """The dense linear layers of these names, each under one of them; `argument` is what gave the names."""
+def check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
+
+
+def check_names(argument: str, names: object) -> None:
     if not isinstance(names, Iterable):
         raise InvalidArgumentError(f"{argument}: names of layers expected, got {type(names).__name__}")
+
+
+def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """The dense linear layers of these names, each under one of them; `argument` is what gave the names."""
+    check_module(model)
+    check_names(argument, names)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Any] = {}
     seen: dict[nn.Module, str] = {}

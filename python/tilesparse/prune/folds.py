@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._checks import as_integer
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import dense_weight, is_conv1d
+from ._layers import check_module
 
 # Names of layers within a module: those that give hidden features, and the one that takes them.
 _FEED_FORWARD = (
@@ -158,11 +159,6 @@ def parts_of(model: nn.Module, fold: Fold) -> list[Part]:
         *parts,
         Part(fold.consumer, layer, 0, dense_weight(layer).shape[1], fold.repeats, False),
     ]
-
-
-def check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
 
 
 def reason_against(model: nn.Module, fold: Fold) -> str | None:

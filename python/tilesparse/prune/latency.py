@@ -22,7 +22,16 @@ from .._checks import DTYPES, as_integer
 from .._progress import Progress
 from ..errors import InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, is_conv1d
-from ._layers import as_number, check_mapping, checked_choices, dense_layers, described, shape_of
+from ._layers import (
+    as_number,
+    check_mapping,
+    check_module,
+    check_names,
+    checked_choices,
+    dense_layers,
+    described,
+    shape_of,
+)
 from .choice import Choice
 from .driver import _checked_choice
 
@@ -225,6 +234,8 @@ def time_layers(
     Raises:
         InvalidArgumentError: a name is not that of such a layer, or another argument is not allowed.
     """
+    check_module(model)
+    check_names("layers", layers)
     tokens, repetitions = _count("tokens", tokens), _count("repetitions", repetitions)
     modules = dict(model.named_modules(remove_duplicate=False))
     calls: dict[str, tuple[Any, Tensor]] = {}
