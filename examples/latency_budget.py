@@ -114,8 +114,7 @@ def measured(
 ) -> dict[str, Any]:
     """What the model is like once its layers are what was chosen."""
     model = copy.deepcopy(model)
-    if any(choices.values()):
-        prune_model(model, others, choices=choices)
+    prune_model(model, others, choices=choices)
     return {
         "perplexity": perplexity(model, held_out),
         "measured_ms": sum(time_layers(model, choices, tokens=tokens).values()),

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import DEVICES, seeded
@@ -213,6 +214,9 @@ ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown weight": ({"bytes": 500_000, "weights": {"in": 1.0}}, "weights: .*'in'"),
     "bad weight": ({"bytes": 500_000, "weights": {"up": -1.0}}, "weights: .*'up'"),
     "no curves": ({"bytes": 500_000, "curves": {}}, "curves: at least one"),
+    "curves of no names": ({"bytes": 500_000, "curves": ["up"]}, "curves: a mapping"),
+    "curves of no errors": ({"bytes": 500_000, "curves": {"up": PLAIN}}, "curves: layer 'up': a mapping"),
+    "weights of no names": ({"bytes": 500_000, "weights": [1.0]}, "weights: a mapping"),
     "no layer": ({"bytes": 500_000, "curves": {"in": {}}}, "curves: .*'in', got no layer"),
     "not dense": ({"bytes": 500_000, "curves": {"": {}}}, "curves: .*got Layers"),
     "nan error": ({"bytes": 500_000, "curves": {"up": {PLAIN[0]: math.nan}}}, "curves: .*'up'"),
@@ -307,6 +311,33 @@ def test_what_is_measured_is_what_curves_have(device: str, tmp_path: Path) -> No
     assert LatencyTable.load(tmp_path / "table.json") == table
 
 
+def test_choices_as_a_program_has_them(tmp_path: Path) -> None:
+    """Numbers of NumPy, one number for both sides, and generators; random numbers stay the program's."""
+    loose: Any = Choice(np.float32(0.5), 32)  # type: ignore[arg-type]
+    state = torch.get_rng_state()
+    options: dict[str, Any] = {"tokens": np.int64(4), "device": "cpu", "repetitions": 1}
+    table = measure_latency(Layers(), {"up": (choice for choice in [loose])}, **options)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert set(table.times[256, 128]) == {None, Choice(0.5, (32, 32))}
+    table.save(tmp_path / "table.json")
+    assert LatencyTable.load(tmp_path / "table.json") == table
+    plan = allocate({"up": {loose: np.float32(0.1)}}, Layers(), parameters=np.int64(16 * 1024))
+    assert plan == uniform(Layers(), ["up"], np.float32(0.5), block_shape=np.int64(32))
+    assert table.total(Layers(), {"up": loose}) == table.milliseconds((256, 128), plan["up"])
+    for wrong in "half", {"up": "half"}:
+        with pytest.raises(InvalidArgumentError, match="choice"):
+            table.total(Layers(), wrong)  # type: ignore[arg-type]
+
+
+def test_what_differs_from_where_a_table_is_from() -> None:
+    here = measure_latency(Layers(), {"up": []}, tokens=1, device="cpu", repetitions=1)
+    assert here.device not in ("CPU", "") and here.where().endswith("in float32")
+    versions = {**here.versions, "threads": "1000"}
+    there = table_of(device="Another CPU", versions=versions).where()
+    assert f"which this machine does not have ({here.device}" in there
+    assert there.endswith(f"; with threads 1000, where {torch.get_num_threads()} is here")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_layers_are_timed_as_they_are(device: str) -> None:
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).to(device)
@@ -318,6 +349,9 @@ def test_layers_are_timed_as_they_are(device: str) -> None:
     for names, text in (["1"], "'1', got ReLU"), ([], "at least one"), (["3"], "'3', got NoneType"):
         with pytest.raises(InvalidArgumentError, match=f"layers: .*{text}"):
             time_layers(model, names, tokens=8)
+    for model_, names, text in (3, ["0"], "model: "), (model, None, "layers: names"):
+        with pytest.raises(InvalidArgumentError, match=text):
+            time_layers(model_, names, tokens=8)
     with pytest.raises(InvalidArgumentError, match="device: cpu or cuda expected"):
         time_layers(nn.Sequential(nn.Linear(16, 16, device="meta")), ["0"], tokens=8)
 
@@ -337,6 +371,9 @@ def test_times_between_measured_densities_rise() -> None:
         table.milliseconds((64, 128), None)
 
 
+ENTRY = {"density": 0.5, "block_shape": [32, 32], "nm": None, "storage": "plain"}
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -345,6 +382,9 @@ def test_times_between_measured_densities_rise() -> None:
         ({"times": [{"shape": [1], "choice": None, "ms": 1.0}]}, "table"),
         ({"times": [{"shape": [1, 2], "choice": {"density": 1}, "ms": 1.0}]}, "block_shape"),
         ({"tokens": None}, "integer"),
+        ({"times": [{"shape": [1, 2], "choice": {**ENTRY, "nm": []}, "ms": 1.0}]}, "IndexError"),
+        ({"times": [{"shape": [1, 2], "choice": {**ENTRY, "density": math.nan}, "ms": 1.0}]}, "density"),
+        ({"times": [{"shape": [1, 2], "choice": {**ENTRY, "storage": "x"}, "ms": 1.0}]}, "storage"),
     ],
 )
 def test_files_that_are_no_tables(tmp_path: Path, change: dict[str, Any], text: str) -> None:
@@ -375,6 +415,8 @@ def test_other_files_and_none(tmp_path: Path) -> None:
         ({"dtype": torch.int8}, "dtype: "),
         ({"choices": {"up": [Choice(0.5, (48, 64))]}}, "choices: layer 'up': block_shape"),
         ({"choices": {"nothing": []}}, "choices: .*'nothing'"),
+        ({"choices": {"up": PLAIN[0]}}, "choices: layer 'up': several choices expected"),
+        ({"choices": ["up"]}, "choices: a mapping"),
     ],
 )
 def test_what_measure_latency_refuses(options: dict[str, Any], text: str) -> None:
@@ -421,6 +463,17 @@ def test_a_plan_is_what_a_model_becomes() -> None:
     assert multiplied == plan.cost <= budget
 
 
+def test_a_plan_that_leaves_all_dense_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    layers = list(model)
+    plan = allocate({"0": {Choice(0.5, (32, 32)): 0.1}, "2": {}}, model, parameters=64 * 96)
+    report = prune_model(model, [torch.randn(4, 64)], choices=plan)
+    assert list(model) == layers and report.layers == [] and report.before == report.after
+    assert [layer.name for layer in report.skipped] == ["0", "2"] and "choices say None" in str(report)
+    with pytest.raises(InvalidArgumentError, match="no layer is left to prune"):
+        prune_model(model, [torch.randn(4, 64)], choices={})
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_sensitivity_is_that_of_the_loss(frozen: bool) -> None:
     """Of a linear model and a quadratic loss the gradients are known."""
@@ -449,3 +502,28 @@ def test_losses_that_tell_nothing() -> None:
             measure_sensitivity(model, [x], ["1"], loss=loss)
     with pytest.raises(InvalidArgumentError, match="loss: expected"):
         measure_sensitivity(model, [x], ["1"])
+    for loss in (lambda model, x: model(x), lambda model, x: model(x).sum().item()):
+        with pytest.raises(InvalidArgumentError, match="loss: a tensor with one number"):
+            measure_sensitivity(model, [x], ["1"], loss=loss)
+
+
+class Pooled(nn.Module):
+    """Its last layer meets one token of each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.first(x)[:, 0])
+        return y
+
+
+def test_tokens_that_change_nothing_make_no_layer_matter_more() -> None:
+    torch.manual_seed(0)
+    model, x = Pooled(), torch.randn(8, 1, 16).expand(8, 10, 16)  # all tokens of a sequence are alike
+    found = [
+        measure_sensitivity(model, [batch], ["first", "last"], loss=lambda model, x: model(x).square().sum())
+        for batch in (x, x[:, :1])
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)

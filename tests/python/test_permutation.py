@@ -10,6 +10,7 @@ import torch
 import transformers
 from helpers import DEVICES, seeded
 from torch import Tensor, nn
+from torch.nn.utils.prune import l1_unstructured
 
 from tilesparse import InvalidArgumentError
 from tilesparse.prune import (
@@ -141,6 +142,9 @@ WRONG = {
     "sizes": Fold(("first",), "second", 5),
     "no units": Fold(("first",), "second", 0),
     "rows": Fold((Rows("first", 40, 72),), "second", 32),
+    "rows of parts": Fold((Rows("first", 0.0, 32.0),), "second", 32),  # type: ignore[arg-type]
+    "no producer": Fold((), "second", 32),
+    "a name alone": Fold("first", "second", 32),  # type: ignore[arg-type]
     "rows twice": Fold((Rows("first", 0, 32), Rows("first", 16, 48)), "second", 32),
     "itself": Fold(("second",), "second", 32),
 }
@@ -174,6 +178,28 @@ def test_shared_weights_have_no_fold() -> None:
     with pytest.raises(InvalidArgumentError, match="shares a parameter"):
         names = ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
         permute_(model, Fold(names, "model.layers.0.mlp.down_proj", 96), torch.arange(96))
+
+
+def test_weights_that_calls_compute_have_no_fold() -> None:
+    """Another order of such a weight would be gone with the next call, or be one of half of the layers."""
+    model = Doubled()
+    l1_unstructured(model.second, "weight", 0.5)
+    with pytest.raises(InvalidArgumentError, match="its own weight expected as 'second'"):
+        permute_(model, Fold((Rows("first", 0, 32), Rows("first", 32, 64)), "second", 32), torch.arange(32))
+
+
+def test_orders_where_tensors_are_made_elsewhere() -> None:
+    model, order = Doubled(), torch.arange(31, -1, -1)
+    weight = model.second.weight.detach().clone()
+    with torch.device("meta"):
+        permute_(model, Fold((Rows("first", 0, 32), Rows("first", 32, 64)), "second", 32), order)
+    assert torch.equal(model.second.weight, weight.flip(1))
+
+
+def test_no_models() -> None:
+    for call in (find_folds, lambda model: permute_(model, MIXED, torch.arange(128))):
+        with pytest.raises(InvalidArgumentError, match=r"model: a torch\.nn\.Module"):
+            call(3)
 
 
 def test_what_lies_between_is_seen() -> None:
@@ -300,10 +326,30 @@ def test_a_fold_that_is_none_is_noticed_and_undone() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_outputs_are_compared_where_a_loss_comes_first() -> None:
+    """One that all outputs leave as it is."""
+
+    class Losing(Ordered):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return {"loss": 0 * y.sum(), "y": [y]}
+
+    with pytest.raises(InvalidArgumentError, match="folds: equal outputs expected"):
+        permute_model(
+            Losing(),
+            [torch.randn(256, 64, generator=seeded())],
+            Choice(0.5, (16, 16)),
+            folds=[Fold(("layers.0",), "layers.2", 128)],
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"folds": []}, "folds: at least one"),
+        ({"folds": MIXED}, "folds: several"),
+        ({"damping": -1.0}, "damping: "),
+        ({"damping": "much"}, "damping: "),
         ({"folds": ["0"]}, "folds: a Fold expected, got str"),
         ({"folds": [Fold(("0",), "2", 100)]}, "folds: 128 features"),
         ({"choice": Choice(0.5, (48, 16))}, "choice: block_shape"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -16,15 +16,25 @@ from .choice import Choice
 from .driver import _checked_choice
 
 
-def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """The dense linear layers of these names, each under one of them; `argument` is what gave the names."""
+def check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
+
+
+def check_names(argument: str, names: object) -> None:
+    if not isinstance(names, Iterable):
+        raise InvalidArgumentError(f"{argument}: names of layers expected, got {type(names).__name__}")
+
+
+def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """The dense linear layers of these names, each under one of them; `argument` is what gave the names."""
+    check_module(model)
+    check_names(argument, names)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Any] = {}
     seen: dict[nn.Module, str] = {}
     for name in names:
-        module = modules.get(name)
+        module = modules.get(name) if isinstance(name, str) else None
         if module is None or not (isinstance(module, nn.Linear) or is_conv1d(module)):
             kind = "no layer of that name" if module is None else type(module).__name__
             raise InvalidArgumentError(f"{argument}: a dense linear layer expected as {name!r}, got {kind}")
@@ -51,8 +61,7 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 
 def kept_blocks(choice: Choice, shape: tuple[int, int]) -> int:
-    """How many blocks of a weight a choice keeps; raises where it cannot be made."""
-    choice = _checked_choice(choice, "")
+    """How many blocks of a weight a checked choice keeps; raises where it cannot be made."""
     rows, columns = check_shapes(shape, choice.block_shape)[2]
     kept = round(choice.density * rows * columns)
     if kept == 0:
@@ -60,13 +69,24 @@ def kept_blocks(choice: Choice, shape: tuple[int, int]) -> int:
     return kept
 
 
-def check_choices(argument: str, name: str, choices: Iterable[Choice], shape: tuple[int, int]) -> None:
-    """That a layer of this shape can become each of them."""
-    for choice in choices:
-        try:
+def check_mapping(argument: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        raise InvalidArgumentError(f"{argument}: a mapping expected, got {type(given).__name__}")
+
+
+def checked_choices(
+    argument: str, name: str, choices: Iterable[Choice], shape: tuple[int, int]
+) -> list[Choice]:
+    """The choices as numbers and tuples of Python, all of which a layer of this shape can become."""
+    if not isinstance(choices, Iterable):
+        raise InvalidArgumentError(f"{argument}: layer {name!r}: several choices expected, got {choices!r}")
+    try:
+        checked = [_checked_choice(choice, "") for choice in choices]
+        for choice in checked:
             kept_blocks(choice, shape)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{argument}: layer {name!r}: {error}") from error
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{argument}: layer {name!r}: {error}") from error
+    return checked
 
 
 def described(choice: Choice | None) -> tuple[str, str, str]:

@@ -15,7 +15,15 @@ from ..errors import InvalidArgumentError
 from ..linear import dense_weight
 from ..patch import aligned
 from ..storage import forms_of
-from ._layers import as_number, check_choices, dense_layers, described, kept_blocks, shape_of
+from ._layers import (
+    as_number,
+    check_mapping,
+    checked_choices,
+    dense_layers,
+    described,
+    kept_blocks,
+    shape_of,
+)
 from .choice import Choice, ErrorCurves
 from .knapsack import solve
 from .latency import LatencyTable
@@ -118,9 +126,9 @@ def uniform(
     """
     choice = Choice(density, check_block_shape(block_shape))
     found = dense_layers("layers", model, layers)
-    for name, layer in found.items():
-        check_choices("layers", name, [choice], shape_of(layer))
-    return dict.fromkeys(found, choice)
+    return {
+        name: checked_choices("layers", name, [choice], shape_of(layer))[0] for name, layer in found.items()
+    }
 
 
 def erk(
@@ -146,7 +154,7 @@ def erk(
     found = dense_layers("layers", model, layers)
     shapes = {name: shape_of(layer) for name, layer in found.items()}
     for name, shape in shapes.items():
-        check_choices("layers", name, [Choice(1.0, block_shape)], shape)
+        checked_choices("layers", name, [Choice(1.0, block_shape)], shape)
     totals = np.array([math.prod(check_shapes(shape, block_shape)[2]) for shape in shapes.values()])
     if not 0 <= as_number(density) <= 1:
         raise InvalidArgumentError(f"density: a number from 0 to 1 expected, got {density!r}")
@@ -224,6 +232,7 @@ def allocate(
             lacks a time; an error is not a finite number of at least 0; or another argument is not allowed.
     """
     unit, budget = _budget(parameters, bytes, milliseconds, table)
+    check_mapping("curves", curves)
     layers = dense_layers("curves", model, curves)
     factors = _factors(weights, layers)
     options: dict[str, list[Choice | None]] = {}
@@ -231,10 +240,10 @@ def allocate(
     errors: list[list[float]] = []
     cost_of = _cost_of(unit, table)
     for name, layer in layers.items():
-        check_choices("curves", name, curves[name], shape_of(layer))
-        options[name] = [None, *curves[name]]
+        check_mapping(f"curves: layer {name!r}", curves[name])
+        options[name] = [None, *checked_choices("curves", name, curves[name], shape_of(layer))]
         costs.append([float(cost_of(layer, choice)) for choice in options[name]])
-        errors.append([0.0, *(factors[name] * _error(name, curves[name][choice]) for choice in curves[name])])
+        errors.append([0.0, *(factors[name] * _error(name, error) for error in curves[name].values())])
     least = sum(map(min, costs))
     if budget < least:
         rounded = math.ceil(least * 1e6) / 1e6 if unit == "ms" else math.ceil(least)
@@ -272,7 +281,7 @@ def _budget(
         raise InvalidArgumentError(
             f"table: a LatencyTable expected with milliseconds, and only then, got {type(table).__name__}"
         )
-    return unit, budget if unit == "ms" else math.floor(budget)
+    return unit, float(budget) if unit == "ms" else math.floor(budget)
 
 
 def _cost_of(unit: str, table: LatencyTable | None) -> Callable[[Any, Choice | None], float]:
@@ -311,7 +320,8 @@ def _error(name: str, error: object) -> float:
 
 
 def _factors(weights: Mapping[str, float] | None, layers: Mapping[str, Any]) -> dict[str, float]:
-    given = dict(weights or {})
+    given = {} if weights is None else weights
+    check_mapping("weights", given)
     for name, weight in given.items():
         if name not in layers:
             raise InvalidArgumentError(f"weights: names of layers in the curves expected, got {name!r}")

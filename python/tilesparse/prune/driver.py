@@ -91,7 +91,7 @@ def prune_model(
         storage: "plain", "compressed" (of 2:4 alone), "int8" or "float8_e4m3fn".
         policy: how the layers compute, see `BlockSparseLinear`.
         choices: by names of layers, in place of ``density``, ``block_shape``, ``nm``, ``storage`` and
-            ``layers``; None stays dense, as do layers that are not in it.
+            ``layers``; None stays dense, as do layers that are not in it. Where all are None nothing changes.
         patterns: blocks chosen elsewhere, by names of layers, in place of ``density``, ``block_shape``,
             ``layers`` and ``method``: only the refit remains.
         refit: whether the kept weights make up for the others.
@@ -132,6 +132,9 @@ def prune_model(
         named = {name: _choice_of(name, pattern, nm, storage) for name, pattern in patterns.items()}
         targets, skipped = _named(model, named, "patterns")
         _check_shapes_of(model, patterns)
+    if not targets and choices:  # None for every layer: a plan that has found room for all of them
+        unchanged = _Replacer({}).patch_model(model, dry_run=True)
+        return _report({}, {}, skipped, None, method, unchanged)
     if not targets:
         raise InvalidArgumentError(f"model: no layer is left to prune; {_why(skipped)}")
     data = _collected(batches)

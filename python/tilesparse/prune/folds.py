@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._checks import as_integer
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import dense_weight, is_conv1d
+from ._layers import check_module
 
 # Names of layers within a module: those that give hidden features, and the one that takes them.
 _FEED_FORWARD = (
@@ -80,6 +81,7 @@ def find_folds(model: nn.Module) -> list[Fold]:
     heads, such as a norm over all heads or a bias for each, and layers that share a weight. What else the
     code of a model does with features is not seen; `permute_model` compares outputs.
     """
+    check_module(model)
     folds = []
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -103,6 +105,7 @@ def permute_(model: nn.Module, fold: Fold, order: Tensor) -> None:
         InvalidArgumentError: the fold does not fit the model, or the order is none. Nothing has changed.
         UnsupportedError: a weight is sharded. Nothing has changed.
     """
+    check_module(model)
     reason = reason_against(model, fold)
     if reason is not None:
         raise InvalidArgumentError(f"fold: {reason}")
@@ -130,7 +133,9 @@ class Part(NamedTuple):
     def places(self, order: Tensor) -> Tensor:
         """[stop - start]: which of these features comes where, by an order [groups, units]."""
         groups, units = order.shape
-        features = torch.arange(self.stop - self.start).view(groups, self.repeats, units, -1)
+        features = torch.arange(self.stop - self.start, device=order.device).view(
+            groups, self.repeats, units, -1
+        )
         return features.gather(2, order[:, None, :, None].expand_as(features)).flatten()
 
     def permute(self, order: Tensor) -> None:
@@ -160,10 +165,15 @@ def reason_against(model: nn.Module, fold: Fold) -> str | None:
     """Why a model does not have a fold, as far as shapes and owners of weights tell."""
     if not isinstance(fold, Fold):
         return f"a Fold expected, got {type(fold).__name__}"
+    if isinstance(fold.producers, str) or not fold.producers:
+        return f"a tuple of at least one producer expected, got {fold.producers!r}"
+    rows = [producer for producer in fold.producers if isinstance(producer, Rows)]
     try:
         sizes = [as_integer(size) for size in (fold.units, fold.groups, fold.repeats)]
-    except TypeError:
-        sizes = [0]
+        for number in (number for _, *numbers in rows for number in numbers):
+            as_integer(number)
+    except TypeError as error:
+        return str(error)
     if min(sizes) < 1:
         return f"numbers of units, groups and repeats of at least 1 expected, got {fold}"
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -171,7 +181,9 @@ def reason_against(model: nn.Module, fold: Fold) -> str | None:
     for name in fold.layers():
         layer: Any = modules.get(name)
         if not _is_dense(layer):
-            return f"a dense linear layer expected as {name!r}, got {type(layer).__name__}"
+            return (
+                f"a dense linear layer with its own weight expected as {name!r}, got {type(layer).__name__}"
+            )
         if sum(module is layer for module in modules.values()) > 1:
             return f"layer {name!r} has another name as well"
         if any(sum(owner is parameter for owner in owners) > 1 for parameter in layer.parameters()):
@@ -204,13 +216,15 @@ def _checked_order(order: Tensor, fold: Fold) -> Tensor:
     if given.shape != (fold.groups, fold.units):
         raise InvalidArgumentError(f"{expected}, got shape {tuple(order.shape)}")
     given = given.cpu().long()
-    if not torch.equal(given.sort(1).values, torch.arange(fold.units).expand_as(given)):
+    if not torch.equal(given.sort(1).values, torch.arange(fold.units, device="cpu").expand_as(given)):
         raise InvalidArgumentError(f"{expected}, got numbers that are missing or come twice")
     return given
 
 
 def _is_dense(layer: Any) -> bool:
-    return type(layer) is nn.Linear or (isinstance(layer, nn.Module) and is_conv1d(layer))
+    """Also that its weight is no tensor that each call computes anew, as `torch.nn.utils.prune` has it."""
+    linear = type(layer) is nn.Linear or (isinstance(layer, nn.Module) and is_conv1d(layer))
+    return linear and "weight" in layer._parameters
 
 
 def _dense_below(module: nn.Module, names: Sequence[str]) -> list[Any] | None:

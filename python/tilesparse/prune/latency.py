@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,18 @@ from .._checks import DTYPES, as_integer
 from .._progress import Progress
 from ..errors import InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, is_conv1d
-from ._layers import as_number, check_choices, dense_layers, described, shape_of
+from ._layers import (
+    as_number,
+    check_mapping,
+    check_module,
+    check_names,
+    checked_choices,
+    dense_layers,
+    described,
+    shape_of,
+)
 from .choice import Choice
+from .driver import _checked_choice
 
 VERSION = 1  # of the file
 FLUSH_BYTES = 512 << 20  # several L2 caches of any GPU; clearing them takes it longer than the host a call
@@ -36,7 +48,7 @@ class LatencyTable:
     """Milliseconds of one call of layers by shape and choice, on the device that they were measured on.
 
     Attributes:
-        device: its name.
+        device: its name, also of a CPU.
         tokens: rows of x.
         dtype: of x and the weights, as "bfloat16".
         versions: of tilesparse and torch, and how many threads the CPU used.
@@ -57,9 +69,10 @@ class LatencyTable:
         density. Nothing is extrapolated.
 
         Raises:
-            InvalidArgumentError: it was not measured, and is not between two that were.
+            InvalidArgumentError: it was not measured, and is not between two that were; or it is no choice.
         """
         measured = self.times.get(shape, {})
+        choice = None if choice is None else _checked_choice(choice, "choice: ")
         if choice in measured:
             return measured[choice]
         if choice is not None:
@@ -89,16 +102,21 @@ class LatencyTable:
         Raises:
             InvalidArgumentError: a name is not that of a dense linear layer, or a time is missing.
         """
+        check_mapping("choices", choices)
         layers = dense_layers("choices", model, choices)
         return sum(self.milliseconds(shape_of(layer), choices[name]) for name, layer in layers.items())
 
     def where(self) -> str:
-        """What the times are of, in words; also if this machine has no such device."""
+        """What the times are of, in words; also if this machine has no such device, or other versions."""
         text = f"measured on {self.device} with {self.tokens} tokens in {self.dtype}"
         here = {_name_of(torch.device("cpu"))}
         here |= {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
         if self.device not in here:
             text += f", which this machine does not have ({', '.join(sorted(here))})"
+        versions = _versions(torch.device("cpu"))
+        for name, value in self.versions.items():
+            if versions.get(name, value) != value:
+                text += f"; with {name} {value}, where {versions[name]} is here"
         return text
 
     def __str__(self) -> str:
@@ -139,7 +157,7 @@ class LatencyTable:
                 times.setdefault((rows, columns), {})[_choice_of(entry["choice"])] = _time_of(entry["ms"])
             about = str(document["device"]), as_integer(document["tokens"]), str(document["dtype"])
             return cls(*about, dict(document["versions"]), times)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise InvalidArgumentError(f"path: {path} is no table of latencies: {error!r}") from error
 
 
@@ -176,11 +194,12 @@ def measure_latency(
             another argument is not allowed.
         UnsupportedError: there is no kernel for one of the choices.
     """
+    check_mapping("choices", choices)
     layers = dense_layers("choices", model, choices)
     by_shape: dict[tuple[int, int], dict[Choice | None, None]] = {}
     for name, layer in layers.items():
-        check_choices("choices", name, choices[name], shape_of(layer))
-        by_shape.setdefault(shape_of(layer), {None: None}).update(dict.fromkeys(choices[name]))
+        checked = checked_choices("choices", name, choices[name], shape_of(layer))
+        by_shape.setdefault(shape_of(layer), {None: None}).update(dict.fromkeys(checked))
     like = next(iter(layers.values())).weight
     tokens, repetitions = _count("tokens", tokens), _count("repetitions", repetitions)
     on, dtype = _checked_device(like.device if device is None else device), dtype or like.dtype
@@ -188,8 +207,9 @@ def measure_latency(
         raise InvalidArgumentError(f"dtype: one of {[str(each) for each in DTYPES]} expected, got {dtype}")
     progress, times = Progress(len(by_shape)), {}
     for done, (shape, options) in enumerate(by_shape.items(), 1):
-        x = torch.randn(tokens, shape[1], device=on, dtype=dtype)
-        modules = [_module(shape, choice, on, dtype) for choice in options]
+        with _own_numbers(on):
+            x = torch.randn(tokens, shape[1], device=on, dtype=dtype)
+            modules = [_module(shape, choice, on, dtype) for choice in options]
         medians = _medians([(module, x) for module in modules], on, repetitions)
         times[shape] = dict(zip(options, medians, strict=True))
         progress.show(done, f"shapes measured, {shape[0]}x{shape[1]} the last")
@@ -214,6 +234,8 @@ def time_layers(
     Raises:
         InvalidArgumentError: a name is not that of such a layer, or another argument is not allowed.
     """
+    check_module(model)
+    check_names("layers", layers)
     tokens, repetitions = _count("tokens", tokens), _count("repetitions", repetitions)
     modules = dict(model.named_modules(remove_duplicate=False))
     calls: dict[str, tuple[Any, Tensor]] = {}
@@ -225,7 +247,8 @@ def time_layers(
             )
         features = layer.in_features if not is_conv1d(layer) else layer.weight.shape[0]
         dtype = layer._dtype if isinstance(layer, BlockSparseLinear) else layer.weight.dtype
-        calls[name] = layer, torch.randn(tokens, features, device=layer.weight.device, dtype=dtype)
+        with _own_numbers(layer.weight.device):
+            calls[name] = layer, torch.randn(tokens, features, device=layer.weight.device, dtype=dtype)
     if not calls:
         raise InvalidArgumentError("layers: at least one name expected, got none")
     devices = {x.device for _, x in calls.values()}
@@ -233,6 +256,11 @@ def time_layers(
         raise InvalidArgumentError(f"layers: all on one device expected, got {sorted(map(str, devices))}")
     device = _checked_device(devices.pop())
     return dict(zip(calls, _medians(list(calls.values()), device, repetitions), strict=True))
+
+
+def _own_numbers(device: torch.device) -> AbstractContextManager[None]:
+    """Random numbers in it leave those of the program as they are."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _form(choice: Choice) -> tuple[Any, ...]:
@@ -310,7 +338,16 @@ def _clocked(call: Callable[[Tensor], Tensor], x: Tensor, count: int) -> float:
 
 
 def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _C.device_info(0).name
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _name_of_cpu()
+
+
+def _name_of_cpu() -> str:
+    """As Linux tells it, or at least its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _versions(device: torch.device) -> dict[str, str]:
@@ -343,7 +380,7 @@ def _choice_of(entry: Mapping[str, Any] | None) -> Choice | None:
         return None
     bn, bk = map(as_integer, entry["block_shape"])
     nm = None if entry["nm"] is None else (as_integer(entry["nm"][0]), as_integer(entry["nm"][1]))
-    return Choice(float(entry["density"]), (bn, bk), nm, str(entry["storage"]))
+    return _checked_choice(Choice(entry["density"], (bn, bk), nm, entry["storage"]), "")
 
 
 def _time_of(number: object) -> float:

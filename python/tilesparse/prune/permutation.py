@@ -13,11 +13,11 @@ from .._progress import Progress
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight
 from ..patch import aligned
-from ._layers import check_choices, shape_of
+from ._layers import checked_choices, shape_of
 from .calibration import Calibration, Forward, Moments, call_model, evaluating
 from .choice import Choice
 from .compensation import DAMPING
-from .driver import _check_model, _checked_choice, _checked_moments, _collected, _device
+from .driver import _check_model, _check_numbers, _checked_choice, _checked_moments, _collected, _device
 from .folds import Fold, Part, find_folds, parts_of, permute_, reason_against
 from .layer import Pruner
 
@@ -30,7 +30,7 @@ DIFFERENCE_16_BITS = 5e-2
 class PermutedFold:
     """A fold, the sum of its layers' errors with the order they had and with the one found, and which stays.
 
-    Both are None where blocks hold whole units or whole groups, so that no order changes them.
+    Both are None where no order was looked for: blocks hold less than two units, or all of a group.
     """
 
     fold: Fold
@@ -86,7 +86,10 @@ def permute_model(
             depends on the order. The model is as it was.
     """
     _check_model(model)
+    _check_numbers("obs", damping, True, "sparse")
     choice = _checked_choice(choice, "choice: ")
+    if folds is not None and not isinstance(folds, Iterable):
+        raise InvalidArgumentError(f"folds: several of them expected, got {type(folds).__name__}")
     found = find_folds(model) if folds is None else list(folds)
     if not found:
         raise InvalidArgumentError("folds: at least one expected, none is known of this model")
@@ -95,7 +98,7 @@ def permute_model(
         if reason is not None:
             raise InvalidArgumentError(f"folds: {reason}")
         for part in parts_of(model, fold):
-            check_choices("choice", part.name, [choice], shape_of(part.layer))
+            checked_choices("choice", part.name, [choice], shape_of(part.layer))
     data, call = _collected(batches), forward or call_model
     done: list[PermutedFold] = []
     taken: list[tuple[Fold, Tensor]] = []
@@ -234,19 +237,22 @@ def _assigned(gains: Tensor, cluster: int) -> Tensor:
 
 
 def _first_tensor(output: Any) -> Tensor:
-    """The first tensor of numbers in what a model gives."""
+    """The first tensor of numbers in what a model gives; a single number, such as a loss, only if need be."""
+    found = list(_tensors(output))
+    if not found:
+        raise InvalidArgumentError(
+            f"model: an output with a tensor of numbers expected, to compare, got {type(output).__name__}; "
+            "forward can give one"
+        )
+    return next((tensor for tensor in found if tensor.dim()), found[0])
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor) and output.is_floating_point():
-        return output
-    if isinstance(output, Mapping | tuple | list):
+        yield output
+    elif isinstance(output, Mapping | tuple | list):
         for item in output.values() if isinstance(output, Mapping) else output:
-            if isinstance(item, Mapping | tuple | list) or (
-                isinstance(item, Tensor) and item.is_floating_point()
-            ):
-                return _first_tensor(item)
-    raise InvalidArgumentError(
-        f"model: an output with a tensor of numbers expected, to compare, got {type(output).__name__}; "
-        "forward can give one"
-    )
+            yield from _tensors(item)
 
 
 def _check_same(output: Tensor, expected: Tensor) -> None:

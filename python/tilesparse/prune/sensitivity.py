@@ -29,9 +29,10 @@ def measure_sensitivity(
     To second order, as in LeCun et al., "Optimal Brain Damage" (NIPS 1989), but with the empirical Fisher
     information in place of the Hessian, and for errors in no particular direction, the loss grows by
 
-        error · Σ ‖∂L/∂y‖² · Σ ‖X Wᵀ‖² / out_features
+        error · Σ ‖∂L/∂y‖² · Σ ‖X Wᵀ‖² / (out_features · tokens)
 
-    over tokens, up to a factor that all layers share. The result is scaled to a mean of 1.
+    with sums over the tokens that the layer meets, up to a factor that all layers share. The result is scaled
+    to a mean of 1.
 
     Args:
         model: dense, evaluated without dropout.
@@ -40,13 +41,17 @@ def measure_sensitivity(
         forward, loss: as of `prune_model`.
 
     Raises:
-        InvalidArgumentError: a name is not that of such a layer, there is no loss, or it does not depend on a
-            layer, or its gradients are not finite.
+        InvalidArgumentError: a name is not that of such a layer, there is no loss, or it is not one number
+            that gradients can be taken of, does not depend on a layer, or has gradients that are not finite.
     """
     _check_model(model)
     found = dense_layers("layers", model, layers)
     data = _collected(batches)
-    slopes, sizes = dict.fromkeys(found, 0.0), dict.fromkeys(found, 0.0)
+    tokens = dict.fromkeys(found, 0)
+    slopes = {
+        name: _zero(layer) for name, layer in found.items()
+    }  # on the devices, so that no GPU is waited for
+    sizes = {name: _zero(layer) for name, layer in found.items()}
     with evaluating(model):
         for batch in data:
             outputs: list[tuple[str, Tensor]] = []
@@ -58,9 +63,11 @@ def measure_sensitivity(
             for (name, y), gradient in zip(outputs, gradients, strict=True):
                 bias = found[name].bias
                 product = y.detach().double() - (0.0 if bias is None else bias.detach().double())
-                sizes[name] += float(product.square().sum()) / y.shape[-1]
-                slopes[name] += 0.0 if gradient is None else float(gradient.double().square().sum())
-    weights = {name: slopes[name] * sizes[name] for name in found}
+                sizes[name] += product.square().mean(-1).sum()
+                tokens[name] += y.shape[:-1].numel()
+                if gradient is not None:
+                    slopes[name] += gradient.double().square().sum()
+    weights = {name: float(slopes[name] * sizes[name]) / max(1, tokens[name]) for name in found}
     for name, weight in weights.items():
         if not 0 < weight < math.inf:
             raise InvalidArgumentError(
@@ -68,6 +75,10 @@ def measure_sensitivity(
             )
     mean = sum(weights.values()) / len(weights)
     return {name: weight / mean for name, weight in weights.items()}
+
+
+def _zero(layer: Any) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=layer.weight.device)
 
 
 def _keeping(name: str, outputs: list[tuple[str, Tensor]]) -> Callable[..., Tensor]:
@@ -82,6 +93,9 @@ def _keeping(name: str, outputs: list[tuple[str, Tensor]]) -> Callable[..., Tens
 
 
 def _gradients(value: Tensor, outputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InvalidArgumentError(f"loss: a tensor with one number expected, got {given}")
     if not outputs or not value.requires_grad:
         return (None,) * len(outputs)
     return torch.autograd.grad(value, outputs, allow_unused=True)
