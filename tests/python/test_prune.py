@@ -811,7 +811,6 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "choices of nothing": (vectors, {"choices": {"9": None}}, "choices: names"),
     "choices of others": (vectors, {"choices": {"1": Choice(0.5, (16, 16))}}, "choices: layer '1'"),
     "no choice": (vectors, {"choices": {"0": 0.5}}, "a Choice expected"),
-    "all None": (vectors, {"choices": {"0": None}}, "no layer is left"),
     "no pattern": (vectors, {"patterns": {"0": 3}}, "patterns: a BlockPattern"),
     "other pattern": (
         vectors,

@@ -12,8 +12,8 @@ from torch import nn
 from .._checks import check_shapes
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight, is_conv1d
+from ._checks import checked_choice
 from .choice import Choice
-from .driver import _checked_choice
 
 
 def check_module(model: object) -> None:
@@ -81,7 +81,7 @@ def checked_choices(
     if not isinstance(choices, Iterable):
         raise InvalidArgumentError(f"{argument}: layer {name!r}: several choices expected, got {choices!r}")
     try:
-        checked = [_checked_choice(choice, "") for choice in choices]
+        checked = [checked_choice(choice, "") for choice in choices]
         for choice in checked:
             kept_blocks(choice, shape)
     except InvalidArgumentError as error:

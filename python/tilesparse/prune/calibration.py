@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..errors import InvalidArgumentError
 from .compensation import exact_products
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
+Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 _HIDDEN = "hidden_states"  # the name of a block's input where it is not the first positional argument
 
 
@@ -377,6 +379,16 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def own_loss(output: Any) -> Tensor:
+    value = getattr(output, "loss", None)
+    if not isinstance(value, Tensor):
+        raise InvalidArgumentError(
+            "loss: expected, for the model gives none with these batches; Transformers' models do where a "
+            "batch has labels"
+        )
+    return value
 
 
 def _stacks(model: nn.Module, layers: Sequence[str]) -> list[str]:

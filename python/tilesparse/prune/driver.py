@@ -6,15 +6,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import _progress
-from .._checks import check_block_shape, check_policy
 from .._transformers import check_can_follow
 from ..errors import InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, dense_weight, is_conv1d
@@ -26,15 +23,22 @@ from ..patch import (
     _names_of_modules,
 )
 from ..pattern import BlockPattern
-from ..storage import check_nm, check_nm_blocks, check_storage
-from .calibration import Calibration, Forward, Moments, Unit, call_model, evaluating
+from ._checks import (
+    check_callable,
+    check_model,
+    check_numbers,
+    checked_choice,
+    checked_device,
+    checked_moments,
+    checked_path,
+    collected,
+)
+from .calibration import Calibration, Forward, Loss, Unit, call_model, evaluating, own_loss
 from .choice import Choice, ErrorCurves
 from .compensation import DAMPING
-from .layer import GRADIENT_METHODS, METHODS, Pruner, Solution, built, dense_parameters
+from .layer import GRADIENT_METHODS, Pruner, Solution, built, dense_parameters
 from .report import PrunedLayer, PruneReport
 from .resume import Progress
-
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def prune_model(
@@ -110,7 +114,7 @@ def prune_model(
             or ``folder`` belongs to another pruning.
         CheckpointError: a file in ``folder`` is damaged.
     """
-    _check_numbers(method, damping, refit, policy)
+    check_numbers(method, damping, refit, policy)
     if choices is not None and patterns is not None:
         raise InvalidArgumentError("choices, patterns: at most one of them expected")
     if layers is not None and (choices is not None or patterns is not None):
@@ -120,11 +124,11 @@ def prune_model(
             raise InvalidArgumentError(
                 f"{argument}: a mapping from names of layers expected, got {type(mapping).__name__}"
             )
-    _check_callable("loss", loss)
-    _check_callable("forward", forward)
-    _check_model(model)
+    check_callable("loss", loss)
+    check_callable("forward", forward)
+    check_model(model)
     if choices is None and patterns is None:
-        uniform = _checked_choice(Choice(density, block_shape, nm, storage), "")  # type: ignore[arg-type]
+        uniform = checked_choice(Choice(density, block_shape, nm, storage), "")  # type: ignore[arg-type]
         targets, skipped = _matched(model, layers, uniform)
     elif patterns is None:
         targets, skipped = _named(model, choices or {}, "choices")
@@ -137,8 +141,8 @@ def prune_model(
         return _report({}, {}, skipped, None, method, unchanged)
     if not targets:
         raise InvalidArgumentError(f"model: no layer is left to prune; {_why(skipped)}")
-    data = _collected(batches)
-    device = _device(model, device)
+    data = collected(batches)
+    device = checked_device(model, device)
     check_can_follow(model)
     progress = None
     if folder is not None:
@@ -149,7 +153,7 @@ def prune_model(
             "choices": targets,
             "patterns": {name: _indices(pattern) for name, pattern in (patterns or {}).items()},
         }
-        progress = Progress(_path(folder), model, data, arguments)
+        progress = Progress(checked_path(folder), model, data, arguments)
     with evaluating(model):
         block_scores: Mapping[str, Tensor] = {}
         if patterns is None and method in GRADIENT_METHODS:
@@ -201,16 +205,16 @@ def measure_errors(
     Raises:
         InvalidArgumentError: as of `prune_model`.
     """
-    _check_numbers(method, damping, refit, "sparse")
+    check_numbers(method, damping, refit, "sparse")
     if method in GRADIENT_METHODS:
         raise InvalidArgumentError(f"method: one that needs no gradient expected, got {method!r}")
-    _check_callable("forward", forward)
+    check_callable("forward", forward)
     if not isinstance(choices, Iterable):
         raise InvalidArgumentError(f"choices: a list of Choice expected, got {choices!r}")
-    checked = [_checked_choice(choice, "choices: ") for choice in choices]
+    checked = [checked_choice(choice, "choices: ") for choice in choices]
     if not checked:
         raise InvalidArgumentError("choices: at least one expected, got none")
-    _check_model(model)
+    check_model(model)
     fitting: dict[str, list[Choice]] = {}
     reasons: list[SkippedLayer] = []
     for choice in dict.fromkeys(checked):
@@ -221,7 +225,7 @@ def measure_errors(
     if not fitting:
         raise InvalidArgumentError(f"model: no layer is left to measure; {_why(reasons)}")
     order = [name for name, _ in model.named_modules() if name in fitting]
-    data, device = _collected(batches), _device(model, device)
+    data, device = collected(batches), checked_device(model, device)
     curves: dict[str, dict[Choice, float]] = {}
     with evaluating(model):
         calibration = Calibration(model, data, forward or call_model, order, device, compare=False)
@@ -298,7 +302,7 @@ class _Run:
         """Of layers that have the same input."""
         if not names:
             return
-        moments = _checked_moments(names[0], self._calibration.moments(unit, names[0], parameters))
+        moments = checked_moments(names[0], self._calibration.moments(unit, names[0], parameters))
         for name in names:
             with _about(name):
                 pruner = Pruner(self.layer(name), moments, self._damping)
@@ -384,7 +388,7 @@ def _named(
         if choice is None:
             skipped.append(SkippedLayer(name, type(modules[name]).__name__, "choices say None"))
             continue
-        choice = _checked_choice(choice, f"{argument}: layer {name!r}: ")
+        choice = checked_choice(choice, f"{argument}: layer {name!r}: ")
         found, refused = _matched(model, f"{re.escape(name)}$", choice)
         if not found:
             reason = refused[0].reason if refused else "not nn.Linear"
@@ -433,99 +437,6 @@ def _why(skipped: Sequence[SkippedLayer]) -> str:
     return "; ".join(dict.fromkeys(f"{layer.name!r}: {layer.reason}" for layer in skipped[:3]))
 
 
-# Checks.
-
-
-def _check_numbers(method: str, damping: float, refit: bool, policy: str) -> None:
-    if method not in METHODS:
-        raise InvalidArgumentError(f"method: one of {list(METHODS)} expected, got {method!r}")
-    if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= damping < float("inf"):
-        raise InvalidArgumentError(f"damping: a finite number of at least 0 expected, got {damping!r}")
-    if not isinstance(refit, bool):
-        raise InvalidArgumentError(f"refit: True or False expected, got {refit!r}")
-    check_policy(policy)
-
-
-def _check_callable(argument: str, function: object) -> None:
-    if function is not None and not callable(function):
-        raise InvalidArgumentError(
-            f"{argument}: a function of a model and a batch expected, got {function!r}"
-        )
-
-
-def _path(folder: object) -> Path:
-    if not isinstance(folder, str | os.PathLike):
-        raise InvalidArgumentError(f"folder: a path expected, got {folder!r}")
-    path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise InvalidArgumentError(f"folder: a folder expected, got the file {str(path)!r}")
-    return path
-
-
-def _checked_choice(choice: object, where: str) -> Choice:
-    if not isinstance(choice, Choice):
-        raise InvalidArgumentError(f"{where}a Choice expected, got {choice!r}")
-    density = choice.density
-    if not isinstance(density, Real) or isinstance(density, bool) or not 0 < density <= 1:
-        raise InvalidArgumentError(
-            f"{where}density: a number above 0 and at most 1 expected, got {density!r}"
-        )
-    try:
-        block_shape = check_block_shape(choice.block_shape)
-        check_nm(choice.nm, False)
-        check_nm_blocks(choice.nm, False, block_shape)
-        check_storage(choice.storage, choice.nm)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{where}{error}") from error
-    nm = None if choice.nm is None else (choice.nm[0], choice.nm[1])
-    return Choice(float(density), block_shape, nm, choice.storage)
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise InvalidArgumentError("model: has parameters on the meta device, so there is nothing to prune")
-
-
-def _collected(batches: Iterable[Any]) -> list[Any]:
-    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
-        raise InvalidArgumentError(
-            f"batches: an iterable of batches, such as a list, expected, got {type(batches).__name__}"
-        )
-    data = list(batches)
-    if not data:
-        raise InvalidArgumentError("batches: at least one batch expected, got none")
-    return data
-
-
-def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        return next(model.parameters()).device
-    try:
-        found = torch.empty(0, device=device).device  # with its number
-        if found.type == "meta":
-            raise TypeError("nothing is computed there")
-        return found
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise InvalidArgumentError(
-            f"device: one that PyTorch has expected, got {device!r}: {error}"
-        ) from error
-
-
-def _checked_moments(name: str, moments: Moments | None) -> Moments:
-    if moments is None or moments.tokens() == 0:
-        raise InvalidArgumentError(
-            f"batches: they never run layer {name!r}; leave it out, or give batches that do"
-        )
-    number = moments.not_finite()
-    if number is not None:
-        raise InvalidArgumentError(
-            f"batches: batch {number} (counted from 0) gives layer {name!r} inputs with NaN or infinities"
-        )
-    return moments
-
-
 # Gradients.
 
 
@@ -547,7 +458,7 @@ def _gradient_scores(
             weight.requires_grad_(True)
         for number, batch in enumerate(batches):
             with torch.enable_grad():
-                value = loss(model, batch) if loss else _own_loss((forward or call_model)(model, batch))
+                value = loss(model, batch) if loss else own_loss((forward or call_model)(model, batch))
                 if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
                     raise InvalidArgumentError(
                         "loss: a tensor with one number that depends on the weights expected, got "
@@ -573,16 +484,6 @@ def _gradient_scores(
     if without:
         raise InvalidArgumentError(f"loss: does not depend on layer {without[0]!r}")
     return found
-
-
-def _own_loss(output: Any) -> Tensor:
-    value = getattr(output, "loss", None)
-    if not isinstance(value, Tensor):
-        raise InvalidArgumentError(
-            "loss: expected, for the model gives none with these batches; Transformers' models do where a "
-            "batch has labels"
-        )
-    return value
 
 
 # Reports.

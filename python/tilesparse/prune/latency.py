@@ -22,6 +22,7 @@ from .._checks import DTYPES, as_integer
 from .._progress import Progress
 from ..errors import InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, is_conv1d
+from ._checks import checked_choice
 from ._layers import (
     as_number,
     check_mapping,
@@ -33,7 +34,6 @@ from ._layers import (
     shape_of,
 )
 from .choice import Choice
-from .driver import _checked_choice
 
 VERSION = 1  # of the file
 FLUSH_BYTES = 512 << 20  # several L2 caches of any GPU; clearing them takes it longer than the host a call
@@ -72,7 +72,7 @@ class LatencyTable:
             InvalidArgumentError: it was not measured, and is not between two that were; or it is no choice.
         """
         measured = self.times.get(shape, {})
-        choice = None if choice is None else _checked_choice(choice, "choice: ")
+        choice = None if choice is None else checked_choice(choice, "choice: ")
         if choice in measured:
             return measured[choice]
         if choice is not None:
@@ -380,7 +380,7 @@ def _choice_of(entry: Mapping[str, Any] | None) -> Choice | None:
         return None
     bn, bk = map(as_integer, entry["block_shape"])
     nm = None if entry["nm"] is None else (as_integer(entry["nm"][0]), as_integer(entry["nm"][1]))
-    return _checked_choice(Choice(entry["density"], (bn, bk), nm, entry["storage"]), "")
+    return checked_choice(Choice(entry["density"], (bn, bk), nm, entry["storage"]), "")
 
 
 def _time_of(number: object) -> float:

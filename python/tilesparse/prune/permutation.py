@@ -13,11 +13,11 @@ from .._progress import Progress
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight
 from ..patch import aligned
+from ._checks import check_model, check_numbers, checked_choice, checked_device, checked_moments, collected
 from ._layers import checked_choices, shape_of
 from .calibration import Calibration, Forward, Moments, call_model, evaluating
 from .choice import Choice
 from .compensation import DAMPING
-from .driver import _check_model, _check_numbers, _checked_choice, _checked_moments, _collected, _device
 from .folds import Fold, Part, find_folds, parts_of, permute_, reason_against
 from .layer import Pruner
 
@@ -85,9 +85,9 @@ def permute_model(
             choice or is never run by the data, or outputs change although they should not, because something
             depends on the order. The model is as it was.
     """
-    _check_model(model)
-    _check_numbers("obs", damping, True, "sparse")
-    choice = _checked_choice(choice, "choice: ")
+    check_model(model)
+    check_numbers("obs", damping, True, "sparse")
+    choice = checked_choice(choice, "choice: ")
     if folds is not None and not isinstance(folds, Iterable):
         raise InvalidArgumentError(f"folds: several of them expected, got {type(folds).__name__}")
     found = find_folds(model) if folds is None else list(folds)
@@ -99,13 +99,13 @@ def permute_model(
             raise InvalidArgumentError(f"folds: {reason}")
         for part in parts_of(model, fold):
             checked_choices("choice", part.name, [choice], shape_of(part.layer))
-    data, call = _collected(batches), forward or call_model
+    data, call = collected(batches), forward or call_model
     done: list[PermutedFold] = []
     taken: list[tuple[Fold, Tensor]] = []
     try:
         with evaluating(model), torch.no_grad():
             expected = _first_tensor(call(model, data[0]))
-            for fold, moments in _with_moments(model, data, call, found, _device(model, device)):
+            for fold, moments in _with_moments(model, data, call, found, checked_device(model, device)):
                 result, order = _improve(model, fold, moments, choice, damping)
                 done.append(result)
                 taken += [(fold, order)] if result.taken else []
@@ -128,7 +128,7 @@ def _with_moments(
     progress = Progress(len(folds))
     for unit in calibration.units():
         for group in calibration.groups(unit):
-            moments = _checked_moments(group[0], calibration.moments(unit, group[0], {}))
+            moments = checked_moments(group[0], calibration.moments(unit, group[0], {}))
             known |= dict.fromkeys(group, moments)
         calibration.advance(unit, {})
         for fold in [fold for fold in waiting if known.keys() >= set(fold.layers())]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidArgumentError
+from ._checks import check_model, collected
 from ._layers import dense_layers
-from .calibration import Forward, call_model, evaluating
-from .driver import Loss, _check_model, _collected, _own_loss
+from .calibration import Forward, Loss, call_model, evaluating, own_loss
 
 
 def measure_sensitivity(
@@ -44,9 +44,9 @@ def measure_sensitivity(
         InvalidArgumentError: a name is not that of such a layer, there is no loss, or it is not one number
             that gradients can be taken of, does not depend on a layer, or has gradients that are not finite.
     """
-    _check_model(model)
+    check_model(model)
     found = dense_layers("layers", model, layers)
-    data = _collected(batches)
+    data = collected(batches)
     tokens = dict.fromkeys(found, 0)
     slopes = {
         name: _zero(layer) for name, layer in found.items()
@@ -58,7 +58,7 @@ def measure_sensitivity(
             with ExitStack() as handles, torch.enable_grad():
                 for name, layer in found.items():
                     handles.callback(layer.register_forward_hook(_keeping(name, outputs)).remove)
-                value = loss(model, batch) if loss else _own_loss((forward or call_model)(model, batch))
+                value = loss(model, batch) if loss else own_loss((forward or call_model)(model, batch))
                 gradients = _gradients(value, [y for _, y in outputs])
             for (name, y), gradient in zip(outputs, gradients, strict=True):
                 bias = found[name].bias

@@ -1,0 +1,109 @@
+"""What arguments of pruning must be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import check_block_shape, check_policy
+from ..errors import InvalidArgumentError
+from ..storage import check_nm, check_nm_blocks, check_storage
+from .calibration import Moments
+from .choice import Choice
+from .layer import METHODS
+
+
+def check_numbers(method: str, damping: float, refit: bool, policy: str) -> None:
+    if method not in METHODS:
+        raise InvalidArgumentError(f"method: one of {list(METHODS)} expected, got {method!r}")
+    if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= damping < float("inf"):
+        raise InvalidArgumentError(f"damping: a finite number of at least 0 expected, got {damping!r}")
+    if not isinstance(refit, bool):
+        raise InvalidArgumentError(f"refit: True or False expected, got {refit!r}")
+    check_policy(policy)
+
+
+def check_callable(argument: str, function: object) -> None:
+    if function is not None and not callable(function):
+        raise InvalidArgumentError(
+            f"{argument}: a function of a model and a batch expected, got {function!r}"
+        )
+
+
+def checked_path(folder: object) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise InvalidArgumentError(f"folder: a path expected, got {folder!r}")
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise InvalidArgumentError(f"folder: a folder expected, got the file {str(path)!r}")
+    return path
+
+
+def checked_choice(choice: object, where: str) -> Choice:
+    if not isinstance(choice, Choice):
+        raise InvalidArgumentError(f"{where}a Choice expected, got {choice!r}")
+    density = choice.density
+    if not isinstance(density, Real) or isinstance(density, bool) or not 0 < density <= 1:
+        raise InvalidArgumentError(
+            f"{where}density: a number above 0 and at most 1 expected, got {density!r}"
+        )
+    try:
+        block_shape = check_block_shape(choice.block_shape)
+        check_nm(choice.nm, False)
+        check_nm_blocks(choice.nm, False, block_shape)
+        check_storage(choice.storage, choice.nm)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{where}{error}") from error
+    nm = None if choice.nm is None else (choice.nm[0], choice.nm[1])
+    return Choice(float(density), block_shape, nm, choice.storage)
+
+
+def check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidArgumentError("model: has parameters on the meta device, so there is nothing to prune")
+
+
+def collected(batches: Iterable[Any]) -> list[Any]:
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise InvalidArgumentError(
+            f"batches: an iterable of batches, such as a list, expected, got {type(batches).__name__}"
+        )
+    data = list(batches)
+    if not data:
+        raise InvalidArgumentError("batches: at least one batch expected, got none")
+    return data
+
+
+def checked_device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        return next(model.parameters()).device
+    try:
+        found = torch.empty(0, device=device).device  # with its number
+        if found.type == "meta":
+            raise TypeError("nothing is computed there")
+        return found
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"device: one that PyTorch has expected, got {device!r}: {error}"
+        ) from error
+
+
+def checked_moments(name: str, moments: Moments | None) -> Moments:
+    if moments is None or moments.tokens() == 0:
+        raise InvalidArgumentError(
+            f"batches: they never run layer {name!r}; leave it out, or give batches that do"
+        )
+    number = moments.not_finite()
+    if number is not None:
+        raise InvalidArgumentError(
+            f"batches: batch {number} (counted from 0) gives layer {name!r} inputs with NaN or infinities"
+        )
+    return moments
