@@ -1,6 +1,8 @@
-"""What operands of the products must be: checked before anything is computed, also of fake tensors."""
+"""What arguments must be: checked before anything is computed; operands of products also of fake tensors."""
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -52,6 +54,57 @@ def as_integer(number: object) -> int:
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise TypeError(f"an integer expected, got {number!r}")
     return int(number.__index__())
+
+
+def checked_count(name: str, count: object, least: int = 1) -> int:
+    try:
+        number = as_integer(count)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise InvalidArgumentError(f"{name}: an integer of at least {least} expected, got {count!r}")
+    return number
+
+
+def checked_number(name: str, number: object, *, above_zero: bool = False) -> float:
+    """A finite number that is not negative."""
+    value = _as_float(number)
+    if not 0 <= value < math.inf or (above_zero and value == 0):
+        least = "above 0" if above_zero else "of at least 0"
+        raise InvalidArgumentError(f"{name}: a finite number {least} expected, got {number!r}")
+    return value
+
+
+def checked_fraction(name: str, fraction: object) -> float:
+    value = _as_float(fraction)
+    if not 0 <= value <= 1:
+        raise InvalidArgumentError(f"{name}: a number from 0 to 1 expected, got {fraction!r}")
+    return value
+
+
+def _as_float(number: object) -> float:
+    """Not a number where it is none."""
+    return float(number) if isinstance(number, Real) and not isinstance(number, bool) else math.nan
+
+
+def checked_seed(seed: object) -> int:
+    try:
+        return as_integer(seed)
+    except TypeError as error:
+        raise InvalidArgumentError(f"seed: an integer expected, got {seed!r}") from error
+
+
+def checked_device(device: object) -> torch.device:
+    """One that has memory, with its number, which threads would choose otherwise."""
+    try:
+        found = torch.empty(0, device=device).device  # type: ignore[call-overload]
+    except (AssertionError, RuntimeError, TypeError) as error:  # the first of a PyTorch without that device
+        raise InvalidArgumentError(
+            f"device: one that PyTorch has expected, got {device!r}: {error}"
+        ) from error
+    if found.type == "meta":
+        raise InvalidArgumentError("device: one with memory expected, got meta")
+    return found  # type: ignore[no-any-return]
 
 
 def check_shapes(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._checks import DTYPES, POLICIES, Index, check_block_shape, check_shapes
+from ._checks import DTYPES, POLICIES, Index, check_block_shape, check_shapes, checked_device
 from ._tensor_files import (
     CONFIG,
     STORABLE,
@@ -208,7 +208,7 @@ def load(
     check_can_follow(model)
     with named(CONFIG):
         replacements = _replacements(model, forms)
-    device = _checked_device(device)
+    device = None if device is None else checked_device(device)
     places = _places(model, replacements, device)
     _check_buffers(model, places)
     sources, doubles = _sources(places, stored, ties)
@@ -515,18 +515,6 @@ def _built(model_or_class: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model_or_class: it has made a {type(model).__name__}, no module")
     return model
-
-
-def _checked_device(device: torch.device | str | int | None) -> torch.device | None:
-    if device is None:
-        return None
-    try:
-        device = torch.empty(0, device=device).device  # with the index, which threads would choose otherwise
-    except (AssertionError, RuntimeError, TypeError) as error:  # the first of a PyTorch without that device
-        raise InvalidArgumentError(f"device: {error}") from error
-    if device.type == "meta":
-        raise InvalidArgumentError("device: one with memory expected, got meta")
-    return device
 
 
 def _places(

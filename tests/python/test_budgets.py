@@ -352,7 +352,7 @@ def test_layers_are_timed_as_they_are(device: str) -> None:
     for model_, names, text in (3, ["0"], "model: "), (model, None, "layers: names"):
         with pytest.raises(InvalidArgumentError, match=text):
             time_layers(model_, names, tokens=8)
-    with pytest.raises(InvalidArgumentError, match="device: cpu or cuda expected"):
+    with pytest.raises(InvalidArgumentError, match="device: one with memory expected"):
         time_layers(nn.Sequential(nn.Linear(16, 16, device="meta")), ["0"], tokens=8)
 
 
@@ -410,7 +410,7 @@ def test_other_files_and_none(tmp_path: Path) -> None:
     [
         ({"tokens": 0}, "tokens: "),
         ({"repetitions": 1.5}, "repetitions: "),
-        ({"device": None}, "device: cpu or cuda expected"),
+        ({"device": None}, "device: one with memory expected"),
         ({"device": "nowhere"}, "device: "),
         ({"dtype": torch.int8}, "dtype: "),
         ({"choices": {"up": [Choice(0.5, (48, 64))]}}, "choices: layer 'up': block_shape"),

@@ -524,7 +524,7 @@ def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], 
         "device: one that PyTorch has expected, got 'abacus'",
         lambda m, t: {"device": "abacus"},
     )
-    yield "no device", wrong, "device: one that computes", lambda m, t: {"device": "meta"}
+    yield "no device", wrong, "device: one with memory", lambda m, t: {"device": "meta"}
     yield "unknown", wrong, "'mlp' is none", lambda m, t: {"submodules": ["mlp"]}
     yield "no module", wrong, "teacher: a module expected", lambda m, t: {"teacher": None}
     yield "dense", wrong, "model: no BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}

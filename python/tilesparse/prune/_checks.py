@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .._checks import check_block_shape, check_policy
+from .._batches import check_batches
+from .._checks import check_block_shape, check_policy, checked_number
 from ..errors import InvalidArgumentError
 from ..storage import check_nm, check_nm_blocks, check_storage
 from .calibration import Moments
@@ -22,8 +22,7 @@ from .layer import METHODS
 def check_numbers(method: str, damping: float, refit: bool, policy: str) -> None:
     if method not in METHODS:
         raise InvalidArgumentError(f"method: one of {list(METHODS)} expected, got {method!r}")
-    if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= damping < float("inf"):
-        raise InvalidArgumentError(f"damping: a finite number of at least 0 expected, got {damping!r}")
+    checked_number("damping", damping)
     if not isinstance(refit, bool):
         raise InvalidArgumentError(f"refit: True or False expected, got {refit!r}")
     check_policy(policy)
@@ -72,28 +71,11 @@ def check_model(model: object) -> None:
 
 
 def collected(batches: Iterable[Any]) -> list[Any]:
-    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
-        raise InvalidArgumentError(
-            f"batches: an iterable of batches, such as a list, expected, got {type(batches).__name__}"
-        )
+    check_batches(batches)
     data = list(batches)
     if not data:
         raise InvalidArgumentError("batches: at least one batch expected, got none")
     return data
-
-
-def checked_device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        return next(model.parameters()).device
-    try:
-        found = torch.empty(0, device=device).device  # with its number
-        if found.type == "meta":
-            raise TypeError("nothing is computed there")
-        return found
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise InvalidArgumentError(
-            f"device: one that PyTorch has expected, got {device!r}: {error}"
-        ) from error
 
 
 def checked_moments(name: str, moments: Moments | None) -> Moments:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .._batches import call, device_of, mapped, mask_of, moved
 from ..errors import InvalidArgumentError
 from .compensation import exact_products
 
@@ -189,7 +190,7 @@ class Calibration:
     ) -> None:
         self._model, self._batches, self._forward, self._device = model, batches, forward, device
         self._compare = compare
-        self._keep = [_moved(_kept_tokens(batch), device) for batch in batches]
+        self._keep = [moved(_kept_tokens(batch), device) for batch in batches]
         self._blocks: list[nn.Module] = []
         self._calls: list[list[_Call]] = []  # of each batch: of each block, or one for all of them
         self._hidden: list[Tensor] = []  # of each batch: what the next block takes
@@ -297,7 +298,7 @@ class Calibration:
         # By identity: the model may know a layer by another name than that of the block and its own in it.
         new = {self._model.get_parameter(name): tensor for name, tensor in parameters.items()}
         own = {name: new.get(parameter, parameter) for name, parameter in block.named_parameters()}
-        state = _moved({**own, **dict(block.named_buffers())}, self._device)
+        state = moved({**own, **dict(block.named_buffers())}, self._device)
         for calls, hidden in zip(self._calls, given_hidden, strict=True):
             call = calls[unit.number if len(calls) > 1 else 0]
             args, kwargs = call.with_hidden(hidden.clone())  # which some blocks write to
@@ -317,7 +318,7 @@ class Calibration:
             rest = [call.with_hidden(None) for call in calls]
             if alike.setdefault(shapes, all(_same(call, rest[0]) for call in rest)):
                 rest = rest[:1]
-            found.append(_moved((calls[0].hidden(), rest), self._device))
+            found.append(moved((calls[0].hidden(), rest), self._device))
         self._blocks = blocks
         self._hidden, self._calls = [hidden for hidden, _ in found], [rest for _, rest in found]
         self._dense = list(self._hidden)
@@ -358,27 +359,12 @@ class Calibration:
         return calls, chained and [*map(id, order)] == [*map(id, expected)]
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout and the like; then as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def call_model(model: nn.Module, batch: Any) -> Any:
     """A mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument.
 
-    Tensors go to the device of the model's first parameter.
+    Tensors are copies, which the model may write to, on the device of its first parameter.
     """
-    batch = _moved(batch, next(model.parameters()).device)
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    return call(model, moved(batch, device_of(model), copy=True))
 
 
 def own_loss(output: Any) -> Tensor:
@@ -406,13 +392,13 @@ def _stacks(model: nn.Module, layers: Sequence[str]) -> list[str]:
 
 def _kept_tokens(batch: Any) -> Tensor | None:
     """Which tokens of a batch are not padding: bools [sequences, tokens]."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    mask = mask_of(batch)
+    return None if mask is None else mask != 0
 
 
 def _shapes(batch: Any) -> str:
     def shape(value: Any) -> Any:
-        return tuple(value.shape) if isinstance(value, Tensor) else _mapped(value, shape)
+        return tuple(value.shape) if isinstance(value, Tensor) else mapped(value, shape)
 
     return repr(shape(batch))
 
@@ -425,24 +411,7 @@ def _without_caches(value: Any) -> Any:
     """Without keys and values of former calls, since a block runs more than once."""
     if hasattr(value, "get_seq_length") and hasattr(value, "update"):
         return None
-    return _mapped(value, _without_caches)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return _mapped(value, lambda item: _moved(item, device))
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A tuple, list or mapping of what the function makes of its items; other values as they are."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(function, value))
-    if isinstance(value, tuple | list):
-        return type(value)(map(function, value))
-    if isinstance(value, Mapping):
-        return {key: function(item) for key, item in value.items()}
-    return value
+    return mapped(value, _without_caches)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._checks import check_shapes
+from .._checks import check_shapes, checked_number
 from .._private import exact_float32
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
@@ -84,8 +83,7 @@ def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
         InvalidArgumentError: the matrix is not square, not finite, or no second moment; or ``damping`` is no
             finite number of at least 0.
     """
-    if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= damping < float("inf"):
-        raise InvalidArgumentError(f"damping: a finite number of at least 0 expected, got {damping!r}")
+    checked_number("damping", damping)
     if second_moment.dim() != 2 or second_moment.shape[0] != second_moment.shape[1]:
         raise InvalidArgumentError(
             f"second_moment: a square matrix expected, got shape {tuple(second_moment.shape)}"

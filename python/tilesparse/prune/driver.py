@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _progress
+from .._batches import chosen_device, evaluating
 from .._transformers import check_can_follow
 from ..errors import InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, dense_weight, is_conv1d
@@ -28,12 +29,11 @@ from ._checks import (
     check_model,
     check_numbers,
     checked_choice,
-    checked_device,
     checked_moments,
     checked_path,
     collected,
 )
-from .calibration import Calibration, Forward, Loss, Unit, call_model, evaluating, own_loss
+from .calibration import Calibration, Forward, Loss, Unit, call_model, own_loss
 from .choice import Choice, ErrorCurves
 from .compensation import DAMPING
 from .layer import GRADIENT_METHODS, Pruner, Solution, built, dense_parameters
@@ -142,7 +142,7 @@ def prune_model(
     if not targets:
         raise InvalidArgumentError(f"model: no layer is left to prune; {_why(skipped)}")
     data = collected(batches)
-    device = checked_device(model, device)
+    device = chosen_device(model, device)
     check_can_follow(model)
     progress = None
     if folder is not None:
@@ -225,7 +225,7 @@ def measure_errors(
     if not fitting:
         raise InvalidArgumentError(f"model: no layer is left to measure; {_why(reasons)}")
     order = [name for name, _ in model.named_modules() if name in fitting]
-    data, device = collected(batches), checked_device(model, device)
+    data, device = collected(batches), chosen_device(model, device)
     curves: dict[str, dict[Choice, float]] = {}
     with evaluating(model):
         calibration = Calibration(model, data, forward or call_model, order, device, compare=False)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._checks import DTYPES, as_integer
+from .._checks import DTYPES, as_integer, checked_count, checked_device
 from .._progress import Progress
 from ..errors import InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, is_conv1d
@@ -201,7 +201,7 @@ def measure_latency(
         checked = checked_choices("choices", name, choices[name], shape_of(layer))
         by_shape.setdefault(shape_of(layer), {None: None}).update(dict.fromkeys(checked))
     like = next(iter(layers.values())).weight
-    tokens, repetitions = _count("tokens", tokens), _count("repetitions", repetitions)
+    tokens, repetitions = checked_count("tokens", tokens), checked_count("repetitions", repetitions)
     on, dtype = _checked_device(like.device if device is None else device), dtype or like.dtype
     if dtype not in DTYPES:
         raise InvalidArgumentError(f"dtype: one of {[str(each) for each in DTYPES]} expected, got {dtype}")
@@ -236,7 +236,7 @@ def time_layers(
     """
     check_module(model)
     check_names("layers", layers)
-    tokens, repetitions = _count("tokens", tokens), _count("repetitions", repetitions)
+    tokens, repetitions = checked_count("tokens", tokens), checked_count("repetitions", repetitions)
     modules = dict(model.named_modules(remove_duplicate=False))
     calls: dict[str, tuple[Any, Tensor]] = {}
     for name in layers:
@@ -355,23 +355,10 @@ def _versions(device: torch.device) -> dict[str, str]:
     return found | ({"threads": str(torch.get_num_threads())} if device.type == "cpu" else {})
 
 
-def _checked_device(device: torch.device | str | int) -> torch.device:
-    try:
-        found = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise InvalidArgumentError(f"device: a usable one expected, got {device!r}: {error}") from error
+def _checked_device(device: object) -> torch.device:
+    found = checked_device(device)
     if found.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(f"device: cpu or cuda expected, got {device!r}; say where to measure")
-    return found
-
-
-def _count(name: str, number: object) -> int:
-    try:
-        found = as_integer(number)
-    except TypeError:
-        found = 0
-    if found < 1:
-        raise InvalidArgumentError(f"{name}: a number of at least 1 expected, got {number!r}")
     return found
 
 

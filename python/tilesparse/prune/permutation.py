@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._batches import chosen_device, evaluating
 from .._progress import Progress
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight
 from ..patch import aligned
-from ._checks import check_model, check_numbers, checked_choice, checked_device, checked_moments, collected
+from ._checks import check_model, check_numbers, checked_choice, checked_moments, collected
 from ._layers import checked_choices, shape_of
-from .calibration import Calibration, Forward, Moments, call_model, evaluating
+from .calibration import Calibration, Forward, Moments, call_model
 from .choice import Choice
 from .compensation import DAMPING
 from .folds import Fold, Part, find_folds, parts_of, permute_, reason_against
@@ -105,7 +106,7 @@ def permute_model(
     try:
         with evaluating(model), torch.no_grad():
             expected = _first_tensor(call(model, data[0]))
-            for fold, moments in _with_moments(model, data, call, found, checked_device(model, device)):
+            for fold, moments in _with_moments(model, data, call, found, chosen_device(model, device)):
                 result, order = _improve(model, fold, moments, choice, damping)
                 done.append(result)
                 taken += [(fold, order)] if result.taken else []

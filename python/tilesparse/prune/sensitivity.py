@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._batches import evaluating
 from ..errors import InvalidArgumentError
 from ._checks import check_model, collected
 from ._layers import dense_layers
-from .calibration import Forward, Loss, call_model, evaluating, own_loss
+from .calibration import Forward, Loss, call_model, own_loss
 
 
 def measure_sensitivity(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._batches import device_of, moved, tensors_in
 from ..errors import InvalidArgumentError, UnsupportedError
-from ._batches import device_of, moved, tensors_in
 
 
 @dataclass

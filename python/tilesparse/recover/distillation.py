@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import as_integer
-from ..errors import InvalidArgumentError, UnsupportedError
-from ..linear import BlockSparseLinear
-from ._batches import (
+from .._batches import (
     call,
     check_batches,
     check_distinct,
@@ -25,7 +22,10 @@ from ._batches import (
     moved,
     without_labels,
 )
-from .losses import DistillationLoss, check_number
+from .._checks import checked_count, checked_number
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..linear import BlockSparseLinear
+from .losses import DistillationLoss
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -100,9 +100,9 @@ def distill(
         UnsupportedError: ``autocast`` is torch.float16, which needs scaled gradients.
     """
     _check_models(model, teacher, optimizer)
-    accumulate = _positive("accumulate", accumulate)
-    steps = None if steps is None else _positive("steps", steps)
-    clip = None if clip is None else check_number("clip", clip, above_zero=True)
+    accumulate = checked_count("accumulate", accumulate)
+    steps = None if steps is None else checked_count("steps", steps)
+    clip = None if clip is None else checked_number("clip", clip, above_zero=True)
     check_batches(batches)
     check_function("forward", forward)
     check_function("callback", callback)
@@ -252,13 +252,3 @@ def _schedulers(scheduler: Any) -> Sequence[Any]:
                 f"got {type(one).__name__}"
             )
     return several
-
-
-def _positive(name: str, number: object) -> int:
-    try:
-        integer = as_integer(number)
-    except TypeError:
-        integer = 0
-    if integer < 1:
-        raise InvalidArgumentError(f"{name}: an integer of at least 1 expected, got {number!r}")
-    return integer

@@ -6,13 +6,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._checks import checked_number
 from ..errors import InvalidArgumentError
 
 
@@ -50,7 +50,7 @@ class DistillationLoss:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            check_number(field.name, getattr(self, field.name), above_zero=field.name == "temperature")
+            checked_number(field.name, getattr(self, field.name), above_zero=field.name == "temperature")
         if not self._weights():
             raise InvalidArgumentError(
                 "task, logits, hidden_states, embeddings: at least one weight above 0 expected"
@@ -99,15 +99,6 @@ class DistillationLoss:
         log_theirs = F.log_softmax(theirs / self.temperature, -1)
         divergence = F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True)
         return torch.mul(divergence / counted, self.temperature**2)
-
-
-def check_number(name: str, number: object, *, above_zero: bool = False) -> float:
-    """A finite number that is not negative."""
-    value = float(number) if isinstance(number, Real) and not isinstance(number, bool) else math.nan
-    if not 0 <= value < math.inf or (above_zero and value == 0):
-        least = "above 0" if above_zero else "of at least 0"
-        raise InvalidArgumentError(f"{name}: a finite number {least} expected, got {number!r}")
-    return value
 
 
 def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:

@@ -12,24 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .._checks import as_integer
-from .._progress import Progress
-from ..errors import InvalidArgumentError, UnsupportedError
-from ..linear import BlockSparseLinear
-from ..patch import aligned
-from ._batches import (
+from .._batches import (
     call,
     check_batches,
     check_distinct,
     check_function,
-    device_of,
+    chosen_device,
     evaluating,
     mask_of,
     without_labels,
 )
+from .._checks import checked_count, checked_number, checked_seed
+from .._progress import Progress
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..linear import BlockSparseLinear
+from ..patch import aligned
 from ._replay import Call, Stream, placed, tensor_of
-from .distillation import Forward, _positive, autocasting, check_autocast
-from .losses import check_number
+from .distillation import Forward, autocasting, check_autocast
 
 
 @dataclass(frozen=True)
@@ -141,12 +140,12 @@ def reconstruct(
         if not isinstance(one, nn.Module):
             raise InvalidArgumentError(f"{whose}: a module expected, got {type(one).__name__}")
     check_distinct(model, teacher)
-    epochs = _positive("epochs", epochs)
-    lr = check_number("lr", lr, above_zero=True)
+    epochs = checked_count("epochs", epochs)
+    lr = checked_number("lr", lr, above_zero=True)
     check_autocast(autocast)
     check_function("forward", forward)
-    generator = torch.Generator().manual_seed(_checked_seed(seed))
-    home = _checked_device(model, device)
+    generator = torch.Generator().manual_seed(checked_seed(seed))
+    home = chosen_device(model, device)
     batches = _checked_batches(batches)
     count = _held_out(held_out, len(batches))
     names = _checked_names(model, teacher, submodules)
@@ -423,29 +422,8 @@ def _checked_batches(batches: Iterable[Any]) -> list[Any]:
     return listed
 
 
-def _checked_seed(seed: object) -> int:
-    try:
-        return as_integer(seed)
-    except TypeError as error:
-        raise InvalidArgumentError(f"seed: an integer expected, got {seed!r}") from error
-
-
-def _checked_device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        return device_of(model)
-    try:
-        found = torch.empty(0, device=device).device  # with its number
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise InvalidArgumentError(
-            f"device: one that PyTorch has expected, got {device!r}: {error}"
-        ) from error
-    if found.type == "meta":
-        raise InvalidArgumentError("device: one that computes expected, got 'meta'")
-    return found
-
-
 def _held_out(fraction: object, batches: int) -> int:
-    if not 0 < check_number("held_out", fraction) < 1:
+    if not 0 < checked_number("held_out", fraction) < 1:
         raise InvalidArgumentError(f"held_out: a fraction above 0 and below 1 expected, got {fraction!r}")
     return min(math.ceil(float(fraction) * batches), batches - 1)  # type: ignore[arg-type]
 

@@ -17,8 +17,8 @@ except ImportError as error:
         f"tilesparse.recover.trainer: Transformers and Accelerate expected (pip install accelerate): {error}"
     ) from error
 
+from .._batches import check_distinct, device_of, mask_of, moved
 from ..errors import CheckpointError, InvalidArgumentError
-from ._batches import check_distinct, device_of, mask_of, moved
 from .distillation import outputs_of
 from .losses import DistillationLoss
 

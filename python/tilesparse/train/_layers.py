@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping
 from numbers import Real
@@ -11,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._checks import as_integer
+from .._checks import checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
 
@@ -147,32 +146,6 @@ def check_keys(name: str, given: object, keys: Collection[str]) -> None:
     found = list(given) if isinstance(given, Mapping) else given
     if not isinstance(given, Mapping) or set(given) != set(keys):
         raise InvalidArgumentError(f"{name}: a mapping with the keys {list(keys)} expected, got {found!r}")
-
-
-def checked_count(name: str, count: object, least: int = 1) -> int:
-    """A number of steps, or of events."""
-    try:
-        number = as_integer(count)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise InvalidArgumentError(f"{name}: a number of steps of at least {least} expected, got {count!r}")
-    return number
-
-
-def checked_fraction(name: str, fraction: object) -> float:
-    number = float(fraction) if isinstance(fraction, Real) and not isinstance(fraction, bool) else math.nan
-    if not 0 <= number <= 1:
-        raise InvalidArgumentError(f"{name}: a number from 0 to 1 expected, got {fraction!r}")
-    return number
-
-
-def checked_number(name: str, number: object) -> float:
-    """A finite number of at least 0."""
-    value = float(number) if isinstance(number, Real) and not isinstance(number, bool) else math.nan
-    if not 0 <= value < math.inf:
-        raise InvalidArgumentError(f"{name}: a finite number of at least 0 expected, got {number!r}")
-    return value
 
 
 def checked_choice(name: str, choice: object, choices: Collection[object]) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .._checks import checked_fraction
 from ..errors import InvalidArgumentError
-from ._layers import check_trainable, checked_fraction, checked_optimizer, sparse_layers
+from ._layers import check_trainable, checked_optimizer, sparse_layers
 from .gradual import check_unwrapped, compact
 from .states import check_states
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._checks import checked_count, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear, _has_peers
 from ._layers import (
@@ -16,8 +17,6 @@ from ._layers import (
     check_optimized,
     check_trainable,
     checked_choice,
-    checked_count,
-    checked_fraction,
     checked_optimizer,
     matched_layers,
     sparse_layers,

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import checked_number
 from ..errors import InvalidArgumentError
 from ._layers import (
     Uncopied,
     check_optimized,
     check_trainable,
-    checked_number,
     checked_optimizer,
     precision_of,
     sparse_layers,

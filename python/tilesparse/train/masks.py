@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_compressible
+from .._checks import check_compressible, checked_count, checked_number
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
 from ..storage import check_nm
@@ -19,8 +19,6 @@ from ._layers import (
     check_optimized,
     check_plain_weight,
     checked_choice,
-    checked_count,
-    checked_number,
     checked_optimizer,
     sparse_layers,
 )

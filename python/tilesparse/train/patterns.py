@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._checks import as_integer
+from .._checks import checked_count, checked_fraction, checked_number, checked_seed
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
 from ..linear import BlockSparseLinear, _has_peers
 from ._layers import (
@@ -19,9 +19,6 @@ from ._layers import (
     check_optimized,
     check_trainable,
     checked_choice,
-    checked_count,
-    checked_fraction,
-    checked_number,
     checked_optimizer,
     matched_layers,
     precision_of,
@@ -154,7 +151,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         checked_choice("moments", moments, MOMENTS)
         self._momentum = checked_fraction("momentum", momentum)
         self._new_scale = checked_number("new_scale", new_scale)
-        self._seed = _checked_seed(seed)
+        self._seed = checked_seed(seed)
         groups = matched_layers(model, "fraction", fraction)
         self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
         check_trainable(self._layers)
@@ -264,7 +261,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
                     raise InvalidArgumentError(
                         f"state_dict: averages: a tensor {list(self._grid(name))} expected for layer {name!r}"
                     )
-        self.steps, self._seed = steps, _checked_seed(state_dict["seed"])
+        self.steps, self._seed = steps, checked_seed(state_dict["seed"])
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
         if self._movement is not None:
@@ -423,10 +420,3 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         layer = self._layers[name]
         (out_features, in_features), (bn, bk) = layer._shape, layer.block_shape
         return out_features // bn, in_features // bk
-
-
-def _checked_seed(seed: object) -> int:
-    try:
-        return as_integer(seed)
-    except TypeError as error:
-        raise InvalidArgumentError(f"seed: an integer expected, got {seed!r}") from error

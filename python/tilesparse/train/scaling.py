@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from .._checks import checked_fraction, checked_number
 from ..errors import InvalidArgumentError
-from ._layers import checked_choice, checked_fraction, checked_number, sparse_layers
+from ._layers import checked_choice, sparse_layers
 
 
 def _fitted(density: float) -> float:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidArgumentError
+from ._checks import checked_device
+from .errors import InvalidArgumentError
 
 
 def call(model: nn.Module, batch: Any, **options: Any) -> Any:
@@ -48,12 +49,17 @@ def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
     if isinstance(value, Tensor):
         # To the CPU the host waits: it may read the memory at once.
         return value.to(device, non_blocking=device.type != "cpu", copy=copy)
-    if isinstance(value, Mapping):
-        return {key: moved(one, device, copy=copy) for key, one in value.items()}
+    return mapped(value, lambda item: moved(item, device, copy=copy))
+
+
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A tuple, list or mapping of what the function makes of its items; other values as they are."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(moved(one, device, copy=copy) for one in value))
+        return type(value)(*map(function, value))
     if isinstance(value, tuple | list):
-        return type(value)(moved(one, device, copy=copy) for one in value)
+        return type(value)(map(function, value))
+    if isinstance(value, Mapping):
+        return {key: function(item) for key, item in value.items()}
     return value
 
 
@@ -78,6 +84,11 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
     if tensor is not None:
         return tensor.device
     return torch.device("cpu") if default is None else default
+
+
+def chosen_device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
+    """The one that is asked for, or else the model's."""
+    return device_of(model) if device is None else checked_device(device)
 
 
 def check_distinct(model: nn.Module, teacher: nn.Module) -> None:
