@@ -16,6 +16,7 @@ import bench_cpu
 import bench_host
 import bench_models
 import bench_parallel
+import bench_pruning
 import bench_storages
 import bench_training
 import break_even
@@ -152,6 +153,19 @@ def test_memory_of_checkpoints_is_measured(tmp_path: Path, monkeypatch: pytest.M
     cases = json.loads(path.read_text())["cases"]
     assert [case["files"] for case in cases] == [1, 5, 1, 5]
     assert all([result["call"] for result in case["results"]] == ["save", "load"] for case in cases)
+
+
+def test_pruning_and_rewiring_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "pruning.json"
+    sizes = "--hidden 128 --mlp 256 --heads 4 --batches 2 --tokens 32 --block 32 --repetitions 1"
+    assert bench_pruning.main(["--device", "cpu", *sizes.split(), "--output", str(path)]) == 0
+    cases = {case["case"]: case["results"] for case in json.loads(path.read_text())["cases"]}
+    assert set(cases) == set(bench_pruning.SECTIONS)
+    assert [result["layers"] for result in cases["pruning"]] == [7, 7, 7]
+    errors = {result["method"]: result["error"] for result in cases["pruning"]}
+    assert errors["obs"] < errors["wanda"] < errors["obs, no refit"]
+    assert [result["schedule"] for result in cases["rewiring"]] == ["set", "rigl"]
+    assert [result["dense_gradient_bytes"] for result in cases["norms"]] == [4 * 128 * 256] * 2
 
 
 def test_products_of_the_cpu_are_measured_and_checked(
