@@ -6,8 +6,8 @@
 
 A byte-level GPT learns the Python sources of this installation. A contender is dense, or a pair of a method
 and a density, such as rigl:0.25. Each trains for the same time by the clock, in which validation does not
-count, nor what is compiled before the first step. Learning rates fall by a cosine over that time, so all end
-at rest.
+count, nor what is compiled before the first step; or for as many --steps. Learning rates fall by a cosine
+over that time, so all end at rest.
 """
 
 from __future__ import annotations
@@ -227,17 +227,18 @@ def run(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
         "parameters_at_first": sum(p.numel() for p in contender.model.parameters()),
         "results": [],
     }
-    contender.plan(max(1, int(arguments.seconds / seconds_per_step)), seed)
-    seconds, step, evaluations = 0.0, 0, 0
-    while seconds < arguments.seconds:
+    contender.plan(arguments.steps or max(1, int(arguments.seconds / seconds_per_step)), seed)
+    seconds, step, evaluations, progress = 0.0, 0, 0, 0.0
+    while progress < 1:
         start = time.perf_counter()
         for _ in range(STEPS_AT_A_TIME):
-            contender.step(text.batch(), min(1.0, seconds / arguments.seconds + 1e-3))
+            contender.step(text.batch(), min(1.0, progress + 1e-3))
             step += 1
         synchronize(torch.device(arguments.device))
         seconds += time.perf_counter() - start
-        if seconds >= arguments.seconds * (evaluations + 1) / arguments.evaluations:
-            evaluations = int(seconds / arguments.seconds * arguments.evaluations)
+        progress = step / arguments.steps if arguments.steps else seconds / arguments.seconds
+        if progress >= (evaluations + 1) / arguments.evaluations:
+            evaluations = int(progress * arguments.evaluations)
             loss = contender.validate(text.held_out)
             record["results"].append({"step": step, "seconds": round(seconds, 2), "loss": round(loss, 5)})
             print(f"{name:16} seed {seed}  {step:6} steps {seconds:7.1f} s  {loss:.4f} nats", flush=True)
@@ -302,6 +303,7 @@ def parser() -> argparse.ArgumentParser:
         + ", ".join(METHODS),
     )
     add("--seconds", type=float, default=90.0, help="of training for each (%(default)s)")
+    add("--steps", type=int, help="of training for each, whatever time they take")
     add("--seeds", type=int, default=1, help="how many (%(default)s)")
     add("--width", type=int, default=1536, help="of sparse models (%(default)s)")
     add("--dense-width", type=int, default=768, help="of the dense one (%(default)s)")
