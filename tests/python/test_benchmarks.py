@@ -157,8 +157,9 @@ def test_memory_of_checkpoints_is_measured(tmp_path: Path, monkeypatch: pytest.M
 
 def test_pruning_and_rewiring_are_measured(tmp_path: Path) -> None:
     path = tmp_path / "pruning.json"
-    sizes = "--hidden 128 --mlp 256 --heads 4 --batches 2 --tokens 32 --block 32 --repetitions 1"
-    assert bench_pruning.main(["--device", "cpu", *sizes.split(), "--output", str(path)]) == 0
+    sizes = "--hidden 128 --mlp 256 --heads 4 --batches 2 --tokens 32 --step-tokens 32 --block 32"
+    options = ["--device", "cpu", "--repetitions", "1", *sizes.split()]
+    assert bench_pruning.main([*options, "--output", str(path)]) == 0
     cases = {case["case"]: case["results"] for case in json.loads(path.read_text())["cases"]}
     assert set(cases) == set(bench_pruning.SECTIONS)
     assert [result["layers"] for result in cases["pruning"]] == [7, 7, 7]

@@ -746,12 +746,15 @@ def norms_of_mixed_precision(rank: int) -> None:
     torch.manual_seed(0)
     model = make(device=here())
     synchronize_patterns(model)
-    model[2].double()
+    wide, narrow = (torch.float64, torch.float32) if here() == "cpu" else (torch.float32, torch.bfloat16)
+    model[0].to(narrow)
+    model[2].to(wide)
     schedule = PatternSchedule(
         model, torch.optim.SGD(model.parameters(), lr=RATE), every=2, grow="momentum", fraction=0.5
     )
     for _ in range(2):
-        model[2](model[0](torch.ones(2, IN, device=here())).double()).sum().backward()
+        x = torch.ones(2, IN, dtype=narrow, device=here())
+        model[2](model[0](x).to(wide)).sum().backward()
         schedule.step()
     assert int(schedule.moved["0"]) > 0 and int(schedule.moved["2"]) > 0
 
