@@ -1,7 +1,7 @@
 """Prunes and recovers a language model, SmolLM2-135M, with the Python and text files of this installation.
 
     python examples/recover_smollm2.py --output smollm2.json  # about half an hour on a GPU
-    python examples/recover_smollm2.py --output smollm2.json --megabytes 2 --context 64 --calibration 4 \\
+    python examples/recover_smollm2.py --output smollm2.json --megabytes 2 --context 64 --calibration 8 \\
         --steps 10 --batch 2 --held-out 8  # to try it
 
 What is measured after each stage is the perplexity on files that are not trained on, and on the text of
