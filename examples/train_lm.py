@@ -13,12 +13,9 @@ over that time, so all end at rest.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
-import random
 import statistics
-import sysconfig
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +29,11 @@ from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
 from tilesparse.demo import GPT, Size, synchronize
 from tilesparse.train import Gradual, PatternSchedule, parameter_groups
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from bench_training import load_text
+from harness import run_benchmark, write_json
+
 HEAD = 64  # features of an attention head
-HELD_OUT = 50  # one of so many files
 VALIDATION_BATCHES = 16
 STEPS_AT_A_TIME = 10  # that the host may be ahead
 CALIBRATION_STEPS = 20  # by which the number of all steps is estimated
@@ -70,26 +70,6 @@ class Text:
         if text.is_cuda:
             starts = starts.pin_memory().to(text.device, non_blocking=True)
         return text[starts + self._window].long()
-
-
-def load_text(most: int) -> tuple[Tensor, Tensor]:
-    """(training, held out) bytes of the .py files of this installation; no file is there twice."""
-    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
-    files = sorted({file for root in roots for file in root.rglob("*.py") if file.is_file()})
-    random.Random(0).shuffle(files)
-    texts: dict[bytes, bytes] = {}
-    size = 0
-    for file in files:
-        text = file.read_bytes()
-        size += len(text)
-        texts[hashlib.sha256(text).digest()] = text
-        if size > most:
-            break
-    parts = list(texts.values())
-    held_out = b"".join(parts[::HELD_OUT])
-    del parts[::HELD_OUT]
-    training, rest = (torch.frombuffer(bytearray(t), dtype=torch.uint8) for t in (b"".join(parts), held_out))
-    return training, rest
 
 
 class RandomPatcher(BlockSparseModelPatcher):
@@ -267,26 +247,21 @@ def densities(model: nn.Module) -> list[float]:
     return sorted({m.density for m in model.modules() if isinstance(m, BlockSparseLinear)})
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs all contenders with all seeds, and writes the results after each."""
+def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     for name in arguments.contenders:
         check_contender(name)
     # Each event of "gradual", and the steps that take dense gradients, are compiled anew.
     torch._dynamo.config.recompile_limit = 8 + 2 * arguments.events
-    device = arguments.device
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
-    document: dict[str, Any] = {
-        "device": name,
-        "pytorch": torch.__version__,
-        "arguments": settings,
-        "cases": [],
-    }
+    return run_benchmark(arguments, run_all)
+
+
+def run_all(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+    """Runs all contenders with all seeds, and writes the results after each."""
     for seed in range(arguments.seeds):
         for contender in arguments.contenders:
             document["cases"].append(run(contender, arguments, seed))
-            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+            write_json(arguments.output, document)
             torch.compiler.reset()
 
 
@@ -320,8 +295,9 @@ def parser() -> argparse.ArgumentParser:
     add("--megabytes", type=int, default=400, help="of text at most (%(default)s)")
     add("--no-compile", dest="compile", action="store_false", help="train eagerly")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
+    add("--commit", help="of the sources (default: ask git)")
     return made
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

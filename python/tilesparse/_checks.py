@@ -6,7 +6,7 @@ from numbers import Real
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 
@@ -44,6 +44,11 @@ def check_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
     )
 
 
+def check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
+
+
 def check_policy(policy: object) -> None:
     if policy not in POLICIES:
         raise InvalidArgumentError(f"policy: one of {list(POLICIES)} expected, got {policy!r}")
@@ -68,7 +73,7 @@ def checked_count(name: str, count: object, least: int = 1) -> int:
 
 def checked_number(name: str, number: object, *, above_zero: bool = False) -> float:
     """A finite number that is not negative."""
-    value = _as_float(number)
+    value = as_number(number)
     if not 0 <= value < math.inf or (above_zero and value == 0):
         least = "above 0" if above_zero else "of at least 0"
         raise InvalidArgumentError(f"{name}: a finite number {least} expected, got {number!r}")
@@ -76,15 +81,18 @@ def checked_number(name: str, number: object, *, above_zero: bool = False) -> fl
 
 
 def checked_fraction(name: str, fraction: object) -> float:
-    value = _as_float(fraction)
+    value = as_number(fraction)
     if not 0 <= value <= 1:
         raise InvalidArgumentError(f"{name}: a number from 0 to 1 expected, got {fraction!r}")
     return value
 
 
-def _as_float(number: object) -> float:
-    """Not a number where it is none."""
-    return float(number) if isinstance(number, Real) and not isinstance(number, bool) else math.nan
+def as_number(number: object) -> float:
+    """A real number as one of Python; NaN for everything else, which no comparison lets pass."""
+    try:
+        return float(number) if isinstance(number, Real) and not isinstance(number, bool) else math.nan
+    except OverflowError:  # an integer beyond all floats
+        return math.nan
 
 
 def checked_seed(seed: object) -> int:

@@ -649,7 +649,7 @@ class BlockSparseLinear(nn.Module):
         """Raises where a step would go wrong because the pattern is missing, or others may have another."""
         if self._origin == _MISSING and not self.col_indices.is_meta:
             self._check_filled()
-        elif self._origin == _OWN and self.training and torch.is_grad_enabled() and _has_peers():
+        elif self._origin == _OWN and self.training and torch.is_grad_enabled() and has_peers():
             self._check_shared()
 
     @constant_when_compiled
@@ -885,7 +885,7 @@ def _as_nm(nm: Sequence[int] | None) -> tuple[int, int] | None:
     return None if nm is None else (nm[0], nm[1])
 
 
-def _has_peers() -> bool:
+def has_peers() -> bool:
     """Whether other processes may train with this one."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

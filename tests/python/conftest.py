@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -10,6 +11,15 @@ import torch
 
 hypothesis.settings.register_profile("tilesparse", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tilesparse")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Products this small only wait for a second thread, long where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_report_header() -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesparse import BlockPattern, storage
@@ -59,6 +59,16 @@ PATTERNS = {
     "power-law rows": lambda r, c: c < torch.div(c.shape[1] * 2, r + 1, rounding_mode="floor"),
     "random 10%": lambda r, c: _uniform(r, c) < 0.1,
     "random 50%": lambda r, c: _uniform(r, c) < 0.5,
+}
+
+# Of a small model of Transformers.
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 40,
 }
 
 
@@ -260,6 +270,16 @@ def assert_within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
 def assert_product_close(actual: Tensor, left: Tensor, right: Tensor, added: Tensor | None = None) -> None:
     """Asserts actual = left @ right (+ added) within the bound of `product_with_bound`."""
     assert_within(actual, *product_with_bound(left, right, actual.dtype, added))
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All that training has left behind."""
+    states = [state for of_one in optimizer.state.values() for state in of_one.values()]
+    return [*model.state_dict().values(), *(state for state in states if isinstance(state, Tensor))]
+
+
+def same(these: list[Tensor], those: list[Tensor]) -> bool:
+    return len(these) == len(those) and all(map(torch.equal, these, those))
 
 
 def here() -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from helpers import SIZES
 from huggingface_hub import ModelCard, PyTorchModelHubMixin
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -60,14 +61,6 @@ from tilesparse.hf import TileSparseConfig, follow, model_card, to_dense
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 128,
-    "max_position_embeddings": 40,
-}
 TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 IMAGES = {"image_size": 16, "patch_size": 8}
 STORAGES: dict[str, dict[str, Any]] = {

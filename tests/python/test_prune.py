@@ -817,6 +817,8 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"patterns": {"0": BlockPattern.full((64, 64), block_shape=16)}},
         "patterns: layer '0'",
     ),
+    "damping beyond all floats": (vectors, {"damping": 10**400}, "damping: a finite number"),
+    "density beyond all floats": (vectors, {"density": 10**400}, "density: a number above 0"),
     "choices in a list": (vectors, {"choices": [Choice(0.5, (16, 16))]}, "choices: a mapping"),
     "patterns in a list": (vectors, {"patterns": []}, "patterns: a mapping"),
     "no regex": (vectors, {"layers": 3}, "layers: one or several"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import DEVICES, randn, seeded
+from helpers import DEVICES, SIZES, randn, seeded
 from test_docs import executed
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -42,15 +42,7 @@ from tilesparse.train import MaskSchedule, PatternSchedule
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-VOCABULARY, TOKENS = 96, 8
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 128,
-    "max_position_embeddings": 40,
-}
+VOCABULARY, TOKENS = SIZES["vocab_size"], 8
 TARGETS = {"llama": "model.layers", "bert": "encoder.layer", "gpt2": "transformer.h", "mlp": "."}
 PARTS = {
     "llama": ["self_attn", "mlp"],

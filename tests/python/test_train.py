@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import randn, seeded
+from helpers import randn, same, seeded, state_of
 from torch import Tensor, nn
 
 from tilesparse import BlockSparseLinear, InvalidArgumentError, UnsupportedError
@@ -73,16 +73,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 def masks_of(model: nn.Sequential) -> list[Tensor]:
     return [layer.mask.clone() for layer in sparse(model)]
-
-
-def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All that training has left behind."""
-    states = [state for of_one in optimizer.state.values() for state in of_one.values()]
-    return [*model.state_dict().values(), *(state for state in states if isinstance(state, Tensor))]
-
-
-def same(these: list[Tensor], those: list[Tensor]) -> bool:
-    return len(these) == len(those) and all(map(torch.equal, these, those))
 
 
 @pytest.mark.parametrize("transposable", [False, True])
@@ -210,7 +200,7 @@ def test_resumed_training_is_the_same_bit_for_bit(decay_on: str) -> None:
     for part, state in zip(resumed, saved, strict=True):
         part.load_state_dict(state)
     train(*resumed[:2], range(4, 9))
-    assert same(states_of(*parts[:2]), states_of(*resumed[:2]))
+    assert same(state_of(*parts[:2]), state_of(*resumed[:2]))
     assert resumed[2].state_dict() == parts[2].state_dict() == {"steps": 9}
 
     shifted = begin()  # without its own state a schedule would refresh in other steps
@@ -264,7 +254,7 @@ def test_without_its_hooks_a_schedule_does_nothing() -> None:
     schedule.remove()
     train(model, optimizer, range(2))
     train(twin, reference, range(2))
-    assert same(states_of(model, optimizer), states_of(twin, reference))
+    assert same(state_of(model, optimizer), state_of(twin, reference))
     assert schedule.steps == 0 and not schedule.flips
 
 
@@ -298,10 +288,10 @@ def test_back_to_plain_blocks_and_to_masks_again(decay_on: str) -> None:
     optimizer = OPTIMIZERS["adamw"](model)
     schedule = MaskSchedule(model, optimizer, every=1, decay=DECAY, decay_on=decay_on)
     train(model, optimizer, range(3))
-    before = [tensor.clone() for tensor in states_of(model, optimizer) if tensor.dtype != torch.bool]
+    before = [tensor.clone() for tensor in state_of(model, optimizer) if tensor.dtype != torch.bool]
     set_nm(model, None)
     assert all(layer.nm is None and layer.mask is None for layer in sparse(model))
-    assert same(before, states_of(model, optimizer))
+    assert same(before, state_of(model, optimizer))
 
     twin = make(nm=None)
     twin.load_state_dict(model.state_dict())
@@ -309,13 +299,13 @@ def test_back_to_plain_blocks_and_to_masks_again(decay_on: str) -> None:
     reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, optimizer, range(3, 5))  # as if there had never been a mask
     train(twin, reference, range(3, 5))
-    assert same(states_of(model, optimizer), states_of(twin, reference))
+    assert same(state_of(model, optimizer), state_of(twin, reference))
     assert schedule.flips == {} and schedule.steps == 5
 
-    before = [tensor.clone() for tensor in states_of(twin, reference)]
+    before = [tensor.clone() for tensor in state_of(twin, reference)]
     set_nm(model, (2, 4), transposable=True)
     assert all(layer.transposable for layer in sparse(model))
-    after = [tensor for tensor in states_of(model, optimizer) if tensor.dtype != torch.bool]
+    after = [tensor for tensor in state_of(model, optimizer) if tensor.dtype != torch.bool]
     assert same(before, after)
     train(model, optimizer, range(5, 6))
     assert schedule.flips.keys() == {"0", "2"}

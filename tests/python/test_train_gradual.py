@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from digits import accuracy, digits, make_transformer
-from helpers import DEVICES, randn, seeded
+from helpers import DEVICES, randn, same, seeded, state_of
 from test_docs import ROOT, executed
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,12 +38,7 @@ IN, OUT, BLOCK = 96, 64, 16
 RATE = 0.01
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(density: float = 1.0, device: str = "cpu", **options: Any) -> nn.Sequential:
@@ -72,15 +67,6 @@ def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range) -> list
         schedule.step()
         counts.append(next(model.parameters()).shape[0])
     return counts
-
-
-def same(these: list[Tensor], those: list[Tensor]) -> bool:
-    return len(these) == len(those) and all(map(torch.equal, these, those))
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    states = [state for of_one in optimizer.state.values() for state in of_one.values()]
-    return [*model.state_dict().values(), *(state for state in states if isinstance(state, Tensor))]
 
 
 # ---- gradual ----

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DEVICES, dense_weight, here, randn, run_scenes, seeded
+from helpers import DEVICES, dense_weight, here, randn, run_scenes, same, seeded, state_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,12 +60,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(density: float = 0.5, device: str = "cpu", **options: Any) -> nn.Sequential:
@@ -103,15 +98,6 @@ def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range, fractio
 def slots_of(layer: BlockSparseLinear) -> list[tuple[int, int]]:
     """The place of each slot's block."""
     return list(zip(*map(Tensor.tolist, layer.pattern.block_indices()), strict=True))
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    states = [state for of_one in optimizer.state.values() for state in of_one.values()]
-    return [*model.state_dict().values(), *(state for state in states if isinstance(state, Tensor))]
-
-
-def same(these: list[Tensor], those: list[Tensor]) -> bool:
-    return len(these) == len(those) and all(map(torch.equal, these, those))
 
 
 # ---- norms of gradient blocks ----

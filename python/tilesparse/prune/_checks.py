@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from .._batches import check_batches
-from .._checks import check_block_shape, check_policy, checked_number
+from .._checks import as_number, check_block_shape, check_module, check_policy, checked_number
 from ..errors import InvalidArgumentError
 from ..storage import check_nm, check_nm_blocks, check_storage
 from .calibration import Moments
@@ -28,13 +27,6 @@ def check_numbers(method: str, damping: float, refit: bool, policy: str) -> None
     check_policy(policy)
 
 
-def check_callable(argument: str, function: object) -> None:
-    if function is not None and not callable(function):
-        raise InvalidArgumentError(
-            f"{argument}: a function of a model and a batch expected, got {function!r}"
-        )
-
-
 def checked_path(folder: object) -> Path:
     if not isinstance(folder, str | os.PathLike):
         raise InvalidArgumentError(f"folder: a path expected, got {folder!r}")
@@ -47,10 +39,10 @@ def checked_path(folder: object) -> Path:
 def checked_choice(choice: object, where: str) -> Choice:
     if not isinstance(choice, Choice):
         raise InvalidArgumentError(f"{where}a Choice expected, got {choice!r}")
-    density = choice.density
-    if not isinstance(density, Real) or isinstance(density, bool) or not 0 < density <= 1:
+    density = as_number(choice.density)
+    if not 0 < density <= 1:
         raise InvalidArgumentError(
-            f"{where}density: a number above 0 and at most 1 expected, got {density!r}"
+            f"{where}density: a number above 0 and at most 1 expected, got {choice.density!r}"
         )
     try:
         block_shape = check_block_shape(choice.block_shape)
@@ -60,12 +52,11 @@ def checked_choice(choice: object, where: str) -> Choice:
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{where}{error}") from error
     nm = None if choice.nm is None else (choice.nm[0], choice.nm[1])
-    return Choice(float(density), block_shape, nm, choice.storage)
+    return Choice(density, block_shape, nm, choice.storage)
 
 
-def check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
+def check_model(model: nn.Module) -> None:
+    check_module(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InvalidArgumentError("model: has parameters on the meta device, so there is nothing to prune")
 

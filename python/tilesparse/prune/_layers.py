@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 from torch import nn
 
-from .._checks import check_shapes
+from .._checks import check_module, check_shapes
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight, is_conv1d
 from ._checks import checked_choice
 from .choice import Choice
-
-
-def check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
 
 
 def check_names(argument: str, names: object) -> None:
@@ -47,11 +40,6 @@ def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[
     if not found:
         raise InvalidArgumentError(f"{argument}: at least one layer expected, got none")
     return found
-
-
-def as_number(number: object) -> float:
-    """A real number as one of Python; NaN for everything else, which no comparison lets pass."""
-    return float(number) if isinstance(number, Real) and not isinstance(number, bool) else math.nan
 
 
 def shape_of(layer: Any) -> tuple[int, int]:

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from .._checks import check_block_shape, check_shapes
+from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight
 from ..patch import aligned
 from ..storage import forms_of
 from ._layers import (
-    as_number,
     check_mapping,
     checked_choices,
     dense_layers,
@@ -156,9 +155,7 @@ def erk(
     for name, shape in shapes.items():
         checked_choices("layers", name, [Choice(1.0, block_shape)], shape)
     totals = np.array([math.prod(check_shapes(shape, block_shape)[2]) for shape in shapes.values()])
-    if not 0 <= as_number(density) <= 1:
-        raise InvalidArgumentError(f"density: a number from 0 to 1 expected, got {density!r}")
-    budget = round(float(density) * int(totals.sum()))
+    budget = round(checked_fraction("density", density) * int(totals.sum()))
     if budget < len(totals):
         raise InvalidArgumentError(
             f"density: at least {len(totals) / totals.sum():.3g} expected, one block of each of "

@@ -229,15 +229,10 @@ def refit(
 
 def solve(weight: Tensor, moment: Damped, pattern: BlockPattern) -> Tensor:
     """Ŵ [out_features, in_features] in float64, zero outside the pattern."""
-    bn = pattern.block_shape[0]
     cross = weight.double() @ moment.matrix
     solution = torch.zeros_like(cross)
-    for row, columns in enumerate(_kept_columns(pattern)):
-        if len(columns):
-            rows = slice(row * bn, (row + 1) * bn)
-            columns = columns.to(weight.device)
-            factor = torch.linalg.cholesky(moment.matrix[columns][:, columns])
-            solution[rows, columns] = torch.cholesky_solve(cross[rows, columns].T, factor).T
+    for rows, columns, factor in _systems(moment, pattern):
+        solution[rows, columns] = torch.cholesky_solve(cross[rows, columns].T, factor).T
     return solution
 
 
@@ -246,15 +241,10 @@ def choose_two_of_four(weight: Tensor, moment: Damped, pattern: BlockPattern) ->
 
     Weights are ranked by what the removal of each alone costs, w² / (H_SS⁻¹)_ii: Hassibi & Stork's saliency.
     """
-    bn = pattern.block_shape[0]
     mask = torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
-    for row, columns in enumerate(_kept_columns(pattern)):
-        if len(columns):
-            rows = slice(row * bn, (row + 1) * bn)
-            columns = columns.to(weight.device)
-            factor = torch.linalg.cholesky(moment.matrix[columns][:, columns])
-            variance = torch.cholesky_inverse(factor).diagonal()
-            mask[rows, columns] = two_of_four(weight[rows, columns].square() / variance)
+    for rows, columns, factor in _systems(moment, pattern):
+        variance = torch.cholesky_inverse(factor).diagonal()
+        mask[rows, columns] = two_of_four(weight[rows, columns].square() / variance)
     return mask
 
 
@@ -286,11 +276,14 @@ def workspace(device: torch.device) -> int:
     return _CPU_WORKSPACE
 
 
-def _kept_columns(pattern: BlockPattern) -> Iterator[Tensor]:
-    """Of each block row the columns of the weight that it keeps, ascending, on the host."""
-    bk = pattern.block_shape[1]
-    for kept in pattern.to_block_mask().cpu():
-        yield (kept.nonzero() * bk + torch.arange(bk)).flatten()
+def _systems(moment: Damped, pattern: BlockPattern) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Of each block row that keeps columns: its rows, these columns, and the Cholesky factor of H there."""
+    bn, bk = pattern.block_shape
+    for row, kept in enumerate(pattern.to_block_mask().cpu()):
+        columns = (kept.nonzero() * bk + torch.arange(bk)).flatten().to(moment.matrix.device)
+        if len(columns):
+            factor = torch.linalg.cholesky(moment.matrix[columns][:, columns])
+            yield slice(row * bn, (row + 1) * bn), columns, factor
 
 
 @contextmanager

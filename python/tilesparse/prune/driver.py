@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _progress
-from .._batches import chosen_device, evaluating
+from .._batches import check_function, chosen_device, evaluating
 from .._transformers import check_can_follow
 from ..errors import InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, dense_weight, is_conv1d
@@ -25,7 +25,6 @@ from ..patch import (
 )
 from ..pattern import BlockPattern
 from ._checks import (
-    check_callable,
     check_model,
     check_numbers,
     checked_choice,
@@ -33,6 +32,7 @@ from ._checks import (
     checked_path,
     collected,
 )
+from ._layers import check_mapping
 from .calibration import Calibration, Forward, Loss, Unit, call_model, own_loss
 from .choice import Choice, ErrorCurves
 from .compensation import DAMPING
@@ -120,12 +120,10 @@ def prune_model(
     if layers is not None and (choices is not None or patterns is not None):
         raise InvalidArgumentError("layers: None expected beside choices or patterns, which name the layers")
     for argument, mapping in (("choices", choices), ("patterns", patterns)):
-        if mapping is not None and not isinstance(mapping, Mapping):
-            raise InvalidArgumentError(
-                f"{argument}: a mapping from names of layers expected, got {type(mapping).__name__}"
-            )
-    check_callable("loss", loss)
-    check_callable("forward", forward)
+        if mapping is not None:
+            check_mapping(argument, mapping)
+    check_function("loss", loss)
+    check_function("forward", forward)
     check_model(model)
     if choices is None and patterns is None:
         uniform = checked_choice(Choice(density, block_shape, nm, storage), "")  # type: ignore[arg-type]
@@ -208,7 +206,7 @@ def measure_errors(
     check_numbers(method, damping, refit, "sparse")
     if method in GRADIENT_METHODS:
         raise InvalidArgumentError(f"method: one that needs no gradient expected, got {method!r}")
-    check_callable("forward", forward)
+    check_function("forward", forward)
     if not isinstance(choices, Iterable):
         raise InvalidArgumentError(f"choices: a list of Choice expected, got {choices!r}")
     checked = [checked_choice(choice, "choices: ") for choice in choices]

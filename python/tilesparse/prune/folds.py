@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import as_integer
+from .._checks import as_integer, check_module
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import dense_weight, is_conv1d
-from ._layers import check_module
 
 # Names of layers within a module: those that give hidden features, and the one that takes them.
 _FEED_FORWARD = (

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._checks import DTYPES, as_integer, checked_count, checked_device
+from .._checks import DTYPES, as_integer, as_number, check_module, checked_count, checked_device
 from .._progress import Progress
 from ..errors import InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, is_conv1d
 from ._checks import checked_choice
 from ._layers import (
-    as_number,
     check_mapping,
-    check_module,
     check_names,
     checked_choices,
     dense_layers,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._batches import chosen_device, evaluating
+from .._batches import chosen_device, evaluating, tensors_in
 from .._progress import Progress
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight
@@ -239,21 +239,13 @@ def _assigned(gains: Tensor, cluster: int) -> Tensor:
 
 def _first_tensor(output: Any) -> Tensor:
     """The first tensor of numbers in what a model gives; a single number, such as a loss, only if need be."""
-    found = list(_tensors(output))
+    found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
     if not found:
         raise InvalidArgumentError(
             f"model: an output with a tensor of numbers expected, to compare, got {type(output).__name__}; "
             "forward can give one"
         )
     return next((tensor for tensor in found if tensor.dim()), found[0])
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor) and output.is_floating_point():
-        yield output
-    elif isinstance(output, Mapping | tuple | list):
-        for item in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(item)
 
 
 def _check_same(output: Tensor, expected: Tensor) -> None:

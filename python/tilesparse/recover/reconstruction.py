@@ -423,9 +423,10 @@ def _checked_batches(batches: Iterable[Any]) -> list[Any]:
 
 
 def _held_out(fraction: object, batches: int) -> int:
-    if not 0 < checked_number("held_out", fraction) < 1:
+    number = checked_number("held_out", fraction)
+    if not 0 < number < 1:
         raise InvalidArgumentError(f"held_out: a fraction above 0 and below 1 expected, got {fraction!r}")
-    return min(math.ceil(float(fraction) * batches), batches - 1)  # type: ignore[arg-type]
+    return min(math.ceil(number * batches), batches - 1)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._checks import checked_fraction
+from .._checks import check_module, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
 
@@ -19,9 +19,16 @@ Layers: TypeAlias = Mapping[str, BlockSparseLinear]
 
 def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     """By their qualified names; a layer that has several is there once, under the first."""
-    if not isinstance(model, nn.Module):
-        raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
+    check_module(model)
     return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
+
+
+def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
+    """Likewise, where there has to be one."""
+    layers = sparse_layers(model)
+    if not layers:
+        raise InvalidArgumentError("model: no BlockSparseLinear in it")
+    return layers
 
 
 def matched_layers(
@@ -39,9 +46,7 @@ def matched_layers(
         InvalidArgumentError: a number or an expression is none, no layer is left, or none matches one of the
             expressions.
     """
-    layers = sparse_layers(model)
-    if not layers:
-        raise InvalidArgumentError("model: no BlockSparseLinear in it")
+    layers = some_sparse_layers(model)
     rules = dict(numbers) if isinstance(numbers, Mapping) else {"": numbers}
     if not rules:
         raise InvalidArgumentError(f"{name}: a number, or one by a regular expression, expected, got {{}}")
@@ -88,11 +93,7 @@ def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
         check_plain_weight(name, weight, "blocks of sharded weights stay where they are")
         if layer._part is not None:
             raise UnsupportedError(f"model: layer {name!r}: several processes have parts of it")
-        if layer.storage != "plain":
-            raise UnsupportedError(
-                f"model: the storage 'plain' expected of layer {name!r}, got {layer.storage!r}; "
-                "call to_storage('plain')"
-            )
+        check_plain_storage(name, layer)
         if weight.is_meta:
             raise InvalidArgumentError(f"model: layer {name!r}: its weight is on the meta device")
         if not frozen and not weight.requires_grad:
@@ -100,6 +101,14 @@ def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
         if id(weight) in owners:
             raise _shared(owners[id(weight)], name)
         owners[id(weight)] = name
+
+
+def check_plain_storage(name: str, layer: BlockSparseLinear) -> None:
+    if layer.storage != "plain":
+        raise UnsupportedError(
+            f"model: the storage 'plain' expected of layer {name!r}, got {layer.storage!r}; "
+            "call to_storage('plain')"
+        )
 
 
 def check_plain_weight(name: str, weight: Tensor, otherwise: str) -> None:

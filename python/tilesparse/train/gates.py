@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from .._checks import checked_fraction
 from ..errors import InvalidArgumentError
-from ._layers import check_trainable, checked_optimizer, sparse_layers
+from ._layers import check_trainable, checked_optimizer, some_sparse_layers
 from .gradual import check_unwrapped, compact
 from .states import check_states
 
@@ -79,9 +79,7 @@ class BlockGates:
     def __init__(self, model: nn.Module, *, keep: float = 0.9) -> None:
         if not 0 < checked_fraction("keep", keep) < 1:
             raise InvalidArgumentError(f"keep: a number between 0 and 1 expected, got {keep}")
-        self._model, self._layers = model, sparse_layers(model)
-        if not self._layers:
-            raise InvalidArgumentError("model: no BlockSparseLinear in it")
+        self._model, self._layers = model, some_sparse_layers(model)
         check_trainable(self._layers)
         self._gates = {}
         for name, layer in self._layers.items():

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import checked_count, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..linear import BlockSparseLinear, _has_peers
+from ..linear import BlockSparseLinear, has_peers
 from ._layers import (
     check_keys,
     check_optimized,
@@ -217,7 +217,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 def check_whole(model: nn.Module) -> None:
     """That the model is trained by this process alone."""
-    if isinstance(model, DistributedDataParallel) or _has_peers():
+    if isinstance(model, DistributedDataParallel) or has_peers():
         raise UnsupportedError(
             "model: one process expected; the buckets of DistributedDataParallel and the shards of "
             "fully_shard do not follow weights that shrink"

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import checked_number
-from ..errors import InvalidArgumentError
 from ._layers import (
     Uncopied,
     check_optimized,
     check_trainable,
     checked_optimizer,
     precision_of,
-    sparse_layers,
+    some_sparse_layers,
 )
 
 
@@ -49,9 +48,7 @@ class GroupLasso(Uncopied):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, strength: float) -> None:
         optimizer = checked_optimizer(optimizer)
         self._strength = checked_number("strength", strength)
-        layers = sparse_layers(model)
-        if not layers:
-            raise InvalidArgumentError("model: no BlockSparseLinear in it")
+        layers = some_sparse_layers(model)
         check_trainable(layers)
         check_optimized(layers, optimizer)
         self._layers = layers

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_compressible, checked_count, checked_number
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError
 from ..linear import BlockSparseLinear
 from ..storage import check_nm
 from ._layers import (
     Uncopied,
     check_keys,
     check_optimized,
+    check_plain_storage,
     check_plain_weight,
     checked_choice,
     checked_optimizer,
+    some_sparse_layers,
     sparse_layers,
 )
 
@@ -43,16 +45,10 @@ def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = F
             allowed. All errors are raised before any layer has changed.
     """
     check_nm(nm, transposable)
-    layers = sparse_layers(model)
-    if not layers:
-        raise InvalidArgumentError("model: no BlockSparseLinear in it")
+    layers = some_sparse_layers(model)
     for name, layer in layers.items():
         layer._check_whole("set_nm")
-        if layer.storage != "plain":
-            raise UnsupportedError(
-                f"model: the storage 'plain' expected of layer {name!r}, got {layer.storage!r}; "
-                "call to_storage('plain')"
-            )
+        check_plain_storage(name, layer)
         if nm is not None:
             check_compressible(f"model: layer {name!r}: 2:4", layer.block_shape)
         if transposable:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._checks import checked_count, checked_fraction, checked_number, checked_seed
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
-from ..linear import BlockSparseLinear, _has_peers
+from ..linear import BlockSparseLinear, has_peers
 from ._layers import (
     Uncopied,
     check_keys,
@@ -197,7 +197,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
             raise InvalidArgumentError("closure: none expected, got one; give it to the optimizer")
         rewires = (self.steps + 1) % self._every == 0
         counts = self._checked_counts() if rewires else {}
-        if _has_peers() and not self._agreed:
+        if has_peers() and not self._agreed:
             self._check_agreement()
         norms = self._observed()
         self.steps += 1
@@ -335,7 +335,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
             seen = torch.zeros_like(self._observers[name].probe) if one is None else one
             weight = self._layers[name].weight  # which may have been moved or converted since
             norms[name] = seen.to(weight.device, precision_of(weight))
-        return self._averaged(norms) if _has_peers() else norms
+        return self._averaged(norms) if has_peers() else norms
 
     def _averaged(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Over the processes: of all layers on one device at once."""
