@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
 from tilesparse.demo import GPT, Size, synchronize
-from tilesparse.train import Gradual, PatternSchedule, parameter_groups
+from tilesparse.train import Gradual, PatternSchedule, learning_rate_factor, parameter_groups
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from bench_training import load_text
@@ -146,8 +146,9 @@ class Contender:
             for group in self.schedule.param_groups:  # as a scheduler would
                 group["lr"] = self._arguments.fraction * cosine(progress / 0.75)
         self.optimizer.step()
-        if self.schedule is not None:
-            self.schedule.step()
+        if self.schedule is not None and self.schedule.step():  # a gradual one that has removed blocks
+            density = statistics.fmean(densities(self.model))
+            self._rates[-1] = self._arguments.lr * learning_rate_factor(density, self._arguments.rule)
         self.optimizer.zero_grad()
 
     def backward(self, batch: Tensor) -> None:

@@ -44,7 +44,8 @@ def learning_rate_factor(density: float, rule: str = "fitted") -> float:
 def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> list[dict[str, Any]]:
     """A model's parameters for an optimizer: weights of sparse layers learn faster, the sparser they are.
 
-    Densities are those at the moment; a layer without any block has nothing to learn.
+    Densities are those at the moment; a layer without any block has nothing to learn. Where `Gradual` lowers
+    them, set the rate of their group anew after each of its events, by `learning_rate_factor`.
 
     >>> optimizer = torch.optim.AdamW(parameter_groups(model, lr=3e-4), weight_decay=0.1)
 
@@ -56,7 +57,7 @@ def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> li
         rule: see `learning_rate_factor`.
 
     Returns:
-        Groups with "params" and "lr": all else first, then one for each density.
+        Groups with "params" and "lr": all else first, then one for each density of sparse layers, also for 1.
 
     Raises:
         InvalidArgumentError: ``lr`` is no finite number of at least 0, or there is no such rule.
@@ -69,11 +70,11 @@ def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> li
         for parameter in layer.parameters()
         if parameter.dim() == 3 and layer.density > 0  # weights, also those that are parametrized
     }
-    groups: dict[float, list[nn.Parameter]] = {1.0: []}
+    groups: dict[float | None, list[nn.Parameter]] = {None: []}
     for parameter in model.parameters():
-        groups.setdefault(densities.get(id(parameter), 1.0), []).append(parameter)
+        groups.setdefault(densities.get(id(parameter)), []).append(parameter)
     return [
-        {"params": parameters, "lr": rate * learning_rate_factor(density, rule)}
+        {"params": parameters, "lr": rate if density is None else rate * learning_rate_factor(density, rule)}
         for density, parameters in groups.items()
         if parameters
     ]
