@@ -34,7 +34,16 @@ from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, reconstruct
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from harness import CudaTimer, HostTimer, block_list, positive, recording, run_benchmark, steady_times
+from harness import (
+    CudaTimer,
+    HostTimer,
+    block_list,
+    positive,
+    recording,
+    run_benchmark,
+    steady_times,
+    write_json,
+)
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 HELD_OUT = 50  # one of so many files
@@ -211,6 +220,7 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
             measured = dense if name == "dense" else model
             result[f"perplexity_{text}"] = perplexity(measured, windows, arguments)
         case["results"].append(result)
+        write_json(arguments.output, document)
         print({key: value for key, value in result.items() if key not in ("loss", "fitted")}, flush=True)
     if arguments.save is not None:  # before the weights are rounded for the times
         model.save_pretrained(arguments.save)
