@@ -87,8 +87,10 @@ class BlockPattern:
         """Blocks drawn uniformly without replacement.
 
         Args:
-            density: kept fraction; round(density * R * C) blocks are drawn. Or give
-            nnz: how many blocks.
+            shape: (out_features, in_features), multiples of the block shape.
+            block_shape: (bn, bk), or one number for both.
+            density: kept fraction; round(density * R * C) blocks are drawn.
+            nnz: how many blocks, in place of a density.
             parts: (r, c): block rows are cut into r equal parts and block columns into c, and as many blocks
                 are drawn from each of the r * c parts, density or nnz / (r * c) of it. Tensor parallelism
                 over r processes by rows, or c by columns, needs such a balance.
@@ -128,6 +130,8 @@ class BlockPattern:
 
         Args:
             blocks: [nnz, 2] integers or a list of (block row, block column).
+            shape: (out_features, in_features), multiples of the block shape.
+            block_shape: (bn, bk), or one number for both.
 
         Raises:
             InvalidPatternError: a block lies outside the shape or is listed twice.
@@ -214,8 +218,9 @@ class BlockPattern:
 
         Args:
             scores: [R, C] one number per block, higher is better.
-            density: kept fraction, or give
-            nnz: how many blocks.
+            block_shape: (bn, bk), or one number for both.
+            density: kept fraction.
+            nnz: how many blocks, in place of a density.
             parts: (r, c): as many of each part, see `random`.
         """
         _check_matrix("scores", scores)
@@ -245,8 +250,9 @@ class BlockPattern:
 
         Args:
             dense: what to choose blocks of.
-            density: kept fraction, or give
-            nnz: how many blocks.
+            block_shape: (bn, bk), or one number for both.
+            density: kept fraction.
+            nnz: how many blocks, in place of a density.
             parts: (r, c): as many of each part, see `random`.
         """
         _check_matrix("dense", dense)
@@ -597,6 +603,7 @@ def _chosen_blocks(
 
 
 def check_parts(parts: Sequence[int]) -> tuple[int, int]:
+    """Parts as two integers, or an error."""
     try:
         r, c = (as_integer(count) for count in parts)
         if r > 0 and c > 0:
