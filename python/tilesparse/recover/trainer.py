@@ -32,10 +32,11 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
     "task". Evaluation gives the same loss. Batches of one step count alike, whatever their number of tokens.
 
     Args:
-        args, kwargs: of ``transformers.Trainer``.
+        *args: of ``transformers.Trainer``.
         teacher: the dense model, which is put into evaluation mode. It is moved to the device of training, if
             it is on the CPU; otherwise it stays, so that it may have a GPU of its own.
         loss: what is to become small.
+        **kwargs: of ``transformers.Trainer``.
 
     Raises:
         InvalidArgumentError: the teacher is no module or shares trained parameters with the model, or
