@@ -1,4 +1,4 @@
-"""What the site needs beyond its pages: files of the repository that they link to, and links to the reference.
+"""What the site needs beyond its pages: files of the repository, and links to them and to the reference.
 
 MkDocs calls the functions whose names begin with ``on_``, see mkdocs.yml.
 """
@@ -68,8 +68,8 @@ def linked(code: re.Match[str], names: dict[str, str], here: str) -> str:
 def references(contents: dict[str, str]) -> dict[str, str]:
     """How pages may write a public name, and the place on the site where it is explained.
 
-    That is a whole name, one without ``tilesparse.``, or the last part alone, if it belongs to one thing only and
-    is no plain word.
+    That is a whole name, one without ``tilesparse.``, or the last part alone, if it belongs to one thing only
+    and is no plain word.
     """
     places = {name: f"{url}#{name}" for url, content in contents.items() for name in ANCHOR.findall(content)}
     last = Counter(name.rpartition(".")[2] for name in places)

@@ -1,7 +1,7 @@
 """Writes the tables that pages take from benchmarks/results between their ``<!-- table NAME -->`` marks.
 
-    python docs/tables.py            # writes them
-    python docs/tables.py --check    # exit status 1 if a page has another table
+python docs/tables.py            # writes them
+python docs/tables.py --check    # exit status 1 if a page has another table
 """
 
 from __future__ import annotations
@@ -128,7 +128,10 @@ def quality() -> str:
     return _table(
         ["density", "block OBS with refit", "magnitude"],
         (
-            [_short(density), *(f"{by[density]['mean']:.2f}" if density in by else "" for by in (pruned, magnitude))]
+            [
+                _short(density),
+                *(f"{by[density]['mean']:.2f}" if density in by else "" for by in (pruned, magnitude)),
+            ]
             for density in sorted(pruned, reverse=True)
         ),
     )
@@ -177,7 +180,7 @@ def _models(model: str, task: str, block: int) -> Iterator[str]:
 def _times(speedups: Iterable[float]) -> str:
     """The mean, or nothing where nothing was measured."""
     found = list(speedups)
-    return f"{statistics.mean(found):.1f}×" if found else "–"
+    return f"{statistics.mean(found):.1f}×" if found else "-"
 
 
 def _short(density: float) -> str:

@@ -16,7 +16,16 @@ from tilesparse import BlockPattern, plot
 
 FOLDER = Path(__file__).parent
 SHAPE, BLOCK = (128, 192), 32
-BLOCKS = [(0, 1), (0, 4), (1, 0), (2, 2), (2, 3), (2, 5), (3, 1), (3, 5)]  # by slot; those of docs/concepts.md
+BLOCKS = [
+    (0, 1),
+    (0, 4),
+    (1, 0),
+    (2, 2),
+    (2, 3),
+    (2, 5),
+    (3, 1),
+    (3, 5),
+]  # by slot; those of docs/concepts.md
 MOVED, GOAL = 2, (3, 3)
 KEPT, LEFT, ABSENT, MARKED = "#56b4e9", "#f5c98c", "#f2f2f2", "#e69f00"
 EDGE = "#606060"
@@ -94,7 +103,14 @@ def plan() -> Figure:
             for line, row_ in enumerate(rows):
                 slot = place.get((row_, column))
                 colour = ABSENT if slot is None else MARKED if rows == (0, 3) else KEPT
-                cell(panel, (10.4 + 1.2 * step, top + 0.75 * line), "" if slot is None else str(slot), colour, 1, 0.75)
+                cell(
+                    panel,
+                    (10.4 + 1.2 * step, top + 0.75 * line),
+                    "" if slot is None else str(slot),
+                    colour,
+                    1,
+                    0.75,
+                )
     label(panel, (13, 4.5), "steps of k: x is loaded once for both rows; empty places are skipped or zeros")
     return finished(figure, panel, (-0.3, 18.6), (-0.8, 4.9))
 
