@@ -5,6 +5,7 @@ MkDocs calls the functions whose names begin with ``on_``, see mkdocs.yml.
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 from mkdocs.utils import get_relative_url
 
+log = logging.getLogger("mkdocs.hooks.docs")  # whose warnings are errors in a strict build
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {  # of the repository, and their places on the site
     "README.md": "index.md",
@@ -23,6 +25,7 @@ PAGES = {  # of the repository, and their places on the site
 }
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 ANCHOR = re.compile(r'<(?:h\d|a) id="(tilesparse\.[\w.]+)"')
+NOTEBOOK_LINK = re.compile(r'(?<=href=")([^":#]+\.(?:md|ipynb))(?=["#])')
 CODE = re.compile(r"<(a|pre|h\d)\b.*?</\1>|<code>([A-Za-z][\w.]*)(\(\))?</code>", re.S)
 
 
@@ -51,12 +54,26 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_env(env: Any, files: Files, **_: Any) -> Any:
-    """Public names that pages write as code lead to the reference."""
-    pages = [file.page for file in files.documentation_pages() if file.src_uri.endswith(".md")]
-    names = references({page.url: page.content for page in pages})
-    for page in pages:
-        page.content = CODE.sub(lambda found, page=page: linked(found, names, page.url), page.content)
+    """Public names that pages write as code lead to the reference, and notebooks' links to pages."""
+    pages = {file.src_uri: file.page for file in files.documentation_pages()}
+    names = references({page.url: page.content for page in pages.values()})
+    for place, page in pages.items():
+        if place.endswith(".md"):
+            page.content = CODE.sub(lambda found, page=page: linked(found, names, page.url), page.content)
+        else:
+            page.content = NOTEBOOK_LINK.sub(
+                lambda found, place=place: url_of(found[1], place, pages), page.content
+            )
     return env
+
+
+def url_of(target: str, notebook: str, pages: dict[str, Any]) -> str:
+    """The address of a page as a notebook reaches it, which MkDocs only knows of pages in Markdown."""
+    place = posixpath.normpath(posixpath.join(posixpath.dirname(notebook), target))
+    if place not in pages:
+        log.warning("%s: a link to %s, which is no page", notebook, target)
+        return target
+    return str(get_relative_url(pages[place].url, pages[notebook].url))
 
 
 def linked(code: re.Match[str], names: dict[str, str], here: str) -> str:
