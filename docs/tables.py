@@ -1,4 +1,7 @@
-"""Writes the tables that pages take from benchmarks/results between their ``<!-- table NAME -->`` marks.
+"""Writes what pages take from benchmarks/results between their marks.
+
+``<!-- table NAME -->`` is one of the tables made here, ``<!-- report FILE -->`` all that benchmarks/report.py
+prints of a file, ``<!-- report FILE without host -->`` the same without the time of the host.
 
 python docs/tables.py            # writes them
 python docs/tables.py --check    # exit status 1 if a page has another table
@@ -7,16 +10,25 @@ python docs/tables.py --check    # exit status 1 if a page has another table
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import re
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import report  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/choosing.md")
+PAGES = ("README.md", "docs/choosing.md", "docs/results-cpu.md", "docs/results-h200.md")
+MARK = re.compile(r"<!-- (table|report) (\S+)( without host)? -->\n.*?<!-- /\1 -->", re.S)
+HOST = re.compile(r"### Host time.*?(?=###)", re.S)
 BLOCKS = (16, 32, 64, 128)
 DENSITIES = (0.5, 0.25, 0.1)
 LARGE = ("up", "down")  # layers of 4096 -> 14336 and 14336 -> 4096 features, 8192 tokens
@@ -41,12 +53,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def filled(text: str) -> str:
     """A page with its tables made anew."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- table {name} -->\n", "<!-- /table -->"
-        if begin in text:
-            before, rest = text.split(begin)
-            text = f"{before}{begin}\n{table()}\n{rest[rest.index(end) :]}"
-    return text
+
+    def remade(found: re.Match[str]) -> str:
+        kind, name, without_host = found[1], found[2], found[3] or ""
+        made = TABLES[name]() if kind == "table" else reported(name, bool(without_host))
+        return f"<!-- {kind} {name}{without_host} -->\n\n{made}\n<!-- /{kind} -->"
+
+    return MARK.sub(remade, text)
+
+
+def reported(file: str, without_host: bool) -> str:
+    """What benchmarks/report.py prints of one of the results."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        report.main([str(RESULTS / file)])
+    text = HOST.sub("", printed.getvalue()) if without_host else printed.getvalue()
+    return re.sub(r"\n{3,}", "\n\n", text.strip()) + "\n"
 
 
 def summary() -> str:
