@@ -50,8 +50,9 @@ def tf32_allowed() -> bool:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Float32 products are computed as such, whatever the settings; from PyTorch 2.9 on these have two forms,
-    of which one refuses to be asked after the other was used.
+    """Has float32 products computed as such, whatever the settings.
+
+    From PyTorch 2.9 on these have two forms, of which one refuses to be asked after the other was used.
     """
     if not hasattr(torch._C, "_get_fp32_precision_getter"):
         setting = torch.get_float32_matmul_precision()

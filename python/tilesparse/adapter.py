@@ -73,7 +73,15 @@ class AdaptedLinear(nn.Module):
         return self.base_layer.out_features
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """x [..., in_features] -> [..., out_features], to which a residual of that shape is added."""
+        """Computes y = x (W + Δ)ᵀ + bias, Δ in its own blocks alone.
+
+        Args:
+            x: [..., in_features].
+            residual: [..., out_features], added to the result, or None.
+
+        Returns:
+            y [..., out_features].
+        """
         y = self.base_layer(x, residual=residual)
         delta = self.delta
         if delta._origin:
@@ -87,12 +95,6 @@ class AdaptedLinear(nn.Module):
 
 class BlockSparseAdapter:
     """Trains a fraction of the blocks of a model's block-sparse layers, in place.
-
-    >>> adapter = BlockSparseAdapter(model, r".*mlp", density=0.1)
-    >>> optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-3)
-    >>> ...
-    >>> adapter.save("adapter.safetensors")  # BlockSparseAdapter.load(model, "adapter.safetensors") elsewhere
-    >>> adapter.merge()
 
     All parameters of the model are frozen, and each layer becomes an `AdaptedLinear` whose Δ begins with
     zeros. A step computes the gradients of the chosen blocks alone.
@@ -113,6 +115,13 @@ class BlockSparseAdapter:
     Raises:
         InvalidArgumentError: no layer matches, one that matches has an adapter or no blocks or shares its
             weight with another one, or `density` or `scores` do not fit. The model is as it was.
+
+    Examples:
+        >>> adapter = BlockSparseAdapter(model, r".*mlp", density=0.1)
+        >>> optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-3)
+        >>> ...
+        >>> adapter.save("adapter.safetensors")  # elsewhere BlockSparseAdapter.load(model, …)
+        >>> adapter.merge()
     """
 
     def __init__(

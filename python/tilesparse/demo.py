@@ -70,6 +70,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Attends to what came before: x [batch, tokens, width] to the same shape."""
         q, k, v = self.inputs(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.output(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -86,6 +87,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Takes x [batch, tokens, width] to the same shape."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
@@ -102,6 +104,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Gives the logits [batch, context, VOCABULARY] of tokens [batch, context]."""
         x = self.tokens(tokens) + self.positions
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 

@@ -70,6 +70,7 @@ class TileSparseConfig(QuantizationConfigMixin):
         return config
 
     def to_dict(self) -> dict[str, Any]:
+        """The section as it is written: of the layers as they are now, if the model is still there."""
         model = self._model()
         if model is not None:
             self._section = section(model)
@@ -122,6 +123,7 @@ class TileSparseHfQuantizer(HfQuantizer):
             )
 
     def is_serializable(self) -> bool:
+        """Whether ``save_pretrained`` may write the model: always."""
         return True
 
     @property
@@ -137,6 +139,7 @@ class TileSparseHfQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
+        """Whether generation may be compiled: always."""
         return True
 
     def _process_model_before_weight_loading(

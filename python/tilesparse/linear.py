@@ -544,7 +544,15 @@ class BlockSparseLinear(nn.Module):
         return BlockPattern.random(self._shape, block_shape=self._block_shape, nnz=nnz, generator=generator)
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """x [..., in_features] -> [..., out_features], to which a residual of that shape is added."""
+        """Computes y = x Wᵀ + bias from the kept blocks.
+
+        Args:
+            x: [..., in_features].
+            residual: [..., out_features], added to the result, or None.
+
+        Returns:
+            y [..., out_features].
+        """
         if self._origin:
             self._settle()
         if self._part is not None:
@@ -608,6 +616,7 @@ class BlockSparseLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
+        """Sizes, density and whatever else differs from its default, for ``print(layer)``."""
         text = representation(self) + ("" if self.policy == "sparse" else f", policy={self.policy!r}")
         text += "" if self._nm is None else f", nm={self._nm}"
         text += ", transposable=True" if self._transposable else ""

@@ -95,10 +95,15 @@ class BlockSparseMatrix:
         """Blocks of a dense matrix [out_features, in_features]; differentiable.
 
         Args:
-            pattern: which blocks; or else give
-            block_shape: (bn, bk), and optionally one of
-            density, nnz: keep that many blocks, those of the largest Frobenius norm. Without either
-                every block with a nonzero is kept.
+            dense: what to take the blocks of.
+            pattern: which blocks; None for those that the other arguments say.
+            block_shape: (bn, bk), in place of a pattern. Without density and nnz every block with a nonzero
+                is kept.
+            density: the kept fraction, of the blocks with the largest Frobenius norm.
+            nnz: how many of these, in place of a density.
+
+        Raises:
+            InvalidArgumentError: neither or both of pattern and block_shape, or sizes that do not fit.
         """
         if block_shape is not None and pattern is None:
             if density is None and nnz is None:
@@ -131,7 +136,9 @@ class BlockSparseMatrix:
         """From a scipy.sparse matrix of any format, float64 or float32; duplicates are summed.
 
         Args:
+            matrix: [out_features, in_features].
             block_shape: (bn, bk); None takes that of a BSR matrix.
+            device: of the result; None is the CPU.
         """
         matrix = canonical_scipy(matrix, block_shape)
         return cls(torch.from_numpy(matrix.data).contiguous().to(device), BlockPattern.from_scipy(matrix))

@@ -157,12 +157,7 @@ class _Target:
 
 
 class BlockSparseModelPatcher:
-    """Replaces `torch.nn.Linear` layers of a model by `BlockSparseLinear`, in place.
-
-    >>> patcher = BlockSparseModelPatcher()
-    >>> patcher.add_pattern(r"encoder\\.layer\\.\\d+\\.intermediate", {"density": 0.25})
-    >>> report = patcher.patch_model(model)
-    >>> print(report)
+    r"""Replaces `torch.nn.Linear` layers of a model by `BlockSparseLinear`, in place.
 
     The blocks of largest Frobenius norm are kept, with their values. To train from scratch, call
     `reset_parameters` on the new layers, which scales their weights to the smaller fan-in. Build
@@ -184,6 +179,12 @@ class BlockSparseModelPatcher:
 
     The patcher keeps the modules it replaces, and so their memory, until `undo` or until it is
     dropped itself.
+
+    Examples:
+        >>> patcher = BlockSparseModelPatcher()
+        >>> patcher.add_pattern(r"encoder\.layer\.\d+\.intermediate", {"density": 0.25})
+        >>> report = patcher.patch_model(model)
+        >>> print(report)
     """
 
     def __init__(self) -> None:

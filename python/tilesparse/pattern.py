@@ -87,8 +87,10 @@ class BlockPattern:
         """Blocks drawn uniformly without replacement.
 
         Args:
-            density: kept fraction; round(density * R * C) blocks are drawn. Or give
-            nnz: how many blocks.
+            shape: (out_features, in_features), multiples of the block shape.
+            block_shape: (bn, bk), or one number for both.
+            density: kept fraction; round(density * R * C) blocks are drawn.
+            nnz: how many blocks, in place of a density.
             parts: (r, c): block rows are cut into r equal parts and block columns into c, and as many blocks
                 are drawn from each of the r * c parts, density or nnz / (r * c) of it. Tensor parallelism
                 over r processes by rows, or c by columns, needs such a balance.
@@ -111,7 +113,16 @@ class BlockPattern:
     def full(
         cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
     ) -> BlockPattern:
-        """Every block kept."""
+        """Every block kept.
+
+        Args:
+            shape: (out_features, in_features), multiples of the block shape.
+            block_shape: (bn, bk), or one number for both.
+            device: of the pattern; None is the CPU.
+
+        Raises:
+            InvalidArgumentError: ``shape`` or ``block_shape`` is not allowed.
+        """
         shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
         chosen = torch.arange(rows * cols, device="cpu")
         return cls._from_sorted(chosen, shape, block_shape, device=device)
@@ -128,6 +139,8 @@ class BlockPattern:
 
         Args:
             blocks: [nnz, 2] integers or a list of (block row, block column).
+            shape: (out_features, in_features), multiples of the block shape.
+            block_shape: (bn, bk), or one number for both.
 
         Raises:
             InvalidPatternError: a block lies outside the shape or is listed twice.
@@ -156,7 +169,15 @@ class BlockPattern:
 
     @classmethod
     def from_block_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
-        """The blocks that are nonzero (True) in ``mask`` [R, C]."""
+        """The blocks that are nonzero (True) in ``mask``.
+
+        Args:
+            mask: [R, C], one entry for each block.
+            block_shape: (bn, bk), or one number for both.
+
+        Raises:
+            InvalidArgumentError: the mask has not two dimensions, or the block shape is not allowed.
+        """
         _check_matrix("mask", mask)
         bn, bk = check_block_shape(block_shape)
         shape = (mask.shape[0] * bn, mask.shape[1] * bk)
@@ -165,14 +186,26 @@ class BlockPattern:
 
     @classmethod
     def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
-        """The blocks that hold at least one nonzero of the element mask [out_features, in_features]."""
+        """The blocks that hold at least one nonzero.
+
+        Args:
+            mask: [out_features, in_features], one entry for each element; or a matrix itself.
+            block_shape: (bn, bk), or one number for both.
+
+        Raises:
+            InvalidArgumentError: the mask has not two dimensions, or cannot be cut into such blocks.
+        """
         _check_matrix("mask", mask)
         block_shape = check_shapes(mask.shape, block_shape)[1]
         return cls.from_block_mask(blocks_of(mask != 0, block_shape).any(-1).any(-1), block_shape=block_shape)
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> BlockPattern:
-        """The blocks a ``torch.sparse_bsr`` matrix stores; slot i is its i-th stored block."""
+        """The blocks a ``torch.sparse_bsr`` matrix stores; slot i is its i-th stored block.
+
+        Raises:
+            InvalidArgumentError: it is no such matrix, or its blocks have another shape than is allowed.
+        """
         if matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
             raise InvalidArgumentError(
                 f"matrix: a 2-D sparse BSR tensor expected, got {matrix.dim()}-D {matrix.layout}"
@@ -191,6 +224,9 @@ class BlockPattern:
         Args:
             matrix: a scipy sparse matrix or array; duplicates are summed.
             block_shape: (bn, bk); None takes that of a BSR matrix.
+
+        Raises:
+            InvalidArgumentError: the block shape is missing or not allowed, or does not divide the shape.
         """
         matrix = canonical_scipy(matrix, block_shape)
         return cls(
@@ -214,9 +250,13 @@ class BlockPattern:
 
         Args:
             scores: [R, C] one number per block, higher is better.
-            density: kept fraction, or give
-            nnz: how many blocks.
+            block_shape: (bn, bk), or one number for both.
+            density: kept fraction.
+            nnz: how many blocks, in place of a density.
             parts: (r, c): as many of each part, see `random`.
+
+        Raises:
+            InvalidArgumentError: as of `random`, or a score is NaN.
         """
         _check_matrix("scores", scores)
         bn, bk = check_block_shape(block_shape)
@@ -245,9 +285,13 @@ class BlockPattern:
 
         Args:
             dense: what to choose blocks of.
-            density: kept fraction, or give
-            nnz: how many blocks.
+            block_shape: (bn, bk), or one number for both.
+            density: kept fraction.
+            nnz: how many blocks, in place of a density.
             parts: (r, c): as many of each part, see `random`.
+
+        Raises:
+            InvalidArgumentError: as of `random`, or a norm is NaN.
         """
         _check_matrix("dense", dense)
         block_shape = check_shapes(dense.shape, block_shape)[1]
@@ -597,6 +641,7 @@ def _chosen_blocks(
 
 
 def check_parts(parts: Sequence[int]) -> tuple[int, int]:
+    """Parts as two integers, or an error."""
     try:
         r, c = (as_integer(count) for count in parts)
         if r > 0 and c > 0:

@@ -45,11 +45,20 @@ class PseudoBlockSparseLinear(nn.Module):
         self.train(layer.training)
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """x [..., in_features] -> [..., out_features], to which a residual of that shape is added."""
+        """Computes y = x Wᵀ + bias with W written out.
+
+        Args:
+            x: [..., in_features].
+            residual: [..., out_features], added to the result, or None.
+
+        Returns:
+            y [..., out_features].
+        """
         blocks = self.weight.new_zeros(*self._grid, *self.block_shape)
         blocks = blocks.index_put((self.block_rows, self.block_cols), self.weight)
         y = F.linear(x, blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1), self.bias)
         return y if residual is None else y + residual
 
     def extra_repr(self) -> str:
+        """As that of `BlockSparseLinear`."""
         return representation(self)

@@ -170,6 +170,7 @@ def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[T
 
 
 def check_nm(nm: object, transposable: bool = False) -> None:
+    """Only 2:4 is there, and only that has transposable masks."""
     if nm is not None and nm != (2, 4) and nm != [2, 4]:
         raise InvalidArgumentError(f"nm: (2, 4) or None expected, got {nm!r}")
     if transposable and nm is None:
@@ -177,6 +178,7 @@ def check_nm(nm: object, transposable: bool = False) -> None:
 
 
 def check_nm_blocks(nm: object, transposable: bool, block_shape: tuple[int, int]) -> None:
+    """2:4 needs blocks in which the four neighbours and their metadata fit."""
     if nm is not None:
         check_compressible("nm: 2:4", block_shape)
     if transposable:
@@ -184,6 +186,7 @@ def check_nm_blocks(nm: object, transposable: bool, block_shape: tuple[int, int]
 
 
 def check_storage(storage: object, nm: object) -> None:
+    """A storage there is, "compressed" of 2:4 alone."""
     if storage not in STORAGES:
         raise InvalidArgumentError(f"storage: one of {list(STORAGES)} expected, got {storage!r}")
     if storage == "compressed" and nm is None:

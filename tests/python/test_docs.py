@@ -1,16 +1,23 @@
-"""What the pages in docs show runs, and names what there is."""
+"""What README and the pages in docs show runs, and names what there is."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tilesparse import _C, BlockSparseLinear, TileSparseError, errors
+import tilesparse
+from tilesparse import _C, BlockSparseLinear, TileSparseError, cli, errors
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = Path(_C.__file__).parent / "include" / "tilesparse" / "tilesparse.h"
@@ -18,7 +25,7 @@ TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
 
 
 def executed(page: str) -> dict[str, Any]:
-    """The names that the Python snippets of a page define, one after the other."""
+    """The names that the Python snippets of a page in docs define, one after the other."""
     snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
     assert snippets
     names: dict[str, Any] = {"__name__": page}
@@ -90,6 +97,78 @@ def test_serving_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(names["package"](names["x"]), names["model"](names["x"]).detach())
 
 
+@pytest.mark.parametrize(
+    "page", ["../README.md", "layers.md", "models.md", "storages.md", "choosing.md", "compile.md"]
+)
+def test_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = executed(page)
+    sparse = [name for name, found in names.items() if isinstance(found, nn.Module) and is_sparse(found)]
+    assert sparse or page == "choosing.md"
+
+
+def is_sparse(model: nn.Module) -> bool:
+    return any(isinstance(module, BlockSparseLinear) for module in model.modules())
+
+
+def test_concepts_are_as_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the page says is printed is printed, and its drawings are of the same pattern."""
+    page = (ROOT / "docs/concepts.md").read_text()
+    names = executed("concepts.md")
+    printed = re.findall(r"tensor\(\[(.*?)\]", capsys.readouterr().out)
+    assert len(printed) == 4
+    assert [array.replace(",", "") for array in printed] == re.findall(r"print.*# (\d [\d ]+\d)", page)
+    drawn = runpy.run_path(str(ROOT / "docs/figures/concepts.py"))
+    assert drawn["BLOCKS"] == names["blocks"]
+    assert f"move_blocks_([{drawn['MOVED']}], [{drawn['GOAL']}])" in page
+
+
+def test_the_tutorial_keeps_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = executed("tutorial.md")
+    loss_of, pruned = names["loss_of"], names["pruned_loss"]
+    dense, recovered, magnitude = (loss_of(names[name]) for name in ("dense", "model", "by_magnitude"))
+    assert dense < pruned < magnitude - 0.3 and recovered < pruned - 0.01 and recovered < dense + 0.1
+    assert abs(loss_of(names["loaded"]) - recovered) < 0.02  # in 8 bits
+    block, x = names["block"], torch.randn(8, 128)
+    exported = torch.export.load("mlp.pt2").module()
+    torch.testing.assert_close(exported(x), block(x).detach())
+    layer = tilesparse.load(nn.Sequential(nn.Linear(128, 256, bias=False)), "layer")
+    torch.testing.assert_close(layer(x), block.gate_proj(x))
+
+
+def test_tables_are_those_of_the_results() -> None:
+    found = subprocess.run(
+        [sys.executable, ROOT / "docs/tables.py", "--check"], capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """By itself or with its module, of which it shows the names in ``__all__``, or else those listed."""
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    explained = set(re.findall(r"^::: tilesparse\.([\w.]+)", pages, re.M))
+    listed = dict(re.findall(r"^::: tilesparse\.(\w+)\n    options:\n      members: \[(.*)\]", pages, re.M))
+    public = {name for name in tilesparse.__all__ if not hasattr(errors, name)}
+    public -= {"__version__", "checkpoint"}  # the functions of which are public themselves
+    assert public - explained == set()
+    modules = {name for name in public if isinstance(getattr(tilesparse, name), ModuleType)}
+    assert {name for name in modules if not hasattr(getattr(tilesparse, name), "__all__")} - {"errors"} == {
+        name for name in listed if name in modules
+    }
+    for name, members in listed.items():
+        module = importlib.import_module(f"tilesparse.{name}")
+        assert [member for member in members.split(", ") if not hasattr(module, member)] == []
+
+
+def test_every_command_is_explained() -> None:
+    (commands,) = (
+        action.choices for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    page = (ROOT / "docs/commands.md").read_text()
+    assert [name for name in commands if f"`tilesparse {name}`" not in page] == []
+
+
 def anchors_of(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -97,7 +176,8 @@ def anchors_of(page: Path) -> set[str]:
 
 def test_links_between_pages_lead_somewhere() -> None:
     lost = []
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    pages = [ROOT / page for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+    for page in (*pages, *sorted((ROOT / "docs").rglob("*.md"))):
         for target, anchor in re.findall(r"\]\(([^)#\s:]*)(?:#([^)\s]*))?\)", page.read_text()):
             file = page.parent / target if target else page
             if not file.exists() or (anchor and anchor not in anchors_of(file)):

@@ -22,8 +22,10 @@ _HIDDEN = "hidden_states"  # the name of a block's input where it is not the fir
 
 
 class Moments:
-    """Sums over the tokens that a layer has met, in float64: of its inputs X, of X₀, which these are in the
-    dense model, and of their products XᵀX and X₀ᵀX.
+    """Sums over the tokens that a layer has met, in float64.
+
+    They are sums of its inputs X, of X₀, which these are in the dense model, and of their products XᵀX and
+    X₀ᵀX.
 
     Products are computed in float32, or float64 for inputs in that, and added up in float64. All are of
     inputs less their mean in the first call, so that nothing is lost where these vary little about a large
@@ -368,6 +370,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def own_loss(output: Any) -> Tensor:
+    """The ``loss`` that a model gives, or an error."""
     value = getattr(output, "loss", None)
     if not isinstance(value, Tensor):
         raise InvalidArgumentError(

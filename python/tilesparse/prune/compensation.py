@@ -210,8 +210,9 @@ def refit(
         InvalidArgumentError: shapes differ, the weight is not finite, the second moment is none, or
             ``damping`` is no finite number of at least 0.
 
-    >>> x, w = torch.randn(1000, 64), torch.randn(32, 64)
-    >>> refit(w, x.T @ x / len(x), BlockPattern.random((32, 64), block_shape=16, density=0.5))
+    Examples:
+        >>> x, w = torch.randn(1000, 64), torch.randn(32, 64)
+        >>> refit(w, x.T @ x / len(x), BlockPattern.random((32, 64), block_shape=16, density=0.5))
     """
     if not isinstance(pattern, BlockPattern):
         raise InvalidArgumentError(f"pattern: a BlockPattern expected, got {type(pattern).__name__}")

@@ -63,9 +63,6 @@ def prune_model(
 ) -> PruneReport:
     """Makes the linear layers of a trained model block-sparse, in place, so that their outputs change least.
 
-    >>> report = tilesparse.prune.prune_model(model, batches, density=0.5, block_shape=64)
-    >>> print(report)
-
     Layers are pruned by their inputs on calibration data, see `tilesparse.prune.compensation`. Where the
     model has a stack of blocks, such as the layers of a transformer, it goes block by block, and the inputs
     of each come from the pruned blocks before it; only one block is on ``device`` at a time. Layers outside
@@ -113,6 +110,10 @@ def prune_model(
             cannot be, the calibration data are none, never run a layer, or have NaN or infinities at a layer,
             or ``folder`` belongs to another pruning.
         CheckpointError: a file in ``folder`` is damaged.
+
+    Examples:
+        >>> report = tilesparse.prune.prune_model(model, batches, density=0.5, block_shape=64)
+        >>> print(report)
     """
     check_numbers(method, damping, refit, policy)
     if choices is not None and patterns is not None:
@@ -192,10 +193,16 @@ def measure_errors(
     which blocks go is found once for each block shape, and serves all densities.
 
     Args:
-        model, batches, layers, method, refit, damping, forward, device: as of `prune_model`; of methods those
-            that need no gradient.
+        model: dense; only read.
+        batches: calibration data, as of `prune_model`.
         choices: ways to store a layer. A layer that cannot be cut into some blocks, or of which a density
             rounds to no block, has no entries for these.
+        layers: regular expressions of names, or None, as of `prune_model`.
+        method: as of `prune_model`, one that needs no gradient.
+        refit: whether the kept weights make up for the others.
+        damping: as of `prune_model`.
+        forward: as of `prune_model`.
+        device: where blocks of the stack and all matrices are computed, as of `prune_model`.
 
     Returns:
         By layer and choice ‖y - ŷ‖² / ‖X Wᵀ‖², of the layer as it would be stored.

@@ -138,6 +138,7 @@ class Part(NamedTuple):
         return features.gather(2, order[:, None, :, None].expand_as(features)).flatten()
 
     def permute(self, order: Tensor) -> None:
+        """Puts weight and bias of the layer into that order, in place."""
         weight, bias = dense_weight(self.layer), self.layer.bias
         index = self.places(order).to(weight.device)
         ours = weight[self.start : self.stop] if self.rows else weight[:, self.start : self.stop]
@@ -147,6 +148,7 @@ class Part(NamedTuple):
 
 
 def parts_of(model: nn.Module, fold: Fold) -> list[Part]:
+    """The rows and columns of a model's layers that change places together."""
     parts = []
     for producer in fold.producers:
         name = producer.layer if isinstance(producer, Rows) else producer

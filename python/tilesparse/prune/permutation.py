@@ -79,7 +79,9 @@ def permute_model(
         batches: calibration data, as of `prune_model`.
         choice: what the layers are to become.
         folds: None is all that `find_folds` finds.
-        damping, forward, device: as of `prune_model`.
+        damping: as of `prune_model`.
+        forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
+        device: where matrices are computed; None is that of the model's first parameter.
 
     Raises:
         InvalidArgumentError: there is no fold, one does not fit the model, a layer of one cannot become the

@@ -39,7 +39,8 @@ def measure_sensitivity(
         model: dense, evaluated without dropout.
         batches: calibration data, as of `prune_model`, with labels where the loss needs them.
         layers: names of dense linear layers, such as those of the curves.
-        forward, loss: as of `prune_model`.
+        forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
+        loss: ``loss(model, batch)`` gives a scalar; None is the ``loss`` of what the model gives.
 
     Raises:
         InvalidArgumentError: a name is not that of such a layer, there is no loss, or it is not one number

@@ -185,11 +185,13 @@ def outputs_of(
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """A context that computes in ``dtype``, or changes nothing where that is None."""
     # Without its cache: within one context the optimizer changes weights, whose casts it would keep.
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def check_autocast(dtype: object) -> None:
+    """Refuses what needs scaled gradients, and what is no dtype of autocast."""
     if dtype == torch.float16:
         raise UnsupportedError(
             "autocast: torch.bfloat16 expected, got torch.float16, whose gradients must be scaled; "

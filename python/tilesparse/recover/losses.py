@@ -127,7 +127,7 @@ def _embeddings(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
 
 
 def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
-    """[batch, features]"""
+    """One vector for each text, [batch, features]."""
     given = _find(outputs, "embeddings")
     if isinstance(given, Tensor):
         return given

@@ -32,10 +32,11 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
     "task". Evaluation gives the same loss. Batches of one step count alike, whatever their number of tokens.
 
     Args:
-        args, kwargs: of ``transformers.Trainer``.
+        *args: of ``transformers.Trainer``.
         teacher: the dense model, which is put into evaluation mode. It is moved to the device of training, if
             it is on the CPU; otherwise it stays, so that it may have a GPU of its own.
         loss: what is to become small.
+        **kwargs: of ``transformers.Trainer``.
 
     Raises:
         InvalidArgumentError: the teacher is no module or shares trained parameters with the model, or
@@ -110,7 +111,7 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
         self.schedule, self.scheduler, self._resume_from = schedule, scheduler, resume_from
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Gradients are still there."""
+        """Steps schedule and scheduler, while gradients are still there."""
         if getattr(kwargs.get("optimizer"), "step_was_skipped", False):
             return
         for one in (self.schedule, self.scheduler):
@@ -118,6 +119,7 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
                 one.step()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Writes ``pattern_schedule.pt`` beside the Trainer's own files."""
         if args.should_save:
             states = {"schedule": self.schedule.state_dict()}
             if self.scheduler is not None:
@@ -125,6 +127,7 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
             torch.save(states, _folder(args, state) / FILE)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Reads that file back where training resumes."""
         if state.global_step == 0:
             return
         checkpoint = Path(self._resume_from or _folder(args, state))

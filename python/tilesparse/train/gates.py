@@ -32,6 +32,7 @@ class Gate(nn.Module):
         self.log_alpha = nn.Parameter(torch.full((nnz,), start, dtype=torch.float32, device=device))
 
     def forward(self, weight: Tensor) -> Tensor:
+        """The weight [nnz, bn, bk] times its gates."""
         return weight * self.gates().to(weight.dtype)[:, None, None]
 
     def gates(self) -> Tensor:
@@ -56,11 +57,6 @@ class BlockGates:
     Welling and Kingma, "Learning Sparse Neural Networks through L0 Regularization", ICLR 2018; temperature
     2/3, stretched to -0.1 … 1.1).
 
-    >>> gates = BlockGates(model)
-    >>> optimizer = torch.optim.AdamW(model.parameters())  # of weights and gates
-    >>> ...  # loss(model, batch) + strength * gates.density()
-    >>> gates.compact(optimizer)
-
     Gates are parametrizations of the weights (``torch.nn.utils.parametrize``): their parameters
     ``log_alpha`` are parameters of the model, in its ``state_dict()`` as well, and the weights stay the same
     Parameters. Build the optimizer afterwards. Gates need a larger learning rate than weights, 0.1 with Adam
@@ -74,6 +70,12 @@ class BlockGates:
         InvalidArgumentError: there is no such layer, a weight is frozen or shared, or ``keep`` is not between
             0 and 1.
         UnsupportedError: a weight is sharded, parametrized already or not stored plain.
+
+    Examples:
+        >>> gates = BlockGates(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters())  # of weights and gates
+        >>> ...  # loss(model, batch) + strength * gates.density()
+        >>> gates.compact(optimizer)
     """
 
     def __init__(self, model: nn.Module, *, keep: float = 0.9) -> None:

@@ -116,6 +116,7 @@ class Observer:
         )
 
     def __call__(self, y: Tensor, x: Tensor) -> Tensor:
+        """The result y as it is, whose gradient is looked at where one is recorded."""
         if not torch.is_grad_enabled():
             return y
         return _observed(y, x, self.probe, self._block_shape, self._norm)

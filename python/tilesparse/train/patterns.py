@@ -50,13 +50,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     """Moves blocks of `BlockSparseLinear` layers every few steps, from where they are worth least.
 
     Step it after the optimizer. **It is an optimizer of patterns: the "lr" of its parameter groups is the
-    fraction of the blocks that are recycled**, so that PyTorch's schedulers of learning rates drive it:
-
-    >>> schedule = PatternSchedule(model, optimizer, fraction=0.3, every=100, grow="gradient")
-    >>> fractions = torch.optim.lr_scheduler.CosineAnnealingLR(schedule, T_max=steps)
-    >>> for batch in batches:
-    ...     loss(model, batch).backward()
-    ...     optimizer.step(), schedule.step(), fractions.step(), optimizer.zero_grad()
+    fraction of the blocks that are recycled**, so that PyTorch's schedulers of learning rates drive it.
 
     Every rewiring drops int(fraction · nnz) blocks of each layer, those of lowest score, and gives their
     slots places that were free before; fewer if there are fewer such places, none at density 1. All of this
@@ -123,6 +117,13 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         InvalidArgumentError: there is no such layer, the optimizer has not all their weights, one is frozen
             or shared, or another argument is not allowed.
         UnsupportedError: a weight is sharded, parametrized or not stored plain.
+
+    Examples:
+        >>> schedule = PatternSchedule(model, optimizer, fraction=0.3, every=100, grow="gradient")
+        >>> fractions = torch.optim.lr_scheduler.CosineAnnealingLR(schedule, T_max=steps)
+        >>> for batch in batches:
+        ...     loss(model, batch).backward()
+        ...     optimizer.step(), schedule.step(), fractions.step(), optimizer.zero_grad()
     """
 
     def __init__(

@@ -47,8 +47,6 @@ def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> li
     Densities are those at the moment; a layer without any block has nothing to learn. Where `Gradual` lowers
     them, set the rate of their group anew after each of its events, by `learning_rate_factor`.
 
-    >>> optimizer = torch.optim.AdamW(parameter_groups(model, lr=3e-4), weight_decay=0.1)
-
     An AdamW decays weights by lr · weight_decay, that is in the same proportion.
 
     Args:
@@ -61,6 +59,9 @@ def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> li
 
     Raises:
         InvalidArgumentError: ``lr`` is no finite number of at least 0, or there is no such rule.
+
+    Examples:
+        >>> optimizer = torch.optim.AdamW(parameter_groups(model, lr=3e-4), weight_decay=0.1)
     """
     rate = checked_number("lr", lr)
     checked_choice("rule", rule, RULES)

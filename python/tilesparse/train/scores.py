@@ -37,6 +37,7 @@ class Movement(Uncopied):
         self._hook = optimizer.register_step_pre_hook(self._add)
 
     def remove(self) -> None:
+        """Ends the summing."""
         self._hook.remove()
 
     def of(self, name: str) -> Tensor:
@@ -54,9 +55,11 @@ class Movement(Uncopied):
         self._scores[name] = self.of(name)[slots]
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Copies of the scores, by names of layers."""
         return {name: self.of(name).clone() for name in self._layers}
 
     def check_state(self, state: Any) -> None:
+        """Refuses what `load_state_dict` could not take."""
         check_keys("state_dict: movement", state, self._layers)
         for name, scores in state.items():
             nnz = self._layers[name].weight.shape[0]
@@ -67,6 +70,7 @@ class Movement(Uncopied):
                 )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state_dict` has given, after `check_state`."""
         for name, scores in state.items():
             weight = self._layers[name].weight
             self._scores[name] = scores.to(weight.device, precision_of(weight), copy=True)

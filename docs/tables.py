@@ -1,0 +1,218 @@
+"""Writes what pages take from benchmarks/results between their marks.
+
+``<!-- table NAME -->`` is one of the tables made here, ``<!-- report FILE -->`` all that benchmarks/report.py
+prints of a file, ``<!-- report FILE without host -->`` the same without the time of the host.
+
+python docs/tables.py            # writes them
+python docs/tables.py --check    # exit status 1 if a page has another table
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import report  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/choosing.md", "docs/results-cpu.md", "docs/results-h200.md")
+MARK = re.compile(r"<!-- (table|report) (\S+)( without host)? -->\n.*?<!-- /\1 -->", re.S)
+HOST = re.compile(r"### Host time.*?(?=###)", re.S)
+BLOCKS = (16, 32, 64, 128)
+DENSITIES = (0.5, 0.25, 0.1)
+LARGE = ("up", "down")  # layers of 4096 -> 14336 and 14336 -> 4096 features, 8192 tokens
+WIDE = (4096, 4096)  # in, out of the larger layer that was measured on a CPU
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes or compares all tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="compare only")
+    check = parser.parse_args(argv).check
+    stale = [page for page in PAGES if (ROOT / page).read_text() != filled((ROOT / page).read_text())]
+    for page in stale:
+        if check:
+            print(f"{page}: run python docs/tables.py, its tables are not those of benchmarks/results")
+        else:
+            (ROOT / page).write_text(filled((ROOT / page).read_text()))
+    return int(check and bool(stale))
+
+
+def filled(text: str) -> str:
+    """A page with its tables made anew."""
+
+    def remade(found: re.Match[str]) -> str:
+        kind, name, without_host = found[1], found[2], found[3] or ""
+        made = TABLES[name]() if kind == "table" else reported(name, bool(without_host))
+        return f"<!-- {kind} {name}{without_host} -->\n\n{made}\n<!-- /{kind} -->"
+
+    return MARK.sub(remade, text)
+
+
+def reported(file: str, without_host: bool) -> str:
+    """What benchmarks/report.py prints of one of the results."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        report.main([str(RESULTS / file)])
+    text = HOST.sub("", printed.getvalue()) if without_host else printed.getvalue()
+    return re.sub(r"\n{3,}", "\n\n", text.strip()) + "\n"
+
+
+def summary() -> str:
+    """Forward products, by device, density and block."""
+    lines = [
+        [f"H200, bfloat16, density {_short(density)}", *(_times(_large(density, block)) for block in BLOCKS)]
+        for density in DENSITIES
+    ]
+    for density in DENSITIES[:2]:
+        cells = [_times(_cpu("float32", "forward", 512, density, block)) for block in BLOCKS]
+        lines.append([f"two CPU cores, float32, density {_short(density)}", *cells])
+    return _table(["speedup over dense", *(f"{block} × {block}" for block in BLOCKS)], lines)
+
+
+def tokens() -> str:
+    """Forward products on an H200 by the number of tokens."""
+    lines = []
+    for label, shapes in {
+        "8192 tokens, 4096 ↔ 14336": LARGE,
+        "8192 tokens, 768 → 3072": ("bert",),
+        "64 tokens, 8192 → 28672": ("decode28672-m64",),
+        "16 tokens, 8192 → 28672": ("decode28672-m16",),
+        "1 token, 8192 → 28672": ("decode28672-m1",),
+    }.items():
+        for density in DENSITIES:
+            cells = [_times(_h200("dds_nt", shapes, density, block)) for block in BLOCKS]
+            lines.append([label, _short(density), *cells])
+    return _table(["", "density", *(f"{block} × {block}" for block in BLOCKS)], lines)
+
+
+def products() -> str:
+    """The three products of a training step on an H200 at density .25, and where dense is as fast."""
+    break_even = json.loads((ROOT / "python/tilesparse/break_even.json").read_text())["densities"]
+    lines = []
+    for label, op, name in (
+        ("forward", "dds_nt", "forward"),
+        ("gradient of x", "dds_nn", "dgrad"),
+        ("gradient of W", "sdd_tn", "wgrad"),
+    ):
+        cells = [
+            f"{_times(_h200(op, LARGE, 0.25, block))}, {_short(break_even[name][str(block)])}"
+            for block in BLOCKS
+        ]
+        lines.append([label, *cells])
+    return _table(["", *(f"{block} × {block}" for block in BLOCKS)], lines)
+
+
+def cpu() -> str:
+    """The three products on two cores of a CPU."""
+    lines = []
+    for dtype in ("float32", "bfloat16"):
+        for label, op, count in (
+            ("forward, 512 tokens", "forward", 512),
+            ("forward, 8 tokens", "forward", 8),
+            ("gradient of x", "dgrad", 512),
+            ("gradient of W", "wgrad", 512),
+        ):
+            cells = [
+                " / ".join(_times(_cpu(dtype, op, count, density, block)) for density in DENSITIES[:2])
+                for block in BLOCKS[:3]
+            ]
+            lines.append([dtype, label, *cells])
+    return _table(["", "", *(f"{block} × {block}" for block in BLOCKS[:3])], lines)
+
+
+def models() -> str:
+    """Whole models on an H200 in CUDA graphs, every linear layer sparse."""
+    lines = []
+    for model, task in (("vit", "inference"), ("vit", "training"), ("llama-prefill", "inference")):
+        for block in (64, 128):
+            lines.append([f"{model}, {task}", f"{block} × {block}", *_models(model, task, block)])
+    return _table(["", "block", *(f"density {_short(density)}" for density in DENSITIES)], lines)
+
+
+def quality() -> str:
+    """MiniLM's sentence embeddings after one-shot pruning."""
+    pruned = {case["density"]: case for case in _cases("cpu_prune_minilm.json")}
+    magnitude = {case["density"]: case for case in _cases("cpu_prune_minilm_magnitude.json")}
+    return _table(
+        ["density", "block OBS with refit", "magnitude"],
+        (
+            [
+                _short(density),
+                *(f"{by[density]['mean']:.2f}" if density in by else "" for by in (pruned, magnitude)),
+            ]
+            for density in sorted(pruned, reverse=True)
+        ),
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table for table in (summary, tokens, products, cpu, models, quality)
+}
+
+
+def _cases(file: str) -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = json.loads((RESULTS / file).read_text())["cases"]
+    return cases
+
+
+def _h200(op: str, shapes: Iterable[str], density: float, block: int) -> Iterator[float]:
+    """Speedups of this library, of each of the shapes."""
+    for case in (*_cases("h200_bf16.json"), *_cases("h200_decode.json")):
+        if (case["op"], case["requested_density"], case["block_shape"]) != (op, density, [block, block]):
+            continue
+        if case["shape"] in shapes:
+            yield from (one["speedup"] for one in case["results"] if one["contender"] == "tilesparse")
+
+
+_large = partial(_h200, "dds_nt", LARGE)
+
+
+def _cpu(dtype: str, op: str, count: int, density: float, block: int) -> Iterator[float]:
+    wanted = dtype, op, count, density, block, *WIDE
+    names = "dtype", "op", "tokens", "density", "block", "in_features", "out_features"
+    return (case["speedup"] for case in _cases("cpu.json") if tuple(case[name] for name in names) == wanted)
+
+
+def _models(model: str, task: str, block: int) -> Iterator[str]:
+    """Speedups at each density."""
+    for case in _cases("h200_models.json"):
+        if (case["model"], case["task"], case["mode"]) == (model, task, "graph"):
+            for density in DENSITIES:
+                yield _times(
+                    one["speedup"]
+                    for one in case["results"]
+                    if one["block_shape"] == [block, block] and one["density"] == density
+                )
+
+
+def _times(speedups: Iterable[float]) -> str:
+    """The mean, or nothing where nothing was measured."""
+    found = list(speedups)
+    return f"{statistics.mean(found):.1f}×" if found else "-"
+
+
+def _short(density: float) -> str:
+    return f"{density:g}".removeprefix("0")
+
+
+def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("|  |", "| |")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
