@@ -21,7 +21,8 @@ import sys, torch
 torch.set_num_threads(1)
 {imported}
 BlockSparse = {decoys}
-program, inputs = {load}, torch.load(sys.argv[2])
+inputs = torch.load(sys.argv[2])  # first: PyTorch loads packages for GPUs only once CUDA is in use
+program = {load}
 results = [program(inputs["x"])]
 if {loads}:
     if isinstance(program, torch.nn.Module):
