@@ -112,3 +112,26 @@ def test_a_library_of_another_abi_is_refused_with_a_sentence(abi: int, advice: s
     )
     assert result.returncode == 3, result.stderr
     assert f"the library that is loaded is 9.8.7, ABI {abi}" in result.stdout and advice in result.stdout
+
+
+def test_the_page_about_the_layer_compiles(tmp_path: Path) -> None:
+    """Its first program runs; the others are compiled with declarations of what they name."""
+    page = (ROOT / "docs/cpp-api.md").read_text()
+    program, memory, on_gpu, choice = re.findall(r"^```cpp\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "program.cpp").write_text(program)
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-I", HEADER.parents[1], "-I", tmp_path]
+    link = ["-L", LIBRARY.parent, "-ltilesparse", f"-Wl,-rpath,{LIBRARY.parent}"]
+    run("g++", tmp_path / "program.cpp", *flags, *link, "-o", tmp_path / "program")
+    run(tmp_path / "program")
+
+    (tmp_path / "cuda_runtime_api.h").write_text(
+        "#include <cstddef>\nenum cudaMemcpyKind { cudaMemcpyDefault };\n"
+        "int cudaMalloc(void**, std::size_t);\nint cudaFree(void*);\n"
+        "int cudaMemcpy(void*, const void*, std::size_t, cudaMemcpyKind);\n"
+    )
+    (tmp_path / "others.cpp").write_text(
+        f"#include <cstdio>\n#include <vector>\nvoid check_cuda(int);\n{memory}"
+        "void run(const tilesparse::Pattern& pattern, int tokens, ts_stream_t stream) {\n"
+        f"std::vector<float> x, values, y;\n{on_gpu}{choice}}}\n"
+    )
+    run("g++", tmp_path / "others.cpp", *flags, "-fsyntax-only")

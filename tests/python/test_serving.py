@@ -204,6 +204,11 @@ def test_mutilated_files_never_crash(program: Path, tmp_path: Path) -> None:
     assert refused > 100
 
 
+def test_the_shortest_program(programs: Path) -> None:
+    result = subprocess.run([programs / "product"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and "12 and 0, expected 12 and 0" in result.stdout
+
+
 def measured(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """What a program says that compares a layer with a reference of its own."""
     environment = {**os.environ, **FOUND, "ASAN_OPTIONS": FOUND["ASAN_OPTIONS"] + ":detect_leaks=0"}
@@ -234,7 +239,7 @@ def test_plain_layers_are_measured_in_c(programs: Path, tmp_path: Path) -> None:
         module[name] = BlockSparseLinear(IN, OUT, block_shape=(32, 16), dtype=dtype, generator=seeded(3))
     tilesparse.save(module, tmp_path / "model")
     for name in ("plain", "narrow", "of bfloat16", "empty", "wide", "short"):
-        # On a GPU nothing computes in float64, see docs/c-api.md.
+        # float64 is for the CPU alone.
         if not (torch.cuda.is_available() and name == "wide"):
             assert_is_measured(programs / "layer_c", tmp_path / "model", name, 33)
     for name in ("masked", "compressed", "int8"):
