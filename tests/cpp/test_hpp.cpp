@@ -246,6 +246,9 @@ void test_dtypes() {
     expect(c.dtype == TS_BFLOAT16 && c.values_dtype == TS_BFLOAT16 + 1 && c.result_dtype == TS_FLOAT32 + 1,
            "dtypes are others");
     throws<ts::UnsupportedError>(TS_UNSUPPORTED, "its results have another dtype", [&] { product.run(); });
+    ts::Buffer<std::byte> packed(product.y(y).packed_size());
+    expect(packed.size() == 0, "kernels of the CPU pack nothing");
+    product.pack(packed, nullptr).pack(packed, nullptr).run();
     const void* const untyped = x.data();
     product.x(ts::Array(untyped, x.size(), ts::Dtype::bfloat16)).y(y).run();
     for (const auto& [dtype, bytes] : {std::pair<ts::Dtype, std::size_t>{ts::Dtype::float64, 8},

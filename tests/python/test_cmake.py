@@ -38,8 +38,8 @@ def run_programs(build: Path, *targets: str) -> None:
 def fetched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The build folder of a project of which the sources are a part, and which wants all there is."""
     build = tmp_path_factory.mktemp("fetched")
-    settings = {"TILESPARSE_STATIC": "ON", "TILESPARSE_INSTALL": "ON", "CMAKE_BUILD_TYPE": "Release"}
-    result = configure(build, HOW="FetchContent", TARGETS=BOTH, **settings)
+    settings = {"TILESPARSE_STATIC": "ON", "TILESPARSE_INSTALL": "ON", "TILESPARSE_WERROR": "ON"}
+    result = configure(build, HOW="FetchContent", TARGETS=BOTH, CMAKE_BUILD_TYPE="Release", **settings)
     assert result.returncode == 0, result.stderr
     run("cmake", "--build", build)
     return build

@@ -679,7 +679,9 @@ class Product {
     }
     template <class Memory>
     Product& pack(Buffer<std::byte, Memory>& packed, ts_stream_t stream) {
-        const ts_matmul_desc desc = c();
+        ts_matmul_desc desc = c();
+        desc.packed = nullptr;  // what this call writes
+        desc.packed_bytes = 0;
         check(ts_values_pack(&desc, packed.data(), packed.size(), stream));
         desc_.packed = packed.data();
         desc_.packed_bytes = packed.size();
