@@ -19,10 +19,10 @@ install(FILES ${PROJECT_BINARY_DIR}/tilesparseConfig.cmake ${PROJECT_BINARY_DIR}
 file(RELATIVE_PATH pc_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 set(pc_libraries_private "") # of the static library
 if(TILESPARSE_STATIC)
-  set(pc_libraries_private "-lstdc++ -lgomp -lm -lpthread")
   if(TILESPARSE_CUDA)
-    string(APPEND pc_libraries_private " -L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lrt -ldl")
+    set(cudart "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lrt ")
   endif()
+  set(pc_libraries_private "-lstdc++ -lgomp -lm ${cudart}-lpthread -ldl")
 endif()
 configure_file(${PROJECT_SOURCE_DIR}/cmake/tilesparse.pc.in tilesparse.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/tilesparse.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig COMPONENT core)

@@ -208,9 +208,10 @@ typedef struct tensors {
     const char* data;
     int64_t size;       /* of the data */
     const char* prefix; /* of the names of this layer */
+    const char* ties;   /* of the configuration: names of tensors that are stored under others, or NULL */
 } tensors;
 
-static tensors open_tensors(const char* file, size_t size, const char* prefix) {
+static tensors open_tensors(const char* file, size_t size, const char* prefix, const char* ties) {
     uint64_t length = 0;
     if (size < 8) fail("model.safetensors: no safetensors file");
     for (int i = 7; i >= 0; --i) length = length << 8 | (unsigned char)file[i];
@@ -218,7 +219,7 @@ static tensors open_tensors(const char* file, size_t size, const char* prefix) {
     char* header = allocate(length + 1);
     memcpy(header, file + 8, length);
     header[length] = '\0';
-    return (tensors){skip_space(header), file + 8 + length, (int64_t)(size - 8 - length), prefix};
+    return (tensors){skip_space(header), file + 8 + length, (int64_t)(size - 8 - length), prefix, ties};
 }
 
 /* A tensor of so many elements, copied to where it is aligned; NULL where it is not there and need not be. */
@@ -228,6 +229,8 @@ static void* read_tensor(const tensors* from, const char* name, const char* dtyp
     if ((size_t)snprintf(key, sizeof key, "%s%s", from->prefix, name) >= sizeof key)
         fail("%s: too long", name);
     const char* const entry = find(from->header, key);
+    if (find(from->ties, key) != NULL)
+        fail("%s: shared with another layer; checkpoint.h reads such tensors", key);
     if (entry == NULL && !is_needed) return NULL;
     if (entry == NULL) fail("%s: missing", key);
     int64_t shape[4], range[2], count = 1;
@@ -264,8 +267,9 @@ static layer read_layer(const char* folder, const char* name) {
     if (section == NULL) section = member(config, "tilesparse");
     if (integer(section, "version") != 1) fail("config.json: version: 1 expected; a newer program is needed");
     const char* entry = member(member(section, "layers"), name);
-    if (!is_text(member(entry, "storage"), "plain") || *member(entry, "nm") != 'n')
-        fail("%s: a plain layer expected; checkpoint.cpp reads the others", name);
+    const char* nm = find(entry, "nm");
+    if (!is_text(member(entry, "storage"), "plain") || (nm != NULL && *nm != 'n'))
+        fail("%s: a plain layer expected; checkpoint.h reads the others", name);
 
     layer read = {.dtype = -1};
     for (int32_t i = 0; i < 4; ++i)
@@ -282,7 +286,7 @@ static layer read_layer(const char* folder, const char* name) {
     if ((size_t)snprintf(prefix, sizeof prefix, "%s%s", name, *name != '\0' ? "." : "") >= sizeof prefix)
         fail("%s: too long", name);
     const char* file = read_file(folder, "model.safetensors", &size);
-    const tensors from = open_tensors(file, size, prefix);
+    const tensors from = open_tensors(file, size, prefix, find(section, "ties"));
     const int64_t nnz = integer(entry, "nnz");
     const size_t itemsize = dtype_bytes[read.dtype];
     read.values =

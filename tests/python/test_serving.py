@@ -248,6 +248,16 @@ def test_plain_layers_are_measured_in_c(programs: Path, tmp_path: Path) -> None:
         assert f"{name}: a plain layer expected" in result.stderr
 
 
+def test_the_program_in_c_refuses_a_bias_that_is_stored_elsewhere(programs: Path, tmp_path: Path) -> None:
+    """It would otherwise compute without one."""
+    first, second = (BlockSparseLinear(IN, OUT, generator=seeded(seed)) for seed in (1, 2))
+    second.bias = first.bias
+    tilesparse.save(nn.ModuleList([first, second]), tmp_path / "model")
+    results = [measured(programs / "layer_c", tmp_path / "model", layer) for layer in ("0", "1")]
+    assert sorted(result.returncode for result in results) == [0, 1]
+    assert "bias: shared with another layer" in results[0].stderr + results[1].stderr
+
+
 def test_a_wrong_result_is_noticed(programs: Path, tmp_path: Path) -> None:
     """The reference is not the library's: weights that are not finite have no result that is near."""
     layer = BlockSparseLinear(IN, OUT, generator=seeded(5))
