@@ -16,7 +16,7 @@ BOTH = "tilesparse::tilesparse;tilesparse::tilesparse_static"
 
 def configure(build: Path, **settings: object) -> subprocess.CompletedProcess[str]:
     definitions = [f"-D{name}={value}" for name, value in settings.items()]
-    command = ["cmake", "-G", "Ninja", "-S", CONSUMER, "-B", build, *definitions]
+    command = ["cmake", "-G", "Ninja", "-S", str(CONSUMER), "-B", str(build), *definitions]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -84,7 +84,14 @@ def test_versions_that_do_not_fit_are_not_found(tmp_path: Path) -> None:
             "cmake_minimum_required(VERSION 3.25)\nproject(consumer LANGUAGES C)\n"
             f"find_package(tilesparse {version} CONFIG REQUIRED)\n"
         )
-        command = ["cmake", "-S", tmp_path, "-B", tmp_path / version, f"-DCMAKE_PREFIX_PATH={PACKAGE}"]
+        command = [
+            "cmake",
+            "-S",
+            str(tmp_path),
+            "-B",
+            str(tmp_path / version),
+            f"-DCMAKE_PREFIX_PATH={PACKAGE}",
+        ]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (result.returncode == 0) == is_found, result.stderr
 

@@ -1,6 +1,6 @@
 """The binary interface that tilesparse.h declares, one fact a line: values, sizes, offsets, parameters.
 
-    python tests/c/abi.py > tests/c/abi.txt
+    python tests/python/abi.py > tests/c/abi.txt
 
 `tests/python/test_abi.py` compares the two. A line that goes or changes breaks programs that are built: it
 takes another `TS_ABI_VERSION`. Lines that are new do not.
