@@ -10,7 +10,17 @@
 #include <string>
 #include <type_traits>
 #include <typeinfo>
+#include <utility>
 #include <vector>
+#if __cplusplus >= 202002L
+#include <span>
+#endif
+
+struct Half {  // as another library has it
+    std::uint16_t bits;
+};
+template <>
+struct tilesparse::DtypeOf<Half> : tilesparse::IsDtype<tilesparse::Dtype::float16> {};
 
 namespace {
 
@@ -308,6 +318,14 @@ void test_devices() {
     static_assert(!std::is_constructible_v<ts::Array, std::vector<float>&&>);
     static_assert(!std::is_constructible_v<ts::Span<const float>, std::vector<float>&&>);
     static_assert(std::is_constructible_v<ts::Array, ts::Span<const float>>);
+    static_assert(!std::is_constructible_v<ts::Span<float>, const std::vector<float>&>);
+#if __cplusplus >= 202002L
+    static_assert(std::is_constructible_v<ts::Array, std::span<float>>);
+    static_assert(std::is_constructible_v<ts::Span<const float>, std::span<float>>);
+#endif
+    std::vector<Half> halves(1);
+    expect(ts::Array(halves).dtype() == ts::Dtype::float16 && !ts::Array(halves).is_const(), "not a dtype");
+    expect(ts::Array(std::as_const(halves)).is_const(), "const is lost");
     static_assert(!std::is_copy_constructible_v<ts::Buffer<float>>);
     ts::Buffer<double> target;
     std::array<double, 2> two{1, 2}, back{};
