@@ -122,8 +122,9 @@ def test_the_page_about_the_layer_compiles(tmp_path: Path) -> None:
     run(tmp_path / "program")
 
     (tmp_path / "cuda_runtime_api.h").write_text(
-        "#include <cstddef>\nenum cudaMemcpyKind { cudaMemcpyDefault };\n"
+        "#include <cstddef>\nstruct CUstream_st;\nenum cudaMemcpyKind { cudaMemcpyDefault };\n"
         "int cudaMalloc(void**, std::size_t);\nint cudaFree(void*);\n"
+        "int cudaStreamSynchronize(CUstream_st*);\n"
         "int cudaMemcpy(void*, const void*, std::size_t, cudaMemcpyKind);\n"
     )
     (tmp_path / "others.cpp").write_text(
