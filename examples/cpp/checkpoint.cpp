@@ -4,403 +4,35 @@
 //
 // x [tokens, in_features] and y [tokens, out_features] are numbers in the dtype of the layers, row by row.
 // Several layers follow each other, with a ReLU between two of them. Whatever is wrong with the checkpoint is
-// said in a sentence, and the exit code is 1. docs/checkpoints.md describes the format.
+// said in a sentence, and the exit code is 1.
 
-#include <tilesparse/tilesparse.h>
+#include "checkpoint.h"
 
-#include <algorithm>
-#include <array>
-#include <charconv>
-#include <cstdint>
 #include <cstdio>
-#include <exception>
-#include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <iterator>
-#include <map>
-#include <stdexcept>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
-
-#include "json.h"
+#include <optional>
 
 namespace {
 
-namespace fs = std::filesystem;
-using Bytes = std::vector<char>;
+Bytes forward(const Layer& layer, const Bytes& x, bool relu) {
+    const auto [out_features, in_features] = layer.pattern.shape();
+    const size_t itemsize = tilesparse::size_of(layer.dtype);
+    const size_t row = static_cast<size_t>(in_features) * itemsize;
+    if (row == 0 || x.size() % row != 0)
+        fail("x: rows of " + std::to_string(row) + " bytes expected, got " + std::to_string(x.size()));
+    const size_t tokens = x.size() / row;
+    Bytes y(tokens * static_cast<size_t>(out_features) * itemsize);
 
-constexpr uint64_t kLargestJson = 16 << 20;  // bytes: many thousand layers have less
-
-[[noreturn]] void fail(const std::string& text) { throw std::runtime_error(text); }
-
-void check(ts_status_t status) {
-    if (status != TS_SUCCESS) fail(std::string(ts_status_string(status)) + ": " + ts_last_error());
+    tilesparse::Product product(tilesparse::Op::dds_nt, layer.pattern, static_cast<int64_t>(tokens));
+    product.x(array(x, layer.dtype)).values(array(layer.values, layer.values_dtype)).y(array(y, layer.dtype));
+    if (!layer.bias.empty()) product.bias(array(layer.bias, layer.dtype));
+    if (!layer.metadata.empty()) product.metadata(layer.metadata);
+    if (!layer.scales.empty()) product.scales(layer.scales);
+    if (relu) product.activation(tilesparse::Activation::relu);
+    product.run();
+    return y;
 }
-
-// Says in errors where something is wrong.
-template <class Function>
-void named(const std::string& place, const Function& function) {
-    try {
-        function();
-    } catch (const std::exception& error) {
-        fail(place + ": " + error.what());
-    }
-}
-
-struct Dtype {
-    std::string_view in_file;    // as safetensors names it
-    std::string_view in_config;  // as PyTorch names it
-    int32_t code;                // as the library knows it; -1 for what it never multiplies
-    uint64_t bytes;
-};
-
-constexpr std::array<Dtype, 8> kDtypes{{{"F64", "float64", TS_FLOAT64, 8},
-                                        {"F32", "float32", TS_FLOAT32, 4},
-                                        {"F16", "float16", TS_FLOAT16, 2},
-                                        {"BF16", "bfloat16", TS_BFLOAT16, 2},
-                                        {"I8", "int8", TS_INT8, 1},
-                                        {"F8_E4M3", "float8_e4m3fn", TS_FLOAT8_E4M3FN, 1},
-                                        {"I32", "int32", -1, 4},
-                                        {"BOOL", "bool", -1, 1}}};
-
-const Dtype& dtype_of(std::string_view name) {
-    for (const Dtype& dtype : kDtypes)
-        if (dtype.in_config == name) return dtype;
-    fail("dtype: " + std::string(name) + " is not known here");
-}
-
-// What JSON has, checked.
-
-const Json& member(const Json& object, std::string_view key, Json::Kind kind) {
-    const Json* found = object.find(key);
-    if (found == nullptr || found->kind != kind) fail(std::string(key) + ": missing, or of another kind");
-    return *found;
-}
-
-int64_t integer(const Json& number, int64_t largest) {
-    int64_t value = 0;
-    const char* end = number.text.data() + number.text.size();
-    const auto [stopped, error] = std::from_chars(number.text.data(), end, value);
-    if (number.kind != Json::Number || error != std::errc() || stopped != end || value < 0 || value > largest)
-        fail("an integer from 0 to " + std::to_string(largest) + " expected");
-    return value;
-}
-
-std::vector<int64_t> integers(const Json& object, std::string_view key, int64_t largest) {
-    std::vector<int64_t> numbers;
-    for (const Json& item : member(object, key, Json::Array).items) numbers.push_back(integer(item, largest));
-    return numbers;
-}
-
-std::pair<int64_t, int64_t> two_integers(const Json& object, std::string_view key) {
-    const std::vector<int64_t> numbers = integers(object, key, INT32_MAX);
-    if (numbers.size() != 2) fail(std::string(key) + ": two numbers expected");
-    return {numbers[0], numbers[1]};
-}
-
-// Bytes of a tensor, or of more than any file has where they cannot be counted.
-uint64_t byte_count(const std::vector<int64_t>& shape, uint64_t itemsize) {
-    uint64_t bytes = itemsize;
-    for (const int64_t size : shape) {
-        if (size != 0 && bytes > INT64_MAX / static_cast<uint64_t>(size)) return UINT64_MAX;
-        bytes *= static_cast<uint64_t>(size);
-    }
-    return bytes;
-}
-
-// Files.
-
-Bytes read_bytes(const fs::path& path, uint64_t begin, uint64_t count) {
-    std::ifstream file(path, std::ios::binary);
-    Bytes bytes(count);
-    file.seekg(static_cast<std::streamoff>(begin));
-    if (!file.read(bytes.data(), static_cast<std::streamsize>(count))) fail("cannot be read");
-    return bytes;
-}
-
-uint32_t crc32(const Bytes& bytes) {
-    uint32_t crc = ~0u;
-    for (const char byte : bytes) {
-        crc ^= static_cast<unsigned char>(byte);
-        for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xEDB88320u : 0);
-    }
-    return ~crc;
-}
-
-// Compares with what a checkpoint says: eight hexadecimal digits. Those that other programs write say
-// nothing.
-void check_sum(const Json* expected, const Bytes& bytes) {
-    std::array<char, 9> sum{};
-    std::snprintf(sum.data(), sum.size(), "%08x", static_cast<unsigned>(crc32(bytes)));
-    if (expected != nullptr && expected->text != sum.data()) fail("damaged: its checksum is another one");
-}
-
-struct Stored {
-    fs::path file;
-    std::string dtype;
-    std::vector<int64_t> shape;
-    uint64_t begin = 0, bytes = 0;
-    Json checksum;
-};
-
-class Checkpoint {
-  public:
-    explicit Checkpoint(fs::path folder) : folder_(std::move(folder)) {
-        named("config.json", [this] { read_config(); });
-        if (fs::exists(folder_ / "model.safetensors")) {
-            named("model.safetensors", [this] { read_header("model.safetensors"); });
-            return;
-        }
-        std::map<std::string, int> files;
-        named("model.safetensors.index.json", [&] {
-            const Json index = read_json("model.safetensors.index.json");
-            for (const Json& file : member(index, "weight_map", Json::Object).items) {
-                if (file.kind != Json::String || fs::path(file.text).filename() != file.text)
-                    fail("weight_map: names of files in this folder expected");
-                ++files[file.text];
-            }
-        });
-        for (const auto& [file, count] : files) named(file, [&, name = file] { read_header(name); });
-    }
-
-    // What the configuration says of a layer.
-    const Json& layer(const std::string& name) const {
-        const Json* found = member(section_, "layers", Json::Object).find(name);
-        if (found == nullptr) fail("config.json does not have it");
-        return *found;
-    }
-
-    bool has(const std::string& name) const { return tensors_.count(stored_as(name)) > 0; }
-
-    const std::vector<int64_t>& shape(const std::string& name) const { return stored(name).shape; }
-
-    // The tensor, if it is what is expected.
-    Bytes read(const std::string& name, const Dtype& dtype, const std::vector<int64_t>& shape) const {
-        Bytes bytes;
-        named(name, [&] {
-            const Stored& tensor = stored(name);
-            if (tensor.dtype != dtype.in_file || tensor.shape != shape)
-                fail("another dtype or shape expected");
-            bytes = read_bytes(tensor.file, tensor.begin, tensor.bytes);
-            check_sum(tensor.checksum.kind == Json::Null ? nullptr : &tensor.checksum, bytes);
-        });
-        return bytes;
-    }
-
-  private:
-    // A tensor of several names is stored under one of them.
-    const std::string& stored_as(const std::string& name) const {
-        const Json* ties = section_.find("ties");
-        const Json* other = ties == nullptr ? nullptr : ties->find(name);
-        return other == nullptr ? name : other->text;
-    }
-
-    const Stored& stored(const std::string& name) const {
-        const auto found = tensors_.find(stored_as(name));
-        if (found == tensors_.end()) fail("missing");
-        return found->second;
-    }
-
-    Json read_json(const std::string& file) const {
-        const uint64_t size = fs::file_size(folder_ / file);
-        if (size > kLargestJson) fail("too large");
-        const Bytes text = read_bytes(folder_ / file, 0, size);
-        check_sum(files_.find(file), text);
-        return JsonReader({text.data(), text.size()}).read();
-    }
-
-    void read_config() {
-        const Json config = read_json("config.json");
-        const Json* section = config.find("quantization_config");  // of Transformers
-        const Json* method = section == nullptr ? nullptr : section->find("quant_method");
-        if (method == nullptr || method->text != "tilesparse")
-            section = &member(config, "tilesparse", Json::Object);
-        if (integer(member(*section, "version", Json::Number), INT32_MAX) != 1)
-            fail("version: 1 expected; a newer program is needed");
-        section_ = *section;
-        if (const Json* files = section_.find("files")) files_ = *files;
-    }
-
-    // A safetensors file: the length of its header in eight bytes, the header, the tensors.
-    void read_header(const std::string& name) {
-        const fs::path file = folder_ / name;
-        const uint64_t size = fs::file_size(file);
-        if (size < 8) fail("no safetensors file");
-        const Bytes prefix = read_bytes(file, 0, 8);
-        uint64_t length = 0;
-        for (int i = 7; i >= 0; --i)
-            length = length << 8 | static_cast<unsigned char>(prefix[static_cast<size_t>(i)]);
-        if (length > std::min(kLargestJson, size - 8)) fail("the header is longer than allowed");
-        const Bytes text = read_bytes(file, 0, 8 + length);
-        check_sum(files_.find(name), text);
-        const Json header = JsonReader({text.data() + 8, text.size() - 8}).read();
-        const Json* metadata = header.find("__metadata__");
-        for (size_t i = 0; i < header.keys.size(); ++i) {
-            const std::string& tensor = header.keys[i];
-            if (tensor == "__metadata__") continue;
-            named(tensor, [&] {
-                Stored stored = place(header.items[i], size - 8 - length);
-                stored.file = file;
-                stored.begin += 8 + length;
-                const Json* checksum = metadata == nullptr ? nullptr : metadata->find("crc32:" + tensor);
-                if (checksum != nullptr) stored.checksum = *checksum;
-                if (!tensors_.emplace(tensor, stored).second) fail("in two files");
-            });
-        }
-    }
-
-    // Where a tensor lies in the data of a file of so many bytes.
-    static Stored place(const Json& entry, uint64_t size) {
-        Stored stored;
-        stored.dtype = member(entry, "dtype", Json::String).text;
-        stored.shape = integers(entry, "shape", INT64_MAX);
-        const std::vector<int64_t> offsets = integers(entry, "data_offsets", INT64_MAX);
-        if (offsets.size() != 2 || offsets[0] > offsets[1] || static_cast<uint64_t>(offsets[1]) > size)
-            fail("data_offsets: a range within the file expected");
-        stored.begin = static_cast<uint64_t>(offsets[0]);
-        stored.bytes = static_cast<uint64_t>(offsets[1] - offsets[0]);
-        for (const Dtype& dtype : kDtypes)
-            if (dtype.in_file == stored.dtype && byte_count(stored.shape, dtype.bytes) != stored.bytes)
-                fail("data_offsets: not as long as the shape says");
-        return stored;
-    }
-
-    fs::path folder_;
-    Json section_, files_;
-    std::map<std::string, Stored> tensors_;
-};
-
-// One layer, as the library takes it.
-
-class Layer {
-  public:
-    Layer(const Checkpoint& checkpoint, const std::string& name)
-        : checkpoint_(checkpoint),
-          prefix_(name.empty() ? name : name + "."),
-          entry_(checkpoint.layer(name)),
-          dtype_(dtype_of(member(entry_, "dtype", Json::String).text)) {
-        if (dtype_.code < 0 || dtype_.code > TS_BFLOAT16) fail("dtype: that of activations expected");
-        read_pattern();
-        read_values();
-        if (checkpoint_.has(prefix_ + "bias")) bias_ = read("bias", dtype_, {pattern_.out_features});
-    }
-
-    Layer(const Layer&) = delete;  // the library is given addresses of members
-    Layer& operator=(const Layer&) = delete;
-
-    const Dtype& dtype() const { return dtype_; }
-
-    Bytes forward(Bytes& x, bool relu) const {
-        const auto itemsize = static_cast<int64_t>(dtype_.bytes);
-        const int64_t row = pattern_.in_features * itemsize;
-        if (row == 0 || static_cast<int64_t>(x.size()) % row != 0)
-            fail("x: rows of " + std::to_string(row) + " bytes expected, got " + std::to_string(x.size()));
-        const int64_t tokens = static_cast<int64_t>(x.size()) / row;
-        Bytes y(static_cast<size_t>(tokens * pattern_.out_features * itemsize));
-
-        ts_matmul_desc product{};
-        product.struct_size = sizeof product;
-        product.op = TS_DDS_NT;
-        product.dtype = dtype_.code;
-        product.device = TS_CPU;
-        product.activation = relu ? TS_RELU : TS_NO_ACTIVATION;
-        product.tokens = tokens;
-        product.pattern = &pattern_;
-        product.x = {x.data(), pattern_.in_features, TS_ROW_MAJOR, 0};
-        product.y = {y.data(), pattern_.out_features, TS_ROW_MAJOR, 0};
-        product.values = const_cast<char*>(values_.data());
-        product.values_dtype = values_dtype_->code + 1;
-        product.bias = bias_.empty() ? nullptr : bias_.data();
-        product.storage = metadata_.empty() ? TS_STORAGE_PLAIN : TS_STORAGE_2_4;
-        product.metadata = metadata_.empty() ? nullptr : metadata_.data();
-        product.scales = scales_.empty() ? nullptr : reinterpret_cast<const float*>(scales_.data());
-        product.row_scales = row_scales_;
-        size_t bytes = 0;
-        check(ts_matmul_workspace_size(&product, &bytes));
-        Bytes workspace(bytes + 63);
-        const auto address = (reinterpret_cast<uintptr_t>(workspace.data()) + 63) / 64 * 64;
-        check(ts_matmul(&product, reinterpret_cast<void*>(address), bytes, nullptr));
-        return y;
-    }
-
-  private:
-    Bytes read(const char* name, const Dtype& dtype, const std::vector<int64_t>& shape) const {
-        return checkpoint_.read(prefix_ + name, dtype, shape);
-    }
-
-    void read_pattern() {
-        const auto [out_features, in_features] = two_integers(entry_, "shape");
-        const auto [bn, bk] = two_integers(entry_, "block_shape");
-        const int64_t nnz = integer(member(entry_, "nnz", Json::Number), INT32_MAX);
-        if (bn == 0) fail("block_shape: sizes from 16 to 128 expected");
-        const Dtype& int32 = dtype_of("int32");
-        crow_indices_ = read("crow_indices", int32, {out_features / bn + 1});
-        col_indices_ = read("col_indices", int32, {nnz});
-        slot_ = read("slot", int32, {nnz});
-        pattern_.struct_size = sizeof pattern_;
-        pattern_.block_rows = static_cast<int32_t>(bn);
-        pattern_.block_cols = static_cast<int32_t>(bk);
-        pattern_.out_features = out_features;
-        pattern_.in_features = in_features;
-        pattern_.nnz = nnz;
-        pattern_.row_ptr = reinterpret_cast<const int32_t*>(crow_indices_.data());
-        pattern_.col_idx = reinterpret_cast<const int32_t*>(col_indices_.data());
-        pattern_.row_slot = reinterpret_cast<const int32_t*>(slot_.data());
-        check(ts_pattern_validate(&pattern_));
-    }
-
-    void read_values() {
-        const std::string& storage = member(entry_, "storage", Json::String).text;
-        const bool is_plain = storage == "plain";
-        const bool is_quantized = !is_plain && storage != "compressed";
-        const bool is_2_4 = has_nm();
-        const int64_t nnz = pattern_.nnz, bn = pattern_.block_rows, bk = pattern_.block_cols;
-        values_dtype_ = is_quantized ? &dtype_of(storage) : &dtype_;
-        if (is_quantized && values_dtype_->code < TS_INT8) fail("storage: " + storage + " is not known here");
-        values_ = read("weight", *values_dtype_, {nnz, bn, is_2_4 && !is_plain ? bk / 2 : bk});
-        if (is_2_4 && is_plain) {
-            compress(read("mask", dtype_of("bool"), {nnz, bn, bk}));
-        } else if (is_2_4) {
-            metadata_ = read("metadata", dtype_of("int32"), {nnz, bk / 32, bn});
-        }
-        if (is_quantized) {
-            const std::string& per = member(entry_, "scales", Json::String).text;
-            row_scales_ = per == "row";
-            scales_ = read("scales", dtype_of("float32"),
-                           row_scales_ ? std::vector<int64_t>{nnz, bn} : std::vector<int64_t>{nnz});
-        }
-    }
-
-    bool has_nm() const {
-        const Json* nm = entry_.find("nm");
-        if (nm == nullptr || nm->kind == Json::Null) return false;
-        if (two_integers(entry_, "nm") != std::pair<int64_t, int64_t>(2, 4))
-            fail("nm: [2, 4] or null expected");
-        return true;
-    }
-
-    // Plain weights keep all four of 2:4; the mask says which two count.
-    void compress(const Bytes& mask) {
-        Bytes kept(values_.size() / 2);
-        metadata_.resize(mask.size() / 8);
-        check(ts_values_compress(&pattern_, TS_CPU, dtype_.code, values_.data(),
-                                 reinterpret_cast<const uint8_t*>(mask.data()), 0, kept.data(),
-                                 reinterpret_cast<uint32_t*>(metadata_.data()), nullptr));
-        values_ = std::move(kept);
-    }
-
-    const Checkpoint& checkpoint_;
-    std::string prefix_;
-    const Json& entry_;
-    const Dtype& dtype_;
-    const Dtype* values_dtype_ = nullptr;
-    ts_pattern pattern_{};
-    Bytes crow_indices_, col_indices_, slot_, values_, bias_, metadata_, scales_;
-    int32_t row_scales_ = 0;
-};
 
 }  // namespace
 
@@ -412,14 +44,14 @@ int main(int count, char** arguments) {
     try {
         const Checkpoint checkpoint(arguments[1]);
         Bytes values{std::istreambuf_iterator<char>(std::cin), {}};
-        const Dtype* dtype = nullptr;
+        std::optional<tilesparse::Dtype> dtype;
         for (int i = 2; i < count; ++i) {
             named("layer '" + std::string(arguments[i]) + "'", [&] {
-                const Layer layer(checkpoint, arguments[i]);
-                if (dtype != nullptr && dtype != &layer.dtype())
+                const Layer layer = read_layer(checkpoint, arguments[i]);
+                if (dtype.value_or(layer.dtype) != layer.dtype)
                     fail("the dtype of the layer before expected");
-                dtype = &layer.dtype();
-                values = layer.forward(values, i + 1 < count);
+                dtype = layer.dtype;
+                values = forward(layer, values, i + 1 < count);
             });
         }
         std::cout.write(values.data(), static_cast<std::streamsize>(values.size()));

@@ -1,10 +1,11 @@
-"""examples/cpp/checkpoint.cpp computes what the layers of a checkpoint do, and survives what is none."""
+"""The programs in examples/cpp compute what the layers of a checkpoint do, and survive what is none."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -22,8 +23,11 @@ from tilesparse import _C, BlockPattern, BlockSparseLinear
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(_C.__file__).parent
 IN, OUT = 128, 64
-FLAGS = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -O1 -g -fsanitize=address,undefined"
-FOUND = {"ASAN_OPTIONS": "exitcode=99", "UBSAN_OPTIONS": "halt_on_error=1:exitcode=99"}  # by a sanitizer
+FLAGS = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -g -fsanitize=address,undefined"
+FOUND = {  # by a sanitizer; beside a GPU's driver, which takes addresses for itself
+    "ASAN_OPTIONS": "exitcode=99:protect_shadow_gap=0",
+    "UBSAN_OPTIONS": "halt_on_error=1:exitcode=99",
+}
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "narrow": {"block_shape": (32, 16)},
@@ -38,16 +42,23 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with all of them; `graph` is there where there is a CUDA toolkit."""
     build = tmp_path_factory.mktemp("build")
-    options = [f"-DCMAKE_PREFIX_PATH={PACKAGE}", f"-DCMAKE_CXX_FLAGS={FLAGS}"]
+    options = [f"-DCMAKE_PREFIX_PATH={PACKAGE}", f"-DCMAKE_CXX_FLAGS={FLAGS}", f"-DCMAKE_C_FLAGS={FLAGS}"]
+    options.append("-DCMAKE_BUILD_TYPE=Debug")  # which compiles sooner
     for command in (
         ["cmake", "-G", "Ninja", "-S", ROOT / "examples/cpp", "-B", build, *options],
-        ["cmake", "--build", build, "--target", "checkpoint"],
+        ["cmake", "--build", build],
     ):
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
-    return build / "checkpoint"
+    return build
+
+
+@pytest.fixture(scope="module")
+def program(programs: Path) -> Path:
+    return programs / "checkpoint"
 
 
 def run(program: Path, folder: Path, x: Tensor, *layers: str) -> subprocess.CompletedProcess[bytes]:
@@ -191,3 +202,100 @@ def test_mutilated_files_never_crash(program: Path, tmp_path: Path) -> None:
         assert (result.returncode == 0) == (said == "") and said.count("\n") <= 1, said
         refused += result.returncode
     assert refused > 100
+
+
+def test_the_shortest_program(programs: Path) -> None:
+    result = subprocess.run([programs / "product"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and "12 and 0, expected 12 and 0" in result.stdout
+
+
+def measured(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """What a program says that compares a layer with a reference of its own."""
+    environment = {**os.environ, **FOUND, "ASAN_OPTIONS": FOUND["ASAN_OPTIONS"] + ":detect_leaks=0"}
+    command = [str(part) for part in (program, *arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def assert_is_measured(program: Path, *arguments: object) -> None:
+    """Within what its dtype allows, and on the GPU where there is one and it was built for that."""
+    result = measured(program, *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    with_gpu = torch.cuda.is_available() and (program.parent / "graph").exists()
+    said = r"(cpu|cuda) \(.+\), (\w+): \d+\.\d{4} ms, error 0\.\d{3} of what is allowed\n"
+    words = re.fullmatch(said, result.stdout)
+    assert words is not None, result.stdout
+    assert words[1] == ("cuda" if with_gpu else "cpu") and words[2].startswith("sm" if with_gpu else "cpu")
+
+
+def test_every_storage_is_measured_in_cpp(programs: Path, tmp_path: Path) -> None:
+    tilesparse.save(model(), tmp_path / "model", max_shard_size=20_000)
+    for name in LAYERS:
+        assert_is_measured(programs / "layer", tmp_path / "model", name, 33)
+
+
+def test_plain_layers_are_measured_in_c(programs: Path, tmp_path: Path) -> None:
+    module = model()
+    for name, dtype in (("wide", torch.float64), ("short", torch.float16)):
+        module[name] = BlockSparseLinear(IN, OUT, block_shape=(32, 16), dtype=dtype, generator=seeded(3))
+    tilesparse.save(module, tmp_path / "model")
+    for name in ("plain", "narrow", "of bfloat16", "empty", "wide", "short"):
+        # float64 is for the CPU alone.
+        if not (torch.cuda.is_available() and name == "wide"):
+            assert_is_measured(programs / "layer_c", tmp_path / "model", name, 33)
+    for name in ("masked", "compressed", "int8"):
+        result = measured(programs / "layer_c", tmp_path / "model", name)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert f"{name}: a plain layer expected" in result.stderr
+
+
+def test_the_program_in_c_refuses_a_bias_that_is_stored_elsewhere(programs: Path, tmp_path: Path) -> None:
+    """It would otherwise compute without one."""
+    first, second = (BlockSparseLinear(IN, OUT, generator=seeded(seed)) for seed in (1, 2))
+    second.bias = first.bias
+    tilesparse.save(nn.ModuleList([first, second]), tmp_path / "model")
+    results = [measured(programs / "layer_c", tmp_path / "model", layer) for layer in ("0", "1")]
+    assert sorted(result.returncode for result in results) == [0, 1]
+    assert "bias: shared with another layer" in results[0].stderr + results[1].stderr
+
+
+def test_a_wrong_result_is_noticed(programs: Path, tmp_path: Path) -> None:
+    """The reference is not the library's: weights that are not finite have no result that is near."""
+    layer = BlockSparseLinear(IN, OUT, generator=seeded(5))
+    with torch.no_grad():
+        layer.weight[0, 0, 0] = float("inf")
+    tilesparse.save(layer, tmp_path / "model")
+    for program in ("layer", "layer_c"):
+        result = measured(programs / program, tmp_path / "model", "")
+        assert result.returncode == 1 and "error inf of what is allowed" in result.stdout, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (replaced("config.json", '"version": 1', '"version": 2'), "version: 1 expected"),
+        (replaced("config.json", '"nnz": 4', '"nnz": 5'), "layer.weight: another dtype or shape expected"),
+        (replaced("model.safetensors", '"shape":[4', '"shape":[9'), "more elements than expected"),
+        (replaced("model.safetensors", '"layer.slot', '"layer.slut'), "layer.slot: missing"),
+        (replaced("config.json", "{", "["), "tilesparse: missing"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 200), "header is longer than the file"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 3000), "a range within the file expected"),
+    ],
+)
+def test_the_program_in_c_refuses_damaged_files(
+    programs: Path, tmp_path: Path, change: Callable[[Path], None], said: str
+) -> None:
+    tilesparse.save(nn.ModuleDict({"layer": BlockSparseLinear(IN, OUT, block_shape=(32, 32))}), tmp_path)
+    change(tmp_path)
+    result = measured(programs / "layer_c", tmp_path, "layer")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert said in result.stderr and result.stderr.count("\n") in (1, 2)  # the other is about the GPU
+
+
+def test_the_graph_runs_or_says_what_it_needs(programs: Path) -> None:
+    if (programs / "graph").exists():
+        result = measured(programs / "graph")
+        if torch.cuda.is_available():
+            assert result.returncode == 0 and "3 replays are right" in result.stdout, result.stderr
+        else:
+            assert result.returncode == 77 and "needs a GPU" in result.stderr

@@ -1,0 +1,352 @@
+// The C++ layer: what its products compute, what it refuses, and who owns what.
+#include <tilesparse/tilesparse.hpp>
+//
+#include <tilesparse/tilesparse.hpp>  // may be included twice
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <type_traits>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+#if __cplusplus >= 202002L
+#include <span>
+#endif
+
+struct Half {  // as another library has it
+    std::uint16_t bits;
+};
+template <>
+struct tilesparse::DtypeOf<Half> : tilesparse::IsDtype<tilesparse::Dtype::float16> {};
+
+namespace {
+
+namespace ts = tilesparse;
+
+int failures = 0;
+
+void expect(bool holds, const std::string& what) {
+    if (holds) return;
+    ++failures;
+    std::printf("%s\n", what.c_str());
+}
+
+// The call throws exactly this class, with this status and a text that mentions something.
+template <class Expected>
+void throws(ts_status_t status, const std::string& mention, const std::function<void()>& call) {
+    try {
+        call();
+        expect(false, "nothing was thrown, expected: " + mention);
+    } catch (const ts::Error& error) {
+        const bool is_exact = typeid(error) == typeid(Expected) && error.status() == status;
+        expect(is_exact && std::string(error.what()).find(mention) != std::string::npos,
+               std::string("\"") + error.what() + "\" does not mention: " + mention);
+    }
+}
+
+// Memory that counts, of a device that is none.
+struct Counts {
+    int allocated = 0, freed = 0, copied = 0;
+};
+class CountingMemory {
+  public:
+    explicit CountingMemory(Counts& counts) : counts_(&counts) {}
+    void* allocate(std::size_t bytes) {
+        ++counts_->allocated;
+        return ts::HostMemory::allocate(bytes);
+    }
+    void deallocate(void* memory) noexcept {
+        ++counts_->freed;
+        ts::HostMemory::deallocate(memory);
+    }
+    void copy(void* to, const void* from, std::size_t bytes) {
+        ++counts_->copied;
+        ts::HostMemory::copy(to, from, bytes);
+    }
+
+  private:
+    Counts* counts_;
+};
+
+// --- One small layer: block row 1 is empty, slots are out of order ----------------------------------------
+
+constexpr std::size_t kRows = 16, kCols = 32, kOut = 3 * kRows, kIn = 2 * kCols, kTokens = 5;
+const std::vector<std::int32_t> row_ptr{0, 2, 2, 3}, col_idx{0, 1, 1}, row_slot{2, 0, 1};
+
+ts::Pattern layer() { return {{kOut, kIn}, {kRows, kCols}, row_ptr, col_idx, row_slot}; }
+
+// Position in values of W[n, k]; the size of values where the block is not kept.
+std::size_t place(std::size_t n, std::size_t k) {
+    for (auto e = static_cast<std::size_t>(row_ptr[n / kRows]);
+         e < static_cast<std::size_t>(row_ptr[n / kRows + 1]); ++e)
+        if (static_cast<std::size_t>(col_idx[e]) == k / kCols)
+            return (static_cast<std::size_t>(row_slot[e]) * kRows + n % kRows) * kCols + k % kCols;
+    return 3 * kRows * kCols;
+}
+
+// Multiples of 1/8 in [-1, 1): all sums below are exact in float32.
+template <class T>
+std::vector<T> some(std::size_t size) {
+    static std::uint32_t state = 1;
+    std::vector<T> values(size);
+    for (T& value : values) {
+        state = state * 1664525u + 1013904223u;
+        value = static_cast<T>(static_cast<double>(state >> 28) / 8 - 1);
+    }
+    return values;
+}
+
+template <class T>
+double weight(const std::vector<T>& values, std::size_t n, std::size_t k) {
+    const std::size_t i = place(n, k);
+    return i < values.size() ? static_cast<double>(values[i]) : 0;
+}
+
+template <class T>
+void test_products() {
+    const ts::Pattern pattern = layer();
+    const std::size_t x_ld = kTokens + 3;  // feature-major, with gaps
+    const auto x = some<T>(kIn * x_ld);
+    const auto values = some<T>(pattern.values_size());
+    const auto bias = some<T>(kOut), residual = some<T>(kTokens * kOut);
+    std::vector<T> y(kTokens * kOut), dx(kTokens * kIn), dw(values.size(), T(1));
+
+    ts::Product forward(ts::Op::dds_nt, pattern, kTokens);
+    forward.x(x, ts::Layout::feature_major, x_ld).values(values).bias(bias).residual(residual).y(y).run();
+    for (std::size_t t = 0; t < kTokens; ++t)
+        for (std::size_t n = 0; n < kOut; ++n) {
+            double sum = static_cast<double>(bias[n]) + static_cast<double>(residual[t * kOut + n]);
+            for (std::size_t k = 0; k < kIn; ++k)
+                sum += static_cast<double>(x[k * x_ld + t]) * weight(values, n, k);
+            expect(static_cast<double>(y[t * kOut + n]) == sum, "y is wrong");
+        }
+
+    ts::Product backward(ts::Op::dds_nn, pattern, kTokens);
+    backward.x(dx).values(values).y(residual).run();
+    for (std::size_t t = 0; t < kTokens; ++t)
+        for (std::size_t k = 0; k < kIn; ++k) {
+            double sum = 0;
+            for (std::size_t n = 0; n < kOut; ++n)
+                sum += static_cast<double>(residual[t * kOut + n]) * weight(values, n, k);
+            expect(static_cast<double>(dx[t * kIn + k]) == sum, "the gradient of x is wrong");
+        }
+
+    ts::Product gradient(ts::Op::sdd_tn, pattern, kTokens);
+    gradient.x(x, ts::Layout::feature_major, x_ld).values(dw).y(residual).accumulate(true).run();
+    for (std::size_t n = 0; n < kOut; ++n)
+        for (std::size_t k = 0; k < kIn; ++k) {
+            if (place(n, k) == dw.size()) continue;
+            double sum = 1;
+            for (std::size_t t = 0; t < kTokens; ++t)
+                sum += static_cast<double>(residual[t * kOut + n]) * static_cast<double>(x[k * x_ld + t]);
+            expect(weight(dw, n, k) == sum, "the gradient of the values is wrong");
+        }
+}
+
+// Rows of 8-bit values have scales, and 2:4 its metadata.
+void test_storages() {
+    const ts::Pattern pattern = layer();
+    const std::size_t size = pattern.values_size();
+    std::vector<std::int8_t> values(size), kept(size / 2);
+    std::vector<std::uint8_t> mask(size);
+    for (std::size_t i = 0; i < size; ++i) {
+        values[i] = static_cast<std::int8_t>(static_cast<int>(i * 7 % 15) - 7);
+        mask[i] = i % 4 == 1 || i % 4 == 2;
+    }
+    std::vector<float> scales(3 * kRows), plain(size), x(kTokens * kIn), y(kTokens * kOut);
+    for (std::size_t i = 0; i < scales.size(); ++i) scales[i] = static_cast<float>(i % 5 + 1);
+    std::vector<std::uint32_t> metadata(size / 32);
+    ts::compress(pattern, values, mask, kept, metadata);
+    ts::Product product(ts::Op::dds_nt, pattern, kTokens);
+    product.x(x).values(kept).metadata(metadata).scales(scales).y(y);
+    product.expand(plain);
+    for (std::size_t i = 0; i < size; ++i) {
+        const float expected = mask[i] != 0 ? static_cast<float>(values[i]) * scales[i / kCols] : 0;
+        expect(plain[i] == expected, "the expansion is wrong");
+    }
+    product.run();
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "metadata has 47 elements; allowed are 48", [&] {
+        const ts::Span<const std::uint32_t> shorter(metadata.data(), metadata.size() - 1);
+        product.metadata(shorter).run();
+    });
+}
+
+void test_patterns() {
+    const ts::Pattern pattern = ts::Pattern::from_mask({1, 1, 0, 0, 0, 7}, {kOut, kIn}, {kRows, kCols});
+    const auto is = [](ts::Span<const std::int32_t> array, const std::vector<std::int32_t>& expected) {
+        return std::vector<std::int32_t>(array.begin(), array.end()) == expected;
+    };
+    expect(is(pattern.row_ptr(), row_ptr) && is(pattern.col_idx(), col_idx), "the mask is another one");
+    expect(is(pattern.row_slot(), {0, 1, 2}), "slots are not in order");
+    expect(is(pattern.col_ptr(), {0, 1, 3}) && is(pattern.row_idx(), {0, 0, 2}), "the transpose is wrong");
+    expect(is(layer().col_slot(), {2, 0, 1}), "the slots of the transpose are wrong");
+    expect(pattern.nnz() == 3 && pattern.values_size() == 3 * kRows * kCols, "another size");
+    const ts::Pattern copy = pattern;
+    expect(copy.c().row_ptr != pattern.c().row_ptr && is(copy.row_ptr(), row_ptr), "a copy shares arrays");
+
+    const std::vector<std::uint8_t> mask(5);
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "mask has 5 entries; allowed are 6",
+                                     [&] { ts::Pattern::from_mask(mask, {kOut, kIn}, {kRows, kCols}); });
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "block_shape is (0, 32)",
+                                     [] { ts::Pattern::from_mask({1}, {32, 32}, {0, 32}); });
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "shape is (-16, 32)",
+                                     [] { ts::Pattern({-16, 32}, {16, 32}, {0}, {}); });
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "row_ptr has 3 entries; allowed are 4",
+                                     [] { ts::Pattern({kOut, kIn}, {kRows, kCols}, {0, 1, 1}, {0}); });
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "out_features",
+                                     [] { ts::Pattern::from_mask({1}, {40, 32}, {32, 32}); });
+    throws<ts::InvalidPatternError>(TS_INVALID_PATTERN, "col_idx",
+                                    [] { ts::Pattern({kOut, kIn}, {kRows, kCols}, row_ptr, {1, 0, 1}); });
+}
+
+void test_refusals() {
+    const ts::Pattern pattern = layer();
+    std::vector<float> x(kTokens * kIn), y(kTokens * kOut), values(pattern.values_size()), bias(kOut);
+    std::vector<double> doubles(kTokens * kOut);
+    const std::vector<float> fixed(y);
+    const auto refused = [&](const std::string& mention, const std::function<void(ts::Product&)>& change) {
+        ts::Product product(ts::Op::dds_nt, pattern, kTokens);
+        product.x(x).values(values).bias(bias).y(y);
+        throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, mention, [&] {
+            change(product);
+            product.run();
+        });
+    };
+    refused("y is const", [&](ts::Product& p) { p.y(fixed); });
+    refused("x has 240 elements; 5 rows of 64", [&](ts::Product& p) { p.x(y); });
+    refused("y has 240 elements; 5 rows of 48, each 49",
+            [&](ts::Product& p) { p.y(y, ts::Layout::row_major, 49); });
+    refused("y has 240 elements; 48 columns of 5, each 6",
+            [&](ts::Product& p) { p.y(y, ts::Layout::feature_major, 6); });
+    refused("y.ld is 47", [&](ts::Product& p) { p.y(y, ts::Layout::row_major, 47); });
+    refused("values has 240 elements; allowed are 1536", [&](ts::Product& p) { p.values(y); });
+    refused("bias has 240 elements; allowed are 48", [&](ts::Product& p) { p.bias(y); });
+    refused("bias is of dtype 0; allowed is that of x, 1", [&](ts::Product& p) { p.bias(doubles); });
+    refused("residual is of dtype 0; allowed is that of y, 1", [&](ts::Product& p) { p.residual(doubles); });
+    refused("scales has 47 elements", [&](ts::Product& p) {
+        static const std::vector<float> scales(47);
+        p.scales(scales);
+    });
+    refused("kernel is -1", [](ts::Product& p) { p.kernel(-1); });
+    refused("kernel is 100000", [](ts::Product& p) { p.kernel(100000); });
+    refused("tokens is -1",
+            [&](ts::Product&) { ts::Product(ts::Op::dds_nt, pattern, -1).x(x).values(values).y(y).run(); });
+    refused("values is not set",
+            [&](ts::Product&) { ts::Product(ts::Op::dds_nt, pattern, kTokens).x(x).y(y).run(); });
+    throws<ts::WorkspaceTooSmallError>(TS_WORKSPACE_TOO_SMALL, "", [] { ts::check(TS_WORKSPACE_TOO_SMALL); });
+    throws<ts::UnsupportedError>(TS_UNSUPPORTED, "", [] { ts::check(TS_UNSUPPORTED); });
+    throws<ts::CudaError>(TS_CUDA_ERROR, "", [] { ts::check(TS_CUDA_ERROR); });
+    throws<ts::OutOfMemoryError>(TS_OUT_OF_MEMORY, "", [] { ts::check(TS_OUT_OF_MEMORY); });
+    throws<ts::InternalError>(TS_INTERNAL_ERROR, "", [] { ts::check(TS_INTERNAL_ERROR); });
+    throws<ts::NoDeviceError>(TS_NO_DEVICE, "", [] { ts::check(TS_NO_DEVICE); });
+}
+
+void test_dtypes() {
+    const ts::Pattern pattern = layer();
+    std::vector<ts::BFloat16> x(kTokens * kIn, ts::BFloat16{0x3f80}), values(pattern.values_size(), x[0]);
+    std::vector<ts::BFloat16> y(kTokens * kOut);
+    std::vector<float> results(kTokens * kOut);
+    ts::Product product(ts::Op::dds_nt, pattern, kTokens);
+    product.x(x).values(values).y(y).run();
+    expect(y[0].bits == 0x4280 && y[kRows].bits == 0 && y[2 * kRows].bits == 0x4200, "not 64, 0 and 32");
+    const ts_matmul_desc c = product.y(results).c();
+    expect(c.dtype == TS_BFLOAT16 && c.values_dtype == TS_BFLOAT16 + 1 && c.result_dtype == TS_FLOAT32 + 1,
+           "dtypes are others");
+    throws<ts::UnsupportedError>(TS_UNSUPPORTED, "its results have another dtype", [&] { product.run(); });
+    ts::Buffer<std::byte> packed(product.y(y).packed_size());
+    expect(packed.size() == 0, "kernels of the CPU pack nothing");
+    product.pack(packed, nullptr).pack(packed, nullptr).run();
+    const void* const untyped = x.data();
+    product.x(ts::Array(untyped, x.size(), ts::Dtype::bfloat16)).y(y).run();
+    for (const auto& [dtype, bytes] : {std::pair<ts::Dtype, std::size_t>{ts::Dtype::float64, 8},
+                                       {ts::Dtype::float32, 4},
+                                       {ts::Dtype::float16, 2},
+                                       {ts::Dtype::bfloat16, 2},
+                                       {ts::Dtype::int8, 1},
+                                       {ts::Dtype::float8_e4m3fn, 1}})
+        expect(ts::size_of(dtype) == bytes, "another size of an element");
+}
+
+// What a program for a GPU does, with memory that the host can read, up to the launch.
+void test_devices() {
+    Counts counts;
+    {
+        const CountingMemory memory(counts);
+        const ts::Pattern pattern = layer();
+        const ts::DevicePattern<CountingMemory> copy(pattern, memory);
+        expect(counts.allocated == 6 && counts.copied == 6, "six arrays are not copied once each");
+        expect(std::memcmp(copy.c().col_slot, pattern.c().col_slot, 3 * sizeof(std::int32_t)) == 0 &&
+                   copy.c().col_slot != pattern.c().col_slot,
+               "a copy has other contents");
+
+        const std::vector<ts::BFloat16> numbers(kTokens * kIn);
+        auto x = ts::Buffer<ts::BFloat16, CountingMemory>::copy_of(numbers, memory);
+        ts::Buffer<ts::BFloat16, CountingMemory> values(pattern.values_size(), memory),
+            y(kTokens * kOut, memory);
+        auto moved = std::move(x);
+        expect(x.data() == nullptr && x.size() == 0 && moved.size() == numbers.size(), "not moved");
+        y = ts::Buffer<ts::BFloat16, CountingMemory>(kTokens * kOut, memory);
+
+        ts::Product product(ts::Op::dds_nt, copy, kTokens);
+        product.x(moved).values(values).y(y);
+        ts_device_info device{sizeof device, TS_CUDA, 90, 132, 232448, 0, {}};
+        bool has_cuda = false;
+        for (const ts_kernel_info& kernel : ts::kernels()) has_cuda = has_cuda || kernel.device == TS_CUDA;
+        if (has_cuda) {
+            const ts::Choice choice = product.select(device);
+            expect(!choice.is_dense() && !choice.reason.empty(), "no kernel, or no reason");
+            const ts::Plan<CountingMemory> plan(pattern, choice.kernel, ts::Op::dds_nt, memory);
+            expect(plan.kernel() == choice.kernel && (plan.bytes() == 0) == (plan.key() == 0), "not a plan");
+            const ts_matmul_desc c = product.plan(plan).c();
+            expect(c.kernel == choice.kernel + 1 && c.plan == plan.data() && c.plan_key == plan.key() &&
+                       c.plan_bytes == plan.bytes(),
+                   "the plan is not in the product");
+        } else {
+            throws<ts::UnsupportedError>(TS_UNSUPPORTED, "", [&] { product.select(device); });
+        }
+        throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "run(workspace, stream)",
+                                         [&] { product.run(); });
+    }
+    expect(counts.allocated == counts.freed && counts.allocated > 9, "not all memory is freed");
+
+    expect(ts::kernels()[0].device == TS_CPU && ts::device_info(ts::Device::cpu).multiprocessors > 0,
+           "no CPU");
+    static_assert(!std::is_constructible_v<ts::Product, ts::Op, ts::Pattern&&, std::int64_t>);
+    static_assert(!std::is_constructible_v<ts::Array, std::vector<float>&&>);
+    static_assert(!std::is_constructible_v<ts::Span<const float>, std::vector<float>&&>);
+    static_assert(std::is_constructible_v<ts::Array, ts::Span<const float>>);
+    static_assert(!std::is_constructible_v<ts::Span<float>, const std::vector<float>&>);
+#if __cplusplus >= 202002L
+    static_assert(std::is_constructible_v<ts::Array, std::span<float>>);
+    static_assert(std::is_constructible_v<ts::Span<const float>, std::span<float>>);
+#endif
+    std::vector<Half> halves(1);
+    expect(ts::Array(halves).dtype() == ts::Dtype::float16 && !ts::Array(halves).is_const(), "not a dtype");
+    expect(ts::Array(std::as_const(halves)).is_const(), "const is lost");
+    static_assert(!std::is_copy_constructible_v<ts::Buffer<float>>);
+    ts::Buffer<double> target;
+    std::array<double, 2> two{1, 2}, back{};
+    target = ts::Buffer<double>::copy_of(two);
+    target.copy_to(back);
+    expect(back == two, "not copied back");
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "target has 1 elements; allowed is 2",
+                                     [&] { target.copy_to(ts::Span<double>(back.data(), 1)); });
+}
+
+}  // namespace
+
+int main() {
+    test_products<float>();
+    test_products<double>();
+    test_storages();
+    test_patterns();
+    test_refusals();
+    test_dtypes();
+    test_devices();
+    ts::check_version();
+    std::printf("%d failures\n", failures);
+    return failures > 0;
+}

@@ -1,0 +1,135 @@
+"""What programs that are built rely on: the binary interface, its versions, headers without warnings."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from abi import facts
+from test_packaging import HEADER, LIBRARY, ROOT, run
+
+BASELINE = (ROOT / "tests/c/abi.txt").read_text().splitlines()
+LAYER = HEADER.with_suffix(".hpp")
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror"]
+
+
+def test_the_interface_is_that_of_its_baseline() -> None:
+    now = facts(HEADER)
+    lost = [line for line in BASELINE if line not in now]
+    assert lost == [], "programs that are built would break: restore these lines, or raise TS_ABI_VERSION"
+    added = [line for line in now if line not in BASELINE]
+    assert added == [], "python tests/python/abi.py > tests/c/abi.txt writes these lines down"
+    assert now == BASELINE
+
+
+def test_the_interface_has_only_grown_since_the_first_version() -> None:
+    now, first = facts(HEADER), facts(ROOT / "tests/c/first/tilesparse.h")
+    sizes = {name: int(size) for name, size in re.findall(r"^(\w+): (\d+) bytes$", "\n".join(now), re.M)}
+    for line in first:
+        size = re.fullmatch(r"(\w+): (\d+) bytes", line)
+        assert line in now or (size is not None and sizes[size[1]] >= int(size[2])), line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fact"),
+    [
+        ("TS_NO_DEVICE = 4", "TS_NO_DEVICE = 9", "TS_NO_DEVICE = 4"),
+        ("    int32_t block_rows;", "    int64_t block_rows;", "ts_pattern: 88 bytes"),
+        ("    size_t plan_bytes;", "", "ts_matmul_desc.plan_bytes: size_t, 8 bytes at 128"),
+        (
+            "    uint32_t storages; ",
+            "    int32_t storages; ",
+            "ts_kernel_info.storages: uint32_t, 4 bytes at 104",
+        ),
+        (
+            "(int32_t index, ts_",
+            "(int64_t index, ts_",
+            "ts_kernel_get: ts_status_t (int32_t, ts_kernel_info*)",
+        ),
+        (
+            "char name[64];\n    uint32_t",
+            "char name[96];\n    uint32_t",
+            "ts_kernel_info.name: char, 64 bytes at 40",
+        ),
+    ],
+)
+def test_a_change_of_the_interface_is_seen(old: str, new: str, fact: str, tmp_path: Path) -> None:
+    changed = tmp_path / "tilesparse.h"
+    text = HEADER.read_text()
+    assert text.count(old) == 1
+    changed.write_text(text.replace(old, new))
+    assert fact in BASELINE and fact not in facts(changed)
+
+
+def test_the_layer_has_the_version_of_the_header() -> None:
+    version = re.search(r'TS_VERSION "(\d+)\.(\d+)', HEADER.read_text())
+    assert version is not None
+    assert f"inline namespace v{version[1]}_{version[2]} {{" in LAYER.read_text()
+
+
+@pytest.mark.parametrize("standard", ["c++17", "c++20"])
+def test_the_layer_compiles_without_warnings(standard: str) -> None:
+    run(
+        "g++",
+        f"-std={standard}",
+        "-fsyntax-only",
+        *WARNINGS,
+        "-I",
+        HEADER.parents[1],
+        ROOT / "tests/cpp/test_hpp.cpp",
+    )
+
+
+@pytest.mark.parametrize(("abi", "advice"), [(0, "install a newer library"), (2, "install an older library")])
+def test_a_library_of_another_abi_is_refused_with_a_sentence(abi: int, advice: str, tmp_path: Path) -> None:
+    """A program is linked to this library and finds another one when it starts."""
+    program = tmp_path / "program.cpp"
+    program.write_text(
+        "#include <cstdio>\n#include <tilesparse/tilesparse.hpp>\n"
+        "int main() try { tilesparse::Pattern::from_mask({1}, {16, 16}, {16, 16}); }\n"
+        "catch (const tilesparse::VersionError& error) { std::puts(error.what()); return 3; }\n"
+    )
+    other = tmp_path / "other.c"
+    other.write_text(
+        f'int ts_abi_version(void) {{ return {abi}; }}\nconst char* ts_version(void) {{ return "9.8.7"; }}\n'
+    )
+    (tmp_path / "lib").mkdir()
+    # As old programs are: functions are looked up when they are called.
+    flags = ["-std=c++17", "-I", HEADER.parents[1], "-L", LIBRARY.parent, "-ltilesparse", "-Wl,-z,lazy"]
+    run("g++", program, *flags, "-o", tmp_path / "program")
+    soname = re.search(r"SONAME.*\[(.+)\]", run("readelf", "-d", LIBRARY))
+    assert soname is not None
+    run("cc", "-shared", "-fPIC", other, "-o", tmp_path / "lib" / soname[1])
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "lib")}
+    result = subprocess.run(
+        [tmp_path / "program"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 3, result.stderr
+    assert f"the library that is loaded is 9.8.7, ABI {abi}" in result.stdout and advice in result.stdout
+
+
+def test_the_page_about_the_layer_compiles(tmp_path: Path) -> None:
+    """Its first program runs; the others are compiled with declarations of what they name."""
+    page = (ROOT / "docs/cpp-api.md").read_text()
+    program, memory, on_gpu, choice = re.findall(r"^```cpp\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "program.cpp").write_text(program)
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-I", HEADER.parents[1], "-I", tmp_path]
+    link = ["-L", LIBRARY.parent, "-ltilesparse", f"-Wl,-rpath,{LIBRARY.parent}"]
+    run("g++", tmp_path / "program.cpp", *flags, *link, "-o", tmp_path / "program")
+    run(tmp_path / "program")
+
+    (tmp_path / "cuda_runtime_api.h").write_text(
+        "#include <cstddef>\nstruct CUstream_st;\nenum cudaMemcpyKind { cudaMemcpyDefault };\n"
+        "int cudaMalloc(void**, std::size_t);\nint cudaFree(void*);\n"
+        "int cudaStreamSynchronize(CUstream_st*);\n"
+        "int cudaMemcpy(void*, const void*, std::size_t, cudaMemcpyKind);\n"
+    )
+    (tmp_path / "others.cpp").write_text(
+        f"#include <cstdio>\n#include <vector>\nvoid check_cuda(int);\n{memory}"
+        "void run(const tilesparse::Pattern& pattern, int tokens, ts_stream_t stream) {\n"
+        f"std::vector<float> x, values, y;\n{on_gpu}{choice}}}\n"
+    )
+    run("g++", tmp_path / "others.cpp", *flags, "-fsyntax-only")
