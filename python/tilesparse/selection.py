@@ -29,8 +29,8 @@ from ._checks import (
 )
 from ._private import tf32_allowed
 from .errors import InvalidArgumentError, UnsupportedError
-from .linear import BlockSparseLinear, check_nm, check_nm_blocks, check_storage
-from .storage import QUANTIZED_BY_NAME
+from .linear import BlockSparseLinear
+from .storage import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
 
 OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
 KINDS = ("cpu", "cuda")  # likewise, device
@@ -98,17 +98,18 @@ class Device:
         text = str(what)
         kind, _, ordinal = text.partition(":")
         if kind in KINDS and (not ordinal or ordinal.isdecimal()):
-            return cls._of(_C.device_info(KINDS.index(kind), int(ordinal) if ordinal else -1))
+            return cls.of(_C.device_info(KINDS.index(kind), int(ordinal) if ordinal else -1))
         for name, (capability, multiprocessors, kibibytes) in _GPUS.items():
             if text == name or text == f"{capability[0]}.{capability[1]}":
                 return cls(name, capability, multiprocessors, kibibytes << 10)
         raise InvalidArgumentError(
-            f'device: "cpu", "cuda", "cuda:N", one of {list(_GPUS)}, or the compute capability of one of these '
-            f"expected, got {what!r}"
+            f'device: "cpu", "cuda", "cuda:N", one of {list(_GPUS)}, or the compute capability of one of '
+            f"these expected, got {what!r}"
         )
 
     @classmethod
-    def _of(cls, info: _C.DeviceInfo) -> Device:
+    def of(cls, info: _C.DeviceInfo) -> Device:
+        """What the native module says of one."""
         capability = divmod(info.compute_capability, 10) if info.device else None
         return cls(info.name, capability, info.multiprocessors, info.shared_memory)
 
@@ -197,7 +198,8 @@ class Product:
             raise InvalidArgumentError(f"layer: a BlockSparseLinear expected, got {type(layer).__name__}")
         bn, bk = layer.block_shape
         blocks = layer.out_features // bn * (layer.in_features // bk)
-        return cls.stored(
+        storage, nm = multiplied(op, layer.storage, layer.nm)
+        return cls(
             layer.in_features,
             layer.out_features,
             tokens,
@@ -205,19 +207,9 @@ class Product:
             (bn, bk),
             layer._dtype,
             op,
-            layer.storage,
-            layer.nm,
+            storage,
+            nm,
         )
-
-    @classmethod
-    def stored(cls, *fields: Any) -> Product:
-        """The same fields in their order, of a layer: wgrad is plain, and plain 2:4 is compressed."""
-        *first, op, storage, nm = fields
-        if op == "wgrad":
-            storage, nm = "plain", None
-        elif nm is not None and storage == "plain":
-            storage = "compressed"
-        return cls(*first, op, storage, nm)
 
     @property
     def nnz(self) -> int:
@@ -232,10 +224,8 @@ class Product:
     def descriptor(self, device: _C.DeviceInfo, *, policy: int = 0, prefer: str = "") -> _C.Product:
         """The same for the native module, without operands."""
         shape = self.out_features, self.in_features
-        layout, ldx, ldy = (
-            int(self.feature_major),
-            *((self.tokens,) * 2 if self.feature_major else shape[::-1]),
-        )
+        layout = int(self.feature_major)
+        ldx, ldy = (self.tokens, self.tokens) if layout else (self.in_features, self.out_features)
         quantized = QUANTIZED_BY_NAME.get(self.storage)
         return _C.Product(
             _C.Pattern(*self._blocks, *shape, self.nnz, 0, 0, 0),
@@ -270,6 +260,13 @@ class Product:
         return ", ".join(words)
 
 
+def multiplied(op: str, storage: str, nm: tuple[int, int] | None) -> tuple[str, tuple[int, int] | None]:
+    """Storage and nm of the values that a layer with these multiplies: its gradient is plain."""
+    if op == "wgrad":
+        return "plain", None
+    return "compressed" if nm is not None and storage == "plain" else storage, nm
+
+
 @dataclass(frozen=True)
 class KernelInfo:
     """One kernel of the library.
@@ -284,8 +281,8 @@ class KernelInfo:
         tile: tokens and features that are computed together; None where that is not fixed.
         max_tokens: for which it is made; None for any number.
         storages: of "plain" and "compressed", what values it reads as they are.
-        values_dtypes: of values of 8 bits that it reads as they are; empty: none, values have the dtype of the
-            activations.
+        values_dtypes: of values of 8 bits that it reads as they are; empty: none, values have the dtype of
+            the activations.
     """
 
     name: str
@@ -367,8 +364,8 @@ class KernelChoice:
         reason: why, with what was estimated or measured.
         microseconds: that are estimated for what was chosen; None where there is no estimate.
         runner_up: what has the least estimate of the other kernels, or None.
-        dense_microseconds: that are estimated for writing W out and the dense product; None where that was not
-            measured on such a device.
+        dense_microseconds: that are estimated for writing W out and the dense product; None where that was
+            not measured on such a device.
         candidates: all kernels that compute the product, the least estimate first, otherwise as the library
             prefers them.
         refused: why the other kernels of this kind of device do not, by name.
@@ -403,8 +400,8 @@ def choose(
 
     Args:
         product: its sizes, dtypes and storage.
-        device: see `Device.find`; a GPU need not be there. What `tilesparse.tune` has measured counts on devices
-            that are there.
+        device: see `Device.find`; a GPU need not be there. What `tilesparse.tune` has measured counts for
+            devices of the same name.
         policy: that of a layer: "sparse", "auto" or "dense".
 
     Raises:
@@ -458,10 +455,10 @@ def prefer(kernel: str) -> Iterator[None]:
     """Within it products run on kernels with a certain name or beginning of one, where these compute them.
 
     All others run on what is best; ``TILESPARSE_LOG=1`` and `choose` say which. It comes before
-    ``TILESPARSE_KERNEL``, what was measured, estimates, and the policy "auto", and counts for the whole process,
-    since backward passes run in threads of their own: for those that run within it, whenever their forward pass
-    did. Compiled code follows it but for what the policy "auto" has decided; a captured CUDA graph keeps its
-    kernels.
+    ``TILESPARSE_KERNEL``, what was measured, estimates, and the policy "auto". It counts for the whole
+    process, since backward passes run in threads of their own: for those that run within it, whenever their
+    forward pass did. Compiled code follows it but for what the policy "auto" has decided; a captured CUDA
+    graph keeps its kernels.
 
     Args:
         kernel: as "sm80_dds_nt_bf16_128x128", or the beginning of several names, as "sm80_".
@@ -472,8 +469,8 @@ def prefer(kernel: str) -> Iterator[None]:
     """
     if torch.compiler.is_compiling():
         raise UnsupportedError(
-            "tilesparse.prefer is within code that is compiled, where it would be lost; enter it around the call "
-            "of the compiled function"
+            "tilesparse.prefer is within code that is compiled, where it would be lost; enter it around the "
+            "call of the compiled function"
         )
     names = [known.name for known in kernels()]
     if not isinstance(kernel, str) or not kernel or not any(name.startswith(kernel) for name in names):
