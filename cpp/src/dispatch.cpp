@@ -136,8 +136,8 @@ void check_capability(const Device& device) {
     if (oldest == std::numeric_limits<int32_t>::max())
         fail(TS_UNSUPPORTED, "this library was built without CUDA kernels; compute on the CPU, or densely");
     if (capability < oldest)
-        fail(TS_UNSUPPORTED, "this GPU has compute capability ", capability / 10, '.', capability % 10,
-             ", and the kernels of this library need ", oldest / 10, '.', oldest % 10,
+        fail(TS_UNSUPPORTED, "this CUDA device has compute capability ", capability / 10, '.',
+             capability % 10, ", and the kernels of this library need ", oldest / 10, '.', oldest % 10,
              " or newer; compute on the CPU, or densely");
 }
 

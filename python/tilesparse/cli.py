@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -159,11 +160,11 @@ def _layer_options(tokens: Sequence[int] = ()) -> argparse.ArgumentParser:
 
 def info(arguments: argparse.Namespace) -> None:
     """Prints versions, devices, where dense is faster, which kernel the layer would use, and all kernels."""
+    absent = [Device.find(name).info() for name in arguments.gpu]
     print(f"tilesparse {_C.version()}, PyTorch {torch.__version__}, Python {platform.python_version()}")
     print(f"library: {LIBRARY}, ABI {_C.abi_version()}, for {_C.architectures()}")
     devices = []
-    absent = [Device.find(name).info() for name in arguments.gpu]
-    for device in (*_devices(), *absent):
+    for device in chain(_devices(), absent):
         print(_describe_device(device))
         print(_describe_storages(device))
         devices.append(device)
@@ -172,8 +173,9 @@ def info(arguments: argparse.Namespace) -> None:
     print(f"{_describe_layer(arguments)}:")
     for device in devices:
         for op in _chosen_ops(arguments):
+            where = device.name if device in absent else DEVICES[device.device]
             kernel_and_reason = _selection(_product(arguments, op, arguments.tokens), device)
-            print(f"  {DEVICES[device.device]:6}{op:9}{kernel_and_reason}")
+            print(f"  {where:6}{op:9}{kernel_and_reason}")
     print("kernels:")
     for kernel in _C.kernels():
         dtypes = _members(kernel.dtypes, DTYPES)
