@@ -16,7 +16,8 @@ except ImportError as error:
         raise  # the module's own check, which says what to do
     raise ImportError(
         f"tilesparse: the native module in {_HERE} cannot be loaded: {error}. If it is missing, the source "
-        f"tree comes before the installed package: leave that folder. Otherwise {_AGAIN}"
+        "tree comes before the installed package: leave that folder. If a symbol is, another libtilesparse "
+        f"comes before the package's own: see LD_LIBRARY_PATH. Otherwise {_AGAIN}"
     ) from error
 
 

@@ -191,7 +191,7 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
 
     def sparse() -> Tensor:
         if product.feature_major:
-            return functional.dsd(values, pattern, source.t(), transpose=not forward)
+            return functional.dsd(values, pattern, source.t(), transpose=not forward).t()
         return functional.dds(source, values, pattern, transpose=forward, metadata=metadata, scales=scales)
 
     def dense() -> Tensor:
