@@ -383,7 +383,8 @@ class KernelChoice:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.product}, on {self.device}:",
+            str(self.product),
+            f"  on {self.device}",
             f"  {self.kernel or 'dense'}: {self.reason}",
             f"  next: {self.runner_up or 'no other kernel computes it'}",
         ]
