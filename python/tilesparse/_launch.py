@@ -439,7 +439,8 @@ _preferences: list[str] = []
 
 
 @contextmanager
-def _ask_for(kernel: int) -> Iterator[None]:
+def ask_for(kernel: int) -> Iterator[None]:
+    """Within it products run on what the number stands for."""
     global _asked_kernel
     before, _asked_kernel = _asked_kernel, kernel
     try:
@@ -453,14 +454,14 @@ def use_kernel(name: str) -> AbstractContextManager[None]:
     names = [kernel.name for kernel in _kernels()]
     if name not in names:
         raise InvalidArgumentError(f"name: one of {names} expected, got {name!r}")
-    return _ask_for(names.index(name) + 1)
+    return ask_for(names.index(name) + 1)
 
 
 def prefer_kernels(prefix: str) -> AbstractContextManager[None]:
     """Within it products run on kernels whose names begin so, where these compute them."""
     if prefix not in _preferences:
         _preferences.append(prefix)
-    return _ask_for(-1 - _preferences.index(prefix))
+    return ask_for(-1 - _preferences.index(prefix))
 
 
 def preference() -> str:

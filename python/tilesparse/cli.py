@@ -35,7 +35,6 @@ STORED = (
         if storage or dtype
     )
 )
-LIBRARY = Path(_C.__file__).parent / "lib" / "libtilesparse.so"
 BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
 BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends, in a shell
 TUNED_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
@@ -162,7 +161,9 @@ def info(arguments: argparse.Namespace) -> None:
     """Prints versions, devices, where dense is faster, which kernel the layer would use, and all kernels."""
     absent = [Device.find(name).info() for name in arguments.gpu]
     print(f"tilesparse {_C.version()}, PyTorch {torch.__version__}, Python {platform.python_version()}")
-    print(f"library: {LIBRARY}, ABI {_C.abi_version()}, for {_C.architectures()}")
+    print(
+        f"library: {next(iter(_C.libraries()), _C.__file__)}, ABI {_C.abi_version()}, for {_C.architectures()}"
+    )
     devices = []
     for device in chain(_devices(), absent):
         print(_describe_device(device))

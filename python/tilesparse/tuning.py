@@ -153,11 +153,17 @@ def _measured(
 
 
 def _on_kernel(name: str, call: Call) -> Call:
+    asked = 1 + _number(name)
+
     def on_kernel() -> Any:
-        with _launch.use_kernel(name):
+        with _launch.ask_for(asked):
             return call()
 
     return on_kernel
+
+
+def _number(name: str) -> int:
+    return [kernel.name for kernel in kernels()].index(name)
 
 
 def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
@@ -230,11 +236,10 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
 
 def _add(measurement: Measurement) -> None:
     device = measurement.device.info()
-    kernel = [known.name for known in kernels()].index(measurement.kernel)
     _launch.add_measurement(
         measurement.product.descriptor(device),
         device,
-        kernel,
+        _number(measurement.kernel),
         measurement.microseconds[measurement.kernel],
         measurement.dense_microseconds,
     )

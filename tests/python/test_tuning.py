@@ -214,6 +214,21 @@ def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> 
         tuning.products_of(tmp_path, [1])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", selection.OPS)
+def test_kernels_of_a_gpu_are_measured(op: str) -> None:
+    product = Product(1024, 1024, 256, 0.25, 64, torch.bfloat16, op)
+    (measured,) = tilesparse.tune([product], "cuda", candidates=4, repetitions=5)
+    expected = [each.kernel for each in tilesparse.choose(product, "cuda").candidates[:4]]
+    assert sorted(measured.microseconds) == sorted(expected)
+    assert all(0 < time < 1e4 for time in (*measured.microseconds.values(), measured.dense_microseconds))
+    answer = tilesparse.choose(product, "cuda", policy="auto")
+    assert "measured" in answer.reason
+    fastest = measured.microseconds[measured.kernel]
+    assert answer.kernel == (None if measured.dense_microseconds < fastest else measured.kernel)
+    assert tuning.load() == ([measured], 0)
+
+
 # ---- bad input ----
 
 
