@@ -59,8 +59,7 @@ std::string advice(cudaError_t code) {
             return "; the driver shows this process no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES";
         case cudaErrorNoKernelImageForDevice:
             return "; the library has code for " + architectures() +
-                   ": build it for this GPU, see "
-                   "TILESPARSE_ARCHITECTURES";
+                   ": build it for this GPU, see TILESPARSE_ARCHITECTURES";
         default:
             return "";
     }

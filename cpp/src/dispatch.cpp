@@ -165,11 +165,13 @@ Preference preference_of(const Wish& wish) {
 }
 
 void check_preference(const Preference& preference) {
+    const auto& kernels = registry();
+    const auto fits = [&](const Kernel* kernel) {
+        return std::string_view(kernel->name).starts_with(preference.prefix);
+    };
+    if (std::any_of(kernels.begin(), kernels.end(), fits)) return;
     std::string names;
-    for (const Kernel* kernel : registry()) {
-        if (std::string_view(kernel->name).starts_with(preference.prefix)) return;
-        names += (names.empty() ? "" : ", ") + std::string(kernel->name);
-    }
+    for (const Kernel* kernel : kernels) names += (names.empty() ? "" : ", ") + std::string(kernel->name);
     fail(TS_INVALID_ARGUMENT, preference.by, " is ", preference.prefix,
          ", with which no kernel's name begins; there are ", names);
 }

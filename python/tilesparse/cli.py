@@ -161,9 +161,8 @@ def info(arguments: argparse.Namespace) -> None:
     """Prints versions, devices, where dense is faster, which kernel the layer would use, and all kernels."""
     absent = [Device.find(name).info() for name in arguments.gpu]
     print(f"tilesparse {_C.version()}, PyTorch {torch.__version__}, Python {platform.python_version()}")
-    print(
-        f"library: {next(iter(_C.libraries()), _C.__file__)}, ABI {_C.abi_version()}, for {_C.architectures()}"
-    )
+    library = next(iter(_C.libraries()), _C.__file__)
+    print(f"library: {library}, ABI {_C.abi_version()}, for {_C.architectures()}")
     devices = []
     for device in chain(_devices(), absent):
         print(_describe_device(device))

@@ -285,8 +285,8 @@ def status() -> str:
     """What the file has, in a line for people."""
     path = file()
     if path is None:
-        return f"measured kernels: none are read, {VARIABLE} is empty"
-    if not path.exists():
+        return f"measured kernels: none are kept, {VARIABLE} is empty or the user has no home"
+    if not os.path.exists(path):
         return f"measured kernels: none, there is no {path} (tilesparse tune makes it)"
     try:
         found, others = load(path)
@@ -306,12 +306,13 @@ _ADVICE = f"delete it, or name another file in {VARIABLE}"
 def file() -> Path | None:
     """Where measurements are kept: ``TILESPARSE_TUNE_FILE``, or tune.json in the user's cache of tilesparse.
 
-    None where the variable is empty: then no file is read or written.
+    None where the variable is empty, or the user has no home: then no file is read or written.
     """
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named) if named else None
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "tilesparse", "tune.json")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "tilesparse", "tune.json") if os.path.isabs(cache) else None
 
 
 def _read(path: Path) -> dict[str, Any]:

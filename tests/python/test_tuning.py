@@ -320,6 +320,8 @@ def test_the_file_is_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert tuning.file() == Path("/home/me/.cache/tilesparse/tune.json")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without one
+    assert tuning.file() is None and tuning.load() == ([], 0)
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,8 @@ TS_API ts_status_t ts_matmul_estimate(const ts_matmul_desc* desc, const ts_devic
  * round up to the same power of two, and a number of blocks that differs by at most an eighth (of several
  * measurements the nearest counts), on devices with the same name, compute capability and number of
  * multiprocessors; unless the kernel does not compute the product. A second measurement of the same product
- * replaces the first. ts_measurements_clear forgets all. */
+ * replaces the first. ts_measurements_clear forgets all. As both change what is chosen, set desc->kernel of
+ * products whose plans, workspaces or packed values are there already. */
 TS_API ts_status_t ts_measurement_add(const ts_matmul_desc* desc, const ts_device_info* device,
                                       int32_t kernel, double microseconds, double dense_microseconds);
 TS_API ts_status_t ts_measurements_clear(void);
