@@ -258,6 +258,7 @@ def load(path: Path | None = None) -> tuple[list[Measurement], int]:
         TuneFileError: the file is damaged, foreign or newer; then none counts.
     """
     _C.measurements_clear()
+    _launch.measurements_changed()
     path = path or file()
     found, others = ([], 0) if path is None else _measurements(path)
     try:
