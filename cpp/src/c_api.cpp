@@ -1,5 +1,6 @@
 // The public functions: each is one guard around calls into the library.
 
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -11,6 +12,7 @@
 #include "device_plan.h"
 #include "dispatch.h"
 #include "error.h"
+#include "measurements.h"
 #include "pattern.h"
 #include "plan.h"
 #include "problem.h"
@@ -63,8 +65,19 @@ void copy_name(char (&target)[size], const std::string& source) {
     source.copy(target, size - 1);
 }
 
-const Device& device_of(const Problem& problem) {
-    return problem.device == DeviceType::cpu ? cpu_device().properties : cuda_device(-1).properties;
+const NamedDevice& device_of(const Problem& problem) {
+    return problem.device == DeviceType::cpu ? cpu_device() : cuda_device(-1);
+}
+
+// It refers to the descriptor.
+Wish wish_of(const ts_matmul_desc& desc) { return {desc.kernel, desc.prefer, Policy::sparse}; }
+
+// The device that a caller describes, which must be of the kind that the problem is for.
+NamedDevice described_device(const ts_device_info* info, const Problem& problem) {
+    const NamedDevice device = check_device(read_struct(info, "device"));
+    require(device.properties.type == problem.device, "device.device is ", info->device,
+            ", but desc.device is ", static_cast<int32_t>(problem.device));
+    return device;
 }
 
 const Kernel& kernel_for(int32_t index, int32_t op) {
@@ -149,20 +162,20 @@ int32_t launch(const Problem& problem, const Device& device, const Choice& choic
 
 void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* stream) {
     const Problem problem = check_problem(desc, true);
-    const Device& device = device_of(problem);
-    const Choice choice = choose(problem, device, desc.kernel);
+    const NamedDevice& device = device_of(problem);
+    const Choice choice = choose(problem, device, wish_of(desc));
     const Kernel& kernel = *choice.kernel;
     check_plan(desc, problem, kernel);
     if (desc.packed != nullptr)
         check_area(desc.packed, desc.packed_bytes, packed_size(problem, choice), "packed", kernel);
-    check_area(workspace, bytes, workspace_size(problem, device, choice), "workspace", kernel);
+    check_area(workspace, bytes, workspace_size(problem, device.properties, choice), "workspace", kernel);
     log_choice(problem, device, choice);
-    check_launch(launch(problem, device, choice, workspace, stream), kernel.name);
+    check_launch(launch(problem, device.properties, choice, workspace, stream), kernel.name);
 }
 
 void pack_values(const ts_matmul_desc& desc, void* packed, size_t bytes, void* stream) {
     const Problem problem = check_problem(desc, false);
-    const Choice choice = choose(problem, device_of(problem), desc.kernel);
+    const Choice choice = choose(problem, device_of(problem), wish_of(desc));
     const Kernel& kernel = *choice.kernel;
     const size_t needed = packed_size(problem, choice);
     if (needed == 0) return;
@@ -274,12 +287,11 @@ ts_status_t ts_matmul_select(const ts_matmul_desc* source, const ts_device_info*
                              char* reason, size_t reason_bytes) {
     return guard([&] {
         const ts_matmul_desc desc = read_struct(source, "desc");
-        const Device device = check_device(read_struct(info, "device"));
         check_pointer(kernel, "kernel");
         const Problem problem = check_problem(desc, false);
-        require(device.type == problem.device, "device.device is ", info->device, ", but desc.device is ",
-                desc.device);
-        const Choice choice = choose(problem, device, desc.kernel, static_cast<Policy>(desc.policy));
+        const NamedDevice device = described_device(info, problem);
+        const Choice choice =
+            choose(problem, device, {desc.kernel, desc.prefer, static_cast<Policy>(desc.policy)});
         log_choice(problem, device, choice);
         *kernel = choice.index;
         if (reason == nullptr || reason_bytes == 0) return;
@@ -321,7 +333,7 @@ ts_status_t ts_values_packed_size(const ts_matmul_desc* source, size_t* bytes) {
         const ts_matmul_desc desc = read_struct(source, "desc");
         check_pointer(bytes, "bytes");
         const Problem problem = check_problem(desc, false);
-        *bytes = packed_size(problem, choose(problem, device_of(problem), desc.kernel));
+        *bytes = packed_size(problem, choose(problem, device_of(problem), wish_of(desc)));
     });
 }
 
@@ -335,8 +347,8 @@ ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* source, size_t* bytes
         const ts_matmul_desc desc = read_struct(source, "desc");
         check_pointer(bytes, "bytes");
         const Problem problem = check_problem(desc, false);
-        const Device& device = device_of(problem);
-        *bytes = workspace_size(problem, device, choose(problem, device, desc.kernel));
+        const NamedDevice& device = device_of(problem);
+        *bytes = workspace_size(problem, device.properties, choose(problem, device, wish_of(desc)));
     });
 }
 
@@ -411,4 +423,36 @@ ts_status_t ts_pattern_device_transpose(const ts_pattern* pattern, int32_t* col_
         transpose_on_device(check_pattern(pattern), col_ptr, row_idx, col_slot, workspace, workspace_bytes,
                             stream);
     });
+}
+
+ts_status_t ts_matmul_estimate(const ts_matmul_desc* source, const ts_device_info* info, int32_t kernel,
+                               double* microseconds) {
+    return guard([&] {
+        const ts_matmul_desc desc = read_struct(source, "desc");
+        check_pointer(microseconds, "microseconds");
+        const Problem problem = check_problem(desc, false);
+        const NamedDevice device = described_device(info, problem);
+        if (kernel != TS_EXPAND_AND_RUN_DENSE) kernel_at(kernel);
+        *microseconds = estimate(problem, device.properties, kernel).value_or(0);
+    });
+}
+
+ts_status_t ts_measurement_add(const ts_matmul_desc* source, const ts_device_info* info, int32_t kernel,
+                               double microseconds, double dense_microseconds) {
+    return guard([&] {
+        const ts_matmul_desc desc = read_struct(source, "desc");
+        const Problem problem = check_problem(desc, false);
+        const NamedDevice device = described_device(info, problem);
+        kernel_at(kernel);
+        require(microseconds > 0 && std::isfinite(microseconds), "microseconds is ", microseconds,
+                "; a number above 0 is expected");
+        require(dense_microseconds >= 0 && std::isfinite(dense_microseconds), "dense_microseconds is ",
+                dense_microseconds, "; 0 or a number above it is expected");
+        estimate(problem, device.properties, kernel);  // refuses a kernel that does not compute it
+        add_measurement(problem, device, {kernel, microseconds, dense_microseconds});
+    });
+}
+
+ts_status_t ts_measurements_clear(void) {
+    return guard([] { clear_measurements(); });
 }

@@ -5,6 +5,7 @@
 
 #include "cpu/cpu.h"
 #include "error.h"
+#include "registry.h"
 
 #ifdef TILESPARSE_CUDA
 #include <cuda_runtime_api.h>
@@ -28,10 +29,46 @@ void forget(cudaError_t code) {
     if (cudaPeekAtLastError() == code) cudaGetLastError();
 }
 
+std::string version_text(int version) {
+    return std::to_string(version / 1000) + '.' + std::to_string(version % 1000 / 10);
+}
+
+// What the CUDA version of the driver, 0 without one, is to that with which this library was built.
+std::string describe_driver() {
+    int driver = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+    if (driver == 0)
+        return "there is no NVIDIA driver (libcuda.so.1); install one, in a container give it the GPU, or "
+               "compute on the CPU";
+    return "the NVIDIA driver is for CUDA " + version_text(driver) +
+           " and this library was built with CUDA " + version_text(CUDART_VERSION) +
+           "; install a driver for CUDA " + std::to_string(CUDART_VERSION / 1000) +
+           ".0 or newer, build the library with the older CUDA, or compute on the CPU";
+}
+
+// What to do about an error, where that is known.
+std::string advice(cudaError_t code) {
+    switch (code) {
+        case cudaErrorInsufficientDriver:
+        case cudaErrorUnsupportedPtxVersion:
+            return "; " + describe_driver();
+        case cudaErrorStubLibrary:
+            return "; the libcuda.so.1 that was found is the stub for linking; take its folder from "
+                   "LD_LIBRARY_PATH";
+        case cudaErrorNoDevice:
+            return "; the driver shows this process no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES";
+        case cudaErrorNoKernelImageForDevice:
+            return "; the library has code for " + architectures() +
+                   ": build it for this GPU, see TILESPARSE_ARCHITECTURES";
+        default:
+            return "";
+    }
+}
+
 void check_device_call(cudaError_t code) {
     if (code == cudaSuccess) return;
     forget(code);
-    fail(TS_NO_DEVICE, "no usable CUDA device: ", cudaGetErrorString(code));
+    fail(TS_NO_DEVICE, "no usable CUDA device: ", cudaGetErrorString(code), advice(code));
 }
 
 NamedDevice query_device(int32_t ordinal) {
@@ -58,7 +95,7 @@ void check_launch(int32_t code, const char* kernel) {
     const auto error = static_cast<cudaError_t>(code);
     if (error == cudaSuccess) return;
     forget(error);
-    fail(TS_CUDA_ERROR, kernel, ": ", cudaGetErrorString(error));
+    fail(TS_CUDA_ERROR, kernel, ": ", cudaGetErrorString(error), advice(error));
 }
 
 #else

@@ -1,5 +1,6 @@
 #include "dispatch.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
@@ -109,17 +110,39 @@ Choice best(const Problem& problem, const Device& device, std::string_view prefi
     return choice;
 }
 
-Choice force(const Problem& problem, const Device& device, int32_t forced) {
-    const auto& kernels = registry();
-    require(forced <= static_cast<int32_t>(kernels.size()) && forced > 0, "kernel is ", forced,
-            "; allowed are 0 to ", kernels.size());
-    const Kernel& kernel = *kernels[forced - 1];
+// A kernel by its place in the registry, which must compute the problem.
+const Kernel& checked_kernel(const Problem& problem, const Device& device, int32_t index) {
+    const Kernel& kernel = *registry()[index];
     if (const char* reason = why_not(kernel, problem, device))
         fail(TS_UNSUPPORTED, "kernel ", kernel.name, " cannot compute this: ", reason);
+    return kernel;
+}
+
+Choice force(const Problem& problem, const Device& device, int32_t forced) {
+    const size_t count = registry().size();
+    require(forced <= static_cast<int32_t>(count) && forced > 0, "kernel is ", forced, "; allowed are 0 to ",
+            count);
+    const Kernel& kernel = checked_kernel(problem, device, forced - 1);
     return {forced - 1, &kernel, "the caller names it", expands(kernel, problem)};
 }
 
+// Of a GPU that is older than all kernels, which is no matter of the product.
+void check_capability(const Device& device) {
+    if (device.type == DeviceType::cpu) return;
+    int32_t oldest = std::numeric_limits<int32_t>::max();
+    for (const Kernel* kernel : registry())
+        if (kernel->device == DeviceType::cuda) oldest = std::min(oldest, kernel->min_compute_capability);
+    const int32_t capability = device.compute_capability;
+    if (oldest == std::numeric_limits<int32_t>::max())
+        fail(TS_UNSUPPORTED, "this library was built without CUDA kernels; compute on the CPU, or densely");
+    if (capability < oldest)
+        fail(TS_UNSUPPORTED, "this CUDA device has compute capability ", capability / 10, '.',
+             capability % 10, ", and the kernels of this library need ", oldest / 10, '.', oldest % 10,
+             " or newer; compute on the CPU, or densely");
+}
+
 [[noreturn]] void fail_unsupported(const Problem& problem, const Device& device) {
+    check_capability(device);
     std::string refusals;
     for (const Kernel* kernel : registry())
         if (kernel->device == device.type && kernel->covers(problem.op) && kernel->covers(problem.dtype))
@@ -129,43 +152,65 @@ Choice force(const Problem& problem, const Device& device, int32_t forced) {
          " on ", device.type == DeviceType::cpu ? "the CPU" : "this CUDA device", refusals);
 }
 
-bool is_known(const std::string& prefix) {
-    for (const Kernel* kernel : registry())
-        if (std::string_view(kernel->name).starts_with(prefix)) return true;
-    return false;
+// The beginning of the names of kernels that are preferred, by the caller or else by the environment.
+struct Preference {
+    std::string_view prefix;
+    const char* by;  // whom
+    const char* reason;
+};
+
+Preference preference_of(const Wish& wish) {
+    if (!wish.prefer.empty()) return {wish.prefer, "prefer", "the caller prefers it"};
+    return {settings().kernel, "TILESPARSE_KERNEL", "TILESPARSE_KERNEL names it"};
 }
 
-void check_setting(const std::string& prefix) {
-    static const bool known = is_known(prefix);
-    if (known) return;
+void check_preference(const Preference& preference) {
+    const auto& kernels = registry();
+    const auto fits = [&](const Kernel* kernel) {
+        return std::string_view(kernel->name).starts_with(preference.prefix);
+    };
+    if (std::any_of(kernels.begin(), kernels.end(), fits)) return;
     std::string names;
-    for (const Kernel* kernel : registry()) names += (names.empty() ? "" : ", ") + std::string(kernel->name);
-    fail(TS_INVALID_ARGUMENT, "TILESPARSE_KERNEL is ", prefix,
+    for (const Kernel* kernel : kernels) names += (names.empty() ? "" : ", ") + std::string(kernel->name);
+    fail(TS_INVALID_ARGUMENT, preference.by, " is ", preference.prefix,
          ", with which no kernel's name begins; there are ", names);
 }
 
-// The best of the kernels that TILESPARSE_KERNEL names, or of all if it names none that computes the problem.
-Choice best_named(const Problem& problem, const Device& device) {
-    const std::string& prefix = settings().kernel;
-    check_setting(prefix);
-    Choice choice = best(problem, device, prefix);
-    if (prefix.empty()) return choice;
-    if (choice.kernel == nullptr) return best(problem, device, "");
-    choice.reason = "TILESPARSE_KERNEL names it";
-    return choice;
+// What was measured, as far as the kernel computes this problem, too.
+Choice best_measured(const Problem& problem, const NamedDevice& device) {
+    const std::optional<Measurement> found = find_measurement(problem, device);
+    if (!found) return {TS_EXPAND_AND_RUN_DENSE, nullptr, nullptr};
+    const Kernel& kernel = *registry()[found->kernel];
+    if (why_not(kernel, problem, device.properties)) return {TS_EXPAND_AND_RUN_DENSE, nullptr, nullptr};
+    return {found->kernel, &kernel, "the fastest when measured on this device", expands(kernel, problem),
+            found};
 }
 
-bool is_named(const Choice& choice) {
-    const std::string& prefix = settings().kernel;
-    return !prefix.empty() && choice.kernel != nullptr &&
-           std::string_view(choice.kernel->name).starts_with(prefix);
+// The best of the kernels that are preferred, or of all if none of these computes the problem.
+Choice best_wished(const Problem& problem, const NamedDevice& device, const Preference& preference) {
+    if (!preference.prefix.empty()) {
+        check_preference(preference);
+        Choice choice = best(problem, device.properties, preference.prefix);
+        choice.reason = preference.reason;
+        if (choice.kernel != nullptr) return choice;
+    }
+    const Choice choice = best_measured(problem, device);
+    return choice.kernel != nullptr ? choice : best(problem, device.properties, "");
+}
+
+bool is_preferred(const Choice& choice, const Preference& preference) {
+    return !preference.prefix.empty() && choice.kernel != nullptr &&
+           std::string_view(choice.kernel->name).starts_with(preference.prefix);
 }
 
 // Why dense is chosen, or nullptr if the best kernel is.
-const char* why_dense(const Choice& sparse, const Problem& problem, const Device& device, Policy policy) {
+const char* why_dense(const Choice& sparse, const Problem& problem, const Device& device,
+                      const Preference& preference, Policy policy) {
     if (policy == Policy::dense) return "the caller asks for dense";
-    if (policy == Policy::sparse || is_named(sparse)) return nullptr;
+    if (policy == Policy::sparse || is_preferred(sparse, preference)) return nullptr;
     if (sparse.kernel == nullptr) return "no kernel computes it";
+    if (sparse.measured && sparse.measured->dense > 0)
+        return sparse.measured->dense < sparse.measured->time ? "dense was measured to be faster" : nullptr;
     const std::optional<double> time = estimate_of(*sparse.kernel, problem, device),
                                 dense = estimate_of_dense(problem, device);
     return time && dense && *dense < *time ? "dense is estimated to be faster" : nullptr;
@@ -194,28 +239,40 @@ Problem expanded(const Problem& problem, void* plain) {
     return result;
 }
 
-Choice choose(const Problem& problem, const Device& device, int32_t forced, Policy policy) {
-    if (forced != 0) return force(problem, device, forced);
-    const Choice choice = best_named(problem, device);
-    if (const char* reason = why_dense(choice, problem, device, policy))
-        return {TS_EXPAND_AND_RUN_DENSE, choice.kernel, reason};
-    if (choice.kernel == nullptr) fail_unsupported(problem, device);
+Choice choose(const Problem& problem, const NamedDevice& device, const Wish& wish) {
+    if (wish.kernel != 0) return force(problem, device.properties, wish.kernel);
+    const Preference preference = preference_of(wish);
+    const Choice choice = best_wished(problem, device, preference);
+    if (const char* reason = why_dense(choice, problem, device.properties, preference, wish.policy))
+        return {TS_EXPAND_AND_RUN_DENSE, choice.kernel, reason, false, choice.measured};
+    if (choice.kernel == nullptr) fail_unsupported(problem, device.properties);
     return choice;
 }
 
-std::string explain(const Problem& problem, const Device& device, const Choice& choice) {
+std::optional<double> estimate(const Problem& problem, const Device& device, int32_t kernel) {
+    if (kernel == TS_EXPAND_AND_RUN_DENSE) return estimate_of_dense(problem, device);
+    return estimate_of(checked_kernel(problem, device, kernel), problem, device);
+}
+
+std::string explain(const Problem& problem, const NamedDevice& device, const Choice& choice) {
     std::string text = choice.reason;
     if (choice.expands) text += "; it is given expanded values";
-    const std::optional<double> dense = estimate_of_dense(problem, device);
+    const std::string by = choice.index < 0 && choice.kernel != nullptr
+                               ? std::string(" by ") + choice.kernel->name
+                               : std::string();
+    if (choice.measured) {
+        text += microseconds("; measured", choice.measured->time) + by;
+        return choice.measured->dense > 0 ? text + microseconds(", dense", choice.measured->dense) : text;
+    }
+    const std::optional<double> dense = estimate_of_dense(problem, device.properties);
     if (choice.kernel != nullptr)
-        if (const std::optional<double> time = estimate_of(*choice.kernel, problem, device))
-            text += microseconds("; estimated", *time) +
-                    (choice.index < 0 ? std::string(" by ") + choice.kernel->name : "");
-    if (device.type == DeviceType::cpu) return text;
+        if (const std::optional<double> time = estimate_of(*choice.kernel, problem, device.properties))
+            text += microseconds("; estimated", *time) + by;
+    if (device.properties.type == DeviceType::cpu) return text;
     return text + (dense ? microseconds(", dense", *dense) : ", dense was not measured on such a device");
 }
 
-void log_choice(const Problem& problem, const Device& device, const Choice& choice) {
+void log_choice(const Problem& problem, const NamedDevice& device, const Choice& choice) {
     if (!settings().log) return;
     const Pattern& pattern = problem.pattern;
     std::ostringstream line;

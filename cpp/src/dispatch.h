@@ -2,35 +2,50 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "common/problem.h"
+#include "measurements.h"
 
 namespace ts {
 
 // What may be chosen: see TS_POLICY_SPARSE and those after it.
 enum class Policy : int32_t { sparse = 0, automatic = 1, dense = 2 };
 
+// What a caller asks for besides the product.
+struct Wish {
+    int32_t kernel = 0;            // ts_matmul_desc.kernel
+    std::string_view prefer = {};  // ts_matmul_desc.prefer
+    Policy policy = Policy::sparse;
+};
+
 struct Choice {
     int32_t index;         // in the registry, or TS_EXPAND_AND_RUN_DENSE
     const Kernel* kernel;  // the best one, also where dense is chosen; nullptr if none computes the problem
     const char* reason;
-    bool expands = false;  // the kernel is given the expansion of the values
+    bool expands = false;                      // the kernel is given the expansion of the values
+    std::optional<Measurement> measured = {};  // by which was chosen
 };
 
 // The problem as such a kernel is given it, with plain values, wherever they lie.
 Problem expanded(const Problem& problem, void* plain);
 
-// A function of the problem (shapes, layouts, flags), the device and TILESPARSE_KERNEL, which is read before
-// the first choice. `forced` is ts_matmul_desc.kernel and comes before the policy. Throws TS_UNSUPPORTED,
-// saying what was refused and why, where dense is not allowed and no kernel computes the problem, and
-// TS_INVALID_ARGUMENT where TILESPARSE_KERNEL names no kernel.
-Choice choose(const Problem& problem, const Device& device, int32_t forced, Policy policy = Policy::sparse);
+// A function of the problem (shapes, layouts, flags), the device, the wish, TILESPARSE_KERNEL, which is read
+// before the first choice, and measurements. The kernel that is wished comes before the policy. Throws
+// TS_UNSUPPORTED, saying what was refused and why, where dense is not allowed and no kernel computes the
+// problem, and TS_INVALID_ARGUMENT where the preference, or TILESPARSE_KERNEL, names no kernel.
+Choice choose(const Problem& problem, const NamedDevice& device, const Wish& wish);
 
-// The reason and, where there are any, the estimates.
-std::string explain(const Problem& problem, const Device& device, const Choice& choice);
+// The reason and, where there are any, the times.
+std::string explain(const Problem& problem, const NamedDevice& device, const Choice& choice);
+
+// Microseconds that are estimated for a kernel in the registry, or TS_EXPAND_AND_RUN_DENSE. Throws
+// TS_UNSUPPORTED where the kernel does not compute the problem.
+std::optional<double> estimate(const Problem& problem, const Device& device, int32_t kernel);
 
 // With TILESPARSE_LOG=1, one line on standard error per shape: what was chosen and why.
-void log_choice(const Problem& problem, const Device& device, const Choice& choice);
+void log_choice(const Problem& problem, const NamedDevice& device, const Choice& choice);
 
 }  // namespace ts

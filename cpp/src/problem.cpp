@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <limits>
 
 #include "abi.h"
@@ -242,6 +243,8 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.precision = check_enum<Precision>(desc.precision, 2, "precision");
     problem.accumulate = check_enum<int32_t>(desc.accumulate, 2, "accumulate") == 1;
     check_enum<int32_t>(desc.policy, 3, "policy");
+    require(std::memchr(desc.prefer, 0, sizeof desc.prefer) != nullptr, "prefer has ", sizeof desc.prefer,
+            " characters without a zero; the last one must be zero");
     require(desc.reserved == 0, "reserved is ", desc.reserved, "; it must be 0");
     require(desc.tokens >= 0 && desc.tokens <= kMaxExtent, "tokens is ", desc.tokens, "; allowed are 0 to ",
             kMaxExtent);
@@ -307,7 +310,7 @@ void check_compression(const Compression& compression) {
     require(!overlap(written[0].span, written[1].span), "compressed and metadata overlap in memory");
 }
 
-Device check_device(const ts_device_info& info) {
+NamedDevice check_device(const ts_device_info& info) {
     constexpr int32_t kMaxProcessors = 1 << 16, kMaxSharedBytes = 1 << 24;
     const auto type = check_enum<DeviceType>(info.device, 2, "device.device");
     const bool is_cuda = type == DeviceType::cuda;
@@ -317,9 +320,11 @@ Device check_device(const ts_device_info& info) {
         return value;
     };
     check(info.reserved, 0, 0, "reserved");
-    return {type, check(info.compute_capability, is_cuda ? 10 : 0, is_cuda ? 999 : 0, "compute_capability"),
-            check(info.multiprocessors, 1, kMaxProcessors, "multiprocessors"),
-            check(info.shared_memory, 0, is_cuda ? kMaxSharedBytes : 0, "shared_memory")};
+    const Device properties{
+        type, check(info.compute_capability, is_cuda ? 10 : 0, is_cuda ? 999 : 0, "compute_capability"),
+        check(info.multiprocessors, 1, kMaxProcessors, "multiprocessors"),
+        check(info.shared_memory, 0, is_cuda ? kMaxSharedBytes : 0, "shared_memory")};
+    return {properties, std::string(info.name, strnlen(info.name, sizeof info.name))};
 }
 
 const char* to_string(Op op) { return kOps[static_cast<size_t>(op)]; }

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "common/problem.h"
+#include "device.h"
 #include "tilesparse/tilesparse.h"
 
 namespace ts {
@@ -37,7 +38,7 @@ DeviceType check_device_type(int32_t device);
 DType check_value_dtype(int32_t dtype);
 
 // What kernels are chosen by, as a caller describes it.
-Device check_device(const ts_device_info& info);
+NamedDevice check_device(const ts_device_info& info);
 
 // Blocks along each dimension.
 inline int64_t block_row_count(const Pattern& pattern) { return pattern.out_features / pattern.block_rows; }

@@ -7,12 +7,16 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <dlfcn.h>
+#include <link.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -81,9 +85,20 @@ ts_pattern make_pattern(int32_t block_rows, int32_t block_cols, int64_t out_feat
     return pattern;
 }
 
+// Copies a text into a field, and leaves a zero behind it; what is too long is no name.
+template <size_t size>
+void copy_text(char (&target)[size], const std::string& source, const char* name) {
+    if (source.size() >= size)
+        throw nb::value_error((std::string(name) + ": at most " + std::to_string(size - 1) +
+                               " bytes expected, got " + std::to_string(source.size()))
+                                  .c_str());
+    source.copy(target, size - 1);
+}
+
 ts_device_info make_device(int32_t device, int32_t compute_capability, int32_t multiprocessors,
-                           int32_t shared_memory) {
+                           int32_t shared_memory, const std::string& name) {
     auto info = make<ts_device_info>();
+    copy_text(info.name, name, "name");
     info.device = device;
     info.compute_capability = compute_capability;
     info.multiprocessors = multiprocessors;
@@ -157,7 +172,7 @@ class Product {
     Product(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int64_t tokens,
             int32_t activation, int32_t precision, bool accumulate, int32_t kernel, int32_t policy,
             int32_t x_layout, int64_t ldx, int32_t y_layout, int64_t ldy, bool residual, int64_t ldr,
-            int32_t storage, int32_t values_dtype, bool row_scales)
+            int32_t storage, int32_t values_dtype, bool row_scales, const std::string& prefer)
         : pattern_(pattern), desc_(make<ts_matmul_desc>()) {
         desc_.op = op;
         desc_.dtype = dtype;
@@ -175,6 +190,7 @@ class Product {
         desc_.storage = storage;
         desc_.values_dtype = values_dtype + 1;
         desc_.row_scales = row_scales;
+        copy_text(desc_.prefer, prefer, "prefer");
     }
 
     // The kernel for that device, or TS_EXPAND_AND_RUN_DENSE, and why.
@@ -182,6 +198,20 @@ class Product {
         char reason[256];
         const int32_t index = choose(device, reason, sizeof reason);
         return {index, reason};
+    }
+
+    // Microseconds, 0 where there is no estimate.
+    double estimate(const ts_device_info& device, int32_t kernel) const {
+        const auto desc = described();
+        double microseconds = 0;
+        check(ts_matmul_estimate(&desc, &device, kernel, &microseconds));
+        return microseconds;
+    }
+
+    void add_measurement(const ts_device_info& device, int32_t kernel, double microseconds,
+                         double dense_microseconds) const {
+        const auto desc = described();
+        check(ts_measurement_add(&desc, &device, kernel, microseconds, dense_microseconds));
     }
 
     // Settles on the kernel for the current device: its index, and the `plan` of its ts_kernel_info.
@@ -590,6 +620,34 @@ class Calls {
     std::unordered_map<Key, std::shared_ptr<const Call>, KeyHash> calls_;
 };
 
+// The files of all libtilesparse that this process has loaded.
+std::vector<std::string> libraries() {
+    std::vector<std::string> found;
+    const auto look = [](dl_phdr_info* info, size_t, void* data) {
+        const std::string_view path = info->dlpi_name == nullptr ? "" : info->dlpi_name;
+        if (path.substr(path.rfind('/') + 1).starts_with("libtilesparse"))
+            static_cast<std::vector<std::string>*>(data)->emplace_back(path);
+        return 0;
+    };
+    dl_iterate_phdr(look, &found);
+    return found;
+}
+
+// What the loader has found need not be the library that this module was built with: LD_LIBRARY_PATH comes
+// before the package's own folder, and a program may have loaded one of its own.
+void check_library() {
+    if (std::string_view(ts_version()) == TS_VERSION && ts_abi_version() == TS_ABI_VERSION) return;
+    Dl_info info{};
+    dladdr(reinterpret_cast<const void*>(&ts_version), &info);
+    const std::string text =
+        std::string("the library ") + (info.dli_fname == nullptr ? "libtilesparse" : info.dli_fname) +
+        " is tilesparse " + ts_version() + " (ABI " + std::to_string(ts_abi_version()) +
+        "), and this Python package is " TS_VERSION " (ABI " + std::to_string(TS_ABI_VERSION) +
+        "); install the package again, and see that neither LD_LIBRARY_PATH nor the "
+        "program that Python runs in brings another libtilesparse";
+    throw nb::import_error(text.c_str());
+}
+
 }  // namespace
 
 NB_MODULE(_C, m) {
@@ -612,11 +670,11 @@ NB_MODULE(_C, m) {
         .def(
             "__init__",
             [](ts_device_info* self, int32_t device, int32_t compute_capability, int32_t multiprocessors,
-               int32_t shared_memory) {
-                new (self)
-                    ts_device_info(make_device(device, compute_capability, multiprocessors, shared_memory));
+               int32_t shared_memory, const std::string& name) {
+                new (self) ts_device_info(
+                    make_device(device, compute_capability, multiprocessors, shared_memory, name));
             },
-            "device"_a, "compute_capability"_a, "multiprocessors"_a, "shared_memory"_a)
+            "device"_a, "compute_capability"_a, "multiprocessors"_a, "shared_memory"_a, "name"_a = "")
         .def_ro("device", &ts_device_info::device)
         .def_ro("compute_capability", &ts_device_info::compute_capability)
         .def_ro("multiprocessors", &ts_device_info::multiprocessors)
@@ -639,11 +697,15 @@ NB_MODULE(_C, m) {
 
     nb::class_<Product>(m, "Product")
         .def(nb::init<const ts_pattern&, int32_t, int32_t, int32_t, int64_t, int32_t, int32_t, bool, int32_t,
-                      int32_t, int32_t, int64_t, int32_t, int64_t, bool, int64_t, int32_t, int32_t, bool>(),
+                      int32_t, int32_t, int64_t, int32_t, int64_t, bool, int64_t, int32_t, int32_t, bool,
+                      const std::string&>(),
              "pattern"_a, "op"_a, "dtype"_a, "device"_a, "tokens"_a, nb::kw_only(), "activation"_a = 0,
              "precision"_a = 0, "accumulate"_a = false, "kernel"_a = 0, "policy"_a = 0, "x_layout"_a = 0,
              "ldx"_a = 0, "y_layout"_a = 0, "ldy"_a = 0, "residual"_a = false, "ldr"_a = 0, "storage"_a = 0,
-             "values_dtype"_a = -1, "row_scales"_a = false)
+             "values_dtype"_a = -1, "row_scales"_a = false, "prefer"_a = "")
+        .def("estimate", &Product::estimate, "device_info"_a, "kernel"_a)
+        .def("add_measurement", &Product::add_measurement, "device_info"_a, "kernel"_a, "microseconds"_a,
+             "dense_microseconds"_a)
         .def("select", &Product::select, "device_info"_a)
         .def("resolve", &Product::resolve)
         .def("use_plan", &Product::use_plan, "plan"_a, "bytes"_a, "key"_a)
@@ -697,6 +759,9 @@ NB_MODULE(_C, m) {
         .def("clear", &Calls::clear)
         .def("__len__", &Calls::size);
 
+    check_library();
+    m.def("libraries", &libraries);
+    m.def("measurements_clear", [] { check(ts_measurements_clear()); });
     m.def("version", [] { return std::string(ts_version()); });
     m.def("abi_version", &ts_abi_version);
     m.def("architectures", [] { return std::string(ts_architectures()); });

@@ -1,5 +1,7 @@
 """Block-sparse linear layers that are faster than dense ones."""
 
+from . import _belongs  # isort: split
+
 from . import (
     _peft,
     _transformers,
@@ -12,8 +14,8 @@ from . import (
     recover,
     storage,
     train,
+    tuning,
 )
-from ._C import version as _version
 from .checkpoint import load, save
 from .errors import (
     CheckpointError,
@@ -25,6 +27,7 @@ from .errors import (
     NoDeviceError,
     PatternChangedError,
     TileSparseError,
+    TuneFileError,
     UnsupportedError,
     UnsynchronizedPatternError,
 )
@@ -33,9 +36,12 @@ from .matrix import BlockSparseMatrix
 from .patch import BlockSparseModelPatcher, PatchReport
 from .pattern import BlockPattern
 from .pseudo import PseudoBlockSparseLinear
+from .selection import Device, KernelChoice, KernelInfo, Product, choose, kernels, prefer
+from .tuning import Measurement, tune
 
-__version__ = _version()
+__version__ = _belongs.VERSION
 
+tuning.load_on_import()
 _peft.register()
 _transformers.register()
 
@@ -47,26 +53,37 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "CudaError",
+    "Device",
     "InternalError",
     "InvalidArgumentError",
     "InvalidPatternError",
+    "KernelChoice",
+    "KernelInfo",
+    "Measurement",
     "NoDeviceError",
     "PatchReport",
     "PatternChangedError",
+    "Product",
     "PseudoBlockSparseLinear",
     "TileSparseError",
+    "TuneFileError",
     "UnsupportedError",
     "UnsynchronizedPatternError",
     "__version__",
     "checkpoint",
+    "choose",
     "errors",
     "functional",
+    "kernels",
     "load",
     "parallel",
     "plot",
+    "prefer",
     "prune",
     "recover",
     "save",
     "storage",
     "train",
+    "tune",
+    "tuning",
 ]

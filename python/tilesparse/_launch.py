@@ -7,7 +7,7 @@ memory, when they were written to: graphs that were captured follow a pattern th
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -431,21 +431,57 @@ def update_of(index: Index) -> Iterator[None]:
 
 # ---- products ----
 
-_forced_kernel = 0
+# What products are to run on: 0 whichever is best; k the kernel k - 1 of ``_C.kernels()`` and no other; -k
+# those whose names begin with ``_preferences[k - 1]``, where one of them computes the product. One for the
+# process, not for a thread: backward passes run in threads of PyTorch's.
+_asked_kernel = 0
+_preferences: list[str] = []
 
 
 @contextmanager
-def use_kernel(name: str) -> Iterator[None]:
-    """Within it every product runs on the named kernel of ``_C.kernels()``, or raises."""
-    global _forced_kernel
-    names = [kernel.name for kernel in _C.kernels()]
-    if name not in names:
-        raise InvalidArgumentError(f"name: one of {names} expected, got {name!r}")
-    before, _forced_kernel = _forced_kernel, names.index(name) + 1
+def ask_for(kernel: int) -> Iterator[None]:
+    """Within it products run on what the number stands for."""
+    global _asked_kernel
+    before, _asked_kernel = _asked_kernel, kernel
     try:
         yield
     finally:
-        _forced_kernel = before
+        _asked_kernel = before
+
+
+def use_kernel(name: str) -> AbstractContextManager[None]:
+    """Within it every product runs on the named kernel of ``_C.kernels()``, or raises."""
+    names = [kernel.name for kernel in _kernels()]
+    if name not in names:
+        raise InvalidArgumentError(f"name: one of {names} expected, got {name!r}")
+    return ask_for(names.index(name) + 1)
+
+
+def prefer_kernels(prefix: str) -> AbstractContextManager[None]:
+    """Within it products run on kernels whose names begin so, where these compute them."""
+    if prefix not in _preferences:
+        _preferences.append(prefix)
+    return ask_for(-1 - _preferences.index(prefix))
+
+
+def preference() -> str:
+    """What kernels' names are to begin with, or nothing."""
+    return _preferences[-1 - _asked_kernel] if _asked_kernel < 0 else ""
+
+
+def add_measurement(
+    product: _C.Product, device: _C.DeviceInfo, kernel: int, microseconds: float, dense_microseconds: float
+) -> None:
+    """See ``ts_measurement_add``; `measurements_changed` is to be called after the last."""
+    product.add_measurement(device, kernel, microseconds, dense_microseconds)
+    _devices_to_choose_for.add(("cpu", "cuda")[device.device])
+
+
+def measurements_changed() -> None:
+    """Has every product choose anew."""
+    _selected.cache_clear()
+    for entry in list(_entries.values()):
+        entry._forget_calls()
 
 
 # All that decides whether a product can run, and how, makes up a key, but for the alignment of its
@@ -469,7 +505,7 @@ def dds(
     if transposed:
         check_nothing_added(bias, residual, activation)
         pattern, op = pattern.transposed(), DDS_NN - op
-    request = op, source, values, bias, residual, activation, feature_major, metadata, scales, _forced_kernel
+    request = op, source, values, bias, residual, activation, feature_major, metadata, scales, _asked_kernel
     result = pattern.run(*request)
     if result is not None:
         return result
@@ -530,7 +566,7 @@ def dds(
 
 def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
     """yᵀ x on the pattern."""
-    result = pattern.run(SDD_TN, y, x, None, None, 0, False, None, None, _forced_kernel)
+    result = pattern.run(SDD_TN, y, x, None, None, 0, False, None, None, _asked_kernel)
     if result is not None:
         return result
     out = x.new_empty(*pattern.values_shape)
@@ -698,13 +734,17 @@ def multiplies_compressed(x: Tensor, index: Index) -> bool:
 
 def _to_choose_by(x: Tensor, index: Index) -> tuple[Any, ...] | None:
     """What of a product decides on its kernel; None where there is none to choose."""
-    if x.device.type != "cuda" or x.dtype not in DTYPES:
+    if x.device.type not in _devices_to_choose_for or x.dtype not in DTYPES:
         return None
     tokens, nnz = _tokens(x.numel() // index.shape[1]), index.col_indices.shape[0]
     if tokens is None:
         return None
-    tf32 = x.dtype == torch.float32 and tf32_allowed()
+    tf32 = x.is_cuda and x.dtype == torch.float32 and tf32_allowed()
     return tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32
+
+
+# Where there is something to choose by: estimates, or on the CPU what was measured.
+_devices_to_choose_for = {"cuda"}
 
 
 def _tokens(tokens: int) -> int | None:
@@ -725,12 +765,12 @@ def _tokens(tokens: int) -> int | None:
 
 @constant_when_compiled
 def _is_dense_faster(*what: Any) -> bool:
-    return _selected(*what) == EXPAND_AND_RUN_DENSE
+    return _selected(*what, preference()) == EXPAND_AND_RUN_DENSE
 
 
 @constant_when_compiled
 def _is_compressed_read(*what: Any) -> bool:
-    return bool(_kernels()[_selected(*what)].storages >> _COMPRESSED & 1)
+    return bool(_kernels()[_selected(*what, preference())].storages >> _COMPRESSED & 1)
 
 
 @lru_cache(MAX_CALLS)
@@ -744,17 +784,19 @@ def _selected(
     tf32: bool,
     policy: int,
     storage: tuple[tuple[str, Any], ...],
+    prefer: str,
 ) -> int:
     product = _C.Product(
         _C.Pattern(*block_shape, *shape, nnz, 0, 0, 0),
         DDS_NT,
         DTYPES[dtype],
-        1,
+        int(device >= 0),
         tokens,
         precision=int(tf32),
         policy=policy,
         ldx=shape[1],
         ldy=shape[0],
+        prefer=prefer,
         **dict(storage),
     )
     return product.select(_device_info(device))[0]
@@ -767,16 +809,17 @@ def _kernels() -> list[_C.KernelInfo]:
 
 @cache
 def _device_info(ordinal: int) -> _C.DeviceInfo:
-    return _C.device_info(1, ordinal)
+    """Of a CUDA device, or of the CPU, which PyTorch gives the number -1."""
+    return _C.device_info(int(ordinal >= 0), ordinal)
 
 
 def _context(operand: Tensor) -> Context:
     """What decides on a call besides its arguments."""
     device = operand.get_device()
     if device < 0:
-        return _forced_kernel, 0, device, 0
+        return _asked_kernel, 0, device, 0
     tf32 = operand.dtype == torch.float32 and tf32_allowed()
-    return _forced_kernel, current_stream(device), current_device(), int(tf32)
+    return _asked_kernel, current_stream(device), current_device(), int(tf32)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
@@ -823,7 +866,8 @@ def _product(
         activation=activation,
         precision=precision,
         accumulate=accumulate,
-        kernel=kernel,
+        kernel=max(kernel, 0),
+        prefer=_preferences[-1 - kernel] if kernel < 0 else "",
         x_layout=x[2],
         ldx=x[1],
         y_layout=y[2],

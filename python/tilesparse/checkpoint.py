@@ -232,6 +232,15 @@ def load(
     return model
 
 
+def forms(folder: Path) -> Mapping[str, _Form]:
+    """What the configuration of a checkpoint says of each layer, by name.
+
+    Raises:
+        CheckpointError: it is none, or damaged.
+    """
+    return _read_section(folder)[0]
+
+
 def check_section(section: object) -> None:
     """Checks what a configuration says of block-sparse layers; keys besides version and layers may be there.
 

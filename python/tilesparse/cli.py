@@ -1,4 +1,4 @@
-"""The ``tilesparse`` command: ``info``, ``bench``, ``demo``, ``prune`` and ``plot``."""
+"""The ``tilesparse`` command: ``info``, ``bench``, ``tune``, ``demo``, ``prune`` and ``plot``."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import _C, _checks, _plot_command, demo, functional
+from . import _C, _checks, _plot_command, demo, functional, tuning
 from ._checks import BLOCK_SIZES
 from .errors import TileSparseError, UnsupportedError
 from .linear import BlockSparseLinear
 from .pattern import BlockPattern
 from .prune import _command as prune
+from .selection import KINDS, OPS, Device, Product, choose
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _checks.DTYPES}
-OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
-DEVICES = ("cpu", "cuda")  # likewise, device
+DEVICES = KINDS
 STORED = (
     tuple(  # all but plain values in the dtype of the activations: a storage, and a dtype or None for that
         (storage, dtype)
@@ -34,9 +35,9 @@ STORED = (
         if storage or dtype
     )
 )
-LIBRARY = Path(_C.__file__).parent / "lib" / "libtilesparse.so"
 BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
 BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends, in a shell
+TUNED_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
 ROUNDS = 9
 ROUND_SECONDS = 0.01
 
@@ -71,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilesparse", description="Block-sparse linear layers.")
     parser.add_argument("--version", action="version", version=f"tilesparse {_C.version()}")
-    metavar = "info | bench | demo | prune | plot"
+    metavar = "info | bench | tune | demo | prune | plot"
     commands = parser.add_subparsers(dest="command", required=True, metavar=metavar)
     layer = _layer_options()
 
@@ -80,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
         parents=[layer],
         help="versions, devices, where dense is faster, and which kernel a layer would use and why",
     )
+    command.add_argument(
+        "--gpu",
+        action="append",
+        default=[],
+        help="what would be chosen on another GPU, as H100, 'RTX 4090' or 8.6; may be repeated",
+    )
     command.set_defaults(run=info)
 
     command = commands.add_parser(
@@ -87,6 +94,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if there is one)")
     command.set_defaults(run=bench)
+
+    command = commands.add_parser(
+        "tune",
+        parents=[_layer_options(tokens=TUNED_TOKENS)],
+        help="measure kernels for a layer or a checkpoint here, and keep which is the fastest",
+    )
+    command.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="a checkpoint, whose layers are measured instead of the one described",
+    )
+    command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if there is one)")
+    command.add_argument(
+        "--candidates", type=_count, default=3, help="kernels measured of each product (%(default)s)"
+    )
+    command.add_argument(
+        "--repetitions", type=_count, default=21, help="of which the median is taken (%(default)s)"
+    )
+    command.set_defaults(run=_tune)
 
     command = commands.add_parser(
         "demo", help="train a small GPT on Python's own sources, dense and block-sparse side by side"
@@ -111,11 +138,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _layer_options() -> argparse.ArgumentParser:
+def _layer_options(tokens: Sequence[int] = ()) -> argparse.ArgumentParser:
+    """Of one layer and one number of tokens, or where some are given, of several."""
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--in-features", type=_count, default=1024, help="(%(default)s)")
     options.add_argument("--out-features", type=_count, default=4096, help="(%(default)s)")
-    options.add_argument("--tokens", type=_count, default=1024, help="rows of x (%(default)s)")
+    if tokens:
+        shown = " ".join(map(str, tokens))
+        options.add_argument("--tokens", type=_count, nargs="+", default=tokens, help=f"rows of x ({shown})")
+    else:
+        options.add_argument("--tokens", type=_count, default=1024, help="rows of x (%(default)s)")
     options.add_argument(
         "--density", type=_density, default=0.25, help="fraction of blocks kept (%(default)s)"
     )
@@ -127,20 +159,23 @@ def _layer_options() -> argparse.ArgumentParser:
 
 def info(arguments: argparse.Namespace) -> None:
     """Prints versions, devices, where dense is faster, which kernel the layer would use, and all kernels."""
+    absent = [Device.find(name).info() for name in arguments.gpu]
     print(f"tilesparse {_C.version()}, PyTorch {torch.__version__}, Python {platform.python_version()}")
-    print(f"library: {LIBRARY}, ABI {_C.abi_version()}, for {_C.architectures()}")
+    library = next(iter(_C.libraries()), _C.__file__)
+    print(f"library: {library}, ABI {_C.abi_version()}, for {_C.architectures()}")
     devices = []
-    for device in _devices():
+    for device in chain(_devices(), absent):
         print(_describe_device(device))
         print(_describe_storages(device))
         devices.append(device)
+    print(tuning.status())
     _print_break_even()
-    pattern = _pattern(arguments)
     print(f"{_describe_layer(arguments)}:")
     for device in devices:
         for op in _chosen_ops(arguments):
-            kernel_and_reason = _selection(pattern, op, arguments, device)
-            print(f"  {DEVICES[device.device]:6}{op:9}{kernel_and_reason}")
+            where = device.name if device in absent else DEVICES[device.device]
+            kernel_and_reason = _selection(_product(arguments, op, arguments.tokens), device)
+            print(f"  {where:6}{op:9}{kernel_and_reason}")
     print("kernels:")
     for kernel in _C.kernels():
         dtypes = _members(kernel.dtypes, DTYPES)
@@ -164,6 +199,26 @@ def bench(arguments: argparse.Namespace) -> None:
             f"{op:9}{1e3 * dense:9.3f} ms{1e3 * expanded:12.3f} ms{1e3 * sparse:9.3f} ms"
             f"{dense / sparse:9.2f}x{dense / sparse * pattern.density:7.2f}"
         )
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    """Prints the times of kernels and of dense, which are kept for later programs."""
+    ops = _chosen_ops(arguments)
+    if arguments.model is None:
+        products = [_product(arguments, op, tokens) for op in ops for tokens in arguments.tokens]
+    else:
+        products = tuning.products_of(arguments.model, arguments.tokens, ops)
+    device = arguments.device or _default_device()
+    print(f"{len(products)} products, on {Device.find(device)}")
+    for product in products:
+        (measurement,) = tuning.tune(
+            [product],
+            device,
+            candidates=arguments.candidates,
+            repetitions=arguments.repetitions,
+        )
+        print(measurement, flush=True)
+    print(tuning.status())
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -343,18 +398,24 @@ def _chosen_ops(arguments: argparse.Namespace) -> Sequence[str]:
     return [arguments.op] if arguments.op else OPS
 
 
-def _selection(pattern: BlockPattern, op: str, arguments: argparse.Namespace, device: _C.DeviceInfo) -> str:
+def _selection(product: Product, device: _C.DeviceInfo) -> str:
     try:
-        kernel, reason = _C.Product(
-            _C.Pattern(*pattern.block_shape, *pattern.shape, pattern.nnz, 0, 0, 0),
-            OPS.index(op),
-            _checks.DTYPES[DTYPES[arguments.dtype]],
-            device.device,
-            arguments.tokens,
-        ).select(device)
+        chosen = choose(product, Device.of(device))
     except UnsupportedError as error:
         return str(error)
-    return f"{_C.kernels()[kernel].name}: {reason}"
+    return f"{chosen.kernel}: {chosen.reason}; next: {chosen.runner_up or 'none'}"
+
+
+def _product(arguments: argparse.Namespace, op: str, tokens: int) -> Product:
+    return Product(
+        arguments.in_features,
+        arguments.out_features,
+        tokens,
+        arguments.density,
+        arguments.block,
+        DTYPES[arguments.dtype],
+        op,
+    )
 
 
 def _products(

@@ -63,6 +63,14 @@ class CudaError(TileSparseError, RuntimeError):
     """
 
 
+class TuneFileError(TileSparseError, OSError):
+    """The file of what `tilesparse.tune` measures is damaged or foreign, or cannot be read or written.
+
+    Raised by `tilesparse.tune`, before it measures; a program that imports this package gets the same text as
+    a warning, and goes on with estimates.
+    """
+
+
 class PatternChangedError(TileSparseError, RuntimeError):
     """A pattern was updated between a forward pass and its backward pass.
 

@@ -1,4 +1,5 @@
 /* Every public function, called from plain C: what it returns, what it refuses and what it writes. */
+#include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -378,7 +379,7 @@ static void test_long_structures(void) {
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 111 of pattern is not 0");
     pattern.unknown[23] = 0;
     desc.unknown[0] = 1;
-    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 216 of desc is not 0");
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 280 of desc is not 0");
     desc.known.struct_size = UINT32_MAX;
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "desc.struct_size");
 
@@ -654,6 +655,154 @@ static void test_select(void) {
         CHECK(status == (has_cuda ? TS_SUCCESS : TS_UNSUPPORTED), "op %d: %s", (int)o.desc.op,
               ts_status_string(status));
     }
+}
+
+/* The name of the kernel with that index. */
+static const char* kernel_name(int32_t index) {
+    static ts_kernel_info info;
+    info.struct_size = sizeof info;
+    SUCCEEDS(ts_kernel_get(index, &info));
+    return info.name;
+}
+
+/* cpu_portable is every processor's, and the best of none. */
+static int32_t portable_kernel(void) {
+    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel)
+        if (strcmp(kernel_name(kernel), "cpu_portable") == 0) return kernel;
+    return -1;
+}
+
+static void test_preferences(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    ts_device_info cpu = {.struct_size = sizeof cpu};
+    SUCCEEDS(ts_device_get(TS_CPU, -1, &cpu));
+    int32_t best = -1, kernel = -1;
+    char reason[256];
+    SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &best, NULL, 0));
+    strcpy(o.desc.prefer, "cpu_port");
+    SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, reason, sizeof reason));
+    CHECK(kernel == portable_kernel(), "kernel %d", (int)kernel);
+    CHECK(strcmp(reason, "the caller prefers it") == 0, "%s", reason);
+    SUCCEEDS(run(&o));
+    check_forward(&o);
+    o.desc.kernel = best + 1; /* comes first */
+    SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, NULL, 0));
+    CHECK(kernel == best, "kernel %d", (int)kernel);
+    if (strstr(ts_architectures(), "sm_80") != NULL) { /* is not for the CPU */
+        o.desc.kernel = 0;
+        strcpy(o.desc.prefer, "sm80_");
+        SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, NULL, 0));
+        CHECK(kernel == best, "kernel %d", (int)kernel);
+    }
+    REFUSES(TS_DDS_NT, strcpy(o.desc.prefer, "sm70_"), TS_INVALID_ARGUMENT,
+            "prefer is sm70_, with which no kernel's name begins; there are cpu_");
+    REFUSES(TS_DDS_NT, memset(o.desc.prefer, 'c', sizeof o.desc.prefer), TS_INVALID_ARGUMENT,
+            "prefer has 64");
+}
+
+static void test_estimates(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    ts_device_info cpu = {.struct_size = sizeof cpu}, gpu = h100();
+    SUCCEEDS(ts_device_get(TS_CPU, -1, &cpu));
+    double time = -1;
+    SUCCEEDS(ts_matmul_estimate(&o.desc, &cpu, portable_kernel(), &time));
+    CHECK(time == 0, "%g us on a CPU", time);
+    SUCCEEDS(ts_matmul_estimate(&o.desc, &cpu, TS_EXPAND_AND_RUN_DENSE, &time));
+    CHECK(time == 0, "%g us on a CPU", time);
+    FAILS(ts_matmul_estimate(NULL, &cpu, 0, &time), TS_INVALID_ARGUMENT, "desc");
+    FAILS(ts_matmul_estimate(&o.desc, NULL, 0, &time), TS_INVALID_ARGUMENT, "device");
+    FAILS(ts_matmul_estimate(&o.desc, &cpu, 0, NULL), TS_INVALID_ARGUMENT, "microseconds");
+    FAILS(ts_matmul_estimate(&o.desc, &gpu, 0, &time), TS_INVALID_ARGUMENT, "device.device is 1");
+    FAILS(ts_matmul_estimate(&o.desc, &cpu, ts_kernel_count(), &time), TS_INVALID_ARGUMENT, "kernel");
+    FAILS(ts_matmul_estimate(&o.desc, &cpu, -2, &time), TS_INVALID_ARGUMENT, "kernel");
+    o.desc.device = TS_CUDA;
+    time = -1;
+    FAILS(ts_matmul_estimate(&o.desc, &gpu, 0, &time), TS_UNSUPPORTED, "it is for another kind of device");
+    CHECK(time == -1, "%g was written", time);
+    if (strstr(ts_architectures(), "sm_90") == NULL) return;
+    o.desc.dtype = TS_BFLOAT16;
+    int32_t best = -1;
+    SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &best, NULL, 0));
+    double least = 0;
+    SUCCEEDS(ts_matmul_estimate(&o.desc, &gpu, best, &least));
+    CHECK(least > 0, "%g us", least);
+    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel)
+        if (ts_matmul_estimate(&o.desc, &gpu, kernel, &time) == TS_SUCCESS)
+            CHECK(time >= least, "%s: %g us, less than the %g of what was chosen", kernel_name(kernel), time,
+                  least);
+    SUCCEEDS(ts_matmul_estimate(&o.desc, &gpu, TS_EXPAND_AND_RUN_DENSE, &time));
+    CHECK(time > 0, "%g us", time);
+}
+
+/* What is chosen on the CPU, and why. */
+static int32_t chosen(const operands* o, const ts_device_info* cpu, char* reason) {
+    int32_t kernel = -7;
+    SUCCEEDS(ts_matmul_select(&o->desc, cpu, &kernel, reason, 256));
+    return kernel;
+}
+
+static void test_measurements(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    ts_device_info cpu = {.struct_size = sizeof cpu};
+    SUCCEEDS(ts_device_get(TS_CPU, -1, &cpu));
+    char reason[256];
+    const int32_t best = chosen(&o, &cpu, reason), portable = portable_kernel();
+    FAILS(ts_measurement_add(NULL, &cpu, portable, 1, 0), TS_INVALID_ARGUMENT, "desc");
+    FAILS(ts_measurement_add(&o.desc, NULL, portable, 1, 0), TS_INVALID_ARGUMENT, "device");
+    FAILS(ts_measurement_add(&o.desc, &cpu, -1, 1, 0), TS_INVALID_ARGUMENT, "kernel is -1");
+    FAILS(ts_measurement_add(&o.desc, &cpu, portable, 0, 0), TS_INVALID_ARGUMENT, "microseconds is 0");
+    FAILS(ts_measurement_add(&o.desc, &cpu, portable, NAN, 0), TS_INVALID_ARGUMENT, "microseconds");
+    FAILS(ts_measurement_add(&o.desc, &cpu, portable, 1, -1), TS_INVALID_ARGUMENT,
+          "dense_microseconds is -1");
+    FAILS(ts_measurement_add(&o.desc, &cpu, portable, 1, INFINITY), TS_INVALID_ARGUMENT, "dense_micro");
+    if (strstr(ts_architectures(), "sm_80") != NULL)
+        FAILS(ts_measurement_add(&o.desc, &cpu, ts_kernel_count() - 1, 1, 0), TS_UNSUPPORTED,
+              "cannot compute");
+    CHECK(chosen(&o, &cpu, reason) == best, "%s", reason);
+
+    SUCCEEDS(ts_measurement_add(&o.desc, &cpu, portable, 12.25, 0));
+    CHECK(chosen(&o, &cpu, reason) == portable, "%s", reason);
+    CHECK(strcmp(reason, "the fastest when measured on this device; measured 12.2 us") == 0, "%s", reason);
+    SUCCEEDS(run(&o));
+    check_forward(&o);
+    o.desc.policy = TS_POLICY_AUTO; /* dense was not measured */
+    CHECK(chosen(&o, &cpu, reason) == portable, "%s", reason);
+    SUCCEEDS(ts_measurement_add(&o.desc, &cpu, portable, 12, 11)); /* in place of the first */
+    CHECK(chosen(&o, &cpu, reason) == TS_EXPAND_AND_RUN_DENSE, "%s", reason);
+    CHECK(strstr(reason, "dense was measured to be faster; measured 12.0 us by cpu_portable, dense 11.0 us"),
+          "%s", reason);
+    o.desc.policy = TS_POLICY_SPARSE;
+
+    const int64_t tokens = o.desc.tokens, nnz = o.pattern.nnz;
+    int64_t most = 1;
+    while (most < tokens) most *= 2;
+    for (int64_t count = 1; count <= 2 * most; ++count) { /* those that round up to the same power of two */
+        o.desc.tokens = count;
+        const int counts = count <= most && 2 * count > most;
+        CHECK((chosen(&o, &cpu, reason) == portable) == counts, "%d tokens", (int)count);
+    }
+    o.desc.tokens = tokens;
+    for (int64_t other = 0; other <= nnz; ++other) {
+        o.pattern.nnz = other;
+        CHECK((chosen(&o, &cpu, reason) == portable) == (8 * (nnz - other) <= nnz), "%d blocks", (int)other);
+    }
+    o.pattern.nnz = nnz;
+    ts_device_info other = cpu;
+    other.multiprocessors = cpu.multiprocessors % 65536 + 1;
+    CHECK(chosen(&o, &other, reason) == best, "%s", reason);
+    other = cpu;
+    strcpy(other.name, "another");
+    CHECK(chosen(&o, &other, reason) == best, "%s", reason);
+    o.desc.activation = TS_RELU; /* is no matter */
+    CHECK(chosen(&o, &cpu, reason) == portable, "%s", reason);
+    strcpy(o.desc.prefer, kernel_name(best)); /* comes first */
+    CHECK(chosen(&o, &cpu, reason) == best, "%s", reason);
+    o.desc.prefer[0] = 0;
+    SUCCEEDS(ts_measurements_clear());
+    CHECK(chosen(&o, &cpu, reason) == best, "%s", reason);
 }
 
 /* After `change` the device is none that a kernel could be chosen for. */
@@ -1204,6 +1353,9 @@ int main(void) {
     test_wild_arrays();
     test_small_workspace();
     test_select();
+    test_preferences();
+    test_estimates();
+    test_measurements();
     test_bad_devices();
     test_select_few_tokens();
     test_plans();

@@ -277,6 +277,8 @@ ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     if (desc.op == TS_DDS_NT) desc.activation = static_cast<int32_t>(draw(0, 3));
     if (desc.op == TS_SDD_TN) desc.accumulate = static_cast<int32_t>(draw(0, 1));
     if (chance(10)) desc.kernel = static_cast<int32_t>(draw(0, ts_kernel_count() + 1));
+    if (chance(10)) std::strcpy(desc.prefer, chance(50) ? "cpu_" : chance(50) ? "sm80_dds" : "none");
+    if (chance(2)) std::memset(desc.prefer, 'c', sizeof desc.prefer);
     const auto line = [&](int32_t layout, int64_t features) {
         return bounded(layout == TS_ROW_MAJOR ? features : desc.tokens) + 8 * draw(0, 2);
     };
@@ -402,6 +404,29 @@ void call_select() {
     reason.check_untouched("ts_matmul_select", done);
 }
 
+// What is measured decides what later calls choose, and is forgotten before the next, which may be repeated
+// alone.
+void call_estimate() {
+    const ts_pattern pattern = some_pattern();
+    ts_matmul_desc desc = some_product(pattern, false);
+    desc.pattern = as_caller_has_it(pattern);
+    const ts_device_info device = some_device();
+    if (chance(80)) desc.device = device.device;
+    const int32_t kernel = some_kernel();
+    const Result time(8);
+    time.check_untouched("ts_matmul_estimate",
+                         check_status("ts_matmul_estimate",
+                                      ts_matmul_estimate(as_caller_has_it(desc), as_caller_has_it(device),
+                                                         kernel, time.as<double>())));
+    check_status("ts_measurement_add",
+                 ts_measurement_add(as_caller_has_it(desc), as_caller_has_it(device), kernel,
+                                    static_cast<double>(wild_number()), static_cast<double>(draw(-1, 9))));
+    int32_t chosen = 0;
+    check_status("ts_matmul_select",
+                 ts_matmul_select(as_caller_has_it(desc), as_caller_has_it(device), &chosen, nullptr, 0));
+    check_status("ts_measurements_clear", ts_measurements_clear());
+}
+
 void call_sizes() {
     const ts_pattern pattern = some_pattern();
     ts_matmul_desc desc = some_product(pattern, false);
@@ -524,7 +549,7 @@ void call_compress(bool with_gpu) {
 }
 
 void call_any(bool with_gpu) {
-    switch (draw(0, 11)) {
+    switch (draw(0, 12)) {
         case 0:
             return call_get();
         case 1:
@@ -542,6 +567,8 @@ void call_any(bool with_gpu) {
             return call_expand(with_gpu);
         case 8:
             return call_compress(with_gpu);
+        case 9:
+            return call_estimate();
         default:
             return call_matmul(with_gpu);
     }

@@ -430,6 +430,7 @@ def test_errors_are_also_the_built_in_ones(name: str) -> None:
         "UnsupportedError": NotImplementedError,
         "CheckpointError": ValueError,
         "CheckpointNotFoundError": FileNotFoundError,
+        "TuneFileError": OSError,
     }.get(name, RuntimeError)
     assert issubclass(error, builtin)
     assert str(pickle.loads(pickle.dumps(error("text")))) == "text"

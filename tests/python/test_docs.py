@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import tilesparse
-from tilesparse import _C, BlockSparseLinear, TileSparseError, cli, errors
+from tilesparse import _C, BlockSparseLinear, Product, TileSparseError, cli, errors, tuning
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = Path(_C.__file__).parent / "include" / "tilesparse" / "tilesparse.h"
@@ -167,6 +167,24 @@ def test_every_command_is_explained() -> None:
     )
     page = (ROOT / "docs/commands.md").read_text()
     assert [name for name in commands if f"`tilesparse {name}`" not in page] == []
+
+
+@pytest.mark.skipif("sm_90" not in _C.architectures(), reason="this library has no kernels for 9.0")
+def test_selection_runs_and_shows_what_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "tune.json"))
+    try:
+        names = executed("selection.md")
+    finally:
+        monkeypatch.setenv(tuning.VARIABLE, "")
+        tuning.load()
+    shown = re.search(r"^```\n(forward of .*?)^```", (ROOT / "docs/selection.md").read_text(), re.M | re.S)
+    printed = capsys.readouterr().out
+    assert shown is not None and printed.startswith(shown[1])
+    assert "the device has too little shared memory\n" in printed
+    assert "the fastest when measured on this device; measured" in printed
+    assert names["found"][0].product == Product.of(names["layer"], tokens=16)
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -156,6 +156,8 @@ typedef struct ts_matmul_desc {
     int32_t policy;      /* of ts_matmul_select alone */
     int32_t row_scales;  /* 1: scales are [nnz, block_rows]; 0: [nnz] */
     const float* scales; /* of values of 8 bits; otherwise NULL */
+    char prefer[64];     /* the first characters of the names of kernels that are preferred, ending in a zero;
+                            empty: those that TILESPARSE_KERNEL names */
 } ts_matmul_desc;
 
 /* What kernels are chosen by. */
@@ -218,8 +220,10 @@ TS_API ts_status_t ts_pattern_transpose(const ts_pattern* pattern, int32_t* col_
 /* Which kernel (index for ts_kernel_get) would compute the product on that device, and why, as text
  * of at most reason_bytes bytes with the ending zero. Reads shapes, layouts, flags, the sizes of the
  * pattern and whether there is a residual; no pointer is followed but the pattern's.
- * desc->kernel, where it is set, comes first; then TS_POLICY_DENSE; then TILESPARSE_KERNEL=name, which
- * prefers the kernels whose names begin so and is read once; then TS_POLICY_AUTO. */
+ * desc->kernel, where it is set, comes first; then TS_POLICY_DENSE; then the kernels whose names begin with
+ * desc->prefer, or where that is empty with TILESPARSE_KERNEL, which is read once, if one of them computes
+ * the product; then what ts_measurement_add was told; then estimates. TS_POLICY_AUTO compares with dense in
+ * the last two. */
 TS_API ts_status_t ts_matmul_select(const ts_matmul_desc* desc, const ts_device_info* device, int32_t* kernel,
                                     char* reason, size_t reason_bytes);
 
@@ -291,6 +295,25 @@ TS_API ts_status_t ts_pattern_device_transpose_size(const ts_pattern* pattern, s
 TS_API ts_status_t ts_pattern_device_transpose(const ts_pattern* pattern, int32_t* col_ptr, int32_t* row_idx,
                                                int32_t* col_slot, void* workspace, size_t workspace_bytes,
                                                ts_stream_t stream);
+
+/* Microseconds that a kernel (index for ts_kernel_get), or TS_EXPAND_AND_RUN_DENSE, is estimated to take for
+ * a product on that device; 0 where there is no estimate. Estimates were fitted on one GPU, an H200. They
+ * read what ts_matmul_select reads, and neither desc->kernel, prefer and policy nor measurements.
+ * TS_UNSUPPORTED: the kernel does not compute the product on that device, and why. */
+TS_API ts_status_t ts_matmul_estimate(const ts_matmul_desc* desc, const ts_device_info* device,
+                                      int32_t kernel, double* microseconds);
+
+/* What was measured of a product on that device: its fastest kernel, the microseconds that this takes, and
+ * those of TS_EXPAND_AND_RUN_DENSE, 0 where it was not measured. From then on this process chooses so for
+ * products that have the same op, dtypes, storage, precision, layouts, features and block shape, tokens that
+ * round up to the same power of two, and a number of blocks that differs by at most an eighth (of several
+ * measurements the nearest counts), on devices with the same name, compute capability and number of
+ * multiprocessors; unless the kernel does not compute the product. A second measurement of the same product
+ * replaces the first. ts_measurements_clear forgets all. As both change what is chosen, set desc->kernel of
+ * products whose plans, workspaces or packed values are there already. */
+TS_API ts_status_t ts_measurement_add(const ts_matmul_desc* desc, const ts_device_info* device,
+                                      int32_t kernel, double microseconds, double dense_microseconds);
+TS_API ts_status_t ts_measurements_clear(void);
 
 #ifdef __cplusplus
 }

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import platform
-import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import _C
 from .._checks import DTYPES, as_integer, as_number, check_module, checked_count, checked_device
 from .._progress import Progress
+from .._timing import medians, name_of, own_numbers
 from ..errors import InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, is_conv1d
 from ._checks import checked_choice
@@ -34,11 +32,6 @@ from ._layers import (
 from .choice import Choice
 
 VERSION = 1  # of the file
-FLUSH_BYTES = 512 << 20  # several L2 caches of any GPU; clearing them takes it longer than the host a call
-WARM_UP = 3  # calls
-ROUND_SECONDS = 2e-3  # of calls in a row on the CPU, for one reading of the clock
-
-_cuda: Any = torch.cuda  # parts of it have no types
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,7 @@ class LatencyTable:
     def where(self) -> str:
         """What the times are of, in words; also if this machine has no such device, or other versions."""
         text = f"measured on {self.device} with {self.tokens} tokens in {self.dtype}"
-        here = {_name_of(torch.device("cpu"))}
+        here = {name_of(torch.device("cpu"))}
         here |= {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
         if self.device not in here:
             text += f", which this machine does not have ({', '.join(sorted(here))})"
@@ -205,13 +198,13 @@ def measure_latency(
         raise InvalidArgumentError(f"dtype: one of {[str(each) for each in DTYPES]} expected, got {dtype}")
     progress, times = Progress(len(by_shape)), {}
     for done, (shape, options) in enumerate(by_shape.items(), 1):
-        with _own_numbers(on):
+        with own_numbers(on):
             x = torch.randn(tokens, shape[1], device=on, dtype=dtype)
             modules = [_module(shape, choice, on, dtype) for choice in options]
-        medians = _medians([(module, x) for module in modules], on, repetitions)
-        times[shape] = dict(zip(options, medians, strict=True))
+        found = medians([partial(module, x) for module in modules], on, repetitions)
+        times[shape] = dict(zip(options, found, strict=True))
         progress.show(done, f"shapes measured, {shape[0]}x{shape[1]} the last")
-    return LatencyTable(_name_of(on), tokens, str(dtype).removeprefix("torch."), _versions(on), times)
+    return LatencyTable(name_of(on), tokens, str(dtype).removeprefix("torch."), _versions(on), times)
 
 
 @torch.no_grad()
@@ -236,7 +229,8 @@ def time_layers(
     check_names("layers", layers)
     tokens, repetitions = checked_count("tokens", tokens), checked_count("repetitions", repetitions)
     modules = dict(model.named_modules(remove_duplicate=False))
-    calls: dict[str, tuple[Any, Tensor]] = {}
+    calls: dict[str, Callable[[], Any]] = {}
+    devices = set()
     for name in layers:
         layer: Any = modules.get(name)
         if not isinstance(layer, nn.Linear | BlockSparseLinear) and not is_conv1d(layer):
@@ -245,20 +239,16 @@ def time_layers(
             )
         features = layer.in_features if not is_conv1d(layer) else layer.weight.shape[0]
         dtype = layer._dtype if isinstance(layer, BlockSparseLinear) else layer.weight.dtype
-        with _own_numbers(layer.weight.device):
-            calls[name] = layer, torch.randn(tokens, features, device=layer.weight.device, dtype=dtype)
+        with own_numbers(layer.weight.device):
+            x = torch.randn(tokens, features, device=layer.weight.device, dtype=dtype)
+        calls[name] = partial(layer, x)
+        devices.add(x.device)
     if not calls:
         raise InvalidArgumentError("layers: at least one name expected, got none")
-    devices = {x.device for _, x in calls.values()}
     if len(devices) > 1:
         raise InvalidArgumentError(f"layers: all on one device expected, got {sorted(map(str, devices))}")
     device = _checked_device(devices.pop())
-    return dict(zip(calls, _medians(list(calls.values()), device, repetitions), strict=True))
-
-
-def _own_numbers(device: torch.device) -> AbstractContextManager[None]:
-    """Random numbers in it leave those of the program as they are."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+    return dict(zip(calls, medians(list(calls.values()), device, repetitions), strict=True))
 
 
 def _form(choice: Choice) -> tuple[Any, ...]:
@@ -291,61 +281,6 @@ def _module(
         )
     except TileSparseError as error:
         raise type(error)(f"choices: {choice}: {error}") from error
-
-
-def _medians(calls: Sequence[tuple[Any, Tensor]], device: torch.device, repetitions: int) -> list[float]:
-    """Milliseconds of a call of each, taking turns."""
-    for call, x in calls:
-        for _ in range(WARM_UP):
-            call(x)
-    time_all = _on_cuda if device.type == "cuda" else _on_cpu
-    return [1e3 * statistics.median(seconds) for seconds in time_all(calls, device, repetitions)]
-
-
-def _on_cuda(
-    calls: Sequence[tuple[Any, Tensor]], device: torch.device, repetitions: int
-) -> list[list[float]]:
-    with torch.cuda.device(device):
-        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-        events: list[list[tuple[Any, Any]]] = [[] for _ in calls]
-        for _ in range(repetitions):
-            for (call, x), of in zip(calls, events, strict=True):
-                of.append((_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)))
-                flush.zero_()
-                of[-1][0].record()
-                call(x)
-                of[-1][1].record()
-        torch.cuda.synchronize()
-    return [[1e-3 * start.elapsed_time(end) for start, end in of] for of in events]
-
-
-def _on_cpu(calls: Sequence[tuple[Any, Tensor]], device: torch.device, repetitions: int) -> list[list[float]]:
-    in_a_row = [max(1, round(ROUND_SECONDS / _clocked(call, x, 1))) for call, x in calls]
-    rounds = [
-        [_clocked(call, x, count) for (call, x), count in zip(calls, in_a_row, strict=True)]
-        for _ in range(repetitions)
-    ]
-    return [list(seconds) for seconds in zip(*rounds, strict=True)]
-
-
-def _clocked(call: Callable[[Tensor], Tensor], x: Tensor, count: int) -> float:
-    start = time.perf_counter()
-    for _ in range(count):
-        call(x)
-    return (time.perf_counter() - start) / count
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _name_of_cpu()
-
-
-def _name_of_cpu() -> str:
-    """As Linux tells it, or at least its architecture."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _versions(device: torch.device) -> dict[str, str]:

@@ -1,0 +1,56 @@
+"""Whether the parts of this package belong together; imported before all others, and by nobody else."""
+
+import sys
+import warnings
+from pathlib import Path
+
+VERSION = "0.1.0"  # of these Python files; that of the library is in tilesparse.h
+
+_AGAIN = "install the package again: pip install --force-reinstall --no-deps tilesparse"
+_HERE = Path(__file__).parent
+
+try:
+    from . import _C
+except ImportError as error:
+    if error.name is None:
+        raise  # the module's own check, which says what to do
+    raise ImportError(
+        f"tilesparse: the native module in {_HERE} cannot be loaded: {error}. If it is missing, the source "
+        "tree comes before the installed package: leave that folder. If a symbol is, another libtilesparse "
+        f"comes before the package's own: see LD_LIBRARY_PATH. Otherwise {_AGAIN}"
+    ) from error
+
+
+def check_version() -> None:
+    """Raises ImportError where the native module is older or newer than these files."""
+    if _C.version() != VERSION:
+        raise ImportError(
+            f"tilesparse: the Python files in {_HERE} are version {VERSION}, and the native module "
+            f"{_C.__file__} is {_C.version()}; {_AGAIN}"
+        )
+
+
+def check_copies() -> None:
+    """Raises ImportError where this process has imported another copy of the package.
+
+    PyTorch has one namespace for operators. Warns of a second library, which has settings of its own.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch.ops.tilesparse, "dds_nt"):
+        raise ImportError(
+            f"tilesparse: this process has already imported a copy of the package, and now another one from "
+            f"{_HERE}; a process can have one: leave one on sys.path and start it anew"
+        )
+    libraries = _C.libraries()
+    if len(libraries) > 1:
+        warnings.warn(
+            f"this process has loaded {len(libraries)} copies of the TileSparse library: "
+            f"{', '.join(libraries)}; each has settings and measurements of its own: link the program to the "
+            "one in the Python package",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+check_version()
+check_copies()

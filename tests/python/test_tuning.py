@@ -1,0 +1,386 @@
+"""Measured kernels: what is kept, what of it counts, and files that cannot be used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilesparse
+from tilesparse import (
+    _C,
+    BlockSparseLinear,
+    Device,
+    InvalidArgumentError,
+    Product,
+    TuneFileError,
+    UnsupportedError,
+    cli,
+    selection,
+    tuning,
+)
+
+PRODUCT = Product(64, 128, 10, 0.5)
+CPU = Device.find("cpu")
+
+
+@pytest.fixture(autouse=True)
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file of this test's own; afterwards nothing counts."""
+    found = tmp_path / "folder" / "tune.json"
+    monkeypatch.setenv(tuning.VARIABLE, str(found))
+    yield found
+    monkeypatch.setenv(tuning.VARIABLE, "")
+    tuning.load()
+
+
+class Clock:
+    """Gives out made-up times, after it has let every call run once."""
+
+    def __init__(self, *milliseconds: float) -> None:
+        self.milliseconds, self.results = milliseconds, [torch.empty(0)]
+
+    def __call__(self, calls: Sequence[Any], device: torch.device, repetitions: int) -> list[float]:
+        self.results = [call() for call in calls]
+        assert device.type == "cpu" and repetitions == 21
+        return [*self.milliseconds[: len(calls) - 1], self.milliseconds[-1]]
+
+
+def names(product: Product = PRODUCT) -> list[str]:
+    return [candidate.kernel for candidate in tilesparse.choose(product, "cpu").candidates]
+
+
+def last_is_fastest(dense: float = 9.0) -> Clock:
+    """Of two kernels."""
+    return Clock(2.0, 1.0, dense)
+
+
+@pytest.mark.parametrize("op", selection.OPS)
+@pytest.mark.parametrize("form", ["plain", "feature_major", "compressed", "int8", "2:4 int8"])
+def test_every_product_is_measured_as_it_is_computed(op: str, form: str) -> None:
+    options: dict[str, Any] = {
+        "plain": {},
+        "feature_major": {"feature_major": True},
+        "compressed": {"storage": "compressed", "nm": (2, 4)},
+        "int8": {"storage": "int8"},
+        "2:4 int8": {"storage": "int8", "nm": (2, 4)},
+    }[form]
+    if op == "wgrad" and "storage" in options:
+        options = {}
+    product, clock = Product(64, 128, 10, 0.5, op=op, **options), last_is_fastest()
+    (measured,) = tilesparse.tune([product, product], "cpu", candidates=2, timer=clock)
+    *sparse, dense = clock.results
+    assert len(sparse) == 2
+    for result in sparse:  # those of kernels and of dense, of the same random operands
+        torch.testing.assert_close(result, dense, rtol=1e-4, atol=1e-4)
+    assert list(measured.microseconds.items()) == [(names()[1], 1000), (names()[0], 2000)]
+    assert measured.dense_microseconds == 9000 and measured.kernel == names()[1]
+    assert str(product) in str(measured) and "dense" in str(measured)
+
+
+def test_what_was_measured_is_chosen_here_and_in_later_programs(path: Path) -> None:
+    first, second = names()[:2]
+    assert tilesparse.choose(PRODUCT, "cpu").kernel == first
+    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    answer = tilesparse.choose(PRODUCT, "cpu")
+    assert answer.kernel == second and answer.runner_up is not None and answer.runner_up.kernel == first
+    assert answer.reason == "the fastest when measured on this device; measured 1000 us, dense 9000 us"
+    code = """
+import torch, tilesparse
+layer = tilesparse.BlockSparseLinear(64, 128, density=0.5, bias=False)
+layer(torch.randn(10, 64))
+print(tilesparse.choose(tilesparse.Product.of(layer, tokens=16), "cpu").kernel)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=os.environ | {"TILESPARSE_LOG": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{second}\n"
+    assert f": {second} (the fastest when measured on this device; measured 1000 us" in done.stderr
+    assert path.exists() and os.listdir(path.parent) == ["tune.json"]
+
+
+def test_kept_calls_choose_anew_once_something_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = BlockSparseLinear(64, 128, density=0.5, bias=False), torch.randn(10, 64)
+    layer(x)
+    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    resolved = []
+    call = tilesparse._launch.Prepared.call
+
+    def recording(self: Any, key: Any, product: _C.Product, *rest: Any) -> Any:
+        resolved.append(_C.kernels()[product.resolve()[0]].name)
+        return call(self, key, product, *rest)
+
+    monkeypatch.setattr(tilesparse._launch.Prepared, "call", recording)
+    layer(x)
+    assert resolved == [names()[1]]
+
+
+def test_auto_compares_what_was_measured_also_on_the_cpu() -> None:
+    layer, x = BlockSparseLinear(64, 128, density=0.5, policy="auto"), torch.randn(10, 64)
+    for dense, is_dense in ((0.5, True), (5.0, False)):
+        tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest(dense))
+        assert (tilesparse.choose(PRODUCT, "cpu", policy="auto").kernel is None) == is_dense
+        with torch.profiler.profile() as profile:
+            layer(x)
+        assert ("tilesparse::expand" in {event.key for event in profile.key_averages()}) == is_dense
+    assert tilesparse.choose(PRODUCT, "cpu").kernel == names()[1]
+    with tilesparse.prefer(names()[0]):  # comes before
+        assert tilesparse.choose(PRODUCT, "cpu", policy="auto").kernel == names()[0]
+
+
+def test_measuring_again_replaces_and_other_products_stay(path: Path) -> None:
+    other = Product(64, 64, 10, 0.5)
+    tilesparse.tune([PRODUCT, other], "cpu", candidates=2, timer=last_is_fastest())
+    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=Clock(1.0, 2.0, 3.0))
+    found, others = tuning.load()
+    assert others == 0
+    assert {each.product: each.kernel for each in found} == {other: names()[1], PRODUCT: names()[0]}
+    assert tilesparse.choose(PRODUCT, "cpu").kernel == names()[0]
+    assert f"2 products on {CPU.name}" in tuning.status() and str(path) in tuning.status()
+
+
+@pytest.mark.parametrize("change", ["library", "cpu", "processors"])
+def test_what_other_machines_and_versions_have_measured_is_kept_and_does_not_count(
+    path: Path, change: str
+) -> None:
+    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    document = json.loads(path.read_text())
+    (section,) = document["sections"]
+    if change == "library":
+        section["library"] = "0.0.9 for cpu"
+    elif change == "cpu":
+        section["device"]["name"] = "another"
+    else:
+        section["device"]["multiprocessors"] += 1
+    path.write_text(json.dumps(document))
+    assert tuning.load() == ([], 1)
+    assert tilesparse.choose(PRODUCT, "cpu").kernel == names()[0]
+    assert "none that count; 1 of other CPUs or versions of the library do not count" in tuning.status()
+    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    assert section in json.loads(path.read_text())["sections"]
+
+
+@pytest.mark.skipif("sm_80" not in _C.architectures(), reason="this library has no kernels for 8.0")
+def test_what_a_gpu_has_measured_counts_for_those_of_its_name(path: Path) -> None:
+    """Without a GPU: as if the file came from a machine with one."""
+    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    document, gpu = json.loads(path.read_text()), Device("NVIDIA X", (8, 6), 30, 99 << 10)
+    (section,) = document["sections"]
+    section["device"] = {"name": gpu.name, "compute_capability": [8, 6], "multiprocessors": 30}
+    section["device"]["shared_memory"] = gpu.shared_memory
+    product = Product(4096, 4096, 4096, 0.25, 64, torch.bfloat16)
+    best, second = tilesparse.choose(product, gpu).candidates[:2]
+    fields = {"in_features": 4096, "out_features": 4096, "tokens": 4096, "block_shape": [64, 64]}
+    entry = section["products"][0]
+    entry["product"] |= {**fields, "density": 0.25, "dtype": "bfloat16"}
+    entry["microseconds"] = {best.kernel: 30.0, second.kernel: 20.0}
+    entry["dense_microseconds"] = 10.0
+    path.write_text(json.dumps(document))
+    ((measured,), _) = tuning.load()
+    assert measured.product == product and measured.device == gpu
+    assert tilesparse.choose(product, gpu).kernel == second.kernel
+    assert tilesparse.choose(product, gpu, policy="auto").kernel is None
+    assert tilesparse.choose(product, "8.6").kernel == tilesparse.choose(product, "A10").kernel == best.kernel
+
+
+def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(
+        BlockSparseLinear(64, 128, density=0.5),
+        BlockSparseLinear(64, 128, density=0.5),
+        BlockSparseLinear(128, 64, density=0.25, nm=(2, 4)),
+    )
+    tilesparse.save(model, tmp_path / "model")
+    found = tuning.products_of(tmp_path / "model", [1, 8])
+    expected = [
+        Product.of(layer, tokens=tokens, op=op)
+        for layer in (model[0], model[2])
+        for op in selection.OPS
+        for tokens in (1, 8)
+    ]
+    assert found == expected
+    with pytest.raises(tilesparse.CheckpointError):
+        tuning.products_of(tmp_path, [1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", selection.OPS)
+def test_kernels_of_a_gpu_are_measured(op: str) -> None:
+    product = Product(1024, 1024, 256, 0.25, 64, torch.bfloat16, op)
+    (measured,) = tilesparse.tune([product], "cuda", candidates=4, repetitions=5)
+    expected = [each.kernel for each in tilesparse.choose(product, "cuda").candidates[:4]]
+    assert sorted(measured.microseconds) == sorted(expected)
+    assert all(0 < time < 1e4 for time in (*measured.microseconds.values(), measured.dense_microseconds))
+    answer = tilesparse.choose(product, "cuda", policy="auto")
+    assert "measured" in answer.reason
+    fastest = measured.microseconds[measured.kernel]
+    assert answer.kernel == (None if measured.dense_microseconds < fastest else measured.kernel)
+    assert tuning.load() == ([measured], 0)
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"a": 1}', "format"),
+        ('{"format": "another", "version": 1, "sections": []}', "format 'tilesparse tune' expected"),
+        ('{"format": "tilesparse tune", "version": 2, "sections": []}', "version 1 expected, got 2"),
+        ('{"format": "tilesparse tune", "version": 1, "sections": [{}]}', "library"),
+        ('{"format": "tilesparse tune", "version": 1, "sections": 7}', "not iterable"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_none_is_reported_and_not_overwritten(
+    path: Path, content: str | bytes, text: str
+) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    before, clock = path.read_bytes(), last_is_fastest()
+    advice = "delete it, or name another file in TILESPARSE_TUNE_FILE"
+    with pytest.raises(TuneFileError, match=rf"tune\.json: .*{text}.*{advice}"):
+        tilesparse.tune([PRODUCT], "cpu", timer=clock)
+    assert len(clock.results) == 1 and path.read_bytes() == before  # nothing was measured
+    assert "none count" in tuning.status() and text in tuning.status()
+    with pytest.warns(RuntimeWarning, match="what tilesparse tune has measured does not count: .*tune.json"):
+        tuning.load_on_import()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"microseconds": {}},
+        {"microseconds": {"cpu_abacus": 1.0}},
+        {"microseconds": {"cpu_portable": -1.0}},
+        {"microseconds": {"cpu_portable": 0.0}},
+        {"microseconds": {"cpu_portable": "fast"}},
+        {"dense_microseconds": None},
+        {"product": {}},
+        {"product": 3},
+    ],
+)
+def test_of_a_damaged_file_nothing_counts(path: Path, change: dict[str, Any]) -> None:
+    tilesparse.tune([Product(64, 64, 10), PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    document = json.loads(path.read_text())
+    document["sections"][0]["products"][1] |= change
+    path.write_text(json.dumps(document))
+    with pytest.raises(TuneFileError, match="damaged"):
+        tuning.load()
+    assert tilesparse.choose(Product(64, 64, 10), "cpu").kernel == names()[0]
+
+
+def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuning.VARIABLE, "/proc/tilesparse/tune.json")
+    clock = last_is_fastest()
+    with pytest.raises(TuneFileError, match=r"/proc/tilesparse/tune\.json: cannot be written: .*name a file"):
+        tilesparse.tune([PRODUCT], "cpu", timer=clock)
+    assert len(clock.results) == 1
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_full_or_read_only_disk_leaves_the_old_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch, function: str, code: int
+) -> None:
+    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    before = path.read_text()
+
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, function, fail)
+        with pytest.raises(TuneFileError, match=rf"cannot be written: {os.strerror(code)}; free the space"):
+            tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=Clock(1.0, 2.0, 3.0))
+    assert path.read_text() == before and os.listdir(path.parent) == ["tune.json"]
+
+
+def test_the_file_is_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuning.VARIABLE, "")
+    assert tuning.file() is None and "is empty" in tuning.status()
+    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())  # counts, and is not kept
+    assert tilesparse.choose(PRODUCT, "cpu").kernel == names()[1]
+    monkeypatch.delenv(tuning.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert tuning.file() == Path("/somewhere/tilesparse/tune.json")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert tuning.file() == Path("/home/me/.cache/tilesparse/tune.json")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without one
+    assert tuning.file() is None and tuning.load() == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"products": [3]}, "products: of tilesparse.Product expected, got int"),
+        ({"products": [Product(64, 64, 1, storage="int8", feature_major=True)]}, "storage 'plain' expected"),
+        ({"candidates": 0}, "candidates"),
+        ({"repetitions": 1.5}, "repetitions"),
+        ({"device": "meta"}, "device: "),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_measured(
+    path: Path, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        tilesparse.tune(**{"products": [PRODUCT], "device": "cpu", **options})
+    assert not path.exists()
+
+
+# ---- the command ----
+
+
+def test_the_command_measures_and_says_where_it_is_kept(
+    path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    layer = ["--in-features", "64", "--out-features", "128", "--op", "forward", "--repetitions", "1"]
+    assert cli.main(["tune", *layer, "--tokens", "1", "8", "--device", "cpu", "--candidates", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("2 products, on CPU") and text.count("  dense ") == 2
+    assert all(text.count(f"  {name} ") == 2 for name in names()[:2])
+    assert text.splitlines()[-1] == f"measured kernels: 2 products on CPU; {path}"
+    tilesparse.save(BlockSparseLinear(64, 128), tmp_path / "model")
+    model = ["--model", str(tmp_path / "model"), "--op", "dgrad", "--repetitions", "1"]
+    assert cli.main(["tune", *model, "--tokens", "4", "--device", "cpu"]) == 0
+    assert "1 products, on CPU" in capsys.readouterr().out
+    assert len(tuning.load()[0]) == 3
+    path.write_text("{")
+    assert cli.main(["tune", *layer, "--device", "cpu"]) == 2
+    assert "delete it, or name another file" in capsys.readouterr().err
+
+
+def test_info_tells_of_other_gpus_and_of_what_was_measured(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["info", "--gpu", "A100", "--gpu", "7.5", "--dtype", "bfloat16", "--op", "wgrad"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"measured kernels: none, there is no {path} (tilesparse tune makes it)" in lines
+    rows = {line.split()[0]: line for line in lines if line.split()[1:2] == ["wgrad"]}
+    if "sm_80" in _C.architectures():
+        assert "sm80_sdd_tn_bf16" in rows["A100"] and "; next: sm80_sdd_tn_bf16" in rows["A100"]
+        assert "this CUDA device has compute capability 7.5" in rows["T4"]
+    assert cli.main(["info", "--gpu", "A1000"]) == 2
+    assert "got 'A1000'" in capsys.readouterr().err
+
+
+def test_a_product_that_no_kernel_computes_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Device("old", (7, 0), 80, 96 << 10)
+    monkeypatch.setattr(Device, "find", classmethod(lambda cls, what=None: old))
+    with pytest.raises(UnsupportedError):
+        tilesparse.tune([PRODUCT], "cpu", timer=last_is_fastest())
+    assert not path.exists()
