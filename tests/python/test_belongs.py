@@ -21,7 +21,15 @@ LIBRARY = NATIVE / "lib" / "libtilesparse.so"
 HEADER = NATIVE / "include" / "tilesparse" / "tilesparse.h"
 
 
+# An editable installation puts itself before all folders of sys.path.
+NOT_EDITABLE = (
+    "import sys; sys.meta_path = [f for f in sys.meta_path if 'Redirecting' not in type(f).__name__]\n"
+)
+
+
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    if "PYTHONPATH" in environment:
+        code = NOT_EDITABLE + code
     return subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | environment,
@@ -113,7 +121,7 @@ def test_a_second_copy_of_the_package_is_refused(tmp_path: Path) -> None:
         "import sys, tilesparse\n"
         "for name in [name for name in sys.modules if name.partition('.')[0] == 'tilesparse']:\n"
         "    del sys.modules[name]\n"
-        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"{NOT_EDITABLE}sys.path.insert(0, {str(tmp_path)!r})\n"
         "import tilesparse\n"
     )
     text = "ImportError: tilesparse: this process has already imported a copy of the package, and now another"
