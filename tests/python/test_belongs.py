@@ -23,7 +23,7 @@ HEADER = NATIVE / "include" / "tilesparse" / "tilesparse.h"
 
 # An editable installation puts itself before all folders of sys.path.
 NOT_EDITABLE = (
-    "import sys; sys.meta_path = [f for f in sys.meta_path if 'Redirecting' not in type(f).__name__]\n"
+    "import sys; sys.meta_path = [one for one in sys.meta_path if 'Redirecting' not in type(one).__name__]\n"
 )
 
 
