@@ -22,7 +22,7 @@ CUDA_FOLDERS = [
 ]
 NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ["PATH"], *CUDA_FOLDERS]))
 CUTLASS = (
-    "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n"  # all that the build looks at before it compiles
+    "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"  # all that the build looks at before it compiles
 )
 ASK = """
 import importlib.util, json, sys
