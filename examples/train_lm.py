@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in arguments.contenders:
         check_contender(name)
     # Each event of "gradual", and the steps that take dense gradients, are compiled anew.
-    torch._dynamo.config.recompile_limit = 8 + 2 * arguments.events
+    torch._dynamo.config.cache_size_limit = 8 + 2 * arguments.events
     device = arguments.device
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
