@@ -123,7 +123,7 @@ def build_editable(
 
 @contextmanager
 def _bundled_cutlass() -> Iterator[None]:
-    """Puts the pinned headers and their licence into third_party/cutlass, unless they are there, for the moment."""
+    """Meanwhile third_party/cutlass has the pinned headers and their licence."""
     headers, licence = _CUTLASS / "include", _CUTLASS / "LICENSE.txt"
     if headers.exists():
         yield
