@@ -15,5 +15,5 @@ SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}
 export SOURCE_DATE_EPOCH
 python -m pip wheel --quiet --no-deps --wheel-dir "$raw" "$@" .
 # No library is to be taken in: there is no OpenMP runtime among those that are needed, and no CUDA library.
-python -m auditwheel --quiet repair --wheel-dir "$folder" "$raw"/*.whl
+python -m auditwheel repair --wheel-dir "$folder" "$raw"/*.whl
 ls "$folder"/*.whl

@@ -163,3 +163,10 @@ def test_pkg_config(tmp_path: Path) -> None:
     )
     run("cc", program, *flags, f"-Wl,-rpath,{PACKAGE / 'lib'}", "-o", tmp_path / "program")
     run(tmp_path / "program")
+
+
+def test_description_has_no_links_to_files_of_the_repository() -> None:
+    """They lead nowhere on a package index."""
+    description = importlib.metadata.metadata("tilesparse").get_payload()
+    assert re.findall(r"\]\((?!https?://|#)[^)]*\)", description) == []
+    assert description.startswith("# TileSparse")
