@@ -105,7 +105,7 @@ with_oldest=(
     # Packages of AOTInductor that call operators of Python end the process.
     test_export.py::test_a_package_is_right_in_a_new_process_and_follows_the_constants_it_loads
     test_docs.py::test_serving_runs
-    # It does not trace properties of named tuples (in the test) and itertools.product(repeat=…), and compiles more often.
+    # It does not trace properties of named tuples (in the test) and itertools.product(repeat=…), and compiles anew.
     test_storage.py::test_compile_without_graph_breaks test_storage.py::test_compile_of_compression
     test_train_patterns.py::test_compiled_training_goes_on_without_recompiling
     # Loading takes half of the weights more memory for a moment.
