@@ -229,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
-    torch._dynamo.config.recompile_limit = COMPILED_MODELS
+    torch._dynamo.config.cache_size_limit = COMPILED_MODELS  # PyTorch 2.6 has no other name for it
     bench = Bench(torch.device(arguments.device), arguments.repetitions, arguments.seed)
     if arguments.device == "cuda":
         warm_up()

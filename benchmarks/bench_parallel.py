@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,7 +105,7 @@ def share(model: nn.Sequential, way: str, mesh: DeviceMesh) -> nn.Module:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model:
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -154,11 +155,11 @@ class Trainee:
         self.backward()
         parameters = list(self.model.parameters())
         states = [value for state in self._optimizer.state.values() for value in state.values()]
-        counted = {
-            "parameters": parameters,
+        counted: dict[str, list[Tensor | None]] = {
+            "parameters": [*parameters],
             "gradients": [parameter.grad for parameter in parameters],
             "optimizer": [state for state in states if isinstance(state, Tensor) and state.dim() > 0],
-            "buffers": list(self.model.buffers()),
+            "buffers": [*self.model.buffers()],
         }
         self._optimizer.zero_grad()
         return {name: sum(map(local_bytes, tensors)) for name, tensors in counted.items()}
@@ -296,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    others = torch.multiprocessing.spawn(_join, (arguments, port), nprocs=arguments.processes - 1, join=False)
+    others = spawn(_join, (arguments, port), nprocs=arguments.processes - 1, join=False)
     status = _with_others(0, arguments, port, lambda: run_benchmark(arguments, _run))
     while not others.join():
         pass

@@ -137,7 +137,7 @@ def gpu_and_host_seconds(call: Callable[[], None]) -> tuple[float, float]:
     for _ in range(REPETITIONS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        torch.cuda._sleep(int(DELAY_SECONDS * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(DELAY_SECONDS * CYCLES_PER_SECOND))
         begin.record()
         start = time.perf_counter()
         call()

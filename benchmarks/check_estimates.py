@@ -68,7 +68,9 @@ def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
     """Of every measured kernel that this library has, on a GPU that is known here."""
     for document in documents:
         device = DEVICES.get(document["environment"].get("gpu"))
-        for case, result in rows_of([document]) if device and "op" in document["cases"][0] else ():
+        if device is None or "op" not in document["cases"][0]:
+            continue
+        for case, result in rows_of([document]):
             if result.get("kernel") in KERNELS:
                 estimated = estimate(case, KERNELS[result["kernel"]], device)
                 yield Pair(family_of(result["kernel"]), describe(case), result["t_us"], estimated)

@@ -229,6 +229,7 @@ class RandomPatcher(BlockSparseModelPatcher):
         self.add_pattern("", {"density": density, "block_shape": block_shape})
 
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> BlockSparseLinear:
+        assert isinstance(module, nn.Linear)
         pattern = BlockPattern.random(
             module.weight.shape,
             block_shape=options["block_shape"],

@@ -16,6 +16,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from report import OPS, Row, rows_of
 
 matplotlib.use("svg")
@@ -113,7 +114,7 @@ def draw_roofline(rows: Sequence[Row], bandwidth: float, path: Path) -> None:
     _save(figure, path)
 
 
-def _save(figure: pyplot.Figure, path: Path) -> None:
+def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
     print(f"wrote {path}")

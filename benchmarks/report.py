@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def rows_of(documents: Iterable[dict[str, Any]]) -> list[Row]:
+def rows_of(documents: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Everything bench_ops.py measured."""
     return [
         Row(case, result)

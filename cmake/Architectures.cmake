@@ -6,8 +6,24 @@ set(known_architectures
 )
 set(TILESPARSE_ARCHITECTURES "${known_architectures}" CACHE STRING "CUDA architectures to build")
 
+# GPUs that run cuda/sm80 from its PTX, which the driver translates when a kernel is first used, unless there is
+# native code for them too: 9.0 (float32, few tokens), 10.x and 12.x. 8.6 and 8.9 run that for 8.0 as it is. Each of
+# them makes the library larger by a third and its build longer by as much, so that it is for releases.
+set(known_native 90 100 120)
+set(TILESPARSE_NATIVE "" CACHE STRING "GPUs to compile cuda/sm80 for natively as well: some of ${known_native}, or all")
+set(native_architectures "${TILESPARSE_NATIVE}")
+if(native_architectures STREQUAL "all")
+  set(native_architectures ${known_native})
+endif()
+
 foreach(architecture IN LISTS TILESPARSE_ARCHITECTURES)
   if(NOT architecture IN_LIST known_architectures)
     message(FATAL_ERROR "TILESPARSE_ARCHITECTURES names ${architecture}; the kernels exist for: ${known_architectures}")
   endif()
 endforeach()
+foreach(architecture IN LISTS native_architectures)
+  if(NOT architecture IN_LIST known_native)
+    message(FATAL_ERROR "TILESPARSE_NATIVE names ${architecture}; it may name ${known_native}, or be all")
+  endif()
+endforeach()
+list(TRANSFORM native_architectures APPEND "-real" OUTPUT_VARIABLE native_code)

@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in arguments.contenders:
         check_contender(name)
     # Each event of "gradual", and the steps that take dense gradients, are compiled anew.
-    torch._dynamo.config.recompile_limit = 8 + 2 * arguments.events
+    torch._dynamo.config.cache_size_limit = 8 + 2 * arguments.events
     return run_benchmark(arguments, run_all)
 
 

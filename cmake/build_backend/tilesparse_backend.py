@@ -1,4 +1,7 @@
-"""Build backend: scikit-build-core, with nvcc from the package index where the system has none."""
+"""Build backend: scikit-build-core, with nvcc from the package index where the system has none.
+
+Source distributions get the CUTLASS headers, so that they are built without a network.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,15 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from scikit_build_core import build as _skb
 from scikit_build_core.build import (
-    build_sdist,
-    get_requires_for_build_sdist,
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
 )
@@ -32,6 +39,10 @@ Settings = dict[str, str | list[str]] | None
 
 # Of each release of CUDA the first whose requirements name one version of every part of the compiler.
 _TOOLKITS = {(13, 0): "13.0.3.0", (13, 2): "13.2.2"}
+_CUTLASS = Path(__file__).resolve().parents[2] / "third_party" / "cutlass"
+# Of the wheel of nvidia-cutlass: the headers, and the licence.
+_HEADERS = re.compile(r"cutlass_library/source/(include/(?:cute|cutlass)/.+)")
+_LICENCE = re.compile(r"[^/]+\.dist-info/licenses/(LICENSE\.txt)")
 _CUDA_OFF = re.compile(r"TILESPARSE_CUDA(:BOOL)?=(OFF|0|NO|FALSE)\b", re.IGNORECASE)
 
 
@@ -108,3 +119,37 @@ def build_editable(
 ) -> str:
     _provide_nvcc(config_settings)
     return _skb.build_editable(wheel_directory, config_settings, metadata_directory)
+
+
+@contextmanager
+def _bundled_cutlass() -> Iterator[None]:
+    """Meanwhile third_party/cutlass has the pinned headers and their licence."""
+    headers, licence = _CUTLASS / "include", _CUTLASS / "LICENSE.txt"
+    if headers.exists():
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        pinned = ["--require-hashes", "--requirement", str(_CUTLASS / "requirements.txt")]
+        subprocess.run([*command, *pinned, "--dest", folder], check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                for name in archive.namelist():
+                    if match := _HEADERS.fullmatch(name) or _LICENCE.fullmatch(name):
+                        target = _CUTLASS / match[1]
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        target.write_bytes(archive.read(name))
+            yield
+        finally:
+            shutil.rmtree(headers, ignore_errors=True)
+            licence.unlink(missing_ok=True)
+
+
+def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
+    return [*_skb.get_requires_for_build_sdist(config_settings), "pip"]
+
+
+def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
+    with _bundled_cutlass():
+        return _skb.build_sdist(sdist_directory, config_settings)

@@ -6,6 +6,7 @@
 #include "cpu/cpu.h"
 #include "error.h"
 #include "registry.h"
+#include "threads.h"
 
 #ifdef TILESPARSE_CUDA
 #include <cuda_runtime_api.h>
@@ -14,7 +15,7 @@
 namespace ts {
 
 const NamedDevice& cpu_device() {
-    static const NamedDevice cpu{{DeviceType::cpu, 0, cpu::processors(), 0}, "CPU"};
+    static const NamedDevice cpu{{DeviceType::cpu, 0, processors(), 0}, "CPU"};
     return cpu;
 }
 

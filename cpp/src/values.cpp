@@ -5,6 +5,7 @@
 #include "cpu/steps.h"
 #include "device.h"
 #include "error.h"
+#include "threads.h"
 #include "values/metadata.h"
 
 #ifdef TILESPARSE_CUDA
@@ -134,8 +135,7 @@ template <class Word>
 void expand_on_host(const Problem& problem, void* plain) {
     const Expansion<Word> expansion(problem, plain);
     const int64_t rows = problem.pattern.nnz * problem.pattern.block_rows;
-#pragma omp parallel for
-    for (int64_t row = 0; row < rows; ++row) expansion.expand_row(row);
+    for_each(rows, [&](int64_t row) { expansion.expand_row(row); });
 }
 
 // ---- compression ----
@@ -171,9 +171,7 @@ void compress_block(const Compression& compression, int64_t block) {
 
 template <class Word>
 void compress_on_host(const Compression& compression) {
-#pragma omp parallel for
-    for (int64_t block = 0; block < compression.pattern.nnz; ++block)
-        compress_block<Word>(compression, block);
+    for_each(compression.pattern.nnz, [&](int64_t block) { compress_block<Word>(compression, block); });
 }
 
 }  // namespace

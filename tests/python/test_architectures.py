@@ -21,9 +21,8 @@ CUDA_FOLDERS = [
     os.path.join(home, "bin") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home
 ]
 NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ["PATH"], *CUDA_FOLDERS]))
-CUTLASS = (
-    "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n"  # all that the build looks at before it compiles
-)
+# All that the build looks at before it compiles.
+CUTLASS = "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"
 ASK = """
 import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("_C", sys.argv[1])

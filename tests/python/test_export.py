@@ -82,10 +82,8 @@ def assert_close(results: list[Tensor], expected: list[Tensor]) -> None:
 def aoti_compile(
     program: torch.export.ExportedProgram, tmp_path: Path, configs: dict[str, Any] | None
 ) -> None:
-    made = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "program.pt2"), inductor_configs=configs
-    )
-    Path(made).rename(tmp_path / "program")
+    package = str(tmp_path / "program.pt2")  # PyTorch 2.6 loads no package of another ending
+    torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=configs)
 
 
 def in_a_new_process(
@@ -104,7 +102,7 @@ def in_a_new_process(
         load=load,
         loads=loads,
     )
-    arguments = [str(tmp_path / name) for name in ("program", "inputs.pt", "results.pt")]
+    arguments = [str(tmp_path / name) for name in ("program.pt2", "inputs.pt", "results.pt")]
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
     print(done.stderr)  # pytest shows it where a test fails
     done.check_returncode()
@@ -117,7 +115,7 @@ def test_an_exported_program_is_right_in_a_new_process_and_follows_what_it_loads
     x = randn(5, IN, dtype=torch.float32)
     batch = torch.export.Dim("batch", min=1, max=64)
     program = torch.export.export(exported, (x,), dynamic_shapes=({0: batch},))
-    torch.export.save(program, str(tmp_path / "program"))
+    torch.export.save(program, str(tmp_path / "program.pt2"))
     fewer = x[:3]
     results = in_a_new_process(tmp_path, LOAD_EXPORTED, other.state_dict(), fewer)
     torch.testing.assert_close(results, [exported(fewer), other(fewer)])
@@ -127,7 +125,7 @@ def test_an_exported_program_is_right_in_a_new_process_and_follows_what_it_loads
 def test_every_storage_and_policy_is_exported(tmp_path: Path, device: str) -> None:
     exported, other = of_all_kinds(1, device), of_all_kinds(11, device)
     x = randn(5, OUT, dtype=exported[0].weight.dtype, device=device)
-    torch.export.save(exported_for_any_batch(exported, x), str(tmp_path / "program"))
+    torch.export.save(exported_for_any_batch(exported, x), str(tmp_path / "program.pt2"))
     results = in_a_new_process(tmp_path, LOAD_EXPORTED, other.state_dict(), x[:3])
     assert_close(results, [exported(x[:3]), other(x[:3])])
 
@@ -153,7 +151,7 @@ class Logits(nn.Module):
 def test_a_model_of_transformers_is_exported(tmp_path: Path) -> None:
     exported, other = Logits(1), Logits(2)
     ids = torch.arange(12).view(2, 6)
-    torch.export.save(exported_for_any_batch(exported, ids), str(tmp_path / "program"))
+    torch.export.save(exported_for_any_batch(exported, ids), str(tmp_path / "program.pt2"))
     more = torch.arange(30).view(5, 6)
     results = in_a_new_process(tmp_path, LOAD_EXPORTED, other.state_dict(), more)
     assert_close(results, [exported(more), other(more)])
@@ -199,7 +197,7 @@ def test_a_traced_program_is_right_in_a_new_process_and_follows_what_it_loads(tm
     exported, other = model(1), model(2)
     x = randn(5, IN, dtype=torch.float32)
     with torch.no_grad():
-        torch.jit.trace(exported, x).save(str(tmp_path / "program"))
+        torch.jit.trace(exported, x).save(str(tmp_path / "program.pt2"))
     results = in_a_new_process(tmp_path, LOAD_TRACED, other.state_dict(), x[:3])
     torch.testing.assert_close(results, [exported(x[:3]), other(x[:3])])
 
@@ -208,9 +206,9 @@ def test_a_traced_program_is_right_in_a_new_process_and_follows_what_it_loads(tm
 def test_a_process_without_the_package_raises(tmp_path: Path, load: str) -> None:
     exported, x = model(1), randn(5, IN, dtype=torch.float32)
     if load == LOAD_EXPORTED:
-        torch.export.save(torch.export.export(exported, (x,)), str(tmp_path / "program"))
+        torch.export.save(torch.export.export(exported, (x,)), str(tmp_path / "program.pt2"))
     else:
-        torch.jit.trace(exported, x).save(str(tmp_path / "program"))
+        torch.jit.trace(exported, x).save(str(tmp_path / "program.pt2"))
     with pytest.raises(subprocess.CalledProcessError) as error:
         in_a_new_process(tmp_path, load, exported.state_dict(), x, imported=False)
     assert "tilesparse" in error.value.stderr

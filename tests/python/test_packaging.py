@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -22,10 +24,45 @@ HEADER = PACKAGE / "include" / "tilesparse" / "tilesparse.h"
 SYMBOLS = (ROOT / "tests" / "c" / "symbols.txt").read_text().split()
 
 
-def run(*command: object) -> str:
+# Says how many threads the process has before and after a product, and which OpenMP runtimes it has loaded.
+COUNT_THREADS = """
+import json, os, torch, tilesparse
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(3)
+x = torch.randn(256, 256)
+(x @ x).exp()
+before = threads()
+with torch.no_grad():
+    tilesparse.BlockSparseLinear(256, 256, density=0.5)(x)
+maps = open("/proc/self/maps").read().split()
+runtimes = {word for word in maps if os.path.basename(word).startswith(("libgomp", "libomp", "libiomp"))}
+print(json.dumps([before, threads(), sorted(runtimes)]))
+"""
+# A library that hides the system's OpenMP runtime, as where it is not installed.
+HIDE_OPENMP = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+void* dlopen(const char* name, int flags) {
+    if (name != NULL && strcmp(name, "libgomp.so.1") == 0) {
+        fputs("hidden", stderr);
+        return NULL;
+    }
+    return ((void* (*)(const char*, int))dlsym(RTLD_NEXT, "dlopen"))(name, flags);
+}
+"""
+
+
+def run(*command: object, expected_error: str = "", **environment: str) -> str:
     """The standard output of a command; the test fails with all its output where it fails."""
     parts = [str(part) for part in command]
-    result = subprocess.run(parts, capture_output=True, text=True, check=False)
+    result = subprocess.run(parts, capture_output=True, text=True, check=False, env=os.environ | environment)
+    assert expected_error in result.stderr
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
@@ -70,6 +107,24 @@ def test_library_is_small() -> None:
     assert LIBRARY.stat().st_size < 15 * 2**20
 
 
+def test_one_pool_of_threads_with_pytorch() -> None:
+    before, after, runtimes = json.loads(run(sys.executable, "-c", COUNT_THREADS))
+    assert after <= before
+    assert len(runtimes) == 1, runtimes
+
+
+def test_licences_and_bill_of_materials_are_installed() -> None:
+    files = importlib.metadata.files("tilesparse") or []
+    texts = {file.name: file.read_text() for file in files if file.parent.name in ("licenses", "third_party")}
+    assert "Redistribution and use" in texts["LICENSE"]
+    assert {"CUTLASS", "nanobind", "robin-map"} <= set(
+        re.findall(r"^([\w-]+) \(", texts["NOTICE.txt"], re.MULTILINE)
+    )
+    (bill,) = (json.loads(file.read_text()) for file in files if file.name == "tilesparse.cdx.json")
+    assert bill["metadata"]["component"]["version"] == tilesparse.__version__
+    assert {"nanobind", "robin-map"} <= {component["name"] for component in bill["components"]}
+
+
 def test_consumers_in_c_and_cpp(tmp_path: Path) -> None:
     """A project that uses find_package(tilesparse); tests/c/test_abi.c covers every public function.
 
@@ -89,6 +144,17 @@ def test_consumers_in_c_and_cpp(tmp_path: Path) -> None:
         run(tmp_path / program)
 
 
+def test_library_computes_without_an_openmp_runtime(tmp_path: Path) -> None:
+    """Slim containers have none, and there a C program has no PyTorch that brings one."""
+    (tmp_path / "hide.c").write_text(HIDE_OPENMP)
+    run("cc", "-shared", "-fPIC", tmp_path / "hide.c", "-o", tmp_path / "hide.so", "-ldl")
+    source = ROOT / "tests" / "cpp" / "test_threads.cpp"
+    paths = [f"-I{PACKAGE / 'include'}", f"-L{LIBRARY.parent}", f"-Wl,-rpath,{LIBRARY.parent}"]
+    run("c++", "-std=c++17", source, *paths, "-ltilesparse", "-pthread", "-o", tmp_path / "threads")
+    run(tmp_path / "threads")
+    run(tmp_path / "threads", expected_error="hidden", LD_PRELOAD=str(tmp_path / "hide.so"))
+
+
 @pytest.mark.skipif(shutil.which("pkg-config") is None, reason="pkg-config is not installed")
 def test_pkg_config(tmp_path: Path) -> None:
     search = f"PKG_CONFIG_PATH={PACKAGE / 'lib' / 'pkgconfig'}"
@@ -99,3 +165,10 @@ def test_pkg_config(tmp_path: Path) -> None:
     )
     run("cc", program, *flags, f"-Wl,-rpath,{PACKAGE / 'lib'}", "-o", tmp_path / "program")
     run(tmp_path / "program")
+
+
+def test_description_has_no_links_to_files_of_the_repository() -> None:
+    """They lead nowhere on a package index."""
+    description = importlib.metadata.metadata("tilesparse").get_payload()
+    assert re.findall(r"\]\((?!https?://|#)[^)]*\)", description) == []
+    assert description.startswith("# TileSparse")

@@ -7,7 +7,6 @@
 // results do not depend on the number of threads.
 #include "cpu/cpu.h"
 
-#include <omp.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 #include <utility>
 
 #include "cpu/steps.h"
+#include "threads.h"
 
 namespace ts::cpu {
 namespace {
@@ -137,7 +137,7 @@ class Dds {
           by_tokens_(!forward_ && rows_ == kMaxRows && steps_.multiply_tokens != nullptr &&
                      input_.layout == Layout::row_major && output_.layout == Layout::row_major),
           direct_(!by_tokens_ && steps_.values_direct && (forward_ || steps_.pair == 1)),
-          threads_(std::min(omp_get_max_threads(), device.multiprocessors)),
+          threads_(std::min(max_threads(), device.multiprocessors)),
           value_bytes_(direct_ ? 0 : rows_ * depth_ * steps_.packed_size),
           workspace_(memory) {
         choose_tasks(4 * device.multiprocessors);
@@ -149,24 +149,30 @@ class Dds {
     size_t workspace_size() const { return workspace_.size(); }
 
     void run() const {
-#pragma omp parallel num_threads(threads_)
-        for (int64_t wave = 0; wave < p_.tokens; wave += wave_) {
-            const int64_t end = std::min(wave + wave_, p_.tokens);
-            if (!by_tokens_) {
-#pragma omp for collapse(2)
-                for (int64_t token = wave; token < end; token += steps_.tile)
-                    for (int64_t feature = 0; feature < input_features_; feature += kPackedFeatures)
-                        pack_input(token, feature);
-            }
-#pragma omp for collapse(2) schedule(dynamic)
-            for (int64_t token = wave; token < end; token += chunk_)
-                for (int64_t feature = 0; feature < features_; feature += task_features_)
-                    compute(feature, std::min(feature + task_features_, features_), token,
-                            std::min(token + chunk_, end));
-        }
+        in_parallel(threads_, [this](Member& member) {
+            for (int64_t wave = 0; wave < p_.tokens; wave += wave_)
+                run_wave(member, wave, std::min(wave + wave_, p_.tokens));
+        });
     }
 
   private:
+    // Packs and computes tokens [wave, end).
+    void run_wave(Member& member, int64_t wave, int64_t end) const {
+        if (!by_tokens_) {
+            const int64_t packed = ceil_div(input_features_, kPackedFeatures);
+            member.share(ceil_div(end - wave, steps_.tile) * packed, [&](int64_t i) {
+                pack_input(wave + i / packed * steps_.tile, i % packed * kPackedFeatures);
+            });
+            member.wait();
+        }
+        const int64_t tasks = ceil_div(features_, task_features_);
+        member.draw(ceil_div(end - wave, chunk_) * tasks, [&](int64_t i) {
+            const int64_t token = wave + i / tasks * chunk_, feature = i % tasks * task_features_;
+            compute(feature, std::min(feature + task_features_, features_), token,
+                    std::min(token + chunk_, end), member.thread());
+        });
+    }
+
     // Panels of a chunk of tokens stay in the cache while the values pass by. A wave of chunks is packed
     // and then computed in at least `tasks` tasks, if there are tokens enough.
     void choose_tasks(int64_t tasks) {
@@ -196,12 +202,13 @@ class Dds {
             false, false, offset(panel(token), feature / steps_.pair * width * steps_.packed_size));
     }
 
-    // Computes features [feature, feature_end) of tokens [token, token_end), tile by tile.
-    void compute(int64_t feature, int64_t feature_end, int64_t token, int64_t token_end) const {
+    // Computes features [feature, feature_end) of tokens [token, token_end), tile by tile, in one thread.
+    void compute(int64_t feature, int64_t feature_end, int64_t token, int64_t token_end, int thread) const {
         alignas(64) std::byte sums[kSumBytes];
         Strip strips[kTaskFeatures / kMinRows];
         const int64_t count = (feature_end - feature) / rows_;
-        for (int64_t i = 0; i < count; ++i) strips[i] = strip_of(feature + i * rows_, i);
+        const int64_t place = thread * (kTaskFeatures / rows_);
+        for (int64_t i = 0; i < count; ++i) strips[i] = strip_of(feature + i * rows_, place + i);
         for (; token < token_end; token += steps_.tile) {
             const Output output = output_of(feature, feature_end - feature, token, sums);
             prefetch_output(output, element_size(p_.dtype));
@@ -229,19 +236,19 @@ class Dds {
                                 strip.depth, tile_tokens(token), sums, kTaskFeatures});
     }
 
-    // The strip that begins at a feature, all but its tokens. It is the index-th of its task.
-    Strip strip_of(int64_t feature, int64_t index) const {
+    // The strip that begins at a feature, all but its tokens. Values that are packed get one of the places.
+    Strip strip_of(int64_t feature, int64_t place) const {
         const int64_t row = feature / block_, first = adjacency_.ptr[row];
         Strip strip{};
         strip.entries = adjacency_.ptr[row + 1] - first;
         strip.idx = adjacency_.idx + first;
         strip.depth = depth_block_;
         strip.rows = rows_;
-        set_values(strip, adjacency_.slot + first, feature % block_, index);
+        set_values(strip, adjacency_.slot + first, feature % block_, place);
         return strip;
     }
 
-    void set_values(Strip& strip, const int32_t* slots, int64_t within, int64_t index) const {
+    void set_values(Strip& strip, const int32_t* slots, int64_t within, int64_t place) const {
         if (direct_) {
             strip.a = block_rows(0, within);
             strip.slot = slots;
@@ -249,7 +256,6 @@ class Dds {
             strip.a_row = forward_ ? depth_block_ : 1;
             strip.a_step = forward_ ? 1 : block_;
         } else {
-            const int64_t place = omp_get_thread_num() * (kTaskFeatures / rows_) + index;
             strip.a = offset(values_, place * value_bytes_);
             strip.a_entry = rows_ * depth_block_;
             strip.a_row = depth_block_;
@@ -336,7 +342,7 @@ class Sdd {
           slab_(std::clamp<int64_t>(std::bit_ceil<uint64_t>(p_.tokens), 16, kSlab)),
           slabs_(ceil_div(p_.tokens, slab_)),
           feature_bytes_(slabs_ * slab_ / steps_.pair * steps_.packed_size),
-          threads_(std::min(omp_get_max_threads(), device.multiprocessors)),
+          threads_(std::min(max_threads(), device.multiprocessors)),
           workspace_(memory) {
         choose_tasks(4 * device.multiprocessors);
         x_panels_ = workspace_.take(x_wave_ * feature_bytes_);
@@ -347,24 +353,31 @@ class Sdd {
 
     void run() const {
         const int64_t outs = p_.pattern.out_features, ins = p_.pattern.in_features;
-#pragma omp parallel num_threads(threads_)
-        for (int64_t y = 0; y < outs; y += y_wave_) {
-            const int64_t y_end = std::min(y + y_wave_, outs);
-            pack_features(p_.y, y, y_end, rows_, y_tokens_first_, y_panels_, y_wave_);
-            for (int64_t x = 0; x < ins; x += x_wave_) {
-                const int64_t x_end = std::min(x + x_wave_, ins);
-                if (y == 0) pack_features(p_.x, x, x_end, tile_, true, x_panels_, x_wave_);
-#pragma omp barrier
-#pragma omp for collapse(2) schedule(dynamic)
-                for (int64_t col = x; col < x_end; col += chunk_)
-                    for (int64_t row = y; row < y_end; row += block_rows_)
-                        compute(row / block_rows_, col / block_cols_,
-                                std::min(col + chunk_, x_end) / block_cols_);
+        in_parallel(threads_, [&](Member& member) {
+            for (int64_t y = 0; y < outs; y += y_wave_) {
+                const int64_t y_end = std::min(y + y_wave_, outs);
+                pack_features(member, p_.y, y, y_end, rows_, y_tokens_first_, y_panels_, y_wave_);
+                for (int64_t x = 0; x < ins; x += x_wave_) {
+                    const int64_t x_end = std::min(x + x_wave_, ins);
+                    if (y == 0) pack_features(member, p_.x, x, x_end, tile_, true, x_panels_, x_wave_);
+                    member.wait();
+                    run_wave(member, y, y_end, x, x_end);
+                }
             }
-        }
+        });
     }
 
   private:
+    // Computes what features [y, y_end) of y and [x, x_end) of x give, which are packed.
+    void run_wave(Member& member, int64_t y, int64_t y_end, int64_t x, int64_t x_end) const {
+        const int64_t rows = (y_end - y) / block_rows_;
+        member.draw(ceil_div(x_end - x, chunk_) * rows, [&](int64_t i) {
+            const int64_t col = x + i / rows * chunk_;
+            compute(y / block_rows_ + i % rows, col / block_cols_,
+                    std::min(col + chunk_, x_end) / block_cols_);
+        });
+    }
+
     // A task is a block row and a chunk of columns whose panels stay in the cache. The operand of
     // more features is packed in waves that stay there too, but give at least `tasks` tasks; the other
     // one is packed whole.
@@ -386,16 +399,16 @@ class Sdd {
 
     // Packs features [feature, end) as panels [features / width][slab], each [tokens of a slab, width] or
     // [width, tokens of a slab]; threads share the work and do not wait for each other.
-    void pack_features(const Matrix& from, int64_t feature, int64_t end, int64_t width, bool tokens_first,
-                       std::byte* panels, int64_t wave) const {
-#pragma omp for collapse(2) nowait
-        for (int64_t token = 0; token < p_.tokens; token += slab_)
-            for (int64_t f = feature; f < end; f += width) {
-                const int64_t slab_bytes = slab_ / steps_.pair * width * steps_.packed_size;
-                pack_rectangle(steps_, p_.dtype, from,
-                               {f, width, token, std::min(slab_, p_.tokens - token), slab_}, tokens_first,
-                               true, offset(panels, f % wave * feature_bytes_ + token / slab_ * slab_bytes));
-            }
+    void pack_features(const Member& member, const Matrix& from, int64_t feature, int64_t end, int64_t width,
+                       bool tokens_first, std::byte* panels, int64_t wave) const {
+        const int64_t slab_bytes = slab_ / steps_.pair * width * steps_.packed_size;
+        const int64_t strips = ceil_div(end - feature, width);
+        member.share(slabs_ * strips, [&](int64_t i) {
+            const int64_t slab = i / strips, token = slab * slab_, f = feature + i % strips * width;
+            pack_rectangle(steps_, p_.dtype, from,
+                           {f, width, token, std::min(slab_, p_.tokens - token), slab_}, tokens_first, true,
+                           offset(panels, f % wave * feature_bytes_ + slab * slab_bytes));
+        });
     }
 
     // Computes the kept blocks of a block row in block columns [first, last).
@@ -508,11 +521,5 @@ constexpr Kernel kKernels[] = {
 }  // namespace
 
 std::span<const Kernel> kernels() { return kKernels; }
-
-// Fixed for the process, unlike the number of threads, so that the size of a workspace stays valid.
-int32_t processors() {
-    static const int32_t count = omp_get_num_procs();
-    return count;
-}
 
 }  // namespace ts::cpu

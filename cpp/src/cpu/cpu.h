@@ -10,7 +10,4 @@ namespace ts::cpu {
 // Rows this machine can run refuse nothing but what their table entry excludes.
 std::span<const Kernel> kernels();
 
-// Most threads a parallel region uses; fixed for the process.
-int32_t processors();
-
 }  // namespace ts::cpu
