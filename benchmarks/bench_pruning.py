@@ -11,7 +11,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,8 @@ def _peak(arguments: argparse.Namespace, others: int) -> int | None:
     return torch.cuda.max_memory_allocated() - others if arguments.device == "cuda" else None
 
 
-SECTIONS = {  # what is measured, and of which arguments
+Measure = Callable[[Any, argparse.Namespace], dict[str, Any]]
+SECTIONS: dict[str, tuple[Measure, str, Iterable[Any]]] = {  # what is measured, and of which arguments
     "pruning": (_pruned, "method", METHODS),
     "rewiring": (_rewired, "schedule", SCHEDULES),
     "norms": (_normed, "norm", (1, 2)),
