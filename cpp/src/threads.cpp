@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <sched.h>
+#include <sys/auxv.h>
 
 #include <algorithm>
 #include <barrier>
@@ -32,8 +33,9 @@ bool find(void* library, const char* name, Function*& function) {
 
 // The runtime of the process, or else the system's. PyTorch makes its own visible to all, under a name that
 // may hold a checksum: so it is looked for by what it offers. Linking to it would mean a second copy, with
-// threads of its own.
+// threads of its own. A static program, which has no dynamic linker, cannot load one that uses the C library.
 Runtime find_runtime() {
+    if (getauxval(AT_BASE) == 0) return {};
     void* library = nullptr;
     Dl_info info;
     if (void* visible = dlsym(RTLD_DEFAULT, "GOMP_parallel"); visible != nullptr && dladdr(visible, &info))
