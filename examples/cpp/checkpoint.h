@@ -16,6 +16,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -141,20 +142,8 @@ class Checkpoint {
   public:
     explicit Checkpoint(fs::path folder) : folder_(std::move(folder)) {
         named("config.json", [this] { read_config(); });
-        if (fs::exists(folder_ / "model.safetensors")) {
-            named("model.safetensors", [this] { read_header("model.safetensors"); });
-            return;
-        }
-        std::map<std::string, int> files;
-        named("model.safetensors.index.json", [&] {
-            const Json index = read_json("model.safetensors.index.json");
-            for (const Json& file : member(index, "weight_map", Json::Object).items) {
-                if (file.kind != Json::String || fs::path(file.text).filename() != file.text)
-                    fail("weight_map: names of files in this folder expected");
-                ++files[file.text];
-            }
-        });
-        for (const auto& [file, count] : files) named(file, [&, name = file] { read_header(name); });
+        read_headers();
+        named("config.json", [this] { check_ties(); });
     }
 
     // What the configuration says of a layer.
@@ -180,10 +169,31 @@ class Checkpoint {
     }
 
   private:
+    // Of one file, or of those that the index names.
+    void read_headers() {
+        if (fs::exists(folder_ / "model.safetensors")) {
+            named("model.safetensors", [this] { read_header("model.safetensors"); });
+            return;
+        }
+        constexpr const char* kIndex = "model.safetensors.index.json";
+        Json places;
+        named(kIndex, [&] {
+            places = member(read_json(kIndex), "weight_map", Json::Object);
+            for (const Json& file : places.items)
+                if (file.kind != Json::String || fs::path(file.text).filename() != file.text)
+                    fail("weight_map: names of files in this folder expected");
+        });
+        std::set<std::string> files;
+        for (const Json& file : places.items) files.insert(file.text);
+        for (const std::string& file : files) named(file, [&] { read_header(file); });
+        for (const std::string& tensor : places.keys)
+            if (tensors_.count(tensor) == 0)
+                fail(std::string(kIndex) + ": " + tensor + ": in none of the files");
+    }
+
     // A tensor of several names is stored under one of them.
     const std::string& stored_as(const std::string& name) const {
-        const Json* ties = section_.find("ties");
-        const Json* other = ties == nullptr ? nullptr : ties->find(name);
+        const Json* other = ties_.find(name);
         return other == nullptr ? name : other->text;
     }
 
@@ -210,7 +220,24 @@ class Checkpoint {
         if (integer(member(*section, "version", Json::Number), INT32_MAX) != 1)
             fail("version: 1 expected; a newer program is needed");
         section_ = *section;
-        if (const Json* files = section_.find("files")) files_ = *files;
+        ties_ = texts("ties");
+        files_ = texts("files");
+    }
+
+    // The object of texts that the section may have under a key.
+    Json texts(const char* key) const {
+        const Json* found = section_.find(key);
+        if (found == nullptr || found->kind == Json::Null) return {};
+        for (const Json& item : member(section_, key, Json::Object).items)
+            if (item.kind != Json::String) fail(std::string(key) + ": texts expected");
+        return *found;
+    }
+
+    // A layer whose bias has no such place would otherwise pass for one without.
+    void check_ties() const {
+        for (size_t i = 0; i < ties_.keys.size(); ++i)
+            if (tensors_.count(ties_.keys[i]) > 0 || tensors_.count(ties_.items[i].text) == 0)
+                fail("ties: " + ties_.keys[i] + ": another name for a stored tensor expected");
     }
 
     // A safetensors file: the length of its header in eight bytes, the header, the tensors.
@@ -258,7 +285,7 @@ class Checkpoint {
     }
 
     fs::path folder_;
-    Json section_, files_;
+    Json section_, ties_, files_;
     std::map<std::string, Stored> tensors_;
 };
 
