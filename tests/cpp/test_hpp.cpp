@@ -232,6 +232,9 @@ void test_refusals() {
     });
     refused("kernel is -1", [](ts::Product& p) { p.kernel(-1); });
     refused("kernel is 100000", [](ts::Product& p) { p.kernel(100000); });
+    refused("prefer has 64 characters", [](ts::Product& p) { p.prefer(std::string(64, 'c')); });
+    refused("prefer has a zero", [](ts::Product& p) { p.prefer({"cpu_\0", 5}); });
+    refused("prefer is sm70_, with which", [](ts::Product& p) { p.prefer("sm70_"); });
     refused("tokens is -1",
             [&](ts::Product&) { ts::Product(ts::Op::dds_nt, pattern, -1).x(x).values(values).y(y).run(); });
     refused("values is not set",
@@ -298,6 +301,10 @@ void test_devices() {
         if (has_cuda) {
             const ts::Choice choice = product.select(device);
             expect(!choice.is_dense() && !choice.reason.empty(), "no kernel, or no reason");
+            const std::optional<double> time = product.estimate(choice.kernel, device);
+            expect(time && *time > 0 && product.estimate(TS_EXPAND_AND_RUN_DENSE, device), "no estimate");
+            throws<ts::UnsupportedError>(TS_UNSUPPORTED, "it is for another kind of device",
+                                         [&] { product.estimate(0, device); });
             const ts::Plan<CountingMemory> plan(pattern, choice.kernel, ts::Op::dds_nt, memory);
             expect(plan.kernel() == choice.kernel && (plan.bytes() == 0) == (plan.key() == 0), "not a plan");
             const ts_matmul_desc c = product.plan(plan).c();
@@ -311,6 +318,16 @@ void test_devices() {
                                          [&] { product.run(); });
     }
     expect(counts.allocated == counts.freed && counts.allocated > 9, "not all memory is freed");
+
+    const ts::Pattern pattern = layer();
+    std::vector<float> operand(kTokens * kIn), values(pattern.values_size());
+    ts::Product product(ts::Op::dds_nt, pattern, kTokens);
+    const ts::Choice preferred = product.x(operand).y(operand).values(values).prefer("cpu_port").select();
+    expect(std::string(ts::kernels()[static_cast<std::size_t>(preferred.kernel)].name) == "cpu_portable" &&
+               preferred.reason == "the caller prefers it",
+           "not what is preferred");
+    expect(product.prefer("").select().reason != preferred.reason, "the preference stays");
+    expect(!product.estimate(preferred.kernel, ts::device_info(ts::Device::cpu)), "an estimate for the CPU");
 
     expect(ts::kernels()[0].device == TS_CPU && ts::device_info(ts::Device::cpu).multiprocessors > 0,
            "no CPU");

@@ -27,8 +27,10 @@
 #include <initializer_list>
 #include <iterator>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -613,6 +615,17 @@ class Product {
         desc_.policy = static_cast<std::int32_t>(policy);
         return *this;
     }
+    // The beginning of the names of kernels that are to compute it if they can; empty: what TILESPARSE_KERNEL
+    // says. Fewer than 64 characters, none of them zero.
+    Product& prefer(std::string_view names) {
+        detail::require(names.size() < sizeof desc_.prefer, "prefer has " + std::to_string(names.size()) +
+                                                                " characters; allowed are fewer than " +
+                                                                std::to_string(sizeof desc_.prefer));
+        detail::require(names.find('\0') == names.npos, "prefer has a zero in it; no kernel's name has");
+        std::memset(desc_.prefer, 0, sizeof desc_.prefer);
+        names.copy(desc_.prefer, names.size());
+        return *this;
+    }
     // The index in kernels() of the one to use; without it the library chooses in each call.
     Product& kernel(std::int32_t kernel) {
         detail::require(kernel >= 0 && kernel < ts_kernel_count(), "kernel is " + detail::text(kernel) +
@@ -643,6 +656,16 @@ class Product {
         return choice;
     }
     Choice select() const { return select(device_info(static_cast<Device>(desc_.device))); }
+
+    // Microseconds that a kernel, or TS_EXPAND_AND_RUN_DENSE, is estimated to take for this, where there is
+    // an estimate. Throws UnsupportedError, which says why, where that kernel does not compute it on the
+    // device.
+    std::optional<double> estimate(std::int32_t kernel, const ts_device_info& device) const {
+        const ts_matmul_desc desc = c();
+        double microseconds = 0;
+        check(ts_matmul_estimate(&desc, &device, kernel, &microseconds));
+        return microseconds > 0 ? std::optional(microseconds) : std::nullopt;
+    }
 
     // Bytes of scratch memory, on the device of the product.
     std::size_t workspace_size() const {
