@@ -194,6 +194,9 @@ void test_patterns() {
                                      [] { ts::Pattern::from_mask({1}, {32, 32}, {0, 32}); });
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "shape is (-16, 32)",
                                      [] { ts::Pattern({-16, 32}, {16, 32}, {0}, {}); });
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT,
+                                     "allowed are 0 to 2147483647",  // and takes no memory
+                                     [] { ts::Pattern::from_mask({}, {INT64_MAX, 0}, {16, 32}); });
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "row_ptr has 3 entries; allowed are 4",
                                      [] { ts::Pattern({kOut, kIn}, {kRows, kCols}, {0, 1, 1}, {0}); });
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "out_features",
@@ -224,8 +227,10 @@ void test_refusals() {
     refused("y.ld is 47", [&](ts::Product& p) { p.y(y, ts::Layout::row_major, 47); });
     refused("values has 240 elements; allowed are 1536", [&](ts::Product& p) { p.values(y); });
     refused("bias has 240 elements; allowed are 48", [&](ts::Product& p) { p.bias(y); });
-    refused("bias is of dtype 0; allowed is that of x, 1", [&](ts::Product& p) { p.bias(doubles); });
-    refused("residual is of dtype 0; allowed is that of y, 1", [&](ts::Product& p) { p.residual(doubles); });
+    refused("bias is of dtype float64; allowed is that of x, float32",
+            [&](ts::Product& p) { p.bias(doubles); });
+    refused("residual is of dtype float64; allowed is that of y, float32",
+            [&](ts::Product& p) { p.residual(doubles); });
     refused("scales has 47 elements", [&](ts::Product& p) {
         static const std::vector<float> scales(47);
         p.scales(scales);
@@ -262,6 +267,14 @@ void test_dtypes() {
     ts::Buffer<std::byte> packed(product.y(y).packed_size());
     expect(packed.size() == 0, "kernels of the CPU pack nothing");
     product.pack(packed, nullptr).pack(packed, nullptr).run();
+    ts::Buffer<std::byte> room(64);
+    expect(product.pack(room, nullptr).c().packed == room.data(), "packed values are not read");
+    const std::int32_t chosen = product.select().kernel, other = chosen == 0 ? 1 : 0;
+    expect(product.kernel(chosen).pack(room, nullptr).kernel(chosen).c().packed == room.data(),
+           "the same kernel forgets");
+    expect(product.kernel(other).c().packed == nullptr, "another kernel reads what was packed for the first");
+    product.kernel(chosen).pack(room, nullptr);
+    expect(product.values(values).c().packed_bytes == 0, "other values are not read");
     const void* const untyped = x.data();
     product.x(ts::Array(untyped, x.size(), ts::Dtype::bfloat16)).y(y).run();
     for (const auto& [dtype, bytes] : {std::pair<ts::Dtype, std::size_t>{ts::Dtype::float64, 8},
