@@ -240,6 +240,11 @@ void test_refusals() {
     refused("prefer has 64 characters", [](ts::Product& p) { p.prefer(std::string(64, 'c')); });
     refused("prefer has a zero", [](ts::Product& p) { p.prefer({"cpu_\0", 5}); });
     refused("prefer is sm70_, with which", [](ts::Product& p) { p.prefer("sm70_"); });
+    refused("pattern.nnz is 9223372036854775807", [&](ts::Product&) {
+        ts_pattern endless = pattern.c();
+        endless.nnz = INT64_MAX;
+        ts::Product(ts::Op::dds_nt, endless, kTokens, ts::Device::cpu).x(x).values(values).y(y).run();
+    });
     refused("tokens is -1",
             [&](ts::Product&) { ts::Product(ts::Op::dds_nt, pattern, -1).x(x).values(values).y(y).run(); });
     refused("values is not set",

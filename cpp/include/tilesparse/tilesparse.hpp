@@ -820,6 +820,10 @@ class Product {
     }
 
     void check_sizes() const {
+        const auto is_block = [](std::int32_t extent) { return extent > 0 && extent <= 128; };
+        if (!is_block(pattern_.block_rows) || !is_block(pattern_.block_cols) || pattern_.nnz < 0 ||
+            pattern_.nnz > INT32_MAX)
+            return;  // of which ts_matmul says what is wrong
         const std::int64_t rows = pattern_.nnz * pattern_.block_rows;
         const bool is_2_4 = desc_.storage == TS_STORAGE_2_4;
         check_count("values", values_.size, rows * pattern_.block_cols / (is_2_4 ? 2 : 1));
