@@ -151,6 +151,7 @@ def configured(**own: object) -> Callable[[Path], None]:
 
 
 def index_a_tensor_that_is_not_there(folder: Path) -> None:
+    configured(files=None)(folder)
     (folder / "model.safetensors").rename(folder / "one.safetensors")
     places = {"layer.weight": "one.safetensors", "layer.lost": "one.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
@@ -166,6 +167,7 @@ def index_a_tensor_that_is_not_there(folder: Path) -> None:
         ),
         (configured(ties={"layer.other": 5}), "config.json: ties: texts expected"),
         (configured(files=["model.safetensors"]), "config.json: files: "),
+        (configured(files={"other.safetensors": "0"}), "model.safetensors: does not belong to config.json"),
         (index_a_tensor_that_is_not_there, "index.json: layer.lost: in none of the files"),
         (replaced("config.json", '"nnz": 4', '"nnz": 5'), "another dtype or shape expected"),
         (replaced("config.json", "{", "["), "config.json: no JSON"),
