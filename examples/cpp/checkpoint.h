@@ -58,10 +58,10 @@ constexpr std::array<Dtype, 8> kDtypes{{{"F64", "float64", TS_FLOAT64, 8},
                                         {"I32", "int32", -1, 4},
                                         {"BOOL", "bool", -1, 1}}};
 
-inline const Dtype& dtype_of(std::string_view name) {
+inline const Dtype& dtype_of(std::string_view name, const char* key = "dtype") {
     for (const Dtype& dtype : kDtypes)
         if (dtype.in_config == name) return dtype;
-    fail("dtype: " + std::string(name) + " is not known here");
+    fail(std::string(key) + ": " + std::string(name) + " is not known here");
 }
 
 // What JSON has, checked.
@@ -327,7 +327,7 @@ class LayerReader {
         const std::string& storage = member(entry_, "storage", Json::String).text;
         const bool is_plain = storage == "plain";
         const bool is_quantized = !is_plain && storage != "compressed";
-        const Dtype& values_dtype = is_quantized ? dtype_of(storage) : dtype_;
+        const Dtype& values_dtype = is_quantized ? dtype_of(storage, "storage") : dtype_;
         if (is_quantized && values_dtype.code < TS_INT8) fail("storage: " + storage + " is not known here");
         if (dtype_.code < 0 || dtype_.code > TS_BFLOAT16) fail("dtype: one of activations expected");
 

@@ -171,7 +171,7 @@ def index_a_tensor_that_is_not_there(folder: Path) -> None:
         (index_a_tensor_that_is_not_there, "index.json: layer.lost: in none of the files"),
         (replaced("config.json", '"nnz": 4', '"nnz": 5'), "another dtype or shape expected"),
         (replaced("config.json", "{", "["), "config.json: no JSON"),
-        (replaced("config.json", '"plain"', '"plan"'), "plan is not known here"),
+        (replaced("config.json", '"plain"', '"plan"'), "storage: plan is not known here"),
         (replaced("model.safetensors", '"shape":[4', '"shape":[3'), "model.safetensors: damaged"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: "),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors.index.json: "),
