@@ -16,6 +16,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -57,10 +58,10 @@ constexpr std::array<Dtype, 8> kDtypes{{{"F64", "float64", TS_FLOAT64, 8},
                                         {"I32", "int32", -1, 4},
                                         {"BOOL", "bool", -1, 1}}};
 
-inline const Dtype& dtype_of(std::string_view name) {
+inline const Dtype& dtype_of(std::string_view name, const char* key = "dtype") {
     for (const Dtype& dtype : kDtypes)
         if (dtype.in_config == name) return dtype;
-    fail("dtype: " + std::string(name) + " is not known here");
+    fail(std::string(key) + ": " + std::string(name) + " is not known here");
 }
 
 // What JSON has, checked.
@@ -141,20 +142,8 @@ class Checkpoint {
   public:
     explicit Checkpoint(fs::path folder) : folder_(std::move(folder)) {
         named("config.json", [this] { read_config(); });
-        if (fs::exists(folder_ / "model.safetensors")) {
-            named("model.safetensors", [this] { read_header("model.safetensors"); });
-            return;
-        }
-        std::map<std::string, int> files;
-        named("model.safetensors.index.json", [&] {
-            const Json index = read_json("model.safetensors.index.json");
-            for (const Json& file : member(index, "weight_map", Json::Object).items) {
-                if (file.kind != Json::String || fs::path(file.text).filename() != file.text)
-                    fail("weight_map: names of files in this folder expected");
-                ++files[file.text];
-            }
-        });
-        for (const auto& [file, count] : files) named(file, [&, name = file] { read_header(name); });
+        read_headers();
+        named("config.json", [this] { check_ties(); });
     }
 
     // What the configuration says of a layer.
@@ -180,10 +169,31 @@ class Checkpoint {
     }
 
   private:
+    // Of one file, or of those that the index names.
+    void read_headers() {
+        if (fs::exists(folder_ / "model.safetensors")) {
+            named("model.safetensors", [this] { read_header("model.safetensors"); });
+            return;
+        }
+        constexpr const char* kIndex = "model.safetensors.index.json";
+        Json places;
+        named(kIndex, [&] {
+            places = member(read_json(kIndex), "weight_map", Json::Object);
+            for (const Json& file : places.items)
+                if (file.kind != Json::String || fs::path(file.text).filename() != file.text)
+                    fail("weight_map: names of files in this folder expected");
+        });
+        std::set<std::string> files;
+        for (const Json& file : places.items) files.insert(file.text);
+        for (const std::string& file : files) named(file, [&] { read_header(file); });
+        for (const std::string& tensor : places.keys)
+            if (tensors_.count(tensor) == 0)
+                fail(std::string(kIndex) + ": " + tensor + ": in none of the files");
+    }
+
     // A tensor of several names is stored under one of them.
     const std::string& stored_as(const std::string& name) const {
-        const Json* ties = section_.find("ties");
-        const Json* other = ties == nullptr ? nullptr : ties->find(name);
+        const Json* other = ties_.find(name);
         return other == nullptr ? name : other->text;
     }
 
@@ -193,11 +203,19 @@ class Checkpoint {
         return found->second;
     }
 
+    // Those that the configuration does not list were left there by something else; other programs list none.
+    void check_file(const std::string& name, const Bytes& text) const {
+        if (files_.kind == Json::Null) return;
+        const Json* sum = files_.find(name);
+        if (sum == nullptr) fail("does not belong to config.json, which lists other files");
+        check_sum(sum, text);
+    }
+
     Json read_json(const std::string& file) const {
         const uint64_t size = fs::file_size(folder_ / file);
         if (size > kLargestJson) fail("too large");
         const Bytes text = read_bytes(folder_ / file, 0, size);
-        check_sum(files_.find(file), text);
+        check_file(file, text);
         return JsonReader({text.data(), text.size()}).read();
     }
 
@@ -210,7 +228,24 @@ class Checkpoint {
         if (integer(member(*section, "version", Json::Number), INT32_MAX) != 1)
             fail("version: 1 expected; a newer program is needed");
         section_ = *section;
-        if (const Json* files = section_.find("files")) files_ = *files;
+        ties_ = texts("ties");
+        files_ = texts("files");
+    }
+
+    // The object of texts that the section may have under a key.
+    Json texts(const char* key) const {
+        const Json* found = section_.find(key);
+        if (found == nullptr || found->kind == Json::Null) return {};
+        for (const Json& item : member(section_, key, Json::Object).items)
+            if (item.kind != Json::String) fail(std::string(key) + ": texts expected");
+        return *found;
+    }
+
+    // A layer whose bias has no such place would otherwise pass for one without.
+    void check_ties() const {
+        for (size_t i = 0; i < ties_.keys.size(); ++i)
+            if (tensors_.count(ties_.keys[i]) > 0 || tensors_.count(ties_.items[i].text) == 0)
+                fail("ties: " + ties_.keys[i] + ": another name for a stored tensor expected");
     }
 
     // A safetensors file: the length of its header in eight bytes, the header, the tensors.
@@ -224,7 +259,7 @@ class Checkpoint {
             length = length << 8 | static_cast<unsigned char>(prefix[static_cast<size_t>(i)]);
         if (length > std::min(kLargestJson, size - 8)) fail("the header is longer than allowed");
         const Bytes text = read_bytes(file, 0, 8 + length);
-        check_sum(files_.find(name), text);
+        check_file(name, text);
         const Json header = JsonReader({text.data() + 8, text.size() - 8}).read();
         const Json* metadata = header.find("__metadata__");
         for (size_t i = 0; i < header.keys.size(); ++i) {
@@ -258,7 +293,7 @@ class Checkpoint {
     }
 
     fs::path folder_;
-    Json section_, files_;
+    Json section_, ties_, files_;
     std::map<std::string, Stored> tensors_;
 };
 
@@ -292,7 +327,7 @@ class LayerReader {
         const std::string& storage = member(entry_, "storage", Json::String).text;
         const bool is_plain = storage == "plain";
         const bool is_quantized = !is_plain && storage != "compressed";
-        const Dtype& values_dtype = is_quantized ? dtype_of(storage) : dtype_;
+        const Dtype& values_dtype = is_quantized ? dtype_of(storage, "storage") : dtype_;
         if (is_quantized && values_dtype.code < TS_INT8) fail("storage: " + storage + " is not known here");
         if (dtype_.code < 0 || dtype_.code > TS_BFLOAT16) fail("dtype: one of activations expected");
 

@@ -156,19 +156,23 @@ static bool is_text(const char* value, const char* text) {
     return *value == '"' && strncmp(value + 1, text, length) == 0 && value[length + 1] == '"';
 }
 
-/* Reads `count` integers from 0 on, of a list or alone. Returns how many there are, at most count + 1. */
+/* Reads `count` integers from 0 on, of a list or alone. Returns how many there are, or count + 1 where they
+ * are more or others. */
 static int read_integers(const char* value, int64_t* integers, int count) {
+    const bool is_list = *value == '[';
     int found = 0;
-    if (*value == '[') value = skip_space(value + 1);
-    while (*value >= '0' && *value <= '9') {
+    if (is_list) value = skip_space(value + 1);
+    if (is_list && *value == ']') return 0;
+    for (;;) {
         char* end = NULL;
-        const long long integer = strtoll(value, &end, 10); /* the largest one, where it is larger */
-        if (found++ == count) break;
-        integers[found - 1] = integer;
+        if (found == count || *value < '0' || *value > '9') return count + 1;
+        integers[found++] = strtoll(value, &end, 10); /* the largest one, where it is larger */
+        if (strcspn(end, ",]} \t\r\n") > 0) return count + 1;
         value = skip_space(end);
-        if (*value == ',') value = skip_space(value + 1);
+        if (!is_list || *value == ']') return found;
+        if (*value != ',') return count + 1;
+        value = skip_space(value + 1);
     }
-    return found;
 }
 
 static int64_t integer(const char* object, const char* key) {
@@ -235,7 +239,7 @@ static void* read_tensor(const tensors* from, const char* name, const char* dtyp
     if (entry == NULL) fail("%s: missing", key);
     int64_t shape[4], range[2], count = 1;
     const int rank = read_integers(member(entry, "shape"), shape, 4);
-    if (rank > 4) fail("%s: at most 4 dimensions expected", key);
+    if (rank > 4) fail("%s: shape: at most 4 integers from 0 on expected", key);
     for (int i = 0; i < rank; ++i) {
         if (shape[i] > 0 && count > elements / shape[i]) fail("%s: more elements than expected", key);
         count *= shape[i];
@@ -264,7 +268,8 @@ static layer read_layer(const char* folder, const char* name) {
     size_t size = 0;
     const char* config = skip_space(read_file(folder, "config.json", &size));
     const char* section = find(config, "quantization_config"); /* of Transformers */
-    if (section == NULL) section = member(config, "tilesparse");
+    const char* method = find(section, "quant_method");
+    if (method == NULL || !is_text(method, "tilesparse")) section = member(config, "tilesparse");
     if (integer(section, "version") != 1) fail("config.json: version: 1 expected; a newer program is needed");
     const char* entry = member(member(section, "layers"), name);
     const char* nm = find(entry, "nm");
@@ -408,8 +413,10 @@ int main(int count, char** arguments) {
     if (ts_abi_version() != TS_ABI_VERSION)
         fail("compiled for ABI %d of tilesparse, but %s, which is loaded, has %d", TS_ABI_VERSION,
              ts_version(), (int)ts_abi_version());
-    const long tokens = count == 4 ? strtol(arguments[3], NULL, 10) : 64;
-    if (tokens < 1 || tokens > 1 << 20) fail("TOKENS is %s; allowed are 1 to 1048576", arguments[3]);
+    char* end = "";
+    const long tokens = count == 4 ? strtol(arguments[3], &end, 10) : 64;
+    if (tokens < 1 || tokens > 1 << 20 || *end != '\0')
+        fail("TOKENS is %s; allowed are 1 to 1048576", arguments[3]);
 
     ts_device_info info = {.struct_size = sizeof info};
 #ifdef WITH_CUDA

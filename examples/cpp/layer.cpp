@@ -53,19 +53,20 @@ double median(std::vector<double> times) {
 template <class Memory>
 class Operands {
   public:
-    Operands(const Layer& layer, const Bytes& x)
+    Operands(const Layer& layer, const Bytes& x, size_t tokens)
         : layer_(layer),
+          tokens_(tokens),
           x_(copy(x)),
           values_(copy(layer.values)),
           bias_(copy(layer.bias)),
           metadata_(copy(layer.metadata)),
           scales_(copy(layer.scales)),
-          y_(x.size() / in_bytes() * out_bytes()),
+          y_(tokens * static_cast<size_t>(layer.pattern.shape().out_features) * ts::size_of(layer.dtype)),
           weights_(layer.pattern.values_size() * ts::size_of(layer.dtype)) {}
 
     template <class Pattern>
     ts::Product product(const Pattern& pattern) {
-        ts::Product product(ts::Op::dds_nt, pattern, static_cast<int64_t>(x_.size() / in_bytes()));
+        ts::Product product(ts::Op::dds_nt, pattern, static_cast<int64_t>(tokens_));
         product.x(array(x_, layer_.dtype))
             .values(array(values_, layer_.values_dtype))
             .y(array(y_, layer_.dtype));
@@ -86,12 +87,6 @@ class Operands {
     }
 
   private:
-    size_t in_bytes() const {
-        return static_cast<size_t>(layer_.pattern.shape().in_features) * ts::size_of(layer_.dtype);
-    }
-    size_t out_bytes() const {
-        return static_cast<size_t>(layer_.pattern.shape().out_features) * ts::size_of(layer_.dtype);
-    }
     template <class T>
     static ts::Buffer<T, Memory> copy(const std::vector<T>& host) {
         return ts::Buffer<T, Memory>::copy_of(host);
@@ -101,14 +96,15 @@ class Operands {
     }
 
     const Layer& layer_;
+    size_t tokens_;
     ts::Buffer<char, Memory> x_, values_, bias_;
     ts::Buffer<uint32_t, Memory> metadata_;
     ts::Buffer<float, Memory> scales_;
     ts::Buffer<char, Memory> y_, weights_;
 };
 
-Outcome run_on_cpu(const Layer& layer, const Bytes& x) {
-    Operands<ts::HostMemory> operands(layer, x);
+Outcome run_on_cpu(const Layer& layer, const Bytes& x, size_t tokens) {
+    Operands<ts::HostMemory> operands(layer, x, tokens);
     ts::Product product = operands.product(layer.pattern);
     std::vector<double> times;
     for (int i = 0; i < kRepetitions; ++i) {
@@ -131,9 +127,9 @@ bool has_gpu() {
     }
 }
 
-Outcome run_on_gpu(const Layer& layer, const Bytes& x) {
+Outcome run_on_gpu(const Layer& layer, const Bytes& x, size_t tokens) {
     const ts::DevicePattern<CudaMemory> pattern(layer.pattern);
-    Operands<CudaMemory> operands(layer, x);
+    Operands<CudaMemory> operands(layer, x, tokens);
     ts::Product product = operands.product(pattern);
     const ts::Plan<CudaMemory> plan(layer.pattern, product.select().kernel, ts::Op::dds_nt);
     product.plan(plan);
@@ -209,10 +205,10 @@ int main(int count, char** arguments) {
         const Bytes x = random_x(layer, tokens);
 #ifdef WITH_CUDA
         const bool is_on_gpu = has_gpu();
-        const Outcome outcome = is_on_gpu ? run_on_gpu(layer, x) : run_on_cpu(layer, x);
+        const Outcome outcome = is_on_gpu ? run_on_gpu(layer, x, tokens) : run_on_cpu(layer, x, tokens);
 #else
         const bool is_on_gpu = false;
-        const Outcome outcome = run_on_cpu(layer, x);
+        const Outcome outcome = run_on_cpu(layer, x, tokens);
 #endif
         const ts_device_info device = ts::device_info(is_on_gpu ? ts::Device::cuda : ts::Device::cpu);
         const double error = check(layer, x, outcome, tokens);

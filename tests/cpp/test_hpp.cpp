@@ -194,6 +194,9 @@ void test_patterns() {
                                      [] { ts::Pattern::from_mask({1}, {32, 32}, {0, 32}); });
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "shape is (-16, 32)",
                                      [] { ts::Pattern({-16, 32}, {16, 32}, {0}, {}); });
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT,
+                                     "allowed are 0 to 2147483647",  // and takes no memory
+                                     [] { ts::Pattern::from_mask({}, {INT64_MAX, 0}, {16, 32}); });
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "row_ptr has 3 entries; allowed are 4",
                                      [] { ts::Pattern({kOut, kIn}, {kRows, kCols}, {0, 1, 1}, {0}); });
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "out_features",
@@ -224,14 +227,24 @@ void test_refusals() {
     refused("y.ld is 47", [&](ts::Product& p) { p.y(y, ts::Layout::row_major, 47); });
     refused("values has 240 elements; allowed are 1536", [&](ts::Product& p) { p.values(y); });
     refused("bias has 240 elements; allowed are 48", [&](ts::Product& p) { p.bias(y); });
-    refused("bias is of dtype 0; allowed is that of x, 1", [&](ts::Product& p) { p.bias(doubles); });
-    refused("residual is of dtype 0; allowed is that of y, 1", [&](ts::Product& p) { p.residual(doubles); });
+    refused("bias is of dtype float64; allowed is that of x, float32",
+            [&](ts::Product& p) { p.bias(doubles); });
+    refused("residual is of dtype float64; allowed is that of y, float32",
+            [&](ts::Product& p) { p.residual(doubles); });
     refused("scales has 47 elements", [&](ts::Product& p) {
         static const std::vector<float> scales(47);
         p.scales(scales);
     });
     refused("kernel is -1", [](ts::Product& p) { p.kernel(-1); });
     refused("kernel is 100000", [](ts::Product& p) { p.kernel(100000); });
+    refused("prefer has 64 characters", [](ts::Product& p) { p.prefer(std::string(64, 'c')); });
+    refused("prefer has a zero", [](ts::Product& p) { p.prefer({"cpu_\0", 5}); });
+    refused("prefer is sm70_, with which", [](ts::Product& p) { p.prefer("sm70_"); });
+    refused("pattern.nnz is 9223372036854775807", [&](ts::Product&) {
+        ts_pattern endless = pattern.c();
+        endless.nnz = INT64_MAX;
+        ts::Product(ts::Op::dds_nt, endless, kTokens, ts::Device::cpu).x(x).values(values).y(y).run();
+    });
     refused("tokens is -1",
             [&](ts::Product&) { ts::Product(ts::Op::dds_nt, pattern, -1).x(x).values(values).y(y).run(); });
     refused("values is not set",
@@ -259,6 +272,14 @@ void test_dtypes() {
     ts::Buffer<std::byte> packed(product.y(y).packed_size());
     expect(packed.size() == 0, "kernels of the CPU pack nothing");
     product.pack(packed, nullptr).pack(packed, nullptr).run();
+    ts::Buffer<std::byte> room(64);
+    expect(product.pack(room, nullptr).c().packed == room.data(), "packed values are not read");
+    const std::int32_t chosen = product.select().kernel, other = chosen == 0 ? 1 : 0;
+    expect(product.kernel(chosen).pack(room, nullptr).kernel(chosen).c().packed == room.data(),
+           "the same kernel forgets");
+    expect(product.kernel(other).c().packed == nullptr, "another kernel reads what was packed for the first");
+    product.kernel(chosen).pack(room, nullptr);
+    expect(product.values(values).c().packed_bytes == 0, "other values are not read");
     const void* const untyped = x.data();
     product.x(ts::Array(untyped, x.size(), ts::Dtype::bfloat16)).y(y).run();
     for (const auto& [dtype, bytes] : {std::pair<ts::Dtype, std::size_t>{ts::Dtype::float64, 8},
@@ -298,6 +319,10 @@ void test_devices() {
         if (has_cuda) {
             const ts::Choice choice = product.select(device);
             expect(!choice.is_dense() && !choice.reason.empty(), "no kernel, or no reason");
+            const std::optional<double> time = product.estimate(choice.kernel, device);
+            expect(time && *time > 0 && product.estimate(TS_EXPAND_AND_RUN_DENSE, device), "no estimate");
+            throws<ts::UnsupportedError>(TS_UNSUPPORTED, "it is for another kind of device",
+                                         [&] { product.estimate(0, device); });
             const ts::Plan<CountingMemory> plan(pattern, choice.kernel, ts::Op::dds_nt, memory);
             expect(plan.kernel() == choice.kernel && (plan.bytes() == 0) == (plan.key() == 0), "not a plan");
             const ts_matmul_desc c = product.plan(plan).c();
@@ -311,6 +336,16 @@ void test_devices() {
                                          [&] { product.run(); });
     }
     expect(counts.allocated == counts.freed && counts.allocated > 9, "not all memory is freed");
+
+    const ts::Pattern pattern = layer();
+    std::vector<float> operand(kTokens * kIn), values(pattern.values_size());
+    ts::Product product(ts::Op::dds_nt, pattern, kTokens);
+    const ts::Choice preferred = product.x(operand).y(operand).values(values).prefer("cpu_port").select();
+    expect(std::string(ts::kernels()[static_cast<std::size_t>(preferred.kernel)].name) == "cpu_portable" &&
+               preferred.reason == "the caller prefers it",
+           "not what is preferred");
+    expect(product.prefer("").select().reason != preferred.reason, "the preference stays");
+    expect(!product.estimate(preferred.kernel, ts::device_info(ts::Device::cpu)), "an estimate for the CPU");
 
     expect(ts::kernels()[0].device == TS_CPU && ts::device_info(ts::Device::cpu).multiprocessors > 0,
            "no CPU");

@@ -141,13 +141,37 @@ def replaced(file: str, old: str, new: str) -> Callable[[Path], None]:
     return change
 
 
+def configured(**own: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["tilesparse"].update(own)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def index_a_tensor_that_is_not_there(folder: Path) -> None:
+    configured(files=None)(folder)
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    places = {"layer.weight": "one.safetensors", "layer.lost": "one.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (replaced("config.json", '"version": 1', '"version": 2'), "config.json: version: 1 expected"),
+        (
+            configured(ties={"layer.other": "gone"}),
+            "config.json: ties: layer.other: another name for a stored",
+        ),
+        (configured(ties={"layer.other": 5}), "config.json: ties: texts expected"),
+        (configured(files=["model.safetensors"]), "config.json: files: "),
+        (configured(files={"other.safetensors": "0"}), "model.safetensors: does not belong to config.json"),
+        (index_a_tensor_that_is_not_there, "index.json: layer.lost: in none of the files"),
         (replaced("config.json", '"nnz": 4', '"nnz": 5'), "another dtype or shape expected"),
         (replaced("config.json", "{", "["), "config.json: no JSON"),
-        (replaced("config.json", '"plain"', '"plan"'), "plan is not known here"),
+        (replaced("config.json", '"plain"', '"plan"'), "storage: plan is not known here"),
         (replaced("model.safetensors", '"shape":[4', '"shape":[3'), "model.safetensors: damaged"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: "),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors.index.json: "),
@@ -258,6 +282,31 @@ def test_the_program_in_c_refuses_a_bias_that_is_stored_elsewhere(programs: Path
     assert "bias: shared with another layer" in results[0].stderr + results[1].stderr
 
 
+@pytest.mark.parametrize("name", ["layer", "layer_c"])
+def test_a_layer_without_inputs_is_measured(programs: Path, tmp_path: Path, name: str) -> None:
+    """tilesparse.save writes none, but a file may have one."""
+    from safetensors.torch import save_file
+
+    indices = {key: torch.zeros(0, dtype=torch.int32) for key in ("col_indices", "slot")}
+    starts = torch.zeros(OUT // 16 + 1, dtype=torch.int32)
+    tensors = {"weight": torch.zeros(0, 16, 16), "bias": torch.ones(OUT), "crow_indices": starts, **indices}
+    save_file(tensors, tmp_path / "model.safetensors")
+    layer = {"shape": [OUT, 0], "block_shape": [16, 16], "nnz": 0, "dtype": "float32", "storage": "plain"}
+    (tmp_path / "config.json").write_text(json.dumps({"tilesparse": {"version": 1, "layers": {"": layer}}}))
+    assert_is_measured(programs / name, tmp_path, "", 3)
+    result = measured(programs / name, tmp_path, "", "3x")
+    assert (result.returncode, result.stdout) == (1, "") and "TOKENS is 3x" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["layer", "layer_c"])
+def test_the_configuration_of_another_method_is_not_taken(programs: Path, tmp_path: Path, name: str) -> None:
+    tilesparse.save(BlockSparseLinear(IN, OUT), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "other", "version": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_is_measured(programs / name, tmp_path, "", 3)
+
+
 def test_a_wrong_result_is_noticed(programs: Path, tmp_path: Path) -> None:
     """The reference is not the library's: weights that are not finite have no result that is near."""
     layer = BlockSparseLinear(IN, OUT, generator=seeded(5))
@@ -274,6 +323,8 @@ def test_a_wrong_result_is_noticed(programs: Path, tmp_path: Path) -> None:
     [
         (replaced("config.json", '"version": 1', '"version": 2'), "version: 1 expected"),
         (replaced("config.json", '"nnz": 4', '"nnz": 5'), "layer.weight: another dtype or shape expected"),
+        (replaced("config.json", '"nnz": 4', '"nnz": 4.5'), "nnz: an integer from 0 to"),
+        (replaced("model.safetensors", '"shape":[4,', '"shape":[4.'), "shape: at most 4 integers"),
         (replaced("model.safetensors", '"shape":[4', '"shape":[9'), "more elements than expected"),
         (replaced("model.safetensors", '"layer.slot', '"layer.slut'), "layer.slot: missing"),
         (replaced("config.json", "{", "["), "tilesparse: missing"),

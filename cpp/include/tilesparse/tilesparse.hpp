@@ -27,8 +27,10 @@
 #include <initializer_list>
 #include <iterator>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -173,6 +175,12 @@ constexpr std::size_t size_of(Dtype dtype) {
            : dtype == Dtype::float32                               ? 4
            : dtype == Dtype::int8 || dtype == Dtype::float8_e4m3fn ? 1
                                                                    : 2;
+}
+
+constexpr const char* name_of(Dtype dtype) {
+    constexpr const char* kNames[] = {"float64", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn"};
+    const auto code = static_cast<std::size_t>(dtype);
+    return code < std::size(kNames) ? kNames[code] : "unknown";
 }
 
 // Types for memory of dtypes that C++17 lacks.
@@ -381,7 +389,6 @@ class Pattern {
         check_shape(shape, block_shape);
         const std::int64_t rows = shape.out_features / block_shape.rows;
         const std::int64_t cols = shape.in_features / block_shape.cols;
-        detail::require(cols == 0 || rows <= INT64_MAX / cols, "shape has more blocks than can be counted");
         check_size("mask", mask.size(), rows * cols);
         std::vector<std::int32_t> row_ptr{0}, col_idx;
         const std::uint8_t* entry = mask.data();
@@ -428,9 +435,11 @@ class Pattern {
         detail::require(block.rows > 0 && block.cols > 0, "block_shape is (" + detail::text(block.rows) +
                                                               ", " + detail::text(block.cols) +
                                                               "); allowed are 16, 32, 64 and 128");
-        detail::require(shape.out_features >= 0 && shape.in_features >= 0,
+        const auto fits = [](std::int64_t features) { return features >= 0 && features <= INT32_MAX; };
+        detail::require(fits(shape.out_features) && fits(shape.in_features),
                         "shape is (" + detail::text(shape.out_features) + ", " +
-                            detail::text(shape.in_features) + "); allowed are sizes from 0 on");
+                            detail::text(shape.in_features) + "); allowed are 0 to " +
+                            detail::text(INT32_MAX));
     }
     static void check_size(const char* name, std::size_t size, std::int64_t expected) {
         detail::require(size == static_cast<std::uint64_t>(expected),
@@ -571,12 +580,14 @@ class Product {
     }
     // [nnz, rows, cols], or [nnz, rows, cols / 2] with metadata.
     Product& values(Array values) {
+        forget_packed();
         values_ = given(values);
         desc_.values = values.data();
         return *this;
     }
     // Words [nnz, cols / 32, rows / 16, 8, 2] of values that are TS_STORAGE_2_4.
     Product& metadata(Span<const std::uint32_t> metadata) {
+        forget_packed();
         metadata_size_ = metadata.size();
         desc_.metadata = metadata.data();
         desc_.storage = TS_STORAGE_2_4;
@@ -584,6 +595,7 @@ class Product {
     }
     // [nnz] or [nnz, rows], of values of 8 bits.
     Product& scales(Span<const float> scales) {
+        forget_packed();
         scales_size_ = scales.size();
         desc_.scales = scales.data();
         desc_.row_scales = scales.size() != static_cast<std::uint64_t>(pattern_.nnz);
@@ -613,11 +625,23 @@ class Product {
         desc_.policy = static_cast<std::int32_t>(policy);
         return *this;
     }
+    // The beginning of the names of kernels that are to compute it if they can; empty: what TILESPARSE_KERNEL
+    // says. Fewer than 64 characters, none of them zero.
+    Product& prefer(std::string_view names) {
+        detail::require(names.size() < sizeof desc_.prefer, "prefer has " + std::to_string(names.size()) +
+                                                                " characters; allowed are fewer than " +
+                                                                std::to_string(sizeof desc_.prefer));
+        detail::require(names.find('\0') == names.npos, "prefer has a zero in it; no kernel's name has");
+        std::memset(desc_.prefer, 0, sizeof desc_.prefer);
+        names.copy(desc_.prefer, names.size());
+        return *this;
+    }
     // The index in kernels() of the one to use; without it the library chooses in each call.
     Product& kernel(std::int32_t kernel) {
         detail::require(kernel >= 0 && kernel < ts_kernel_count(), "kernel is " + detail::text(kernel) +
                                                                        "; allowed are 0 to " +
                                                                        detail::text(ts_kernel_count() - 1));
+        if (desc_.kernel != kernel + 1) forget_packed();
         desc_.kernel = kernel + 1;
         return *this;
     }
@@ -643,6 +667,16 @@ class Product {
         return choice;
     }
     Choice select() const { return select(device_info(static_cast<Device>(desc_.device))); }
+
+    // Microseconds that a kernel, or TS_EXPAND_AND_RUN_DENSE, is estimated to take for this, where there is
+    // an estimate. Throws UnsupportedError, which says why, where that kernel does not compute it on the
+    // device.
+    std::optional<double> estimate(std::int32_t kernel, const ts_device_info& device) const {
+        const ts_matmul_desc desc = c();
+        double microseconds = 0;
+        check(ts_matmul_estimate(&desc, &device, kernel, &microseconds));
+        return microseconds > 0 ? std::optional(microseconds) : std::nullopt;
+    }
 
     // Bytes of scratch memory, on the device of the product.
     std::size_t workspace_size() const {
@@ -671,6 +705,7 @@ class Product {
 
     // Values in the order in which the kernel reads them, kept for many products: packed_size() bytes, 0 for
     // kernels that have no use for it. The kernel and plan are set before; pack() again when values change.
+    // Setters of values and of another kernel forget them.
     std::size_t packed_size() const {
         const ts_matmul_desc desc = c();
         std::size_t bytes = 0;
@@ -679,9 +714,8 @@ class Product {
     }
     template <class Memory>
     Product& pack(Buffer<std::byte, Memory>& packed, ts_stream_t stream) {
-        ts_matmul_desc desc = c();
-        desc.packed = nullptr;  // what this call writes
-        desc.packed_bytes = 0;
+        forget_packed();  // which this call may write
+        const ts_matmul_desc desc = c();
         check(ts_values_pack(&desc, packed.data(), packed.size(), stream));
         desc_.packed = packed.data();
         desc_.packed_bytes = packed.size();
@@ -692,9 +726,10 @@ class Product {
     void expand(Array plain, ts_stream_t stream = nullptr) const {
         const ts_matmul_desc desc = c();
         detail::require(!plain.is_const(), "plain is const; it is what is written");
-        detail::require(static_cast<std::int32_t>(plain.dtype()) == desc.dtype,
-                        "plain is of dtype " + detail::text(static_cast<std::int32_t>(plain.dtype())) +
-                            "; allowed is that of the activations, " + detail::text(desc.dtype));
+        const auto dtype = static_cast<Dtype>(desc.dtype);
+        detail::require(plain.dtype() == dtype, std::string("plain is of dtype ") + name_of(plain.dtype()) +
+                                                    "; allowed is that of the activations, " +
+                                                    name_of(dtype));
         check(ts_values_expand(&desc, plain.data(), plain.size() * size_of(plain.dtype()), stream));
     }
 
@@ -706,9 +741,10 @@ class Product {
         ts_matmul_desc desc = desc_;
         desc.pattern = &pattern_;
         const bool is_forward = desc.op == TS_DDS_NT;
-        desc.dtype = desc.op == TS_DDS_NN ? y_.dtype : x_.dtype;
-        desc.values_dtype = values_.dtype + 1;
-        desc.result_dtype = (is_forward ? y_ : desc.op == TS_DDS_NN ? x_ : values_).dtype + 1;
+        const auto code = [](const Operand& operand) { return static_cast<std::int32_t>(operand.dtype); };
+        desc.dtype = code(desc.op == TS_DDS_NN ? y_ : x_);
+        desc.values_dtype = code(values_) + 1;
+        desc.result_dtype = code(is_forward ? y_ : desc.op == TS_DDS_NN ? x_ : values_) + 1;
         if (residual_.is_given) desc.residual.layout = desc.y.layout;
         finish_matrix("x", x_, desc.x, pattern_.in_features);
         finish_matrix("y", y_, desc.y, pattern_.out_features);
@@ -720,18 +756,21 @@ class Product {
   private:
     struct Operand {
         bool is_given = false, is_const = false;
-        std::int32_t dtype = 0;
+        Dtype dtype = Dtype::float64;
         std::size_t size = 0;
     };
 
-    static Operand given(const Array& array) {
-        return {true, array.is_const(), static_cast<std::int32_t>(array.dtype()), array.size()};
-    }
+    static Operand given(const Array& array) { return {true, array.is_const(), array.dtype(), array.size()}; }
 
     Product& set(Operand& operand, ts_matrix& matrix, const Array& array, Layout layout, std::int64_t ld) {
         operand = given(array);
         matrix = {array.data(), ld, static_cast<std::int32_t>(layout), 0};
         return *this;
+    }
+
+    void forget_packed() {
+        desc_.packed = nullptr;
+        desc_.packed_bytes = 0;
     }
 
     void check_given() const {
@@ -749,8 +788,8 @@ class Product {
         const auto check_same = [](const char* name, const Operand& operand, const char* other,
                                    const Operand& as) {
             detail::require(!operand.is_given || operand.dtype == as.dtype,
-                            std::string(name) + " is of dtype " + detail::text(operand.dtype) +
-                                "; allowed is that of " + other + ", " + detail::text(as.dtype));
+                            std::string(name) + " is of dtype " + name_of(operand.dtype) +
+                                "; allowed is that of " + other + ", " + name_of(as.dtype));
         };
         if (desc_.op == TS_SDD_TN) check_same("y", y_, "x", x_);
         check_same("bias", bias_, "x", x_);
@@ -781,6 +820,10 @@ class Product {
     }
 
     void check_sizes() const {
+        const auto is_block = [](std::int32_t extent) { return extent > 0 && extent <= 128; };
+        if (!is_block(pattern_.block_rows) || !is_block(pattern_.block_cols) || pattern_.nnz < 0 ||
+            pattern_.nnz > INT32_MAX)
+            return;  // of which ts_matmul says what is wrong
         const std::int64_t rows = pattern_.nnz * pattern_.block_rows;
         const bool is_2_4 = desc_.storage == TS_STORAGE_2_4;
         check_count("values", values_.size, rows * pattern_.block_cols / (is_2_4 ? 2 : 1));
