@@ -8,13 +8,14 @@ here.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,8 @@ def tune(
         _add(found[-1])
         _launch.measurements_changed()
         if path is not None:
-            _write(path, _merged(_read(path), found[-1]))
+            with _alone_in(path.parent):
+                _write(path, _merged(_read(path), found[-1]))
     return found
 
 
@@ -212,6 +214,8 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
 def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = OPS) -> list[Product]:
     """What the layers of a checkpoint do, for each number of tokens; no weight is read.
 
+    Of stored weights, which have no gradient, that is no "wgrad".
+
     Raises:
         CheckpointError: the folder has no checkpoint, or a damaged one.
         InvalidArgumentError: an argument is not allowed.
@@ -224,6 +228,8 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
             continue
         density = form.nnz / (rows // bn * (columns // bk))
         for op in ops:
+            if op == "wgrad" and form.storage != "plain":
+                continue
             storage, nm = multiplied(op, form.storage, form.nm)
             for count in tokens:
                 product = Product(columns, rows, count, density, (bn, bk), form.dtype, op, storage, nm)
@@ -380,6 +386,17 @@ def _parsed(entry: Mapping[str, Any], device: Device) -> Measurement:
         asked.estimate(device.info(), _number(name))  # refuses a kernel that does not compute it
     dense = checked_number("dense_microseconds", entry["dense_microseconds"])
     return Measurement(product, device, dict(sorted(times.items(), key=lambda each: each[1])), dense)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Within it other programs wait to add what they have measured, where the file system has locks."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            opened = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, opened)
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:

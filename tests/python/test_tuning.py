@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,8 @@ def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> 
         for tokens in (1, 8)
     ]
     assert found == expected
+    tilesparse.save(BlockSparseLinear(64, 128, storage="int8"), tmp_path / "stored")
+    assert [each.op for each in tuning.products_of(tmp_path / "stored", [1])] == ["forward", "dgrad"]
     with pytest.raises(tilesparse.CheckpointError):
         tuning.products_of(tmp_path, [1])
 
@@ -332,6 +335,20 @@ def test_a_link_stays_one_and_others_may_read(path: Path, tmp_path: Path) -> Non
     assert len(tuning.load()[0]) == 1
 
 
+def test_threads_and_programs_that_measure_at_once_lose_nothing(path: Path) -> None:
+    products = [Product(64, 64, 1 << power) for power in range(12)]
+    measured = tilesparse.tune(products, "cpu", candidates=1, timer=Clock(1.0, 2.0))
+    path.unlink()
+
+    def add(measurement: tilesparse.Measurement) -> None:
+        with tuning._alone_in(path.parent):
+            tuning._write(path, tuning._merged(tuning._read(path), measurement))
+
+    with ThreadPoolExecutor(4) as executor:
+        list(executor.map(add, measured))
+    assert {each.product for each in tuning.load()[0]} == set(products)
+
+
 def test_densities_that_round_are_measured(path: Path) -> None:
     (found,) = tilesparse.tune([Product(64, 64, 4, 1e-9)], "cpu", candidates=2, timer=last_is_fastest())
     assert found.product.nnz == 0 and tuning.load() == ([found], 0)
@@ -415,6 +432,9 @@ def test_the_command_measures_and_says_where_it_is_kept(
     assert cli.main(["tune", *model, "--tokens", "4", "--device", "cpu"]) == 0
     assert "1 products, on CPU" in capsys.readouterr().out
     assert len(tuning.load()[0]) == 3
+    tilesparse.save(torch.nn.Linear(4, 4), tmp_path / "dense")
+    assert cli.main(["tune", "--model", str(tmp_path / "dense"), "--device", "cpu"]) == 2
+    assert "no block-sparse layer has such a product" in capsys.readouterr().err
     path.write_text("{")
     assert cli.main(["tune", *layer, "--device", "cpu"]) == 2
     assert "delete it, or name another file" in capsys.readouterr().err
