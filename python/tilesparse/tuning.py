@@ -346,7 +346,7 @@ def _read(path: Path) -> dict[str, Any]:
         for section in document["sections"]:
             if not isinstance(section["library"], str) or not isinstance(section["products"], list):
                 raise TypeError("a library and products expected in each section")
-            _device_of(section).info()
+            _device_of(section)
     except _DAMAGES as error:
         raise _damaged(path, error) from error
     found: dict[str, Any] = document

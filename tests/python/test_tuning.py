@@ -315,6 +315,12 @@ def test_devices_of_a_file_are_checked(path: Path, change: dict[str, Any]) -> No
         tuning.load_on_import()
 
 
+def test_processors_may_have_long_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "name_of_cpu", lambda: "x" * 99)
+    found = tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    assert tuning.load() == (found, 0)
+
+
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
 def test_what_is_no_file_is_not_waited_for(path: Path, kind: str) -> None:
     path.parent.mkdir()
