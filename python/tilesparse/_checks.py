@@ -61,13 +61,14 @@ def as_integer(number: object) -> int:
     return int(number.__index__())
 
 
-def checked_count(name: str, count: object, least: int = 1) -> int:
+def checked_count(name: str, count: object, least: int = 1, most: int | None = None) -> int:
     try:
         number = as_integer(count)
     except TypeError:
         number = least - 1
-    if number < least:
-        raise InvalidArgumentError(f"{name}: an integer of at least {least} expected, got {count!r}")
+    if number < least or (most is not None and number > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InvalidArgumentError(f"{name}: an integer {allowed} expected, got {count!r}")
     return number
 
 

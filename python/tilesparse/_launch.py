@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -435,18 +436,27 @@ def update_of(index: Index) -> Iterator[None]:
 # those whose names begin with ``_preferences[k - 1]``, where one of them computes the product. One for the
 # process, not for a thread: backward passes run in threads of PyTorch's.
 _asked_kernel = 0
+_asked: dict[object, int] = {}  # all that are in force; the last one counts
+_asking = Lock()
 _preferences: list[str] = []
 
 
 @contextmanager
 def ask_for(kernel: int) -> Iterator[None]:
-    """Within it products run on what the number stands for."""
+    """Within it products run on what the number stands for.
+
+    Of several the last one that was entered counts, whichever is left first: threads do not wait for others.
+    """
     global _asked_kernel
-    before, _asked_kernel = _asked_kernel, kernel
+    own = object()
+    with _asking:
+        _asked[own] = _asked_kernel = kernel
     try:
         yield
     finally:
-        _asked_kernel = before
+        with _asking:
+            del _asked[own]
+            _asked_kernel = next(reversed(_asked.values()), 0)
 
 
 def use_kernel(name: str) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from . import _C, _checks, _plot_command, demo, functional, tuning
 from ._checks import BLOCK_SIZES
-from .errors import TileSparseError, UnsupportedError
+from .errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from .linear import BlockSparseLinear
 from .pattern import BlockPattern
 from .prune import _command as prune
@@ -37,6 +37,7 @@ STORED = (
 )
 BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
 BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends, in a shell
+OF_ONE_CAPABILITY = (90,)  # whose kernels use what only GPUs of that compute capability have
 TUNED_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
 ROUNDS = 9
 ROUND_SECONDS = 0.01
@@ -171,11 +172,12 @@ def info(arguments: argparse.Namespace) -> None:
     print(tuning.status())
     _print_break_even()
     print(f"{_describe_layer(arguments)}:")
-    for device in devices:
+    places = [device.name if device in absent else DEVICES[device.device] for device in devices]
+    width = 1 + max(5, *map(len, places))
+    for device, where in zip(devices, places, strict=True):
         for op in _chosen_ops(arguments):
-            where = device.name if device in absent else DEVICES[device.device]
             kernel_and_reason = _selection(_product(arguments, op, arguments.tokens), device)
-            print(f"  {where:6}{op:9}{kernel_and_reason}")
+            print(f"  {where:{width}}{op:9}{kernel_and_reason}")
     print("kernels:")
     for kernel in _C.kernels():
         dtypes = _members(kernel.dtypes, DTYPES)
@@ -208,6 +210,10 @@ def _tune(arguments: argparse.Namespace) -> None:
         products = [_product(arguments, op, tokens) for op in ops for tokens in arguments.tokens]
     else:
         products = tuning.products_of(arguments.model, arguments.tokens, ops)
+        if not products:
+            raise InvalidArgumentError(
+                f"{arguments.model}: no block-sparse layer has such a product; there is nothing to measure"
+            )
     device = arguments.device or _default_device()
     print(f"{len(products)} products, on {Device.find(device)}")
     for product in products:
@@ -317,12 +323,14 @@ def _families(device: _C.DeviceInfo) -> str:
 
 def _kernels_for(device: _C.DeviceInfo) -> list[_C.KernelInfo]:
     """Those that run on it, for the newest architecture first."""
+
+    def runs(kernel: _C.KernelInfo) -> bool:
+        least, there = kernel.min_compute_capability, device.compute_capability
+        newer = least <= there and least not in OF_ONE_CAPABILITY
+        return kernel.device == device.device and (newer or least == there)
+
     kernels = sorted(_C.kernels(), key=lambda kernel: kernel.min_compute_capability, reverse=True)
-    return [
-        kernel
-        for kernel in kernels
-        if kernel.device == device.device and kernel.min_compute_capability <= device.compute_capability
-    ]
+    return list(filter(runs, kernels))
 
 
 def _describe_storages(device: _C.DeviceInfo) -> str:

@@ -35,6 +35,8 @@ from .storage import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
 OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
 KINDS = ("cpu", "cuda")  # likewise, device
 
+_MOST = (1 << 31) - 1  # tokens or features
+
 # Multiprocessors, and KiB of shared memory that a thread block may use. The first GPU of a compute capability
 # stands for it.
 _GPUS: dict[str, tuple[tuple[int, int], int, int]] = {
@@ -68,12 +70,24 @@ class Device:
         compute_capability: (major, minor); None of a CPU.
         multiprocessors: of a CPU its processors.
         shared_memory: bytes that a thread block may use; 0 of a CPU.
+
+    Raises:
+        InvalidArgumentError: a value is of no device; the text names it.
     """
 
     name: str
     compute_capability: tuple[int, int] | None
     multiprocessors: int
     shared_memory: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidArgumentError(f"name: a string expected, got {self.name!r}")
+        if self.compute_capability is not None:
+            capability = _checked_capability(self.compute_capability)
+            object.__setattr__(self, "compute_capability", capability)
+        for name, least, most in (("multiprocessors", 1, 1 << 16), ("shared_memory", 0, 1 << 24)):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name), least, most))
 
     @classmethod
     def find(cls, what: Device | torch.device | str | tuple[int, int] | None = None) -> Device:
@@ -97,7 +111,7 @@ class Device:
             what = ".".join(map(str, what))
         text = str(what)
         kind, _, ordinal = text.partition(":")
-        if kind in KINDS and (not ordinal or ordinal.isdecimal()):
+        if kind in KINDS and (not ordinal or (ordinal.isdecimal() and len(ordinal) < 10)):
             return cls.of(_C.device_info(KINDS.index(kind), int(ordinal) if ordinal else -1))
         for name, (capability, multiprocessors, kibibytes) in _GPUS.items():
             if text == name or text == f"{capability[0]}.{capability[1]}":
@@ -117,10 +131,10 @@ class Device:
         """The same for the native module.
 
         Raises:
-            InvalidArgumentError: the name has more than 63 bytes.
+            InvalidArgumentError: the name has more than 63 bytes, or is no printable text.
         """
-        if len(self.name.encode()) > 63:
-            raise InvalidArgumentError(f"name: at most 63 bytes expected, got {self.name!r}")
+        if not self.name.isprintable() or len(self.name.encode()) > 63:
+            raise InvalidArgumentError(f"name: up to 63 bytes of printable text expected, got {self.name!r}")
         if self.compute_capability is None:
             return _C.DeviceInfo(0, 0, self.multiprocessors, 0, self.name)
         major, minor = self.compute_capability
@@ -131,6 +145,16 @@ class Device:
             return f"{self.name} ({self.multiprocessors} processors)"
         major, minor = self.compute_capability
         return f"{self.name} (compute capability {major}.{minor}, {self.multiprocessors} multiprocessors)"
+
+
+def _checked_capability(capability: object) -> tuple[int, int]:
+    if isinstance(capability, Sequence) and not isinstance(capability, str) and len(capability) == 2:
+        major, minor = capability
+        return (
+            checked_count("compute_capability: major", major, 1, 99),
+            checked_count("compute_capability: minor", minor, 0, 9),
+        )
+    raise InvalidArgumentError(f"compute_capability: (major, minor) or None expected, got {capability!r}")
 
 
 @dataclass(frozen=True)
@@ -148,7 +172,8 @@ class Product:
             "float8_e4m3fn".
         nm: (2, 4) of values that are 2:4 and not stored plain.
         feature_major: whether x and y lie in memory feature by feature, as in `functional.dsd`.
-        tf32: whether float32 is multiplied in TF32 on CUDA devices; None as PyTorch's settings say now.
+        tf32: whether float32 is multiplied in TF32 on CUDA devices; None as PyTorch's settings say now. Of
+            other dtypes it becomes False.
 
     Raises:
         InvalidArgumentError: a value breaks a rule of products; the text names it.
@@ -168,24 +193,30 @@ class Product:
 
     def __post_init__(self) -> None:
         for name in ("in_features", "out_features", "tokens"):
-            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
+            object.__setattr__(self, name, checked_count(name, getattr(self, name), most=_MOST))
         object.__setattr__(self, "density", checked_fraction("density", self.density))
         block_shape = check_block_shape(self.block_shape)
         object.__setattr__(self, "block_shape", block_shape)
         check_shapes((self.out_features, self.in_features), block_shape)
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise InvalidArgumentError(f"dtype: one of {list(map(str, DTYPES))} expected, got {self.dtype}")
         if self.op not in OPS:
             raise InvalidArgumentError(f"op: one of {list(OPS)} expected, got {self.op!r}")
         check_nm(self.nm, False)
+        if self.nm is not None:
+            object.__setattr__(self, "nm", tuple(self.nm))  # which has a hash
         check_nm_blocks(self.nm, False, block_shape)
         check_storage(self.storage, self.nm)
         if self.storage == "plain" and self.nm is not None:
             raise InvalidArgumentError("nm: None expected with storage 'plain'; kernels read 2:4 compressed")
         if self.storage != "plain" and self.op == "wgrad":
             raise InvalidArgumentError(f"storage: 'plain' expected of wgrad, got {self.storage!r}")
-        if self.tf32 is None:
-            object.__setattr__(self, "tf32", self.dtype == torch.float32 and tf32_allowed())
+        if not isinstance(self.feature_major, bool):
+            raise InvalidArgumentError(f"feature_major: True or False expected, got {self.feature_major!r}")
+        if not isinstance(self.tf32, bool | None):
+            raise InvalidArgumentError(f"tf32: True, False or None expected, got {self.tf32!r}")
+        tf32 = tf32_allowed() if self.tf32 is None else self.tf32
+        object.__setattr__(self, "tf32", self.dtype == torch.float32 and tf32)
 
     @classmethod
     def of(cls, layer: BlockSparseLinear, *, tokens: int, op: str = "forward") -> Product:
@@ -214,11 +245,16 @@ class Product:
     @property
     def nnz(self) -> int:
         """The number of kept blocks."""
-        bn, bk = self._blocks
-        return round(self.density * (self.out_features // bn * (self.in_features // bk)))
+        return round(self.density * self.blocks)
 
     @property
-    def _blocks(self) -> tuple[int, int]:
+    def blocks(self) -> int:
+        """The number of all blocks, kept or not."""
+        bn, bk = self._block_shape
+        return self.out_features // bn * (self.in_features // bk)
+
+    @property
+    def _block_shape(self) -> tuple[int, int]:
         return check_block_shape(self.block_shape)
 
     def descriptor(self, device: _C.DeviceInfo, *, policy: int = 0, prefer: str = "") -> _C.Product:
@@ -228,7 +264,7 @@ class Product:
         ldx, ldy = (self.tokens, self.tokens) if layout else (self.in_features, self.out_features)
         quantized = QUANTIZED_BY_NAME.get(self.storage)
         return _C.Product(
-            _C.Pattern(*self._blocks, *shape, self.nnz, 0, 0, 0),
+            _C.Pattern(*self._block_shape, *shape, self.nnz, 0, 0, 0),
             OPS.index(self.op),
             DTYPES[self.dtype],
             device.device,
@@ -246,7 +282,7 @@ class Product:
         )
 
     def __str__(self) -> str:
-        (bn, bk), dtype = self._blocks, str(self.dtype).removeprefix("torch.")
+        (bn, bk), dtype = self._block_shape, str(self.dtype).removeprefix("torch.")
         extras = [self.storage] * (self.storage != "plain") + ["2:4"] * (self.nm is not None)
         extras += ["feature-major"] * self.feature_major + ["TF32"] * bool(self.tf32)
         words = [

@@ -8,13 +8,14 @@ here.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import tempfile
+import uuid
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ def tune(
         choose(product, described)
     path = file()
     if path is not None:
+        _measurements(path)
         _write(path, _read(path))  # so that it fails now if it must
     found = []
     for product in wanted:
@@ -115,7 +117,8 @@ def tune(
         _add(found[-1])
         _launch.measurements_changed()
         if path is not None:
-            _write(path, _merged(_read(path), found[-1]))
+            with _alone_in(path.parent):
+                _write(path, _merged(_read(path), found[-1]))
     return found
 
 
@@ -146,15 +149,14 @@ def _measured(
     names = [candidate.kernel for candidate in choose(product, described).candidates[:count]]
     with own_numbers(device):
         sparse, dense = _calls(product, device)
-    calls = [_on_kernel(name, sparse) for name in names]
-    *times, dense_time = (1e3 * time for time in timer([*calls, dense], device, repetitions))
+    calls = [_on_kernel(1 + _number(name), sparse) for name in names]
+    calls.append(_on_kernel(0, dense))  # so that none has more to do than another
+    *times, dense_time = (1e3 * time for time in timer(calls, device, repetitions))
     fastest_first = dict(sorted(zip(names, times, strict=True), key=lambda each: each[1]))
     return Measurement(product, described, fastest_first, dense_time)
 
 
-def _on_kernel(name: str, call: Call) -> Call:
-    asked = 1 + _number(name)
-
+def _on_kernel(asked: int, call: Call) -> Call:
     def on_kernel() -> Any:
         with _launch.ask_for(asked):
             return call()
@@ -172,7 +174,7 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
         product.in_features,
         product.out_features,
         False,
-        product.density,
+        product.nnz / product.blocks,  # a density that rounds to just that number
         block_shape=product.block_shape,
         nm=product.nm,
         storage=product.storage,
@@ -212,6 +214,8 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
 def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = OPS) -> list[Product]:
     """What the layers of a checkpoint do, for each number of tokens; no weight is read.
 
+    Of stored weights, which have no gradient, that is no "wgrad".
+
     Raises:
         CheckpointError: the folder has no checkpoint, or a damaged one.
         InvalidArgumentError: an argument is not allowed.
@@ -224,6 +228,8 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
             continue
         density = form.nnz / (rows // bn * (columns // bk))
         for op in ops:
+            if op == "wgrad" and form.storage != "plain":
+                continue
             storage, nm = multiplied(op, form.storage, form.nm)
             for count in tokens:
                 product = Product(columns, rows, count, density, (bn, bk), form.dtype, op, storage, nm)
@@ -261,14 +267,9 @@ def load(path: Path | None = None) -> tuple[list[Measurement], int]:
     _launch.measurements_changed()
     path = path or file()
     found, others = ([], 0) if path is None else _measurements(path)
-    try:
-        for measurement in found:
-            _add(measurement)
-    except TileSparseError as error:
-        _C.measurements_clear()
-        raise _damaged(path, error) from error
-    finally:
-        _launch.measurements_changed()
+    for measurement in found:
+        _add(measurement)
+    _launch.measurements_changed()
     return found, others
 
 
@@ -287,12 +288,12 @@ def status() -> str:
     path = file()
     if path is None:
         return f"measured kernels: none are kept, {VARIABLE} is empty or the user has no home"
-    if not os.path.exists(path):
-        return f"measured kernels: none, there is no {path} (tilesparse tune makes it)"
     try:
         found, others = load(path)
     except TuneFileError as error:
         return f"measured kernels: none count: {error}"
+    if not path.exists():
+        return f"measured kernels: none, there is no {path} (tilesparse tune makes it)"
     devices = Counter(measurement.device.name for measurement in found)
     counts = ", ".join(f"{count} products on {name}" for name, count in devices.items()) or "none that count"
     ignored = f"; {others} of other CPUs or versions of the library do not count" if others else ""
@@ -300,6 +301,9 @@ def status() -> str:
 
 
 # ---- the file ----
+
+# What reading a document of another form raises; the last of one that is nested too deeply.
+_DAMAGES = (TileSparseError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 _ADVICE = f"delete it, or name another file in {VARIABLE}"
 
@@ -312,7 +316,9 @@ def file() -> Path | None:
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named) if named else None
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # which does not count, as its standard has it
+        cache = os.path.expanduser("~/.cache")
     return Path(cache, "tilesparse", "tune.json") if os.path.isabs(cache) else None
 
 
@@ -322,9 +328,13 @@ def _read(path: Path) -> dict[str, Any]:
     It has sections, each of one device and one version of the library with its products.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would let every program wait
+            raise TuneFileError(f"{path}: a regular file expected; name another one in {VARIABLE}")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {"format": FORMAT, "version": VERSION, "sections": []}
+    except TuneFileError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise TuneFileError(f"{path}: cannot be read: {error}; {_ADVICE}") from error
     try:
@@ -337,7 +347,7 @@ def _read(path: Path) -> dict[str, Any]:
             if not isinstance(section["library"], str) or not isinstance(section["products"], list):
                 raise TypeError("a library and products expected in each section")
             _device_of(section)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except _DAMAGES as error:
         raise _damaged(path, error) from error
     found: dict[str, Any] = document
     return found
@@ -358,39 +368,51 @@ def _measurements(path: Path) -> tuple[list[Measurement], int]:
             continue
         try:
             found += [_parsed(entry, cpu if is_cpu else device) for entry in section["products"]]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except _DAMAGES as error:
             raise _damaged(path, error) from error
     return found, others
 
 
 def _parsed(entry: Mapping[str, Any], device: Device) -> Measurement:
     fields = dict(entry["product"])
-    nm = fields["nm"] and tuple(fields["nm"])
-    product = Product(**fields | {"dtype": _DTYPES[fields["dtype"]], "nm": nm})
-    times = {str(name): checked_number(name, time) for name, time in entry["microseconds"].items()}
+    product = Product(**fields | {"dtype": _DTYPES[fields["dtype"]]})
+    times = {
+        name: checked_number(name, time, above_zero=True) for name, time in entry["microseconds"].items()
+    }
     if not times or not set(times) <= {kernel.name for kernel in kernels()}:
         raise ValueError(f"names of kernels expected, got {list(times)}")
+    asked = product.descriptor(device.info())
+    for name in times:
+        asked.estimate(device.info(), _number(name))  # refuses a kernel that does not compute it
     dense = checked_number("dense_microseconds", entry["dense_microseconds"])
     return Measurement(product, device, dict(sorted(times.items(), key=lambda each: each[1])), dense)
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Within it other programs wait to add what they have measured, where the file system has locks."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            opened = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, opened)
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+
 def _write(path: Path, document: Mapping[str, Any]) -> None:
-    """All of it or nothing: readers see the old file or the new one."""
-    temporary = None
+    """All of it or nothing: readers see the old file or the new one. A link stays one."""
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".tune-{uuid.uuid4().hex}")  # others may read it, unlike those of tempfile
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=".tune-", delete=False
-        ) as stream:
-            temporary = stream.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("x", encoding="utf-8") as stream:
             stream.write(json.dumps(document, indent=1) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)
+        with suppress(OSError):
+            temporary.unlink()
         raise TuneFileError(
             f"{path}: cannot be written: {error.strerror or error}; free the space or the folder, name a "
             f"file elsewhere in {VARIABLE}, or set that empty to keep nothing"
@@ -403,8 +425,7 @@ def _library() -> str:
 
 
 def _device_of(section: Mapping[str, Any]) -> Device:
-    capability = section["device"]["compute_capability"]
-    return Device(**section["device"] | {"compute_capability": capability and (capability[0], capability[1])})
+    return Device(**section["device"])
 
 
 def _recorded(device: Device) -> Device:

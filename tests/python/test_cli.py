@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilesparse import _C, cli
+from tilesparse import _C, Device, Product, choose, cli
 
 LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16"]
 
@@ -48,7 +48,19 @@ def test_info_begins_with_what_is_asked_most(
     assert policy < layer < lines.index("kernels:")
 
 
-def test_the_kernels_of_a_gpu_are_those_it_is_new_enough_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif("sm_80" not in _C.architectures(), reason="this library has no kernels for 8.0")
+@pytest.mark.parametrize("gpu", ["A100", "H100", "B200", "RTX PRO 6000"])
+def test_info_names_the_kernels_that_are_chosen_from(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", *LAYER, "--gpu", gpu, "--op", "forward"]) == 0
+    named = cli._families(Device.find(gpu).info())
+    problem = Product(4096, 4096, 512, 0.25, 64, torch.bfloat16)
+    chosen_from = {each.kernel.partition("_")[0] for each in choose(problem, gpu).candidates}
+    assert {word for word in ("sm80", "sm90") if word in named} == chosen_from
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.partition(f"  {gpu} ")[2].split()[:1] == ["forward"] for line in lines)
+
+
+def test_the_kernels_of_a_gpu_are_those_that_run_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = [
         SimpleNamespace(name=name, device=device, min_compute_capability=least, dtypes=dtypes)
         for name, device, least, dtypes in (
@@ -60,7 +72,7 @@ def test_the_kernels_of_a_gpu_are_those_it_is_new_enough_for(monkeypatch: pytest
     ]
     monkeypatch.setattr(_C, "kernels", lambda: kernels)
     old, new = "sm80 (float32, float16, bfloat16)", "sm90 (float16, bfloat16)"
-    for capability, families in ((75, "none"), (89, old), (90, f"{new}, {old}"), (120, f"{new}, {old}")):
+    for capability, families in ((75, "none"), (89, old), (90, f"{new}, {old}"), (120, old)):
         text = cli._describe_device(_C.DeviceInfo(1, capability, 10, 100 << 10))
         assert text.splitlines()[1].startswith(f"  kernels: {families}")
 

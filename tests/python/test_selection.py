@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -198,7 +199,9 @@ def test_devices_are_found_by_their_names() -> None:
     assert Device.find(cpu) is cpu
     with pytest.raises(InvalidArgumentError, match=r"device: .*'A100', .*got 'A1000'"):
         Device.find("A1000")
-    with pytest.raises(InvalidArgumentError, match="name: at most 63 bytes"):
+    with pytest.raises(InvalidArgumentError, match=r"device: .*got 'cuda:9999999999'"):
+        Device.find("cuda:9999999999")
+    with pytest.raises(InvalidArgumentError, match="name: up to 63 bytes"):
         tilesparse.choose(Product(64, 64, 4), replace(cpu, name="x" * 64))
 
 
@@ -213,6 +216,11 @@ def test_a_gpu_that_is_not_there_is_missed() -> None:
     [
         ({"in_features": 0}, "in_features"),
         ({"tokens": 1.5}, "tokens"),
+        ({"tokens": 1 << 31}, "tokens: an integer from 1 to 2147483647"),
+        ({"tokens": 10**30}, "tokens: an integer from 1 to 2147483647"),
+        ({"dtype": [1]}, "dtype"),
+        ({"feature_major": "x"}, "feature_major: True or False"),
+        ({"tf32": "x"}, "tf32: True, False or None"),
         ({"density": 2}, "density"),
         ({"block_shape": 24}, "block_shape"),
         ({"in_features": 40}, "multiple"),
@@ -228,6 +236,34 @@ def test_a_gpu_that_is_not_there_is_missed() -> None:
 def test_products_are_checked(options: dict[str, object], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         Product(**{"in_features": 64, "out_features": 64, "tokens": 4, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"name": 3}, "name: a string expected, got 3"),
+        ({"name": "\ud800"}, "name: up to 63 bytes of printable text"),
+        ({"name": "a\0b"}, "name: up to 63 bytes of printable text"),
+        ({"compute_capability": "8.6"}, r"compute_capability: \(major, minor\) or None"),
+        ({"compute_capability": (8,)}, r"compute_capability: \(major, minor\) or None"),
+        ({"compute_capability": (8, 10)}, "compute_capability: minor"),  # which would pass for 9.0
+        ({"compute_capability": (100, 0)}, "compute_capability: major"),
+        ({"multiprocessors": 0}, "multiprocessors: an integer from 1 to 65536"),
+        ({"multiprocessors": 10**12}, "multiprocessors"),
+        ({"shared_memory": -1}, "shared_memory: an integer from 0 to 16777216"),
+    ],
+)
+def test_devices_are_checked(options: dict[str, Any], text: str) -> None:
+    device = {"name": "GPU", "compute_capability": (8, 6), "multiprocessors": 30, "shared_memory": 99 << 10}
+    with pytest.raises(InvalidArgumentError, match=text):
+        Device(**{**device, **options}).info()
+
+
+def test_equal_products_are_equal_however_they_are_written() -> None:
+    assert Product(64, 64, 4, nm=[2, 4], storage="int8") == Product(64, 64, 4, nm=(2, 4), storage="int8")  # type: ignore[arg-type]
+    assert len({Product(64, 64, 4, nm=[2, 4], storage="int8")}) == 1  # type: ignore[arg-type]
+    assert Product(64, 64, 4, dtype=torch.bfloat16, tf32=True) == Product(64, 64, 4, dtype=torch.bfloat16)
+    assert Product(64, 64, 4, tf32=True) != Product(64, 64, 4, tf32=False)
 
 
 def test_a_product_is_that_of_a_layer() -> None:
@@ -293,6 +329,22 @@ def test_backward_passes_follow_what_is_preferred_when_they_run(ran: list[str]) 
         done.start()
         done.join()
     assert ran == ["cpu_portable"] * 2
+
+
+def test_preferences_that_overlap_leave_nothing_behind(ran: list[str]) -> None:
+    """As those of two threads do, where the first one to enter is the first to leave."""
+    layer, x = BlockSparseLinear(64, 64, bias=False), torch.randn(8, 64)
+    layer(x)
+    best = ran.pop()
+    first, second = tilesparse.prefer("cpu_"), tilesparse.prefer("cpu_portable")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    layer(x)
+    second.__exit__(None, None, None)
+    assert ran == ["cpu_portable"]
+    assert tilesparse.choose(Product.of(layer, tokens=8), "cpu").kernel == best
+    assert "prefers" not in tilesparse.choose(Product.of(layer, tokens=8), "cpu").reason
 
 
 def test_what_is_preferred_for_another_device_is_no_matter(ran: list[str]) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tilesparse import (
 )
 
 PRODUCT = Product(64, 128, 10, 0.5)
+PRODUCT_FIELDS = {"in_features": 64, "out_features": 128, "tokens": 10, "dtype": "float32"}
 CPU = Device.find("cpu")
 
 
@@ -210,6 +212,8 @@ def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> 
         for tokens in (1, 8)
     ]
     assert found == expected
+    tilesparse.save(BlockSparseLinear(64, 128, storage="int8"), tmp_path / "stored")
+    assert [each.op for each in tuning.products_of(tmp_path / "stored", [1])] == ["forward", "dgrad"]
     with pytest.raises(tilesparse.CheckpointError):
         tuning.products_of(tmp_path, [1])
 
@@ -243,6 +247,7 @@ def test_kernels_of_a_gpu_are_measured(op: str) -> None:
         ('{"format": "tilesparse tune", "version": 1, "sections": [{}]}', "library"),
         ('{"format": "tilesparse tune", "version": 1, "sections": 7}', "not iterable"),
         (b"\xff\xfe", "cannot be read"),
+        pytest.param("[" * 100_000, "RecursionError", id="deep"),
     ],
 )
 def test_a_file_that_is_none_is_reported_and_not_overwritten(
@@ -268,9 +273,12 @@ def test_a_file_that_is_none_is_reported_and_not_overwritten(
         {"microseconds": {"cpu_portable": -1.0}},
         {"microseconds": {"cpu_portable": 0.0}},
         {"microseconds": {"cpu_portable": "fast"}},
+        {"microseconds": {"cpu_amx_bf16": 1.0}},  # of another dtype
         {"dense_microseconds": None},
         {"product": {}},
         {"product": 3},
+        {"product": PRODUCT_FIELDS | {"tokens": 10**30}},
+        {"product": PRODUCT_FIELDS | {"feature_major": "x"}},
     ],
 )
 def test_of_a_damaged_file_nothing_counts(path: Path, change: dict[str, Any]) -> None:
@@ -281,6 +289,75 @@ def test_of_a_damaged_file_nothing_counts(path: Path, change: dict[str, Any]) ->
     with pytest.raises(TuneFileError, match="damaged"):
         tuning.load()
     assert tilesparse.choose(Product(64, 64, 10), "cpu").kernel == names()[0]
+    clock = last_is_fastest()
+    with pytest.raises(TuneFileError, match="damaged"):  # and it is not written to
+        tilesparse.tune([PRODUCT], "cpu", timer=clock)
+    assert len(clock.results) == 1 and json.loads(path.read_text()) == document
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": 7},
+        {"compute_capability": ["a", 6]},
+        {"compute_capability": [8]},
+        {"multiprocessors": 10**12},
+        {"more": 1},
+    ],
+)
+def test_devices_of_a_file_are_checked(path: Path, change: dict[str, Any]) -> None:
+    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    document = json.loads(path.read_text())
+    gpu = {"name": "GPU", "compute_capability": [8, 6], "multiprocessors": 30, "shared_memory": 99 << 10}
+    document["sections"][0]["device"] = gpu | change
+    path.write_text(json.dumps(document))
+    with pytest.warns(RuntimeWarning, match="does not count: .*damaged"):
+        tuning.load_on_import()
+
+
+def test_processors_may_have_long_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "name_of_cpu", lambda: "x" * 99)
+    found = tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    assert tuning.load() == (found, 0)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_no_file_is_not_waited_for(path: Path, kind: str) -> None:
+    path.parent.mkdir()
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    with pytest.raises(TuneFileError, match=r"tune\.json: a regular file expected; name another one"):
+        tuning.load()
+    assert "none count" in tuning.status()
+
+
+def test_a_link_stays_one_and_others_may_read(path: Path, tmp_path: Path) -> None:
+    path.parent.mkdir()
+    path.symlink_to(tmp_path / "elsewhere" / "kept.json")
+    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    kept = tmp_path / "elsewhere" / "kept.json"
+    assert path.is_symlink() and os.listdir(kept.parent) == ["kept.json"]
+    (tmp_path / "plain").touch()
+    assert kept.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert len(tuning.load()[0]) == 1
+
+
+def test_threads_and_programs_that_measure_at_once_lose_nothing(path: Path) -> None:
+    products = [Product(64, 64, 1 << power) for power in range(12)]
+    measured = tilesparse.tune(products, "cpu", candidates=1, timer=Clock(1.0, 2.0))
+    path.unlink()
+
+    def add(measurement: tilesparse.Measurement) -> None:
+        with tuning._alone_in(path.parent):
+            tuning._write(path, tuning._merged(tuning._read(path), measurement))
+
+    with ThreadPoolExecutor(4) as executor:
+        list(executor.map(add, measured))
+    assert {each.product for each in tuning.load()[0]} == set(products)
+
+
+def test_densities_that_round_are_measured(path: Path) -> None:
+    (found,) = tilesparse.tune([Product(64, 64, 4, 1e-9)], "cpu", candidates=2, timer=last_is_fastest())
+    assert found.product.nnz == 0 and tuning.load() == ([found], 0)
 
 
 def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,8 +394,10 @@ def test_the_file_is_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(tuning.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert tuning.file() == Path("/somewhere/tilesparse/tune.json")
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which its standard has ignored
+    assert tuning.file() == Path("/home/me/.cache/tilesparse/tune.json")
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert tuning.file() == Path("/home/me/.cache/tilesparse/tune.json")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without one
     assert tuning.file() is None and tuning.load() == ([], 0)
@@ -359,6 +438,9 @@ def test_the_command_measures_and_says_where_it_is_kept(
     assert cli.main(["tune", *model, "--tokens", "4", "--device", "cpu"]) == 0
     assert "1 products, on CPU" in capsys.readouterr().out
     assert len(tuning.load()[0]) == 3
+    tilesparse.save(torch.nn.Linear(4, 4), tmp_path / "dense")
+    assert cli.main(["tune", "--model", str(tmp_path / "dense"), "--device", "cpu"]) == 2
+    assert "no block-sparse layer has such a product" in capsys.readouterr().err
     path.write_text("{")
     assert cli.main(["tune", *layer, "--device", "cpu"]) == 2
     assert "delete it, or name another file" in capsys.readouterr().err
