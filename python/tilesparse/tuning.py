@@ -212,6 +212,16 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
 def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = OPS) -> list[Product]:
     """What the layers of a checkpoint do, for each number of tokens; no weight is read.
 
+    Layers that are not stored plain have no gradient of their weight, and so no product "wgrad".
+
+    Args:
+        folder: of the checkpoint.
+        tokens: numbers of rows of x.
+        ops: of "forward", "dgrad" (the gradient of x) and "wgrad" (that of W).
+
+    Returns:
+        Each product once, in the order of the layers.
+
     Raises:
         CheckpointError: the folder has no checkpoint, or a damaged one.
         InvalidArgumentError: an argument is not allowed.
@@ -224,6 +234,8 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
             continue
         density = form.nnz / (rows // bn * (columns // bk))
         for op in ops:
+            if op == "wgrad" and form.storage != "plain":
+                continue
             storage, nm = multiplied(op, form.storage, form.nm)
             for count in tokens:
                 product = Product(columns, rows, count, density, (bn, bk), form.dtype, op, storage, nm)
