@@ -167,7 +167,8 @@ def info(arguments: argparse.Namespace) -> None:
     devices = []
     for device in chain(_devices(), absent):
         print(_describe_device(device))
-        print(_describe_storages(device))
+        if storages := _describe_storages(device):
+            print(storages)
         devices.append(device)
     print(tuning.status())
     _print_break_even()
@@ -286,8 +287,21 @@ def _device(text: str) -> torch.device:
 
 
 def _default_device() -> torch.device:
-    usable = torch.cuda.is_available() and any(DEVICES[kernel.device] == "cuda" for kernel in _C.kernels())
-    return torch.device("cuda" if usable else "cpu")
+    """The GPU if there is one; the CPU, with a sentence on stderr, where no kernel runs on that."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    major, minor = torch.cuda.get_device_capability()
+    if any(
+        DEVICES[kernel.device] == "cuda" and kernel.min_compute_capability <= 10 * major + minor
+        for kernel in _C.kernels()
+    ):
+        return torch.device("cuda")
+    name = torch.cuda.get_device_name()
+    print(
+        f"on the CPU: no kernel of this library runs on {name}, compute capability {major}.{minor}",
+        file=sys.stderr,
+    )
+    return torch.device("cpu")
 
 
 def _devices() -> Iterable[_C.DeviceInfo]:
@@ -334,7 +348,12 @@ def _kernels_for(device: _C.DeviceInfo) -> list[_C.KernelInfo]:
 
 
 def _describe_storages(device: _C.DeviceInfo) -> str:
-    """Which values in fewer bytes are multiplied as they are, and by what; see `tilesparse.storage`."""
+    """Which values in fewer bytes are multiplied as they are, and by what; see `tilesparse.storage`.
+
+    Nothing of a device on which no kernel runs: what is expanded there meets no kernel either.
+    """
+    if not _kernels_for(device):
+        return ""
     lines, expanded = [], []
     for stored in STORED:
         readers = _readers([kernel for kernel in _kernels_for(device) if _reads(kernel, *stored)])

@@ -200,6 +200,11 @@ def dds(
 
     Returns:
         [..., out_features], or [..., in_features] with ``transpose=False``.
+
+    Raises:
+        InvalidArgumentError: an operand does not fit the pattern or the others in shape, dtype or device.
+        UnsupportedError: no kernel of the library computes it on that device.
+        NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
     return _dds(a, values, pattern, transpose, False, (metadata, scales))
 
@@ -216,6 +221,11 @@ def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = F
     Returns:
         [out_features, n], or [in_features, n] with ``transpose=True``; last stride 1. On CUDA rows
         are padded to 16 bytes, so they are contiguous only if a row is a multiple of 16 bytes.
+
+    Raises:
+        InvalidArgumentError: an operand does not fit the pattern or the others in shape, dtype or device.
+        UnsupportedError: no kernel of the library computes it on that device.
+        NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
     if b.dim() != 2:
         raise InvalidArgumentError(f"b: a 2-D tensor expected, got shape {tuple(b.shape)}")
@@ -238,6 +248,12 @@ def sdd(
 
     Returns:
         [nnz, bn, bk]; ``out`` where given.
+
+    Raises:
+        InvalidArgumentError: an operand does not fit the pattern or the others in shape, dtype or device; or
+            ``out`` is missing with ``accumulate``, or given where an operand requires a gradient.
+        UnsupportedError: no kernel of the library computes it on that device.
+        NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
     if is_any_autocast_enabled():
         y, x = autocast(y, x)

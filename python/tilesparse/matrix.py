@@ -42,7 +42,13 @@ class BlockSparseMatrix:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> "BlockSparseMatrix":
-        """Every kept element 0."""
+        """Every kept element 0.
+
+        Args:
+            pattern: which blocks are kept; shared, not copied.
+            dtype: of the values, float64, float32, float16 or bfloat16; None is PyTorch's default.
+            device: of the values; None is PyTorch's default.
+        """
         return cls(torch.zeros(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
 
     @classmethod
@@ -53,7 +59,13 @@ class BlockSparseMatrix:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> "BlockSparseMatrix":
-        """Every kept element 1."""
+        """Every kept element 1.
+
+        Args:
+            pattern: which blocks are kept; shared, not copied.
+            dtype: of the values, float64, float32, float16 or bfloat16; None is PyTorch's default.
+            device: of the values; None is PyTorch's default.
+        """
         return cls(torch.ones(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
 
     @classmethod
@@ -65,7 +77,14 @@ class BlockSparseMatrix:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> "BlockSparseMatrix":
-        """Kept elements drawn from the standard normal distribution."""
+        """Kept elements drawn from the standard normal distribution.
+
+        Args:
+            pattern: which blocks are kept; shared, not copied.
+            generator: of the values' device; None is PyTorch's default one.
+            dtype: of the values, float64, float32, float16 or bfloat16; None is PyTorch's default.
+            device: of the values; None is PyTorch's default.
+        """
         size = (pattern.nnz, *pattern.block_shape)
         return cls(torch.randn(size, generator=generator, dtype=dtype, device=device), pattern)
 
@@ -116,7 +135,16 @@ class BlockSparseMatrix:
 
     @classmethod
     def from_mask(cls, dense: Tensor, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockSparseMatrix":
-        """The blocks of ``dense`` in which ``mask`` (same shape) has a nonzero, whole."""
+        """The blocks of ``dense`` in which ``mask`` (same shape) has a nonzero, whole.
+
+        Args:
+            dense: [out_features, in_features]; differentiable.
+            mask: bool or numbers, of the same shape.
+            block_shape: (bn, bk).
+
+        Raises:
+            InvalidArgumentError: shapes differ, or are no multiples of the block.
+        """
         return cls.from_dense(dense, BlockPattern.from_mask(mask, block_shape=block_shape))
 
     @classmethod
@@ -145,7 +173,13 @@ class BlockSparseMatrix:
 
     @classmethod
     def from_product(cls, y: Tensor, x: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
-        """The kept blocks of yᵀ x, for y [..., out_features] and x [..., in_features]; see `add_product_`."""
+        """The kept blocks of yᵀ x; differentiable, see `functional.sdd`.
+
+        Args:
+            y: [..., out_features].
+            x: [..., in_features], with as many rows and of the same dtype and device.
+            pattern: which blocks are computed; shared, not copied.
+        """
         return cls(functional.sdd(y, x, pattern), pattern)
 
     @property
@@ -216,11 +250,27 @@ class BlockSparseMatrix:
         return BlockSparseMatrix(self.values.transpose(1, 2).contiguous(), self.pattern.transpose())
 
     def matmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
-        """W @ dense for [in_features, n], or Wᵀ @ dense for [out_features, n]; see functional.dsd."""
+        """W @ dense, or with ``transpose=True`` Wᵀ @ dense; differentiable, see `functional.dsd`.
+
+        Args:
+            dense: [in_features, n], or [out_features, n] for Wᵀ.
+            transpose: whether W is transposed.
+
+        Returns:
+            [out_features, n], or [in_features, n].
+        """
         return functional.dsd(self.values, self.pattern, dense, transpose=transpose)
 
     def rmatmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
-        """dense @ W for [..., out_features], or dense @ Wᵀ for [..., in_features]; see functional.dds."""
+        """Dense @ W, or with ``transpose=True`` dense @ Wᵀ; differentiable, see `functional.dds`.
+
+        Args:
+            dense: [..., out_features], or [..., in_features] for Wᵀ.
+            transpose: whether W is transposed.
+
+        Returns:
+            [..., in_features], or [..., out_features].
+        """
         return functional.dds(dense, self.values, self.pattern, transpose=transpose)
 
     def __matmul__(self, dense: Tensor) -> Tensor:
@@ -230,7 +280,15 @@ class BlockSparseMatrix:
         return self.rmatmul(dense)
 
     def add_product_(self, y: Tensor, x: Tensor) -> "BlockSparseMatrix":
-        """Adds the kept blocks of yᵀ x to the values, which records no gradient; see functional.sdd."""
+        """Adds the kept blocks of yᵀ x to the values, in place and without a gradient; see `functional.sdd`.
+
+        Args:
+            y: [..., out_features].
+            x: [..., in_features], with as many rows.
+
+        Returns:
+            This matrix.
+        """
         functional.sdd(y, x, self.pattern, out=self.values, accumulate=True)
         return self
 

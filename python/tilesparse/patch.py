@@ -104,8 +104,12 @@ class SkippedLayer:
 class PatchReport:
     """What `BlockSparseModelPatcher.patch_model` did, or would do; ``str()`` makes a table of it.
 
-    `before` and `after` are sizes of the whole model. `unmatched` lists the patterns that no name
-    of the model matches.
+    Attributes:
+        layers: those that are replaced.
+        skipped: those that a regular expression names and that stay as they are, with the reason.
+        unmatched: the regular expressions that no name of the model matches.
+        before: the size of the whole model.
+        after: its size with the replaced layers.
     """
 
     layers: list[PatchedLayer]
@@ -225,11 +229,22 @@ class BlockSparseModelPatcher:
         self._rules.append(_Rule(compiled, fullmatch, _checked_options({} if options is None else options)))
 
     def is_patchable(self, name: str, module: nn.Module) -> bool:
-        """Whether `new_child_module` can replace a module of this kind. Override to change it."""
+        """Whether `new_child_module` can replace a module of this kind. Override to change it.
+
+        Args:
+            name: its qualified name in the model.
+            module: the module.
+        """
         return _is_linear(module)
 
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> _Replacement:
-        """Makes the replacement of one layer. `options` has a value for every option."""
+        """Makes the replacement of one layer. Override to change it.
+
+        Args:
+            name: its qualified name in the model.
+            module: the dense layer, which stays as it is.
+            options: those of `add_pattern`, with a value for every one.
+        """
         if isinstance(module, nn.Linear) or is_conv1d(module):
             if options["pattern"] is None:
                 _check_blocks_can_be_chosen(module, options["block_shape"])

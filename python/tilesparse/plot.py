@@ -182,6 +182,10 @@ def save(figures: Figure | Sequence[Figure], path: str | os.PathLike[str]) -> li
     A PDF has all of them as its pages. Of several figures in another format each has a file of its own:
     NAME-1.png, NAME-2.png and so on. Equal figures give equal files.
 
+    Args:
+        figures: one, or several.
+        path: of the file; its folder has to exist, and a file that is there is replaced.
+
     Returns:
         The files.
 

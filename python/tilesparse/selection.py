@@ -222,6 +222,11 @@ class Product:
     def of(cls, layer: BlockSparseLinear, *, tokens: int, op: str = "forward") -> Product:
         """What a layer does for so many tokens; while it trains with 2:4, its product with compressed values.
 
+        Args:
+            layer: whose sizes, pattern, dtype and storage count.
+            tokens: rows of x, the product of its leading dimensions.
+            op: "forward", "dgrad" (the gradient of x) or "wgrad" (that of W).
+
         Raises:
             InvalidArgumentError: no BlockSparseLinear, no such op, or another argument is not allowed.
         """
@@ -258,7 +263,13 @@ class Product:
         return check_block_shape(self.block_shape)
 
     def descriptor(self, device: _C.DeviceInfo, *, policy: int = 0, prefer: str = "") -> _C.Product:
-        """The same for the native module, without operands."""
+        """The same for the native module, without operands.
+
+        Args:
+            device: on which it is computed.
+            policy: 0 for sparse, 1 for auto, 2 for dense.
+            prefer: the beginning of the names of kernels to take if they can.
+        """
         shape = self.out_features, self.in_features
         layout = int(self.feature_major)
         ldx, ldy = (self.tokens, self.tokens) if layout else (self.in_features, self.out_features)

@@ -214,7 +214,15 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
 def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = OPS) -> list[Product]:
     """What the layers of a checkpoint do, for each number of tokens; no weight is read.
 
-    Of stored weights, which have no gradient, that is no "wgrad".
+    Layers that are not stored plain have no gradient of their weight, and so no product "wgrad".
+
+    Args:
+        folder: of the checkpoint.
+        tokens: numbers of rows of x.
+        ops: of "forward", "dgrad" (the gradient of x) and "wgrad" (that of W).
+
+    Returns:
+        Each product once, in the order of the layers.
 
     Raises:
         CheckpointError: the folder has no checkpoint, or a damaged one.

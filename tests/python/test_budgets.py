@@ -429,8 +429,8 @@ def test_what_measure_latency_refuses(options: dict[str, Any], text: str) -> Non
 
 def test_the_page_on_budgets_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = executed("budgets.md")
-    plan, fast, curves, pruned = (names[name] for name in ("plan", "fast", "curves", "pruned"))
-    assert plan.unit == "bytes" and 60_000 < plan.cost <= 70_000
+    allocation, fast, curves, pruned = (names[name] for name in ("allocation", "fast", "curves", "pruned"))
+    assert allocation.unit == "bytes" and 60_000 < allocation.cost <= 70_000
     assert any(isinstance(module, BlockSparseLinear) for module in pruned)
     assert fast.unit == "ms" and fast.cost <= fast.budget * (1 + 1e-9)
     assert fast.error <= sum(curves[name][choice] for name, choice in names["alike"].items())

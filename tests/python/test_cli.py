@@ -77,6 +77,26 @@ def test_the_kernels_of_a_gpu_are_those_that_run_on_it(monkeypatch: pytest.Monke
         assert text.splitlines()[1].startswith(f"  kernels: {families}")
 
 
+def test_a_gpu_without_kernels_is_left_alone_and_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernels = [
+        SimpleNamespace(device=0, min_compute_capability=0),
+        SimpleNamespace(device=1, min_compute_capability=80),
+    ]
+    monkeypatch.setattr(_C, "kernels", lambda: kernels)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    for capability, device, said in (
+        ((7, 5), "cpu", "on the CPU: no kernel of this library runs on Tesla T4, compute capability 7.5\n"),
+        ((8, 0), "cuda", ""),
+        ((12, 0), "cuda", ""),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert cli._default_device() == torch.device(device)
+        assert capsys.readouterr().err == said
+
+
 def test_info_says_what_multiplies_values_in_fewer_bytes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,7 +130,7 @@ def test_info_says_what_multiplies_values_in_fewer_bytes(
         for readers in (f"sm80 (forward; {halves})", f"sm90 (forward; {halves}), sm80 (forward; {halves})")
     )
     for capability, lines in (
-        (75, [f"  2:4, {', '.join(names)}: expanded in every call"]),
+        (75, []),
         (89, old),
         (90, new),
     ):

@@ -8,13 +8,17 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import tilesparse
 from tilesparse import _C, BlockSparseLinear, Product, TileSparseError, cli, errors, tuning
@@ -24,12 +28,17 @@ HEADER = Path(_C.__file__).parent / "include" / "tilesparse" / "tilesparse.h"
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
 
 
-def executed(page: str) -> dict[str, Any]:
-    """The names that the Python snippets of a page in docs define, one after the other."""
+def snippets_of(page: str) -> list[str]:
+    """The Python snippets of a page in docs."""
     snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
     assert snippets
+    return snippets
+
+
+def executed(page: str) -> dict[str, Any]:
+    """The names that the Python snippets of a page in docs define, one after the other."""
     names: dict[str, Any] = {"__name__": page}
-    for snippet in snippets:
+    for snippet in snippets_of(page):
         exec(compile(snippet, page, "exec"), names)
     return names
 
@@ -105,6 +114,69 @@ def test_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     names = executed(page)
     sparse = [name for name, found in names.items() if isinstance(found, nn.Module) and is_sparse(found)]
     assert sparse or page == "choosing.md"
+
+
+def test_the_page_on_hugging_face_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it but what writes to the Hub."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 96}
+    config = LlamaConfig(hidden_size=128, intermediate_size=256, **sizes)
+    LlamaForCausalLM(config).save_pretrained("dense-model")
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=96))
+    names: dict[str, Any] = {"gpt2": gpt2, "batch": {"input_ids": torch.randint(96, (2, 8))}}
+    for snippet in snippets_of("huggingface.md"):
+        if "me/sparse-model" in snippet:
+            continue
+        if "BlockSparseAdapter(" in snippet:  # of a model without the adapters of the section before
+            names["model"] = LlamaForCausalLM.from_pretrained("sparse-model")
+        exec(compile(snippet, "huggingface.md", "exec"), names)
+    names["patcher"].patch_model(gpt2)
+    counts = gpt2.transformer.h[0].attn.c_attn.pattern.crow_indices.diff().view(3, -1).sum(1)
+    assert counts.tolist() == [8, 8, 4]
+    assert len(names["scores"]) == 6 and names["adapter"].parameters()
+
+
+class Block(nn.Module):
+    def __init__(self, linear: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.up, self.down = linear(128, 256), linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(self.up(x).relu())
+        return y
+
+
+class Blocks(nn.Module):
+    def __init__(self, linear: Callable[..., nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(linear), Block(linear))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks(x)
+        return y
+
+
+def test_the_page_on_several_processes_runs(tmp_path: Path) -> None:
+    """With one process on the CPU, so that it says of calls and names whether they are right, and no more."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    sparse = partial(Blocks, BlockSparseLinear)
+    x = torch.randn(4, 128)
+    names: dict[str, Any] = {"folder": str(tmp_path)}
+    saved: list[torch.Tensor] = []
+    try:
+        for snippet in snippets_of("distributed.md"):
+            names["model"] = names["model"] if "dcp" in names else sparse()  # it is saved at the end
+            if "dcp.save(" in snippet:
+                names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
+                names["model"](x).sum().backward()
+                names["optimizer"].step()
+                saved.append(names["model"](x).detach())
+            names["Model"] = Blocks if "prepare(" in snippet else sparse
+            code = snippet.replace('"cuda"', '"cpu"').replace("(2,)", "(1,)").replace("(2, 4)", "(1, 1)")
+            exec(compile(code, "distributed.md", "exec"), names)
+        torch.testing.assert_close(names["model"](x), saved[0])
+    finally:
+        dist.destroy_process_group()
 
 
 def is_sparse(model: nn.Module) -> bool:

@@ -202,13 +202,18 @@ def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> 
         BlockSparseLinear(64, 128, density=0.5),
         BlockSparseLinear(64, 128, density=0.5),
         BlockSparseLinear(128, 64, density=0.25, nm=(2, 4)),
+        BlockSparseLinear(64, 64, density=0.5).to_storage("int8"),
     )
     tilesparse.save(model, tmp_path / "model")
     found = tuning.products_of(tmp_path / "model", [1, 8])
     expected = [
         Product.of(layer, tokens=tokens, op=op)
-        for layer in (model[0], model[2])
-        for op in selection.OPS
+        for layer, ops in (
+            (model[0], selection.OPS),
+            (model[2], selection.OPS),
+            (model[3], ("forward", "dgrad")),  # whose weight has no gradient
+        )
+        for op in ops
         for tokens in (1, 8)
     ]
     assert found == expected

@@ -59,6 +59,10 @@ class LatencyTable:
         them; where a time is below that of a lower density, that one counts for both, so that times rise with
         density. Nothing is extrapolated.
 
+        Args:
+            shape: (out_features, in_features).
+            choice: how the layer is stored, or None for dense.
+
         Raises:
             InvalidArgumentError: it was not measured, and is not between two that were; or it is no choice.
         """
@@ -89,6 +93,10 @@ class LatencyTable:
 
     def total(self, model: nn.Module, choices: Mapping[str, Choice | None]) -> float:
         """Milliseconds of one call of each of these layers of a dense model, were they as chosen.
+
+        Args:
+            model: whose layers are meant; only their shapes are read.
+            choices: by name of a layer what it would be, or None for dense.
 
         Raises:
             InvalidArgumentError: a name is not that of a dense linear layer, or a time is missing.
