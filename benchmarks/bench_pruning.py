@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
 from tilesparse import BlockSparseLinear
+from tilesparse.demo import synchronize
 from tilesparse.prune import prune_model
 from tilesparse.train import PatternSchedule, block_gradient_norms
 
@@ -107,7 +108,7 @@ def _pruned(method: str, arguments: argparse.Namespace) -> dict[str, Any]:
     report = prune_model(
         model, batches, density=arguments.density, block_shape=arguments.block, **METHODS[method]
     )
-    _synchronize(arguments)
+    synchronize(torch.device(arguments.device))
     return {
         "seconds": round(time.perf_counter() - start, 3),
         "layers": len(report.layers),
@@ -138,7 +139,7 @@ def _host_microseconds(call: Callable[[], Tensor], arguments: argparse.Namespace
     """Median time until a call returns that begins on an idle GPU."""
     times = []
     for _ in range(arguments.repetitions):
-        _synchronize(arguments)
+        synchronize(torch.device(arguments.device))
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
@@ -192,11 +193,6 @@ def _normed(norm: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _timer(arguments: argparse.Namespace) -> CudaTimer | HostTimer:
     return CudaTimer(launch_seconds=LAUNCH_SECONDS) if arguments.device == "cuda" else HostTimer()
-
-
-def _synchronize(arguments: argparse.Namespace) -> None:
-    if arguments.device == "cuda":
-        torch.cuda.synchronize()
 
 
 def _reset_peak(arguments: argparse.Namespace) -> int:

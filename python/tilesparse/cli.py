@@ -23,10 +23,9 @@ from .errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from .linear import BlockSparseLinear
 from .pattern import BlockPattern
 from .prune import _command as prune
-from .selection import KINDS, OPS, Device, Product, choose
+from .selection import KINDS, OPS, Device, Product, choose, dtype_name
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _checks.DTYPES}
-DEVICES = KINDS
+DTYPES = {dtype_name(dtype): dtype for dtype in _checks.DTYPES}
 STORED = (
     tuple(  # all but plain values in the dtype of the activations: a storage, and a dtype or None for that
         (storage, dtype)
@@ -173,7 +172,7 @@ def info(arguments: argparse.Namespace) -> None:
     print(tuning.status())
     _print_break_even()
     print(f"{_describe_layer(arguments)}:")
-    places = [device.name if device in absent else DEVICES[device.device] for device in devices]
+    places = [device.name if device in absent else KINDS[device.device] for device in devices]
     width = 1 + max(5, *map(len, places))
     for device, where in zip(devices, places, strict=True):
         for op in _chosen_ops(arguments):
@@ -183,7 +182,7 @@ def info(arguments: argparse.Namespace) -> None:
     for kernel in _C.kernels():
         dtypes = _members(kernel.dtypes, DTYPES)
         values = "".join(f"; {_stored_name(*stored)}" for stored in STORED if _reads(kernel, *stored))
-        print(f"  {kernel.name:32} {DEVICES[kernel.device]:6}{_members(kernel.ops, OPS)}; {dtypes}{values}")
+        print(f"  {kernel.name:32} {KINDS[kernel.device]:6}{_members(kernel.ops, OPS)}; {dtypes}{values}")
 
 
 def bench(arguments: argparse.Namespace) -> None:
@@ -279,7 +278,7 @@ def _device(text: str) -> torch.device:
         device = torch.device(text)
     except RuntimeError:
         raise argparse.ArgumentTypeError(f"{text} is neither cpu nor cuda") from None
-    if device.type not in DEVICES:
+    if device.type not in KINDS:
         raise argparse.ArgumentTypeError(f"{text} is neither cpu nor cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise argparse.ArgumentTypeError(f"PyTorch finds no device {text}")
@@ -292,7 +291,7 @@ def _default_device() -> torch.device:
         return torch.device("cpu")
     major, minor = torch.cuda.get_device_capability()
     if any(
-        DEVICES[kernel.device] == "cuda" and kernel.min_compute_capability <= 10 * major + minor
+        KINDS[kernel.device] == "cuda" and kernel.min_compute_capability <= 10 * major + minor
         for kernel in _C.kernels()
     ):
         return torch.device("cuda")
@@ -305,18 +304,18 @@ def _default_device() -> torch.device:
 
 
 def _devices() -> Iterable[_C.DeviceInfo]:
-    yield _C.device_info(DEVICES.index("cpu"))
+    yield _C.device_info(KINDS.index("cpu"))
     if not torch.cuda.is_available():
         print("cuda: PyTorch finds no device")
     for ordinal in range(torch.cuda.device_count()):
         try:
-            yield _C.device_info(DEVICES.index("cuda"), ordinal)
+            yield _C.device_info(KINDS.index("cuda"), ordinal)
         except TileSparseError as error:
             print(f"cuda:{ordinal} cannot be used: {error}")
 
 
 def _describe_device(device: _C.DeviceInfo) -> str:
-    if DEVICES[device.device] == "cpu":
+    if KINDS[device.device] == "cpu":
         return f"cpu: {device.name}, {device.multiprocessors} processors"
     major, minor = divmod(device.compute_capability, 10)
     return (
@@ -384,7 +383,7 @@ def _reads(kernel: _C.KernelInfo, storage: int, dtype: int | None) -> bool:
 
 
 def _stored_name(storage: int, dtype: int | None) -> str:
-    names = [str(known).removeprefix("torch.") for known, code in _checks.QUANTIZED.items() if code == dtype]
+    names = [dtype_name(known) for known, code in _checks.QUANTIZED.items() if code == dtype]
     return " ".join(["2:4"] * storage + names)
 
 

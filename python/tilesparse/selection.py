@@ -293,7 +293,7 @@ class Product:
         )
 
     def __str__(self) -> str:
-        (bn, bk), dtype = self._block_shape, str(self.dtype).removeprefix("torch.")
+        bn, bk = self._block_shape
         extras = [self.storage] * (self.storage != "plain") + ["2:4"] * (self.nm is not None)
         extras += ["feature-major"] * self.feature_major + ["TF32"] * bool(self.tf32)
         words = [
@@ -301,7 +301,7 @@ class Product:
             f"{self.tokens} tokens",
             f"density {self.density:.4g}",
             f"blocks {bn}x{bk}",
-            dtype,
+            dtype_name(self.dtype),
             *extras,
         ]
         return ", ".join(words)
@@ -347,12 +347,13 @@ class KernelInfo:
         where = self.device
         if self.compute_capability is not None:
             where += f" from {self.compute_capability[0]}.{self.compute_capability[1]}"
-        what = f"{', '.join(self.ops)}; {', '.join(_short(dtype) for dtype in self.dtypes)}"
+        what = f"{', '.join(self.ops)}; {', '.join(dtype_name(dtype) for dtype in self.dtypes)}"
         few = f"; up to {self.max_tokens} tokens" if self.max_tokens else ""
         return f"{self.name}: {where}; {what}{few}"
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the module: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

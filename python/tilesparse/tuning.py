@@ -29,12 +29,12 @@ from ._checks import DTYPES, checked_count, checked_device, checked_number
 from ._timing import Call, medians, name_of_cpu, own_numbers
 from .errors import InvalidArgumentError, TileSparseError, TuneFileError
 from .linear import BlockSparseLinear
-from .selection import KINDS, OPS, Device, Product, choose, kernels, multiplied
+from .selection import KINDS, OPS, Device, Product, choose, dtype_name, kernels, multiplied
 from .storage import expand
 
 VARIABLE = "TILESPARSE_TUNE_FILE"
 FORMAT, VERSION = "tilesparse tune", 1
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 
 Timer = Callable[[Sequence[Call], torch.device, int], list[float]]
 
@@ -446,7 +446,7 @@ def _recorded(device: Device) -> Device:
 def _merged(document: Mapping[str, Any], measurement: Measurement) -> dict[str, Any]:
     """The document with a measurement, in place of one of the same product there."""
     device = _recorded(measurement.device)
-    fields = asdict(measurement.product) | {"dtype": str(measurement.product.dtype).removeprefix("torch.")}
+    fields = asdict(measurement.product) | {"dtype": dtype_name(measurement.product.dtype)}
     entry = {
         "product": json.loads(json.dumps(fields)),
         "microseconds": dict(measurement.microseconds),
