@@ -193,6 +193,12 @@ def _power(rows: int, cols: int, density: float, generator: torch.Generator) -> 
     return torch.rand(rows, cols, generator=generator).log() * rank[:, None]
 
 
+def _power_columns(rows: int, cols: int, density: float, generator: torch.Generator) -> Tensor:
+    """Columns whose numbers of blocks follow a power law with exponent -0.7, in random order, likewise."""
+    rank = torch.randperm(cols, generator=generator) + 1
+    return torch.rand(rows, cols, generator=generator).log() * rank**0.7
+
+
 def _columns(rows: int, cols: int, density: float, generator: torch.Generator) -> Tensor:
     """The same columns in every row."""
     return torch.rand(1, cols, generator=generator).expand(rows, cols)
@@ -215,6 +221,7 @@ PATTERNS: dict[str, Callable[[int, int, float, torch.Generator], Tensor]] = {
     "banded": _banded,
     "diagonal": _diagonal,
     "power": _power,
+    "power-columns": _power_columns,
     "columns": _columns,
     "blockdiag": _blockdiag,
 }

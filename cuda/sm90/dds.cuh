@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         else if (warp <= Traits::kWarpgroups)
             producer.load_weight(warp - 1);
         else
-            shared.schedule.run(arguments.schedule, plan.tiles, plan.is_own, blockIdx.x / Traits::kRanks,
-                                gridDim.x / Traits::kRanks, lane);
+            shared.schedule.run(arguments.schedule, typename Traits::Costs(plan), plan.is_own,
+                                blockIdx.x / Traits::kRanks, gridDim.x / Traits::kRanks, lane);
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
         DdsConsumer<Traits, kRowMajorInput>(arguments, shared, plan, rank, warp / 4 - 1).run();

@@ -290,8 +290,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if (warp == 0)
             NarrowProducer<Traits, kRowMajorInput>(arguments, shared, plan, rank, lane).run();
         else if (warp == 1)
-            shared.schedule.run(arguments.schedule, plan.tiles, plan.is_own, blockIdx.x / Traits::kRanks,
-                                gridDim.x / Traits::kRanks, lane);
+            shared.schedule.run(arguments.schedule, typename Traits::Costs(plan), plan.is_own,
+                                blockIdx.x / Traits::kRanks, gridDim.x / Traits::kRanks, lane);
     } else {
         cutlass::arch::warpgroup_reg_alloc<112>();
         NarrowConsumer<Traits, kRowMajorInput>(arguments, shared, plan, rank, warp - 4, lane).run();

@@ -6,6 +6,18 @@
 
 namespace ts::sm90 {
 
+// Every step takes as long, whatever is in it.
+struct StepCosts {
+    static constexpr int kTile = 3;
+    static constexpr int kMostOfStep = 1;
+    static constexpr bool kInOrder = true;
+
+    const int2* tiles;
+
+    __device__ explicit StepCosts(const DdsPlan& plan) : tiles(plan.tiles) {}
+    __device__ int of(int, int steps) const { return steps; }
+};
+
 // A cluster computes kTokenRanks x kRowRanks tiles of 256 or 128 tokens x 128 features, one of them a CTA.
 // With two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
 template <class Math_, class Weight_, int kTokenRanks_, int kRowRanks_, int kTileTokens_>
@@ -48,7 +60,8 @@ struct DdsTraits {
     static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;       // buffers of a warpgroup
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
     static constexpr bool kSplits = kTileTokens == 128;                   // made for few tiles
-    using Schedule = sm90::Schedule<kSplits>;
+    using Costs = StepCosts;
+    using Schedule = sm90::Schedule<kSplits, Costs>;
 
     struct Shared {
         // Row-major [pieces][kTileTokens][k of a piece], else [pieces][kTileTokens / 64][k of a piece][64].

@@ -1,11 +1,14 @@
 // Which tiles a cluster computes. Clusters stay on their multiprocessors and take one tile after another.
 //
 // Tiles are numbered by bands of tokens small enough that the band's activations stay in L2 while all
-// features are computed from them; inside a band by their steps, longest first. In every round each
-// cluster gets one tile: the clusters with the least work so far get the tiles with most steps, which is
-// within 2 % of handing tiles out one by one. Each cluster finds that out for itself, in a warp that has
-// nothing else to do, so that no memory needs to be prepared for a launch and every run gives the same
-// schedule. That has to take less time than a tile: sorting by counting took longer.
+// features are computed from them; inside a band as the plan has them, longest first. In every round each
+// cluster gets one tile: the clusters with the least work so far get the tiles that cost most. The tiles of
+// the last rounds are handed out a second time, knowing what each cluster gets in the others: otherwise a
+// long tile in the last round would end late, up to a fifth of all time with rows of unequal length. (Bands
+// in which all clusters would have as much work as the longest tile takes are balanced as well, but too
+// large for L2.) Each cluster finds that out for itself, in a warp that has nothing else to do, so that no
+// memory needs to be prepared for a launch and every run gives the same schedule. That has to take less time
+// than a tile: sorting by counting took longer.
 #pragma once
 
 #include <algorithm>
@@ -48,74 +51,83 @@ inline ScheduleArguments schedule_arguments(int tiles, int spans, int parts, int
             spans / band_spans};
 }
 
+// What tiles cost, for Schedule: in units of its own, at most kMostOfStep for each step.
+//     kTile: a tile's beginning and end
+//     kInOrder: no tile of the plan costs more than the one before it
+//     tiles: of the plan
+//     of(first, steps): so many steps of a tile
+//
 // `kSplits`: whether tiles may be cut into parts.
-template <bool kSplits>
-struct Schedule {
+template <bool kSplits, class Costs>
+class Schedule {
+    static constexpr int kMostRounds = 5;  // that are handed out twice
+
+  public:
     static constexpr int kMaxClusters = 128;
     static constexpr int kQueue = 4;
-    static constexpr int kTileCost = 3;  // of a tile's beginning and end, in steps
 
-    // Whether the numbers of all work, and of a cluster's steps, fit into 32 bits.
+    // Whether the numbers of all work, and of what a cluster's steps cost, fit into 32 bits.
     static bool can_hold(int64_t tiles, int64_t spans, int64_t steps, int multiprocessors) {
         const int64_t clusters = std::max(multiprocessors / 4, 1);  // there are at least so many
-        return tiles * spans < int64_t{1} << 30 && steps < kMostSteps &&
-               (tiles * spans / clusters + 1) * (steps + kTileCost) < kLast / kPlaces;
+        const int64_t cost = steps * Costs::kMostOfStep + Costs::kTile;
+        return tiles * spans < int64_t{1} << 30 && cost < kMostCost &&
+               (tiles * spans / clusters + 1) * cost < kLast / kPlaces;
     }
 
-    Ring<kQueue> ring;
-    Work queue[kQueue];
-
     // `readers`: warps that take work.
-    __device__ void init(int readers) { ring.init(readers); }
+    __device__ void init(int readers) { ring_.init(readers); }
 
     // Called by one warp: fills the queue for this cluster, of at most as many as there is work. `is_own`:
     // whether the tiles are of the plan that the launch is for. If not, the kernel ends with an error before
     // any warp has work.
-    __device__ void run(const ScheduleArguments& arguments, const int2* tiles, bool is_own, int cluster,
+    __device__ void run(const ScheduleArguments& arguments, const Costs& costs, bool is_own, int cluster,
                         int clusters, int lane) {
+        const Items items{arguments, costs, clusters, lane};
         Ring<kQueue>::Position position;
         // Nothing waits for the first round to be sorted: it is in order but for the end of a band of
         // tokens.
-        const Work first_work = work_at(arguments, tiles, cluster);
+        const Work first_work = items.work_at(cluster);
         if (!is_own) __trap();
         push(first_work, position, lane);
-        // Keys are sorted; their last bits are the cluster, or the place of the tile in its round.
-        Keys loads;
-        steps_of_round(loads, arguments, tiles, 0, lane);
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            const int place = lane + 32 * i;
-            loads[i] = place < clusters ? (loads[i] + kTileCost) * kPlaces + place : kLast + place;
+        const int rounds = (arguments.size + clusters - 1) / clusters;
+        const int twice = min(kMostRounds, rounds * 2 / 3), once = rounds - twice;
+        Keys round, loads = {};  // of each cluster, in the order of clusters
+        items.keys_of_round(round, 0);
+        add(loads, round);
+        for (int r = 1; r < rounds; ++r) {
+            items.keys_of_round(round, r);
+            if (!Costs::kInOrder || !items.is_in_order(r)) sort(round, lane);
+            uint32_t* const given = given_[max(r - once, 0)];
+            hand_out(given, round, loads, clusters, lane);
+            add(loads, round);
+            if (r < once) push_given(given[cluster], items, r, position);
         }
-        for (int first = clusters; first < arguments.size; first += clusters) {
-            Keys costs;
-            costs_of_round(costs, arguments, tiles, first, clusters, lane);
-            sort(loads, lane);
-            int mine = -1;  // the item of this cluster, in one lane
+        for (int r = max(once, 1); r < rounds; ++r) {
+            uint32_t* const given = given_[r - once];
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) {
-                const int item = first + static_cast<int>(costs[i] % kPlaces);
-                if (loads[i] % kPlaces == cluster && loads[i] < kLast && item < arguments.size) mine = item;
-                if (loads[i] < kLast && costs[i] < kLast)
-                    loads[i] += (kMostSteps - costs[i] / kPlaces + kTileCost) * kPlaces;
+                round[i] = given[lane + 32 * i];
+                loads[i] -= cost_of(round[i]);
             }
-            mine = __reduce_max_sync(~0u, mine);
-            if (mine >= 0) push(work_at(arguments, tiles, mine), position, lane);
+            sort(round, lane);
+            hand_out(given, round, loads, clusters, lane);
+            add(loads, round);
+            push_given(given[cluster], items, r, position);
         }
         push({-1, 0, 0, 0, 0}, position, lane);
     }
 
     // Called by every lane of a reading warp.
     __device__ Work pop(Ring<kQueue>::Position& position, int lane) {
-        ring.wait_full(position);
-        Work work = queue[position.stage];
+        ring_.wait_full(position);
+        Work work = queue_[position.stage];
         // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
         work.tile = __shfl_sync(~0u, work.tile, 0);
         work.span = __shfl_sync(~0u, work.span, 0);
         work.part = __shfl_sync(~0u, work.part, 0);
         work.step = __shfl_sync(~0u, work.step, 0);
         work.steps = __shfl_sync(~0u, work.steps, 0);
-        if (lane == 0) ring.empty[position.stage].arrive();
+        if (lane == 0) ring_.empty[position.stage].arrive();
         position.advance();
         return work;
     }
@@ -123,69 +135,97 @@ struct Schedule {
   private:
     static constexpr int kPerLane = kMaxClusters / 32;  // keys of a lane: those at places lane + 32 i
     static constexpr uint32_t kPlaces = 256;
-    static constexpr uint32_t kMostSteps = 1 << 22;
+    static constexpr uint32_t kMostCost = 1 << 22;
     static constexpr uint32_t kLast = 1u << 31;  // of what does not exist
     using Keys = uint32_t[kPerLane];
 
-    // Without the steps, of which the plan knows.
-    __device__ static Work place_at(const ScheduleArguments& arguments, int item) {
-        int band, within;
-        Work work{};
-        arguments.by_band(band, within, item);
-        (band < arguments.whole_bands ? arguments.by_spans : arguments.by_last_spans)(work.tile, work.span,
-                                                                                      within);
-        work.span += band * arguments.band_spans;
-        if (kSplits) arguments.by_parts(work.span, work.part, work.span);
-        return work;
-    }
+    // All work, numbered. A round has as many items as there are clusters. The key of an item sorts by cost,
+    // greatest first; its last bits are its place in its round.
+    struct Items {
+        const ScheduleArguments& arguments;
+        const Costs& costs;
+        int clusters;
+        int lane;
 
-    // Where a part begins in a tile of so many steps.
-    __device__ static int first_step(const ScheduleArguments& arguments, int steps, int part) {
-        return kSplits ? arguments.by_parts.div(steps * part) : steps * part;
-    }
-
-    __device__ static Work work_at(const ScheduleArguments& arguments, const int2* tiles, int item) {
-        Work work = place_at(arguments, item);
-        const int2 steps = __ldg(tiles + work.tile);
-        const int first = first_step(arguments, steps.y, work.part);
-        work.step = steps.x + first;
-        work.steps = first_step(arguments, steps.y, work.part + 1) - first;
-        return work;
-    }
-
-    // The steps of the lane's items from item `first` on. All are asked for before one is waited for, also
-    // where there are no more items.
-    __device__ static void steps_of_round(Keys& steps, const ScheduleArguments& arguments, const int2* tiles,
-                                          int first, int lane) {
-        int parts[kPerLane];
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            const Work work = place_at(arguments, min(first + lane + 32 * i, arguments.size - 1));
-            parts[i] = work.part;
-            steps[i] = __ldg(&tiles[work.tile].y);
+        __device__ Work work_at(int item) const {
+            Work work = place_at(item);
+            set_steps(work, __ldg(costs.tiles + work.tile));
+            return work;
         }
+
+        // All tiles are asked for before one is waited for, also where there are no more items.
+        __device__ void keys_of_round(Keys& keys, int round) const {
+            const int first = round * clusters;
+            Work works[kPerLane];
+            int2 steps[kPerLane];
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i) asm volatile("" : "+r"(steps[i]));
+            for (int i = 0; i < kPerLane; ++i) {
+                works[i] = place_at(min(first + lane + 32 * i, arguments.size - 1));
+                steps[i] = __ldg(costs.tiles + works[i].tile);
+            }
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
-            steps[i] =
-                first_step(arguments, steps[i], parts[i] + 1) - first_step(arguments, steps[i], parts[i]);
+            for (int i = 0; i < kPerLane; ++i) asm volatile("" : "+r"(steps[i].y));
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) {
+                const int place = lane + 32 * i;
+                set_steps(works[i], steps[i]);
+                const uint32_t cost = costs.of(works[i].step, works[i].steps) + Costs::kTile;
+                const bool exists = place < clusters && first + place < arguments.size;
+                keys[i] = exists ? (kMostCost - cost) * kPlaces + place : kLast + place;
+            }
+        }
+
+        // Within a band of tokens they are as the plan has them.
+        __device__ bool is_in_order(int round) const {
+            const int first = round * clusters, last = min(first + clusters, arguments.size) - 1;
+            return arguments.by_band.div(first) == arguments.by_band.div(last);
+        }
+
+      private:
+        // Without the steps, of which the plan knows.
+        __device__ Work place_at(int item) const {
+            int band, within;
+            Work work{};
+            arguments.by_band(band, within, item);
+            (band < arguments.whole_bands ? arguments.by_spans : arguments.by_last_spans)(work.tile,
+                                                                                          work.span, within);
+            work.span += band * arguments.band_spans;
+            if (kSplits) arguments.by_parts(work.span, work.part, work.span);
+            return work;
+        }
+        // `steps`: the first one of the tile, and how many.
+        __device__ void set_steps(Work& work, int2 steps) const {
+            const int first = first_step(steps.y, work.part);
+            work.step = steps.x + first;
+            work.steps = first_step(steps.y, work.part + 1) - first;
+        }
+        // Where a part begins in a tile of so many steps.
+        __device__ int first_step(int steps, int part) const {
+            return kSplits ? arguments.by_parts.div(steps * part) : steps * part;
+        }
+    };
+
+    __device__ static uint32_t cost_of(uint32_t key) { return key < kLast ? kMostCost - key / kPlaces : 0; }
+    __device__ static void add(Keys& loads, const Keys& keys) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) loads[i] += cost_of(keys[i]);
     }
 
-    // The tiles of the round that begins with item `first`, sorted by their steps, longest first.
-    __device__ static void costs_of_round(Keys& costs, const ScheduleArguments& arguments, const int2* tiles,
-                                          int first, int clusters, int lane) {
-        steps_of_round(costs, arguments, tiles, first, lane);
+    // Gives the items of a round, which are sorted, to the clusters, those with the least load first.
+    // `given`, and afterwards `round`, have the clusters' keys in the order of clusters.
+    __device__ static void hand_out(uint32_t* given, Keys& round, const Keys& loads, int clusters, int lane) {
+        Keys order;
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             const int place = lane + 32 * i;
-            costs[i] = place < clusters && first + place < arguments.size
-                           ? (kMostSteps - costs[i]) * kPlaces + place
-                           : kLast + place;
+            order[i] = place < clusters ? loads[i] * kPlaces + place : kLast + place;
         }
-        // Within a band of tokens they are in order.
-        const int last = min(first + clusters, arguments.size) - 1;
-        if (arguments.by_band.div(first) != arguments.by_band.div(last)) sort(costs, lane);
+        sort(order, lane);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) given[order[i] % kPlaces] = round[i];
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) round[i] = given[lane + 32 * i];
     }
 
     // Bitonic: afterwards the i-th key is in lane i % 32, at i / 32.
@@ -209,15 +249,26 @@ struct Schedule {
         }
     }
 
+    __device__ void push_given(uint32_t key, const Items& items, int round,
+                               Ring<kQueue>::Position& position) {
+        if (key < kLast)
+            push(items.work_at(round * items.clusters + static_cast<int>(key % kPlaces)), position,
+                 items.lane);
+    }
+
     __device__ void push(const Work& work, Ring<kQueue>::Position& position, int lane) {
-        ring.wait_empty(position);
+        ring_.wait_empty(position);
         if (lane == 0) {
-            queue[position.stage] = work;
-            ring.full[position.stage].arrive();
+            queue_[position.stage] = work;
+            ring_.full[position.stage].arrive();
         }
         __syncwarp();
         position.advance();
     }
+
+    Ring<kQueue> ring_;
+    Work queue_[kQueue];
+    uint32_t given_[kMostRounds][kMaxClusters];  // keys of the items of a round, by cluster
 };
 
 }  // namespace ts::sm90
