@@ -19,14 +19,13 @@ struct NarrowAtom<f16, kInput> {
     using Type = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kInput>;
 };
 
-// A step takes a while, and longer the more of its k some block row of 64 features has. Of that only the
-// number of blocks is known: it is what rows would have together if their blocks were anywhere. Fitted to the
-// times of random patterns at densities .1, .25 and .5, of which a step of 128 k took .21 + the part of k
-// that is multiplied, in units of 1.3 us.
+// A step takes a while, and longer the more blocks are in it. Steps of 128 k of random patterns at densities
+// .1, .25 and .5 took about .22 + density in units of 2 us.
 template <int kBlock, int kStep, int kBlockRows>
 struct NarrowCosts {
-    static constexpr int kPerUnit = kStep / 32;
-    static constexpr int kTile = 8;  // about three steps of 128
+    static constexpr int kPerUnit = kStep / 16;
+    static constexpr int kTile = 8;
+    static constexpr int kRound = 20;
     static constexpr int kMostOfStep = (5 * kPerUnit + 3) / 4;
     static constexpr bool kInOrder = false;
 
@@ -37,9 +36,7 @@ struct NarrowCosts {
     __device__ int of(int first, int steps) const {
         constexpr int kRanks = 2, kPlaces = kRanks * kBlockRows * kStep / kBlock;  // for the blocks of a step
         const int blocks = __ldg(starts + (first + steps) * kRanks) - __ldg(starts + first * kRanks);
-        const float missing = 1.0f - blocks / (float(kPlaces) * max(steps, 1));
-        const float pair = missing * missing;  // of two block rows at the same k
-        return steps * kPerUnit * (1.21f - (kBlock == 32 ? pair : pair * pair));
+        return kPerUnit * (0.22f * steps + blocks / float(kPlaces));
     }
 };
 

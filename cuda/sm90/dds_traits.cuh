@@ -9,6 +9,7 @@ namespace ts::sm90 {
 // Every step takes as long, whatever is in it.
 struct StepCosts {
     static constexpr int kTile = 3;
+    static constexpr int kRound = 7;
     static constexpr int kMostOfStep = 1;
     static constexpr bool kInOrder = true;
 
@@ -76,6 +77,7 @@ struct DdsTraits {
         Schedule schedule;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
+    static_assert(kSharedBytes <= 227 * 1024);
 };
 
 }  // namespace ts::sm90

@@ -53,6 +53,7 @@ inline ScheduleArguments schedule_arguments(int tiles, int spans, int parts, int
 
 // What tiles cost, for Schedule: in units of its own, at most kMostOfStep for each step.
 //     kTile: a tile's beginning and end
+//     kRound: what takes twice as long as to hand out a round
 //     kInOrder: no tile of the plan costs more than the one before it
 //     tiles: of the plan
 //     of(first, steps): so many steps of a tile
@@ -60,7 +61,7 @@ inline ScheduleArguments schedule_arguments(int tiles, int spans, int parts, int
 // `kSplits`: whether tiles may be cut into parts.
 template <bool kSplits, class Costs>
 class Schedule {
-    static constexpr int kMostRounds = 5;  // that are handed out twice
+    static constexpr int kMostRounds = 7;  // that are handed out twice
 
   public:
     static constexpr int kMaxClusters = 128;
@@ -90,10 +91,10 @@ class Schedule {
         if (!is_own) __trap();
         push(first_work, position, lane);
         const int rounds = (arguments.size + clusters - 1) / clusters;
-        const int twice = min(kMostRounds, rounds * 2 / 3), once = rounds - twice;
         Keys round, loads = {};  // of each cluster, in the order of clusters
         items.keys_of_round(round, 0);
         add(loads, round);
+        const int twice = rounds_twice(rounds, loads, clusters), once = rounds - twice;
         for (int r = 1; r < rounds; ++r) {
             items.keys_of_round(round, r);
             if (!Costs::kInOrder || !items.is_in_order(r)) sort(round, lane);
@@ -204,6 +205,17 @@ class Schedule {
             return kSplits ? arguments.by_parts.div(steps * part) : steps * part;
         }
     };
+
+    // The last rounds, as many as can be handed out while the clusters have work from those before.
+    __device__ static int rounds_twice(int rounds, const Keys& loads, int clusters) {
+        uint32_t sum = 0;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) sum += loads[i];
+        const int mean = static_cast<int>(__reduce_add_sync(~0u, sum)) / clusters;
+        int twice = min(kMostRounds, rounds - 1);
+        while (twice > 0 && min(kQueue, rounds - twice) * mean < Costs::kRound * twice) --twice;
+        return twice;
+    }
 
     __device__ static uint32_t cost_of(uint32_t key) { return key < kLast ? kMostCost - key / kPlaces : 0; }
     __device__ static void add(Keys& loads, const Keys& keys) {
