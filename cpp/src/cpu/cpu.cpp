@@ -19,6 +19,7 @@
 namespace ts::cpu {
 namespace {
 
+constexpr int64_t kLeastChunkTokens = 96;              // for which values are read from memory
 constexpr int64_t kChunkTokens = 256;                  // most tokens whose panels are visited together
 constexpr int64_t kPackedFeatures = 512;               // features that a task packs
 constexpr int64_t kSlab = 64;                          // most tokens of a slab
@@ -173,12 +174,14 @@ class Dds {
         });
     }
 
-    // Panels of a chunk of tokens stay in the cache while the values pass by. A wave of chunks is packed
-    // and then computed in at least `tasks` tasks, if there are tokens enough.
+    // Panels of a chunk of tokens stay in the cache while the values pass by, unless so few would fit that
+    // the values were read too often. A wave of chunks is packed and then computed in at least `tasks` tasks,
+    // if there are tokens enough.
     void choose_tasks(int64_t tasks) {
         const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
-        chunk_ =
-            std::clamp<int64_t>(cache_bytes() / panel_bytes, 1, kChunkTokens / steps_.tile) * steps_.tile;
+        chunk_ = std::clamp<int64_t>(cache_bytes() / panel_bytes, ceil_div(kLeastChunkTokens, steps_.tile),
+                                     kChunkTokens / steps_.tile) *
+                 steps_.tile;
         task_features_ = kTaskFeatures;
         if (ceil_div(features_, task_features_) * ceil_div(p_.tokens, chunk_) < tasks) {
             task_features_ = rows_;
