@@ -7,10 +7,12 @@
 // results do not depend on the number of threads.
 #include "cpu/cpu.h"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <bit>
+#include <cstdint>
 #include <utility>
 
 #include "cpu/steps.h"
@@ -67,6 +69,20 @@ int64_t cache_bytes() {
     return std::clamp<int64_t>(second_level, 1 << 20, 2 << 20) * 3 / 4;
 #else
     return 768 << 10;
+#endif
+}
+
+// Results so large are in general fresh memory, whose first writes cost a page fault for every 4 KiB: more
+// than the products of a sparse layer. Where the system can, they get pages of 2 MiB; it is asked, and may
+// refuse.
+void advise_huge_pages(void* data, int64_t bytes) {
+    constexpr int64_t kLeastBytes = 4 << 20;
+    if (bytes < kLeastBytes) return;
+#ifdef MADV_HUGEPAGE
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+    const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }
 
@@ -150,6 +166,10 @@ class Dds {
     size_t workspace_size() const { return workspace_.size(); }
 
     void run() const {
+        // With gaps between its lines the memory is not the result's alone.
+        const bool row_major = output_.layout == Layout::row_major;
+        if (output_.ld == (row_major ? features_ : p_.tokens))
+            advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.dtype));
         in_parallel(threads_, [this](Member& member) {
             for (int64_t wave = 0; wave < p_.tokens; wave += wave_)
                 run_wave(member, wave, std::min(wave + wave_, p_.tokens));
@@ -356,6 +376,7 @@ class Sdd {
 
     void run() const {
         const int64_t outs = p_.pattern.out_features, ins = p_.pattern.in_features;
+        advise_huge_pages(p_.values.data, p_.pattern.value_count() * element_size(p_.dtype));
         in_parallel(threads_, [&](Member& member) {
             for (int64_t y = 0; y < outs; y += y_wave_) {
                 const int64_t y_end = std::min(y + y_wave_, outs);
