@@ -72,18 +72,15 @@ int64_t cache_bytes() {
 #endif
 }
 
-// Results so large are in general fresh memory, whose first writes cost a page fault for every 4 KiB: more
-// than the products of a sparse layer. Where the system can, they get pages of 2 MiB; it is asked, and may
-// refuse.
+// Memory of that size is often fresh, and a page fault for every 4 KiB can take a third of the time of a
+// sparse product. The system is asked for pages of 2 MiB, and may refuse.
 void advise_huge_pages(void* data, int64_t bytes) {
     constexpr int64_t kLeastBytes = 4 << 20;
     if (bytes < kLeastBytes) return;
-#ifdef MADV_HUGEPAGE
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const auto begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
     const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
 }
 
 // Hands out areas of the workspace; with no memory behind it, it counts.
@@ -518,6 +515,7 @@ template <const InstructionSet& set>
 int32_t launch(const Problem& problem, const Device& device, void* memory, void*) {
     if (is_empty(problem)) return 0;
     const Steps& steps = set.steps[static_cast<int>(problem.dtype)];
+    advise_huge_pages(memory, workspace_size<set>(problem, device));
     if (problem.op == Op::sdd_tn)
         Sdd(steps, problem, device, memory).run();
     else
