@@ -279,6 +279,13 @@ def random_pattern(grid: tuple[int, int], block_shape: tuple[int, int], density:
     return shuffled(pattern)
 
 
+def only(*dtypes: torch.dtype) -> pytest.MarkDecorator:
+    """Takes the rows of these dtypes alone."""
+    return pytest.mark.parametrize(
+        "row", [row for row in ROWS if row.dtype in dtypes], ids=str, indirect=True
+    )
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 3, 17, 127])
 def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
     draw = random.Random(f"{row} {tokens}")
@@ -313,6 +320,14 @@ def test_more_than_one_wave(row: Row) -> None:
     check(row, Problem(random_pattern((65, 70), (16, 16), 0.05), 600, *draw.choice(LAYOUTS)))
 
 
+@only(torch.float32)
+@pytest.mark.parametrize("gap", [0, 3])
+def test_results_of_more_than_four_mebibytes(row: Row, gap: int) -> None:
+    """For these huge pages are asked for, which changes neither them nor what lies around them."""
+    grid, tokens = {DDS_NT: ((33, 2), 1100), DDS_NN: ((2, 33), 1100), SDD_TN: ((33, 32), 16)}[row.op]
+    check(row, Problem(random_pattern(grid, (32, 32), 1.0), tokens, gap=gap))
+
+
 @pytest.mark.usefixtures("threads")
 def test_results_do_not_depend_on_threads(row: Row) -> None:
     problem = Problem(make_pattern("power-law rows", (9, 12), (32, 16)), 200, **OPTIONS[row.op][-1])
@@ -333,13 +348,6 @@ def product_of(row: Row, x: Tensor, y: Tensor, values: Tensor, **options: Any) -
         operands.buffers[name].lines.copy_(operand)
     launch(row, problem, operands)
     return {DDS_NT: operands.y, DDS_NN: operands.x, SDD_TN: operands.values[0]}[row.op]
-
-
-def only(*dtypes: torch.dtype) -> pytest.MarkDecorator:
-    """Takes the rows of these dtypes alone."""
-    return pytest.mark.parametrize(
-        "row", [row for row in ROWS if row.dtype in dtypes], ids=str, indirect=True
-    )
 
 
 @only(torch.float16, torch.bfloat16)

@@ -7,10 +7,12 @@
 // results do not depend on the number of threads.
 #include "cpu/cpu.h"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <bit>
+#include <cstdint>
 #include <utility>
 
 #include "cpu/steps.h"
@@ -19,6 +21,7 @@
 namespace ts::cpu {
 namespace {
 
+constexpr int64_t kLeastChunkTokens = 96;              // for which values are read from memory
 constexpr int64_t kChunkTokens = 256;                  // most tokens whose panels are visited together
 constexpr int64_t kPackedFeatures = 512;               // features that a task packs
 constexpr int64_t kSlab = 64;                          // most tokens of a slab
@@ -67,6 +70,17 @@ int64_t cache_bytes() {
 #else
     return 768 << 10;
 #endif
+}
+
+// Memory of that size is often fresh, and a page fault for every 4 KiB can take a third of the time of a
+// sparse product. The system is asked for pages of 2 MiB, and may refuse.
+void advise_huge_pages(void* data, int64_t bytes) {
+    constexpr int64_t kLeastBytes = 4 << 20;
+    if (bytes < kLeastBytes) return;
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+    const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
 // Hands out areas of the workspace; with no memory behind it, it counts.
@@ -149,6 +163,10 @@ class Dds {
     size_t workspace_size() const { return workspace_.size(); }
 
     void run() const {
+        // With gaps between its lines the memory is not the result's alone.
+        const bool row_major = output_.layout == Layout::row_major;
+        if (output_.ld == (row_major ? features_ : p_.tokens))
+            advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.dtype));
         in_parallel(threads_, [this](Member& member) {
             for (int64_t wave = 0; wave < p_.tokens; wave += wave_)
                 run_wave(member, wave, std::min(wave + wave_, p_.tokens));
@@ -173,12 +191,14 @@ class Dds {
         });
     }
 
-    // Panels of a chunk of tokens stay in the cache while the values pass by. A wave of chunks is packed
-    // and then computed in at least `tasks` tasks, if there are tokens enough.
+    // Panels of a chunk of tokens stay in the cache while the values pass by, unless so few would fit that
+    // the values were read too often. A wave of chunks is packed and then computed in at least `tasks` tasks,
+    // if there are tokens enough.
     void choose_tasks(int64_t tasks) {
         const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
-        chunk_ =
-            std::clamp<int64_t>(cache_bytes() / panel_bytes, 1, kChunkTokens / steps_.tile) * steps_.tile;
+        chunk_ = std::clamp<int64_t>(cache_bytes() / panel_bytes, ceil_div(kLeastChunkTokens, steps_.tile),
+                                     kChunkTokens / steps_.tile) *
+                 steps_.tile;
         task_features_ = kTaskFeatures;
         if (ceil_div(features_, task_features_) * ceil_div(p_.tokens, chunk_) < tasks) {
             task_features_ = rows_;
@@ -353,6 +373,7 @@ class Sdd {
 
     void run() const {
         const int64_t outs = p_.pattern.out_features, ins = p_.pattern.in_features;
+        advise_huge_pages(p_.values.data, p_.pattern.value_count() * element_size(p_.dtype));
         in_parallel(threads_, [&](Member& member) {
             for (int64_t y = 0; y < outs; y += y_wave_) {
                 const int64_t y_end = std::min(y + y_wave_, outs);
@@ -494,6 +515,7 @@ template <const InstructionSet& set>
 int32_t launch(const Problem& problem, const Device& device, void* memory, void*) {
     if (is_empty(problem)) return 0;
     const Steps& steps = set.steps[static_cast<int>(problem.dtype)];
+    advise_huge_pages(memory, workspace_size<set>(problem, device));
     if (problem.op == Op::sdd_tn)
         Sdd(steps, problem, device, memory).run();
     else

@@ -23,6 +23,7 @@ namespace ts::cpu {
 constexpr int kMinRows = 16, kMaxRows = 32;     // features summed at once, a strip
 constexpr int kTaskFeatures = 64;               // features written at once: whole lines of memory
 constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a strip pass over in turn
+constexpr int64_t kAheadRowBytes = 256;  // of a row of values, between those multiplied and those fetched
 
 // A copy of a row-major matrix [rows, cols], or its transpose, zero-filled up to the padded size.
 // Elements that are multiplied in pairs are copied as pairs, which lie along the rows or the columns
@@ -361,7 +362,13 @@ TS_INLINE void multiply_rows(const Strip& s, int row, int64_t first, int64_t las
     using V = typename P::Sum;
     using E = element_t<X>;
     constexpr int lanes = lanes_of<V>, width = Vectors * lanes;
-    const E* a_rows = static_cast<const E*>(s.a) + row * s.a_row;
+    constexpr int kLine = 64 / sizeof(E);
+    const auto values_of = [&](int64_t e, int64_t first_row) {
+        return static_cast<const E*>(s.a) + (s.slot ? s.slot[e] : e) * s.a_entry + first_row * s.a_row;
+    };
+    const auto panel_of = [&](int64_t e) {
+        return static_cast<const E*>(s.b) + (s.idx ? s.idx[e] : e) * s.depth * width;
+    };
     auto* to = static_cast<element_t<V>*>(s.sums) + row * width;
     V sums[Rows][Vectors];
     TS_UNROLL
@@ -369,15 +376,27 @@ TS_INLINE void multiply_rows(const Strip& s, int row, int64_t first, int64_t las
         TS_UNROLL
         for (int v = 0; v < Vectors; ++v) sums[i][v] = first ? load<V>(to + i * width + v * lanes) : V{};
     }
+    // After the last entry come the next rows with the same entries, or else the first rows with the next
+    // ones.
+    const bool last_rows = row + Rows >= s.rows;
+    const int after_row = last_rows ? 0 : row + Rows;
+    const int64_t after = last_rows ? last : first;
+    const int64_t ahead = std::max<int64_t>(1, kAheadRowBytes / (s.depth * static_cast<int64_t>(sizeof(E))));
     for (int64_t e = first; e < last; ++e) {
-        // Blocks are too short for the processor to notice how they are read, so each one's values are
-        // fetched while those before are multiplied.
-        const int64_t next_entry = e + 1 < s.entries ? e + 1 : e;
-        const E* next = a_rows + (s.slot ? s.slot[next_entry] : next_entry) * s.a_entry;
-        const E* a = a_rows + (s.slot ? s.slot[e] : e) * s.a_entry;
-        const E* b = static_cast<const E*>(s.b) + (s.idx ? s.idx[e] : e) * s.depth * width;
+        // Blocks are too short for the processor to notice how they are read, so while one is multiplied the
+        // values of another are fetched, and, by the first rows, the next one's panel.
+        const bool turns = e + ahead >= last;
+        const int64_t fetched = turns ? std::min(after + e + ahead - last, s.entries - 1) : e + ahead;
+        const E* values = values_of(fetched, turns ? after_row : row);
+        const E* panel = row == 0 ? panel_of(std::min(e + 1, s.entries - 1)) : nullptr;
+        const E* a = values_of(e, row);
+        const E* b = panel_of(e);
         for (int64_t d = 0; d < s.depth; ++d, b += width) {
-            __builtin_prefetch(next + d * (AcrossRows ? s.a_step : Rows));
+            __builtin_prefetch(values + d * (AcrossRows ? s.a_step : Rows));
+            if (panel != nullptr) {
+                TS_UNROLL
+                for (int i = 0; i < width; i += kLine) __builtin_prefetch(panel + d * width + i);
+            }
             X x[Vectors];
             TS_UNROLL
             for (int v = 0; v < Vectors; ++v) x[v] = load<X>(b + v * lanes);
