@@ -565,11 +565,19 @@ class BlockSparseLinear(nn.Module):
         index = self._index()
         buffers: dict[str, Any] = self._buffers
         mask = buffers["mask"]
+        beside = None  # the weight, where its gradient goes to a tensor beside it
+        if getattr(weight, "main_grad", None) is not None and records_gradient((weight,)):
+            x, _, bias, residual = autocast(x, weight, bias, residual)
+            beside, weight = weight, weight.detach()
         if mask is not None:
             y = self._masked_linear(x, weight, mask, index, bias, residual)
         else:
             stored = buffers["metadata"], buffers["scales"]
             y = linear_on(x, weight, index, bias, "none", residual, False, self._policy, stored)
+        if beside is not None:
+            from ._main_grad import add_gradient
+
+            y = add_gradient(y, x, beside, index)
         return y if self._observe is None else self._observe(y, x)
 
     def _masked_linear(
