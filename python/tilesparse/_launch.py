@@ -580,7 +580,7 @@ def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
     if result is not None:
         return result
     out = x.new_empty(*pattern.values_shape)
-    _sdd(y, x, out, pattern, False)
+    write_sdd(y, x, out, pattern, False)
     return out
 
 
@@ -588,10 +588,11 @@ def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: b
     """yᵀ x on the pattern, written or added to ``out``."""
     check_sdd(y, x, pattern.index(), out)
     check_separate(out, y, x)
-    _sdd(y, x, out, pattern, accumulate)
+    write_sdd(y, x, out, pattern, accumulate)
 
 
-def _sdd(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
+def write_sdd(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
+    """`sdd_into`, where ``out`` is known to be contiguous and aligned, and apart from y and x."""
     context = _context(x)
     key = (SDD_TN, _form(y), _form(x), accumulate, out.dtype, context)
     call = pattern.find(key)
@@ -600,7 +601,7 @@ def _sdd(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool)
         check_sdd(y, x, pattern.index(), out)
         (usable_y, y_lines), (usable_x, x_lines) = usable("y", y), usable("x", x)
         if usable_y is not y or usable_x is not x:
-            return _sdd(usable_y, usable_x, out, pattern, accumulate)
+            return write_sdd(usable_y, usable_x, out, pattern, accumulate)
         result_dtype = -1 if out.dtype == x.dtype else DTYPES[out.dtype]
         product = _product(
             SDD_TN,

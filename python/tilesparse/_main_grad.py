@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ._autograd import check_unchanged
 from ._checks import ALIGNMENT, Index, is_misaligned
-from ._launch import prepared, sdd_into
+from ._launch import prepared, write_sdd
 from ._private import transforms_active
 from .errors import InvalidArgumentError, UnsupportedError
 
@@ -56,10 +56,10 @@ class _Adding(torch.autograd.Function):
         return grad, _stand_in(weight), None, None
 
 
-_adding: Callable[..., Tensor] = _Adding.apply
+# Function.apply looks for transforms first, which are refused here.
+_adding: Callable[..., Tensor] = getattr(super(torch.autograd.Function, _Adding), "apply", _Adding.apply)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # graphs have no gradient without a result
 def add_gradient(y: Tensor, x: Tensor, weight: Tensor, index: Index) -> Tensor:
     """y = x Wᵀ + …, computed without a gradient of the weight, with one that is added to its main_grad."""
     if transforms_active():
@@ -69,6 +69,11 @@ def add_gradient(y: Tensor, x: Tensor, weight: Tensor, index: Index) -> Tensor:
         )
     _check(weight)
     return _adding(y, weight, x, index)
+
+
+# Graphs have no gradient without a result, and break here. To ask for that takes a while in each call.
+_disable: Any = torch.compiler.disable
+add_gradient_uncompiled: Callable[..., Tensor] = _disable(add_gradient)
 
 
 def _check(weight: Any) -> None:
@@ -95,14 +100,14 @@ def _add(grad: Tensor, x: Tensor, weight: Any, index: Index) -> None:
     _check(weight)  # another one may have been put there since the forward pass
     main_grad, pattern = weight.main_grad, prepared(index)
     if not isinstance(main_grad, GradientOf):
-        sdd_into(grad, x, main_grad, pattern, not getattr(weight, "overwrite_main_grad", False))
+        write_sdd(grad, x, main_grad, pattern, not getattr(weight, "overwrite_main_grad", False))
         return
     master = main_grad.master
     if master.grad is not None:
-        sdd_into(grad, x, master.grad, pattern, True)
+        write_sdd(grad, x, master.grad, pattern, True)
         return
     first = torch.empty_like(master, requires_grad=False)
-    sdd_into(grad, x, first, pattern, False)
+    write_sdd(grad, x, first, pattern, False)
     master.grad = first
 
 
