@@ -9,6 +9,8 @@ Megatron-LM, whose protocol this is ("gradient accumulation fusion"):
   tensor in place of the gradient, so that its hooks run: zeros if ``weight.zero_out_wgrad`` is true, and
   anything otherwise. Without that attribute ``weight.grad`` stays None.
 
+``torch.autograd.grad`` adds to none of these, as it does not add to ``grad``.
+
 The product itself is recorded without the weight; what is recorded behind it passes its gradient on. So every
 way to compute the product, with masks, densely or under autocast, has this gradient.
 """
@@ -24,8 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from ._autograd import check_unchanged
 from ._checks import ALIGNMENT, Index, is_misaligned
-from ._launch import prepared, write_sdd
-from ._private import transforms_active
+from ._launch import Prepared, prepared, sdd, write_sdd
+from ._private import is_leaf_added_to, transforms_active
 from .errors import InvalidArgumentError, UnsupportedError
 
 
@@ -34,6 +36,9 @@ class GradientOf:
 
     def __init__(self, master: nn.Parameter) -> None:
         self.master = master
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # no optimizer trains the copy of a master that comes with a saved model
 
 
 class _Adding(torch.autograd.Function):
@@ -51,8 +56,13 @@ class _Adding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         check_unchanged(*ctx.of)
-        index, _, _, weight, _ = ctx.of
-        _add(grad, x, weight, index)
+        _, pattern, _, weight, _ = ctx.of
+        is_added = is_leaf_added_to(ctx.next_functions[1][0])
+        if is_added is None:
+            return grad, sdd(grad, x, pattern), None, None
+        if not is_added:
+            return grad, None, None, None
+        _add(grad, x, weight, pattern)
         return grad, _stand_in(weight), None, None
 
 
@@ -96,9 +106,9 @@ def _check(weight: Any) -> None:
         )
 
 
-def _add(grad: Tensor, x: Tensor, weight: Any, index: Index) -> None:
+def _add(grad: Tensor, x: Tensor, weight: Any, pattern: Prepared) -> None:
     _check(weight)  # another one may have been put there since the forward pass
-    main_grad, pattern = weight.main_grad, prepared(index)
+    main_grad = weight.main_grad
     if not isinstance(main_grad, GradientOf):
         write_sdd(grad, x, main_grad, pattern, not getattr(weight, "overwrite_main_grad", False))
         return

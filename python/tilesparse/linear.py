@@ -568,7 +568,7 @@ class BlockSparseLinear(nn.Module):
         mask = buffers["mask"]
         beside = None  # the weight, where its gradient goes to a tensor beside it
         if getattr(weight, "main_grad", None) is not None and records_gradient((weight,)):
-            x, _, bias, residual = autocast(x, weight, bias, residual)
+            x, bias, residual = autocast(x, bias, residual)
             beside, weight = weight, weight.detach()
         if mask is not None:
             y = self._masked_linear(x, weight, mask, index, bias, residual)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from helpers import DEVICES, assert_within, blocks_of_dense, rounding_unit, seeded
 from torch import Tensor, nn
 
-import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, UnsupportedError, functional
 from tilesparse.errors import PatternChangedError
 from tilesparse.train import GroupLasso, MaskSchedule, MasterWeights, PatternSchedule, compact
@@ -231,6 +229,21 @@ def test_without_gradients_nothing_is_added() -> None:
     assert torch.equal(layer.weight.main_grad, before) and x.grad is not None  # type: ignore[arg-type]
 
 
+def test_gradients_that_are_asked_for_are_not_added() -> None:
+    layer, plain = make(), make()
+    before = with_main_grad(layer)
+    x, dy = batch(layer, 1)
+    results = []
+    for module in (layer, plain):
+        leaves = x.detach().requires_grad_(), module.weight
+        y = module(leaves[0])
+        (of_x,) = torch.autograd.grad(y, leaves[:1], dy, retain_graph=True)
+        results.append((of_x, *torch.autograd.grad(y, leaves, dy, retain_graph=True)))
+        y.backward(dy, inputs=leaves[:1])
+    assert all(map(torch.equal, *results))
+    assert torch.equal(layer.weight.main_grad, before)  # type: ignore[arg-type]
+
+
 def test_results_may_be_changed_in_place_and_recomputed() -> None:
     layer, plain = make(), make()
     before = with_main_grad(layer)
@@ -358,6 +371,7 @@ def test_masters_follow_the_optimizer(device: str, set_to_none: bool) -> None:
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter, twin.get_parameter(name), rtol=1e-2, atol=1e-5)
     state = masters.state_dict()
+    assert pickle.loads(pickle.dumps(model)).sparse.weight.main_grad is None
     assert torch.equal(model.sparse.weight, state["sparse.weight"].bfloat16())
     assert not torch.equal(model.sparse.weight.float(), state["sparse.weight"])
 
@@ -443,15 +457,3 @@ def test_masters_that_cannot_be_made_are_refused() -> None:
     model.sparse.weight = nn.Parameter(model.sparse.weight.detach())
     with pytest.raises(InvalidArgumentError, match="make optimizer and MasterWeights anew"):
         optimizer.step()
-
-
-def test_a_layer_without_main_grad_pays_nothing() -> None:
-    """The module for it is not even imported; PyTorch's compiler, which it needs, takes long to import."""
-    code = (
-        "import sys, torch, tilesparse\n"
-        "import tilesparse.train\n"
-        "tilesparse.BlockSparseLinear(64, 64)(torch.ones(1, 64)).sum().backward()\n"
-        "assert 'tilesparse._main_grad' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert tilesparse.__version__

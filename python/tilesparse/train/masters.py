@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .._checks import check_module
 from ..errors import InvalidArgumentError, UnsupportedError
+from ..linear import has_peers
 from ._layers import Uncopied, check_keys, check_plain_weight, checked_optimizer, sparse_layers
-from .gradual import check_whole
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -20,11 +20,11 @@ _HALVES = (torch.float16, torch.bfloat16)
 class MasterWeights(Uncopied):
     """Float32 copies of a model's parameters in 16 bits, which an optimizer trains in their place.
 
-    The optimizer's parameters of float16 and bfloat16 are replaced by these copies, the masters, and so are
-    its states in float32. Before a step the gradients of any number of backward passes are added up in
-    float32, in the order in which they come: those of `BlockSparseLinear` inside the kernel that computes
-    them, so that each is rounded once, others by a kernel of their own, so that they are rounded to 16 bits
-    before. After a step the model's parameters are the masters, rounded. Gradients are in ``master.grad``,
+    The optimizer's parameters of float16 and bfloat16 that are not frozen are replaced by these copies, the
+    masters, and its states are in float32. Before a step the gradients of any number of backward passes are
+    added up in float32, in the order in which they come: those of `BlockSparseLinear` inside the kernel that
+    computes them, so that each is rounded once, others by a kernel of their own, so that they are rounded to
+    16 bits before. After a step the model's parameters are the masters, rounded. Gradients are in ``master.grad``,
     and ``parameter.grad`` of the model is None: clip those of `parameters`. The loop stays as it was.
 
     What else writes to the model's parameters between two steps, such as ``load_state_dict``, counts: before
@@ -36,7 +36,7 @@ class MasterWeights(Uncopied):
         optimizer: has not made a step yet.
 
     Raises:
-        InvalidArgumentError: the optimizer has no parameters in 16 bits, one that is not the model's, or
+        InvalidArgumentError: the optimizer has no such parameters, one that is not the model's, or
             states of one; or a parameter has a ``main_grad`` already.
         UnsupportedError: several processes train together, or a parameter is sharded.
 
@@ -54,7 +54,8 @@ class MasterWeights(Uncopied):
         from .._main_grad import GradientOf  # and with it PyTorch's compiler, which takes long to import
 
         check_module(model)
-        check_whole(model)
+        if has_peers():
+            raise UnsupportedError("model: one process expected; gradients of masters are not averaged")
         self._model, self._optimizer = model, checked_optimizer(optimizer)
         self._of = self._checked()
         self._masters: dict[str, nn.Parameter] = {}
@@ -106,7 +107,7 @@ class MasterWeights(Uncopied):
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         chosen: dict[str, nn.Parameter] = {}
         for parameter in self.parameters():
-            if parameter.dtype not in _HALVES:
+            if parameter.dtype not in _HALVES or not parameter.requires_grad:
                 continue
             if id(parameter) not in names:
                 raise InvalidArgumentError(
