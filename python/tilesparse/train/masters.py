@@ -24,8 +24,9 @@ class MasterWeights(Uncopied):
     masters, and its states are in float32. Before a step the gradients of any number of backward passes are
     added up in float32, in the order in which they come: those of `BlockSparseLinear` inside the kernel that
     computes them, so that each is rounded once, others by a kernel of their own, so that they are rounded to
-    16 bits before. After a step the model's parameters are the masters, rounded. Gradients are in ``master.grad``,
-    and ``parameter.grad`` of the model is None: clip those of `parameters`. The loop stays as it was.
+    16 bits before. After a step the model's parameters are the masters, rounded. Gradients are in
+    ``master.grad``, and ``parameter.grad`` of the model is None: clip those of `parameters`. The loop stays
+    as it was.
 
     What else writes to the model's parameters between two steps, such as ``load_state_dict``, counts: before
     the next step masters take over every weight that is no longer what they round to. Compiled code gives
