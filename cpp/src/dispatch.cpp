@@ -37,9 +37,9 @@ bool computes(uint32_t dtypes, DType dtype, DType activations) {
     return dtypes == 0 ? dtype == activations : (dtypes >> static_cast<int>(dtype) & 1) != 0;
 }
 
-// Whether a kernel has to be given the expansion of the values.
+// Whether a kernel has to be given the expansion of the values, which only dds reads.
 bool expands(const Kernel& kernel, const Problem& problem) {
-    return !kernel.covers(problem.values, problem.dtype);
+    return problem.op != Op::sdd_tn && !kernel.covers(problem.values, problem.dtype);
 }
 
 const char* why_not(const Kernel& kernel, const Problem& problem, const Device& device) {

@@ -40,10 +40,13 @@ struct SddArguments {
     int plan_key;  // that the plan must have
 };
 
-template <class Math_, int kTileRows_, int kTileColumns_, int kWarpRows_, int kWarpColumns_>
+// `Result`: what values are stored as, the element of the operands or float.
+template <class Math_, int kTileRows_, int kTileColumns_, int kWarpRows_, int kWarpColumns_,
+          class Result_ = typename Math_::Element>
 struct SddTraits {
     using Math = Math_;
     using Element = typename Math::Element;
+    using Result = Result_;
     static constexpr int kTileRows = kTileRows_;
     static constexpr int kTileColumns = kTileColumns_;
     static constexpr int kWarpRows = kWarpRows_;
@@ -257,12 +260,20 @@ __device__ inline void multiply_present(Accumulators<kMTiles, kNTiles>& sums, co
     }
 }
 
+// Adds what is stored to two neighbouring sums.
+template <class Result>
+__device__ inline void add_pair(const Result* stored, float2& sum) {
+    const auto before = *reinterpret_cast<const Pair<Result>*>(stored);
+    sum.x += to_float(before.first);
+    sum.y += to_float(before.second);
+}
+
 // Stores a warp's sums to the blocks' slots, or as partial sums.
 template <class Traits>
 __device__ inline void sdd_store(const SddArguments& arguments, const SddPlan& plan, const SddWork& work,
                                  const Accumulators<Traits::kMTiles, Traits::kNTiles>& sums, int first_row,
                                  int first_column, int lane) {
-    using Element = typename Traits::Element;
+    using Result = typename Traits::Result;
     const int row_mask = (1 << arguments.row_shift) - 1, col_mask = (1 << arguments.col_shift) - 1;
 #pragma unroll
     for (int tile = 0; tile < Traits::kMTiles * Traits::kNTiles; ++tile) {
@@ -272,18 +283,30 @@ __device__ inline void sdd_store(const SddArguments& arguments, const SddPlan& p
         const int slot = __ldg(plan.slots + (work.tile * plan.pieces + piece) * plan.group_rows + in_group);
         if (slot < 0) continue;
         const int64_t block = int64_t{slot} << arguments.row_shift + arguments.col_shift;
+        int64_t at[4];
+        float2 pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int line = (row & row_mask) + i / 2 * 8 + lane / 4;
             const int within = (column & col_mask) + i % 2 * 8 + lane % 4 * 2;
-            const int64_t at = block + (line << arguments.col_shift) + within;
             const float* pair = sums[m][n][i % 2] + i / 2 * 2;
-            const float2 sum = make_float2(pair[0], pair[1]);
-            if (arguments.parts > 1)
-                *reinterpret_cast<float2*>(arguments.partial + work.part * arguments.value_count + at) = sum;
-            else
-                store_pair(static_cast<Element*>(arguments.values) + at, sum, arguments.accumulate);
+            at[i] = block + (line << arguments.col_shift) + within;
+            pairs[i] = make_float2(pair[0], pair[1]);
         }
+        if (arguments.parts > 1) {
+            float* const partial = arguments.partial + work.part * arguments.value_count;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) *reinterpret_cast<float2*>(partial + at[i]) = pairs[i];
+            continue;
+        }
+        auto* const values = static_cast<Result*>(arguments.values);
+        // All that is added is read before anything is written: memory is waited for once.
+        if (arguments.accumulate) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) add_pair(values + at[i], pairs[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) store_pair(values + at[i], pairs[i], false);
     }
 }
 
@@ -341,7 +364,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Adds the partial sums of all parts, in their order.
-template <class Element>
+template <class Result>
 __global__ void sdd_reduce(const __grid_constant__ SddArguments arguments) {
     const int64_t pairs = arguments.value_count / 2, stride = int64_t{gridDim.x} * blockDim.x;
     const auto* partial = reinterpret_cast<const float2*>(arguments.partial);
@@ -352,7 +375,7 @@ __global__ void sdd_reduce(const __grid_constant__ SddArguments arguments) {
             sum.x += next.x;
             sum.y += next.y;
         }
-        store_pair(static_cast<Element*>(arguments.values) + 2 * i, sum, arguments.accumulate);
+        store_pair(static_cast<Result*>(arguments.values) + 2 * i, sum, arguments.accumulate);
     }
 }
 
@@ -360,7 +383,7 @@ __global__ void sdd_reduce(const __grid_constant__ SddArguments arguments) {
 template <class Math, int kTileRows, int kTileColumns, int kWarpRows, int kWarpColumns>
 struct Sdd {
     using Traits = SddTraits<Math, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
-    using Element = typename Math::Element;
+    using WideTraits = SddTraits<Math, kTileRows, kTileColumns, kWarpRows, kWarpColumns, float>;
     static constexpr PlanShape kPlan = {kTileRows, kTileColumns};
 
     static int stages(const Device& device) { return stages_within<Traits>(device.shared_memory); }
@@ -409,12 +432,6 @@ struct Sdd {
         return count > 1 ? count * problem.pattern.value_count() * sizeof(float) : 0;
     }
 
-    static cudaError_t reduce(const SddArguments& arguments, const Device& device, void* stream) {
-        constexpr int kThreads = 256;
-        return ts::sm80::launch<sdd_reduce<Element>, SddArguments>(arguments, 8 * device.multiprocessors,
-                                                                   kThreads, 0, 0, stream);
-    }
-
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         if (problem.pattern.nnz == 0) return cudaSuccess;
         const int parts = choose_parts(problem, device), stage_count = stages(device);
@@ -436,18 +453,8 @@ struct Sdd {
                                      lookahead(stage_count),
                                      problem.accumulate,
                                      plan_key(problem.pattern, problem.op, kPlan)};
-        const bool row_major_y = problem.y.layout == Layout::row_major;
-        const bool row_major_x = problem.x.layout == Layout::row_major;
-        const auto start =
-            row_major_y ? (row_major_x ? ts::sm80::launch<sdd_kernel<Traits, true, true>, SddArguments>
-                                       : ts::sm80::launch<sdd_kernel<Traits, true, false>, SddArguments>)
-                        : (row_major_x ? ts::sm80::launch<sdd_kernel<Traits, false, true>, SddArguments>
-                                       : ts::sm80::launch<sdd_kernel<Traits, false, false>, SddArguments>);
-        const int bytes = Traits::shared_bytes(stage_count);
-        if (const cudaError_t error =
-                start(arguments, device.multiprocessors, Traits::kThreads, bytes, bytes, stream))
-            return error;
-        return parts > 1 ? reduce(arguments, device, stream) : cudaSuccess;
+        const auto start = problem.result_dtype == Math::kDType ? start_for<Traits> : start_for<WideTraits>;
+        return start(arguments, problem, device, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -464,11 +471,33 @@ struct Sdd {
                    refuses,
                    workspace_size,
                    launch};
+        row.result_dtypes = 1u << static_cast<int>(Math::kDType) | 1u << static_cast<int>(DType::float32);
         row.estimate = estimate_sdd;
         return row;
     }
 
   private:
+    // The kernel, and the one that adds partial sums, for one dtype of results.
+    template <class OfResult>
+    static cudaError_t start_for(const SddArguments& arguments, const Problem& problem, const Device& device,
+                                 void* stream) {
+        const bool row_major_y = problem.y.layout == Layout::row_major;
+        const bool row_major_x = problem.x.layout == Layout::row_major;
+        const auto start =
+            row_major_y ? (row_major_x ? ts::sm80::launch<sdd_kernel<OfResult, true, true>, SddArguments>
+                                       : ts::sm80::launch<sdd_kernel<OfResult, true, false>, SddArguments>)
+                        : (row_major_x ? ts::sm80::launch<sdd_kernel<OfResult, false, true>, SddArguments>
+                                       : ts::sm80::launch<sdd_kernel<OfResult, false, false>, SddArguments>);
+        const int bytes = Traits::shared_bytes(arguments.stages);
+        if (const cudaError_t error =
+                start(arguments, device.multiprocessors, Traits::kThreads, bytes, bytes, stream))
+            return error;
+        if (arguments.parts == 1) return cudaSuccess;
+        constexpr int kReduceThreads = 256;
+        return ts::sm80::launch<sdd_reduce<typename OfResult::Result>, SddArguments>(
+            arguments, 8 * device.multiprocessors, kReduceThreads, 0, 0, stream);
+    }
+
     static constexpr int kMaxParts = 16;
     static constexpr int kMinStepsOfPart = 8;
 };

@@ -136,7 +136,8 @@ class SddConsumer {
             if (work.partial >= 0) {
                 cudaTriggerProgrammaticLaunchCompletion();
                 store_sums(partial_sums<kSums>(arguments_.partial, 2 * int64_t{work.partial} + half_), sums);
-            } else if (work.exists && (arguments_.stages_results || is_last && arguments_.stages_last)) {
+            } else if (Traits::kMayStageResults && work.exists &&
+                       (arguments_.stages_results || is_last && arguments_.stages_last)) {
                 SddEpilogue<Traits>(arguments_, plan, work.tile, half_)
                     .store_through(place_of_results(), sums);
             } else if (work.exists) {
@@ -238,6 +239,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 template <class Math>
 struct Sdd {
     using Traits = SddTraits<Math>;
+    using WideTraits = SddTraits<Math, float>;
     static constexpr PlanShape kPlan = {Traits::kStrip, Traits::kWindow, Traits::kHalves, PlanKind::strips};
 
     static const char* refuses(const Problem&, const Device& device) {
@@ -263,14 +265,8 @@ struct Sdd {
                     return error;
             }
         }
-        const bool row_major_y = problem.y.layout == Layout::row_major;
-        const bool row_major_x = problem.x.layout == Layout::row_major;
-        const auto start = row_major_y ? (row_major_x ? start_on<true, true> : start_on<true, false>)
-                                       : (row_major_x ? start_on<false, true> : start_on<false, false>);
-        if (const cudaError_t error = start(arguments, stream)) return error;
-        if (!arguments.may_split) return cudaSuccess;
-        const int ctas = 16 * arguments.teams * arguments.team_size;
-        return launch_early<sdd_reduce<Traits>, 0>(arguments, ctas, 128, stream);
+        const auto start = problem.result_dtype == Math::kDType ? start_for<Traits> : start_for<WideTraits>;
+        return start(arguments, problem, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -287,6 +283,7 @@ struct Sdd {
                    refuses,
                    workspace_size,
                    launch};
+        row.result_dtypes = 1u << static_cast<int>(Math::kDType) | 1u << static_cast<int>(DType::float32);
         row.estimate = estimate_sdd;
         return row;
     }
@@ -320,7 +317,8 @@ struct Sdd {
         return stages_last(problem) && step_count(problem) <= kMostSteps && fills(problem, device);
     }
     static bool stages_last(const Problem& problem) {
-        return are_wide_blocks(problem.pattern) && !problem.accumulate;
+        return are_wide_blocks(problem.pattern) && !problem.accumulate &&
+               problem.result_dtype == Math::kDType;
     }
 
     // Only where there is a round of tiles that are not split. Wide blocks have no use for it.
@@ -337,9 +335,23 @@ struct Sdd {
         return static_cast<int>((problem.tokens + Traits::kStep - 1) / Traits::kStep);
     }
 
-    template <bool kRowMajorY, bool kRowMajorX>
+    // The kernel, and the one that adds partial sums, for one dtype of results.
+    template <class OfResult>
+    static cudaError_t start_for(const SddArguments& arguments, const Problem& problem, void* stream) {
+        const bool row_major_y = problem.y.layout == Layout::row_major;
+        const bool row_major_x = problem.x.layout == Layout::row_major;
+        const auto start =
+            row_major_y ? (row_major_x ? start_on<OfResult, true, true> : start_on<OfResult, true, false>)
+                        : (row_major_x ? start_on<OfResult, false, true> : start_on<OfResult, false, false>);
+        if (const cudaError_t error = start(arguments, stream)) return error;
+        if (!arguments.may_split) return cudaSuccess;
+        const int ctas = 16 * arguments.teams * arguments.team_size;
+        return launch_early<sdd_reduce<OfResult>, 0>(arguments, ctas, 128, stream);
+    }
+
+    template <class OfResult, bool kRowMajorY, bool kRowMajorX>
     static cudaError_t start_on(const SddArguments& arguments, void* stream) {
-        return ClusterLauncher<sdd_kernel<Traits, kRowMajorY, kRowMajorX>, SddArguments>::launch(
+        return ClusterLauncher<sdd_kernel<OfResult, kRowMajorY, kRowMajorX>, SddArguments>::launch(
             arguments, arguments.teams, arguments.team_size, Traits::kThreads, Traits::kSharedBytes, stream,
             false);
     }

@@ -23,7 +23,7 @@ struct StagedResults {
 // each 8 columns, two neighbours in each of two lines that are 8 apart.
 template <class Traits>
 class SddEpilogue {
-    using Element = typename Traits::Element;
+    using Result = typename Traits::Result;
     using Math = typename Traits::Math;
 
   public:
@@ -41,11 +41,15 @@ class SddEpilogue {
     // `first`: column of the window at which these sums begin. They change where they are added to values.
     template <int kCount>
     __device__ void store(float (&sums)[kCount], int first) const {
-        if (arguments_.accumulate) add_stored(sums, first);
-        if (swapped_)
-            store_columns(sums, first);
-        else
-            store_lines(sums, first);
+        if constexpr (sizeof(Result) == sizeof(float)) {
+            store_pairs(sums, first);
+        } else {
+            if (arguments_.accumulate) add_stored(sums, first);
+            if (swapped_)
+                store_columns(sums, first);
+            else
+                store_lines(sums, first);
+        }
     }
 
     // The sums of a half of wide blocks, quarter by quarter of a block, which TMA stores from `place` while
@@ -104,18 +108,57 @@ class SddEpilogue {
         for (int i = 0; i < kCount / 2; ++i) {
             asm volatile("" ::: "memory");
             const int line = line_ + 8 * (i % 2), column = first + 8 * (i / 2) + 2 * (threadIdx.x % 4);
-            const Element* const stored = target(line, column);
+            const Result* const stored = target(line, column);
             if (stored == nullptr) continue;
             sums[2 * i] += to_float(stored[0]);
             sums[2 * i + 1] += to_float(stored[swapped_ ? 1 << arguments_.col_shift : 1]);
         }
     }
 
+    // Of float32. Four lanes hold 8 columns of a line, a sector of 32 bytes. Where lines are of x, two of
+    // their lanes change a pair of columns for a pair of lines, which are neighbours in memory. All that is
+    // added is read before anything is written: memory is waited for once.
+    template <int kCount>
+    __device__ void store_pairs(float (&sums)[kCount], int first) const {
+        constexpr int kPlaces = kCount / 8;  // 16 lines by 16 columns, which no block is smaller than
+        // Keeps all that reads them behind the wait for the products, as it is written.
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(sums[i]);
+        const int upper = swapped_ ? threadIdx.x / 4 % 2 : 0;
+        if (swapped_) {
+#pragma unroll
+            for (int i = 0; i < kCount / 2; ++i) exchange_sums(sums[2 * i], sums[2 * i + 1]);
+        }
+        const int of_lines = swapped_ ? 8 : 8 << arguments_.col_shift;
+        const int of_columns = swapped_ ? 8 << arguments_.col_shift : 8;
+        Result* to[kPlaces];
+#pragma unroll
+        for (int i = 0; i < kPlaces; ++i)
+            to[i] = target(line_ - upper, first + 16 * i + 2 * (threadIdx.x % 4) + upper);
+        const auto for_all = [&](auto action) {
+#pragma unroll
+            for (int i = 0; i < kPlaces; ++i) {
+                if (to[i] == nullptr) continue;
+#pragma unroll
+                for (int q = 0; q < 4; ++q) {
+                    Result* const pair = to[i] + q / 2 * of_columns + q % 2 * of_lines;
+                    action(*reinterpret_cast<float2*>(pair), sums[8 * i + 2 * q], sums[8 * i + 2 * q + 1]);
+                }
+            }
+        };
+        if (arguments_.accumulate)
+            for_all([](const float2& stored, float& sum, float& next) {
+                sum += stored.x;
+                next += stored.y;
+            });
+        for_all([](float2& stored, float sum, float next) { stored = make_float2(sum, next); });
+    }
+
     // Four lanes hold 32 columns of a line. Each of them stores eight neighbours, which it gets from the
     // others. Where they go is found first for all: memory is waited for once.
     template <int kCount>
     __device__ void store_lines(const float (&sums)[kCount], int first) const {
-        Element* to[kCount / 16];
+        Result* to[kCount / 16];
 #pragma unroll
         for (int i = 0; i < kCount / 16; ++i) to[i] = target(line_, first + 32 * i + 8 * (threadIdx.x % 4));
 #pragma unroll
@@ -136,7 +179,7 @@ class SddEpilogue {
     __device__ void store_columns(const float (&sums)[kCount], int first) const {
         constexpr int kColumns = 32;  // from one of a lane's targets to the next
         const int eighth = threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
-        Element* to[2 * kCount / kColumns];
+        Result* to[2 * kCount / kColumns];
 #pragma unroll
         for (int i = 0; i < 2 * kCount / kColumns; ++i)
             to[i] = target(line_ - eighth + 8 * (lane % 2), first + kColumns * i + eighth + 8 * (lane / 2));
@@ -151,8 +194,16 @@ class SddEpilogue {
         }
     }
 
+    // Transposes 2 x 2 sums over lanes whose lines are neighbours.
+    __device__ static void exchange_sums(float& low, float& high) {
+        uint32_t words[2] = {__float_as_uint(low), __float_as_uint(high)};
+        exchange(words[0], words[1], 4);
+        low = __uint_as_float(words[0]);
+        high = __uint_as_float(words[1]);
+    }
+
     // `lines`: of the block, further down.
-    __device__ void store_chunk(Element* to, int lines, const uint32_t (&words)[4]) const {
+    __device__ void store_chunk(Result* to, int lines, const uint32_t (&words)[4]) const {
         if (to == nullptr) return;
         *reinterpret_cast<uint4*>(to + (lines << arguments_.col_shift)) =
             make_uint4(words[0], words[1], words[2], words[3]);
@@ -166,7 +217,7 @@ class SddEpilogue {
     }
 
     // The element at some line and column of this half, nullptr if there is none.
-    __device__ Element* target(int line, int column) const {
+    __device__ Result* target(int line, int column) const {
         const int unit_shift = arguments_.unit_shift, row_shift = arguments_.row_shift,
                   col_shift = arguments_.col_shift;
         const int unit = column >> unit_shift, within = column & (1 << unit_shift) - 1;
@@ -178,7 +229,7 @@ class SddEpilogue {
         const int of_strip = feature_ + line, of_unit = units_[unit] + within;
         const int block_line = (swapped_ ? of_unit : of_strip) & (1 << row_shift) - 1;
         const int block_column = (swapped_ ? of_strip : of_unit) & (1 << col_shift) - 1;
-        return static_cast<Element*>(arguments_.values) + (int64_t{slot} << row_shift + col_shift) +
+        return static_cast<Result*>(arguments_.values) + (int64_t{slot} << row_shift + col_shift) +
                (block_line << col_shift) + block_column;
     }
 

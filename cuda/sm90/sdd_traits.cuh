@@ -37,10 +37,11 @@ struct SddArguments {
     int plan_key;  // that the plan must have
 };
 
-template <class Math_>
+// `Result`: what values are stored as, the element of the operands or float.
+template <class Math_, class Result_ = typename Math_::Element>
 struct SddTraits {
     using Math = Math_;
-    using Element = typename Math::Element;
+    using Result = Result_;
     static constexpr int kHalves = 2;  // warpgroups that multiply
     static constexpr int kStrip = kStripFeatures;
     static constexpr int kWindow = kStripWindow;
@@ -51,6 +52,8 @@ struct SddTraits {
 
     // Most tiles leave room for a fourth stage, or for their results.
     static constexpr int kMaxStages = 4;
+    // There is no room for results of float.
+    static constexpr bool kMayStageResults = sizeof(Result) == 2;
     static constexpr int kSmallStageBytes = kSmallTileFeatures * kFeatureBytes;
     static constexpr int kResultBytes = 2 * kStrip * kWindow;  // of a half
 

@@ -95,7 +95,7 @@ double estimate_sdd(const Kernel&, const Problem& problem, const Device& device)
 // cuBLAS is bound by products, by memory, or by both in turn; beside it, W is filled with zeros and the
 // blocks are copied (of sdd: the whole W is computed and its blocks are copied).
 std::optional<double> estimate_dense(const Problem& problem, const Device& device) {
-    if (device.compute_capability != 90) return std::nullopt;
+    if (device.compute_capability != 90 || problem.dtype == DType::float64) return std::nullopt;
     constexpr double kCopyStart = 5, kByte = 1 / 3.8e6;
     const Pattern& pattern = problem.pattern;
     const double weight_bytes = static_cast<double>(pattern.out_features) *

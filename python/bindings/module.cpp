@@ -172,7 +172,8 @@ class Product {
     Product(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int64_t tokens,
             int32_t activation, int32_t precision, bool accumulate, int32_t kernel, int32_t policy,
             int32_t x_layout, int64_t ldx, int32_t y_layout, int64_t ldy, bool residual, int64_t ldr,
-            int32_t storage, int32_t values_dtype, bool row_scales, const std::string& prefer)
+            int32_t storage, int32_t values_dtype, bool row_scales, int32_t result_dtype,
+            const std::string& prefer)
         : pattern_(pattern), desc_(make<ts_matmul_desc>()) {
         desc_.op = op;
         desc_.dtype = dtype;
@@ -188,7 +189,8 @@ class Product {
         // Any address will do until there is one: it is not followed.
         desc_.residual = {residual ? this : nullptr, ldr, y_layout, 0};
         desc_.storage = storage;
-        desc_.values_dtype = values_dtype + 1;
+        desc_.result_dtype = result_dtype + 1;
+        desc_.values_dtype = (op == TS_SDD_TN ? result_dtype : values_dtype) + 1;  // it writes the values
         desc_.row_scales = row_scales;
         copy_text(desc_.prefer, prefer, "prefer");
     }
@@ -693,16 +695,17 @@ NB_MODULE(_C, m) {
         .def_ro("max_tokens", &ts_kernel_info::max_tokens)
         .def_ro("storages", &ts_kernel_info::storages)
         .def_ro("values_dtypes", &ts_kernel_info::values_dtypes)
+        .def_ro("result_dtypes", &ts_kernel_info::result_dtypes)
         .def_prop_ro("name", [](const ts_kernel_info& self) { return std::string(self.name); });
 
     nb::class_<Product>(m, "Product")
         .def(nb::init<const ts_pattern&, int32_t, int32_t, int32_t, int64_t, int32_t, int32_t, bool, int32_t,
                       int32_t, int32_t, int64_t, int32_t, int64_t, bool, int64_t, int32_t, int32_t, bool,
-                      const std::string&>(),
+                      int32_t, const std::string&>(),
              "pattern"_a, "op"_a, "dtype"_a, "device"_a, "tokens"_a, nb::kw_only(), "activation"_a = 0,
              "precision"_a = 0, "accumulate"_a = false, "kernel"_a = 0, "policy"_a = 0, "x_layout"_a = 0,
              "ldx"_a = 0, "y_layout"_a = 0, "ldy"_a = 0, "residual"_a = false, "ldr"_a = 0, "storage"_a = 0,
-             "values_dtype"_a = -1, "row_scales"_a = false, "prefer"_a = "")
+             "values_dtype"_a = -1, "row_scales"_a = false, "result_dtype"_a = -1, "prefer"_a = "")
         .def("estimate", &Product::estimate, "device_info"_a, "kernel"_a)
         .def("add_measurement", &Product::add_measurement, "device_info"_a, "kernel"_a, "microseconds"_a,
              "dense_microseconds"_a)

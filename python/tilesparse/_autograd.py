@@ -103,7 +103,9 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        product, index = _unchanged(*ctx.of)
+        product, *of = ctx.of
+        check_unchanged(*of)
+        index = of[0]
         first, second, *tensors = ctx.saved_tensors
         extras = with_tensors(ctx.extras, tensors)
         gradients = product.gradients(grads[0], first, second, index, ctx.needs_input_grad[1:], *extras)
@@ -114,15 +116,10 @@ class _Recorded(torch.autograd.Function):
 _record: Callable[..., Tensor] = getattr(super(torch.autograd.Function, _Recorded), "apply", _Recorded.apply)
 
 
-def _unchanged(
-    product: Product,
-    index: Index,
-    pattern: Prepared,
-    generation: int,
-    weight: Tensor | None,
-    shape: torch.Size | None,
-) -> tuple[Product, Index]:
-    """The product and its pattern, unless a gradient would be that of other blocks."""
+def check_unchanged(
+    index: Index, pattern: Prepared, generation: int, weight: Tensor | None, shape: torch.Size | None
+) -> None:
+    """Raises where a gradient would be that of other blocks."""
     now = prepared(index)
     if now is not pattern or now.generation != generation:
         raise PatternChangedError("the pattern was updated between this product's forward and backward pass")
@@ -131,7 +128,6 @@ def _unchanged(
             f"the weight was {list(shape)} in the forward pass and is now "
             f"{list(weight.shape)}: another pattern was loaded in between"
         )
-    return product, index
 
 
 # What autograd keeps of extras: tensors as it keeps tensors, so that it notices what is written to them.

@@ -206,7 +206,10 @@ def check_sdd(y: Tensor, x: Tensor, index: Index, out: Tensor | None = None) -> 
     _check_device("x", x, index)
     if out is not None:
         check_values("out", out, index)
-        _check_alike("out", out, "x", x)
+        if out.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16):
+            _check_same_device("out", out, "x", x)
+        else:
+            _check_alike("out", out, "x", x)
 
 
 def check_separate(out: Tensor, y: Tensor, x: Tensor) -> None:

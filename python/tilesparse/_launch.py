@@ -580,7 +580,7 @@ def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
     if result is not None:
         return result
     out = x.new_empty(*pattern.values_shape)
-    _sdd(y, x, out, pattern, False)
+    write_sdd(y, x, out, pattern, False)
     return out
 
 
@@ -588,22 +588,33 @@ def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: b
     """yᵀ x on the pattern, written or added to ``out``."""
     check_sdd(y, x, pattern.index(), out)
     check_separate(out, y, x)
-    _sdd(y, x, out, pattern, accumulate)
+    write_sdd(y, x, out, pattern, accumulate)
 
 
-def _sdd(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
+def write_sdd(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
+    """`sdd_into`, where ``out`` is known to be contiguous and aligned, and apart from y and x."""
     context = _context(x)
-    key = (SDD_TN, _form(y), _form(x), accumulate, context)
+    key = (SDD_TN, _form(y), _form(x), accumulate, out.dtype, context)
     call = pattern.find(key)
     y_at, x_at = y.data_ptr(), x.data_ptr()
     if call is None or ((y_at | x_at) % ALIGNMENT and x.is_cuda):
         check_sdd(y, x, pattern.index(), out)
         (usable_y, y_lines), (usable_x, x_lines) = usable("y", y), usable("x", x)
         if usable_y is not y or usable_x is not x:
-            return _sdd(usable_y, usable_x, out, pattern, accumulate)
-        product = _product(SDD_TN, pattern, x, x_lines, y_lines, context, accumulate=accumulate)
+            return write_sdd(usable_y, usable_x, out, pattern, accumulate)
+        result_dtype = -1 if out.dtype == x.dtype else DTYPES[out.dtype]
+        product = _product(
+            SDD_TN,
+            pattern,
+            x,
+            x_lines,
+            y_lines,
+            context,
+            accumulate=accumulate,
+            result_dtype=result_dtype,
+        )
         call = pattern.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
-        if not accumulate:
+        if not accumulate and out.dtype == x.dtype:
             pattern.keep((SDD_TN, y, x, None, None, 0, False, None, None, context[0]), product, call)
     workspace = x.new_empty(call.workspace) if call.workspace else None
     workspace_at = 0 if workspace is None else workspace.data_ptr()
@@ -864,7 +875,7 @@ def _product(
     activation: int = 0,
     residual: Lines | None = None,
     accumulate: bool = False,
-    **storage: Any,
+    **dtypes: Any,
 ) -> _C.Product:
     kernel, _, device, precision = context
     return _C.Product(
@@ -884,7 +895,7 @@ def _product(
         ldy=y[1],
         residual=residual is not None,
         ldr=0 if residual is None else residual[1],
-        **storage,
+        **dtypes,
     )
 
 

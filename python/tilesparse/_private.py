@@ -116,6 +116,20 @@ def is_forward_mode() -> bool:
     return bool(getattr(forward_ad, "_current_level", 0) >= 0)
 
 
+def is_leaf_added_to(node: Any) -> bool | None:
+    """Whether the backward pass under way adds to the ``grad`` of a leaf, given by its node.
+
+    None: it gives the gradient to who has asked for it, as ``torch.autograd.grad`` does.
+    """
+    ask = getattr(torch._C, "_will_engine_execute_node", None)
+    if ask is None:
+        return True
+    try:
+        return bool(ask(node))
+    except RuntimeError:
+        return None
+
+
 # Whether torch.export is at work, in PyTorch 2.7 and later.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 

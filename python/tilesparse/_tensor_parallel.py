@@ -165,6 +165,8 @@ class Part:
 
     def linear(self, layer: BlockSparseLinear, x: Tensor, residual: Tensor | None) -> Tensor:
         """The forward pass: x in the style's input layout, the result and a residual in its output layout."""
+        if getattr(layer.weight, "main_grad", None) is not None:
+            raise UnsupportedError("main_grad: a whole weight expected, got one cut for tensor parallelism")
         if residual is not None:
             self._check_residual(residual)
             (residual,) = autocast(residual)

@@ -242,9 +242,11 @@ def sdd(
         y: [..., out_features].
         x: [..., in_features] with the same leading dimensions, over which is summed.
         pattern: which blocks to compute.
-        out: [nnz, bn, bk], contiguous, receives the result; must not share memory with x or y. With
-            it nothing is differentiable, and operands that require a gradient are refused.
-        accumulate: add to ``out`` instead of overwriting it.
+        out: [nnz, bn, bk], contiguous, of the operands' dtype, or float32 for those of 16 bits, receives the
+            result; must not share memory with x or y. With it nothing is differentiable, and operands that
+            require a gradient are refused.
+        accumulate: add to ``out`` instead of overwriting it. Sums over tokens and what is there are added in
+            float32 (float64) and rounded once.
 
     Returns:
         [nnz, bn, bk]; ``out`` where given.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ._autograd import records_gradient
 from ._checks import Index, check_block_shape, check_policy, check_shapes
@@ -565,11 +566,19 @@ class BlockSparseLinear(nn.Module):
         index = self._index()
         buffers: dict[str, Any] = self._buffers
         mask = buffers["mask"]
+        beside = None  # the weight, where its gradient goes to a tensor beside it
+        if getattr(weight, "main_grad", None) is not None and records_gradient((weight,)):
+            x, bias, residual = autocast(x, bias, residual)
+            beside, weight = weight, weight.detach()
         if mask is not None:
             y = self._masked_linear(x, weight, mask, index, bias, residual)
         else:
             stored = buffers["metadata"], buffers["scales"]
             y = linear_on(x, weight, index, bias, "none", residual, False, self._policy, stored)
+        if beside is not None:
+            from ._main_grad import add_gradient, add_gradient_uncompiled
+
+            y = (add_gradient_uncompiled if is_compiling() else add_gradient)(y, x, beside, index)
         return y if self._observe is None else self._observe(y, x)
 
     def _masked_linear(

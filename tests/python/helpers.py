@@ -18,12 +18,11 @@ from tilesparse._launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-# What a device computes: float64 has no CUDA kernel.
 DEVICE_DTYPES = [
     *(pytest.param("cpu", dtype, id=f"cpu-{dtype}".replace("torch.", "")) for dtype in DTYPES),
     *(
         pytest.param("cuda", dtype, marks=pytest.mark.gpu, id=f"cuda-{dtype}".replace("torch.", ""))
-        for dtype in DTYPES[1:]
+        for dtype in DTYPES
     ),
 ]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import bench_checkpoint
 import bench_cpu
+import bench_gradients
 import bench_host
 import bench_models
 import bench_parallel
@@ -167,6 +168,16 @@ def test_pruning_and_rewiring_are_measured(tmp_path: Path) -> None:
     assert errors["obs"] < errors["wanda"] < errors["obs, no refit"]
     assert [result["schedule"] for result in cases["rewiring"]] == ["set", "rigl"]
     assert [result["dense_gradient_bytes"] for result in cases["norms"]] == [4 * 128 * 256] * 2
+
+
+def test_gradients_in_float32_are_measured_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "gradients.json"
+    sizes = "--out-features 128 --in-features 256 --tokens 8 40 --blocks 16,32 --densities 0.5"
+    options = ["--device", "cpu", "--repetitions", "1", *sizes.split()]
+    assert bench_gradients.main([*options, "--output", str(path)]) == 0
+    cases = json.loads(path.read_text())["cases"]
+    assert len(cases) == 4
+    assert all(not result["wrong"] for case in cases for result in case["results"])
 
 
 def test_products_of_the_cpu_are_measured_and_checked(

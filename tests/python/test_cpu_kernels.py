@@ -43,26 +43,34 @@ GUARD = 4096  # elements of poison before and after an operand
 
 
 class Row(NamedTuple):
-    """A kernel and one product and dtype of those it computes."""
+    """A kernel and one product, dtype and result of those it computes."""
 
     number: int  # as callers name it: its index plus 1
     name: str
     op: int
     dtype: torch.dtype
+    result: torch.dtype
 
     def __str__(self) -> str:
         op = {DDS_NT: "dds_nt", DDS_NN: "dds_nn", SDD_TN: "sdd_tn"}[self.op]
-        return f"{self.name}-{op}-{self.dtype}".replace("torch.", "")
+        result = "" if self.result == self.dtype else f"-to-{self.result}"
+        return f"{self.name}-{op}-{self.dtype}{result}".replace("torch.", "")
+
+
+def results_of(op: int, dtype: torch.dtype) -> list[torch.dtype]:
+    """Dtypes of what every kernel writes."""
+    return [dtype, torch.float32] if op == SDD_TN and dtype.itemsize == 2 else [dtype]
 
 
 ROWS = [
-    Row(index + 1, kernel.name, op, dtype)
+    Row(index + 1, kernel.name, op, dtype, result)
     for index, kernel in enumerate(_C.kernels())
     if kernel.device == CPU
     for op in (DDS_NT, DDS_NN, SDD_TN)
     if kernel.ops >> op & 1
     for dtype, code in DTYPES.items()
     if kernel.dtypes >> code & 1
+    for result in results_of(op, dtype)
 ]
 checked_kernels: set[str] = set()
 
@@ -143,7 +151,7 @@ class Operands:
         self.buffers = {
             "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
             "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
-            "values": Guarded(1, pattern.nnz * bn * bk, dtype),
+            "values": Guarded(1, pattern.nnz * bn * bk, row.result),
             "bias": Guarded(1, pattern.out_features, dtype),
             "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=1),
         }
@@ -151,7 +159,7 @@ class Operands:
         self.inputs = [buffer for buffer in self.buffers.values() if buffer is not self.output]
         for seed, buffer in enumerate(self.inputs):
             buffer.lines.copy_(_normal(buffer, seed))
-        self.before = _normal(self.output, 9).to(dtype) if problem.accumulate else None
+        self.before = _normal(self.output, 9).to(row.result) if problem.accumulate else None
         x, y = self.buffers["x"].lines, self.buffers["y"].lines
         self.x = x.t() if problem.x_layout else x
         self.y = y.t() if problem.y_layout else y
@@ -195,6 +203,7 @@ def make_product(row: Row, problem: Problem, operands: Operands) -> _C.Product:
         ldy=y.ld,
         residual=problem.residual,
         ldr=residual.ld,
+        result_dtype=DTYPES[row.result],
     )
     assert product.resolve() == (row.number - 1, 0), "another kernel, or one with a plan"
     return product
@@ -245,7 +254,7 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
     if operands.residual is not None:
         expected = expected + operands.residual.double()
         tolerance = tolerance + rounding_unit(sums) * (expected.abs() + tolerance)
-    return expected, rounded(expected, tolerance, row.dtype)
+    return expected, rounded(expected, tolerance, row.result)
 
 
 def check(row: Row, problem: Problem) -> None:
@@ -280,10 +289,9 @@ def random_pattern(grid: tuple[int, int], block_shape: tuple[int, int], density:
 
 
 def only(*dtypes: torch.dtype) -> pytest.MarkDecorator:
-    """Takes the rows of these dtypes alone."""
-    return pytest.mark.parametrize(
-        "row", [row for row in ROWS if row.dtype in dtypes], ids=str, indirect=True
-    )
+    """Takes the rows of these dtypes alone, of results too."""
+    rows = [row for row in ROWS if row.dtype in dtypes and row.result in dtypes]
+    return pytest.mark.parametrize("row", rows, ids=str, indirect=True)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 17, 127])
@@ -382,7 +390,7 @@ def test_values_that_are_not_finite_stay(row: Row, value: float) -> None:
 
 
 def test_results_beyond_the_range_become_infinite(row: Row) -> None:
-    terms = torch.full((16, 16), torch.finfo(row.dtype).max / 8, dtype=torch.float64)
+    terms = torch.full((16, 16), torch.finfo(row.result).max / 8, dtype=torch.float64)
     assert bool(_sum_of_terms(row, terms, torch.ones(16, 16)).isinf().all())
 
 
@@ -409,6 +417,21 @@ def test_a_short_workspace_is_refused(row: Row) -> None:
     assert torch.equal(operands.output.bits, before)
     run(product, problem, operands, aligned)
     assert not torch.equal(operands.output.bits, before)
+
+
+def test_other_results_are_refused() -> None:
+    """Float32 is for the gradient of W, from operands of 16 bits."""
+    pattern = descriptor(BlockPattern.full((16, 16), block_shape=(16, 16)))
+    for op, dtype, result in (
+        (DDS_NT, torch.bfloat16, torch.float32),
+        (DDS_NN, torch.float16, torch.float32),
+        (SDD_TN, torch.float64, torch.float32),
+        (SDD_TN, torch.float32, torch.bfloat16),
+        (SDD_TN, torch.bfloat16, torch.float16),
+    ):
+        product = _C.Product(pattern, op, DTYPES[dtype], CPU, 1, result_dtype=DTYPES[result])
+        with pytest.raises(UnsupportedError, match="dtype"):
+            product.select(_C.device_info(CPU))
 
 
 def test_every_kernel_of_this_machine_was_checked() -> None:

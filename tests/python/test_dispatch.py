@@ -142,9 +142,26 @@ def test_ragged_feature_major_results_take_kernels_that_store_single_elements() 
 
 
 @needs_cuda
-def test_float64_is_refused_with_the_reason() -> None:
-    with pytest.raises(UnsupportedError, match="float64"):
-        chosen(H200, (64, 64), dtype=torch.float64)
+@pytest.mark.parametrize("op", [DDS_NT, DDS_NN, SDD_TN])
+def test_float64_has_one_kernel(op: int) -> None:
+    kernels = {chosen(device, (64, 64), op=op, dtype=torch.float64) for device in (A100, H200, B200)}
+    assert kernels == {"sm80_plain_f64"}
+
+
+@needs_cuda
+@pytest.mark.parametrize("device", [A100, H200], ids=["A100", "H200"])
+def test_gradients_in_float32_have_the_kernels_of_those_in_16_bits(device: _C.DeviceInfo) -> None:
+    """Where they are asked for; the other products refuse."""
+    for dtype, block, tokens in product((torch.bfloat16, torch.float16), (16, 64, 128), (128, 8192)):
+        names = [
+            KERNELS[
+                selection(device, op=SDD_TN, dtype=dtype, block=block, tokens=tokens, result=result)[0]
+            ].name
+            for result in (dtype, torch.float32)
+        ]
+        assert names[0] == names[1] and "sdd_tn" in names[0]
+    with pytest.raises(UnsupportedError, match="its results have another dtype"):
+        selection(device, result=torch.float32)
 
 
 @needs_cuda
@@ -169,11 +186,21 @@ def selection(
     tokens: int = 8192,
     policy: int = SPARSE,
     kernel: int = 0,
+    result: torch.dtype | None = None,
 ) -> tuple[int, str]:
     """What is chosen for a pattern of that density, and why; no array of a pattern is looked at."""
     grid = shape[0] // block * (shape[1] // block)
     pattern = _C.Pattern(block, block, *shape, round(density * grid), 0, 0, 0)
-    product = _C.Product(pattern, op, DTYPES[dtype], device.device, tokens, policy=policy, kernel=kernel)
+    product = _C.Product(
+        pattern,
+        op,
+        DTYPES[dtype],
+        device.device,
+        tokens,
+        policy=policy,
+        kernel=kernel,
+        result_dtype=-1 if result is None else DTYPES[result],
+    )
     return product.select(device)
 
 
@@ -238,8 +265,15 @@ def test_dense_gives_both_estimates() -> None:
 @needs_cuda
 @pytest.mark.parametrize("policy", [AUTO, DENSE])
 def test_products_without_a_kernel_run_dense_where_that_is_allowed(policy: int) -> None:
-    index, _ = selection(H200, dtype=torch.float64, policy=policy)
+    index, _ = selection(_C.DeviceInfo(CUDA, 75, 40, 65536), policy=policy)
     assert index == RUN_DENSE
+
+
+@needs_cuda
+def test_auto_stays_sparse_where_nothing_was_measured() -> None:
+    """Of float64."""
+    index, _ = selection(H200, dtype=torch.float64, density=1.0, policy=AUTO)
+    assert KERNELS[index].name == "sm80_plain_f64"
 
 
 @needs_cuda

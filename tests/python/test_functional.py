@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -247,20 +248,22 @@ def test_gradients_of_linear(device: str, activation: str, policy: str) -> None:
         torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def double_tensors(pattern: BlockPattern) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def double_tensors(pattern: BlockPattern, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(x, y, values, bias) in float64 that require gradients."""
+    like: Any = {"dtype": torch.float64, "device": device}
     return (
-        randn(3, pattern.in_features, dtype=torch.float64, seed=1).requires_grad_(),
-        randn(3, pattern.out_features, dtype=torch.float64, seed=2).requires_grad_(),
-        random_values(pattern, dtype=torch.float64).requires_grad_(),
-        randn(pattern.out_features, dtype=torch.float64, seed=3).requires_grad_(),
+        randn(3, pattern.in_features, seed=1, **like).requires_grad_(),
+        randn(3, pattern.out_features, seed=2, **like).requires_grad_(),
+        random_values(pattern, **like).requires_grad_(),
+        randn(pattern.out_features, seed=3, **like).requires_grad_(),
     )
 
 
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
-def test_gradients_of_every_order(check: Callable[..., bool]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_every_order(device: str, check: Callable[..., bool]) -> None:
     pattern = make_pattern("diagonal", (2, 2), (16, 16))
-    x, y, values, bias = double_tensors(pattern)
+    x, y, values, bias = double_tensors(pattern, device)
     assert check(lambda *t: functional.linear(t[0], t[1], pattern, t[2]), (x, values, bias), fast_mode=True)
     for activation in ("none", "silu"):
         assert check(

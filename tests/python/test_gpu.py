@@ -500,11 +500,6 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
         InvalidArgumentError,
         "x: last dimension",
     ),
-    "float64": (
-        lambda p, x, y, v, b: functional.linear(x.double(), v.double(), p),
-        UnsupportedError,
-        "no kernel computes dds_nt in float64",
-    ),
     "the kernel of another product": (
         lambda p, x, y, v, b: with_kernel(a_kernel(1, SDD_TN), p, x, v),
         UnsupportedError,

@@ -46,13 +46,18 @@ DEVICE = torch.device("cuda", 0)
 CUDA, TF32 = 1, 1
 TOKENS = [0, 1, 3, 17, 127, 1000, 4097]
 CHUNK = 16  # bytes, the alignment of operands
-GUARD = 128 * 128 * 4  # bytes of poison before and after an operand, as long as the largest block
+GUARD = 128 * 128 * 8  # bytes of poison before and after an operand, as long as the largest block
 # By the size of an element. As int8 it is a number, which spoils results all the same.
-POISON = {1: (torch.int8, 0x7F), 2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA57FA5)}
+POISON = {
+    1: (torch.int8, 0x7F),
+    2: (torch.int16, 0x7FA5),
+    4: (torch.int32, 0x7FA57FA5),
+    8: (torch.int64, 0x7FF57FA57FA57FA5),
+}
 
 
 class Row(NamedTuple):
-    """A kernel and one product, dtype and storage of those it computes; None are plain values."""
+    """A kernel and one product, dtype, storage and result of those it computes; None are plain values."""
 
     number: int  # as callers name it: its index plus 1
     name: str
@@ -63,9 +68,12 @@ class Row(NamedTuple):
     op: int
     dtype: torch.dtype
     storage: Storage | None
+    result: torch.dtype
 
     def __str__(self) -> str:
         names = [name for name, storage in STORAGES.items() if storage == self.storage]
+        if self.result != self.dtype:
+            names.append(f"to {self.result}".replace("torch.", ""))
         return " ".join([self.name, *names])
 
 
@@ -81,6 +89,13 @@ def storages_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[Storage | Non
     return found
 
 
+def results_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[torch.dtype]:
+    """Dtypes of what it writes."""
+    if kernel.result_dtypes == 0:
+        return [dtype]
+    return [result for result, code in DTYPES.items() if kernel.result_dtypes >> code & 1]
+
+
 ROWS = [
     Row(
         index + 1,
@@ -92,6 +107,7 @@ ROWS = [
         op,
         dtype,
         storage,
+        result,
     )
     for index, kernel in enumerate(_C.kernels())
     if kernel.device == CUDA
@@ -100,6 +116,7 @@ ROWS = [
     for dtype, code in DTYPES.items()
     if kernel.dtypes >> code & 1
     for storage in storages_of(kernel, dtype)
+    for result in results_of(kernel, dtype)
 ]
 ROWS_OF_FEW_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
@@ -153,7 +170,7 @@ def accepts(
         kernel=row.number,
         x_layout=x_layout,
         y_layout=y_layout,
-        **form_of(row.storage),
+        **form_of(row),
     )
     try:
         product.select(_C.device_info(CUDA))
@@ -162,10 +179,11 @@ def accepts(
     return True
 
 
-def form_of(storage: Storage | None) -> dict[str, Any]:
-    """How values are stored, as `_C.Product` takes it."""
+def form_of(row: Row) -> dict[str, Any]:
+    """How values are stored, and results, as `_C.Product` takes it."""
+    storage = row.storage
     if storage is None:
-        return {}
+        return {} if row.result == row.dtype else {"result_dtype": DTYPES[row.result]}
     return {
         "storage": int(storage.compressed),
         "values_dtype": -1 if storage.quantized is None else QUANTIZED[storage.quantized],
@@ -230,7 +248,7 @@ class Operands:
 
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
-        stored = random_stored(pattern, row.storage, dtype)
+        stored = random_stored(pattern, row.storage, dtype if row.op != SDD_TN else row.result)
         self.buffers = {
             "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
             "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
@@ -244,7 +262,7 @@ class Operands:
             self.buffers["scales"] = Guarded(1, stored.scales.numel(), torch.float32, alignment=4)
         self.output = self.buffers[OUTPUTS[row.op]]
         self.inputs = [buffer for buffer in self.buffers.values() if buffer is not self.output]
-        self.before = normal(self.output.lines.shape, dtype, 9) if problem.accumulate else None
+        self.before = normal(self.output.lines.shape, row.result, 9) if problem.accumulate else None
         given = stored._asdict()
         for seed, (name, buffer) in enumerate(self.buffers.items()):
             if buffer is not self.output:
@@ -299,7 +317,7 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
         "ldy": y.ld,
         "residual": problem.residual,
         "ldr": residual.ld,
-        **form_of(row.storage),
+        **form_of(row),
     }
     descriptor = prepared_on(DEVICE, problem.pattern).descriptor
     product = _C.Product(descriptor, row.op, DTYPES[row.dtype], CUDA, problem.tokens, **(arguments | changes))
@@ -372,17 +390,18 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
     if added is not None:
         expected, magnitude = expected + added.double(), magnitude + added.double().abs()
     tolerance = relative_error(row, left.shape[-1]) * magnitude
+    unit = rounding_unit(torch.float64 if row.dtype == torch.float64 else torch.float32)
     if problem.activation != "none":
         # No activation's slope exceeds 1.13; the functions themselves are good to a few units, gelu in
         # 16 bits to what the C header states.
-        tolerance = 1.13 * tolerance + 4 * torch.finfo(torch.float32).eps * expected.abs()
-        if problem.activation == "gelu" and row.dtype != torch.float32:
+        tolerance = 1.13 * tolerance + 8 * unit * expected.abs()
+        if problem.activation == "gelu" and row.dtype.itemsize == 2:
             tolerance = tolerance + 6e-5
         expected = FUNCTIONS[problem.activation](expected)
     if operands.residual is not None:
         expected = expected + operands.residual.double()
-        tolerance = tolerance + rounding_unit(torch.float32) * (expected.abs() + tolerance)
-    return expected, rounded(expected, tolerance, row.dtype)
+        tolerance = tolerance + unit * (expected.abs() + tolerance)
+    return expected, rounded(expected, tolerance, row.result)
 
 
 def relative_error(row: Row, terms: int) -> float:
@@ -391,8 +410,10 @@ def relative_error(row: Row, terms: int) -> float:
     Tensor cores multiply exactly and truncate sums to float32 or better, twice the error of rounding
     (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021). TF32 rounds each factor to 2^-11.
     Its threefold variant adds three products for each term, drops one below 2^-22 and keeps factors to
-    2^-23, which is 8 units together.
+    2^-23, which is 8 units together. Sums of float64 are rounded, here and in the reference.
     """
+    if row.dtype == torch.float64:
+        return 2 * (terms + 4) * rounding_unit(torch.float64)
     unit = rounding_unit(torch.float32)
     if row.dtype != torch.float32:
         return 2 * (terms + 4) * unit
@@ -603,7 +624,7 @@ def test_refused_calls_write_nothing(row: Row) -> None:
         ("x.data is null", {"x": 0}),
         ("x.ld", {"arguments": {"ldx": x.ld - CHUNK // size}}),
         ("x.ld", {"arguments": {"ldx": x.ld + 1}}),
-        ("values is at address", {"values": values.address + size}),
+        ("values is at address", {"values": values.address + row.result.itemsize}),
         ("overlap", {"y": x.address, "values": x.address}),
         *_bad_residuals(row, operands),
         *_bad_extras(operands),

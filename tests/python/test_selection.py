@@ -103,7 +103,7 @@ def test_no_gpu_is_given_a_kernel_that_is_not_for_it() -> None:
                 families[device].add(kernel.partition("_")[0])
     for device, found in families.items():
         old, hopper = device in ("7.0", "7.5"), {"sm90"} if device == "9.0" else set()
-        assert found == ({"none"} if old else {"sm80", "none", *hopper})  # none in float64
+        assert found == ({"none"} if old else {"sm80", *hopper})
 
 
 @needs_all

@@ -148,7 +148,8 @@ typedef struct ts_matmul_desc {
     ts_matrix residual;   /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
     const void* metadata; /* of TS_STORAGE_2_4; otherwise NULL */
     int32_t values_dtype; /* 0: that of the activations, `dtype`; d + 1: the dtype d */
-    int32_t result_dtype; /* likewise, of what is written and of residual; for TS_SDD_TN that of values */
+    int32_t result_dtype; /* likewise, of what is written and of residual; for TS_SDD_TN that of values, which
+                               may be TS_FLOAT32 for 16 bits, also to add to */
     int64_t plan_key;     /* what ts_plan_key gives for the kernel the plan was made for, so that a product
                                for which another one is chosen refuses it; 0: not known */
     const void* packed;   /* made by ts_values_pack of the same values, pattern and kernel, or NULL */
@@ -186,7 +187,7 @@ typedef struct ts_kernel_info {
     char name[64];
     uint32_t storages;      /* bit 1 << storage */
     uint32_t values_dtypes; /* bit 1 << dtype; 0: that of the activations */
-    uint32_t result_dtypes; /* likewise */
+    uint32_t result_dtypes; /* likewise; other ones than that of the activations for TS_SDD_TN alone */
     int32_t reserved;       /* zero */
 } ts_kernel_info;
 

@@ -350,8 +350,11 @@ class Dds {
 
 class Sdd {
   public:
-    Sdd(const Steps& steps, const Problem& problem, const Device& device, void* memory)
+    // `finish`: the last step for the dtype of the result.
+    Sdd(const Steps& steps, void (*finish)(const Output&), const Problem& problem, const Device& device,
+        void* memory)
         : steps_(steps),
+          finish_(finish),
           p_(problem),
           block_rows_(p_.pattern.block_rows),
           block_cols_(p_.pattern.block_cols),
@@ -457,7 +460,7 @@ class Sdd {
                 strip.a = offset(y_panels_, (row * block_rows_ + n) % y_wave_ * feature_bytes_);
                 strip.b = offset(x_panels_, (col * block_cols_ + k) % x_wave_ * feature_bytes_);
                 const int64_t first = (slot * block_rows_ + n) * block_cols_ + k,
-                              size = element_size(p_.dtype);
+                              size = element_size(p_.result_dtype);
                 void* block = offset(p_.values.data, first * size);
                 const Output output{sums,
                                     tile_,
@@ -472,11 +475,12 @@ class Sdd {
                                     block_cols_};
                 prefetch_output(output, size);
                 steps_.multiply(strip);
-                steps_.finish(output);
+                finish_(output);
             }
     }
 
     const Steps& steps_;
+    void (*const finish_)(const Output&);
     const Problem& p_;
     const int64_t block_rows_, block_cols_;
     const int64_t rows_, tile_;
@@ -493,8 +497,19 @@ class Sdd {
 // ---- registry ----
 
 template <const InstructionSet& set>
-const char* refuses(const Problem&, const Device&) {
+const char* refuses(const Problem& problem, const Device&) {
+    const bool is_wide = problem.op == Op::sdd_tn && problem.result_dtype == DType::float32 &&
+                         element_size(problem.dtype) == 2;
+    if (problem.result_dtype != problem.dtype && !is_wide)
+        return "of other dtypes than the activations' it writes float32 alone, for sdd_tn of 16 bits";
     return set.available() ? nullptr : set.missing;
+}
+
+// The product of the problem, or with no memory behind it what counts the workspace.
+template <const InstructionSet& set>
+Sdd sdd_of(const Problem& problem, const Device& device, void* memory) {
+    return {set.steps[static_cast<int>(problem.dtype)],
+            set.steps[static_cast<int>(problem.result_dtype)].finish, problem, device, memory};
 }
 
 // Whether a product writes nothing.
@@ -506,27 +521,28 @@ bool is_empty(const Problem& problem) {
 template <const InstructionSet& set>
 size_t workspace_size(const Problem& problem, const Device& device) {
     if (is_empty(problem)) return 0;
-    const Steps& steps = set.steps[static_cast<int>(problem.dtype)];
-    if (problem.op == Op::sdd_tn) return Sdd(steps, problem, device, nullptr).workspace_size();
-    return Dds(steps, problem, device, nullptr).workspace_size();
+    if (problem.op == Op::sdd_tn) return sdd_of<set>(problem, device, nullptr).workspace_size();
+    return Dds(set.steps[static_cast<int>(problem.dtype)], problem, device, nullptr).workspace_size();
 }
 
 template <const InstructionSet& set>
 int32_t launch(const Problem& problem, const Device& device, void* memory, void*) {
     if (is_empty(problem)) return 0;
-    const Steps& steps = set.steps[static_cast<int>(problem.dtype)];
     advise_huge_pages(memory, workspace_size<set>(problem, device));
     if (problem.op == Op::sdd_tn)
-        Sdd(steps, problem, device, memory).run();
+        sdd_of<set>(problem, device, memory).run();
     else
-        Dds(steps, problem, device, memory).run();
+        Dds(set.steps[static_cast<int>(problem.dtype)], problem, device, memory).run();
     return 0;
 }
 
 template <const InstructionSet& set>
 constexpr Kernel row(const char* name, uint32_t dtypes) {
-    return {name,         DeviceType::cpu,     0,          0b111, dtypes, Precision::highest, {0, 0}, 0, 0, 0,
-            refuses<set>, workspace_size<set>, launch<set>};
+    Kernel row{
+        name,         DeviceType::cpu,     0,          0b111, dtypes, Precision::highest, {0, 0}, 0, 0, 0,
+        refuses<set>, workspace_size<set>, launch<set>};
+    row.result_dtypes = dtypes | 1u << static_cast<int>(DType::float32);  // see refuses
+    return row;
 }
 
 constexpr uint32_t kEveryDType = 0b1111;

@@ -96,7 +96,9 @@ constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int3
                                   void (*multiply)(const Strip&),
                                   void (*multiply_tokens)(const TokenStrip&)) {
     const Steps steps = {tile, 16, 2, 4, true, pack_pairs, multiply, finish_pairs, multiply_tokens};
-    return {available, missing, {{}, {}, {}, steps}};
+    Steps wide{};  // results in float32 alone
+    wide.finish = Avx512::finish_with<Codec<DType::float32, 64>>;
+    return {available, missing, {{}, wide, {}, steps}};
 }
 
 // ---- AMX: registers of 16 rows of 64 bytes, multiplied as [16, 32] x [32, 16] ----

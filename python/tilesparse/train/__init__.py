@@ -1,10 +1,11 @@
-"""Training of sparse layers: patterns that move or shrink, gates, penalties, and masks of 2:4."""
+"""Training of sparse layers: patterns that move or shrink, gates, penalties, masks of 2:4, master weights."""
 
 from .gates import BlockGates
 from .gradients import block_gradient_norms
 from .gradual import Gradual, compact
 from .lasso import GroupLasso
 from .masks import MaskSchedule, set_nm
+from .masters import MasterWeights
 from .patterns import PatternSchedule, snapshot
 from .scaling import learning_rate_factor, parameter_groups
 
@@ -13,6 +14,7 @@ __all__ = [
     "Gradual",
     "GroupLasso",
     "MaskSchedule",
+    "MasterWeights",
     "PatternSchedule",
     "block_gradient_norms",
     "compact",

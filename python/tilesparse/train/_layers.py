@@ -147,7 +147,25 @@ def check_optimized(layers: Layers, optimizer: torch.optim.Optimizer) -> None:
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, layer in layers.items():
         if id(layer.weight) not in known:
-            raise InvalidArgumentError(f"optimizer: the weight of layer {name!r} is not among its parameters")
+            has_master = getattr(layer.weight, "main_grad", None) is not None
+            why = "; another one is trained in its place, which nothing here can follow" if has_master else ""
+            raise InvalidArgumentError(
+                f"optimizer: the weight of layer {name!r} is not among its parameters{why}"
+            )
+
+
+def gradient_of(name: str, layer: BlockSparseLinear) -> Tensor | None:
+    """The gradient of a layer's weight that its optimizer reads; None without one.
+
+    Raises:
+        UnsupportedError: it is in ``weight.main_grad`` alone.
+    """
+    weight: Any = layer.weight
+    if weight.grad is None and getattr(weight, "main_grad", None) is not None:
+        raise UnsupportedError(
+            f"model: layer {name!r}: a gradient in weight.grad expected, got one in weight.main_grad alone"
+        )
+    return layer.weight.grad
 
 
 def check_keys(name: str, given: object, keys: Collection[str]) -> None:

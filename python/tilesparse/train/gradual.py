@@ -13,6 +13,7 @@ from .._checks import checked_count, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear, has_peers
 from ._layers import (
+    Layers,
     check_keys,
     check_optimized,
     check_trainable,
@@ -98,6 +99,7 @@ class Gradual:
         groups = matched_layers(model, "density", density)
         self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
         check_trainable(self._layers)
+        _check_shrinkable(self._layers)
         check_optimized(self._layers, optimizer)
         self._last = {name: _target(name, self._layers[name], d) for d, of in groups.items() for name in of}
         self._first = {name: layer.weight.shape[0] for name, layer in self._layers.items()}
@@ -117,6 +119,7 @@ class Gradual:
         time = self._events.get(self.steps + 1)
         if time is not None:
             check_trainable(self._layers)
+            _check_shrinkable(self._layers)
             check_optimized(self._layers, self._optimizer)
             check_states(self._optimizer, weights_of(self._layers))
             check_whole(self._model)
@@ -180,14 +183,15 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     Raises:
         InvalidArgumentError: there is no such layer, or a weight is shared by several.
         UnsupportedError: a weight is sharded or parametrized, the optimizer has states of which it is not
-            known what belongs to which block, or the model is one of DistributedDataParallel. All errors are
-            raised before anything has changed.
+            known what belongs to which block, a weight has a ``main_grad``, or the model is one of
+            DistributedDataParallel. All errors are raised before anything has changed.
     """
     check_unwrapped(model)
     layers = {name: layer for name, layer in sparse_layers(model).items() if layer.storage == "plain"}
     if not layers:
         raise InvalidArgumentError("model: no BlockSparseLinear in the storage 'plain' in it")
     check_trainable(layers, frozen=True)
+    _check_shrinkable(layers)
     if optimizer is not None:
         optimizer = checked_optimizer(optimizer)
         check_states(optimizer, weights_of(layers))
@@ -222,6 +226,15 @@ def check_whole(model: nn.Module) -> None:
             "model: one process expected; the buckets of DistributedDataParallel and the shards of "
             "fully_shard do not follow weights that shrink"
         )
+
+
+def _check_shrinkable(layers: Layers) -> None:
+    """That nothing beside the weights has their size."""
+    for name, layer in layers.items():
+        if getattr(layer.weight, "main_grad", None) is not None:
+            raise UnsupportedError(
+                f"model: layer {name!r}: its weight has a main_grad, which does not shrink with it"
+            )
 
 
 def _target(name: str, layer: BlockSparseLinear, density: float) -> int:

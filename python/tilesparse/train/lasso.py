@@ -13,6 +13,7 @@ from ._layers import (
     check_optimized,
     check_trainable,
     checked_optimizer,
+    gradient_of,
     precision_of,
     some_sparse_layers,
 )
@@ -61,11 +62,13 @@ class GroupLasso(Uncopied):
     @torch.no_grad()
     def _shrink(self, optimizer: Any, *_: Any) -> None:
         check_optimized(self._layers, optimizer)  # a weight may have been replaced
-        weights = {id(layer.weight) for layer in self._layers.values()}
+        had_gradient = {
+            id(layer.weight): gradient_of(name, layer) is not None for name, layer in self._layers.items()
+        }
         overflow = getattr(optimizer, "found_inf", None)  # GradScaler leaves it for fused optimizers
         for group in optimizer.param_groups:
             for weight in group["params"]:
-                if id(weight) not in weights or weight.grad is None:
+                if not had_gradient.get(id(weight)):
                     continue
                 threshold = group["lr"] * self._strength * weight[0].numel() ** 0.5 if len(weight) else 0.0
                 if overflow is not None:

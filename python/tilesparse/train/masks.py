@@ -21,6 +21,7 @@ from ._layers import (
     check_plain_weight,
     checked_choice,
     checked_optimizer,
+    gradient_of,
     some_sparse_layers,
     sparse_layers,
 )
@@ -212,8 +213,8 @@ class MaskSchedule(Uncopied):
     @torch.no_grad()
     def _add_to_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         scale: Any = getattr(optimizer, "grad_scale", None)  # GradScaler's, where gradients still have it
-        for _, layer, mask in self._masked():
-            weight, grad = layer.weight, layer.weight.grad
+        for name, layer, mask in self._masked():
+            weight, grad = layer.weight, gradient_of(name, layer)
             if grad is None:
                 continue
             factor = self._decay if scale is None else self._decay * scale.to(grad.device, non_blocking=True)

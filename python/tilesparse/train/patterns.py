@@ -411,7 +411,8 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
             bound = self._new_scale * fan_in**-0.5
             new.uniform_(-bound, bound, generator=generator)
         weight[slots] = torch.where(useful, new, weight[slots])
-        forgotten = [] if weight.grad is None else [weight.grad]
+        gradients = weight.grad, getattr(weight, "main_grad", None)
+        forgotten = [gradient for gradient in gradients if gradient is not None]
         if self._forgets:
             forgotten += [state for _, state in states_by_slot(self._optimizer, weight)]
         for state in forgotten:

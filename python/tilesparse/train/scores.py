@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
-from ._layers import Layers, Uncopied, check_keys, precision_of
+from ._layers import Layers, Uncopied, check_keys, gradient_of, precision_of
 
 SCORES = ("magnitude", "movement")
 
@@ -84,7 +84,7 @@ class Movement(Uncopied):
             )
         scale, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         for name, layer in self._layers.items():
-            weight, gradient = layer.weight, layer.weight.grad
+            weight, gradient = layer.weight, gradient_of(name, layer)
             if gradient is None:
                 continue
             moved = (weight.detach().to(precision_of(weight)) * gradient).sum((1, 2))

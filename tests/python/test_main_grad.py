@@ -1,0 +1,459 @@
+"""Gradients of weights in float32 beside them: main_grad, as in Megatron-LM, and MasterWeights."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, assert_within, blocks_of_dense, rounding_unit, seeded
+from torch import Tensor, nn
+
+from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, UnsupportedError, functional
+from tilesparse.errors import PatternChangedError
+from tilesparse.train import GroupLasso, MaskSchedule, MasterWeights, PatternSchedule, compact
+
+HALVES = [torch.bfloat16, torch.float16]
+BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (128, 32), (16, 64)]
+
+
+def make(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> BlockSparseLinear:
+    arguments = {"density": 0.5, "block_shape": (32, 32), "generator": seeded(1)} | arguments
+    return BlockSparseLinear(256, 384, dtype=dtype, device=device, **arguments)
+
+
+def batch(layer: BlockSparseLinear, seed: int, tokens: int = 40) -> tuple[Tensor, Tensor]:
+    """x and the gradient of y."""
+    like: Any = {"dtype": layer.bias.dtype if layer.bias is not None else layer.weight.dtype}
+    x = torch.randn(tokens, layer.in_features, generator=seeded(seed)).to(layer.weight.device, **like)
+    dy = torch.randn(tokens, layer.out_features, generator=seeded(seed + 100)).to(layer.weight.device, **like)
+    return x, dy
+
+
+def exact_gradient(pattern: BlockPattern, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of the weight, sum of magnitudes) in float64 on the host."""
+    x, dy = x.detach().double().cpu(), dy.detach().double().cpu()
+    host = pattern.to("cpu")
+    return blocks_of_dense(dy.t() @ x, host), blocks_of_dense(dy.abs().t() @ x.abs(), host)
+
+
+def summed(layer: BlockSparseLinear, before: Tensor, batches: list[tuple[Tensor, Tensor]]) -> Any:
+    """(expected, tolerance) of a main_grad that these were added to."""
+    expected, magnitude = before.double().cpu(), before.double().cpu().abs()
+    unit = rounding_unit(torch.float32)
+    tolerance = torch.zeros_like(expected)
+    for x, dy in batches:
+        gradient, size = exact_gradient(layer.pattern, x, dy)
+        expected, magnitude = expected + gradient, magnitude + size
+        tolerance += 2 * (len(x) + 4) * unit * size + unit * magnitude
+    return expected, tolerance
+
+
+def with_main_grad(layer: BlockSparseLinear, seed: int = 9) -> Tensor:
+    """What was there before, which is on the layer's weight from now on."""
+    before = torch.randn(layer.weight.shape, generator=seeded(seed))
+    weight: Any = layer.weight
+    weight.main_grad = before.to(weight.device, copy=True)
+    return before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("block_shape", BLOCKS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+def test_products_in_float32(
+    device: str, dtype: torch.dtype, block_shape: tuple[int, int], tokens: int
+) -> None:
+    """`functional.sdd` writes and adds float32, bit by bit the same each time, from either layout."""
+    pattern = BlockPattern.random((512, 768), block_shape=block_shape, density=0.3, generator=seeded(3)).to(
+        device
+    )
+    y, x = (torch.randn(tokens, n, generator=seeded(n)).to(device, dtype) for n in (512, 768))
+    before = torch.randn(pattern.nnz, *block_shape, generator=seeded(4)).to(device)
+    expected, size = exact_gradient(pattern, x, y)
+    unit = rounding_unit(torch.float32)
+    tolerance = 2 * (tokens + 4) * unit * size
+    for left, right in ((y, x), (y.t().contiguous().t(), x), (y, x.t().contiguous().t())):
+        written = functional.sdd(left, right, pattern, out=torch.full_like(before, torch.nan))
+        assert written.dtype == torch.float32
+        assert_within(written, expected, tolerance + unit * expected.abs())
+        added = functional.sdd(left, right, pattern, out=before.clone(), accumulate=True)
+        total = before.double().cpu() + expected
+        assert_within(added, total, tolerance + unit * (total.abs() + tolerance))
+        again = functional.sdd(left, right, pattern, out=before.clone(), accumulate=True)
+        assert torch.equal(added, again)
+    rounded = functional.sdd(y, x, pattern)
+    written = functional.sdd(y, x, pattern, out=torch.empty_like(before))
+    assert torch.equal(rounded, written.to(dtype))  # the same sums, rounded once more
+
+
+@pytest.mark.parametrize("out", [torch.float64, torch.float16])
+def test_products_are_not_written_in_other_dtypes(out: torch.dtype) -> None:
+    pattern = BlockPattern.full((32, 32), block_shape=(16, 16))
+    x = torch.zeros(3, 32, dtype=torch.bfloat16)
+    with pytest.raises(InvalidArgumentError, match=r"out: dtype torch\.bfloat16"):
+        functional.sdd(x, x, pattern, out=torch.zeros(4, 16, 16, dtype=out))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_micro_batches(device: str, dtype: torch.dtype) -> None:
+    """They are added up in float32, each rounded once, the same in every run; the rest is as without."""
+    results = []
+    for _ in range(2):
+        layer = make(device, dtype)
+        before = with_main_grad(layer)
+        batches = [batch(layer, seed) for seed in range(5)]
+        for x, dy in batches:
+            layer(x.requires_grad_()).backward(dy)
+        main_grad: Tensor = layer.weight.main_grad  # type: ignore[attr-defined]
+        assert layer.weight.grad is None
+        assert_within(main_grad, *summed(layer, before, batches))
+        results.append(main_grad)
+        plain = make(device, dtype)
+        x, dy = batches[0]
+        other = x.detach().requires_grad_()
+        y = plain(other)
+        y.backward(dy)
+        assert torch.equal(y, layer(x)) and torch.equal(other.grad, x.grad)  # type: ignore[arg-type]
+        for x, dy in batches[1:]:
+            plain(x.detach()).backward(dy)
+        assert torch.equal(plain.bias.grad, layer.bias.grad)  # type: ignore[union-attr, arg-type]
+    assert torch.equal(*results)
+
+
+WAYS: dict[str, Callable[[BlockSparseLinear], Any]] = {
+    "dense": lambda layer: setattr(layer, "policy", "dense"),
+    "masked": lambda layer: layer.set_nm((2, 4)),
+    "masked, transposable": lambda layer: layer.set_nm((2, 4), transposable=True),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_compute(device: str, way: str) -> None:
+    layer = make(device)
+    WAYS[way](layer)
+    plain = copy.deepcopy(layer)
+    assert not hasattr(plain.weight, "main_grad")
+    before = with_main_grad(layer)
+    x, dy = batch(layer, 1)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for module, given in zip((layer, plain), inputs, strict=True):
+        module(given, residual=dy).backward(dy)
+    assert layer.weight.grad is None
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, dy)]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast(device: str) -> None:
+    """A weight in float32 that is multiplied in bfloat16."""
+    layer = make(device, torch.float32)
+    before = with_main_grad(layer)
+    x, dy = batch(layer, 1)
+    with torch.autocast(device, torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.backward(dy.bfloat16())
+    assert layer.weight.grad is None
+    assert_within(
+        layer.weight.main_grad,  # type: ignore[arg-type]
+        *summed(layer, before, [(x.bfloat16(), dy.bfloat16())]),
+    )
+
+
+@pytest.mark.parametrize("zero_out", [False, True])
+def test_protocol_of_megatron(zero_out: bool) -> None:
+    layer = make()
+    before = with_main_grad(layer)
+    weight: Any = layer.weight
+    weight.grad_added_to_main_grad = False
+    weight.zero_out_wgrad = zero_out
+    ran = []
+    weight.register_post_accumulate_grad_hook(ran.append)
+    x, dy = batch(layer, 1)
+    layer(x).backward(dy)
+    assert weight.grad_added_to_main_grad and len(ran) == 1
+    assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
+    assert not zero_out or not weight.grad.any()
+    assert_within(weight.main_grad, *summed(layer, before, [(x, dy)]))
+    weight.overwrite_main_grad = True
+    layer(x).backward(dy)
+    assert_within(weight.main_grad, *summed(layer, torch.zeros_like(before), [(x, dy)]))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    layer = make()
+    x, dy = batch(layer, 1)
+    weight: Any = layer.weight
+    shape = weight.shape
+    for given in (
+        [1.0],
+        torch.zeros(shape, dtype=torch.bfloat16),
+        torch.zeros(shape[0] + 1, *shape[1:]),
+        torch.zeros(shape, device="meta"),
+        torch.zeros(shape).transpose(1, 2),
+        torch.zeros(shape, requires_grad=True),
+    ):
+        weight.main_grad = given
+        with pytest.raises(InvalidArgumentError, match="main_grad"):
+            layer(x)
+    weight.main_grad = torch.zeros(shape)
+    y = layer(x)
+    weight.main_grad = torch.zeros(1)
+    with pytest.raises(InvalidArgumentError, match="main_grad"):
+        y.backward(dy)
+    assert weight.grad is None and not weight.main_grad.any()
+    weight.main_grad = torch.zeros(shape)
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        torch.func.grad(lambda x: layer(x).sum())(x)
+    y = layer(x)
+    layer.pattern = BlockPattern.random((384, 256), block_shape=(32, 32), density=0.5, generator=seeded(7))
+    with pytest.raises(PatternChangedError):
+        y.backward(dy)
+    assert not weight.main_grad.any()
+
+
+def test_without_gradients_nothing_is_added() -> None:
+    layer = make()
+    before = with_main_grad(layer)
+    x, dy = batch(layer, 1)
+    with torch.no_grad():
+        layer(x)
+    layer.weight.requires_grad_(False)
+    layer(x.requires_grad_()).backward(dy)
+    assert torch.equal(layer.weight.main_grad, before) and x.grad is not None  # type: ignore[arg-type]
+
+
+def test_gradients_that_are_asked_for_are_not_added() -> None:
+    layer, plain = make(), make()
+    before = with_main_grad(layer)
+    x, dy = batch(layer, 1)
+    results = []
+    for module in (layer, plain):
+        leaves = x.detach().requires_grad_(), module.weight
+        y = module(leaves[0])
+        (of_x,) = torch.autograd.grad(y, leaves[:1], dy, retain_graph=True)
+        results.append((of_x, *torch.autograd.grad(y, leaves, dy, retain_graph=True)))
+        y.backward(dy, inputs=leaves[:1])
+    assert all(map(torch.equal, *results))
+    assert torch.equal(layer.weight.main_grad, before)  # type: ignore[arg-type]
+
+
+def test_results_may_be_changed_in_place_and_recomputed() -> None:
+    layer, plain = make(), make()
+    before = with_main_grad(layer)
+    x, dy = batch(layer, 1)
+    y = torch.utils.checkpoint.checkpoint(layer, x.requires_grad_(), use_reentrant=False)
+    y.relu_().backward(dy)
+    active = dy * (plain(x) > 0)
+    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, active)]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_code_breaks_its_graph(device: str) -> None:
+    layer = make(device)
+    before = with_main_grad(layer)
+    x, dy = batch(layer, 1)
+    model = nn.Sequential(layer, nn.ReLU())
+    torch.compile(model, backend="aot_eager")(x).backward(dy)
+    assert layer.weight.grad is None
+    active = dy * (layer(x) > 0)
+    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, active)]))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_graphs() -> None:
+    """A replay adds once more."""
+    layer = make("cuda")
+    before = with_main_grad(layer)
+    main_grad: Tensor = layer.weight.main_grad  # type: ignore[attr-defined]
+    x, dy = batch(layer, 1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer(x).backward(dy)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x).backward(dy)
+    main_grad.copy_(before)
+    for _ in range(3):
+        graph.replay()
+    assert_within(main_grad, *summed(layer, before, [(x, dy)] * 3))
+
+
+def test_schedules_refuse_what_they_do_not_see() -> None:
+    layer = make()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    schedules: list[Any] = [
+        PatternSchedule(layer, optimizer, drop="movement", every=1),
+        GroupLasso(layer, optimizer, strength=0.1),
+    ]
+    x, dy = batch(layer, 1)
+    before = with_main_grad(layer)
+    layer(x).backward(dy)
+    with pytest.raises(UnsupportedError, match=r"weight\.main_grad alone"):
+        optimizer.step()
+    del schedules
+    with torch.no_grad():
+        layer.weight[:3] = 0
+    with pytest.raises(UnsupportedError, match="main_grad, which does not shrink"):
+        compact(layer, optimizer)
+    assert layer.weight.shape == before.shape
+    masked = make()
+    masked.set_nm((2, 4))
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    schedule = MaskSchedule(masked, optimizer, every=2, decay=0.1)
+    with_main_grad(masked)
+    masked(x).backward(dy)
+    with pytest.raises(UnsupportedError, match=r"weight\.main_grad alone"):
+        optimizer.step()
+    del schedule
+
+
+# ---- MasterWeights ----
+
+
+class Model(nn.Module):
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sparse = make(device, dtype)
+        self.norm = nn.LayerNorm(384, device=device)
+        self.dense = nn.Linear(384, 16, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dense(self.norm(self.sparse(x).float()).to(x.dtype))
+        return y
+
+
+def step(model: nn.Module, parameters: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    dtype, device = model.dense.weight.dtype, model.dense.weight.device  # type: ignore[union-attr]
+    for micro in range(4):
+        x = torch.randn(24, 256, generator=seeded(10 * seed + micro)).to(device, dtype)
+        model(x).float().square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_masters_follow_the_optimizer(device: str, set_to_none: bool) -> None:
+    """As if the optimizer had seen masters and their gradients, worked out here by hand."""
+    model = Model(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    masters = MasterWeights(model, optimizer)
+    twin = Model(device, torch.bfloat16)
+    copies = {name: parameter.detach().float() for name, parameter in twin.named_parameters()}
+    by_hand = torch.optim.AdamW([nn.Parameter(copy) for copy in copies.values()], lr=1e-3, fused=True)
+    trained = by_hand.param_groups[0]["params"]
+    for seed in range(3):
+        for micro in range(4):
+            x = torch.randn(24, 256, generator=seeded(10 * seed + micro)).to(device, torch.bfloat16)
+            model(x).float().square().mean().backward()
+            _accumulate(twin, x, trained)
+        assert all(p.grad is None for p in model.parameters() if p.dtype == torch.bfloat16)
+        for master, other in zip(masters.parameters(), trained, strict=True):
+            assert master.dtype == torch.float32
+            torch.testing.assert_close(master.grad, other.grad, rtol=1e-4, atol=1e-6)
+        for each in (optimizer, by_hand):
+            each.step()
+            each.zero_grad(set_to_none=set_to_none)
+        with torch.no_grad():
+            for parameter, master in zip(twin.parameters(), trained, strict=True):
+                parameter.copy_(master)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter, twin.get_parameter(name), rtol=1e-2, atol=1e-5)
+    state = masters.state_dict()
+    assert pickle.loads(pickle.dumps(model)).sparse.weight.main_grad is None
+    assert torch.equal(model.sparse.weight, state["sparse.weight"].bfloat16())
+    assert not torch.equal(model.sparse.weight.float(), state["sparse.weight"])
+
+
+def _accumulate(twin: Model, x: Tensor, trained: list[nn.Parameter]) -> None:
+    """Adds gradients as MasterWeights is to add them."""
+    seen: list[Tensor] = []
+    handle = twin.sparse.register_full_backward_hook(lambda _, __, grads: seen.extend(grads))
+    twin(x.requires_grad_()).float().square().mean().backward()
+    handle.remove()
+    exact = exact_gradient(twin.sparse.pattern, x, *seen)[0]
+    for parameter, master in zip(twin.parameters(), trained, strict=True):
+        assert parameter.grad is not None
+        grad = exact if parameter is twin.sparse.weight else parameter.grad
+        grad = grad.to(master.device, torch.float32)
+        master.grad = grad if master.grad is None else master.grad + grad
+    twin.zero_grad()
+
+
+def test_masters_keep_what_16_bits_lose() -> None:
+    """Small updates add up, and gradients of many micro-batches do."""
+    model = make(dtype=torch.bfloat16, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    masters = MasterWeights(model, optimizer)
+    before = masters.state_dict()["weight"].clone()
+    x = torch.ones(1, 256, dtype=torch.bfloat16)
+    for _ in range(4):
+        for _ in range(300):
+            model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(masters.state_dict()["weight"], before - 4 * 300 * 1e-4)
+
+
+def test_masters_take_over_what_others_write_and_are_saved() -> None:
+    model = Model("cpu", torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    masters = MasterWeights(model, optimizer)
+    step(model, masters.parameters(), optimizer, 0)
+    kept = masters.state_dict()["sparse.weight"].clone()
+    with torch.no_grad():
+        model.sparse.weight[2] = 3.0
+    optimizer.step()  # without gradients: nothing is trained
+    now = masters.state_dict()["sparse.weight"]
+    assert bool((now[2] == 3).all()) and torch.equal(now[:2], kept[:2])
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), masters.state_dict()))
+    other = Model("cpu", torch.bfloat16)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    others = MasterWeights(other, other_optimizer)
+    for each, state in zip((other, other_optimizer, others), saved, strict=True):
+        each.load_state_dict(state)  # type: ignore[attr-defined]
+    for _ in range(2):
+        step(model, masters.parameters(), optimizer, 5)
+        step(other, others.parameters(), other_optimizer, 5)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
+    for name, master in masters.state_dict().items():
+        assert torch.equal(master, others.state_dict()[name]), name
+
+
+def test_masters_that_cannot_be_made_are_refused() -> None:
+    model = Model("cpu", torch.bfloat16)
+    with pytest.raises(InvalidArgumentError, match="bfloat16 expected, got none"):
+        MasterWeights(model, torch.optim.SGD(model.norm.parameters(), lr=0.1))
+    with pytest.raises(InvalidArgumentError, match="not the model's"):
+        MasterWeights(model.dense, torch.optim.SGD(model.parameters(), lr=0.1))
+    used = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 256, dtype=torch.bfloat16)).sum().backward()
+    used.step()
+    with pytest.raises(InvalidArgumentError, match="has not made a step"):
+        MasterWeights(model, used)
+    assert all(p in set(model.parameters()) for p in used.param_groups[0]["params"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(model, optimizer)
+    with pytest.raises(InvalidArgumentError, match="main_grad already"):
+        MasterWeights(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UnsupportedError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(InvalidArgumentError, match="another one is trained in its place"):
+        PatternSchedule(model, optimizer, every=1)
+    with pytest.raises(InvalidArgumentError, match="state"):
+        masters.load_state_dict({})
+    model.sparse.weight = nn.Parameter(model.sparse.weight.detach())
+    with pytest.raises(InvalidArgumentError, match="make optimizer and MasterWeights anew"):
+        optimizer.step()
