@@ -92,6 +92,7 @@ class BlockSparseMLP(nn.Module):
         mlp = cls(**parts, names=form.names)
         # Its mode, and what others may read of it, such as its config.
         vars(mlp).update((name, value) for name, value in vars(module).items() if name not in vars(mlp))
+        mlp._modules = dict(module._modules)  # in their order, by which optimizers know parameters
         mlp.training = module.training
         return mlp
 
