@@ -34,7 +34,7 @@ from torch import Tensor
 from . import _launch
 from ._autograd import call, records_gradient
 from ._checks import QUANTIZED, Index, check_dds, check_like_product, check_one, check_policy
-from ._private import is_any_autocast_enabled
+from ._private import is_any_autocast_enabled, transforms_active
 from ._register import (
     DDS_NN,
     DDS_NT,
@@ -131,11 +131,12 @@ def linear_on(
         plain = expand_values(values, *stored, x.dtype) if extras else values
         y = _expanded_linear(x, plain, index, bias, feature_major)
         return combined(y, activation, residual, gate)
-    if (code == 0 and gate is None) or not records_gradient((x, values, bias, residual, gate)):
+    tensors = x, values, bias, residual, gate
+    if (code == 0 and gate is None) or not (records_gradient(tensors) or transforms_active()):
         if gate is not None:
             extras = (*(extras or (None, None, False)), gate)
         return call(DDS_NT, x, values, index, bias, residual, code, feature_major, extras)
-    # A fused activation or gate has no gradient.
+    # A fused activation or gate has no gradient, which transforms may ask for.
     check_one(residual, gate)
     y = call(DDS_NT, x, values, index, bias, None, 0, feature_major, extras)
     return combined(y, activation, residual, gate)
