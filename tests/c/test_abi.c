@@ -359,6 +359,7 @@ static void test_short_structures(void) {
     o.desc.struct_size = FIRST_MATMUL_DESC; /* what lies behind belongs to something else */
     memset((char*)&o.desc + FIRST_MATMUL_DESC, 0xa5, sizeof o.desc - FIRST_MATMUL_DESC);
     SUCCEEDS(run(&o));
+    o.desc.gate.data = NULL; /* there is none for the library */
     check_forward(&o);
     REFUSES(TS_DDS_NT, o.desc.struct_size = FIRST_MATMUL_DESC - 1, TS_INVALID_ARGUMENT,
             "desc.struct_size is 159; allowed are 160");
@@ -399,7 +400,7 @@ static void test_long_structures(void) {
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 111 of pattern is not 0");
     pattern.unknown[23] = 0;
     desc.unknown[0] = 1;
-    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 280 of desc is not 0");
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 304 of desc is not 0");
     desc.known.struct_size = UINT32_MAX;
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "desc.struct_size");
 
