@@ -118,11 +118,7 @@ def linear_on(
     gate: Tensor | None = None,
 ) -> Tensor:
     """`linear` for a pattern as operators take it, of values with metadata and scales."""
-    code = _launch.ACTIVATIONS.get(activation)
-    if code is None:
-        raise InvalidArgumentError(
-            f"activation: one of {list(_launch.ACTIVATIONS)} expected, got {activation!r}"
-        )
+    code = activation_code(activation)
     if is_any_autocast_enabled():
         x, values, bias, residual, gate = autocast(x, values, bias, residual, gate)
     extras = _extras(values, *stored)
@@ -140,6 +136,16 @@ def linear_on(
     check_one(residual, gate)
     y = call(DDS_NT, x, values, index, bias, None, 0, feature_major, extras)
     return combined(y, activation, residual, gate)
+
+
+def activation_code(activation: str) -> int:
+    """Its number for operators."""
+    code = _launch.ACTIVATIONS.get(activation)
+    if code is None:
+        raise InvalidArgumentError(
+            f"activation: one of {list(_launch.ACTIVATIONS)} expected, got {activation!r}"
+        )
+    return code
 
 
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:

@@ -20,7 +20,14 @@ from .errors import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from .functional import autocast, combined, linear_on, linear_through, straight_through
+from .functional import (
+    activation_code,
+    autocast,
+    combined,
+    linear_on,
+    linear_through,
+    straight_through,
+)
 from .matrix import BlockSparseMatrix
 from .pattern import BlockPattern, check_parts_beside, index_of
 from .storage import (
@@ -565,6 +572,7 @@ class BlockSparseLinear(nn.Module):
             y [..., out_features].
         """
         if gate is not None or activation != "none":
+            activation_code(activation)
             check_one(residual, gate)
             if self._part is not None or self._observe is not None or self._buffers["mask"] is not None:
                 y = self.forward(x, feature_major_output=feature_major_output)

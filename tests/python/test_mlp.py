@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import DEVICES, SIZES, randn, seeded
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -121,6 +122,22 @@ def test_hooks_and_observers_see_what_the_layers_give() -> None:
     observed = mlp()
     observed.up._observe = lambda y, given: y * 2
     torch.testing.assert_close(observed(x), by_hand(observed, torch.nn.functional.gelu, x))
+
+
+def test_layers_refuse_what_they_cannot_do_before_they_compute() -> None:
+    x, masked = torch.randn(3, 64), layer(64, 96, nm=(2, 4), block_shape=32)
+    for made in (layer(64, 96), masked):
+        y = made(x)
+        with pytest.raises(InvalidArgumentError, match="activation: one of"):
+            made(x, activation="swish")
+        with pytest.raises(InvalidArgumentError, match="gate: none expected beside a residual"):
+            made(x, gate=y, residual=y)
+        with pytest.raises(InvalidArgumentError, match="gate: shape"):
+            made(x, gate=y[:1])
+    with forward_ad.dual_level(), torch.no_grad():
+        y = forward_ad.make_dual(y.detach(), torch.ones_like(y))
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            layer(64, 96)(x, gate=y)
 
 
 def test_autocast() -> None:
