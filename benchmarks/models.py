@@ -239,7 +239,7 @@ MODELS = {
         blocks=((32, 32), (64, 64), (128, 128)),
         tasks=TASKS,
     ),
-    "llama-mlp": Architecture(GatedPerceptrons, LLAMA, ((32, 32), (64, 64), (128, 32), (128, 128)), TASKS),
+    "llama-mlp": Architecture(GatedPerceptrons, LLAMA, ((32, 32), (64, 64), (128, 32), (128, 128))),
     "llama-prefill": Architecture(Decoder, LLAMA),
     "llama-decode1": Architecture(Decoder, dataclasses.replace(LLAMA, tokens=1, cached=8192)),
     "llama-decode16": Architecture(Decoder, dataclasses.replace(LLAMA, batch=16, tokens=1, cached=8192)),
