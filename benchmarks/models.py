@@ -140,14 +140,39 @@ class DecoderBlock(nn.Module):
         self.norm1 = nn.RMSNorm(size.hidden)
         self.attention = CausalAttention(size)
         self.norm2 = nn.RMSNorm(size.hidden)
-        self.gate = nn.Linear(size.hidden, size.mlp, bias=False)
-        self.up = nn.Linear(size.hidden, size.mlp, bias=False)
-        self.down = nn.Linear(size.mlp, size.hidden, bias=False)
+        self.mlp = GatedMLP(size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
-        normed = self.norm2(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return x + self.mlp(self.norm2(x))
+
+
+class GatedMLP(nn.Module):
+    """Llama's perceptron [..., hidden] -> the same, in the form that `BlockSparseMLP` knows."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size.hidden, size.mlp, bias=False)
+        self.up_proj = nn.Linear(size.hidden, size.mlp, bias=False)
+        self.down_proj = nn.Linear(size.mlp, size.hidden, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+
+class GatedPerceptrons(nn.Module):
+    """Those of Llama's blocks alone, one after another."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GatedMLP(size) for _ in range(size.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mlp in self.blocks:
+            x = mlp(x)
+        return x
 
 
 class CausalAttention(nn.Module):
@@ -214,6 +239,7 @@ MODELS = {
         blocks=((32, 32), (64, 64), (128, 128)),
         tasks=TASKS,
     ),
+    "llama-mlp": Architecture(GatedPerceptrons, LLAMA, ((32, 32), (64, 64), (128, 32), (128, 128))),
     "llama-prefill": Architecture(Decoder, LLAMA),
     "llama-decode1": Architecture(Decoder, dataclasses.replace(LLAMA, tokens=1, cached=8192)),
     "llama-decode16": Architecture(Decoder, dataclasses.replace(LLAMA, batch=16, tokens=1, cached=8192)),
@@ -243,8 +269,10 @@ class RandomPatcher(BlockSparseModelPatcher):
 
 
 def make_sparse(model: nn.Module, density: float, block_shape: tuple[int, int], seed: int) -> nn.Module:
-    """Replaces all linear layers of a model, whose dense weights are freed."""
-    RandomPatcher(density, block_shape, seed).patch_model(model)
+    """Replaces all linear layers of a model, whose dense weights are freed, and fuses its gated MLPs."""
+    patcher = RandomPatcher(density, block_shape, seed)
+    patcher.patch_model(model)
+    patcher.fuse_mlps(model)
     return model
 
 

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "abi.h"
 #include "error.h"
@@ -177,7 +178,7 @@ void check_operands(const Problem& problem, const ts_matmul_desc& desc) {
     const Pattern& pattern = problem.pattern;
     const bool writes_x = problem.op == Op::dds_nn, writes_y = problem.op == Op::dds_nt;
     const DType result = problem.result_dtype;
-    const bool has_residual = problem.residual.data != nullptr;
+    const char* const other = problem.gated ? "gate" : "residual";
     const auto [values, metadata, scales] = value_spans(problem);
     const Operand operands[] = {
         {"x", check_operand(problem.x, pattern.in_features, writes_x ? result : problem.dtype, "x", problem)},
@@ -185,9 +186,9 @@ void check_operands(const Problem& problem, const ts_matmul_desc& desc) {
          check_operand(problem.y, pattern.out_features, writes_y ? result : problem.dtype, "y", problem)},
         values,
         {"bias", vector_span(problem.bias, pattern.out_features, problem.dtype, "bias")},
-        {"residual", has_residual
-                         ? check_operand(problem.residual, pattern.out_features, result, "residual", problem)
-                         : Span{}},
+        {other, problem.residual.data != nullptr
+                    ? check_operand(problem.residual, pattern.out_features, result, other, problem)
+                    : Span{}},
         {"plan", span_of(desc.plan, desc.plan == nullptr ? 0 : desc.plan_bytes, "plan")},
         {"packed", span_of(desc.packed, desc.packed == nullptr ? 0 : desc.packed_bytes, "packed")},
         metadata,
@@ -200,6 +201,14 @@ void check_operands(const Problem& problem, const ts_matmul_desc& desc) {
     for (const Operand& other : operands)
         require(&other == &written || !overlap(written.span, other.span), std::min(&written, &other)->name,
                 " and ", std::max(&written, &other)->name, " overlap in memory");
+}
+
+// Of a residual or gate, if it is given.
+void check_other(const Matrix& other, const Problem& problem, const char* name) {
+    if (other.data == nullptr) return;
+    require(problem.forward(), name, " is given; only dds_nt has a ", name);
+    require(other.layout == problem.y.layout, name, ".layout is ", static_cast<int32_t>(other.layout),
+            "; it must be y.layout, ", static_cast<int32_t>(problem.y.layout));
 }
 
 // Memory that is made from the values must not be theirs.
@@ -257,16 +266,20 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.packed = desc.packed;
     problem.bias = desc.bias;
     problem.plan = desc.plan;
-    problem.residual = check_matrix(desc.residual, problem.tokens, outs, "residual");
+    const Matrix residual = check_matrix(desc.residual, problem.tokens, outs, "residual");
+    const Matrix gate = check_matrix(desc.gate, problem.tokens, outs, "gate");
 
     const bool forward = problem.forward();
     require(forward || problem.activation == Activation::none, "activation is ", desc.activation,
             "; only dds_nt has an activation");
     require(forward || problem.bias == nullptr, "bias is given; only dds_nt has a bias");
-    const bool has_residual = problem.residual.data != nullptr;
-    require(forward || !has_residual, "residual is given; only dds_nt has a residual");
-    require(!has_residual || problem.residual.layout == problem.y.layout, "residual.layout is ",
-            desc.residual.layout, "; it must be y.layout, ", desc.y.layout);
+    check_other(residual, problem, "residual");
+    check_other(gate, problem, "gate");
+    require(residual.data == nullptr || gate.data == nullptr,
+            "gate is given beside residual; a product has one of them");
+    problem.gated = gate.data != nullptr;
+    problem.residual = problem.gated ? gate : residual;
+    if (problem.gated) std::swap(problem.activation, problem.gate_activation);
     require(problem.op == Op::sdd_tn || !problem.accumulate, "accumulate is 1; only sdd_tn accumulates");
     if (operands) check_operands(problem, desc);
     return problem;

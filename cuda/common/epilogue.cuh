@@ -89,9 +89,30 @@ __device__ inline __nv_bfloat16 from_float(float value) {
 }
 
 template <class Element>
+__device__ inline float rounded_to(float value) {
+    return to_float(from_float<Element>(value));
+}
+
+template <class Element>
 struct alignas(2 * sizeof(Element)) Pair {
     Element first, second;
 };
+
+// Activates the elements of 16 bytes, where they lie.
+template <class Element>
+__device__ inline void activate_elements(Element* elements, Activation activation) {
+    constexpr int kCount = 16 / sizeof(Element);
+    auto& vector = *reinterpret_cast<uint4*>(elements);
+    uint4 line = vector;
+    auto* const parts = reinterpret_cast<Element*>(&line);
+    float values[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = to_float(parts[i]);
+    activate_all<Element>(values, activation);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) parts[i] = from_float<Element>(values[i]);
+    vector = line;
+}
 
 // Stores two neighbouring sums, or adds them to what is there.
 template <class Element>
@@ -139,10 +160,23 @@ class Neighbours {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) sums_[i] += to_float(elements[i]);
     }
-    __device__ void add_first(const Element* from, int count) {
+    // The first ones of them, which may lie anywhere; the others are zeros.
+    __device__ static Others read_first(const Element* from, int count) {
+        Others others{};
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
-            if (i < count) sums_[i] += to_float(from[i]);
+            if (i < count) reinterpret_cast<Element*>(others.vectors)[i] = from[i];
+        return others;
+    }
+    // Multiplies by a gate.
+    __device__ void gate(const Others& others, Activation activation) {
+        const auto* elements = reinterpret_cast<const Element*>(others.vectors);
+        float factors[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) factors[i] = to_float(elements[i]);
+        activate_all<Element>(factors, activation);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums_[i] *= rounded_to<Element>(factors[i]);
     }
 
     // `target` is aligned to 16 bytes.

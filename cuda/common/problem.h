@@ -103,7 +103,11 @@ struct Problem {
     const void* bias;
     const void* plan;
     const void* packed;  // values as Kernel::pack left them, or null
-    Matrix residual;     // data is null where nothing is added; otherwise its layout is that of y
+    // What is added to the results, or if `gated` what they are multiplied by, activated and rounded: then
+    // they have no activation of their own. data is null for neither; otherwise its layout is that of y.
+    Matrix residual;
+    bool gated;
+    Activation gate_activation;
 
     // Of dds, in whichever direction: what is computed from what.
     bool forward() const { return op == Op::dds_nt; }

@@ -139,6 +139,8 @@ struct Dds {
                                      static_cast<const PlanHeader*>(problem.plan),
                                      output.layout,
                                      problem.activation,
+                                     problem.gate_activation,
+                                     problem.gated,
                                      static_cast<int>(problem.tokens),
                                      row_tiles,
                                      log2_of_block(row_block),

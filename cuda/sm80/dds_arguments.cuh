@@ -13,11 +13,13 @@ struct DdsArguments {
     int64_t output_ld;
     const void* values;
     const void* bias;
-    const void* residual;  // in the output's layout
+    const void* residual;  // or gate, in the output's layout
     int64_t residual_ld;
     const PlanHeader* plan;
     Layout output_layout;
     Activation activation;
+    Activation gate_activation;
+    bool gated;
     int tokens;
     int row_tiles;
     int row_shift;  // log2 of the features of a block

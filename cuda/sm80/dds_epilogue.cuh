@@ -8,8 +8,8 @@
 
 namespace ts::sm80 {
 
-// Adds the bias, applies the activation, adds the residual and stores a warp's sums through its staging
-// memory.
+// Adds the bias, applies the activation, adds the residual or multiplies by the gate, and stores a warp's
+// sums through its staging memory.
 template <class Traits>
 class DdsEpilogue {
     using Element = typename Traits::Element;
@@ -127,12 +127,19 @@ class DdsEpilogue {
                 if (line >= kTokens || at >= arguments_.tokens || feature < 0) continue;
                 Results results(floats() + line * Traits::kStagingLine + column, 1);
                 results.finish(bias, arguments_.activation);
-                if (arguments_.residual != nullptr) results.add(others[i]);
+                if (arguments_.residual != nullptr) combine(results, others[i]);
                 results.store(output() + at * arguments_.output_ld + feature);
             }
             read_lines(others, token, batch + 1, feature);
             __syncwarp();
         }
+    }
+
+    __device__ void combine(Results& results, const Others& others) const {
+        if (arguments_.gated)
+            results.gate(others, arguments_.gate_activation);
+        else
+            results.add(others);
     }
 
     __device__ int line_of(int i) const { return lane_ / kLanesOfToken + i * kTokensAtOnce; }
@@ -178,11 +185,13 @@ class DdsEpilogue {
                 results.finish(bias, arguments_.activation);
                 Element* target = output() + features[i] * arguments_.output_ld + first;
                 if (valid >= kTokens) {
-                    if (arguments_.residual != nullptr) results.add(others[i]);
+                    if (arguments_.residual != nullptr) combine(results, others[i]);
                     results.store(target);
                 } else {
                     if (arguments_.residual != nullptr)
-                        results.add_first(residual() + features[i] * arguments_.residual_ld + first, valid);
+                        combine(results,
+                                Results::read_first(residual() + features[i] * arguments_.residual_ld + first,
+                                                    valid));
                     results.store_first(target, valid);
                 }
             }

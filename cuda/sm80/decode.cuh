@@ -206,8 +206,13 @@ __device__ inline void stage_sums(const DecodeSums<Traits>& sums, float* to, int
                 first[(8 * n + i % 2) * Traits::kSumLine + 16 * m + i / 2 * 8] = sums[m][n][i];
 }
 
+template <class Element>
+__device__ inline float2 activate(float2 values, Activation activation) {
+    return {activate<Element>(values.x, activation), activate<Element>(values.y, activation)};
+}
+
 // Adds the sums of all teams and halves, always in the same order, and stores the results.
-template <class Traits>
+template <class Traits, bool kGated>
 __device__ inline void store_sums(const DecodeArguments& arguments, const char* sums, int first_feature,
                                   int first_token) {
     using Element = typename Traits::Element;
@@ -227,16 +232,22 @@ __device__ inline void store_sums(const DecodeArguments& arguments, const char* 
             sum.x += added.x;
             sum.y += added.y;
         }
-        sum = {activate<Element>(sum.x, arguments.activation),
-               activate<Element>(sum.y, arguments.activation)};
+        if (!kGated) sum = activate<Element>(sum, arguments.activation);
         auto* const output = static_cast<Element*>(arguments.output);
         const auto* const residual = static_cast<const Element*>(arguments.residual);
         const bool row_major = arguments.output_layout == Layout::row_major;
-        if (residual != nullptr) {
+        if (kGated || residual != nullptr) {
             const int64_t ld = arguments.residual_ld;
             const int64_t at = row_major ? token * ld + feature : feature * ld + token;
-            sum.x += to_float(residual[at]);
-            sum.y += to_float(residual[at + (row_major ? 1 : ld)]);
+            const float2 other = {to_float(residual[at]), to_float(residual[at + (row_major ? 1 : ld)])};
+            if (kGated) {
+                const float2 gate = activate<Element>(other, arguments.activation);
+                sum.x *= rounded_to<Element>(gate.x);
+                sum.y *= rounded_to<Element>(gate.y);
+            } else {
+                sum.x += other.x;
+                sum.y += other.y;
+            }
         }
         if (row_major) {
             store_pair(output + token * arguments.output_ld + feature, sum, false);
@@ -245,6 +256,13 @@ __device__ inline void store_sums(const DecodeArguments& arguments, const char* 
             output[(feature + 1) * arguments.output_ld + token] = from_float<Element>(sum.y);
         }
     }
+}
+
+// With a gate. Called, not inlined, so that kernels need no more registers for it.
+template <class Traits>
+__device__ __noinline__ void store_gated_sums(const DecodeArguments& arguments, const char* sums,
+                                              int first_feature, int first_token) {
+    store_sums<Traits, true>(arguments, sums, first_feature, first_token);
 }
 
 constexpr int kMaxDecodeWarps = 8;
@@ -293,7 +311,10 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     stage_sums<Traits>(sums, reinterpret_cast<float*>(own) + first_token * Traits::kSumLine + first_row,
                        lane);
     __syncthreads();
-    store_sums<Traits>(arguments, shared, feature, token);
+    if (arguments.gated)
+        store_gated_sums<Traits>(arguments, shared, feature, token);
+    else
+        store_sums<Traits, false>(arguments, shared, feature, token);
 }
 
 // Host side: one row of the registry, of the formats that `Formats` chooses from by the values of a problem.
@@ -359,7 +380,8 @@ struct Decode {
                                         problem.residual.ld,
                                         problem.block_rows(),
                                         output.layout,
-                                        problem.activation,
+                                        problem.gated ? problem.gate_activation : problem.activation,
+                                        problem.gated,
                                         static_cast<int>(problem.tokens),
                                         log2_of_block(problem.row_block()),
                                         log2_of_block(problem.k_block()),

@@ -20,11 +20,12 @@ struct DecodeArguments {
     int64_t output_ld;
     const void* values;
     const void* bias;
-    const void* residual;  // in the output's layout
+    const void* residual;  // or gate, in the output's layout
     int64_t residual_ld;
     Adjacency rows;  // of results
     Layout output_layout;
-    Activation activation;
+    Activation activation;  // of the sums or, if gated, of the gate
+    bool gated;
     int tokens;
     int row_shift;  // log2 of the rows of a block
     int k_shift;    // log2 of the k of a block

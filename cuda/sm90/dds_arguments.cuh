@@ -17,7 +17,7 @@ struct DdsArguments {
     CUtensorMap input_tail;  // feature-major: the tokens that do not fill 64
     CUtensorMap values;      // [nnz * block_rows][block_cols]
     CUtensorMap output;
-    CUtensorMap residual;
+    CUtensorMap residual;  // or gate
     const PlanHeader* plan;
     const void* bias;
     const char* packed;  // the weight in the order of its products, for narrow blocks
@@ -36,7 +36,9 @@ struct DdsArguments {
     int64_t value_rows;    // lines of values; without any, nothing is loaded
     Layout output_layout;  // also the residual's
     Activation activation;
+    Activation gate_activation;
     bool has_residual;
+    bool gated;                // the residual is a gate
     int plan_key;              // that the plan must have
     const uint32_t* metadata;  // of compressed values
 };

@@ -14,7 +14,8 @@
 namespace ts::sm90 {
 
 // The epilogue of one warpgroup: bias and activation in registers, then through shared memory by TMA. A
-// residual comes through the same buffers, into which the results that it is added to are put.
+// residual or gate comes through the same buffers, into which the results of it are put. A gate is activated
+// there: code for all sums in registers would be as long as that of all else.
 template <class Traits>
 class DdsEpilogue {
     using Element = typename Traits::Element;
@@ -104,10 +105,11 @@ class DdsEpilogue {
             if (thread_ == 0) cute::tma_store_wait<kPending>();
             sync();
         }
+        if (arguments_.gate_activation != Activation::none) activate_gate<kRowMajor>(kFirst, kCount);
 #pragma unroll
         for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) {
             float* const chunk_sums = sums + chunk * kSumsOfChunk;
-            if (arguments_.has_residual) add_residual<kRowMajor>(chunk_sums, chunk % Traits::kChunks);
+            if (arguments_.has_residual) combine<kRowMajor>(chunk_sums, chunk % Traits::kChunks);
             stage<kRowMajor>(chunk_sums, buffers_[chunk % Traits::kChunks]);
         }
         cutlass::arch::fence_view_async_shared();
@@ -174,9 +176,25 @@ class DdsEpilogue {
         }
     }
 
-    // Adds a buffer's residual, as soon as it is there, to the sums of a chunk.
+    // Activates the gate of some chunks, as soon as it is there, where it lies. A warp does so for itself.
     template <bool kRowMajor>
-    __device__ void add_residual(float* sums, int buffer) {
+    __device__ void activate_gate(int first, int count) const {
+#pragma unroll 1
+        for (int chunk = first; chunk < first + count; ++chunk) {
+            const int buffer = chunk % Traits::kChunks;
+            wait(arrived_[buffer], residual_parity_ >> buffer & 1);
+#pragma unroll 1
+            for (int i = 0; i < Traits::kChunkTokens / 16; ++i)
+                activate_elements(reinterpret_cast<Element*>(&line_of<kRowMajor>(buffers_[buffer], i)),
+                                  arguments_.gate_activation);
+        }
+        __syncwarp();
+    }
+
+    // Adds a buffer's residual, as soon as it is there, to the sums of a chunk, or multiplies them by its
+    // gate.
+    template <bool kRowMajor>
+    __device__ void combine(float* sums, int buffer) {
         wait(arrived_[buffer], residual_parity_ >> buffer & 1);
         residual_parity_ ^= 1 << buffer;
 #pragma unroll
@@ -187,8 +205,10 @@ class DdsEpilogue {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const auto& pair = reinterpret_cast<const Pair<Element>&>(words[j]);
-                sums[8 * i + 2 * j] += to_float(pair.first);
-                sums[8 * i + 2 * j + 1] += to_float(pair.second);
+                const float first = to_float(pair.first), second = to_float(pair.second);
+                float* const to = sums + 8 * i + 2 * j;
+                to[0] = arguments_.gated ? to[0] * first : to[0] + first;
+                to[1] = arguments_.gated ? to[1] * second : to[1] + second;
             }
         }
     }
@@ -241,7 +261,7 @@ class DdsEpilogue {
     int next_bias_rows_[2];
 };
 
-// Host side: the output, or the residual, which is laid out like it.
+// Host side: the output, or the residual or gate, which is laid out like it.
 template <class Traits>
 cudaError_t map_results(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
     const int rows = std::min(problem.row_block(), Traits::kWarpgroupFeatures);
@@ -262,6 +282,8 @@ cudaError_t describe_results(DdsArguments& arguments, const Problem& problem) {
     arguments.warpgroup_rows = Traits::kWarpgroupFeatures / arguments.row_width;
     arguments.output_layout = problem.output().layout;
     arguments.activation = problem.activation;
+    arguments.gate_activation = problem.gate_activation;
+    arguments.gated = problem.gated;
     arguments.has_residual = problem.residual.data != nullptr;
     if (arguments.has_residual)
         if (const cudaError_t error = map_results<Traits>(arguments.residual, problem.residual, problem))

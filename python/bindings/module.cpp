@@ -173,8 +173,8 @@ class Product {
             int32_t activation, int32_t precision, bool accumulate, int32_t kernel, int32_t policy,
             int32_t x_layout, int64_t ldx, int32_t y_layout, int64_t ldy, bool residual, int64_t ldr,
             int32_t storage, int32_t values_dtype, bool row_scales, int32_t result_dtype,
-            const std::string& prefer)
-        : pattern_(pattern), desc_(make<ts_matmul_desc>()) {
+            const std::string& prefer, bool gated)
+        : pattern_(pattern), desc_(make<ts_matmul_desc>()), gated_(gated) {
         desc_.op = op;
         desc_.dtype = dtype;
         desc_.device = device;
@@ -187,7 +187,7 @@ class Product {
         desc_.x = {nullptr, ldx, x_layout, 0};
         desc_.y = {nullptr, ldy, y_layout, 0};
         // Any address will do until there is one: it is not followed.
-        desc_.residual = {residual ? this : nullptr, ldr, y_layout, 0};
+        other(desc_) = {residual ? this : nullptr, ldr, y_layout, 0};
         desc_.storage = storage;
         desc_.result_dtype = result_dtype + 1;
         desc_.values_dtype = (op == TS_SDD_TN ? result_dtype : values_dtype) + 1;  // it writes the values
@@ -271,7 +271,7 @@ class Product {
         desc.y.data = pointer<void>(y);
         use_values(desc, values, metadata, scales);
         desc.bias = pointer<void>(bias);
-        desc.residual.data = pointer<void>(residual);
+        other(desc).data = pointer<void>(residual);
         ts_status_t status;
         if (desc.device == TS_CPU) {
             const nb::gil_scoped_release release;  // a product on the CPU takes long; a launch does not
@@ -284,6 +284,9 @@ class Product {
     }
 
   private:
+    // The residual, or what is the gate.
+    ts_matrix& other(ts_matmul_desc& desc) const { return gated_ ? desc.gate : desc.residual; }
+
     static void use_values(ts_matmul_desc& desc, uintptr_t values, uintptr_t metadata, uintptr_t scales) {
         desc.values = pointer<void>(values);
         desc.metadata = pointer<void>(metadata);
@@ -306,6 +309,7 @@ class Product {
 
     ts_pattern pattern_;
     ts_matmul_desc desc_;
+    bool gated_;  // the residual is a gate
     size_t workspace_bytes_ = 0;
 };
 
@@ -499,6 +503,7 @@ struct Request {
     bool feature_major;
     nb::handle metadata, scales;  // of values
     int32_t kernel;               // as in ts_matmul_desc
+    bool gated;                   // the residual is a gate
 };
 
 // A request in the terms of the C ABI.
@@ -526,7 +531,8 @@ struct Operands {
             tf32 = tensors.multiplies_in_tf32(like);
         }
         key.add(static_cast<int64_t>(stream));
-        key.add(request.op | request.activation << 8 | request.feature_major << 16 | tf32 << 17);
+        key.add(request.op | request.activation << 8 | request.feature_major << 16 | tf32 << 17 |
+                request.gated << 18);
         key.add(request.kernel);
         return true;
     }
@@ -701,11 +707,12 @@ NB_MODULE(_C, m) {
     nb::class_<Product>(m, "Product")
         .def(nb::init<const ts_pattern&, int32_t, int32_t, int32_t, int64_t, int32_t, int32_t, bool, int32_t,
                       int32_t, int32_t, int64_t, int32_t, int64_t, bool, int64_t, int32_t, int32_t, bool,
-                      int32_t, const std::string&>(),
+                      int32_t, const std::string&, bool>(),
              "pattern"_a, "op"_a, "dtype"_a, "device"_a, "tokens"_a, nb::kw_only(), "activation"_a = 0,
              "precision"_a = 0, "accumulate"_a = false, "kernel"_a = 0, "policy"_a = 0, "x_layout"_a = 0,
              "ldx"_a = 0, "y_layout"_a = 0, "ldy"_a = 0, "residual"_a = false, "ldr"_a = 0, "storage"_a = 0,
-             "values_dtype"_a = -1, "row_scales"_a = false, "result_dtype"_a = -1, "prefer"_a = "")
+             "values_dtype"_a = -1, "row_scales"_a = false, "result_dtype"_a = -1, "prefer"_a = "",
+             "gated"_a = false)
         .def("estimate", &Product::estimate, "device_info"_a, "kernel"_a)
         .def("add_measurement", &Product::add_measurement, "device_info"_a, "kernel"_a, "microseconds"_a,
              "dense_microseconds"_a)
@@ -738,27 +745,27 @@ NB_MODULE(_C, m) {
             "run",
             [](const Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
                nb::handle residual, int32_t activation, bool feature_major, nb::handle metadata,
-               nb::handle scales, int32_t kernel) {
-                return self.run(
-                    {op, first, second, bias, residual, activation, feature_major, metadata, scales, kernel});
+               nb::handle scales, int32_t kernel, bool gated) {
+                return self.run({op, first, second, bias, residual, activation, feature_major, metadata,
+                                 scales, kernel, gated});
             },
             "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
-            "feature_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a)
+            "feature_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a)
         .def(
             "keep",
             [](Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
                nb::handle residual, int32_t activation, bool feature_major, nb::handle metadata,
-               nb::handle scales, int32_t kernel, const Product& product,
+               nb::handle scales, int32_t kernel, bool gated, const Product& product,
                std::pair<nb::object, AnyTuple> result,
                std::optional<std::pair<nb::object, AnyTuple>> workspace) {
-                self.keep(
-                    {op, first, second, bias, residual, activation, feature_major, metadata, scales, kernel},
-                    product, {result.first, result.second},
-                    workspace ? Allocation{workspace->first, workspace->second} : Allocation{});
+                self.keep({op, first, second, bias, residual, activation, feature_major, metadata, scales,
+                           kernel, gated},
+                          product, {result.first, result.second},
+                          workspace ? Allocation{workspace->first, workspace->second} : Allocation{});
             },
             "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
-            "feature_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "product"_a, "result"_a,
-            "workspace"_a.none())
+            "feature_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a, "product"_a,
+            "result"_a, "workspace"_a.none())
         .def("clear", &Calls::clear)
         .def("__len__", &Calls::size);
 

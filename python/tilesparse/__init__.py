@@ -33,7 +33,8 @@ from .errors import (
 )
 from .linear import BlockSparseLinear
 from .matrix import BlockSparseMatrix
-from .patch import BlockSparseModelPatcher, PatchReport
+from .mlp import BlockSparseMLP
+from .patch import BlockSparseModelPatcher, FuseReport, PatchReport
 from .pattern import BlockPattern
 from .pseudo import PseudoBlockSparseLinear
 from .selection import Device, KernelChoice, KernelInfo, Product, choose, kernels, prefer
@@ -48,12 +49,14 @@ _transformers.register()
 __all__ = [
     "BlockPattern",
     "BlockSparseLinear",
+    "BlockSparseMLP",
     "BlockSparseMatrix",
     "BlockSparseModelPatcher",
     "CheckpointError",
     "CheckpointNotFoundError",
     "CudaError",
     "Device",
+    "FuseReport",
     "InternalError",
     "InvalidArgumentError",
     "InvalidPatternError",

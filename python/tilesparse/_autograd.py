@@ -65,7 +65,7 @@ def call(
     """
     tensors = first, second, bias, residual
     if not is_plain(tensors) or (extras and not is_plain(tensors_of(extras))):
-        _refuse_tangents(tensors)
+        _refuse_tangents((*tensors, *tensors_of(extras)))
         factors = (first,) if second is None else (first, second)
         op = product.transformed if transforms_active() else product.op
         rest: tuple[Any, ...] = bias, residual, activation, feature_major, *extras

@@ -168,6 +168,7 @@ def check_dds(
     residual: Tensor | None = None,
     metadata: Tensor | None = None,
     scales: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> None:
     """Of x Wᵀ, where ``name`` is "x", or y W, where it is "y"."""
     out_features, in_features = index.shape
@@ -179,15 +180,27 @@ def check_dds(
         _check_same_device(name, matrix, "values", values)
     if bias is not None:
         _check_added("bias", bias, (out_features,), name, matrix)
-    if residual is not None:
-        _check_added("residual", residual, (*matrix.shape[:-1], out_features), name, matrix)
+    check_one(residual, gate)
+    for other, tensor in (("residual", residual), ("gate", gate)):
+        if tensor is not None:
+            _check_added(other, tensor, (*matrix.shape[:-1], out_features), name, matrix)
 
 
-def check_nothing_added(bias: Tensor | None, residual: Tensor | None, activation: int) -> None:
+def check_one(residual: Tensor | None, gate: Tensor | None) -> Tensor | None:
+    """Residual or gate, whichever is given."""
+    if residual is not None and gate is not None:
+        raise InvalidArgumentError("gate: none expected beside a residual; a product has one of them")
+    return residual if gate is None else gate
+
+
+def check_nothing_added(
+    bias: Tensor | None, residual: Tensor | None, activation: int, gate: Tensor | None = None
+) -> None:
     """Of x Wᵀ by the values of the transposed weight, which is a product of the kind that adds nothing."""
     for name, given in (
         ("bias", bias is not None),
         ("residual", residual is not None),
+        ("gate", gate is not None),
         ("activation", activation),
     ):
         if given:
@@ -319,10 +332,10 @@ def _check_device(name: str, tensor: Tensor, index: Index) -> None:
         )
 
 
-def checked_residual(residual: Tensor, y: Tensor) -> Tensor:
-    """The residual, if it can be added to a product."""
-    _check_added("residual", residual, y.shape, "the product", y)
-    return residual
+def check_like_product(name: str, tensor: Tensor, y: Tensor) -> Tensor:
+    """The tensor, if it can be combined with a product, element by element."""
+    _check_added(name, tensor, y.shape, "the product", y)
+    return tensor
 
 
 def is_misaligned(tensor: Tensor) -> bool:

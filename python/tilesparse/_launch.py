@@ -26,6 +26,7 @@ from ._checks import (
     check_dense,
     check_index,
     check_nothing_added,
+    check_one,
     check_sdd,
     check_separate,
     check_values,
@@ -51,9 +52,9 @@ _COMPRESSED = 1  # TS_STORAGE_2_4
 
 Context = tuple[int, int, int, int]  # kernel asked for, stream, current device, precision
 # A product's letter code, its first and second factor, bias, residual, activation, whether the result is
-# feature-major, the metadata and scales of values, and the kernel asked for.
+# feature-major, the metadata and scales of values, the kernel asked for, and whether the residual is a gate.
 Request = tuple[
-    int, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, Tensor | None, Tensor | None, int
+    int, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, Tensor | None, Tensor | None, int, bool
 ]
 # Of the addresses of x, y, values, bias, residual and workspace, the stream, and of metadata and scales.
 Run = Callable[..., None]
@@ -510,12 +511,28 @@ def dds(
     metadata: Tensor | None = None,
     scales: Tensor | None = None,
     transposed: bool = False,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """x Wᵀ or y W, as ``op`` says. With ``transposed`` the values are those of Wᵀ."""
     if transposed:
-        check_nothing_added(bias, residual, activation)
+        check_nothing_added(bias, residual, activation, gate)
         pattern, op = pattern.transposed(), DDS_NN - op
-    request = op, source, values, bias, residual, activation, feature_major, metadata, scales, _asked_kernel
+    # Either of the two takes the same way.
+    other = check_one(residual, gate)
+    gated = gate is not None
+    request = (
+        op,
+        source,
+        values,
+        bias,
+        other,
+        activation,
+        feature_major,
+        metadata,
+        scales,
+        _asked_kernel,
+        gated,
+    )
     result = pattern.run(*request)
     if result is not None:
         return result
@@ -531,7 +548,8 @@ def dds(
         values.dtype,
         values.get_device(),
         None if bias is None else _form(bias),
-        None if residual is None else _form(residual),
+        None if other is None else _form(other),
+        gated,
         None if metadata is None else _form(metadata),
         None if scales is None else _form(scales),
         activation,
@@ -542,21 +560,35 @@ def dds(
         key = key, torch.cuda.is_current_stream_capturing()
     call = pattern.find(key)
     source_at, values_at = source.data_ptr(), values.data_ptr()
-    residual_at = 0 if residual is None else residual.data_ptr()
+    other_at = 0 if other is None else other.data_ptr()
     metadata_at = 0 if metadata is None else metadata.data_ptr()
     scales_at = 0 if scales is None else scales.data_ptr()
-    addresses = source_at | values_at | residual_at | metadata_at
+    addresses = source_at | values_at | other_at | metadata_at
     if call is None or (addresses % ALIGNMENT and source.is_cuda):
         name, index = "x" if op == DDS_NT else "y", pattern.index()
-        check_dds(name, source, values, index, bias, residual, metadata, scales)
+        check_dds(name, source, values, index, bias, residual, metadata, scales, gate)
         (operand, lines), weight = usable(name, source), aligned(values)
         kept = None if metadata is None else aligned(metadata)
-        added, added_lines = (None, None) if residual is None else like_result(residual, feature_major)
-        if operand is not source or weight is not values or added is not residual or kept is not metadata:
-            return dds(op, operand, weight, pattern, bias, added, activation, feature_major, kept, scales)
+        near, other_lines = (None, None) if other is None else like_result(other, feature_major)
+        if operand is not source or weight is not values or near is not other or kept is not metadata:
+            residual, gate = (None, near) if gated else (near, None)
+            return dds(
+                op,
+                operand,
+                weight,
+                pattern,
+                bias,
+                residual,
+                activation,
+                feature_major,
+                kept,
+                scales,
+                gate=gate,
+            )
         form = result_form(source, index.shape[op], feature_major)
         stored = storage_of(values, metadata, scales)
-        product = _dds_product(op, pattern, source, lines, form, added_lines, activation, context, stored)
+        added = {"residual": other_lines, "gated": gated, "activation": activation}
+        product = _dds_product(op, pattern, source, lines, form, context, added | stored)
         call = pattern.call(key, product, op, source.itemsize, form)
         pattern.keep(request, product, call)
     result = empty(source, call.form)
@@ -570,13 +602,13 @@ def dds(
         x_at, y_at = source_at, result.data_ptr()
     else:
         x_at, y_at = result.data_ptr(), source_at
-    call.run(x_at, y_at, values_at, bias_at, residual_at, workspace_at, context[1], metadata_at, scales_at)
+    call.run(x_at, y_at, values_at, bias_at, other_at, workspace_at, context[1], metadata_at, scales_at)
     return result
 
 
 def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
     """yᵀ x on the pattern."""
-    result = pattern.run(SDD_TN, y, x, None, None, 0, False, None, None, _asked_kernel)
+    result = pattern.run(SDD_TN, y, x, None, None, 0, False, None, None, _asked_kernel, False)
     if result is not None:
         return result
     out = x.new_empty(*pattern.values_shape)
@@ -615,7 +647,7 @@ def write_sdd(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: 
         )
         call = pattern.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
         if not accumulate and out.dtype == x.dtype:
-            pattern.keep((SDD_TN, y, x, None, None, 0, False, None, None, context[0]), product, call)
+            pattern.keep((SDD_TN, y, x, None, None, 0, False, None, None, context[0], False), product, call)
     workspace = x.new_empty(call.workspace) if call.workspace else None
     workspace_at = 0 if workspace is None else workspace.data_ptr()
     call.run(x_at, y_at, out.data_ptr(), 0, 0, workspace_at, context[1])
@@ -854,15 +886,13 @@ def _dds_product(
     source: Tensor,
     lines: Lines,
     form: Form,
-    residual: Lines | None,
-    activation: int,
     context: Context,
-    storage: dict[str, Any],
+    options: dict[str, Any],
 ) -> _C.Product:
     shape, strides = form
     result_lines = (lines[0], shape[-1], 0) if strides is None else (lines[0], strides[-1], 1)
     x, y = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
-    return _product(op, pattern, source, x, y, context, activation=activation, residual=residual, **storage)
+    return _product(op, pattern, source, x, y, context, **options)
 
 
 def _product(
@@ -872,10 +902,8 @@ def _product(
     x: Lines,
     y: Lines,
     context: Context,
-    activation: int = 0,
     residual: Lines | None = None,
-    accumulate: bool = False,
-    **dtypes: Any,
+    **options: Any,
 ) -> _C.Product:
     kernel, _, device, precision = context
     return _C.Product(
@@ -884,9 +912,7 @@ def _product(
         DTYPES[like.dtype],
         int(device >= 0),
         x[0],
-        activation=activation,
         precision=precision,
-        accumulate=accumulate,
         kernel=max(kernel, 0),
         prefer=_preferences[-1 - kernel] if kernel < 0 else "",
         x_layout=x[2],
@@ -895,7 +921,7 @@ def _product(
         ldy=y[1],
         residual=residual is not None,
         ldr=0 if residual is None else residual[1],
-        **dtypes,
+        **options,
     )
 
 

@@ -40,7 +40,7 @@ _STORED = "Tensor? metadata=None, Tensor? scales=None, bool transposed=False"
 LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped-call]
 LIB.define(
     f"dds_nt(Tensor x, Tensor values, {_PATTERN}, Tensor? bias=None, Tensor? residual=None, "
-    f"int activation=0, bool feature_major=False, {_STORED}) -> Tensor"
+    f"int activation=0, bool feature_major=False, {_STORED}, Tensor? gate=None) -> Tensor"
 )
 LIB.define(
     f"dds_nt_through(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
@@ -118,13 +118,14 @@ def _dds_fake(
     metadata: Tensor | None = None,
     scales: Tensor | None = None,
     transposed: bool = False,
+    gate: Tensor | None = None,
 ) -> Tensor:
     if transposed:  # of the pattern only sizes are read here, which need no other tensors
-        check_nothing_added(bias, residual, activation)
+        check_nothing_added(bias, residual, activation, gate)
         crow, col, slot, shape, block_shape = index
         index, op = Index(crow, col, slot, shape[::-1], block_shape[::-1]), _launch.DDS_NN - op
     name = "x" if op == _launch.DDS_NT else "y"
-    check_dds(name, source, values, index, bias, residual, metadata, scales)
+    check_dds(name, source, values, index, bias, residual, metadata, scales, gate)
     return empty(source, result_form(source, index.shape[op], feature_major))
 
 
@@ -160,9 +161,14 @@ def _gather_fake(dense: Tensor, _: None, index: Index, *__: object) -> Tensor:
 
 
 def _dds_nt_gradients(
-    grad: Tensor, x: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *stored: Any
+    grad: Tensor, x: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *extras: Any
 ) -> Tensors:
+    stored, gate = extras[:3], extras[3:]
     refuse_gradient(needs[1], *stored)
+    if gate and gate[0] is not None:
+        raise UnsupportedError(
+            "gate: a fused one has no gradient; functional.linear multiplies by it after the product"
+        )
     return (
         call(DDS_NN, grad, values, index, extras=stored) if needs[0] else None,
         call(SDD_TN, grad, x, index) if needs[1] else None,

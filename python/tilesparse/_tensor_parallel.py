@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 
-from ._checks import Index, checked_residual
+from ._checks import Index, check_like_product
 from ._private import version
 from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from .functional import autocast, linear_on, straight_through
@@ -182,7 +182,7 @@ class Part:
         whole = DTensor.from_local(y, self._mesh, [given], run_check=False)
         y = whole.redistribute(placements=self._output_layouts)
         y = y.to_local() if self._use_local_output else y
-        return y if residual is None else y + checked_residual(residual, y)
+        return y if residual is None else y + check_like_product("residual", residual, y)
 
     def _check_residual(self, residual: Tensor) -> None:
         if isinstance(residual, DTensor) == self._use_local_output:

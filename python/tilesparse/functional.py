@@ -33,8 +33,8 @@ from torch import Tensor
 
 from . import _launch
 from ._autograd import call, records_gradient
-from ._checks import QUANTIZED, Index, check_dds, check_policy, checked_residual
-from ._private import is_any_autocast_enabled
+from ._checks import QUANTIZED, Index, check_dds, check_like_product, check_one, check_policy
+from ._private import is_any_autocast_enabled, transforms_active
 from ._register import (
     DDS_NN,
     DDS_NT,
@@ -63,8 +63,11 @@ def linear(
     policy: str = "sparse",
     metadata: Tensor | None = None,
     scales: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """activation(x Wᵀ + bias) + residual, as ``torch.nn.functional.linear``.
+
+    With a gate it is (x Wᵀ + bias) ⊙ activation(gate).
 
     Args:
         x: [..., in_features].
@@ -72,8 +75,8 @@ def linear(
         pattern: where the blocks lie.
         bias: [out_features] or None.
         activation: "none", "relu", "gelu" (the exact one, with erf; float16 and bfloat16 on CUDA compute it
-            within 6e-5) or "silu". It is fused into the product where no gradient is recorded, and
-            rounding then happens once instead of twice.
+            within 6e-5) or "silu"; of the result, or where there is a gate of that alone. It is fused into
+            the product where no gradient is recorded, and rounding then happens once instead of twice.
         residual: [..., out_features], the shape of the result, or None. It is added by the kernel of
             the product, unless a gradient is recorded through an activation, and is read in place if
             it lies as the result does.
@@ -88,6 +91,10 @@ def linear(
             and compiled code settles on one when it is traced.
         metadata: of 2:4 values, int32 [nnz, bk / 32, bn], see `storage.compress`.
         scales: of int8 or float8_e4m3fn values, float32 [nnz, bn] or [nnz], see `storage.quantize`.
+        gate: [..., out_features], the shape of the result, or None; in the place of a residual. Where no
+            gradient is recorded the kernel of the product multiplies by it, which spares reading and writing
+            the result once more; activation(gate) is rounded to its dtype before. It is read in place if it
+            lies as the result does.
 
     Returns:
         [..., out_features].
@@ -95,7 +102,7 @@ def linear(
     check_policy(policy)
     index = pattern.index_on(values.device)
     stored = metadata, scales
-    return linear_on(x, values, index, bias, activation, residual, feature_major_output, policy, stored)
+    return linear_on(x, values, index, bias, activation, residual, feature_major_output, policy, stored, gate)
 
 
 def linear_on(
@@ -108,26 +115,50 @@ def linear_on(
     feature_major: bool = False,
     policy: str = "sparse",
     stored: tuple[Tensor | None, Tensor | None] = (None, None),
+    gate: Tensor | None = None,
 ) -> Tensor:
     """`linear` for a pattern as operators take it, of values with metadata and scales."""
+    code = activation_code(activation)
+    if is_any_autocast_enabled():
+        x, values, bias, residual, gate = autocast(x, values, bias, residual, gate)
+    extras = _extras(values, *stored)
+    if policy != "sparse" and (policy == "dense" or _prefers_dense(x, values, index, *stored)):
+        check_dds("x", x, values, index, bias, residual, *stored, gate)
+        plain = expand_values(values, *stored, x.dtype) if extras else values
+        y = _expanded_linear(x, plain, index, bias, feature_major)
+        return combined(y, activation, residual, gate)
+    tensors = x, values, bias, residual, gate
+    if (code == 0 and gate is None) or not (records_gradient(tensors) or transforms_active()):
+        if gate is not None:
+            extras = (*(extras or (None, None, False)), gate)
+        return call(DDS_NT, x, values, index, bias, residual, code, feature_major, extras)
+    # A fused activation or gate has no gradient, which transforms may ask for.
+    check_one(residual, gate)
+    y = call(DDS_NT, x, values, index, bias, None, 0, feature_major, extras)
+    return combined(y, activation, residual, gate)
+
+
+def activation_code(activation: str) -> int:
+    """Its number for operators."""
     code = _launch.ACTIVATIONS.get(activation)
     if code is None:
         raise InvalidArgumentError(
             f"activation: one of {list(_launch.ACTIVATIONS)} expected, got {activation!r}"
         )
-    if is_any_autocast_enabled():
-        x, values, bias, residual = autocast(x, values, bias, residual)
-    extras = _extras(values, *stored)
-    if policy != "sparse" and (policy == "dense" or _prefers_dense(x, values, index, *stored)):
-        check_dds("x", x, values, index, bias, residual, *stored)
-        plain = expand_values(values, *stored, x.dtype) if extras else values
-        return _expanded_linear(x, plain, index, bias, activation, residual, feature_major)
-    if code == 0 or not records_gradient((x, values, bias, residual)):
-        return call(DDS_NT, x, values, index, bias, residual, code, feature_major, extras)
-    # A fused activation has no gradient.
-    y = call(DDS_NT, x, values, index, bias, None, 0, feature_major, extras)
-    y = _DIFFERENTIABLE[activation](y)
-    return y if residual is None else y + checked_residual(residual, y)
+    return code
+
+
+def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:
+    """What `linear` makes of a product y [..., out_features], by PyTorch alone."""
+    if gate is not None:
+        check_like_product("gate", gate, y)
+        return y * _activated(gate, activation)
+    y = _activated(y, activation)
+    return y if residual is None else y + check_like_product("residual", residual, y)
+
+
+def _activated(y: Tensor, activation: str) -> Tensor:
+    return y if activation == "none" else _DIFFERENTIABLE[activation](y)
 
 
 def linear_through(
@@ -137,12 +168,13 @@ def linear_through(
     bias: Tensor | None,
     residual: Tensor | None,
     kept: tuple[Tensor | None, ...],
+    feature_major: bool = False,
 ) -> Tensor:
     """`linear` with the compressed values, whose gradient passes to ``values`` as if those were multiplied.
 
     ``kept``: compressed values and metadata, and both of the transposed weight, or None twice.
     """
-    return call(DDS_NT_THROUGH, x, values, index, bias, residual, 0, False, kept)
+    return call(DDS_NT_THROUGH, x, values, index, bias, residual, 0, feature_major, kept)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -289,24 +321,14 @@ def _dds(
 
 
 def _expanded_linear(
-    x: Tensor,
-    values: Tensor,
-    index: Index,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    feature_major: bool,
+    x: Tensor, values: Tensor, index: Index, bias: Tensor | None, feature_major: bool
 ) -> Tensor:
     weight = call(EXPAND, values, None, index)
-    if feature_major:
-        columns = x.reshape(-1, index.shape[1]).t()
-        y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
-        y = y.t().reshape(*x.shape[:-1], index.shape[0])
-    else:
-        y = torch.nn.functional.linear(x, weight, bias)
-    if activation != "none":
-        y = _DIFFERENTIABLE[activation](y)
-    return y if residual is None else y + residual
+    if not feature_major:
+        return torch.nn.functional.linear(x, weight, bias)
+    columns = x.reshape(-1, index.shape[1]).t()
+    y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
+    return y.t().reshape(*x.shape[:-1], index.shape[0])
 
 
 def autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ._autograd import records_gradient
-from ._checks import Index, check_block_shape, check_policy, check_shapes
+from ._checks import Index, check_block_shape, check_one, check_policy, check_shapes
 from ._launch import blocks_of, multiplies_compressed, prepared, update_of
 from ._private import constant_when_compiled, transforms_active, version
 from ._register import COMPRESS
@@ -21,7 +21,14 @@ from .errors import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from .functional import autocast, linear_on, linear_through, straight_through
+from .functional import (
+    activation_code,
+    autocast,
+    combined,
+    linear_on,
+    linear_through,
+    straight_through,
+)
 from .matrix import BlockSparseMatrix
 from .pattern import BlockPattern, check_parts_beside, index_of
 from .storage import (
@@ -544,16 +551,34 @@ class BlockSparseLinear(nn.Module):
         nnz = self.col_indices.shape[0]
         return BlockPattern.random(self._shape, block_shape=self._block_shape, nnz=nnz, generator=generator)
 
-    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """Computes y = x Wᵀ + bias from the kept blocks.
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+        activation: str = "none",
+        feature_major_output: bool = False,
+    ) -> Tensor:
+        """Computes y = x Wᵀ + bias from the kept blocks; all else is as in `functional.linear`.
 
         Args:
             x: [..., in_features].
             residual: [..., out_features], added to the result, or None.
+            gate: [..., out_features], by which the result is multiplied in the place of a residual, or None.
+            activation: of the result, or of the gate where there is one.
+            feature_major_output: the layout of the result; that of tensor parallelism is row-major always.
 
         Returns:
             y [..., out_features].
         """
+        if gate is not None or activation != "none":
+            activation_code(activation)
+            check_one(residual, gate)
+            if self._needs_own_product():
+                y = self.forward(x, feature_major_output=feature_major_output)
+                y, residual, gate = autocast(y, residual, gate)
+                return combined(y, activation, residual, gate)
         if self._origin:
             self._settle()
         if self._part is not None:
@@ -571,15 +596,21 @@ class BlockSparseLinear(nn.Module):
             x, bias, residual = autocast(x, bias, residual)
             beside, weight = weight, weight.detach()
         if mask is not None:
-            y = self._masked_linear(x, weight, mask, index, bias, residual)
+            y = self._masked_linear(x, weight, mask, index, bias, residual, feature_major_output)
         else:
-            stored = buffers["metadata"], buffers["scales"]
-            y = linear_on(x, weight, index, bias, "none", residual, False, self._policy, stored)
+            stored, layout = (buffers["metadata"], buffers["scales"]), feature_major_output
+            y = linear_on(x, weight, index, bias, activation, residual, layout, self._policy, stored, gate)
         if beside is not None:
             from ._main_grad import add_gradient, add_gradient_uncompiled
 
             y = (add_gradient_uncompiled if is_compiling() else add_gradient)(y, x, beside, index)
         return y if self._observe is None else self._observe(y, x)
+
+    def _needs_own_product(self) -> bool:
+        """Whether something looks at the product itself, or at its gradient, before what is made of it."""
+        beside = getattr(self.weight, "main_grad", None)
+        lookers = self._part, self._observe, self._buffers["mask"], beside
+        return any(each is not None for each in lookers)
 
     def _masked_linear(
         self,
@@ -589,19 +620,22 @@ class BlockSparseLinear(nn.Module):
         index: Index,
         bias: Tensor | None,
         residual: Tensor | None,
+        layout: bool = False,
     ) -> Tensor:
         """Of plain 2:4. Compressed in every call: what is written to a weight is not always seen."""
         x, weight, bias, residual = autocast(x, weight, bias, residual)
         if self._policy != "sparse" or not multiplies_compressed(x, index):
             masked = straight_through(weight, mask)
-            return linear_on(x, masked, index, bias, "none", residual, False, self._policy)
+            return linear_on(x, masked, index, bias, "none", residual, layout, self._policy)
         compressed, metadata = COMPRESS(weight.detach(), mask, False)
         if not records_gradient((weight,)):
-            return linear_on(x, compressed, index, bias, residual=residual, stored=(metadata, None))
+            stored = metadata, None
+            return linear_on(x, compressed, index, bias, "none", residual, layout, stored=stored)
         transposed: tuple[Tensor | None, Tensor | None] = None, None
         if self._transposable and x.requires_grad:
             transposed = COMPRESS(weight.detach(), mask, True)
-        return linear_through(x, weight, index, bias, residual, (compressed, metadata, *transposed))
+        kept = compressed, metadata, *transposed
+        return linear_through(x, weight, index, bias, residual, kept, layout)
 
     def pack(self, enabled: bool = True) -> BlockSparseLinear:
         """Keeps a copy of the weight in the order in which kernels multiply it, for inference.

@@ -20,6 +20,7 @@ from ._progress import Progress
 from ._transformers import check_can_follow, follow
 from .errors import InvalidArgumentError, TileSparseError
 from .linear import BlockSparseLinear, dense_weight, is_conv1d
+from .mlp import BlockSparseMLP, reason_not_known
 from .pattern import BlockPattern, check_parts_beside
 from .pseudo import PseudoBlockSparseLinear
 from .storage import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
@@ -134,6 +135,35 @@ class PatchReport:
 
 
 @dataclass(frozen=True)
+class FusedMLP:
+    """One MLP that became a `BlockSparseMLP`; `activation` is None where PyTorch computes it."""
+
+    name: str
+    kind: str
+    gated: bool
+    activation: str | None
+
+
+@dataclass(frozen=True)
+class FuseReport:
+    """What `BlockSparseModelPatcher.fuse_mlps` did, or would do; ``str()`` makes a table of it.
+
+    Attributes:
+        mlps: those that became a `BlockSparseMLP`.
+        skipped: modules with "MLP" in the name of their class that stay as they are, with the reason.
+    """
+
+    mlps: list[FusedMLP]
+    skipped: list[SkippedLayer]
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("MLP", "class", "gated", "activation")]
+        for mlp in self.mlps:
+            rows.append((mlp.name, mlp.kind, "yes" if mlp.gated else "no", mlp.activation or "of PyTorch"))
+        return "\n".join([*aligned(rows), *(f"skipped {text}" for text in by_reason(self.skipped))])
+
+
+@dataclass(frozen=True)
 class _Rule:
     """One pattern of the user, with a value for every option."""
 
@@ -157,7 +187,7 @@ class _Target:
 
     names: list[str]
     module: nn.Module
-    replacement: _Replacement
+    replacement: nn.Module
 
 
 class BlockSparseModelPatcher:
@@ -290,6 +320,30 @@ class BlockSparseModelPatcher:
             follow(model)
         return report
 
+    def fuse_mlps(self, model: nn.Module, *, dry_run: bool = False) -> FuseReport:
+        """Puts a `BlockSparseMLP` in the place of every MLP that it knows, see `BlockSparseMLP.from_module`.
+
+        Call it when the layers are block-sparse: patched, pruned or loaded. They stay the same under the same
+        names, so state dicts, checkpoints and optimizers do not change, and a checkpoint loads into the model
+        with or without them; a model that is made anew has to be fused anew. Hooks of its calls move.
+
+        Args:
+            model: changed in place.
+            dry_run: only report what would be done.
+        """
+        targets, skipped = [], []
+        for module, aliases in _names_of_modules(model).items():
+            if isinstance(module, BlockSparseMLP) or "mlp" not in type(module).__name__.lower():
+                continue
+            reason = _reason_not_fused(model, module)
+            if reason is None:
+                targets.append(_Target(aliases, module, BlockSparseMLP.from_module(module)))
+            else:
+                skipped.append(SkippedLayer(aliases[0], type(module).__name__, reason))
+        if not dry_run:
+            self._replace(model, targets)
+        return FuseReport([_fused(target) for target in targets], skipped)
+
     def undo(self, model: nn.Module) -> None:
         """Puts back the very modules that this patcher has replaced in `model`, with all hooks.
 
@@ -308,8 +362,10 @@ class BlockSparseModelPatcher:
                     f"model: the layer that this patcher has put there expected as {name!r}, got {kind}; "
                     "merge or remove adapters first"
                 )
-        for name, target in self._originals.pop(model).items():
+        for name, target in reversed(self._originals.pop(model).items()):
             _share_hooks(target.replacement, target.module)
+            if isinstance(target.replacement, BlockSparseMLP):  # adapters may have come since
+                target.module._modules.update(target.replacement._modules)
             _set_submodule(model, name, target.module)
         follow(model)
 
@@ -375,6 +431,17 @@ class BlockSparseModelPatcher:
             for name in target.names:
                 _set_submodule(model, name, target.replacement)
                 originals[name] = target
+
+
+def _reason_not_fused(model: nn.Module, module: nn.Module) -> str | None:
+    if module is model:
+        return "the model itself cannot be replaced in place"
+    return _what_would_be_lost(module) or reason_not_known(module)
+
+
+def _fused(target: _Target) -> FusedMLP:
+    mlp: Any = target.replacement
+    return FusedMLP(target.names[0], type(target.module).__name__, mlp.gated, mlp.activation_name)
 
 
 def _compiled(regex: str) -> re.Pattern[str]:
@@ -572,12 +639,14 @@ def _report(
     unmatched: list[str],
 ) -> PatchReport:
     replaced = {target.module: target.replacement for target in targets}
-    layers = [_patched(target.names[0], target.module, target.replacement) for target in targets]
+    layers = [_patched(target) for target in targets]
     after = _size(replaced.get(module, module) for module in names)
     return PatchReport(layers, skipped, unmatched, _size(names), after)
 
 
-def _patched(name: str, module: nn.Module, new: _Replacement) -> PatchedLayer:
+def _patched(target: _Target) -> PatchedLayer:
+    name, module, new = target.names[0], target.module, target.replacement
+    assert isinstance(new, _Replacement)
     choices: tuple[str, tuple[int, int] | None, str] = "pseudo", None, "plain"
     if isinstance(new, BlockSparseLinear):
         choices = new.policy, new.nm, new.storage

@@ -108,6 +108,13 @@ static void give_residual(operands* o) {
     o->desc.residual = (ts_matrix){o->memory[4], o->desc.y.ld + 5, o->desc.y.layout, 0};
 }
 
+/* Of multiples of 1/8 as well: relu of them is exact. */
+static void give_gate(operands* o) {
+    o->desc.gate = (ts_matrix){o->memory[4], o->desc.y.ld + 5, o->desc.y.layout, 0};
+}
+
+static double relu(double value) { return value > 0 ? value : 0; }
+
 static int64_t at(const ts_matrix* m, int64_t token, int64_t feature) {
     return m->layout == TS_ROW_MAJOR ? token * m->ld + feature : feature * m->ld + token;
 }
@@ -157,7 +164,12 @@ static void check_forward(const operands* o) {
         for (int64_t n = 0; n < OUT; ++n) {
             double sum = o->desc.bias != NULL ? get(o, 3, n) : 0;
             for (int64_t k = 0; k < IN; ++k) sum += x_at(o, t, k) * weight(o, n, k);
-            if (o->desc.activation == TS_RELU && sum < 0) sum = 0;
+            if (o->desc.gate.data != NULL) {
+                const double gate = get(o, 4, at(&o->desc.gate, t, n));
+                sum *= o->desc.activation == TS_RELU ? relu(gate) : gate;
+            } else if (o->desc.activation == TS_RELU) {
+                sum = relu(sum);
+            }
             if (o->desc.residual.data != NULL) sum += get(o, 4, at(&o->desc.residual, t, n));
             CHECK(y_at(o, t, n) == sum, "y[%d, %d] is %g, not %g", (int)t, (int)n, y_at(o, t, n), sum);
         }
@@ -188,11 +200,12 @@ static void check_gradient_of_values(const operands* o) {
 
 static void test_products(int32_t dtype, int32_t x_layout, int32_t y_layout) {
     static operands o;
-    for (int options = 0; options < 4; ++options) {
+    for (int options = 0; options < 6; ++options) {
         init_operands(&o, TS_DDS_NT, dtype, x_layout, y_layout);
         o.desc.bias = options & 1 ? o.memory[3] : NULL;
         o.desc.activation = options & 1 ? TS_RELU : TS_NO_ACTIVATION;
         if (options & 2) give_residual(&o);
+        if (options & 4) give_gate(&o);
         SUCCEEDS(run(&o));
         check_forward(&o);
     }
@@ -315,6 +328,13 @@ static void test_bad_descriptors(void) {
     REFUSES(TS_DDS_NT, o.desc.residual.reserved = 1, TS_INVALID_ARGUMENT, "residual.reserved");
     REFUSES(TS_DDS_NN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
     REFUSES(TS_SDD_TN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
+    REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.layout = TS_FEATURE_MAJOR), TS_INVALID_ARGUMENT,
+            "gate.layout is 1; it must be y.layout, 0");
+    REFUSES(TS_DDS_NT, o.desc.gate.reserved = 1, TS_INVALID_ARGUMENT, "gate.reserved");
+    REFUSES(TS_DDS_NN, o.desc.gate.data = o.memory[4], TS_INVALID_ARGUMENT, "gate is given; only dds_nt");
+    REFUSES(TS_SDD_TN, o.desc.gate.data = o.memory[4], TS_INVALID_ARGUMENT, "gate is given; only dds_nt");
+    REFUSES(TS_DDS_NT, (give_gate(&o), give_residual(&o)), TS_INVALID_ARGUMENT,
+            "gate is given beside residual");
     REFUSES(TS_DDS_NT, o.desc.values_dtype = 7, TS_INVALID_ARGUMENT, "values_dtype is 7; allowed are 0 to 6");
     REFUSES(TS_DDS_NT, o.desc.values_dtype = -1, TS_INVALID_ARGUMENT, "values_dtype");
     REFUSES(TS_DDS_NT, o.desc.result_dtype = 5, TS_INVALID_ARGUMENT, "result_dtype");
@@ -339,6 +359,7 @@ static void test_short_structures(void) {
     o.desc.struct_size = FIRST_MATMUL_DESC; /* what lies behind belongs to something else */
     memset((char*)&o.desc + FIRST_MATMUL_DESC, 0xa5, sizeof o.desc - FIRST_MATMUL_DESC);
     SUCCEEDS(run(&o));
+    o.desc.gate.data = NULL; /* there is none for the library */
     check_forward(&o);
     REFUSES(TS_DDS_NT, o.desc.struct_size = FIRST_MATMUL_DESC - 1, TS_INVALID_ARGUMENT,
             "desc.struct_size is 159; allowed are 160");
@@ -379,7 +400,7 @@ static void test_long_structures(void) {
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 111 of pattern is not 0");
     pattern.unknown[23] = 0;
     desc.unknown[0] = 1;
-    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 280 of desc is not 0");
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 304 of desc is not 0");
     desc.known.struct_size = UINT32_MAX;
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "desc.struct_size");
 
@@ -411,6 +432,9 @@ static void test_bad_operands(void) {
             TS_INVALID_ARGUMENT, "residual is at address");
     REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.data = o.desc.y.data), TS_INVALID_ARGUMENT,
             "y and residual overlap");
+    REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.ld = OUT - 1), TS_INVALID_ARGUMENT, "gate.ld");
+    REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.data = o.desc.y.data), TS_INVALID_ARGUMENT,
+            "y and gate overlap");
     REFUSES(TS_DDS_NT, o.desc.bias = (char*)o.memory[3] + 2, TS_INVALID_ARGUMENT, "bias is at address");
     REFUSES(TS_DDS_NT, (o.desc.packed = o.desc.y.data, o.desc.packed_bytes = 4), TS_INVALID_ARGUMENT,
             "y and packed overlap");

@@ -176,6 +176,7 @@ constexpr Field kDescFields[] = {
     NARROW(ts_matmul_desc, y.reserved),   NARROW(ts_matmul_desc, residual.layout),
     NARROW(ts_matmul_desc, values_dtype), NARROW(ts_matmul_desc, result_dtype),
     NARROW(ts_matmul_desc, policy),       NARROW(ts_matmul_desc, row_scales),
+    NARROW(ts_matmul_desc, gate.layout),  WIDE(ts_matmul_desc, gate.ld),
     WIDE(ts_matmul_desc, tokens),         WIDE(ts_matmul_desc, x.ld),
     WIDE(ts_matmul_desc, y.ld),           WIDE(ts_matmul_desc, residual.ld),
     WIDE(ts_matmul_desc, plan_key),       WIDE(ts_matmul_desc, plan_bytes),
@@ -273,7 +274,7 @@ ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     desc.device = chance(followed ? 95 : 40) ? TS_CPU : TS_CUDA;
     desc.tokens = draw(0, 40);
     desc.x.layout = static_cast<int32_t>(draw(0, 1));
-    desc.y.layout = desc.residual.layout = static_cast<int32_t>(draw(0, 1));
+    desc.y.layout = desc.residual.layout = desc.gate.layout = static_cast<int32_t>(draw(0, 1));
     if (desc.op == TS_DDS_NT) desc.activation = static_cast<int32_t>(draw(0, 3));
     if (desc.op == TS_SDD_TN) desc.accumulate = static_cast<int32_t>(draw(0, 1));
     if (chance(10)) desc.kernel = static_cast<int32_t>(draw(0, ts_kernel_count() + 1));
@@ -285,6 +286,7 @@ ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     desc.x.ld = line(desc.x.layout, pattern.in_features);
     desc.y.ld = line(desc.y.layout, pattern.out_features);
     desc.residual.ld = line(desc.residual.layout, pattern.out_features);
+    desc.gate.ld = line(desc.gate.layout, pattern.out_features);
     if (desc.op != TS_SDD_TN) {
         if (chance(25)) desc.storage = TS_STORAGE_2_4;
         if (chance(25)) desc.values_dtype = static_cast<int32_t>(draw(TS_INT8, TS_FLOAT8_E4M3FN)) + 1;
@@ -296,16 +298,19 @@ ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     desc.plan = chance(80) ? nullptr : wild_address();
     desc.packed = chance(80) ? nullptr : wild_address();
     const bool has_bias = chance(30) && desc.op == TS_DDS_NT,
-               has_residual = chance(30) && desc.op == TS_DDS_NT;
+               has_residual = chance(30) && desc.op == TS_DDS_NT,
+               has_gate = chance(has_residual ? 2 : 30) && desc.op == TS_DDS_NT;
     if (!followed) {
         for (void** operand : {&desc.x.data, &desc.y.data, &desc.values}) *operand = wild_address();
         if (has_bias) desc.bias = wild_address();
         if (has_residual) desc.residual.data = wild_address();
+        if (has_gate) desc.gate.data = wild_address();
         return desc;
     }
     place(desc.x, desc, pattern.in_features);
     place(desc.y, desc, pattern.out_features);
     if (has_residual) place(desc.residual, desc, pattern.out_features);
+    if (has_gate) place(desc.gate, desc, pattern.out_features);
     if (has_bias) desc.bias = take_some(wide(bounded(pattern.out_features)) * most_bytes(desc));
     place_values(desc, pattern);
     return desc;

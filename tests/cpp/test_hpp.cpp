@@ -124,6 +124,17 @@ void test_products() {
             expect(static_cast<double>(y[t * kOut + n]) == sum, "y is wrong");
         }
 
+    ts::Product gated(ts::Op::dds_nt, pattern, kTokens);
+    gated.x(x, ts::Layout::feature_major, x_ld).values(values).gate(residual).y(y).run();
+    for (std::size_t t = 0; t < kTokens; ++t)
+        for (std::size_t n = 0; n < kOut; ++n) {
+            double sum = 0;
+            for (std::size_t k = 0; k < kIn; ++k)
+                sum += static_cast<double>(x[k * x_ld + t]) * weight(values, n, k);
+            const double product = sum * static_cast<double>(residual[t * kOut + n]);
+            expect(static_cast<double>(y[t * kOut + n]) == product, "y with a gate is wrong");
+        }
+
     ts::Product backward(ts::Op::dds_nn, pattern, kTokens);
     backward.x(dx).values(values).y(residual).run();
     for (std::size_t t = 0; t < kTokens; ++t)
@@ -231,6 +242,8 @@ void test_refusals() {
             [&](ts::Product& p) { p.bias(doubles); });
     refused("residual is of dtype float64; allowed is that of y, float32",
             [&](ts::Product& p) { p.residual(doubles); });
+    refused("gate is of dtype float64; allowed is that of y, float32",
+            [&](ts::Product& p) { p.gate(doubles); });
     refused("scales has 47 elements", [&](ts::Product& p) {
         static const std::vector<float> scales(47);
         p.scales(scales);

@@ -32,8 +32,10 @@ OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
 # What each product can do besides multiplying.
 OPTIONS: dict[int, list[dict[str, Any]]] = {
     DDS_NT: [
-        {"bias": bias, "activation": name, "residual": residual}
-        for bias, name, residual in product((False, True), ACTIVATIONS, (False, True))
+        {"bias": bias, "activation": name, "residual": residual, "gated": gated}
+        for bias, name, (residual, gated) in product(
+            (False, True), ACTIVATIONS, ((False, False), (True, True), (True, False))
+        )
     ],
     DDS_NN: [{}],
     SDD_TN: [{"accumulate": False}, {"accumulate": True}],

@@ -118,6 +118,7 @@ class Problem:
     bias: bool = False
     activation: str = "none"
     residual: bool = False
+    gated: bool = False  # the residual is a gate
     accumulate: bool = False
 
 
@@ -143,7 +144,7 @@ class Guarded:
 
 
 class Operands:
-    """x, y, values, bias and residual of one problem, random but for the output, which is poison."""
+    """x, y, values, bias and residual or gate of one problem, random but for the output, which is poison."""
 
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
@@ -204,6 +205,7 @@ def make_product(row: Row, problem: Problem, operands: Operands) -> _C.Product:
         residual=problem.residual,
         ldr=residual.ld,
         result_dtype=DTYPES[row.result],
+        gated=problem.gated,
     )
     assert product.resolve() == (row.number - 1, 0), "another kernel, or one with a plan"
     return product
@@ -247,14 +249,26 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
     # Higham, "Accuracy and Stability of Numerical Algorithms", 3.1, doubled for instructions that round
     # the sum of two products on the way.
     tolerance = 2 * (left.shape[-1] + 4) * rounding_unit(sums) * magnitude
-    if problem.activation != "none":
-        # No activation's slope exceeds 1.13; the functions themselves are good to a few units.
-        tolerance = 1.13 * tolerance + 8 * rounding_unit(sums) * expected.abs()
-        expected = FUNCTIONS[problem.activation](expected)
+    if problem.gated:
+        gate, error = activated(problem, operands.residual.double(), 0, rounding_unit(sums))
+        error = rounded(gate, error, row.dtype)
+        tolerance = tolerance * gate.abs() + (expected.abs() + tolerance) * error
+        return expected * gate, rounded(expected * gate, tolerance, row.dtype)
+    expected, tolerance = activated(problem, expected, tolerance, rounding_unit(sums))
     if operands.residual is not None:
         expected = expected + operands.residual.double()
         tolerance = tolerance + rounding_unit(sums) * (expected.abs() + tolerance)
     return expected, rounded(expected, tolerance, row.result)
+
+
+def activated(
+    problem: Problem, values: Tensor, tolerance: Tensor | float, unit: float
+) -> tuple[Tensor, Tensor | float]:
+    """What the problem's activation makes of values, and of how far off they may be."""
+    if problem.activation == "none":
+        return values, tolerance
+    # No activation's slope exceeds 1.13; the functions themselves are good to a few units.
+    return FUNCTIONS[problem.activation](values), 1.13 * tolerance + 8 * unit * values.abs()
 
 
 def check(row: Row, problem: Problem) -> None:

@@ -25,7 +25,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from tilesparse import BlockPattern, PatternChangedError, functional
+from tilesparse import BlockPattern, InvalidArgumentError, PatternChangedError, functional
 
 SHAPES = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32)]
 TOKENS = [0, 1, 3, 17, 127, 1000]
@@ -257,6 +257,54 @@ def double_tensors(pattern: BlockPattern, device: str = "cpu") -> tuple[Tensor, 
         random_values(pattern, **like).requires_grad_(),
         randn(pattern.out_features, seed=3, **like).requires_grad_(),
     )
+
+
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
+@pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_gates(device: str, dtype: torch.dtype, activation: str, feature_major: bool, policy: str) -> None:
+    """As PyTorch multiplies, whatever the gate's layout; the result has the one that is asked for."""
+    pattern = make_pattern("random 50%", (3, 4), (32, 16))
+    values = random_values(pattern, dtype=dtype, device=device)
+    x = randn(2, 12, pattern.in_features, dtype=dtype, device=device, seed=1)
+    bias = randn(pattern.out_features, dtype=dtype, device=device, seed=2)
+    options = {"feature_major_output": feature_major, "policy": policy}
+    sums = functional.linear(x, values, pattern, bias, **options)
+    for gate in (sums.flip(0), sums.flip(0).mT.contiguous().mT):
+        y = functional.linear(x, values, pattern, bias, activation, gate=gate, **options)
+        factor = ACTIVATIONS.get(activation, lambda t: t)(gate)
+        assert y.stride() == sums.stride()
+        error = (y - sums * factor).abs().double().amax()
+        assert error <= 16 * rounding_unit(dtype) * float((sums * factor).abs().amax())
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
+def test_gradients_with_a_gate(check: Callable[..., bool], policy: str, activation: str) -> None:
+    pattern = make_pattern("diagonal", (2, 2), (16, 16))
+    x, y, values, bias = double_tensors(pattern)
+
+    def gated(*t: Tensor) -> Tensor:
+        return functional.linear(t[0], t[1], pattern, t[2], activation, gate=t[3], policy=policy)
+
+    assert check(gated, (x, values, bias, y), fast_mode=True)
+    assert check(lambda gate: gated(x.detach(), values.detach(), bias.detach(), gate), (y,), fast_mode=True)
+
+
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_gates(device: str, needs_gradient: bool, policy: str) -> None:
+    pattern = make_pattern("full", (2, 2), (16, 16))
+    values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_(needs_gradient)
+    x = randn(5, 32, dtype=torch.float32, device=device)
+    for gate in (x[:1], x[0], x.double()):
+        with pytest.raises(InvalidArgumentError, match=r"gate: (shape|dtype)"):
+            functional.linear(x, values, pattern, gate=gate, policy=policy)
+    with pytest.raises(InvalidArgumentError, match="gate: none expected beside a residual"):
+        functional.linear(x, values, pattern, residual=x, gate=x, policy=policy)
 
 
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])

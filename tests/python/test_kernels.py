@@ -211,6 +211,7 @@ class Problem:
     bias: bool = False
     activation: str = "none"
     residual: bool = False
+    gated: bool = False  # the residual is a gate
     accumulate: bool = False
 
 
@@ -241,7 +242,7 @@ class Guarded:
 
 
 class Operands:
-    """x, y, values, bias and residual of one problem, random but for the output, which is poison.
+    """x, y, values, bias and residual or gate of one problem, random but for the output, which is poison.
 
     Beside values lies what their storage has besides; `plain` is what products multiply by.
     """
@@ -317,6 +318,7 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
         "ldy": y.ld,
         "residual": problem.residual,
         "ldr": residual.ld,
+        "gated": problem.gated,
         **form_of(row),
     }
     descriptor = prepared_on(DEVICE, problem.pattern).descriptor
@@ -391,17 +393,30 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
         expected, magnitude = expected + added.double(), magnitude + added.double().abs()
     tolerance = relative_error(row, left.shape[-1]) * magnitude
     unit = rounding_unit(torch.float64 if row.dtype == torch.float64 else torch.float32)
-    if problem.activation != "none":
-        # No activation's slope exceeds 1.13; the functions themselves are good to a few units, gelu in
-        # 16 bits to what the C header states.
-        tolerance = 1.13 * tolerance + 8 * unit * expected.abs()
-        if problem.activation == "gelu" and row.dtype.itemsize == 2:
-            tolerance = tolerance + 6e-5
-        expected = FUNCTIONS[problem.activation](expected)
+    if problem.gated:
+        gate, error = activated(row, problem, operands.residual.double(), 0)
+        error = rounded(gate, error, row.dtype)
+        tolerance = tolerance * gate.abs() + (expected.abs() + tolerance) * error
+        return expected * gate, rounded(expected * gate, tolerance, row.dtype)
+    expected, tolerance = activated(row, problem, expected, tolerance)
     if operands.residual is not None:
         expected = expected + operands.residual.double()
         tolerance = tolerance + unit * (expected.abs() + tolerance)
     return expected, rounded(expected, tolerance, row.result)
+
+
+def activated(
+    row: Row, problem: Problem, values: Tensor, tolerance: Tensor | float
+) -> tuple[Tensor, Tensor | float]:
+    """What the problem's activation makes of values, and of how far off they may be."""
+    if problem.activation == "none":
+        return values, tolerance
+    # No activation's slope exceeds 1.13; the functions themselves are good to a few units, gelu in 16 bits to
+    # what the C header states.
+    tolerance = 1.13 * tolerance + 4 * torch.finfo(torch.float32).eps * values.abs()
+    if problem.activation == "gelu" and row.dtype != torch.float32:
+        tolerance = tolerance + 6e-5
+    return FUNCTIONS[problem.activation](values), tolerance
 
 
 def relative_error(row: Row, terms: int) -> float:
@@ -487,8 +502,8 @@ def random_pattern(
 def test_small(row: Row) -> None:
     """Each layout, and more tokens than one CTA sums up: all there is to check for a sanitizer."""
     pattern = make_pattern("random 50%", (2, 3), accepted_shapes(row)[0])
-    for x_layout, y_layout in accepted_layouts(row):
-        check(row, Problem(pattern, 17, x_layout, y_layout, gap=CHUNK, **OPTIONS[row.op][-1]))
+    for (x_layout, y_layout), options in product(accepted_layouts(row), OPTIONS[row.op][-2:]):
+        check(row, Problem(pattern, 17, x_layout, y_layout, gap=CHUNK, **options))
     check(row, Problem(pattern, within(row, 600)))
 
 
@@ -496,7 +511,8 @@ def test_many_tiles(row: Row) -> None:
     """Several for each multiprocessor, as many for one as for another, and CTAs beyond the last token."""
     block_shape = accepted_shapes(row)[-1]
     pattern = make_pattern("random 50%", (1280 // block_shape[0], 384 // block_shape[1]), block_shape)
-    check(row, Problem(pattern, within(row, 64 * 257), **OPTIONS[row.op][-1]))
+    for options in OPTIONS[row.op][-2:]:
+        check(row, Problem(pattern, within(row, 64 * 257), **options))
 
 
 def test_long_sums(row: Row) -> None:
@@ -647,14 +663,18 @@ def test_refused_calls_write_nothing(row: Row) -> None:
 def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, Any]]]:
     residual, size = operands.buffers["residual"], row.dtype.itemsize
     good = {"residual": residual.address}
+    gated = {"arguments": {"gated": True}}
     if row.op != DDS_NT:
-        return [("residual is given", good)]
+        return [("residual is given", good), ("gate is given", good | gated)]
     short = {"arguments": {"ldr": operands.y.shape[1] - CHUNK // size}}
     return [
         ("residual is at address", {"residual": residual.address + size}),
         ("residual.ld", good | short),
         ("residual.ld", good | {"arguments": {"ldr": residual.ld + 1}}),
         ("y and residual overlap", {"residual": operands.output.address}),
+        ("gate is at address", gated | {"residual": residual.address + size}),
+        ("gate.ld", good | {"arguments": {"ldr": residual.ld + 1, "gated": True}}),
+        ("y and gate overlap", gated | {"residual": operands.output.address}),
     ]
 
 

@@ -457,3 +457,21 @@ def test_masters_that_cannot_be_made_are_refused() -> None:
     model.sparse.weight = nn.Parameter(model.sparse.weight.detach())
     with pytest.raises(InvalidArgumentError, match="make optimizer and MasterWeights anew"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("option", ["gate", "activation", "residual"])
+def test_what_follows_the_product_has_its_gradient_too(option: str) -> None:
+    """A gate, an activation or a residual of the same call."""
+    layer = make(dtype=torch.float32)
+    x, dy = batch(layer, 5)
+    other = torch.randn(len(x), layer.out_features, generator=seeded(6))
+    options: dict[str, Any] = {"gate": other, "activation": "silu"} if option == "gate" else {}
+    options = {"activation": "gelu"} if option == "activation" else options or {"residual": other}
+    layer(x, **options).backward(dy)
+    assert layer.weight.grad is not None
+    expected, layer.weight.grad = layer.weight.grad, None
+    before = with_main_grad(layer)
+    layer(x, **options).backward(dy)
+    weight: Any = layer.weight
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, before + expected, rtol=1e-5, atol=1e-5)

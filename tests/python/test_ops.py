@@ -94,6 +94,28 @@ def test_a_fused_activation_records_no_gradient(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_fused_gate(device: str) -> None:
+    """It has no gradient; without one it is an operator like others, batched and compiled."""
+    pattern = make_pattern("random 50%", (2, 2), (16, 32))
+    x, y, values, bias = (t.detach() for t in operands(pattern, torch.float32, device))
+    index = pattern.index_on(x.device)
+    options = {"activation": ACTIVATIONS["silu"], "gate": y}
+    torch.library.opcheck(OPS.dds_nt, (x, values, *index, bias), options)
+    expected = OPS.dds_nt(x, values, *index, bias) * torch.nn.functional.silu(y)
+
+    def gated(x: Tensor, gate: Tensor) -> Tensor:
+        return functional.linear(x, values, pattern, bias, "silu", gate=gate)
+
+    compiled = torch.compile(gated, backend="aot_eager", fullgraph=True)
+    for result in (gated(x, y), torch.vmap(gated)(x, y), compiled(x, y)):
+        torch.testing.assert_close(result, expected)
+    with pytest.raises(InvalidArgumentError, match="gate: none expected beside a residual"):
+        OPS.dds_nt(x, values, *index, None, y, gate=y)
+    with pytest.raises(UnsupportedError, match="gate: a fused one has no gradient"):
+        OPS.dds_nt(x, values, *index, gate=y.clone().requires_grad_()).sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_changing_token_counts_and_updates_use_the_right_launch(device: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (16, 32))
     for name in ("random 50%", "empty", "full"):
@@ -159,6 +181,7 @@ def eager_products(pattern: BlockPattern, x: Tensor, y: Tensor, values: Tensor) 
             functional.dds(y, values, pattern, transpose=False),
             functional.sdd(y, x, pattern),
             functional.linear(x, values, pattern, residual=y, policy="dense"),
+            functional.linear(x, values, pattern, activation="relu", gate=y),
         ]
 
 
@@ -259,6 +282,10 @@ REPEATED: dict[str, tuple[Any, int]] = {
     "x Wᵀ": (lambda p, x, y, values, bias: functional.linear(x, values, p), 1),
     "relu(x Wᵀ + bias) + y": (
         lambda p, x, y, values, bias: functional.linear(x, values, p, bias, "relu", residual=y),
+        1,
+    ),
+    "(x Wᵀ + bias) silu(y)": (
+        lambda p, x, y, values, bias: functional.linear(x, values, p, bias, "silu", gate=y),
         1,
     ),
     "y W": (lambda p, x, y, values, bias: functional.dds(y, values, p, transpose=False), 1),

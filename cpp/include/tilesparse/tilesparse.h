@@ -4,7 +4,8 @@
  * only `nnz` of them are kept. Three products are offered on x [tokens, in_features] and
  * y [tokens, out_features]:
  *
- *   TS_DDS_NT   y  = activation(x W^T + bias) + residual   forward
+ *   TS_DDS_NT   y  = activation(x W^T + bias) + residual   forward, or with a gate
+ *               y  = (x W^T + bias) * activation(gate)
  *   TS_DDS_NN   x  = y W                                   gradient of x
  *   TS_SDD_TN   W  = y^T x, on the pattern                 gradient of W
  *
@@ -121,10 +122,11 @@ typedef struct ts_matrix {
 } ts_matrix;
 
 /* One product. Operands of one call must not overlap the memory it writes. On TS_CUDA all of them
- * lie on the current device; x, y, values, metadata, residual and plan are aligned to 16 bytes, as is every
- * ld in bytes, packed to 256 bytes, bias and scales to one element. On TS_CPU the arrays of the pattern that
- * the product reads (by column for TS_DDS_NN, otherwise by row) are checked not to lead out of the operands.
- * Without outputs there is nothing to do; without inputs y is activation(bias) + residual and x is 0. */
+ * lie on the current device; x, y, values, metadata, residual, gate and plan are aligned to 16 bytes, as is
+ * every ld in bytes, packed to 256 bytes, bias and scales to one element. On TS_CPU the arrays of the pattern
+ * that the product reads (by column for TS_DDS_NN, otherwise by row) are checked not to lead out of the
+ * operands. Without outputs there is nothing to do; without inputs y is activation(bias) + residual, or bias
+ * * activation(gate), and x is 0. */
 typedef struct ts_matmul_desc {
     uint32_t struct_size;
     int32_t op;
@@ -132,7 +134,7 @@ typedef struct ts_matmul_desc {
                       float32 (float64 for TS_FLOAT64) and rounded once */
     int32_t device;
     int32_t storage;
-    int32_t activation; /* TS_DDS_NT only */
+    int32_t activation; /* TS_DDS_NT only; of the sums, or where there is a gate of that alone */
     int32_t precision;  /* TS_FLOAT32 on TS_CUDA only */
     int32_t accumulate; /* TS_SDD_TN only: 1 adds to values instead of overwriting them */
     int32_t kernel;     /* 0: the library chooses; k: kernel k - 1 of ts_kernel_get */
@@ -159,6 +161,8 @@ typedef struct ts_matmul_desc {
     const float* scales; /* of values of 8 bits; otherwise NULL */
     char prefer[64];     /* the first characters of the names of kernels that are preferred, ending in a zero;
                             empty: those that TILESPARSE_KERNEL names */
+    ts_matrix gate;      /* like residual, in the place of one: y is multiplied by activation(gate), which is
+                            rounded to its dtype before; data is NULL for none; TS_DDS_NT only */
 } ts_matmul_desc;
 
 /* What kernels are chosen by. */
@@ -220,7 +224,7 @@ TS_API ts_status_t ts_pattern_transpose(const ts_pattern* pattern, int32_t* col_
 
 /* Which kernel (index for ts_kernel_get) would compute the product on that device, and why, as text
  * of at most reason_bytes bytes with the ending zero. Reads shapes, layouts, flags, the sizes of the
- * pattern and whether there is a residual; no pointer is followed but the pattern's.
+ * pattern and whether there is a residual or gate; no pointer is followed but the pattern's.
  * desc->kernel, where it is set, comes first; then TS_POLICY_DENSE; then the kernels whose names begin with
  * desc->prefer, or where that is empty with TILESPARSE_KERNEL, which is read once, if one of them computes
  * the product; then what ts_measurement_add was told; then estimates. TS_POLICY_AUTO compares with dense in

@@ -566,8 +566,8 @@ class Product {
         desc_.tokens = tokens;
     }
 
-    // x [tokens, in_features], y and residual [tokens, out_features]. `ld` is the number of elements from one
-    // row (feature-major: column) to the next; 0 stands for no gap.
+    // x [tokens, in_features], y, residual and gate [tokens, out_features]. `ld` is the number of elements
+    // from one row (feature-major: column) to the next; 0 stands for no gap.
     Product& x(Array x, Layout layout = Layout::row_major, std::int64_t ld = 0) {
         return set(x_, desc_.x, x, layout, ld);
     }
@@ -577,6 +577,10 @@ class Product {
     // In y's layout and dtype.
     Product& residual(Array residual, std::int64_t ld = 0) {
         return set(residual_, desc_.residual, residual, Layout::row_major, ld);
+    }
+    // Likewise, in the place of a residual: the activation is then that of the gate.
+    Product& gate(Array gate, std::int64_t ld = 0) {
+        return set(gate_, desc_.gate, gate, Layout::row_major, ld);
     }
     // [nnz, rows, cols], or [nnz, rows, cols / 2] with metadata.
     Product& values(Array values) {
@@ -746,9 +750,11 @@ class Product {
         desc.values_dtype = code(values_) + 1;
         desc.result_dtype = code(is_forward ? y_ : desc.op == TS_DDS_NN ? x_ : values_) + 1;
         if (residual_.is_given) desc.residual.layout = desc.y.layout;
+        if (gate_.is_given) desc.gate.layout = desc.y.layout;
         finish_matrix("x", x_, desc.x, pattern_.in_features);
         finish_matrix("y", y_, desc.y, pattern_.out_features);
         finish_matrix("residual", residual_, desc.residual, pattern_.out_features);
+        finish_matrix("gate", gate_, desc.gate, pattern_.out_features);
         check_sizes();
         return desc;
     }
@@ -794,6 +800,7 @@ class Product {
         if (desc_.op == TS_SDD_TN) check_same("y", y_, "x", x_);
         check_same("bias", bias_, "x", x_);
         check_same("residual", residual_, "y", y_);
+        check_same("gate", gate_, "y", y_);
     }
 
     // Sets the ld of a matrix without gaps, and checks that its memory does not end before its last element.
@@ -835,7 +842,7 @@ class Product {
 
     ts_pattern pattern_;
     ts_matmul_desc desc_{};  // without its pattern and dtypes
-    Operand x_, y_, residual_, values_, bias_;
+    Operand x_, y_, residual_, gate_, values_, bias_;
     std::size_t metadata_size_ = 0, scales_size_ = 0;
     Buffer<std::byte> workspace_;
 };

@@ -324,7 +324,9 @@ class Dds {
                 bias,
                 p_.activation,
                 residual.data ? offset(residual.data, first(residual.ld) * size) : nullptr,
-                residual.ld};
+                residual.ld,
+                p_.gated,
+                p_.gate_activation};
     }
 
     const Steps& steps_;
@@ -472,7 +474,9 @@ class Sdd {
                                     nullptr,
                                     Activation::none,
                                     p_.accumulate ? block : nullptr,
-                                    block_cols_};
+                                    block_cols_,
+                                    false,
+                                    Activation::none};
                 prefetch_output(output, size);
                 steps_.multiply(strip);
                 finish_(output);

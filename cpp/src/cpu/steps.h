@@ -2,8 +2,8 @@
 //
 //   pack      copies an operand into panels that the multiplication reads front to back,
 //   multiply  sums one strip of 16 or 32 features x some columns over the kept blocks,
-//   finish    adds the bias, applies the activation, adds the residual, rounds and writes the output's
-//             layout.
+//   finish    adds the bias, applies the activation, adds the residual or multiplies by the gate, rounds and
+//             writes the output's layout.
 //
 // Everything is inlined into functions compiled for one instruction set (see steps.cpp). Vectors are
 // loaded and stored through memcpy: no operand has to be aligned.
@@ -81,6 +81,8 @@ struct Output {
     Activation activation;
     const void* added;  // after the activation, or null: lies as data does, and may be data itself
     int64_t added_ld;
+    bool gated;  // added is a gate, which is activated and multiplied by
+    Activation gate_activation;
 };
 
 // The steps of one instruction set for one dtype.
@@ -553,6 +555,11 @@ TS_INLINE typename Codec::V added_at(const Output& o, int64_t line, int64_t firs
     return Codec::decode(load<typename Codec::S>(from, count));
 }
 
+template <class V>
+TS_INLINE V with_added(const Output& o, const V& sum, const V& added) {
+    return o.gated ? sum * added : sum + added;
+}
+
 template <class Codec>
 TS_INLINE void store_rows(const Output& o) {
     using V = typename Codec::V;
@@ -562,7 +569,7 @@ TS_INLINE void store_rows(const Output& o) {
         for (int64_t column = 0; column < o.columns; column += lanes_of<V>) {
             const int64_t count = o.columns - column;
             V value = load<V>(sums + column);
-            if (o.added) value += added_at<Codec>(o, row, column, count);
+            if (o.added) value = with_added(o, value, added_at<Codec>(o, row, column, count));
             store(to + column, Codec::encode(value), count);
         }
     }
@@ -584,19 +591,61 @@ TS_INLINE void store_transposed(const Output& o) {
             TS_UNROLL
             for (int i = 0; i < lanes; ++i) {
                 if (i >= count) continue;
-                if (o.added) square[i] += added_at<Codec>(o, column + i, row);
+                if (o.added) square[i] = with_added(o, square[i], added_at<Codec>(o, column + i, row));
                 store(to + i * o.ld, Codec::encode(square[i]));
             }
         }
 }
 
 template <class Codec>
-TS_INLINE void finish(const Output& o) {
-    if (o.bias || o.activation != Activation::none) activate_sums<Codec>(o);
+TS_INLINE void store_output(const Output& o) {
     if (o.transposed)
         store_transposed<Codec>(o);
     else
         store_rows<Codec>(o);
+}
+
+template <Activation activation, class Codec>
+TS_INLINE void activate_gate(const Output& o, int64_t lines, int64_t length, void* to) {
+    constexpr int lanes = lanes_of<typename Codec::V>;
+    for (int64_t line = 0; line < lines; ++line)
+        for (int64_t at = 0; at < length; at += lanes)
+            store(static_cast<typename Codec::Stored*>(to) + line * kTaskFeatures + at,
+                  Codec::encode(activate<activation>(added_at<Codec>(o, line, at, length - at))));
+}
+
+// Stores with a copy of the gate that is activated.
+template <class Codec>
+TS_INLINE void store_gated(Output o) {
+    alignas(64) typename Codec::Stored activated[kTaskFeatures * kTaskFeatures];
+    const int64_t lines = o.transposed ? o.columns : o.rows, length = o.transposed ? o.rows : o.columns;
+    switch (o.gate_activation) {
+        case Activation::none:
+            break;
+        case Activation::relu:
+            activate_gate<Activation::relu, Codec>(o, lines, length, activated);
+            break;
+        case Activation::gelu:
+            activate_gate<Activation::gelu, Codec>(o, lines, length, activated);
+            break;
+        case Activation::silu:
+            activate_gate<Activation::silu, Codec>(o, lines, length, activated);
+            break;
+    }
+    if (o.gate_activation != Activation::none) {
+        o.added = activated;
+        o.added_ld = kTaskFeatures;
+    }
+    store_output<Codec>(o);
+}
+
+template <class Codec>
+TS_INLINE void finish(const Output& o) {
+    if (o.bias || o.activation != Activation::none) activate_sums<Codec>(o);
+    if (o.gated)
+        store_gated<Codec>(o);
+    else
+        store_output<Codec>(o);
 }
 
 // ---- instruction sets, defined in steps.cpp ----

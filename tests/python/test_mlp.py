@@ -1,0 +1,356 @@
+"""`BlockSparseMLP`, by itself and in the place of MLPs of Transformers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from helpers import DEVICES, SIZES, randn, seeded
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import tilesparse
+from tilesparse import (
+    BlockSparseLinear,
+    BlockSparseMLP,
+    BlockSparseModelPatcher,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+
+ACTIVATIONS: dict[str, tuple[str | nn.Module, Callable[[Tensor], Tensor]]] = {
+    "none": ("none", lambda t: t),
+    "relu": ("relu", torch.relu),
+    "gelu": (nn.GELU(), torch.nn.functional.gelu),
+    "silu": (nn.SiLU(), torch.nn.functional.silu),
+    "tanh": (nn.GELU("tanh"), nn.GELU("tanh")),
+}
+IMAGES = {"image_size": 16, "patch_size": 8}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def layer(ins: int, outs: int, device: str = "cpu", seed: int = 0, **options: Any) -> BlockSparseLinear:
+    shape = options.pop("block_shape", (16, 16))
+    made = BlockSparseLinear(ins, outs, block_shape=shape, generator=seeded(seed), **options)
+    return made.to(device)
+
+
+def mlp(device: str = "cpu", gated: bool = True, **options: Any) -> BlockSparseMLP:
+    gate = layer(64, 96, device, 1) if gated else None
+    return BlockSparseMLP(layer(64, 96, device, 2), layer(96, 64, device, 3), gate, **options)
+
+
+def by_hand(made: BlockSparseMLP, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    up: Tensor = made.up(x)
+    y: Tensor = made.down(act(made.gate(x)) * up if made.gated else act(up))
+    return y
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_computes_its_function(device: str, activation: str, gated: bool) -> None:
+    """With gradients and without, and a residual in place."""
+    given, act = ACTIVATIONS[activation]
+    made = mlp(device, gated, activation=given)
+    assert made.activation_name == (None if activation == "tanh" else activation)
+    x, residual = (randn(2, 7, 64, dtype=torch.float32, device=device, seed=seed) for seed in (1, 2))
+    expected = by_hand(made, act, x) + residual
+    torch.testing.assert_close(made(x, residual=residual), expected, rtol=1e-5, atol=1e-5)
+    gradients = [
+        torch.autograd.grad(y.square().sum(), list(made.parameters()))
+        for y in (made(x, residual=residual), expected)
+    ]
+    for gradient, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(made(x, residual=residual), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(made(x) + residual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"nm": (2, 4)}, {"nm": (2, 4), "storage": "compressed"}, {"storage": "int8"}]
+)
+def test_layers_in_every_storage(options: dict[str, Any]) -> None:
+    layers = [layer(*size, block_shape=(32, 32), **options) for size in ((64, 96), (96, 64), (64, 96))]
+    made, x = BlockSparseMLP(*layers, activation="silu"), torch.randn(5, 64, generator=seeded(1))
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            expected = by_hand(made, torch.nn.functional.silu, x)
+            torch.testing.assert_close(made(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_comes_before_the_residual() -> None:
+    made, x = mlp(dropout=nn.Dropout(0.5)), torch.randn(9, 64, generator=seeded(1))
+    torch.manual_seed(3)
+    y = made(x, residual=x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(y, made(x) + x)
+    dropped = ((y - x) == 0).float().mean()
+    assert 0.3 < dropped < 0.7
+    made.eval()
+    torch.testing.assert_close(made(x, residual=x), by_hand(made, torch.nn.functional.gelu, x) + x)
+
+
+def test_hooks_and_observers_see_what_the_layers_give() -> None:
+    made, x, seen = mlp(activation=nn.SiLU()), torch.randn(9, 64, generator=seeded(1)), []
+    for module in (made.up, made.gate, made.down, made.activation):
+        module.register_forward_hook(lambda module, inputs, y: seen.append((module, inputs[0], y)))
+    with torch.no_grad():
+        expected = made.down(torch.nn.functional.silu(made.gate(x)) * made.up(x))
+        seen.clear()
+        torch.testing.assert_close(made(x), expected)
+        assert [module for module, _, _ in seen] == [made.gate, made.activation, made.up, made.down]
+        for module, given, y in seen:
+            assert torch.equal(type(module).forward(module, given), y)
+    observed = mlp()
+    observed.up._observe = lambda y, given: y * 2
+    torch.testing.assert_close(observed(x), by_hand(observed, torch.nn.functional.gelu, x))
+
+
+def test_layers_refuse_what_they_cannot_do_before_they_compute() -> None:
+    x, masked = torch.randn(3, 64), layer(64, 96, nm=(2, 4), block_shape=32)
+    for made in (layer(64, 96), masked):
+        y = made(x)
+        with pytest.raises(InvalidArgumentError, match="activation: one of"):
+            made(x, activation="swish")
+        with pytest.raises(InvalidArgumentError, match="gate: none expected beside a residual"):
+            made(x, gate=y, residual=y)
+        with pytest.raises(InvalidArgumentError, match="gate: shape"):
+            made(x, gate=y[:1])
+    with forward_ad.dual_level(), torch.no_grad():
+        y = forward_ad.make_dual(y.detach(), torch.ones_like(y))
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            layer(64, 96)(x, gate=y)
+
+
+def test_autocast() -> None:
+    made, x = mlp(activation="silu"), torch.randn(9, 64, generator=seeded(1))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y, expected = made(x, residual=x), by_hand(made, torch.nn.functional.silu, x) + x
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), expected.float(), rtol=0.02, atol=0.02)
+
+
+def test_bad_arguments() -> None:
+    up, down = layer(64, 96), layer(96, 64)
+    for match, arguments, options in (
+        ("up: BlockSparseLinear", (nn.Linear(64, 96), down), {}),
+        ("down: BlockSparseLinear", (up, None), {}),
+        ("down: in_features 96", (up, up), {}),
+        (r"gate: shape \(96, 64\)", (up, down, down), {}),
+        ("activation: one of", (up, down), {"activation": "swish"}),
+        ("activation: one of", (up, down), {"activation": torch.relu}),
+        ("dropout: torch.nn.Dropout", (up, down), {"dropout": 0.1}),
+        ("names: keys from", (up, down), {"names": {"left": "right"}}),
+        ("names: different ones", (up, down), {"names": {"up": "down"}}),
+    ):
+        with pytest.raises(InvalidArgumentError, match=match):
+            BlockSparseMLP(*arguments, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_shape", [(128, 32), (64, 16), (32, 32), (64, 64)])
+def test_what_lies_between_narrow_blocks_is_feature_major(block_shape: tuple[int, int]) -> None:
+    """As the class says, and the same numbers; captured in a graph as well."""
+    options = {"block_shape": block_shape, "dtype": torch.bfloat16, "bias": False}
+    layers = [
+        layer(*size, "cuda", seed, **options)
+        for seed, size in enumerate(((256, 512), (512, 256), (256, 512)))
+    ]
+    made = BlockSparseMLP(*layers, activation="silu").requires_grad_(False)
+    for tokens in (300, 1000, 1025, 3000):
+        x = randn(tokens, 256, dtype=torch.bfloat16, device="cuda")
+        for graded in (False, True):
+            with torch.set_grad_enabled(graded):
+                hidden = made._hidden(x)
+                y = made(x, residual=x)
+                narrow = block_shape[0] >= 64 and block_shape[1] <= 32
+                assert (hidden.stride(0) == 1) == (narrow and tokens > 1024 and not graded)
+                expected = by_hand(made, torch.nn.functional.silu, x) + x
+                torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = made(x, residual=x)
+        x.copy_(x.flip(0))
+        graph.replay()
+        assert torch.equal(captured, made(x, residual=x))
+
+
+# ---- in the place of MLPs of Transformers ----
+
+
+def gpt2() -> Any:
+    config = GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=2, n_positions=40, **TOKENS)
+    return GPT2LMHeadModel(config).eval()
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, num_key_value_heads=1)).eval()
+
+
+def vit() -> Any:
+    return ViTForImageClassification(ViTConfig(**SIZES | IMAGES)).eval()
+
+
+MODELS: dict[str, tuple[Callable[[], Any], bool, str | None]] = {  # gated, and the activation of kernels
+    "llama": (llama, True, "silu"),
+    "gpt2": (gpt2, False, None),
+    "vit": (vit, False, "gelu"),
+}
+
+
+def given(kind: str) -> Tensor:
+    return randn(2, 3, 16, 16, dtype=torch.float32) if kind == "vit" else torch.arange(32).view(2, 16)
+
+
+def patched(kind: str) -> tuple[Any, BlockSparseModelPatcher]:
+    torch.manual_seed(0)
+    model, patcher = MODELS[kind][0](), BlockSparseModelPatcher()
+    patcher.add_pattern(r".*\.mlp\.", {"density": 0.5, "block_shape": (16, 16)})
+    patcher.patch_model(model)
+    return model, patcher
+
+
+def fused(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, BlockSparseMLP)]
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(x).logits.square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
+    """Forward and backward, compiled, copied, saved and loaded by everybody, and undone."""
+    model, patcher = patched(kind)
+    x, (_, gated, activation) = given(kind), MODELS[kind]
+    with torch.no_grad():
+        expected = model(x).logits
+    right, parameters, modules = gradients(model, x), list(model.parameters()), dict(model.named_modules())
+    calls: list[str] = []
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: calls.append(name))
+        for name, module in modules.items()
+        if name.endswith(".mlp")
+    ]
+    names = list(model.state_dict())
+    assert fused(model) == [] and patcher.fuse_mlps(model, dry_run=True).mlps and fused(model) == []
+    report = patcher.fuse_mlps(model)
+    assert [(mlp.name, mlp.gated, mlp.activation) for mlp in report.mlps] == [
+        (name, gated, activation) for name in fused(model)
+    ]
+    assert len(report.mlps) == 2 and not report.skipped and report.mlps[0].name in str(report)
+    assert list(model.state_dict()) == names and list(map(id, model.parameters())) == list(
+        map(id, parameters)
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).logits, expected, rtol=1e-5, atol=1e-5)
+        assert calls == fused(model)
+        for handle in handles:
+            handle.remove()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x).logits, expected, rtol=1e-5, atol=1e-5)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert fused(twin) == fused(model)
+            torch.testing.assert_close(twin(x).logits, expected, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(model, x).items():
+        torch.testing.assert_close(gradient, right[name], rtol=1e-4, atol=1e-6)
+
+    tilesparse.save(model, tmp_path / "own")
+    model.save_pretrained(tmp_path / "theirs")
+    for loaded in (
+        tilesparse.load(MODELS[kind][0](), tmp_path / "own"),
+        tilesparse.load(copy.deepcopy(model), tmp_path / "own"),
+        type(model).from_pretrained(tmp_path / "theirs"),
+    ):
+        BlockSparseModelPatcher().fuse_mlps(loaded)
+        assert fused(loaded) == fused(model)
+        with torch.no_grad():
+            torch.testing.assert_close(loaded.eval()(x).logits, expected, rtol=1e-5, atol=1e-5)
+
+    patcher.undo(model)
+    assert fused(model) == [] and not any(isinstance(m, BlockSparseLinear) for m in model.modules())
+
+
+def test_adapters_of_peft() -> None:
+    """They stand around the layers of a fused MLP as around others, and are still there when it is undone."""
+    model, _ = patched("llama")
+    other, x = copy.deepcopy(model), given("llama")
+    patcher = BlockSparseModelPatcher()
+    patcher.fuse_mlps(model)
+    config = peft.LoraConfig(target_modules=["up_proj", "down_proj"], init_lora_weights=False)
+    results = []
+    for base in (model, other):
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(base, config).eval()
+        with torch.no_grad():
+            results.append(adapted(x).logits)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    patcher.undo(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).logits, results[0], rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_left_alone_is_reported() -> None:
+    model, patcher = patched("llama")
+    first, second = (block.mlp for block in model.model.layers)
+    first.norm = nn.LayerNorm(4)
+    second.up_proj = nn.Linear(SIZES["hidden_size"], SIZES["intermediate_size"])
+    reasons = {skipped.name: skipped.reason for skipped in patcher.fuse_mlps(model).skipped}
+    assert reasons == {
+        "model.layers.0.mlp": "it holds norm, which would be lost",
+        "model.layers.1.mlp": "its up_proj is Linear, not BlockSparseLinear",
+    }
+    with pytest.raises(UnsupportedError, match="it holds norm"):
+        BlockSparseMLP.from_module(first)
+    with pytest.raises(UnsupportedError, match="its forward is none that is known"):
+        BlockSparseMLP.from_module(nn.Sequential())
+    model, patcher = patched("vit")
+    for block, spoil in zip(model.vit.layers, (_replace_forward, _add_state_hook), strict=True):
+        spoil(block.mlp)
+    text = str(patcher.fuse_mlps(model))
+    assert fused(model) == [] and "its forward was replaced" in text and "a hook of its state dict" in text
+
+
+def _replace_forward(module: nn.Module) -> None:
+    module.forward = module.forward
+
+
+def _add_state_hook(module: nn.Module) -> None:
+    module.register_state_dict_post_hook(lambda *_: None)
+
+
+def test_other_classes_with_the_same_forward_are_known() -> None:
+    model = PhiForCausalLM(PhiConfig(**SIZES, **TOKENS)).eval()
+    patcher = BlockSparseModelPatcher()
+    patcher.add_pattern(r".*\.mlp\.", {"block_shape": (16, 16)})
+    patcher.patch_model(model)
+    assert [mlp.kind for mlp in patcher.fuse_mlps(model).mlps] == ["PhiMLP"] * 2
+
+
+def test_generation() -> None:
+    model, patcher = patched("llama")
+    prompt = torch.tensor([[5, 6, 7]])
+    expected = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    patcher.fuse_mlps(model)
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected)
