@@ -193,14 +193,18 @@ def test_library_computes_without_an_openmp_runtime(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("pkg-config") is None, reason="pkg-config is not installed")
-def test_pkg_config(tmp_path: Path) -> None:
-    search = f"PKG_CONFIG_PATH={PACKAGE / 'lib' / 'pkgconfig'}"
+def test_pkg_config_of_a_moved_installation(tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    for part in ("include", "lib"):
+        shutil.copytree(PACKAGE / part, moved / part)
+    search = f"PKG_CONFIG_PATH={moved / 'lib' / 'pkgconfig'}"
     flags = run("env", search, "pkg-config", "--cflags", "--libs", "tilesparse").split()
     program = tmp_path / "program.c"
     program.write_text(
         "#include <tilesparse/tilesparse.h>\nint main(void) { return ts_abi_version() != TS_ABI_VERSION; }\n"
     )
-    run("cc", program, *flags, f"-Wl,-rpath,{PACKAGE / 'lib'}", "-o", tmp_path / "program")
+    assert str(PACKAGE) not in " ".join(flags)
+    run("cc", program, *flags, f"-Wl,-rpath,{moved / 'lib'}", "-o", tmp_path / "program")
     run(tmp_path / "program")
 
 
