@@ -653,6 +653,26 @@ def test_rewiring_does_not_wait_for_the_gpu(sync_is_an_error: Callable[[], None]
     assert all_equal(results, expected)
 
 
+def test_weights_packed_for_another_kernel_are_refused() -> None:
+    layer = make_layer(1024, 2048, density=0.25, block_shape=32)
+    x = randn(8192, 1024, dtype=BF16, device="cuda")
+    with torch.no_grad():
+        expected = layer(x)
+        layer.pack()
+        assert torch.equal(layer(x), expected)
+        kept = prepared(layer._index())
+        (packed,) = kept._packed.values()
+        key = packed.plan_key
+        for wrong in (key + 1, _C.plan_key(kept.descriptor, packed.product.resolve()[0], DDS_NN)):
+            packed.plan_key = wrong
+            kept._forget_calls()
+            with pytest.raises(InvalidArgumentError, match=f"packed_key is {wrong}, .* of key {key};"):
+                layer(x)
+        packed.plan_key = key
+        kept._forget_calls()
+        assert torch.equal(layer(x), expected)
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("tokens", [8192, 512])
 def test_packed_weights_give_the_same_and_follow_changes(block_size: int, tokens: int) -> None:
