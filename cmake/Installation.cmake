@@ -16,7 +16,10 @@ write_basic_package_version_file(tilesparseConfigVersion.cmake COMPATIBILITY Sam
 install(FILES ${PROJECT_BINARY_DIR}/tilesparseConfig.cmake ${PROJECT_BINARY_DIR}/tilesparseConfigVersion.cmake
         DESTINATION ${config_dir} COMPONENT core)
 
-file(RELATIVE_PATH pc_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
+# Everything from where the file lies, so that an installation may be moved, also one whose LIBDIR is an absolute path.
+set(pc_dir ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig)
+file(RELATIVE_PATH pc_prefix ${pc_dir} ${CMAKE_INSTALL_PREFIX})
+file(RELATIVE_PATH pc_includedir ${pc_dir} ${CMAKE_INSTALL_FULL_INCLUDEDIR})
 set(pc_libraries_private "") # of the static library
 if(TILESPARSE_STATIC)
   if(TILESPARSE_CUDA)

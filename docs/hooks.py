@@ -9,6 +9,7 @@ import logging
 import posixpath
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,15 @@ def on_env(env: Any, files: Files, **_: Any) -> Any:
     names = references({page.url: page.content for page in pages.values()})
     for place, page in pages.items():
         if place.endswith(".md"):
-            page.content = CODE.sub(lambda found, page=page: linked(found, names, page.url), page.content)
+            page.content = CODE.sub(partial(linked, names=names, here=page.url), page.content)
         else:
-            page.content = NOTEBOOK_LINK.sub(
-                lambda found, place=place: url_of(found[1], place, pages), page.content
-            )
+            page.content = NOTEBOOK_LINK.sub(partial(url_of, notebook=place, pages=pages), page.content)
     return env
 
 
-def url_of(target: str, notebook: str, pages: dict[str, Any]) -> str:
+def url_of(link: re.Match[str], notebook: str, pages: dict[str, Any]) -> str:
     """The address of a page as a notebook reaches it, which MkDocs only knows of pages in Markdown."""
+    target = link[1]
     place = posixpath.normpath(posixpath.join(posixpath.dirname(notebook), target))
     if place not in pages:
         log.warning("%s: a link to %s, which is no page", notebook, target)

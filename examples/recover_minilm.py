@@ -31,6 +31,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, reconstruct
+from tilesparse.selection import default_device
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import block_list, positive, run_benchmark
@@ -273,7 +274,7 @@ def main() -> int:
     parser.add_argument("--steps", type=positive, default=8000)
     parser.add_argument("--rate", type=float, default=8e-4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=default_device().type)
     parser.add_argument("--commit")
     return run_benchmark(parser.parse_args(), measure)
 

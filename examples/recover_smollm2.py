@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, reconstruct
+from tilesparse.selection import default_device
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import (
@@ -298,7 +299,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=6e-4)
     parser.add_argument("--hidden-states", type=float, default=1.0, help="weight in the loss")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=default_device().type)
     parser.add_argument("--commit")
     return run_benchmark(parser.parse_args(), measure)
 

@@ -38,7 +38,7 @@ VALIDATION_BATCHES = 16
 STEPS_AT_A_TIME = 10  # that the host may be ahead
 CALIBRATION_STEPS = 20  # by which the number of all steps is estimated
 WARM_UP = 0.02  # of the time, in which learning rates rise
-METHODS = {
+METHODS: dict[str, Any] = {
     "static": None,
     "set": {"grow": "random"},
     "rigl": {"grow": "gradient"},
@@ -75,7 +75,7 @@ class Text:
 class RandomPatcher(BlockSparseModelPatcher):
     """Blocks at random places, as for training from scratch."""
 
-    def new_child_module(self, name: str, module: nn.Module, options: Any) -> BlockSparseLinear:
+    def new_child_module(self, name: str, module: Any, options: Any) -> BlockSparseLinear:
         pattern = BlockPattern.random(
             module.weight.shape, block_shape=options["block_shape"], density=options["density"]
         )

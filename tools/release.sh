@@ -97,19 +97,20 @@ ls "$work/from-sdist"
 with_oldest=(
     # Its fully_shard needs a GPU: streams of the CPU have no record_event.
     test_parallel.py test_benchmarks.py::test_parallel_training_is_measured
-    test_distributed.py::test_every_way_to_train_together
+    test_distributed.py::test_every_way_to_train_together test_docs.py::test_the_page_on_several_processes_runs
     # It does not write float8 to files of torch.export, and does not trace Transformers 5.
     test_export.py::test_every_storage_and_policy_is_exported test_export.py::test_a_model_of_transformers_is_exported
     test_hf.py::test_the_trainer_takes_compiled_models test_hf.py::test_compiled_models_compute_the_same
     test_peft.py::test_autocast_and_compile
-    # Packages of AOTInductor that call operators of Python end the process.
+    # load_constants of packages of AOTInductor ends the process, "free(): invalid size": its wheels have the C++ ABI of
+    # before C++11. So it does with a package of one torch.nn.Linear; packages run, and call operators of Python.
     test_export.py::test_a_package_is_right_in_a_new_process_and_follows_the_constants_it_loads
     test_docs.py::test_serving_runs
     # It does not trace properties of named tuples (in the test) and itertools.product(repeat=…), and compiles anew.
     test_storage.py::test_compile_without_graph_breaks test_storage.py::test_compile_of_compression
     test_train_patterns.py::test_compiled_training_goes_on_without_recompiling
-    # Loading takes half of the weights more memory for a moment.
-    test_checkpoint.py::test_peak_of_memory
+    # It refuses to compile any context manager made of a generator, before that says why it is refused.
+    test_selection.py::test_within_code_that_is_compiled_a_preference_is_refused
 )
 
 test_with() { # PYTHON REQUIREMENT WHEEL [test to leave out …]

@@ -140,6 +140,19 @@ size_t packed_size(const Problem& problem, const Choice& choice) {
     return choice.expands || choice.kernel->packed_size == nullptr ? 0 : choice.kernel->packed_size(problem);
 }
 
+// The caller's packed values, if the kernel reads any. They lie in the order of the plan, so that they have
+// its key.
+void check_packed(const ts_matmul_desc& desc, const Problem& problem, const Choice& choice) {
+    const size_t needed = packed_size(problem, choice);
+    if (desc.packed == nullptr || needed == 0) return;
+    const Kernel& kernel = *choice.kernel;
+    const int32_t key = plan_key(problem.pattern, problem.op, kernel.plan);
+    require(desc.packed_key == 0 || desc.packed_key == key, "packed_key is ", desc.packed_key,
+            ", but kernel ", kernel.name, " computes this and reads packed values of key ", key,
+            "; set kernel to that for which they were packed, or pack them for this one");
+    check_area(desc.packed, desc.packed_bytes, needed, "packed", kernel);
+}
+
 // The expansion of the values, if the kernel needs it, lies before its own workspace.
 size_t expansion_bytes(const Problem& problem, const Choice& choice) {
     const auto bytes = static_cast<size_t>(problem.expanded_bytes());
@@ -166,8 +179,7 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
     const Choice choice = choose(problem, device, wish_of(desc));
     const Kernel& kernel = *choice.kernel;
     check_plan(desc, problem, kernel);
-    if (desc.packed != nullptr)
-        check_area(desc.packed, desc.packed_bytes, packed_size(problem, choice), "packed", kernel);
+    check_packed(desc, problem, choice);
     check_area(workspace, bytes, workspace_size(problem, device.properties, choice), "workspace", kernel);
     log_choice(problem, device, choice);
     check_launch(launch(problem, device.properties, choice, workspace, stream), kernel.name);

@@ -45,7 +45,7 @@ def clean(notebook: nbformat.NotebookNode) -> None:
     """Leaves what a reader wants to see."""
     notebook.metadata["language_info"] = {"name": "python"}
     for cell in notebook.cells:
-        kept = []
+        kept: list[nbformat.NotebookNode] = []
         for output in cell.get("outputs", []):
             if output.output_type == "stream" and output.name == "stderr":
                 output.text = PROGRESS.sub("", output.text)

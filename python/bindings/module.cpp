@@ -245,9 +245,10 @@ class Product {
         check(ts_values_pack(&desc, pointer<void>(packed), bytes, pointer<CUstream_st>(stream)));
     }
 
-    void use_packed(uintptr_t packed, size_t bytes) {
+    void use_packed(uintptr_t packed, size_t bytes, int64_t key) {
         desc_.packed = pointer<void>(packed);
         desc_.packed_bytes = bytes;
+        desc_.packed_key = key;
     }
 
     size_t workspace_size() {
@@ -721,7 +722,7 @@ NB_MODULE(_C, m) {
         .def("use_plan", &Product::use_plan, "plan"_a, "bytes"_a, "key"_a)
         .def("packed_size", &Product::packed_size)
         .def("pack", &Product::pack, "values"_a, "packed"_a, "bytes"_a, "stream"_a)
-        .def("use_packed", &Product::use_packed, "packed"_a, "bytes"_a)
+        .def("use_packed", &Product::use_packed, "packed"_a, "bytes"_a, "key"_a)
         .def("workspace_size", &Product::workspace_size)
         .def("expand", &Product::expand, "values"_a, "metadata"_a, "scales"_a, "plain"_a, "bytes"_a,
              "stream"_a)

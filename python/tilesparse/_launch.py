@@ -63,8 +63,8 @@ Run = Callable[..., None]
 class Packed:
     """A copy of values in the order in which kernels multiply them, which packs anew what has changed."""
 
-    def __init__(self, product: _C.Product, memory: Tensor) -> None:
-        self.product, self.memory = product, memory
+    def __init__(self, product: _C.Product, memory: Tensor, plan_key: int) -> None:
+        self.product, self.memory, self.plan_key = product, memory, plan_key
         self._of: tuple[int, ...] = ()
         self._values: Callable[[], Tensor | None] = lambda: None
 
@@ -232,10 +232,11 @@ class Prepared:
         """How to run the product on the current device and stream, kept under the key."""
         with _on(self.device):
             kernel, plan_id = product.resolve()
+            plan_key = _C.plan_key(self.descriptor, kernel, op)
             if plan_id:
                 memory = self._plan(op, kernel, plan_id).memory
-                product.use_plan(memory.data_ptr(), memory.numel(), _C.plan_key(self.descriptor, kernel, op))
-            packed = self._pack(product, op, plan_id) if self.packs else None
+                product.use_plan(memory.data_ptr(), memory.numel(), plan_key)
+            packed = self._pack(product, op, plan_id, plan_key) if self.packs else None
             workspace_bytes = product.workspace_size()
             if self.device.type == "cuda":
                 self._read_on(torch.cuda.current_stream(self.device))
@@ -324,7 +325,7 @@ class Prepared:
             self._plans[op, plan_id] = plan
         return plan
 
-    def _pack(self, product: _C.Product, op: int, plan_id: int) -> Packed | None:
+    def _pack(self, product: _C.Product, op: int, plan_id: int, plan_key: int) -> Packed | None:
         """Lets the product read packed values, where its kernel wants them so.
 
         Not in a graph that is being captured: its replays would not see the values change.
@@ -338,8 +339,8 @@ class Prepared:
         if packed is None:
             (memory,) = _allocate((size,), self.device)
             memory.record_stream(stream)
-            packed = self._packed[key] = Packed(product, memory)
-        product.use_packed(packed.memory.data_ptr(), size)
+            packed = self._packed[key] = Packed(product, memory, plan_key)
+        product.use_packed(packed.memory.data_ptr(), size, packed.plan_key)
         return packed
 
     def _build(self, op: int, plan: Plan) -> None:

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from ._checks import as_integer
-from ._tensor_files import StoredTensor, few, named, read_header, read_headers, read_tensor, shown
+from ._tensor_files import (
+    StoredTensor,
+    few,
+    named,
+    read_header,
+    read_headers,
+    read_tensor,
+    shown,
+    write_tensors,
+)
 from .checkpoint import _Form, _joined, _read_section
 from .errors import CheckpointError, InvalidArgumentError
 from .linear import _ARRAYS, BlockSparseLinear
@@ -213,12 +222,10 @@ def save_snapshots(path: str | os.PathLike[str], snapshots: Snapshots) -> None:
     Raises:
         InvalidArgumentError: they are not what `evolution` takes, or the file cannot be written.
     """
-    from safetensors.torch import save_file
-
     steps, layers = histories(snapshots)
     try:
-        save_file(layers, path, metadata={_STEPS: json.dumps(steps)})
-    except Exception as error:  # safetensors has one of its own, which is no OSError
+        write_tensors(Path(path), layers, {_STEPS: json.dumps(steps)})
+    except OSError as error:
         raise InvalidArgumentError(f"path: {str(path)!r} cannot be written: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -71,17 +72,17 @@ def crc32(data: bytes) -> str:
 def checksum(tensor: Tensor) -> str:
     """Of the bytes of a tensor."""
     found = 0
-    for chunk in _chunks(tensor.detach().cpu().resolve_conj().contiguous()):
+    for chunk in _chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
         found = zlib.crc32(chunk, found)
     return f"{found:08x}"
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes a safetensors file, and returns the checksum of its header."""
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
+    """Writes a safetensors file with metadata about it, and returns the checksum of its header."""
     # The widest first, so that all are aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {
-        "__metadata__": {"format": "pt", **{_CHECKSUM + name: _UNKNOWN for name in names}}
+        "__metadata__": {"format": "pt", **(about or {}), **{_CHECKSUM + name: _UNKNOWN for name in names}}
     }
     begin = 0
     for name in names:
@@ -91,7 +92,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
         begin = end
     length = len(_header_bytes(header))
-    file.touch()
+    file.write_bytes(b"")
 
     def write(name: str) -> str:
         return _write(file, length + header[name]["data_offsets"][0], tensors[name])
@@ -116,7 +117,7 @@ def _write(file: Path, start: int, tensor: Tensor) -> str:
     checksum = 0
     with file.open("r+b", buffering=0) as stream:
         stream.seek(start)
-        for chunk in _chunks(tensor.detach().cpu().resolve_conj().contiguous()):
+        for chunk in _chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
             checksum = zlib.crc32(chunk, checksum)
             while chunk:
                 chunk = chunk[stream.write(chunk) :]
@@ -127,8 +128,8 @@ def _chunks(tensor: Tensor) -> Iterable[memoryview]:
     """The memory of a contiguous tensor on the host."""
     if tensor.numel() == 0:
         return
-    bytes_of: Any = tensor.view(-1).view(torch.uint8).numpy()
-    data = memoryview(bytes_of)
+    flat = tensor.view(-1).view(torch.uint8)  # not numpy's memory, since numpy need not be installed
+    data = memoryview((ctypes.c_char * len(flat)).from_address(flat.data_ptr())).cast("B")
     for begin in range(0, len(data), _CHUNK):
         yield data[begin : begin + _CHUNK]
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._tensor_files import write_tensors
 from .errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -217,8 +218,6 @@ class BlockSparseAdapter:
         Raises:
             UnsupportedError: the storage of a Δ is not "plain", or the adapter was merged or removed.
         """
-        from safetensors.torch import save_file
-
         if not self.layers:
             raise UnsupportedError("save: an adapter in its model expected, got one merged or removed")
         for name, layer in self.layers.items():
@@ -228,7 +227,7 @@ class BlockSparseAdapter:
                     f"{layer.delta.storage!r}; call to_storage('plain') on it first"
                 )
         tensors = {
-            f"{name}.{key}": tensor.detach().contiguous()
+            f"{name}.{key}": tensor
             for name, layer in self.layers.items()
             for key, tensor in layer.delta.state_dict().items()
         }
@@ -238,7 +237,7 @@ class BlockSparseAdapter:
         }
         about = {"version": _VERSION, "layers": shapes}
         part = Path(f"{os.fspath(path)}.part")
-        save_file(tensors, part, {"format": "pt", "tilesparse_adapter": json.dumps(about)})
+        write_tensors(part, tensors, {"tilesparse_adapter": json.dumps(about)})
         part.replace(path)
 
     @classmethod

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ from .patch import (
 )
 from .pattern import BlockPattern
 from .storage import QUANTIZED_BY_NAME, STORAGES, check_nm, check_nm_blocks, check_storage
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 VERSION = 1  # of the section
 METHOD = "tilesparse"  # names the section, and Transformers' quantization method
@@ -126,7 +128,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "50GB",
-    state_dict: Mapping[str, Tensor] | None = None,
+    state_dict: Mapping[str, Any] | None = None,
 ) -> None:
     """Saves a model as a folder of ``config.json`` and safetensors files.
 
@@ -171,12 +173,12 @@ def save(
 
 
 def load(
-    model_or_class: nn.Module | Callable[[], nn.Module],
+    model_or_class: _Model | Callable[[], _Model],
     path: str | os.PathLike[str],
     *,
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> _Model:
     """Loads a checkpoint that `save`, or Transformers with this package, has written.
 
     Layers become those of the checkpoint, whatever their density, block shape and storage were: see
@@ -512,9 +514,9 @@ def _is_method(quantization: object) -> bool:
     return isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD
 
 
-def _built(model_or_class: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+def _built(model_or_class: _Model | Callable[[], _Model]) -> _Model:
     if isinstance(model_or_class, nn.Module):
-        return model_or_class
+        return model_or_class  # type: ignore[return-value]  # a module may be what makes one, too
     if not callable(model_or_class):
         raise InvalidArgumentError(
             f"model_or_class: a module, or what makes one, expected, got {type(model_or_class).__name__}"

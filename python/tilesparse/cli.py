@@ -9,6 +9,7 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -23,7 +24,7 @@ from .errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from .linear import BlockSparseLinear
 from .pattern import BlockPattern
 from .prune import _command as prune
-from .selection import KINDS, OPS, Device, Product, choose, dtype_name
+from .selection import KINDS, OPS, Device, Product, choose, default_device, dtype_name, runs_on
 
 DTYPES = {dtype_name(dtype): dtype for dtype in _checks.DTYPES}
 STORED = (
@@ -36,7 +37,6 @@ STORED = (
 )
 BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
 BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends, in a shell
-OF_ONE_CAPABILITY = (90,)  # whose kernels use what only GPUs of that compute capability have
 TUNED_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
 ROUNDS = 9
 ROUND_SECONDS = 0.01
@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if "device" in arguments and arguments.device is None:
+        arguments.device = _default_device()
     try:
         arguments.run(arguments)
     except TileSparseError as error:
@@ -92,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "bench", parents=[layer], help="time one layer against torch.nn.functional.linear"
     )
-    command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if there is one)")
+    command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if kernels run there)")
     command.set_defaults(run=bench)
 
     command = commands.add_parser(
@@ -106,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="a checkpoint, whose layers are measured instead of the one described",
     )
-    command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if there is one)")
+    command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if kernels run there)")
     command.add_argument(
         "--candidates", type=_count, default=3, help="kernels measured of each product (%(default)s)"
     )
@@ -124,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--block", type=_block, help="32, or 32x64 for out x in (32; on a GPU 64)")
     command.add_argument("--size", choices=demo.SIZES, help="of the model (small; on a GPU medium or large)")
     command.add_argument("--steps", type=_count, help="of training (80; on a GPU 300)")
-    command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if there is one)")
+    command.add_argument("--device", type=_device, help="cpu or cuda (default: cuda if kernels run there)")
     command.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
@@ -190,7 +192,7 @@ def bench(arguments: argparse.Namespace) -> None:
 
     The speedup and η = t_dense · density / t_sparse are those of the last.
     """
-    device = arguments.device or _default_device()
+    device = arguments.device
     pattern = _pattern(arguments)
     print(f"{_describe_layer(arguments)}, on {device}")
     print(f"{'':9}{'dense':>12}{'policy=dense':>15}{'sparse':>12}{'speedup':>10}{'η':>7}")
@@ -214,7 +216,7 @@ def _tune(arguments: argparse.Namespace) -> None:
             raise InvalidArgumentError(
                 f"{arguments.model}: no block-sparse layer has such a product; there is nothing to measure"
             )
-    device = arguments.device or _default_device()
+    device = arguments.device
     print(f"{len(products)} products, on {Device.find(device)}")
     for product in products:
         (measurement,) = tuning.tune(
@@ -228,7 +230,7 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    device = arguments.device or _default_device()
+    device = arguments.device
     size, dtype, block, steps = ("small", "float32", (32, 32), 80)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -286,21 +288,13 @@ def _device(text: str) -> torch.device:
 
 
 def _default_device() -> torch.device:
-    """The GPU if there is one; the CPU, with a sentence on stderr, where no kernel runs on that."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    major, minor = torch.cuda.get_device_capability()
-    if any(
-        KINDS[kernel.device] == "cuda" and kernel.min_compute_capability <= 10 * major + minor
-        for kernel in _C.kernels()
-    ):
-        return torch.device("cuda")
-    name = torch.cuda.get_device_name()
-    print(
-        f"on the CPU: no kernel of this library runs on {name}, compute capability {major}.{minor}",
-        file=sys.stderr,
-    )
-    return torch.device("cpu")
+    """That of `selection.default_device`, whose warning becomes a sentence on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        device = default_device()
+    for warning in caught:
+        print(warning.message, file=sys.stderr)
+    return device
 
 
 def _devices() -> Iterable[_C.DeviceInfo]:
@@ -336,14 +330,8 @@ def _families(device: _C.DeviceInfo) -> str:
 
 def _kernels_for(device: _C.DeviceInfo) -> list[_C.KernelInfo]:
     """Those that run on it, for the newest architecture first."""
-
-    def runs(kernel: _C.KernelInfo) -> bool:
-        least, there = kernel.min_compute_capability, device.compute_capability
-        newer = least <= there and least not in OF_ONE_CAPABILITY
-        return kernel.device == device.device and (newer or least == there)
-
     kernels = sorted(_C.kernels(), key=lambda kernel: kernel.min_compute_capability, reverse=True)
-    return list(filter(runs, kernels))
+    return [kernel for kernel in kernels if runs_on(kernel, device.device, device.compute_capability)]
 
 
 def _describe_storages(device: _C.DeviceInfo) -> str:

@@ -734,7 +734,8 @@ class BlockSparseLinear(nn.Module):
         so that a graph of autograd made before keeps the pattern it was made with, and refuses to go on.
         """
         index, gradient = self._index(), self.weight.grad
-        kept = index_of(torch.stack(self.pattern.block_indices(), 1)[slots], index)
+        rows, columns = self.pattern.block_indices()
+        kept = index_of((rows * self.pattern.grid[1] + columns)[slots], index)
         _resize(self.weight, self.weight.detach()[slots])
         if gradient is not None:
             self.weight.grad = gradient[slots]

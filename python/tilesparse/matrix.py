@@ -10,7 +10,7 @@ from . import functional
 from ._autograd import call
 from ._checks import check_values
 from ._register import EXPAND, GATHER
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, UnsupportedError
 from .pattern import BlockPattern, canonical_scipy
 
 
@@ -231,8 +231,15 @@ class BlockSparseMatrix:
         )
 
     def to_scipy(self) -> Any:
-        """A ``scipy.sparse.bsr_array`` on the host; half precision becomes float32."""
-        import scipy.sparse  # type: ignore[import-untyped]  # optional: only this function needs it
+        """A ``scipy.sparse.bsr_array`` on the host; half precision becomes float32.
+
+        Raises:
+            UnsupportedError: scipy is not installed.
+        """
+        try:
+            import scipy.sparse  # optional: only this function needs it
+        except ImportError as error:
+            raise UnsupportedError("scipy is needed: pip install scipy") from error
 
         values = self._in_row_order().cpu()
         if values.dtype in (torch.float16, torch.bfloat16):

@@ -457,7 +457,11 @@ class BlockPattern:
             return self.update_(
                 BlockPattern.from_blocks(everywhere, shape=self.shape, block_shape=self.block_shape)
             )
-        return self._take(index_of(everywhere, self._index))
+        return self._take(index_of(everywhere[:, 0] * self.grid[1] + everywhere[:, 1], self._index))
+
+    def _place(self, numbers: Tensor) -> None:
+        """Gives all blocks new places, [nnz] int64 as block row times block columns plus block column."""
+        self._take(index_of(numbers, self._index))
 
     def _take(self, other: Index) -> BlockPattern:
         _overwrite(self._index, other)
@@ -555,12 +559,12 @@ def _overwrite(target: Index, source: Index) -> None:
             to.copy_(tensor)
 
 
-def index_of(places: Tensor, like: Index) -> Index:
-    """From the (block row, block column) of the block at every slot; on a GPU the host does not wait."""
+def index_of(numbers: Tensor, like: Index) -> Index:
+    """From the block row · block columns + block column of every slot; on a GPU the host does not wait."""
     (out_features, in_features), (bn, bk) = like.shape, like.block_shape
     rows, cols = out_features // bn, in_features // bk
-    numbers, slot = (places[:, 0] * cols + places[:, 1]).sort()
-    starts = torch.arange(rows + 1, device=places.device) * cols
+    numbers, slot = numbers.sort()
+    starts = torch.arange(rows + 1, device=numbers.device) * cols
     crow = torch.searchsorted(numbers, starts, out_int32=True)
     return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
 

@@ -8,6 +8,7 @@ environment's ``TILESPARSE_KERNEL``.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from .storage import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
 
 OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
 KINDS = ("cpu", "cuda")  # likewise, device
+OF_ONE_CAPABILITY = (90,)  # whose kernels use what only GPUs of that compute capability have
 
 _MOST = (1 << 31) - 1  # tokens or features
 
@@ -96,7 +98,8 @@ class Device:
         Args:
             what: "cpu"; "cuda" or "cuda:1", one that is there; the name of a GPU, as "H100" or "RTX 4090"; a
                 compute capability, as "8.6" or (8, 6), for which one such GPU stands. None is the current
-                CUDA device if there is one for which the library has kernels, otherwise the CPU.
+                CUDA device if kernels of the library run there, otherwise the CPU; a warning says why where
+                there is a GPU all the same.
 
         Raises:
             InvalidArgumentError: no such name is known; the text lists them. With a `Device` of your own any
@@ -106,7 +109,7 @@ class Device:
         if isinstance(what, Device):
             return what
         if what is None:
-            what = "cuda" if torch.cuda.is_available() and _has_cuda_kernels() else "cpu"
+            what = default_device()
         if isinstance(what, tuple):
             what = ".".join(map(str, what))
         text = str(what)
@@ -382,8 +385,29 @@ def _kernel_info(kernel: _C.KernelInfo) -> KernelInfo:
     )
 
 
-def _has_cuda_kernels() -> bool:
-    return any(kernel.device == "cuda" for kernel in kernels())
+def runs_on(kernel: _C.KernelInfo, device: int, compute_capability: int) -> bool:
+    """Whether a kernel runs on a device of that kind and compute capability, as `_C.DeviceInfo` has them."""
+    least = kernel.min_compute_capability
+    newer = least <= compute_capability and least not in OF_ONE_CAPABILITY
+    return kernel.device == device and (newer or least == compute_capability)
+
+
+def default_device() -> torch.device:
+    """The current CUDA device if there is one on which kernels of this library run, otherwise the CPU.
+
+    Where there is a GPU and it is not taken a warning says why.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    major, minor = torch.cuda.get_device_capability()
+    if any(runs_on(kernel, KINDS.index("cuda"), 10 * major + minor) for kernel in _C.kernels()):
+        return torch.device("cuda")
+    warnings.warn(
+        f"on the CPU: no kernel of this library runs on {torch.cuda.get_device_name()}, compute capability "
+        f"{major}.{minor}",
+        stacklevel=2,
+    )
+    return torch.device("cpu")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ._checks import DTYPES, checked_count, checked_device, checked_number
 from ._timing import Call, medians, name_of_cpu, own_numbers
 from .errors import InvalidArgumentError, TileSparseError, TuneFileError
 from .linear import BlockSparseLinear
-from .selection import KINDS, OPS, Device, Product, choose, dtype_name, kernels, multiplied
+from .selection import KINDS, OPS, Device, Product, choose, default_device, dtype_name, kernels, multiplied
 from .storage import expand
 
 VARIABLE = "TILESPARSE_TUNE_FILE"
@@ -85,8 +85,8 @@ def tune(
 
     Args:
         products: of any number of layers; see `Product.of`. Equal ones are measured once.
-        device: None is the current CUDA device if there is one for which the library has kernels, otherwise
-            the CPU.
+        device: None is the current CUDA device if kernels of the library run there, otherwise the CPU; a
+            warning says so where there is a GPU all the same.
         candidates: how many kernels of each product are measured.
         repetitions: of which the median is taken.
         timer: gives milliseconds of a call of each of some functions, on a device, as medians of so many.
@@ -123,9 +123,7 @@ def tune(
 
 
 def _checked_device(device: object) -> torch.device:
-    if device is None:
-        device = KINDS[Device.find().info().device]
-    found = checked_device(device)
+    found = checked_device(default_device() if device is None else device)
     if found.type not in KINDS:
         raise InvalidArgumentError(f"device: cpu or cuda expected, got {device!r}")
     return found

@@ -180,7 +180,7 @@ constexpr Field kDescFields[] = {
     WIDE(ts_matmul_desc, tokens),         WIDE(ts_matmul_desc, x.ld),
     WIDE(ts_matmul_desc, y.ld),           WIDE(ts_matmul_desc, residual.ld),
     WIDE(ts_matmul_desc, plan_key),       WIDE(ts_matmul_desc, plan_bytes),
-    WIDE(ts_matmul_desc, packed_bytes)};
+    WIDE(ts_matmul_desc, packed_bytes),   WIDE(ts_matmul_desc, packed_key)};
 
 constexpr Field kDeviceFields[] = {NARROW(ts_device_info, device), NARROW(ts_device_info, compute_capability),
                                    NARROW(ts_device_info, multiprocessors),

@@ -293,6 +293,7 @@ void test_dtypes() {
     expect(product.kernel(other).c().packed == nullptr, "another kernel reads what was packed for the first");
     product.kernel(chosen).pack(room, nullptr);
     expect(product.values(values).c().packed_bytes == 0, "other values are not read");
+    expect(product.c().packed_key == 0, "a key of no packed values");
     const void* const untyped = x.data();
     product.x(ts::Array(untyped, x.size(), ts::Dtype::bfloat16)).y(y).run();
     for (const auto& [dtype, bytes] : {std::pair<ts::Dtype, std::size_t>{ts::Dtype::float64, 8},

@@ -152,8 +152,12 @@ class Stored(NamedTuple):
     plain: Tensor
 
     @property
-    def extras(self) -> dict[str, Tensor | None]:
+    def extras(self) -> dict[str, Any]:
         return {"metadata": self.metadata, "scales": self.scales}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Stored:
+        """The same with what a function makes of each tensor."""
+        return Stored(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
 
 
 def stored_values(

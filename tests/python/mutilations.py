@@ -113,7 +113,7 @@ def _raw_headers(bases: Bases) -> Iterator[Mutilation]:
     for number in (2**63 - 1, 2**63, 2**64 - 1):
         text = f"header of {number} bytes"
         yield Mutilation(text, "bare", _writing(WEIGHTS, number.to_bytes(8, "little") + data[8:]))
-    for text in (
+    for raw in (
         b"",
         b"null",
         b"[]",
@@ -134,8 +134,8 @@ def _raw_headers(bases: Bases) -> Iterator[Mutilation]:
         b" " * 64,
         b"\0" * 64,
     ):
-        file = len(text).to_bytes(8, "little") + text + data[8 + length :]
-        yield Mutilation(f"header {text[:30]!r} of {len(text)} bytes", "bare", _writing(WEIGHTS, file))
+        file = len(raw).to_bytes(8, "little") + raw + data[8 + length :]
+        yield Mutilation(f"header {raw[:30]!r} of {len(raw)} bytes", "bare", _writing(WEIGHTS, file))
 
 
 def _headers(bases: Bases) -> Iterator[Mutilation]:

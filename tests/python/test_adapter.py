@@ -24,7 +24,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-def network(device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> nn.Sequential:
+def network(device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     generator = seeded(1)
 
     def layer(in_features: int, out_features: int) -> BlockSparseLinear:
@@ -62,8 +62,9 @@ def test_gradients_are_those_of_the_dense_weight_in_the_chosen_blocks(
     x64 = x.detach().cpu().double().requires_grad_()
     expected = x64 @ weight.t() + base.bias.detach().cpu().double()
     expected.square().sum().backward()
+    assert delta.weight.grad is not None and weight.grad is not None
     kept = dense_weight(torch.ones_like(delta.weight) if delta.mask is None else delta.mask, delta.pattern)
-    close = {"rtol": 1e-4, "atol": 1e-4, "check_dtype": False, "check_device": False}
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4, "check_dtype": False, "check_device": False}
     torch.testing.assert_close(y, expected, **close)
     torch.testing.assert_close(x.grad, x64.grad, **close)
     torch.testing.assert_close(dense_weight(delta.weight.grad, delta.pattern), weight.grad * kept, **close)

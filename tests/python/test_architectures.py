@@ -115,7 +115,7 @@ def copy_sources(target: Path) -> None:
 
 def build(sources: Path) -> None:
     folder = sources / "build"
-    options = {
+    options: dict[str, Any] = {
         "TILESPARSE_ARCHITECTURES": 86,
         "CUTLASS_DIR": sources / "cutlass",
         "CMAKE_CUDA_COMPILER": NVCC,

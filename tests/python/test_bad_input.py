@@ -395,7 +395,8 @@ def test_operators_check_what_patterns_on_the_cpu_hold() -> None:
     call, dds_nt = Call(), torch.ops.tilesparse.dds_nt
     for field in ("crow_indices", "col_indices", "slot"):
         index = call.pattern.index_on(call.values.device)
-        index = index._replace(**{field: torch.full_like(getattr(index, field), 9)})
+        wrong: dict[str, Any] = {field: torch.full_like(getattr(index, field), 9)}
+        index = index._replace(**wrong)
         with pytest.raises(InvalidPatternError, match=field):
             dds_nt(call.x, call.values, *index)
 

@@ -159,12 +159,13 @@ def test_bytes_are_those_of_the_layers(choice: Choice) -> None:
 def test_budgets_are_met(part: float, unit: str) -> None:
     model, curves, table = Layers(), curves_of(), table_of()
     options: dict[str, Any] = {"table": table} if unit == "milliseconds" else {}
-    most = allocate(curves, model, **{unit: 1e9}, **options).cost
+    options[unit] = 1e9
+    most = allocate(curves, model, **options).cost
     with pytest.raises(InvalidArgumentError, match=rf"{unit}: at least [\d.]+ expected") as raised:
-        allocate(curves, model, **{unit: 0}, **options)
+        allocate(curves, model, **(options | {unit: 0}))
     least = float(str(raised.value).split()[3])
     budget = min(most, least + part * (most - least))
-    plan = allocate(curves, model, **{unit: budget}, **options)
+    plan = allocate(curves, model, **(options | {unit: budget}))
     assert plan.cost <= budget * (1 + 1e-9)
     assert plan.bound <= plan.error
 
@@ -173,7 +174,7 @@ def test_latency_chooses_what_is_fast_and_keeps_dense_what_is_not() -> None:
     table = table_of()
     curves = curves_of()
     plan = allocate(curves, Layers(), milliseconds=2.0, table=table)
-    choices = [None, *CHOICES]
+    choices: list[Any] = [None, *CHOICES]
     best = min(
         sum(curves[name].get(choice, 0.0) for name, choice in zip(NAMES, chosen, strict=True))
         for chosen in product(choices, repeat=3)
@@ -187,11 +188,11 @@ def test_latency_chooses_what_is_fast_and_keeps_dense_what_is_not() -> None:
 
 def test_weights_say_which_layer_matters() -> None:
     curves = {name: {Choice(0.25, (32, 32)): 0.1} for name in NAMES}
-    budget = {"parameters": (1 + 1 + 4) * 128 * 256 // 4}
+    budget = (1 + 1 + 4) * 128 * 256 // 4
     for name in NAMES:
-        plan = allocate(curves, Layers(), **budget, weights={name: 2.0})
+        plan = allocate(curves, Layers(), parameters=budget, weights={name: 2.0})
         assert [layer for layer in plan if plan[layer] is None] == [name]
-    assert allocate(curves, Layers(), **budget).error == pytest.approx(0.2)
+    assert allocate(curves, Layers(), parameters=budget).error == pytest.approx(0.2)
 
 
 def test_the_report_says_what_was_chosen_and_how_well() -> None:
@@ -349,9 +350,10 @@ def test_layers_are_timed_as_they_are(device: str) -> None:
     for names, text in (["1"], "'1', got ReLU"), ([], "at least one"), (["3"], "'3', got NoneType"):
         with pytest.raises(InvalidArgumentError, match=f"layers: .*{text}"):
             time_layers(model, names, tokens=8)
-    for model_, names, text in (3, ["0"], "model: "), (model, None, "layers: names"):
+    wrong: Any
+    for wrong, text in ((3, ["0"]), "model: "), ((model, None), "layers: names"):
         with pytest.raises(InvalidArgumentError, match=text):
-            time_layers(model_, names, tokens=8)
+            time_layers(*wrong, tokens=8)
     with pytest.raises(InvalidArgumentError, match="device: one with memory expected"):
         time_layers(nn.Sequential(nn.Linear(16, 16, device="meta")), ["0"], tokens=8)
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilesparse import _C, Device, Product, choose, cli
+from tilesparse import _C, Device, Product, choose, cli, tuning
 
 LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16"]
 
@@ -93,8 +93,17 @@ def test_a_gpu_without_kernels_is_left_alone_and_reported(
         ((12, 0), "cuda", ""),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        assert cli._default_device() == torch.device(device)
-        assert capsys.readouterr().err == said
+        for command in ("bench", "tune", "demo", "prune a b --text c"):
+            arguments = cli._parser().parse_args(command.split())
+            monkeypatch.setattr(arguments, "run", lambda _: None)
+            assert cli._run(arguments) == 0
+            assert arguments.device == torch.device(device)
+            assert capsys.readouterr().err == said
+        if said:
+            with pytest.warns(UserWarning, match=said.strip()):
+                assert Device.find() == Device.find("cpu")
+            with pytest.warns(UserWarning, match=said.strip()):
+                assert tuning._checked_device(None) == torch.device("cpu")
 
 
 def test_info_says_what_multiplies_values_in_fewer_bytes(

@@ -24,14 +24,14 @@ IN, OUT = 96, 64
 WORLD = 2
 
 
-def make(seed: int, **options: Any) -> nn.Sequential:
-    options = {"density": 0.5, "block_shape": 16, "generator": seeded(seed), "device": here()} | options
+def make(seed: int, **options: Any) -> Any:
+    options = {"density": 0.5, "block_shape": 16, "generator": seeded(seed), "device": here(), **options}
     return nn.Sequential(
         BlockSparseLinear(IN, OUT, **options), nn.Tanh(), BlockSparseLinear(OUT, IN, **options)
     )
 
 
-def sparse_layers(model: nn.Module) -> list[BlockSparseLinear]:
+def sparse_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
 
 
@@ -176,7 +176,7 @@ def flattened(rank: int) -> None:
 
 
 def masked(rank: int) -> None:
-    options = {"block_shape": 32, "nm": (2, 4), "transposable": True}
+    options: dict[str, Any] = {"block_shape": 32, "nm": (2, 4), "transposable": True}
     model = make(rank, **options)
     synchronize_patterns(model)
     wrapped = DistributedDataParallel(model, broadcast_buffers=False)

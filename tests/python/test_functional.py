@@ -81,6 +81,7 @@ def test_leading_dimensions(device: str, lead: tuple[int, ...], policy: str) -> 
     assert y.shape == (*lead, pattern.out_features)
     grad = randn(*y.shape, dtype=torch.float32, device=device, seed=2)
     y.backward(grad)
+    assert values.grad is not None
     flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     weight = dense_weight(values, pattern)
     assert_product_close(y.reshape(-1, y.shape[-1]), flat_x, weight.t())
@@ -239,6 +240,7 @@ def test_gradients_of_linear(device: str, activation: str, policy: str) -> None:
     reference_bias = bias.detach().cpu().double().requires_grad_()
     y = torch.nn.functional.linear(reference_x, dense, reference_bias)
     ACTIVATIONS.get(activation, lambda t: t)(y).backward(grad.cpu().double())
+    assert dense.grad is not None
     for actual, expected in (
         (x.grad, reference_x.grad),
         (values.grad, blocks_of_dense(dense.grad, pattern)),
@@ -315,12 +317,12 @@ def test_gradients_of_every_order(device: str, check: Callable[..., bool]) -> No
     assert check(lambda *t: functional.linear(t[0], t[1], pattern, t[2]), (x, values, bias), fast_mode=True)
     for activation in ("none", "silu"):
         assert check(
-            lambda *t, name=activation: functional.linear(*t[:2], pattern, t[2], name, residual=t[3]),
+            lambda x, v, b, y, name=activation: functional.linear(x, v, pattern, b, name, residual=y),
             (x, values, bias, y),
             fast_mode=True,
         )
-    assert check(lambda *t: functional.dds(*t, pattern, transpose=False), (y, values), fast_mode=True)
-    assert check(lambda *t: functional.sdd(*t, pattern), (y, x), fast_mode=True)
+    assert check(lambda y, v: functional.dds(y, v, pattern, transpose=False), (y, values), fast_mode=True)
+    assert check(lambda y, x: functional.sdd(y, x, pattern), (y, x), fast_mode=True)
     assert check(
         lambda v, b: functional.dsd(v, pattern, b), (values, x.detach().t().requires_grad_()), fast_mode=True
     )
@@ -331,13 +333,13 @@ def test_gradients_of_every_order(device: str, check: Callable[..., bool]) -> No
 def test_gradients_of_every_order_when_expanded(feature_major: bool, check: Callable[..., bool]) -> None:
     pattern = make_pattern("diagonal", (2, 2), (16, 16))
     x, y, values, bias = double_tensors(pattern)
-    options = {"feature_major_output": feature_major, "policy": "dense"}
+    options: dict[str, Any] = {"feature_major_output": feature_major, "policy": "dense"}
     assert check(
-        lambda *t: functional.linear(*t[:2], pattern, t[2], "silu", residual=t[3], **options),
+        lambda x, v, b, y: functional.linear(x, v, pattern, b, "silu", residual=y, **options),
         (x, values, bias, y),
         fast_mode=True,
     )
-    assert check(lambda *t: functional.linear(*t, pattern, **options), (x, values), fast_mode=True)
+    assert check(lambda x, v: functional.linear(x, v, pattern, **options), (x, values), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -372,7 +374,7 @@ def test_expanded_with_strided_operands(device: str, layout: str, feature_major:
     values = random_values(pattern, dtype=torch.bfloat16, device=device)
     x = STRIDED[layout](24, pattern.in_features, torch.bfloat16, device)
     residual = STRIDED[layout](24, pattern.out_features, torch.bfloat16, device)
-    options = {"feature_major_output": feature_major, "policy": "dense"}
+    options: dict[str, Any] = {"feature_major_output": feature_major, "policy": "dense"}
     product = functional.linear(x, values, pattern, **options)
     plain = functional.linear(x, values, pattern, feature_major_output=feature_major)
     assert product.stride() == plain.stride()

@@ -44,7 +44,7 @@ SLEEP = 100_000_000  # GPU cycles, far longer than it takes to launch what follo
 
 
 def make_layer(in_features: int = 256, out_features: int = 384, **options: Any) -> BlockSparseLinear:
-    options = {"density": 0.4, "device": "cuda", "dtype": BF16, "generator": seeded()} | options
+    options = {"density": 0.4, "device": "cuda", "dtype": BF16, "generator": seeded(), **options}
     return BlockSparseLinear(in_features, out_features, **options)
 
 
@@ -213,7 +213,7 @@ def test_products_run_on_the_current_stream() -> None:
     """Their input is written late on a stream of its own; any other stream would read zeros."""
     pattern = make_pattern("random 50%", (4, 6), (64, 64))
     values = random_values(pattern, dtype=BF16, device="cuda")
-    late = [randn(500, size, dtype=BF16, device="cuda") for size in pattern.shape[::-1]]
+    late: list[Any] = [randn(500, size, dtype=BF16, device="cuda") for size in pattern.shape[::-1]]
     expected = products(*late, values, pattern)
     x, y = (torch.zeros_like(tensor) for tensor in late)
     side = torch.cuda.Stream()
@@ -590,7 +590,7 @@ def test_captured_graphs_follow_updates(tokens: int, block_size: int) -> None:
     x = randn(tokens, 1024, dtype=BF16, device="cuda").requires_grad_()
     grad = randn(tokens, 768, dtype=BF16, device="cuda", seed=1)
     graph, captured = captured_step(layer, x, grad)
-    options = {"density": 0.25, "block_shape": block_size}
+    options: dict[str, Any] = {"density": 0.25, "block_shape": block_size}
     others = [make_layer(1024, 768, generator=seeded(seed), **options) for seed in (1, 2)]
     for other in others:
         layer.pattern.update_(other.pattern)
@@ -648,10 +648,30 @@ def test_rewiring_does_not_wait_for_the_gpu(sync_is_an_error: Callable[[], None]
     assert all_equal(results, expected)
 
 
+def test_weights_packed_for_another_kernel_are_refused() -> None:
+    layer = make_layer(1024, 2048, density=0.25, block_shape=32)
+    x = randn(8192, 1024, dtype=BF16, device="cuda")
+    with torch.no_grad():
+        expected = layer(x)
+        layer.pack()
+        assert torch.equal(layer(x), expected)
+        kept = prepared(layer._index())
+        (packed,) = kept._packed.values()
+        key = packed.plan_key
+        for wrong in (key + 1, _C.plan_key(kept.descriptor, packed.product.resolve()[0], DDS_NN)):
+            packed.plan_key = wrong
+            kept._forget_calls()
+            with pytest.raises(InvalidArgumentError, match=f"packed_key is {wrong}, .* of key {key};"):
+                layer(x)
+        packed.plan_key = key
+        kept._forget_calls()
+        assert torch.equal(layer(x), expected)
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("tokens", [8192, 512])
 def test_packed_weights_give_the_same_and_follow_changes(block_size: int, tokens: int) -> None:
-    options = {"density": 0.25, "block_shape": block_size}
+    options: dict[str, Any] = {"density": 0.25, "block_shape": block_size}
     layer = make_layer(1024, 2048, **options)
     twin, other = copy.deepcopy(layer), make_layer(1024, 2048, generator=seeded(5), **options)
     both = (layer, twin)

@@ -449,7 +449,7 @@ def test_models_that_are_made_of_a_configuration_are_dense(tmp_path: Path) -> No
 
 
 def test_models_within_other_modules_are_described(tmp_path: Path) -> None:
-    wrapper = nn.ModuleDict({"encoder": llama(), "head": nn.Linear(96, 32)})
+    wrapper: Any = nn.ModuleDict({"encoder": llama(), "head": nn.Linear(96, 32)})
     patch(wrapper, r".*(layers|head)")
     wrapper.encoder.save_pretrained(tmp_path)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), wrapper.encoder)

@@ -5,6 +5,7 @@ import io
 import math
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def randn(*shape: int, **options: Any) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(**options)
 
 
-def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+def gradients(module: Callable[..., Tensor], x: Tensor) -> list[Tensor]:
     """Of a fixed scalar of the output, with respect to x and the parameters."""
     y = module(x)
     target = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view_as(y)
@@ -263,6 +264,7 @@ def test_a_broken_state_dict_changes_nothing(state: dict[str, Tensor], field: st
     before = copy.deepcopy(model)
     with pytest.raises(RuntimeError, match=field):
         model.load_state_dict({f"0.{name}": value for name, value in state.items()})
+    assert isinstance(model[0], BlockSparseLinear) and isinstance(before[0], BlockSparseLinear)
     assert same_layers(model[0], before[0])
     assert model(randn(2, IN)).shape == (2, OUT)
 
@@ -362,6 +364,7 @@ def test_second_derivatives(policy: str) -> None:
     x = randn(2, 32, dtype=torch.float64).requires_grad_()
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
+        assert layer.bias is not None
         parameters = {"weight": weight, "bias": layer.bias}
         return torch.func.functional_call(layer, parameters, (x,)).tanh()
 

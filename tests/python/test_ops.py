@@ -375,7 +375,7 @@ def test_forward_mode_is_refused(operand: int) -> None:
         operands[operand] = torch.autograd.forward_ad.make_dual(
             operands[operand], torch.ones_like(operands[operand])
         )
-        functional.linear(*operands, pattern)
+        functional.linear(operands[0], operands[1], pattern)
 
 
 WITHOUT = """

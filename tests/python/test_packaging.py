@@ -41,6 +41,39 @@ maps = open("/proc/self/maps").read().split()
 runtimes = {word for word in maps if os.path.basename(word).startswith(("libgomp", "libomp", "libiomp"))}
 print(json.dumps([before, threads(), sorted(runtimes)]))
 """
+# Layers, pruning within a budget, training, files and the command line where numpy is not installed.
+WITHOUT_NUMPY = """
+import sys, warnings
+sys.modules["numpy"] = None
+warnings.simplefilter("ignore")  # PyTorch says that it has none
+import torch, tilesparse
+from tilesparse import adapter, cli, plot, prune, train
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+x = torch.randn(96, 64)
+half, quarter = (prune.Choice(density, (16, 16)) for density in (0.5, 0.25))
+curves = {name: {half: 0.1, quarter: 0.3} for name in ("0", "2")}
+assert prune.erk(model, curves, 0.3, block_shape=16).keys() == curves.keys()
+table = prune.LatencyTable("cpu", 96, "float32", {}, {(128, 64): {half: 2.0, quarter: 1.0}})
+assert table.milliseconds((128, 64), prune.Choice(0.375, (16, 16))) == 1.5
+prune.prune_model(model, [x], block_shape=16, choices=prune.allocate(curves, model, parameters=6144))
+assert sorted(model[number].density for number in (0, 2)) == [0.25, 0.5]
+optimizer = torch.optim.AdamW(model.parameters())
+schedule = train.PatternSchedule(model, optimizer, every=1)
+for _ in range(2):
+    model(x).square().mean().backward()
+    optimizer.step()
+    schedule.step()
+tilesparse.save(model, "model")
+assert torch.equal(tilesparse.load(model, "model")(x), model(x))
+sparse = adapter.BlockSparseAdapter(model, ".*", density=0.2)
+sparse.save("adapter.safetensors")
+sparse.remove()
+adapter.BlockSparseAdapter.load(model, "adapter.safetensors").merge()
+plot.save_snapshots("snapshots.safetensors", [(step, {"0": torch.eye(4).bool()}) for step in range(2)])
+assert len(plot.load_snapshots("snapshots.safetensors")) == 2
+sys.exit(cli.main(["info"]))
+"""
 # A library that hides the system's OpenMP runtime, as where it is not installed.
 HIDE_OPENMP = r"""
 #define _GNU_SOURCE
@@ -113,6 +146,10 @@ def test_one_pool_of_threads_with_pytorch() -> None:
     assert len(runtimes) == 1, runtimes
 
 
+def test_numpy_need_not_be_installed(tmp_path: Path) -> None:
+    run("env", "-C", tmp_path, sys.executable, "-c", WITHOUT_NUMPY)
+
+
 def test_licences_and_bill_of_materials_are_installed() -> None:
     files = importlib.metadata.files("tilesparse") or []
     texts = {file.name: file.read_text() for file in files if file.parent.name in ("licenses", "third_party")}
@@ -156,14 +193,18 @@ def test_library_computes_without_an_openmp_runtime(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("pkg-config") is None, reason="pkg-config is not installed")
-def test_pkg_config(tmp_path: Path) -> None:
-    search = f"PKG_CONFIG_PATH={PACKAGE / 'lib' / 'pkgconfig'}"
+def test_pkg_config_of_a_moved_installation(tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    for part in ("include", "lib"):
+        shutil.copytree(PACKAGE / part, moved / part)
+    search = f"PKG_CONFIG_PATH={moved / 'lib' / 'pkgconfig'}"
     flags = run("env", search, "pkg-config", "--cflags", "--libs", "tilesparse").split()
     program = tmp_path / "program.c"
     program.write_text(
         "#include <tilesparse/tilesparse.h>\nint main(void) { return ts_abi_version() != TS_ABI_VERSION; }\n"
     )
-    run("cc", program, *flags, f"-Wl,-rpath,{PACKAGE / 'lib'}", "-o", tmp_path / "program")
+    assert str(PACKAGE) not in " ".join(flags)
+    run("cc", program, *flags, f"-Wl,-rpath,{moved / 'lib'}", "-o", tmp_path / "program")
     run(tmp_path / "program")
 
 

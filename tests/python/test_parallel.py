@@ -59,11 +59,9 @@ def mesh() -> DeviceMesh:
     return init_device_mesh(torch.device(here()).type, (world(),))
 
 
-def make(
-    seed: int = 0, *, parts: int = 4, density: float = 0.5, block: int = 32, **options: Any
-) -> nn.Sequential:
+def make(seed: int = 0, *, parts: int = 4, density: float = 0.5, block: int = 32, **options: Any) -> Any:
     """Two layers whose patterns can be cut for up to so many processes."""
-    options = {"generator": seeded(seed), "device": here() if dist.is_initialized() else "cpu"} | options
+    options = {"generator": seeded(seed), "device": here() if dist.is_initialized() else "cpu", **options}
     up, down = (
         BlockPattern.random(shape, block_shape=block, density=density, parts=cut, generator=seeded(seed))
         for shape, cut in (((HIDDEN, WIDTH), (parts, 1)), ((WIDTH, HIDDEN), (1, parts)))
@@ -75,20 +73,20 @@ def make(
     )
 
 
-def known(model: nn.Module) -> nn.Module:
+def known(model: Any) -> Any:
     """The same model, as all processes have loaded it."""
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     return model
 
 
-def sharded(model: nn.Sequential, at: DeviceMesh | None = None, **options: Any) -> nn.Sequential:
+def sharded(model: Any, at: DeviceMesh | None = None, **options: Any) -> Any:
     at = mesh() if at is None else at
     for layer in layers_of(model):
         fully_shard(layer, mesh=at, **options)
     return fully_shard(model, mesh=at, **options)
 
 
-def layers_of(model: nn.Module) -> list[BlockSparseLinear]:
+def layers_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
 
 
@@ -97,7 +95,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def unsharded(model: nn.Module, **options: Any) -> nn.Sequential:
+def unsharded(model: nn.Module, **options: Any) -> Any:
     """One process's model with what a shared one has learned."""
     alone = make(9, **options)
     alone.load_state_dict({name: whole(tensor) for name, tensor in model.state_dict().items()})
@@ -184,8 +182,9 @@ def fsdp(rank: int) -> None:
         assert forms(model) == before and isinstance(model[0].weight, DTensor)
     # 3 blocks do not fit on 2 or 4 processes evenly, and are fewer than 4.
     pattern = BlockPattern.random((WIDTH, WIDTH), block_shape=32, nnz=3, generator=seeded())
-    for fused in ({"foreach": True}, {"fused": True}):
-        options = {"pattern": pattern, "device": here()}
+    options: dict[str, Any] = {"pattern": pattern, "device": here()}
+    for name in ("foreach", "fused"):
+        fused: dict[str, Any] = {name: True}
         alone, model = (
             known(nn.Sequential(BlockSparseLinear(WIDTH, WIDTH, generator=seeded(), **options))) for _ in "ab"
         )
@@ -215,7 +214,7 @@ def fsdp_with_checkpoints(rank: int) -> None:
 
 
 def fsdp_of_2_4(rank: int) -> None:
-    options = {"nm": (2, 4)}
+    options: dict[str, Any] = {"nm": (2, 4)}
     alone, model = known(make(**options)), sharded(known(make(**options)))
     masks = [layer.mask.clone() for layer in layers_of(alone)]
     close(of_all(curve(model, rank, world())), curve(alone))
@@ -267,7 +266,8 @@ def without_agreement(rank: int) -> None:
 
 def from_meta(rank: int) -> None:
     torch.manual_seed(rank)
-    for options in ({}, {"nm": (2, 4)}):
+    for nm in (None, (2, 4)):
+        options: dict[str, Any] = {"nm": nm}
         model = sharded(make(device="meta", **options)).to_empty(device=here())
         for layer in layers_of(model):
             layer.reset_parameters()
@@ -315,6 +315,7 @@ def layouts(rank: int) -> None:
         part = model(mine)
         alike(part, part_of(y, layout, rank))
         part.square().sum().backward()
+        assert mine.grad is not None and x.grad is not None
         alike(mine.grad, part_of(x.grad, layout, rank))
         for layer, other in zip(layers_of(model), layers_of(alone), strict=True):
             alike(whole(layer.bias.grad), other.bias.grad)
@@ -460,7 +461,8 @@ def without_a_source(rank: int) -> None:
 
 
 def refusals(rank: int) -> None:
-    at, options = mesh(), {"device": here(), "generator": seeded()}
+    at = mesh()
+    options: dict[str, Any] = {"device": here(), "generator": seeded()}
     for style in (of_torch.ColwiseParallel(), of_torch.RowwiseParallel()):
         with pytest.raises(NotImplementedError):
             parallelize_module(make()[0], at, style)
@@ -548,9 +550,9 @@ def two_dimensional_and_uneven(rank: int) -> None:
     """3 blocks of each of the two parts, for two processes."""
     at = two_by_two()
     pattern = BlockPattern.random((128, 128), block_shape=32, nnz=6, parts=(2, 1), generator=seeded())
-    plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+    plan: dict[str, Any] = {"0": ColwiseParallel(output_layouts=Replicate())}
 
-    def make(seed: int) -> nn.Sequential:
+    def make(seed: int) -> Any:
         return nn.Sequential(
             BlockSparseLinear(128, 128, pattern=pattern, generator=seeded(seed), device=here())
         )
@@ -707,10 +709,10 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, at: D
     )
 
 
-def loaded(folder: Path, model: nn.Module, at: DeviceMesh | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def loaded(folder: Path, model: nn.Module, at: DeviceMesh | None) -> tuple[Any, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer}
+    state: dict[str, Any] = {"model": of_model, "optimizer": of_optimizer}
     dcp.load(
         state,
         checkpoint_id=folder,

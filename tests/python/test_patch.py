@@ -131,6 +131,7 @@ def test_plain_twins_of_stored_layers_have_the_values_that_these_multiply_by(
     (layer,) = patcher("0", pseudo_linear=True, **options).patch_model(model).layers
     assert (layer.policy, layer.nm, layer.storage) == ("pseudo", None, "plain")
     assert layer.error == expected.storage_error
+    assert isinstance(model[0].weight, torch.Tensor)
     assert torch.equal(model[0].weight, expected.plain_values())
 
 
@@ -427,7 +428,7 @@ def test_layers_that_no_sparse_layer_can_stand_for_are_skipped() -> None:
     layers["c"].register_backward_hook(legacy_hook)
     layers["d"].weight.register_hook(lambda gradient: gradient)
     layers["e"].register_state_dict_post_hook(legacy_hook)
-    layers["f"].forward = lambda x: x  # type: ignore[method-assign]
+    layers["f"].forward = lambda x: x  # type: ignore[assignment, method-assign]
     layers["g"].weight = nn.Parameter(layers["g"].weight.to(torch.float8_e4m3fn), requires_grad=False)
     said = reasons(nn.ModuleDict({**layers, "h": nn.Linear(0, 64)}), "[a-h]$")
     for name, word in zip(
@@ -586,7 +587,8 @@ def test_models_on_the_meta_device_need_patterns() -> None:
     pattern = BlockPattern.random((256, 64), block_shape=(16, 32), density=0.25)
     for pseudo_linear in (False, True):
         for storage in ("plain", "int8"):
-            twin, options = copy.deepcopy(model), {"pseudo_linear": pseudo_linear, "storage": storage}
+            twin = copy.deepcopy(model)
+            options: dict[str, Any] = {"pseudo_linear": pseudo_linear, "storage": storage}
             report = patcher(r"blocks\.0\.mlp\.0", pattern=pattern, **options).patch_model(twin)
             (layer,) = report.layers
             assert (layer.block_shape, layer.density, layer.error) == ((16, 32), 0.25, 0)

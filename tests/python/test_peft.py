@@ -121,7 +121,8 @@ def test_lora_is_that_of_the_dense_weight(device: str, options: dict[str, Any]) 
 def test_an_adapter_of_the_dense_model_fits_the_sparse_one(tmp_path: Path) -> None:
     model = Network()
     dense = Network()
-    dense.up, dense.down = model.up.to_linear(), model.down.to_linear()
+    for name in ("up", "down"):
+        setattr(dense, name, getattr(model, name).to_linear())
     on_dense = adapted(dense, use_rslora=True)
     on_dense.save_pretrained(tmp_path)
     x = randn(3, 64, dtype=torch.float32)
@@ -349,7 +350,7 @@ def test_a_merge_that_one_layer_refuses_changes_none(merge: str) -> None:
 
 @pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
 def test_a_merge_into_a_weight_that_two_layers_share_is_refused(merge: str) -> None:
-    base = nn.Sequential(*(BlockSparseLinear(64, 64) for _ in range(2)))
+    base: Any = nn.Sequential(*(BlockSparseLinear(64, 64) for _ in range(2)))
     base[1].weight = base[0].weight
     model = adapted(base, "0")
     before = base[1].weight.clone()

@@ -96,7 +96,7 @@ def test_orders_change_nothing_but_the_weights(make: Any) -> None:
     assert len(folds) == 2 * FOLDS[make]
     before = output(model)
     for fold in folds:
-        weight = model.get_submodule(fold.consumer).weight
+        weight: Any = model.get_submodule(fold.consumer).weight
         old = weight.detach().clone()
         permute_(model, fold, random_order(fold))
         assert not torch.equal(weight, old)
@@ -199,7 +199,7 @@ def test_orders_where_tensors_are_made_elsewhere() -> None:
 def test_no_models() -> None:
     for call in (find_folds, lambda model: permute_(model, MIXED, torch.arange(128))):
         with pytest.raises(InvalidArgumentError, match=r"model: a torch\.nn\.Module"):
-            call(3)
+            call(3)  # type: ignore[arg-type]
 
 
 def test_what_lies_between_is_seen() -> None:

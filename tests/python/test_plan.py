@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -437,7 +438,7 @@ def test_bad_memory_is_refused() -> None:
     kernel, op = next((i, op) for (_, ops), i in KERNELS.items() for op in (DDS_NT, DDS_NN) if ops >> op & 1)
     sizes = _C.plan_device_size(device, kernel, op)
     plan, workspace = (guarded(size, -7) for size in sizes)
-    good = {
+    good: dict[str, Any] = {
         "pattern": device,
         "plan": plan.data_ptr(),
         "plan_bytes": sizes[0],
@@ -456,7 +457,7 @@ def test_bad_memory_is_refused() -> None:
         ("workspace_bytes is", {"workspace_bytes": sizes[1] - 1}),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
-            _C.plan_device_build(kernel=kernel, op=op, stream=0, **(good | bad))
+            _C.plan_device_build(kernel=kernel, op=op, stream=0, **{**good, **bad})
     columns = [array.data_ptr() for array in prepared_on("cpu", pattern).columns()]
     with pytest.raises(InvalidArgumentError, match=r"col_ptr is at .* not in memory of a CUDA device"):
         _C.pattern_device_transpose(device, *columns, workspace.data_ptr(), workspace.numel() * 4, 0)

@@ -170,6 +170,8 @@ def test_models_of_transformers_are_drawn_from_their_folder(tmp_path: Path) -> N
 
 def test_bad_sources_are_refused(tmp_path: Path) -> None:
     model = model_of(0.5)
+    source: Any
+    layers: Any
     for source, layers, said in (
         (nn.Linear(4, 4), None, "source: block-sparse layers expected"),
         (3, None, "source: a model or a folder expected, got int"),
@@ -226,13 +228,14 @@ def test_curves_count_kept_new_and_remaining_blocks() -> None:
     curves, _ = plot.evolution(MOVING)
     density, new, first = curves.axes
     (kept, ever), steps = density.lines[:2], [0, 10, 20, 30]
+    line: Any
     for line, values in (
         (kept, [0.5] * 4),
         (ever, [0.5, 0.75, 0.75, 1.0]),
         (first.lines[0], [1, 0.5, 1, 0.5]),
     ):
-        assert list(line.get_xdata()) == steps and list(line.get_ydata()) == values
-    assert list(new.lines[0].get_xdata()) == steps[1:] and list(new.lines[0].get_ydata()) == [0.5, 0.5, 0.5]
+        assert line.get_xydata().tolist() == [list(point) for point in zip(steps, values, strict=True)]
+    assert new.lines[0].get_xydata().tolist() == [[step, 0.5] for step in steps[1:]]
 
 
 def test_maps_show_the_age_of_blocks_and_where_they_were() -> None:
@@ -275,7 +278,7 @@ def test_names_of_compiled_models_are_listed() -> None:
 
 def test_patterns_may_lose_all_their_blocks() -> None:
     curves, ages = plot.evolution(snapshots_of([[1, 1]], [[1, 0]], [[0, 0]]))
-    assert list(curves.axes[1].lines[0].get_ydata()) == [0, 0]
+    assert curves.axes[1].lines[0].get_xydata()[:, 1].tolist() == [0, 0]
     assert bool(shades_of(ages).isnan().all())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +315,7 @@ def t5() -> T5Model:
     return T5Model(T5Config(vocab_size=96, d_model=64, d_ff=128, d_kv=32, num_layers=2, num_heads=2))
 
 
-def mlp() -> nn.Sequential:
+def mlp() -> Any:
     return nn.Sequential(
         nn.Linear(64, 128), nn.ReLU(inplace=True), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
     )
@@ -330,7 +331,7 @@ class Shared(nn.Module):
         self.last = nn.ModuleDict({"inner": nn.Linear(64, 32, bias=False)})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last["inner"](torch.tanh(self.again(torch.tanh(self.first(x)))))  # type: ignore[no-any-return]
+        return self.last["inner"](torch.tanh(self.again(torch.tanh(self.first(x)))))
 
 
 def vectors() -> list[Tensor]:
@@ -763,14 +764,15 @@ def test_a_folder_is_for_one_pruning_alone(tmp_path: Path) -> None:
     before = state(case.model)
     other = CASES["mlp"]()
     other.model[0].bias.data[0] = 1.0
-    for what, model, batches, options in (
-        ("model", other.model, case.batches, {}),
-        ("batches", case.model, case.batches[:2], {}),
-        ("choices", case.model, case.batches, {"density": 0.4}),
-        ("damping", case.model, case.batches, {"damping": 0.5}),
+    again = partial(prune_model, block_shape=16, folder=tmp_path)
+    for what, call in (
+        ("model", lambda: again(other.model, case.batches)),
+        ("batches", lambda: again(case.model, case.batches[:2])),
+        ("choices", lambda: again(case.model, case.batches, density=0.4)),
+        ("damping", lambda: again(case.model, case.batches, damping=0.5)),
     ):
         with pytest.raises(InvalidArgumentError, match=f"another {what}"):
-            prune_model(model, batches, **{"block_shape": 16, "folder": tmp_path, **options})
+            call()
     with pytest.raises(InvalidArgumentError, match="beside folder"):
         prune_model(case.model, [object()], block_shape=16, folder=tmp_path)
     file = next(tmp_path.glob("*.safetensors"))

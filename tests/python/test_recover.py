@@ -336,6 +336,7 @@ def test_autocast_and_2_4() -> None:
     assert len(kept) == 3  # of the first attention no path through the blocks is left
     for name, layer in model.named_modules():
         if isinstance(layer, BlockSparseLinear) and name.startswith(kept):
+            assert layer.mask is not None
             assert torch.equal(layer.mask, before[f"{name}.mask"])
             moved = layer.weight != before[f"{name}.weight"]
             assert moved[layer.mask].any() and not moved[~layer.mask].any()
@@ -347,7 +348,8 @@ def test_autocast_sees_dense_weights_as_they_are_now() -> None:
     patcher = BlockSparseModelPatcher()
     patcher.add_pattern(r"encoder\.layer\.\d\.intermediate", {"density": 0.25, "block_shape": (16, 16)})
     patcher.patch_model(model)
-    other, options = copy.deepcopy(model), {"submodules": ["encoder.layer.0", "encoder.layer.1"]}
+    other = copy.deepcopy(model)
+    options: dict[str, Any] = {"submodules": ["encoder.layer.0", "encoder.layer.1"]}
     exact = reconstruct(model, teacher, texts(6), epochs=2, lr=2e-3, **options)
     mixed = reconstruct(other, teacher, texts(6), epochs=2, lr=2e-3, autocast=torch.bfloat16, **options)
     for one, two in zip(mixed.submodules, exact.submodules, strict=True):
@@ -425,7 +427,7 @@ class Tree(nn.Module):
 
     def forward(self, x: Tensor, *, y: Tensor) -> Tensor:
         first: Tensor = self.items[0](x)
-        return self.items[2](first) + self.items[1](y)  # type: ignore[no-any-return]
+        return self.items[2](first) + self.items[1](y)
 
 
 def test_models_without_a_stack_are_one_block() -> None:

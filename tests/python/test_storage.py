@@ -398,7 +398,9 @@ class Operands:
 
     def linear(self, x: Tensor | None = None, *args: Any, **options: Any) -> Tensor:
         x = self.x if x is None else x
-        return functional.linear(x, self.stored.values, self.pattern, *args, **self.stored.extras, **options)
+        return functional.linear(
+            x, self.stored.values, self.pattern, *args, **{**self.stored.extras, **options}
+        )
 
     def dds(self, a: Tensor, *, transpose: bool) -> Tensor:
         return functional.dds(a, self.stored.values, self.pattern, transpose=transpose, **self.stored.extras)
@@ -442,7 +444,7 @@ def test_products_are_those_of_the_expansion_and_repeat(
     """With everything that can be added, by every policy; on the CPU to the last bit."""
     o = Operands(storage, dtype=dtype, device=device, tokens=40)
     for activation, major in product(ACTIVATIONS, (False, True)):
-        options = {"residual": o.y, "feature_major_output": major}
+        options: dict[str, Any] = {"residual": o.y, "feature_major_output": major}
         plain = functional.linear(o.x, o.stored.plain, o.pattern, o.bias, activation, **options)
         for policy in ("sparse", "auto", "dense"):
             result = o.linear(None, o.bias, activation, **options, policy=policy)
@@ -572,7 +574,7 @@ def test_products_with_the_values_of_the_transposed_weight(
             assert_product_close(y, t.x, t.weight.t())
         if change == 0:  # to a free place, without new tensors
             free = (~t.pattern.to_block_mask()).nonzero()[0].tolist()
-            t.pattern.move_blocks_([1], [free])
+            t.pattern.move_blocks_([1], [tuple(free)])
         else:
             other = BlockPattern.random(
                 (grid[0] * shape[0], grid[1] * shape[1]),
@@ -588,7 +590,7 @@ def test_quantised_values_of_the_transposed_weight(device: str) -> None:
     """Their scales are those of its rows."""
     pattern = make_pattern("random 50%", (3, 4), (32, 64))
     transposed = stored_values(pattern.transpose(), Storage(True, torch.int8, True), dtype=torch.float32)
-    transposed = Stored(*(None if t is None else t.to(device) for t in transposed))
+    transposed = transposed.map(lambda t: t.to(device))
     y = randn(20, pattern.out_features, dtype=torch.float32, device=device)
     index = pattern.index_on(torch.device(device))
     x = OPS.dds_nn(y, transposed.values, *index, False, transposed.metadata, transposed.scales, True)
@@ -619,7 +621,7 @@ def test_gradients_pass_straight_through_to_plain_values(device: str, transposed
         )
         for leaf, wanted in zip(leaves, expected, strict=True):
             torch.testing.assert_close(leaf.grad.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
-        t.pattern.move_blocks_([0], [(~t.pattern.to_block_mask()).nonzero()[0].tolist()])
+        t.pattern.move_blocks_([0], [tuple((~t.pattern.to_block_mask()).nonzero()[0].tolist())])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -642,7 +644,7 @@ def test_second_derivatives_pass_straight_through(
     for multiply in products:
         values, x = t.values.clone().requires_grad_(), t.x.clone().requires_grad_()
         gradients = torch.autograd.grad(multiply(values, x).tanh().sum(), (values, x), create_graph=True)
-        penalty = sum(gradient.square().sum() for gradient in gradients)
+        penalty = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
         results.append((*gradients, *torch.autograd.grad(penalty, (values, x))))
     torch.testing.assert_close(*results)
 
@@ -662,7 +664,8 @@ def test_nothing_is_added_to_products_with_the_transposed_values(device: str, na
 
 
 def without(o: Operands, name: str) -> None:
-    o.stored = o.stored._replace(**{name: None})
+    missing: dict[str, Any] = {name: None}
+    o.stored = o.stored._replace(**missing)
 
 
 def change(o: Operands, name: str, how: Callable[[Tensor], Tensor]) -> None:
@@ -839,12 +842,7 @@ def test_stored_values_at_any_address(device: str, storage: str) -> None:
     o = Operands(storage, device=device)
     expected = o.linear(), o.dds(o.y, transpose=False)
 
-    def shifted(tensor: Tensor | None) -> Tensor | None:
-        return (
-            None if tensor is None else tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor)
-        )
-
-    o.stored = Stored(*(shifted(tensor) for tensor in o.stored))
+    o.stored = o.stored.map(lambda t: t.new_empty(t.numel() + 1)[1:].view_as(t).copy_(t))
     plain = expand(o.stored.values, o.stored.metadata, o.stored.scales, torch.float32)
     assert equal_bits(plain, o.stored.plain)
     assert torch.equal(o.linear(), expected[0]) and torch.equal(o.dds(o.y, transpose=False), expected[1])
@@ -853,7 +851,7 @@ def test_stored_values_at_any_address(device: str, storage: str) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_meta_tensors_give_shapes_only(storage: str) -> None:
     o = Operands(storage)
-    stored = Stored(*(None if t is None else t.to("meta") for t in o.stored))
+    stored = o.stored.map(lambda t: t.to("meta"))
     x = torch.empty(2, 5, o.pattern.in_features, device="meta", requires_grad=True)
     for policy in ("sparse", "dense"):
         y = functional.linear(x, stored.values, o.pattern, **stored.extras, policy=policy)

@@ -42,7 +42,7 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-def make(name: str, seed: int = 0, **options: Any) -> BlockSparseLinear:
+def make(name: str, seed: int = 0, **options: Any) -> Any:
     return BlockSparseLinear(IN, OUT, generator=seeded(seed), **{**LAYERS[name], **options})
 
 
@@ -61,7 +61,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     )
 
 
-def assert_multiplies(layer: BlockSparseLinear, values: Tensor, tolerance: float = 1e-4) -> None:
+def assert_multiplies(layer: Any, values: Tensor, tolerance: float = 1e-4) -> None:
     """That a layer computes, and differentiates by x, as a dense one with these values."""
     dense = nn.Linear(IN, OUT, device=layer.weight.device, dtype=values.dtype)
     blocks = torch.zeros(*layer.pattern.grid, *layer.block_shape, dtype=values.dtype, device=values.device)
@@ -93,7 +93,7 @@ def test_computes_with_its_plain_values(device: str, name: str) -> None:
 def test_from_linear_keeps_the_best(dtype: torch.dtype, name: str) -> None:
     linear = nn.Linear(IN, OUT, dtype=dtype).eval()
     options = LAYERS[name]
-    layer = BlockSparseLinear.from_linear(linear, 0.5, **options)
+    layer: Any = BlockSparseLinear.from_linear(linear, 0.5, **options)
     assert layer.nm == options.get("nm") and layer.storage == options.get("storage", "plain")
     assert layer.transposable == options.get("transposable", False)
     assert not layer.training and torch.equal(layer.bias, linear.bias)
@@ -116,10 +116,12 @@ def test_from_linear_keeps_the_best(dtype: torch.dtype, name: str) -> None:
 def test_from_linear_chooses_by_scores(storage: str) -> None:
     linear = nn.Linear(IN, OUT)
     scores = torch.rand(OUT, IN, generator=seeded(3))
-    layer = BlockSparseLinear.from_linear(linear, 0.5, scores=scores, nm=NM, storage=storage)
+    layer: Any = BlockSparseLinear.from_linear(linear, 0.5, scores=scores, nm=NM, storage=storage)
     mask = two_of_four(blocks_of_dense(scores, layer.pattern))
     assert torch.equal(layer._kept(), mask)
-    by_block = BlockSparseLinear.from_linear(linear, 0.5, scores=torch.rand(3, 4), nm=NM, storage=storage)
+    by_block: Any = BlockSparseLinear.from_linear(
+        linear, 0.5, scores=torch.rand(3, 4), nm=NM, storage=storage
+    )
     magnitudes = blocks_of_dense(linear.weight.detach().abs(), by_block.pattern)
     assert torch.equal(by_block._kept(), two_of_four(magnitudes))
 

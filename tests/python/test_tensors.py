@@ -30,8 +30,8 @@ from tilesparse import (
 IN, OUT = 96, 64
 
 
-def make(seed: int = 0, **options: Any) -> BlockSparseLinear:
-    options = {"density": 0.5, "block_shape": 16, "generator": seeded(seed)} | options
+def make(seed: int = 0, **options: Any) -> Any:
+    options = {"density": 0.5, "block_shape": 16, "generator": seeded(seed), **options}
     return BlockSparseLinear(IN, OUT, **options)
 
 
@@ -44,11 +44,11 @@ def expected(layer: BlockSparseLinear, x: Tensor) -> Tensor:
     return y if layer.bias is None else y + layer.bias.detach().double().cpu()
 
 
-def assert_right(layer: BlockSparseLinear, y: Tensor, x: Tensor) -> None:
+def assert_right(layer: Any, y: Tensor, x: Tensor) -> None:
     torch.testing.assert_close(y.double().cpu(), expected(layer, x), rtol=1e-5, atol=1e-5)
 
 
-def write(layer: BlockSparseLinear, other: BlockSparseLinear) -> None:
+def write(layer: Any, other: BlockSparseLinear) -> None:
     """Overwrites a layer's buffers as a broadcast does."""
     for name in ("crow_indices", "col_indices", "slot"):
         layer.get_buffer(name).copy_(other.get_buffer(name))
@@ -177,7 +177,7 @@ def test_numbers_of_numpy_and_single_block_sizes() -> None:
     assert layer.block_shape == (32, 32) and layer.density == 0.5
     for shape in (True, 24, 16.0, (16,), (16, 16, 16), "16"):
         with pytest.raises(InvalidArgumentError, match="block_shape"):
-            BlockSparseLinear(96, 64, block_shape=shape)
+            BlockSparseLinear(96, 64, block_shape=shape)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match=r"density: 0.001 of 24 blocks rounds to none; .*0.0417"):
         make(density=0.001)
 
@@ -224,8 +224,8 @@ def test_copies_have_their_own_pattern(copied: Callable[[BlockSparseLinear], Blo
 
 
 REPARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
-    "weight_norm": lambda layer: parametrizations.weight_norm(layer, dim=None),
-    "old weight_norm": lambda layer: nn.utils.weight_norm(layer, dim=None),
+    "weight_norm": lambda layer: parametrizations.weight_norm(layer, dim=None),  # type: ignore[arg-type]
+    "old weight_norm": lambda layer: nn.utils.weight_norm(layer, dim=None),  # type: ignore[arg-type]
     "prune": lambda layer: prune.random_unstructured(layer, "weight", 0.5),
     "parametrize": lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh()),
 }
@@ -388,6 +388,7 @@ def test_checkpointed_layers(reentrant: bool) -> None:
     layer, x = make(), randn(5, IN, dtype=torch.float32).requires_grad_()
     wanted = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight))
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    assert x.grad is not None and layer.weight.grad is not None
     assert torch.equal(x.grad, wanted[0]) and torch.equal(layer.weight.grad, wanted[1])
 
 

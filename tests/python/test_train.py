@@ -17,7 +17,7 @@ from tilesparse.train import MaskSchedule, set_nm
 
 FEATURES = 64
 RATE, DECAY = 0.1, 0.25
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, foreach=False),
     "sgd foreach": lambda model: torch.optim.SGD(model.parameters(), lr=RATE, foreach=True),
     "sgd fused": lambda model: torch.optim.SGD(model.parameters(), lr=RATE, fused=True),
@@ -25,7 +25,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, foreach=True),
     "adamw fused": lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, fused=True),
     "adamw of groups": lambda model: torch.optim.AdamW(
-        [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": RATE / 2}],
+        [
+            {"params": list(model[0].parameters()), "lr": RATE},
+            {"params": list(model[2].parameters()), "lr": RATE / 2},
+        ],
         lr=RATE,
     ),
     "adamw, rate in a tensor": lambda model: torch.optim.AdamW(
@@ -34,13 +37,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def make(transposable: bool = False, **options: Any) -> nn.Sequential:
+def make(transposable: bool = False, **options: Any) -> Any:
     options = {
         "block_shape": 32,
         "nm": (2, 4),
         "transposable": transposable,
         "dtype": torch.float64,
-    } | options
+        **options,
+    }
     generator = seeded()
     return nn.Sequential(
         BlockSparseLinear(FEATURES, 2 * FEATURES, generator=generator, **options),
@@ -49,7 +53,7 @@ def make(transposable: bool = False, **options: Any) -> nn.Sequential:
     )
 
 
-def sparse(model: nn.Sequential) -> list[BlockSparseLinear]:
+def sparse(model: Any) -> list[Any]:
     return [module for module in model if isinstance(module, BlockSparseLinear)]
 
 
@@ -71,7 +75,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
-def masks_of(model: nn.Sequential) -> list[Tensor]:
+def masks_of(model: Any) -> list[Tensor]:
     return [layer.mask.clone() for layer in sparse(model)]
 
 

@@ -44,7 +44,7 @@ from tilesparse.train import (
 
 IN, OUT, BLOCK = 96, 64, 16
 RATE = 0.01
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "set": {},
     "rigl": {"grow": "gradient"},
     "snfs": {"grow": "momentum", "sample_every": 2},
@@ -63,9 +63,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def make(density: float = 0.5, device: str = "cpu", **options: Any) -> nn.Sequential:
+def make(density: float = 0.5, device: str = "cpu", **options: Any) -> Any:
     generator = seeded(1)
-    options = {"block_shape": BLOCK, "dtype": torch.float32} | options
+    options = {"block_shape": BLOCK, "dtype": torch.float32, **options}
     return nn.Sequential(
         BlockSparseLinear(IN, OUT, density=density, generator=generator, **options),
         nn.ReLU(inplace=True),
@@ -85,7 +85,7 @@ def backward(model: nn.Module, step: int = 0, rows: int = 8) -> Tensor:
     return loss
 
 
-def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range, fractions: Any = None) -> None:
+def train(model: Any, optimizer: Any, schedule: Any, steps: range, fractions: Any = None) -> None:
     for step in steps:
         optimizer.zero_grad()
         backward(model, step)
@@ -247,7 +247,7 @@ def test_the_worst_blocks_go_where_the_method_says(device: str, method: str) -> 
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     schedule = PatternSchedule(model, optimizer, fraction=0.3, every=2, **METHODS[method])
     layer, moved = model[0], {}
-    score, average = torch.zeros(layer.weight.shape[0], device=device), 0.0
+    score, average = torch.zeros(layer.weight.shape[0], device=device), torch.tensor(0.0)
     for step in (1, 2):
         optimizer.zero_grad()
         dys: list[Tensor] = []
@@ -476,7 +476,7 @@ def test_masks_of_2_to_4_stay_at_their_slots() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_resumed_training_is_the_same_bit_for_bit(method: str) -> None:
-    def begin() -> tuple[Any, ...]:
+    def begin() -> Any:
         model = make()
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         schedule = PatternSchedule(

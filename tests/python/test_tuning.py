@@ -68,13 +68,14 @@ def last_is_fastest(dense: float = 9.0) -> Clock:
 @pytest.mark.parametrize("op", selection.OPS)
 @pytest.mark.parametrize("form", ["plain", "feature_major", "compressed", "int8", "2:4 int8"])
 def test_every_product_is_measured_as_it_is_computed(op: str, form: str) -> None:
-    options: dict[str, Any] = {
+    forms: dict[str, dict[str, Any]] = {
         "plain": {},
         "feature_major": {"feature_major": True},
         "compressed": {"storage": "compressed", "nm": (2, 4)},
         "int8": {"storage": "int8"},
         "2:4 int8": {"storage": "int8", "nm": (2, 4)},
-    }[form]
+    }
+    options = forms[form]
     if op == "wgrad" and "storage" in options:
         options = {}
     product, clock = Product(64, 128, 10, 0.5, op=op, **options), last_is_fastest()
@@ -198,7 +199,7 @@ def test_what_a_gpu_has_measured_counts_for_those_of_its_name(path: Path) -> Non
 
 
 def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> None:
-    model = torch.nn.Sequential(
+    model: Any = torch.nn.Sequential(
         BlockSparseLinear(64, 128, density=0.5),
         BlockSparseLinear(64, 128, density=0.5),
         BlockSparseLinear(128, 64, density=0.25, nm=(2, 4)),

@@ -163,6 +163,8 @@ typedef struct ts_matmul_desc {
                             empty: those that TILESPARSE_KERNEL names */
     ts_matrix gate;      /* like residual, in the place of one: y is multiplied by activation(gate), which is
                             rounded to its dtype before; data is NULL for none; TS_DDS_NT only */
+    int64_t packed_key; /* what ts_plan_key gives for the kernel that `packed` was made for, so that a product
+                           whose kernel reads it in another order refuses it; 0: not known */
 } ts_matmul_desc;
 
 /* What kernels are chosen by. */
@@ -253,8 +255,8 @@ TS_API ts_status_t ts_plan_key(const ts_pattern* pattern, int32_t kernel, int32_
  * memory aligned to 256 bytes. ts_values_packed_size gives 0 for kernels that have no use for it; with
  * `packed` set (its address is not followed), ts_matmul_workspace_size counts no room for the copy.
  * ts_values_pack reads values, pattern, plan and kernel of the descriptor, no activations, and does nothing
- * where the size is 0. A copy serves the kernel it was made for alone: set desc.kernel for all of these
- * calls. */
+ * where the size is 0. A copy serves kernels with the ts_plan_key of the one it was made for: set desc.kernel
+ * for all of these calls. With `packed_key` set ts_matmul refuses a copy for others. */
 TS_API ts_status_t ts_values_packed_size(const ts_matmul_desc* desc, size_t* bytes);
 TS_API ts_status_t ts_values_pack(const ts_matmul_desc* desc, void* packed, size_t packed_bytes,
                                   ts_stream_t stream);

@@ -723,6 +723,7 @@ class Product {
         check(ts_values_pack(&desc, packed.data(), packed.size(), stream));
         desc_.packed = packed.data();
         desc_.packed_bytes = packed.size();
+        desc_.packed_key = desc.plan_key;
         return *this;
     }
 
@@ -777,6 +778,7 @@ class Product {
     void forget_packed() {
         desc_.packed = nullptr;
         desc_.packed_bytes = 0;
+        desc_.packed_key = 0;
     }
 
     void check_given() const {

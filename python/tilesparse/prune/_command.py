@@ -44,7 +44,7 @@ def add_parser(
     command.add_argument(
         "--length", type=count, default=LENGTH, help="of a piece, in tokens, at most (%(default)s)"
     )
-    command.add_argument("--device", type=device, help="cpu or cuda (default: cuda if there is one)")
+    command.add_argument("--device", type=device, help="cpu or cuda (default: cuda if kernels run there)")
     command.add_argument("--resume", type=Path, metavar="FOLDER", help="for progress, to go on after a stop")
     command.set_defaults(run=run)
 
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
         layers=arguments.layers,
         nm=(2, 4) if arguments.nm else None,
         storage=arguments.storage,
-        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=arguments.device,
         folder=arguments.resume,
     )
     print(report)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
@@ -154,40 +153,44 @@ def erk(
     shapes = {name: shape_of(layer) for name, layer in found.items()}
     for name, shape in shapes.items():
         checked_choices("layers", name, [Choice(1.0, block_shape)], shape)
-    totals = np.array([math.prod(check_shapes(shape, block_shape)[2]) for shape in shapes.values()])
-    budget = round(checked_fraction("density", density) * int(totals.sum()))
+    totals = [math.prod(check_shapes(shape, block_shape)[2]) for shape in shapes.values()]
+    budget = round(checked_fraction("density", density) * sum(totals))
     if budget < len(totals):
         raise InvalidArgumentError(
-            f"density: at least {len(totals) / totals.sum():.3g} expected, one block of each of "
+            f"density: at least {len(totals) / sum(totals):.3g} expected, one block of each of "
             f"{len(totals)} layers, got {density!r}"
         )
     # A weight has (in · out) · (in + out) / (in · out) parts of what is kept: the blocks are of one size.
-    parts = np.array([sum(shape) for shape in shapes.values()], dtype=np.float64)
+    parts = [sum(shape) for shape in shapes.values()]
     kept = _whole(_in_proportion(parts, totals, budget), totals, budget)
     return {
-        name: Choice(int(blocks) / int(total), block_shape)
+        name: Choice(blocks / total, block_shape)
         for name, blocks, total in zip(shapes, kept, totals, strict=True)
     }
 
 
-def _in_proportion(parts: Any, totals: Any, budget: int) -> Any:
+def _in_proportion(parts: Sequence[int], totals: Sequence[int], budget: int) -> list[float]:
     """The budget in proportion to parts, but from 1 to the total of each."""
-    low, high = 0.0, float((totals / parts).max())
+
+    def shares(scale: float) -> list[float]:
+        return [min(max(scale * part, 1), total) for part, total in zip(parts, totals, strict=True)]
+
+    low, high = 0.0, max(total / part for part, total in zip(parts, totals, strict=True))
     # The sum of min(total, max(1, scale · part)) rises with the scale; 100 halvings end at its last bit.
     for _ in range(100):
         middle = (low + high) / 2
-        if np.clip(middle * parts, 1, totals).sum() < budget:
+        if sum(shares(middle)) < budget:
             low = middle
         else:
             high = middle
-    return np.clip(high * parts, 1, totals)
+    return shares(high)
 
 
-def _whole(shares: Any, totals: Any, budget: int) -> Any:
+def _whole(shares: Sequence[float], totals: Sequence[int], budget: int) -> list[int]:
     """Whole numbers whose sum is the budget, the largest remainders rounded up."""
-    kept = np.floor(shares + 1e-9).astype(np.int64)
-    for position in np.argsort(kept - shares, kind="stable"):
-        if kept.sum() == budget:
+    kept = [math.floor(share + 1e-9) for share in shares]
+    for position in sorted(range(len(kept)), key=lambda each: kept[each] - shares[each]):
+        if sum(kept) == budget:
             break
         kept[position] += kept[position] < totals[position]
     return kept

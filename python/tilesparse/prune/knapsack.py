@@ -9,14 +9,13 @@ that cannot beat the best solution known go.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+import torch
+from torch import Tensor
 
 GAP = 1e-6  # of the error: states that could save less go
 STATES = 10_000  # that are followed at a time; what the others could become enters the bound
@@ -35,9 +34,9 @@ class Solution(NamedTuple):
 class _Group(NamedTuple):
     """The items that no other item of the group beats: costs rise, errors fall."""
 
-    costs: Floats
-    errors: Floats
-    items: Integers
+    costs: list[float]
+    errors: list[float]
+    items: list[int]
     hull: list[int]  # positions of those on the lower convex hull
 
 
@@ -46,42 +45,46 @@ class _Hulls:
 
     def __init__(self, groups: Sequence[_Group]) -> None:
         steps = [
-            (position, group, start, end)
+            (position, end, group.costs[end] - group.costs[start], group.errors[end] - group.errors[start])
             for position, group in enumerate(groups)
-            for start, end in zip(group.hull[:-1], group.hull[1:], strict=True)
+            for start, end in pairwise(group.hull)
         ]
-        costs = np.array([group.costs[end] - group.costs[start] for _, group, start, end in steps])
-        errors = np.array([group.errors[end] - group.errors[start] for _, group, start, end in steps])
-        slopes = errors / costs if steps else np.empty(0)
-        order = np.argsort(slopes, kind="stable")
-        self._positions = np.array([position for position, *_ in steps], dtype=np.int64)[order]
-        self._ends = [steps[step][3] for step in order]
-        self._costs, self._errors, self._groups = costs[order], errors[order], groups
+        steps.sort(key=lambda step: step[3] / step[2])
+        self._steps = [step[:3] for step in steps]
+        self._positions = torch.tensor([step[0] for step in steps], device="cpu")
+        self._costs, self._errors = (_floats([step[which] for step in steps]) for which in (2, 3))
+        self._groups = groups
 
-    def bounds(self, first: int, budgets: Floats) -> Floats:
+    def bounds(self, first: int, budgets: Tensor) -> Tensor:
         """The least error that the groups from `first` on can have, by the relaxation; ∞ above a budget."""
-        cheapest = sum(float(group.costs[0]) for group in self._groups[first:])
-        worst = sum(float(group.errors[0]) for group in self._groups[first:])
+        cheapest = sum(group.costs[0] for group in self._groups[first:])
+        worst = sum(group.errors[0] for group in self._groups[first:])
         here = self._positions >= first
-        costs = np.concatenate([[0.0], np.cumsum(self._costs[here])]) + cheapest
-        errors = np.concatenate([[0.0], np.cumsum(self._errors[here])]) + worst
-        return np.where(budgets < cheapest, np.inf, np.interp(budgets, costs, errors))
+        costs, errors = (
+            torch.cat([_floats([start]), start + steps[here].cumsum(0)])
+            for start, steps in ((cheapest, self._costs), (worst, self._errors))
+        )
+        slopes = torch.cat([errors.diff() / costs.diff(), _floats([0.0])])  # behind the last step it is level
+        start = (torch.searchsorted(costs, budgets, right=True) - 1).clamp(min=0)
+        found = errors[start] + slopes[start] * (budgets - costs[start])
+        return found.masked_fill(budgets < cheapest, torch.inf)
 
     def greedy(self, budget: float) -> list[int]:
         """Positions in the groups: along the hulls as far as the budget goes, and then what still fits."""
         chosen = [0] * len(self._groups)
-        left = budget - sum(float(group.costs[0]) for group in self._groups)
+        left = budget - sum(group.costs[0] for group in self._groups)
         stopped: set[int] = set()
-        for position, end, cost in zip(self._positions.tolist(), self._ends, self._costs, strict=True):
+        for position, end, cost in self._steps:
             if position in stopped or cost > left:
                 stopped.add(position)
             else:
                 chosen[position] = end
-                left -= float(cost)
-        for position in np.argsort([group.errors[0] for group in self._groups], kind="stable")[::-1]:
+                left -= cost
+        worst = [(group.errors[0], position) for position, group in enumerate(self._groups)]
+        for _, position in sorted(worst, reverse=True):
             group, now = self._groups[position], chosen[position]
-            fitting = int(np.searchsorted(group.costs, group.costs[now] + left, side="right")) - 1
-            left -= float(group.costs[fitting] - group.costs[now])
+            fitting = bisect_right(group.costs, group.costs[now] + left) - 1
+            left -= group.costs[fitting] - group.costs[now]
             chosen[position] = fitting
         return chosen
 
@@ -105,60 +108,66 @@ def solve(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], b
     positions, bound = _search(ordered, budget)
     items = [0] * len(groups)
     for number, group, position in zip(order, ordered, positions, strict=True):
-        items[number] = int(group.items[position])
+        items[number] = group.items[position]
     error = sum(float(of[item]) for of, item in zip(errors, items, strict=True))
     cost = sum(float(of[item]) for of, item in zip(costs, items, strict=True))
     return Solution(items, error, cost, min(bound, error))
 
 
+def _floats(numbers: Sequence[float]) -> Tensor:
+    """On the host, whatever the default device and dtype are."""
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
 def _group(costs: Sequence[float], errors: Sequence[float]) -> _Group:
-    every = np.asarray(costs, dtype=np.float64), np.asarray(errors, dtype=np.float64)
+    every = _floats(costs), _floats(errors)
     items = _undominated(*every)
-    costs_, errors_ = every[0][items], every[1][items]
+    costs, errors = every[0][items].tolist(), every[1][items].tolist()
     hull: list[int] = []
-    for point in range(len(items)):
-        while len(hull) > 1 and _above(costs_, errors_, hull[-2], hull[-1], point):
+    for point in range(len(costs)):
+        while len(hull) > 1 and _above(costs, errors, hull[-2], hull[-1], point):
             hull.pop()
         hull.append(point)
-    return _Group(costs_, errors_, items, hull)
+    return _Group(costs, errors, items.tolist(), hull)
 
 
-def _above(costs: Floats, errors: Floats, left: int, middle: int, right: int) -> bool:
+def _above(costs: Sequence[float], errors: Sequence[float], left: int, middle: int, right: int) -> bool:
     """Whether the middle one of three points lies on the line between the others, or above it."""
     rise = (errors[right] - errors[left]) * (costs[middle] - costs[left])
-    return bool((errors[middle] - errors[left]) * (costs[right] - costs[left]) >= rise)
+    return (errors[middle] - errors[left]) * (costs[right] - costs[left]) >= rise
 
 
-def _undominated(costs: Floats, errors: Floats) -> Integers:
+def _undominated(costs: Tensor, errors: Tensor) -> Tensor:
     """Which points no other one beats in both, by rising cost; of equal ones the first."""
-    order = np.lexsort((errors, costs))
-    least = np.minimum.accumulate(errors[order])
-    better = np.concatenate([[True], errors[order][1:] < least[:-1]])
-    found: Integers = order[better]
-    return found
+    order = errors.argsort(stable=True)
+    order = order[costs[order].argsort(stable=True)]
+    falling = errors[order]
+    better = torch.ones_like(order, dtype=torch.bool)
+    better[1:] = falling[1:] < falling.cummin(0).values[:-1]
+    return order[better]
 
 
 def _search(groups: Sequence[_Group], budget: float) -> tuple[list[int], float]:
     """Positions in the groups, and what no error is below."""
     hulls = _Hulls(groups)
     best = hulls.greedy(budget)
-    least = sum(float(group.errors[position]) for group, position in zip(groups, best, strict=True))
+    least = sum(group.errors[position] for group, position in zip(groups, best, strict=True))
     bound = least
-    costs, errors = np.zeros(1), np.zeros(1)
-    history: list[tuple[Any, Any]] = []  # of each group: the state that a state comes from, and its position
+    costs, errors = _floats([0.0]), _floats([0.0])
+    history: list[tuple[Tensor, Tensor]] = []  # of states: from which each comes, and by which item
     for position, group in enumerate(groups):
-        new_costs = (costs[:, None] + group.costs).ravel()
-        new_errors = (errors[:, None] + group.errors).ravel()
+        new_costs = (costs[:, None] + _floats(group.costs)).view(-1)
+        new_errors = (errors[:, None] + _floats(group.errors)).view(-1)
         lower = new_errors + hulls.bounds(position + 1, budget - new_costs)
         worth = lower < least * (1 - GAP)
         if not worth.all():
             bound = min(bound, float(lower[~worth].min()))
-        kept = np.flatnonzero(worth)
-        kept = kept[_undominated(new_costs[kept], new_errors[kept])] if len(kept) else kept
+        kept = worth.nonzero().squeeze(1)
+        kept = kept[_undominated(new_costs[kept], new_errors[kept])]
         if len(kept) > STATES:
-            by_bound = np.argsort(lower[kept], kind="stable")
+            by_bound = lower[kept].argsort(stable=True)
             bound = min(bound, float(lower[kept[by_bound[STATES]]]))
-            kept = kept[np.sort(by_bound[:STATES])]
+            kept = kept[by_bound[:STATES].sort().values]
         if not len(kept):
             return best, bound
         history.append((kept // len(group.costs), kept % len(group.costs)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -77,9 +78,11 @@ class LatencyTable:
                 if other is not None and _form(other) == _form(choice)
             }
             densities = sorted(times)
-            if densities and densities[0] <= choice.density <= densities[-1]:
-                rising = np.maximum.accumulate([times[density] for density in densities])
-                return float(np.interp(choice.density, densities, rising))
+            if densities and densities[0] < choice.density < densities[-1]:
+                rising = list(accumulate((times[density] for density in densities), max))
+                right = bisect_left(densities, choice.density)
+                slope = (rising[right] - rising[right - 1]) / (densities[right] - densities[right - 1])
+                return slope * (choice.density - densities[right - 1]) + rising[right - 1]
         what = " ".join(filter(None, described(choice)))
         raise InvalidArgumentError(
             f"table: has no time of {shape[0]}x{shape[1]} {what} for {self.tokens} tokens; measured are "

@@ -387,9 +387,9 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         growth.index_fill_(0, kept, -torch.inf)
         dropped = self._worth(name).sort(stable=True).indices[:count]
         free = growth.sort(descending=True, stable=True).indices[:count]
-        places = torch.where(useful, free, kept[dropped])
+        places = torch.where(useful, free, kept.index_select(0, dropped))
         if count:
-            layer.pattern.move_blocks_(dropped, torch.stack((places // cols, places % cols), 1), check=False)
+            layer.pattern._place(kept.index_copy_(0, dropped, places))
             self._renew(layer, dropped, useful, generator)
         if self._movement is not None:
             self._movement.of(name).zero_()
@@ -405,18 +405,19 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     ) -> None:
         """New weights in these slots, and no memory of the old ones, if the blocks were moved."""
         weight = layer.weight
-        new = torch.zeros_like(weight[slots])
+        old = weight.index_select(0, slots)
+        new = torch.zeros_like(old)
         if self._new_scale:
             fan_in = layer.density * layer.in_features / (1 if layer.nm is None else 2)
             bound = self._new_scale * fan_in**-0.5
             new.uniform_(-bound, bound, generator=generator)
-        weight[slots] = torch.where(useful, new, weight[slots])
+        weight.index_copy_(0, slots, torch.where(useful, new, old))
         gradients = weight.grad, getattr(weight, "main_grad", None)
         forgotten = [gradient for gradient in gradients if gradient is not None]
         if self._forgets:
             forgotten += [state for _, state in states_by_slot(self._optimizer, weight)]
         for state in forgotten:
-            state[slots] = torch.where(useful, 0, state[slots])
+            state.index_copy_(0, slots, torch.where(useful, 0, state.index_select(0, slots)))
 
     def _grid(self, name: str) -> tuple[int, int]:
         layer = self._layers[name]
