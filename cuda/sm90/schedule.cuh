@@ -61,7 +61,7 @@ inline ScheduleArguments schedule_arguments(int tiles, int spans, int parts, int
 // `kSplits`: whether tiles may be cut into parts.
 template <bool kSplits, class Costs>
 class Schedule {
-    static constexpr int kMostRounds = 7;  // that are handed out twice
+    static constexpr int kMostRounds = 5;  // that are handed out twice; shared memory has no room for more
 
   public:
     static constexpr int kMaxClusters = 128;

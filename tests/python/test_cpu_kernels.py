@@ -250,7 +250,8 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
     # the sum of two products on the way.
     tolerance = 2 * (left.shape[-1] + 4) * rounding_unit(sums) * magnitude
     if problem.gated:
-        gate, error = activated(problem, operands.residual.double(), 0, rounding_unit(sums))
+        gate = operands.residual.double()
+        gate, error = activated(problem, gate, torch.zeros_like(gate), rounding_unit(sums))
         error = rounded(gate, error, row.dtype)
         tolerance = tolerance * gate.abs() + (expected.abs() + tolerance) * error
         return expected * gate, rounded(expected * gate, tolerance, row.dtype)
@@ -261,9 +262,7 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
     return expected, rounded(expected, tolerance, row.result)
 
 
-def activated(
-    problem: Problem, values: Tensor, tolerance: Tensor | float, unit: float
-) -> tuple[Tensor, Tensor | float]:
+def activated(problem: Problem, values: Tensor, tolerance: Tensor, unit: float) -> tuple[Tensor, Tensor]:
     """What the problem's activation makes of values, and of how far off they may be."""
     if problem.activation == "none":
         return values, tolerance

@@ -271,7 +271,7 @@ def test_gates(device: str, dtype: torch.dtype, activation: str, feature_major: 
     values = random_values(pattern, dtype=dtype, device=device)
     x = randn(2, 12, pattern.in_features, dtype=dtype, device=device, seed=1)
     bias = randn(pattern.out_features, dtype=dtype, device=device, seed=2)
-    options = {"feature_major_output": feature_major, "policy": policy}
+    options: dict[str, Any] = {"feature_major_output": feature_major, "policy": policy}
     sums = functional.linear(x, values, pattern, bias, **options)
     for gate in (sums.flip(0), sums.flip(0).mT.contiguous().mT):
         y = functional.linear(x, values, pattern, bias, activation, gate=gate, **options)

@@ -21,8 +21,8 @@ BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (128, 32), (16, 64)]
 
 
 def make(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> BlockSparseLinear:
-    arguments = {"density": 0.5, "block_shape": (32, 32), "generator": seeded(1)} | arguments
-    return BlockSparseLinear(256, 384, dtype=dtype, device=device, **arguments)
+    defaults: dict[str, Any] = {"density": 0.5, "block_shape": (32, 32), "generator": seeded(1)}
+    return BlockSparseLinear(256, 384, dtype=dtype, device=device, **(defaults | arguments))
 
 
 def batch(layer: BlockSparseLinear, seed: int, tokens: int = 40) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ def test_micro_batches(device: str, dtype: torch.dtype) -> None:
         batches = [batch(layer, seed) for seed in range(5)]
         for x, dy in batches:
             layer(x.requires_grad_()).backward(dy)
-        main_grad: Tensor = layer.weight.main_grad  # type: ignore[attr-defined]
+        main_grad: Tensor = layer.weight.main_grad
         assert layer.weight.grad is None
         assert_within(main_grad, *summed(layer, before, batches))
         results.append(main_grad)
@@ -121,7 +121,7 @@ def test_micro_batches(device: str, dtype: torch.dtype) -> None:
         assert torch.equal(y, layer(x)) and torch.equal(other.grad, x.grad)  # type: ignore[arg-type]
         for x, dy in batches[1:]:
             plain(x.detach()).backward(dy)
-        assert torch.equal(plain.bias.grad, layer.bias.grad)  # type: ignore[union-attr, arg-type]
+        assert torch.equal(plain.bias.grad, layer.bias.grad)
     assert torch.equal(*results)
 
 
@@ -146,7 +146,7 @@ def test_every_way_to_compute(device: str, way: str) -> None:
         module(given, residual=dy).backward(dy)
     assert layer.weight.grad is None
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
-    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, dy)]))  # type: ignore[arg-type]
+    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, dy)]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -161,7 +161,7 @@ def test_autocast(device: str) -> None:
     y.backward(dy.bfloat16())
     assert layer.weight.grad is None
     assert_within(
-        layer.weight.main_grad,  # type: ignore[arg-type]
+        layer.weight.main_grad,
         *summed(layer, before, [(x.bfloat16(), dy.bfloat16())]),
     )
 
@@ -226,7 +226,7 @@ def test_without_gradients_nothing_is_added() -> None:
         layer(x)
     layer.weight.requires_grad_(False)
     layer(x.requires_grad_()).backward(dy)
-    assert torch.equal(layer.weight.main_grad, before) and x.grad is not None  # type: ignore[arg-type]
+    assert torch.equal(layer.weight.main_grad, before) and x.grad is not None
 
 
 def test_gradients_that_are_asked_for_are_not_added() -> None:
@@ -241,7 +241,7 @@ def test_gradients_that_are_asked_for_are_not_added() -> None:
         results.append((of_x, *torch.autograd.grad(y, leaves, dy, retain_graph=True)))
         y.backward(dy, inputs=leaves[:1])
     assert all(map(torch.equal, *results))
-    assert torch.equal(layer.weight.main_grad, before)  # type: ignore[arg-type]
+    assert torch.equal(layer.weight.main_grad, before)
 
 
 def test_results_may_be_changed_in_place_and_recomputed() -> None:
@@ -251,7 +251,7 @@ def test_results_may_be_changed_in_place_and_recomputed() -> None:
     y = torch.utils.checkpoint.checkpoint(layer, x.requires_grad_(), use_reentrant=False)
     y.relu_().backward(dy)
     active = dy * (plain(x) > 0)
-    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, active)]))  # type: ignore[arg-type]
+    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, active)]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -263,7 +263,7 @@ def test_compiled_code_breaks_its_graph(device: str) -> None:
     torch.compile(model, backend="aot_eager")(x).backward(dy)
     assert layer.weight.grad is None
     active = dy * (layer(x) > 0)
-    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, active)]))  # type: ignore[arg-type]
+    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, active)]))
 
 
 @pytest.mark.gpu
@@ -271,7 +271,7 @@ def test_graphs() -> None:
     """A replay adds once more."""
     layer = make("cuda")
     before = with_main_grad(layer)
-    main_grad: Tensor = layer.weight.main_grad  # type: ignore[attr-defined]
+    main_grad: Tensor = layer.weight.main_grad
     x, dy = batch(layer, 1)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -332,8 +332,8 @@ class Model(nn.Module):
         return y
 
 
-def step(model: nn.Module, parameters: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    dtype, device = model.dense.weight.dtype, model.dense.weight.device  # type: ignore[union-attr]
+def step(model: Any, parameters: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    dtype, device = model.dense.weight.dtype, model.dense.weight.device
     for micro in range(4):
         x = torch.randn(24, 256, generator=seeded(10 * seed + micro)).to(device, dtype)
         model(x).float().square().mean().backward()
@@ -422,7 +422,7 @@ def test_masters_take_over_what_others_write_and_are_saved() -> None:
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
     others = MasterWeights(other, other_optimizer)
     for each, state in zip((other, other_optimizer, others), saved, strict=True):
-        each.load_state_dict(state)  # type: ignore[attr-defined]
+        each.load_state_dict(state)
     for _ in range(2):
         step(model, masters.parameters(), optimizer, 5)
         step(other, others.parameters(), other_optimizer, 5)
