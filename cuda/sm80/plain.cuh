@@ -34,17 +34,19 @@ struct PlainMatrix {
 struct PlainDds {
     PlainMatrix input;
     PlainMatrix output;
-    PlainMatrix residual;  // data is null where nothing is added
+    PlainMatrix residual;  // or the gate; data is null where there is neither
     const double* values;
     const double* bias;
     Adjacency rows;  // of results
     int64_t tokens;
     int64_t row_count;
-    int row_block;     // features of results in a block
-    int k_block;       // those that are summed over
-    int value_row;     // from one feature of results in a block to the next
-    int value_column;  // from one that is summed over to the next
-    Activation activation;
+    int row_block;          // features of results in a block
+    int k_block;            // those that are summed over
+    int value_row;          // from one feature of results in a block to the next
+    int value_column;       // from one that is summed over to the next
+    Activation activation;  // of results
+    bool gated;
+    Activation gate_activation;
 };
 
 struct PlainSdd {
@@ -98,7 +100,10 @@ __global__ void __launch_bounds__(kPlainThreads) plain_dds(const __grid_constant
         for (int t = 0; t < kPlainTokens; ++t) {
             if (first + t >= last) continue;
             double sum = activate_plainly(sums[t] + bias, arguments.activation);
-            if (arguments.residual.data != nullptr) sum += arguments.residual.at(first + t, result);
+            if (arguments.gated)
+                sum *= activate_plainly(arguments.residual.at(first + t, result), arguments.gate_activation);
+            else if (arguments.residual.data != nullptr)
+                sum += arguments.residual.at(first + t, result);
             arguments.output.at(first + t, result) = sum;
         }
     }
@@ -167,7 +172,9 @@ struct Plain {
                                  k_block,
                                  forward ? k_block : 1,
                                  forward ? 1 : row_block,
-                                 problem.activation};
+                                 problem.activation,
+                                 problem.gated,
+                                 problem.gate_activation};
         const int64_t chunk = kPlainThreads / row_block * kPlainTokens;
         const auto chunks = static_cast<unsigned>((problem.tokens + chunk - 1) / chunk);
         return start<plain_dds>(arguments, chunks, row_count, stream);

@@ -61,7 +61,7 @@ inline ScheduleArguments schedule_arguments(int tiles, int spans, int parts, int
 // `kSplits`: whether tiles may be cut into parts.
 template <bool kSplits, class Costs>
 class Schedule {
-    static constexpr int kMostRounds = 5;  // that are handed out twice; shared memory has no room for more
+    static constexpr int kMostRounds = 5;  // handed out twice; shared memory has no room for more
 
   public:
     static constexpr int kMaxClusters = 128;
@@ -95,25 +95,19 @@ class Schedule {
         items.keys_of_round(round, 0);
         add(loads, round);
         const int twice = rounds_twice(rounds, loads, clusters), once = rounds - twice;
-        for (int r = 1; r < rounds; ++r) {
-            items.keys_of_round(round, r);
-            if (!Costs::kInOrder || !items.is_in_order(r)) sort(round, lane);
+        for (int i = 1; i < rounds + twice; ++i) {
+            const bool again = i >= rounds;
+            const int r = again ? i - twice : i;
             uint32_t* const given = given_[max(r - once, 0)];
-            hand_out(given, round, loads, clusters, lane);
+            if (again)
+                take_back(given, round, loads, lane);
+            else
+                items.keys_of_round(round, r);
+            hand_out(given, round, loads, !again && Costs::kInOrder && items.is_in_order(r), clusters, lane);
             add(loads, round);
-            if (r < once) push_given(given[cluster], items, r, position);
-        }
-        for (int r = max(once, 1); r < rounds; ++r) {
-            uint32_t* const given = given_[r - once];
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i) {
-                round[i] = given[lane + 32 * i];
-                loads[i] -= cost_of(round[i]);
-            }
-            sort(round, lane);
-            hand_out(given, round, loads, clusters, lane);
-            add(loads, round);
-            push_given(given[cluster], items, r, position);
+            const uint32_t key = given[cluster];
+            if ((again || r < once) && key < kLast)
+                push(items.work_at(r * clusters + static_cast<int>(key % kPlaces)), position, lane);
         }
         push({-1, 0, 0, 0, 0}, position, lane);
     }
@@ -223,21 +217,43 @@ class Schedule {
         for (int i = 0; i < kPerLane; ++i) loads[i] += cost_of(keys[i]);
     }
 
-    // Gives the items of a round, which are sorted, to the clusters, those with the least load first.
-    // `given`, and afterwards `round`, have the clusters' keys in the order of clusters.
-    __device__ static void hand_out(uint32_t* given, Keys& round, const Keys& loads, int clusters, int lane) {
+    __device__ static void take_back(const uint32_t* given, Keys& round, Keys& loads, int lane) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            round[i] = given[lane + 32 * i];
+            loads[i] -= cost_of(round[i]);
+        }
+    }
+
+    // Gives the items of a round to the clusters, those that cost most to those with the least load. `given`,
+    // and afterwards `round`, have the clusters' keys in the order of clusters.
+    __device__ static void hand_out(uint32_t* given, Keys& round, const Keys& loads, bool is_sorted,
+                                    int clusters, int lane) {
         Keys order;
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             const int place = lane + 32 * i;
             order[i] = place < clusters ? loads[i] * kPlaces + place : kLast + place;
         }
-        sort(order, lane);
+        // One code for both: what is executed for the first time comes from far away.
+#pragma unroll 1
+        for (int i = is_sorted ? 1 : 0; i < 2; ++i) {
+            if (i == 1) swap(round, order);
+            sort(round, lane);
+        }
+        swap(round, order);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) given[order[i] % kPlaces] = round[i];
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) round[i] = given[lane + 32 * i];
+    }
+    __device__ static void swap(Keys& a, Keys& b) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const uint32_t key = a[i];
+            a[i] = b[i], b[i] = key;
+        }
     }
 
     // Bitonic: afterwards the i-th key is in lane i % 32, at i / 32.
@@ -259,13 +275,6 @@ class Schedule {
                 }
             }
         }
-    }
-
-    __device__ void push_given(uint32_t key, const Items& items, int round,
-                               Ring<kQueue>::Position& position) {
-        if (key < kLast)
-            push(items.work_at(round * items.clusters + static_cast<int>(key % kPlaces)), position,
-                 items.lane);
     }
 
     __device__ void push(const Work& work, Ring<kQueue>::Position& position, int lane) {
