@@ -25,9 +25,8 @@ template <int kBlock, int kStep, int kBlockRows>
 struct NarrowCosts {
     static constexpr int kPerUnit = kStep / 16;
     static constexpr int kTile = 8;
-    static constexpr int kRound = 20;
+    static constexpr int kRound = 130;
     static constexpr int kMostOfStep = (5 * kPerUnit + 3) / 4;
-    static constexpr bool kInOrder = false;
 
     const int2* tiles;
     const int* starts;

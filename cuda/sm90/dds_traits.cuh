@@ -9,9 +9,8 @@ namespace ts::sm90 {
 // Every step takes as long, whatever is in it.
 struct StepCosts {
     static constexpr int kTile = 3;
-    static constexpr int kRound = 7;
+    static constexpr int kRound = 25;
     static constexpr int kMostOfStep = 1;
-    static constexpr bool kInOrder = true;
 
     const int2* tiles;
 

@@ -53,8 +53,7 @@ inline ScheduleArguments schedule_arguments(int tiles, int spans, int parts, int
 
 // What tiles cost, for Schedule: in units of its own, at most kMostOfStep for each step.
 //     kTile: a tile's beginning and end
-//     kRound: what takes twice as long as to hand out a round
-//     kInOrder: no tile of the plan costs more than the one before it
+//     kRound: so much hides that a round is handed out again
 //     tiles: of the plan
 //     of(first, steps): so many steps of a tile
 //
@@ -91,19 +90,22 @@ class Schedule {
         if (!is_own) __trap();
         push(first_work, position, lane);
         const int rounds = (arguments.size + clusters - 1) / clusters;
-        Keys round, loads = {};  // of each cluster, in the order of clusters
+        Keys round, next, loads = {};  // of each cluster, in the order of clusters
         items.keys_of_round(round, 0);
+        items.keys_of_round(next, 1);
         add(loads, round);
         const int twice = rounds_twice(rounds, loads, clusters), once = rounds - twice;
         for (int i = 1; i < rounds + twice; ++i) {
             const bool again = i >= rounds;
             const int r = again ? i - twice : i;
             uint32_t* const given = given_[max(r - once, 0)];
-            if (again)
+            if (again) {
                 take_back(given, round, loads, lane);
-            else
-                items.keys_of_round(round, r);
-            hand_out(given, round, loads, !again && Costs::kInOrder && items.is_in_order(r), clusters, lane);
+            } else {
+                copy(round, next);
+                items.keys_of_round(next, r + 1);  // which will have arrived when it is needed
+            }
+            hand_out(given, round, loads, clusters, lane);
             add(loads, round);
             const uint32_t key = given[cluster];
             if ((again || r < once) && key < kLast)
@@ -170,12 +172,6 @@ class Schedule {
             }
         }
 
-        // Within a band of tokens they are as the plan has them.
-        __device__ bool is_in_order(int round) const {
-            const int first = round * clusters, last = min(first + clusters, arguments.size) - 1;
-            return arguments.by_band.div(first) == arguments.by_band.div(last);
-        }
-
       private:
         // Without the steps, of which the plan knows.
         __device__ Work place_at(int item) const {
@@ -205,9 +201,10 @@ class Schedule {
         uint32_t sum = 0;
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) sum += loads[i];
-        const int mean = static_cast<int>(__reduce_add_sync(~0u, sum)) / clusters;
+        const uint32_t all = __reduce_add_sync(~0u, sum);
         int twice = min(kMostRounds, rounds - 1);
-        while (twice > 0 && min(kQueue, rounds - twice) * mean < Costs::kRound * twice) --twice;
+        while (twice > 0 && min(kQueue, rounds - twice) * all < uint32_t(Costs::kRound * twice * clusters))
+            --twice;
         return twice;
     }
 
@@ -227,8 +224,7 @@ class Schedule {
 
     // Gives the items of a round to the clusters, those that cost most to those with the least load. `given`,
     // and afterwards `round`, have the clusters' keys in the order of clusters.
-    __device__ static void hand_out(uint32_t* given, Keys& round, const Keys& loads, bool is_sorted,
-                                    int clusters, int lane) {
+    __device__ static void hand_out(uint32_t* given, Keys& round, const Keys& loads, int clusters, int lane) {
         Keys order;
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
@@ -237,7 +233,7 @@ class Schedule {
         }
         // One code for both: what is executed for the first time comes from far away.
 #pragma unroll 1
-        for (int i = is_sorted ? 1 : 0; i < 2; ++i) {
+        for (int i = is_sorted(round, lane) ? 1 : 0; i < 2; ++i) {
             if (i == 1) swap(round, order);
             sort(round, lane);
         }
@@ -247,6 +243,21 @@ class Schedule {
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) round[i] = given[lane + 32 * i];
+    }
+    // As they are within a band of tokens, unless tiles of fewer steps cost more.
+    __device__ static bool is_sorted(const Keys& keys, int lane) {
+        bool sorted = true;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const uint32_t after = __shfl_down_sync(~0u, keys[i], 1);
+            const uint32_t first = i + 1 < kPerLane ? __shfl_sync(~0u, keys[i + 1], 0) : ~0u;
+            sorted &= keys[i] <= (lane == 31 ? first : after);
+        }
+        return __all_sync(~0u, sorted);
+    }
+    __device__ static void copy(Keys& to, const Keys& from) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) to[i] = from[i];
     }
     __device__ static void swap(Keys& a, Keys& b) {
 #pragma unroll
