@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,14 @@ def aoti_compile(
     torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=configs)
 
 
+def loads_packages_for_gpus(tmp_path: Path) -> bool:
+    """Whether PyTorch loads one without this library; seen to crash with 2.11 for CUDA 13.0 on an H200."""
+    x = torch.ones(3, 64, device="cuda")
+    aoti_compile(exported_for_any_batch(nn.Linear(64, 64, device="cuda"), x), tmp_path, None)
+    script = "import sys, torch; torch.ones(1, device='cuda'); torch._inductor.aoti_load_package(sys.argv[1])"
+    return subprocess.run([sys.executable, "-c", script, str(tmp_path / "program.pt2")]).returncode == 0
+
+
 def in_a_new_process(
     tmp_path: Path,
     load: str,
@@ -104,6 +113,10 @@ def in_a_new_process(
     )
     arguments = [str(tmp_path / name) for name in ("program.pt2", "inputs.pt", "results.pt")]
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    if done.returncode == -signal.SIGSEGV and x.is_cuda and not loads_packages_for_gpus(tmp_path):
+        pytest.skip(
+            f"PyTorch {torch.__version__} crashes here when it loads a package of nn.Linear for a GPU"
+        )
     print(done.stderr)  # pytest shows it where a test fails
     done.check_returncode()
     results: list[Tensor] = torch.load(tmp_path / "results.pt")
