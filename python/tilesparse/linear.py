@@ -601,6 +601,7 @@ class BlockSparseLinear(nn.Module):
             stored, layout = (buffers["metadata"], buffers["scales"]), feature_major_output
             y = linear_on(x, weight, index, bias, activation, residual, layout, self._policy, stored, gate)
         if beside is not None:
+            # Only now: with it comes PyTorch's compiler, which takes long to import.
             from ._main_grad import add_gradient, add_gradient_uncompiled
 
             y = (add_gradient_uncompiled if is_compiling() else add_gradient)(y, x, beside, index)

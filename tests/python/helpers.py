@@ -233,6 +233,11 @@ def rounding_unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def sums_unit(dtype: torch.dtype) -> float:
+    """That of the dtype in which products of a dtype are summed."""
+    return rounding_unit(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
 def product_with_bound(
     left: Tensor, right: Tensor, dtype: torch.dtype, added: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -252,8 +257,7 @@ def product_with_bound(
     if added is not None:
         added = added.detach().cpu().double()
         expected, magnitude = expected + added, magnitude + added.abs()
-    accumulation = rounding_unit(torch.float64 if dtype == torch.float64 else torch.float32)
-    tolerance = (left.shape[-1] + 12) * accumulation * magnitude
+    tolerance = (left.shape[-1] + 12) * sums_unit(dtype) * magnitude
     return expected, rounded(expected, tolerance, dtype)
 
 

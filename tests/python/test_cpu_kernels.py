@@ -29,6 +29,7 @@ from helpers import (
     rounding_unit,
     seeded,
     shuffled,
+    sums_unit,
 )
 from torch import Tensor
 
@@ -245,20 +246,20 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
     added = operands.before.view_as(expected) if operands.before is not None else operands.bias
     if added is not None:
         expected, magnitude = expected + added.double(), magnitude + added.double().abs()
-    sums = torch.float64 if row.dtype == torch.float64 else torch.float32
+    unit = sums_unit(row.dtype)
     # Higham, "Accuracy and Stability of Numerical Algorithms", 3.1, doubled for instructions that round
     # the sum of two products on the way.
-    tolerance = 2 * (left.shape[-1] + 4) * rounding_unit(sums) * magnitude
+    tolerance = 2 * (left.shape[-1] + 4) * unit * magnitude
     if problem.gated:
         gate = operands.residual.double()
-        gate, error = activated(problem, gate, torch.zeros_like(gate), rounding_unit(sums))
+        gate, error = activated(problem, gate, torch.zeros_like(gate), unit)
         error = rounded(gate, error, row.dtype)
         tolerance = tolerance * gate.abs() + (expected.abs() + tolerance) * error
         return expected * gate, rounded(expected * gate, tolerance, row.dtype)
-    expected, tolerance = activated(problem, expected, tolerance, rounding_unit(sums))
+    expected, tolerance = activated(problem, expected, tolerance, unit)
     if operands.residual is not None:
         expected = expected + operands.residual.double()
-        tolerance = tolerance + rounding_unit(sums) * (expected.abs() + tolerance)
+        tolerance = tolerance + unit * (expected.abs() + tolerance)
     return expected, rounded(expected, tolerance, row.result)
 
 

@@ -33,6 +33,7 @@ from helpers import (
     seeded,
     shuffled,
     stored_values,
+    sums_unit,
 )
 from torch import Tensor
 
@@ -392,7 +393,7 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
     if added is not None:
         expected, magnitude = expected + added.double(), magnitude + added.double().abs()
     tolerance = relative_error(row, left.shape[-1]) * magnitude
-    unit = rounding_unit(torch.float64 if row.dtype == torch.float64 else torch.float32)
+    unit = sums_unit(row.dtype)
     if problem.gated:
         gate = operands.residual.double()
         gate, error = activated(row, problem, gate, torch.zeros_like(gate))
@@ -412,7 +413,7 @@ def activated(row: Row, problem: Problem, values: Tensor, tolerance: Tensor) -> 
         return values, tolerance
     # No activation's slope exceeds 1.13; the functions themselves are good to a few units, gelu in 16 bits to
     # what the C header states.
-    unit = rounding_unit(torch.float64 if row.dtype == torch.float64 else torch.float32)
+    unit = sums_unit(row.dtype)
     tolerance = 1.13 * tolerance + 8 * unit * values.abs()
     if problem.activation == "gelu" and row.dtype.itemsize == 2:
         tolerance = tolerance + 6e-5

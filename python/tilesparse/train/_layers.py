@@ -23,6 +23,11 @@ def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
 
 
+def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a step of an optimizer, the first of ``args``, was given as its closure, or None."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
 def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     """Likewise, where there has to be one."""
     layers = sparse_layers(model)

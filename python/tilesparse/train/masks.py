@@ -21,6 +21,7 @@ from ._layers import (
     check_plain_weight,
     checked_choice,
     checked_optimizer,
+    closure_of,
     gradient_of,
     some_sparse_layers,
     sparse_layers,
@@ -192,7 +193,7 @@ class MaskSchedule(Uncopied):
     def _decay_gradients(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
     ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is None:
             self._add_to_gradients(optimizer)
             return None

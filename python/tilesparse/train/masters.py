@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from .._checks import check_module
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import has_peers
-from ._layers import Uncopied, check_keys, check_plain_weight, checked_optimizer, sparse_layers
+from ._layers import (
+    Uncopied,
+    check_keys,
+    check_plain_weight,
+    checked_optimizer,
+    closure_of,
+    sparse_layers,
+)
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -130,7 +137,7 @@ class MasterWeights(Uncopied):
     @torch.no_grad()
     def _follow(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a step: takes over what others have written to the model's parameters."""
-        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+        if closure_of(args, kwargs) is not None:
             raise UnsupportedError(
                 "optimizer: steps without a closure expected; parameters become the masters, rounded, only "
                 "after a step"

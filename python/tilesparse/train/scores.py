@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
-from ._layers import Layers, Uncopied, check_keys, gradient_of, precision_of
+from ._layers import Layers, Uncopied, check_keys, closure_of, gradient_of, precision_of
 
 SCORES = ("magnitude", "movement")
 
@@ -77,7 +77,7 @@ class Movement(Uncopied):
 
     @torch.no_grad()
     def _add(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+        if closure_of(args, kwargs) is not None:
             raise UnsupportedError(
                 "optimizer: steps without a closure expected, since movement is summed before a step, when "
                 "a closure has not computed any gradient yet"
