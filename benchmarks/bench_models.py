@@ -39,7 +39,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 COMPILE_MODES = {"compile": "default", "reduce-overhead": "reduce-overhead"}  # as torch.compile calls them
-MODES = ("eager", "graph", *COMPILE_MODES)
+MODES = ("eager", "graph", *COMPILE_MODES, "compile-graph")
+CAPTURED = ("graph", "compile-graph")
 DTYPE = torch.bfloat16
 TOLERANCE = 5e-2  # relative, Frobenius norm; every layer rounds to bfloat16
 LEARNING_RATE = 1e-5  # the targets are noise
@@ -138,21 +139,24 @@ class CapturedCall:
 
 def prepare(model: nn.Module, x: Tensor, task: str, mode: str) -> Callable[[], Tensor]:
     """What runs a model once: inference gives its output, a step of training the loss."""
-    if mode == "graph" and not x.is_cuda:
+    if mode in CAPTURED and not x.is_cuda:
         raise Unavailable("CUDA graphs need a GPU")
+    if mode == "compile-graph":
+        for block in model.get_submodule("blocks").children():
+            block.compile(fullgraph=True, dynamic=False)
     if task == "training":
         call = training_step(model, x, mode)
     else:
         forward = _compiled(model, mode)
         call = torch.no_grad()(lambda: forward(x))
-    return CapturedCall(call) if mode == "graph" else call
+    return CapturedCall(call) if mode in CAPTURED else call
 
 
 def training_step(model: nn.Module, x: Tensor, mode: str) -> Callable[[], Tensor]:
     """Forward, backward and AdamW, towards outputs that are random numbers."""
     target = torch.randn_like(x)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, fused=True, capturable=mode == "graph"
+        model.parameters(), lr=LEARNING_RATE, fused=True, capturable=mode in CAPTURED
     )
     loss_of = _compiled(lambda: F.mse_loss(model(x), target), mode)
 

@@ -269,7 +269,7 @@ class RandomPatcher(BlockSparseModelPatcher):
 
 
 def make_sparse(model: nn.Module, density: float, block_shape: tuple[int, int], seed: int) -> nn.Module:
-    """Replaces all linear layers of a model, whose dense weights are freed, and fuses its gated MLPs."""
+    """Replaces all linear layers of a model, whose dense weights are freed, and fuses its MLPs."""
     patcher = RandomPatcher(density, block_shape, seed)
     patcher.patch_model(model)
     patcher.fuse_mlps(model)

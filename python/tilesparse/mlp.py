@@ -16,12 +16,14 @@ from .errors import InvalidArgumentError, UnsupportedError
 from .functional import combined
 from .linear import BlockSparseLinear
 
-_ROLES = ("up", "down", "gate", "activation", "dropout")
+_ROLES = ("up", "down", "gate", "activation", "dropout", "hidden_dropout")
 _FEW_TOKENS = 1024  # up to which there are kernels that read row-major activations alone
 
 
 class BlockSparseMLP(nn.Module):
     """y = dropout(down(act(up(x)))), or with a gate y = dropout(down(act(gate(x)) ⊙ up(x))).
+
+    Without ``down`` it ends before that, for models that have their other half elsewhere, as BERT does.
 
     Where no gradient is recorded, activation and gate are fused into the products of ``up``, and a residual
     always into that of ``down``. Layers with hooks on their results, and what adapters put in their places,
@@ -33,12 +35,13 @@ class BlockSparseMLP(nn.Module):
 
     Args:
         up: [in_features → hidden_features].
-        down: [hidden_features → out_features].
+        down: [hidden_features → out_features], or None.
         gate: as ``up``, or None.
         activation: "none", "relu", "gelu" (with erf) or "silu", or a module that works element by element.
         dropout: of the result before the residual, or None.
+        hidden_dropout: of what ``down`` multiplies, or None.
         names: of the attributes that the layers, and a module as activation, are to have: by any of "up",
-            "down", "gate", "activation" and "dropout", which are their names otherwise.
+            "down", "gate", "activation", "dropout" and "hidden_dropout", which are their names otherwise.
 
     Attributes:
         gated: whether there is a gate.
@@ -54,29 +57,34 @@ class BlockSparseMLP(nn.Module):
     def __init__(
         self,
         up: BlockSparseLinear,
-        down: BlockSparseLinear,
+        down: BlockSparseLinear | None,
         gate: BlockSparseLinear | None = None,
         *,
         activation: str | nn.Module = "gelu",
         dropout: nn.Dropout | None = None,
+        hidden_dropout: nn.Dropout | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         _check_layers(up, down, gate)
         self._names = _checked_names(names)
         self.gated, self.activation_name = gate is not None, _name_of(activation)
-        if not isinstance(dropout, nn.Dropout | None):
-            raise InvalidArgumentError(f"dropout: torch.nn.Dropout expected, got {type(dropout).__name__}")
-        for role, module in zip(_ROLES, (up, down, gate, activation, dropout), strict=True):
-            if isinstance(module, nn.Module):
-                self.add_module(self._names[role], module)
+        for name, module in (("dropout", dropout), ("hidden_dropout", hidden_dropout)):
+            if not isinstance(module, nn.Dropout | None):
+                raise InvalidArgumentError(f"{name}: torch.nn.Dropout expected, got {type(module).__name__}")
+        parts = up, down, gate, activation, dropout, hidden_dropout
+        for role, part in zip(_ROLES, parts, strict=True):
+            if isinstance(part, nn.Module):
+                self.add_module(self._names[role], part)
 
     @classmethod
     def from_module(cls, module: nn.Module) -> BlockSparseMLP:
         """The same function of the same layers, under the same names.
 
-        Known are modules that compute what ``LlamaMLP``, ``GPT2MLP`` and ``ViTMLP`` of Transformers do, most
-        of its others among them: their ``forward`` has to be the same, whatever their class.
+        Known are modules that compute what ``LlamaMLP``, ``GPT2MLP``, ``ViTMLP`` and, without the other half,
+        ``BertIntermediate`` of Transformers do, most of its others among them: their ``forward`` has to be
+        the same, whatever their class. So is a ``torch.nn.Sequential`` of a linear layer, an activation that
+        kernels have, and another linear layer, either with a ``torch.nn.Dropout`` behind it or not.
 
         Args:
             module: its linear layers are `BlockSparseLinear`; it keeps them, and so shares them.
@@ -88,8 +96,8 @@ class BlockSparseMLP(nn.Module):
         reason = reason_not_known(module)
         if form is None or reason is not None:
             raise UnsupportedError(f"module: {reason}")
-        parts = {role: getattr(module, name) for role, name in form.names.items()}
-        mlp = cls(**parts, names=form.names)
+        parts: dict[str, Any] = {role: getattr(module, name) for role, name in form.names.items()}
+        mlp = cls(**{"down": None} | parts, names=form.names)
         # Its mode, and what others may read of it, such as its config.
         vars(mlp).update((name, value) for name, value in vars(module).items() if name not in vars(mlp))
         mlp._modules = dict(module._modules)  # in their order, by which optimizers know parameters
@@ -104,14 +112,17 @@ class BlockSparseMLP(nn.Module):
             residual: [..., out_features], added to the result, or None.
 
         Returns:
-            y [..., out_features].
+            y [..., out_features], without ``down`` [..., hidden_features].
         """
         hidden, down, dropout = self._hidden(x), self._part("down"), self._part("dropout")
+        hidden_dropout = self._part("hidden_dropout")
+        if hidden_dropout is not None:
+            hidden = hidden_dropout(hidden)
         drops = dropout is not None and dropout.training and dropout.p > 0
         if residual is not None and _is_bare(down) and not drops:
             y: Tensor = down(hidden, residual=residual)
             return y
-        y = down(hidden)
+        y = hidden if down is None else down(hidden)
         if dropout is not None:
             y = dropout(y)
         return combined(y, "none", residual, None)
@@ -162,6 +173,11 @@ class _Form(NamedTuple):
     names: dict[str, str]  # by role
 
 
+def is_known(module: nn.Module) -> bool:
+    """Whether a module's function is one that `BlockSparseMLP.from_module` knows, whatever its layers."""
+    return _form_of(module) is not None
+
+
 def _llama(self: Any, x: Any) -> Any:
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
@@ -172,6 +188,12 @@ def _gpt2(self: Any, hidden_states: Any) -> Any:
     hidden_states = self.act(hidden_states)
     hidden_states = self.c_proj(hidden_states)
     hidden_states = self.dropout(hidden_states)
+    return hidden_states
+
+
+def _bert(self: Any, hidden_states: Any) -> Any:
+    hidden_states = self.dense(hidden_states)
+    hidden_states = self.intermediate_act_fn(hidden_states)
     return hidden_states
 
 
@@ -186,11 +208,25 @@ _FORMS = (
     _Form(_llama, {"up": "up_proj", "down": "down_proj", "gate": "gate_proj", "activation": "act_fn"}),
     _Form(_gpt2, {"up": "c_fc", "down": "c_proj", "activation": "act", "dropout": "dropout"}),
     _Form(_vit, {"up": "fc1", "down": "fc2", "activation": "activation_fn"}),
+    _Form(_bert, {"up": "dense", "activation": "intermediate_act_fn"}),
+)
+_KINDS: dict[str, type[nn.Module]] = {  # of parts other than layers
+    "activation": nn.Module,
+    "dropout": nn.Dropout,
+    "hidden_dropout": nn.Dropout,
+}
+_SEQUENCES = (
+    ("up", "activation", "down"),
+    ("up", "activation", "down", "dropout"),
+    ("up", "activation", "hidden_dropout", "down"),
+    ("up", "activation", "hidden_dropout", "down", "dropout"),
 )
 
 
 def _form_of(module: nn.Module) -> _Form | None:
     """By the instructions of its forward: more than a hundred classes of Transformers have one of them."""
+    if type(module).forward is nn.Sequential.forward:
+        return _form_of_sequence(module)
     code = getattr(type(module).forward, "__code__", None)
     for form in _FORMS:
         known = form.forward.__code__
@@ -199,11 +235,28 @@ def _form_of(module: nn.Module) -> _Form | None:
     return None
 
 
+def _form_of_sequence(module: nn.Module) -> _Form | None:
+    modules = module._modules
+    for roles in _SEQUENCES:
+        if len(roles) == len(modules) and all(map(_has_role, modules.values(), roles)):
+            return _Form(nn.Sequential.forward, dict(zip(roles, modules, strict=True)))
+    return None
+
+
+def _has_role(module: nn.Module | None, role: str) -> bool:
+    if role == "activation":
+        return isinstance(module, nn.Module) and _name_of(module) is not None
+    return isinstance(module, _KINDS.get(role, BlockSparseLinear))
+
+
 def reason_not_known(module: nn.Module) -> str | None:
     """What keeps a module from becoming a `BlockSparseMLP`; None if nothing does."""
     form = _form_of(module)
     if form is None:
-        return "its forward is none that is known, those of LlamaMLP, GPT2MLP and ViTMLP of Transformers"
+        return (
+            "its forward is none that is known, those of LlamaMLP, GPT2MLP, ViTMLP and BertIntermediate of "
+            "Transformers, and of nn.Sequential with an activation of kernels between two BlockSparseLinear"
+        )
     if "forward" in vars(module):
         return "its forward was replaced by another function, which would be lost"
     held = {**module._parameters, **module._buffers, **module._modules}
@@ -212,7 +265,7 @@ def reason_not_known(module: nn.Module) -> str | None:
         return f"it holds {', '.join(unknown)}, which would be lost"
     for role, name in form.names.items():
         part = held.get(name)
-        kind = {"activation": nn.Module, "dropout": nn.Dropout}.get(role, BlockSparseLinear)
+        kind = _KINDS.get(role, BlockSparseLinear)
         if not isinstance(part, kind):
             return f"its {name} is {type(part).__name__}, not {kind.__name__}"
     return None
@@ -220,9 +273,9 @@ def reason_not_known(module: nn.Module) -> str | None:
 
 def _check_layers(up: Any, down: Any, gate: Any) -> None:
     for name, layer in (("up", up), ("down", down), ("gate", gate)):
-        if not isinstance(layer, BlockSparseLinear) and (name != "gate" or layer is not None):
+        if not isinstance(layer, BlockSparseLinear) and (name == "up" or layer is not None):
             raise InvalidArgumentError(f"{name}: BlockSparseLinear expected, got {type(layer).__name__}")
-    if down.in_features != up.out_features:
+    if down is not None and down.in_features != up.out_features:
         raise InvalidArgumentError(
             f"down: in_features {up.out_features}, the out_features of up, expected, got {down.in_features}"
         )

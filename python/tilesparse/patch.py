@@ -20,7 +20,7 @@ from ._progress import Progress
 from ._transformers import check_can_follow, follow
 from .errors import InvalidArgumentError, TileSparseError
 from .linear import BlockSparseLinear, dense_weight, is_conv1d
-from .mlp import BlockSparseMLP, reason_not_known
+from .mlp import BlockSparseMLP, is_known, reason_not_known
 from .pattern import BlockPattern, check_parts_beside
 from .pseudo import PseudoBlockSparseLinear
 from .storage import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
@@ -150,7 +150,8 @@ class FuseReport:
 
     Attributes:
         mlps: those that became a `BlockSparseMLP`.
-        skipped: modules with "MLP" in the name of their class that stay as they are, with the reason.
+        skipped: modules with "MLP" in the name of their class, or whose function is known, that stay as they
+            are, with the reason.
     """
 
     mlps: list[FusedMLP]
@@ -333,7 +334,8 @@ class BlockSparseModelPatcher:
         """
         targets, skipped = [], []
         for module, aliases in _names_of_modules(model).items():
-            if isinstance(module, BlockSparseMLP) or "mlp" not in type(module).__name__.lower():
+            named = "mlp" in type(module).__name__.lower()
+            if isinstance(module, BlockSparseMLP) or not (named or is_known(module)):
                 continue
             reason = _reason_not_fused(model, module)
             if reason is None:

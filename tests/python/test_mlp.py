@@ -15,6 +15,8 @@ from helpers import DEVICES, SIZES, randn, seeded
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -152,12 +154,13 @@ def test_bad_arguments() -> None:
     up, down = layer(64, 96), layer(96, 64)
     for match, arguments, options in (
         ("up: BlockSparseLinear", (nn.Linear(64, 96), down), {}),
-        ("down: BlockSparseLinear", (up, None), {}),
+        ("down: BlockSparseLinear", (up, nn.Linear(96, 64)), {}),
         ("down: in_features 96", (up, up), {}),
         (r"gate: shape \(96, 64\)", (up, down, down), {}),
         ("activation: one of", (up, down), {"activation": "swish"}),
         ("activation: one of", (up, down), {"activation": torch.relu}),
         ("dropout: torch.nn.Dropout", (up, down), {"dropout": 0.1}),
+        ("hidden_dropout: torch.nn.Dropout", (up, down), {"hidden_dropout": 0.1}),
         ("names: keys from", (up, down), {"names": {"left": "right"}}),
         ("names: different ones", (up, down), {"names": {"up": "down"}}),
     ):
@@ -210,10 +213,15 @@ def vit() -> Any:
     return ViTForImageClassification(ViTConfig(**SIZES | IMAGES)).eval()
 
 
+def bert() -> Any:
+    return BertForSequenceClassification(BertConfig(**SIZES, pad_token_id=2)).eval()
+
+
 MODELS: dict[str, tuple[Callable[[], Any], bool, str | None]] = {  # gated, and the activation of kernels
     "llama": (llama, True, "silu"),
     "gpt2": (gpt2, False, None),
     "vit": (vit, False, "gelu"),
+    "bert": (bert, False, "gelu"),  # in two halves, of which the first is fused
 }
 
 
@@ -224,7 +232,7 @@ def given(kind: str) -> Tensor:
 def patched(kind: str) -> tuple[Any, BlockSparseModelPatcher]:
     torch.manual_seed(0)
     model, patcher = MODELS[kind][0](), BlockSparseModelPatcher()
-    patcher.add_pattern(r".*\.mlp\.", {"density": 0.5, "block_shape": (16, 16)})
+    patcher.add_pattern(r".*\.(mlp|intermediate)\.", {"density": 0.5, "block_shape": (16, 16)})
     patcher.patch_model(model)
     return model, patcher
 
@@ -251,7 +259,7 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
     handles = [
         module.register_forward_hook(lambda *_, name=name: calls.append(name))
         for name, module in modules.items()
-        if name.endswith(".mlp")
+        if name.endswith((".mlp", ".intermediate"))
     ]
     names = list(model.state_dict())
     assert fused(model) == [] and patcher.fuse_mlps(model, dry_run=True).mlps and fused(model) == []
@@ -325,6 +333,10 @@ def test_what_is_left_alone_is_reported() -> None:
         BlockSparseMLP.from_module(first)
     with pytest.raises(UnsupportedError, match="its forward is none that is known"):
         BlockSparseMLP.from_module(nn.Sequential())
+    model, patcher = patched("bert")
+    model.bert.encoder.layer[0].intermediate.dense = nn.Linear(4, 4)
+    (skipped,) = patcher.fuse_mlps(model).skipped
+    assert skipped.reason == "its dense is Linear, not BlockSparseLinear" and len(fused(model)) == 1
     model, patcher = patched("vit")
     for block, spoil in zip(model.vit.layers, (_replace_forward, _add_state_hook), strict=True):
         spoil(block.mlp)
@@ -346,6 +358,48 @@ def test_other_classes_with_the_same_forward_are_known() -> None:
     patcher.add_pattern(r".*\.mlp\.", {"block_shape": (16, 16)})
     patcher.patch_model(model)
     assert [mlp.kind for mlp in patcher.fuse_mlps(model).mlps] == ["PhiMLP"] * 2
+
+
+@pytest.mark.parametrize("ending", [(), (nn.Dropout(0.5),)], ids=["", "dropout"])
+@pytest.mark.parametrize("between", [(), (nn.Dropout(0.5),)], ids=["", "hidden_dropout"])
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU()], ids=["gelu", "relu"])
+def test_sequences(
+    activation: nn.Module, between: tuple[nn.Module, ...], ending: tuple[nn.Module, ...]
+) -> None:
+    sequence = nn.Sequential(layer(64, 96), activation, *between, layer(96, 64, seed=1), *ending)
+    model, x = nn.Sequential(nn.LayerNorm(64), sequence), randn(5, 64, dtype=torch.float32)
+    names, patcher = list(model.state_dict()), BlockSparseModelPatcher()
+    results = []
+    for fuse in (False, True):
+        if fuse:
+            report = patcher.fuse_mlps(model)
+            assert [(mlp.name, mlp.kind) for mlp in report.mlps] == [
+                ("1", "Sequential")
+            ] and not report.skipped
+        for training in (False, True):
+            torch.manual_seed(0)
+            results.append(model.train(training)(x))
+            with torch.no_grad():
+                torch.manual_seed(0)
+                results.append(model(x))
+    for before, after in zip(results[:4], results[4:], strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    assert list(model.state_dict()) == names
+    patcher.undo(model)
+    assert model[1] is sequence
+
+
+def test_sequences_that_compute_something_else_are_left_alone() -> None:
+    up, down = layer(64, 96), layer(96, 64)
+    others = [
+        nn.Sequential(up, down),
+        nn.Sequential(up, nn.GELU("tanh"), down),
+        nn.Sequential(up, nn.Dropout(), nn.GELU(), down),
+        nn.Sequential(up, nn.GELU(), down, nn.GELU()),
+        nn.Sequential(nn.Linear(64, 96), nn.GELU(), down),
+    ]
+    report = BlockSparseModelPatcher().fuse_mlps(nn.ModuleList(others))
+    assert not report.mlps and not report.skipped
 
 
 def test_generation() -> None:
