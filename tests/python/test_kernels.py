@@ -416,7 +416,7 @@ def activated(row: Row, problem: Problem, values: Tensor, tolerance: Tensor) -> 
     unit = sums_unit(row.dtype)
     tolerance = 1.13 * tolerance + 8 * unit * values.abs()
     if problem.activation == "gelu" and row.dtype.itemsize == 2:
-        tolerance = tolerance + 6e-5
+        tolerance = tolerance + 1e-5
     return FUNCTIONS[problem.activation](values), tolerance
 
 
