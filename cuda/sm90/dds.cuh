@@ -122,9 +122,8 @@ class DdsConsumer {
         const char* const stage = shared_.weight[warpgroup_][weight_.stage];
         const uint32_t tokens = operand_address(shared_.input[input_.stage]);
         if constexpr (Traits::Weight::kInRegisters) {
-            products_.load(stage);
-            release_multiplied(sums);
-            products_.start(sums, arguments_.tokens_by_k, tokens, add);
+            release_multiplied(sums);  // they read registers that are written now
+            products_.start(sums, stage, arguments_.tokens_by_k, tokens, add);
         } else {
             Traits::Weight::template multiply<kRowMajorInput, Traits::kTileTokens>(sums, arguments_, stage,
                                                                                    tokens, add);

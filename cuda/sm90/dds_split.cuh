@@ -14,10 +14,9 @@
 
 namespace ts::sm90 {
 
-// Volatile, so that registers that products under way read are not written before these are waited for.
 __device__ inline uint32_t round_to_tf32(float value) {
     uint32_t result;
-    asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
     return result;
 }
 

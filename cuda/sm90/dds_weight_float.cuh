@@ -73,28 +73,15 @@ struct FloatWeight : PlainWeight<kOp, Math> {
       public:
         __device__ Products() : place_(place()) {}
 
-        // Of a stage that has arrived.
-        __device__ void load(const char* stage) {
-            if constexpr (kTransposed) {
-#pragma unroll
-                for (int i = 0; i < kFragments; ++i) load_transposed(weight_[i], stage + 8 * i * kLine);
-            } else {
-#pragma unroll
-                for (int i = 0; i < kFragments; ++i) {
-                    const auto& line = *reinterpret_cast<const cute::uint128_t*>(stage + (place_ ^ 32 * i));
-                    Fragment& to = weight_[i];
-                    cute::SM75_U32x4_LDSM_N::copy(line, to[0], to[1], to[2], to[3]);
-                }
-            }
-        }
-
-        // Starts the products of what was loaded: sums (+)= weight tokens, or what add() will add to them.
-        __device__ void start(float (&sums)[kSums], const Operand& tokens_by_k, uint32_t tokens, bool add) {
-            Fragment first[kFragments], second[kFragments];
+        // Starts the products of a step, sums (+)= weight tokens, or what add() will add to them. No others
+        // may be under way. `tokens`: where their operand is.
+        __device__ void start(float (&sums)[kSums], const char* stage, const Operand& tokens_by_k,
+                              uint32_t tokens, bool add) {
+            Fragment weight[kFragments], rest[kFragments];
 #pragma unroll
             for (int i = 0; i < kFragments; ++i) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) split(first[i][j], second[i][j], weight_[i][j]);
+                load(weight[i], stage, i);
+                if constexpr (kSplit) split(weight[i], rest[i]);
             }
             cute::warpgroup_arrive();
 #pragma unroll
@@ -102,11 +89,11 @@ struct FloatWeight : PlainWeight<kOp, Math> {
                 const uint64_t operand = tokens_by_k.at(tokens, i);
                 if constexpr (kSplit) {  // small ones first
                     constexpr uint32_t kBehind = kTokens * kStep * 4 / 16;
-                    multiply(step_, second[i], operand, i > 0);
-                    multiply(step_, first[i], operand + kBehind, true);
-                    multiply(step_, first[i], operand, true);
+                    multiply(step_, rest[i], operand, i > 0);
+                    multiply(step_, weight[i], operand + kBehind, true);
+                    multiply(step_, weight[i], operand, true);
                 } else {
-                    multiply(sums, first[i], operand, add || i > 0);
+                    multiply(sums, weight[i], operand, add || i > 0);
                 }
             }
             cute::warpgroup_commit_batch();
@@ -124,12 +111,12 @@ struct FloatWeight : PlainWeight<kOp, Math> {
         }
 
       private:
-        __device__ static void split(uint32_t& first, uint32_t& second, uint32_t value) {
-            if constexpr (kSplit) {
-                first = round_to_tf32(__uint_as_float(value));
-                second = round_to_tf32(__uint_as_float(value) - __uint_as_float(first));
-            } else {
-                asm volatile("mov.b32 %0, %1;" : "=r"(first) : "r"(value));  // see round_to_tf32
+        __device__ static void split(Fragment& weight, Fragment& rest) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float value = __uint_as_float(weight[i]);
+                weight[i] = round_to_tf32(value);
+                rest[i] = round_to_tf32(value - __uint_as_float(weight[i]));
             }
         }
 
@@ -161,22 +148,25 @@ struct FloatWeight : PlainWeight<kOp, Math> {
             return (index & 1 ? 32 : 0) ^ (index & 2 ? 4 * kLine ^ 64 : 0);
         }
 
-        // The lanes of one k read another part each at a time, so that all read from other banks.
-        __device__ void load_transposed(Fragment& to, const char* eight) const {
-            Fragment read;
+        __device__ void load(Fragment& to, const char* stage, int index) const {
+            if constexpr (!kTransposed) {
+                const auto& line = *reinterpret_cast<const cute::uint128_t*>(stage + (place_ ^ 32 * index));
+                cute::SM75_U32x4_LDSM_N::copy(line, to[0], to[1], to[2], to[3]);
+                return;
+            }
+            // The lanes of one k read another part each at a time, so that all read from other banks.
+            Fragment read, even;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                read[i] = *reinterpret_cast<const uint32_t*>(eight + (place_ ^ part(i)));
-            const int lane = threadIdx.x % 4;
-            const bool odd = lane & 1, upper = lane & 2;
-            const Fragment even = {odd ? read[1] : read[0], odd ? read[0] : read[1], odd ? read[3] : read[2],
-                                   odd ? read[2] : read[3]};
+                read[i] = *reinterpret_cast<const uint32_t*>(stage + 8 * index * kLine + (place_ ^ part(i)));
+            const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) even[i] = odd ? read[i ^ 1] : read[i];
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = upper ? even[i ^ 2] : even[i];
         }
 
         uint32_t place_;
-        Fragment weight_[kFragments];
         float step_[kSplit ? kSums : 1];
     };
 };
