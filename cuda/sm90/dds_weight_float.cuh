@@ -149,16 +149,20 @@ struct FloatWeight : PlainWeight<kOp, Math> {
         }
 
         __device__ void load(Fragment& to, const char* stage, int index) const {
-            if constexpr (!kTransposed) {
+            if constexpr (kTransposed) {
+                load_transposed(to, stage + 8 * index * kLine);
+            } else {
                 const auto& line = *reinterpret_cast<const cute::uint128_t*>(stage + (place_ ^ 32 * index));
                 cute::SM75_U32x4_LDSM_N::copy(line, to[0], to[1], to[2], to[3]);
-                return;
             }
-            // The lanes of one k read another part each at a time, so that all read from other banks.
+        }
+
+        // The lanes of one k read another part each at a time, so that all read from other banks.
+        __device__ void load_transposed(Fragment& to, const char* lines) const {
             Fragment read, even;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                read[i] = *reinterpret_cast<const uint32_t*>(stage + 8 * index * kLine + (place_ ^ part(i)));
+                read[i] = *reinterpret_cast<const uint32_t*>(lines + (place_ ^ part(i)));
             const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
 #pragma unroll
             for (int i = 0; i < 4; ++i) even[i] = odd ? read[i ^ 1] : read[i];
