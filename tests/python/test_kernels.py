@@ -425,9 +425,9 @@ def relative_error(row: Row, terms: int) -> float:
 
     Tensor cores multiply exactly and truncate sums to float32 or better, twice the error of rounding
     (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021). TF32 rounds each factor to 2^-11.
-    Its threefold variant adds three products for each term. Where both factors are split by rounding it drops one
-    below 2^-22 and keeps factors to 2^-23, which is 8 units together; where one is cut off, 2^-21 and for this factor
-    2^-22, which is 14. Sums of float64 are rounded, here and in the reference.
+    Its threefold variant adds three products for each term. Where rounding splits both factors it drops one
+    below 2^-22 and keeps factors to 2^-23, which is 8 units together; where one is cut off, one below 2^-21
+    and keeps that factor to 2^-22, which is 14. Sums of float64 are rounded, here and in the reference.
     """
     if row.dtype == torch.float64:
         return 2 * (terms + 4) * rounding_unit(torch.float64)
