@@ -121,16 +121,16 @@ class DdsConsumer {
         shared_.weight_ring[warpgroup_].wait_full(weight_);
         const char* const stage = shared_.weight[warpgroup_][weight_.stage];
         const uint32_t tokens = operand_address(shared_.input[input_.stage]);
-        // What products of several parts add up is taken from them step by step.
-        if constexpr (Traits::kSplitsInput) release_multiplied(sums);
-        if constexpr (Traits::Weight::kInRegisters)
+        if constexpr (Traits::Weight::kInRegisters) {
+            release_multiplied(sums);  // they read registers that are written now
             products_.start(sums, stage, arguments_.tokens_by_k, tokens, add);
-        else
+        } else {
             Traits::Weight::template multiply<kRowMajorInput, Traits::kTileTokens>(sums, arguments_, stage,
                                                                                    tokens, add);
-        if (!Traits::kSplitsInput && multiplied_) {
-            cute::warpgroup_wait<1>();
-            release(multiplied_input_, multiplied_weight_);
+            if (multiplied_) {
+                cute::warpgroup_wait<1>();
+                release(multiplied_input_, multiplied_weight_);
+            }
         }
         multiplied_ = true;
         multiplied_input_ = input_.stage;

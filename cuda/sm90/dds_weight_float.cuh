@@ -73,39 +73,15 @@ struct FloatWeight : PlainWeight<kOp, Math> {
       public:
         __device__ Products() : place_(place()) {}
 
-        // Starts the products of a step, sums (+)= weight tokens, or what add() will add to them. Those of
-        // the step before may be under way, unless add() is needed. `tokens`: where their operand is.
-        __device__ void start(float (&sums)[kSums], const char* stage, const Operand& tokens_by_k,
-                              uint32_t tokens, bool add) {
-            if (odd_ && !kSplit)
-                start<1>(sums, stage, tokens_by_k, tokens, add);
-            else
-                start<0>(sums, stage, tokens_by_k, tokens, add);
-            odd_ = !odd_;
-        }
-
-        // Tensor cores cut off what they add instead of rounding it, which would show: each step is summed on
-        // its own and then added with rounding. Neither is kept from one tile to the next.
-        __device__ void begin(float (&sums)[kSums]) {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] = step_[i] = 0.0f;
-        }
-        __device__ void add(float (&sums)[kSums]) const {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] += step_[i];
-        }
-
-      private:
-        // Products read registers until they are waited for. So steps take them in turn from two sets, each
-        // with code of its own, which the comment keeps apart.
-        template <int kSet>
+        // Starts the products of a step, sums (+)= weight tokens, or what add() will add to them. No others
+        // may be under way. `tokens`: where their operand is.
         __device__ void start(float (&sums)[kSums], const char* stage, const Operand& tokens_by_k,
                               uint32_t tokens, bool add) {
             Fragment weight[kFragments], rest[kFragments];
 #pragma unroll
             for (int i = 0; i < kFragments; ++i) {
                 load(weight[i], stage, i);
-                take<kSet>(weight[i], rest[i]);
+                if constexpr (kSplit) split(weight[i], rest[i]);
             }
             cute::warpgroup_arrive();
 #pragma unroll
@@ -123,17 +99,24 @@ struct FloatWeight : PlainWeight<kOp, Math> {
             cute::warpgroup_commit_batch();
         }
 
-        template <int kSet>
-        __device__ static void take(Fragment& weight, Fragment& rest) {
+        // Tensor cores cut off what they add instead of rounding it, which would show: each step is summed on
+        // its own and then added with rounding. Neither is kept from one tile to the next.
+        __device__ void begin(float (&sums)[kSums]) {
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) sums[i] = step_[i] = 0.0f;
+        }
+        __device__ void add(float (&sums)[kSums]) const {
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) sums[i] += step_[i];
+        }
+
+      private:
+        __device__ static void split(Fragment& weight, Fragment& rest) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if constexpr (kSplit) {
-                    const float value = __uint_as_float(weight[i]);
-                    weight[i] = round_to_tf32(value);
-                    rest[i] = round_to_tf32(value - __uint_as_float(weight[i]));
-                } else {
-                    asm volatile("mov.b32 %0, %0;  // %1" : "+r"(weight[i]) : "n"(kSet));
-                }
+                const float value = __uint_as_float(weight[i]);
+                weight[i] = round_to_tf32(value);
+                rest[i] = round_to_tf32(value - __uint_as_float(weight[i]));
             }
         }
 
@@ -188,7 +171,6 @@ struct FloatWeight : PlainWeight<kOp, Math> {
         }
 
         uint32_t place_;
-        bool odd_ = false;
         float step_[kSplit ? kSums : 1];
     };
 };
