@@ -18,6 +18,7 @@
 #include "sm90/dds_epilogue.cuh"
 #include "sm90/dds_producer.cuh"
 #include "sm90/dds_reduce.cuh"
+#include "sm90/dds_split.cuh"
 #include "sm90/dds_traits.cuh"
 #include "sm90/launch.cuh"
 #include "sm90/select.h"
@@ -46,11 +47,12 @@ class DdsConsumer {
         while (work.tile >= 0) {
             epilogue.begin(Traits::first_token(work, rank_));
             const int64_t partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);
+            if constexpr (Traits::kSplitsInput) products_.begin(sums);
             const bool any = multiply_all(sums, work);
             // While the last products are under way, so that what the plan says of the next tile has arrived
             // when the barriers of the epilogue wait for all that is read.
             work = next_work(epilogue);
-            release_multiplied();
+            release_multiplied(sums);
             if (!any) clear(sums);
             if (Traits::kSplits && arguments_.partial != nullptr)
                 store_sums(partial_sums<Traits::kSums>(arguments_.partial, partial), sums);
@@ -88,18 +90,25 @@ class DdsConsumer {
             mask_ = mask_from(work, first + kWarpSize);
             const int count = min(kWarpSize, work.steps - first);
             for (int step = 0; step < count; ++step) {
-                shared_.input_ring.wait_full(input_);
+                wait_input();
                 if (steps_present >> step & 1) {
                     multiply(sums, any);
                     any = true;
                 } else {
-                    release_multiplied();
+                    release_multiplied(sums);
                     release_input(input_.stage);
                 }
                 input_.advance();
             }
         }
         return any;
+    }
+
+    __device__ void wait_input() const {
+        if constexpr (Traits::kSplitsInput)
+            wait(shared_.split[input_.stage], input_.parity);
+        else
+            shared_.input_ring.wait_full(input_);
     }
 
     __device__ static void clear(float (&sums)[Traits::kSums]) {
@@ -110,12 +119,18 @@ class DdsConsumer {
 
     __device__ void multiply(float (&sums)[Traits::kSums], bool add) {
         shared_.weight_ring[warpgroup_].wait_full(weight_);
-        Traits::Weight::template multiply<kRowMajorInput, Traits::kTileTokens>(
-            sums, arguments_, shared_.weight[warpgroup_][weight_.stage],
-            operand_address(shared_.input[input_.stage]), add);
-        if (multiplied_) {
-            cute::warpgroup_wait<1>();
-            release(multiplied_input_, multiplied_weight_);
+        const char* const stage = shared_.weight[warpgroup_][weight_.stage];
+        const uint32_t tokens = operand_address(shared_.input[input_.stage]);
+        if constexpr (Traits::Weight::kInRegisters) {
+            release_multiplied(sums);  // they read registers that are written now
+            products_.start(sums, stage, arguments_.tokens_by_k, tokens, add);
+        } else {
+            Traits::Weight::template multiply<kRowMajorInput, Traits::kTileTokens>(sums, arguments_, stage,
+                                                                                   tokens, add);
+            if (multiplied_) {
+                cute::warpgroup_wait<1>();
+                release(multiplied_input_, multiplied_weight_);
+            }
         }
         multiplied_ = true;
         multiplied_input_ = input_.stage;
@@ -124,9 +139,10 @@ class DdsConsumer {
     }
 
     // Waits for the products under way and gives their stages back.
-    __device__ void release_multiplied() {
+    __device__ void release_multiplied(float (&sums)[Traits::kSums]) {
         cute::warpgroup_wait<0>();  // outside of the condition, or the compiler serialises wgmma
         if (!multiplied_) return;
+        if constexpr (Traits::kSplitsInput) products_.add(sums);
         release(multiplied_input_, multiplied_weight_);
         multiplied_ = false;
     }
@@ -163,6 +179,7 @@ class DdsConsumer {
     bool multiplied_ = false;
     int multiplied_input_ = 0;
     int multiplied_weight_ = 0;
+    typename Traits::Weight::template Products<Traits::kTileTokens> products_;
 };
 
 template <class Traits, bool kRowMajorInput>
@@ -184,7 +201,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks, 1 + Traits::Weight::kOtherFills);
         for (auto& chunks : shared.residual)
             for (const Barrier& arrived : chunks) arrived.init(1);
-        shared.schedule.init(1 + Traits::kWarpgroups + 4 * Traits::kWarpgroups);
+        shared.schedule.init(1 + Traits::kWarpgroups + 4 * (Traits::kWarpgroups + Traits::kSplitsInput));
+        if constexpr (Traits::kSplitsInput)
+            for (const Barrier& split : shared.split) split.init(4);
         cutlass::arch::fence_barrier_init();
     }
     cute::cluster_sync();
@@ -201,8 +220,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         else
             shared.schedule.run(arguments.schedule, typename Traits::Costs(plan), plan.is_own,
                                 blockIdx.x / Traits::kRanks, gridDim.x / Traits::kRanks, lane);
+    } else if (warp >= 4 * (1 + Traits::kWarpgroups)) {
+        cutlass::arch::warpgroup_reg_dealloc<40>();
+        split_input<Traits>(shared, lane);
     } else {
-        cutlass::arch::warpgroup_reg_alloc<232>();
+        cutlass::arch::warpgroup_reg_alloc<Traits::kComputerRegisters>();
         DdsConsumer<Traits, kRowMajorInput>(arguments, shared, plan, rank, warp / 4 - 1).run();
     }
     cute::cluster_sync();  // the other CTA may still write here
@@ -219,6 +241,8 @@ struct Dds {
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Traits::kSharedBytes)) return reason;
+        if constexpr (Weight::kInRegisters)
+            if (const char* reason = Weight::refuses(problem)) return reason;
         if (Weight::value_rows(problem.pattern) > INT32_MAX - 128)
             return "values of 2^31 rows or more are out of its reach";
         if (!Traits::Schedule::can_hold(tile_count(problem), span_count(problem),
@@ -252,7 +276,7 @@ struct Dds {
                    90,
                    1u << static_cast<int>(kOp),
                    1u << static_cast<int>(Math::kDType),
-                   Precision::highest,
+                   Math::kPrecision,
                    kPlan,
                    kSpanTokens,
                    kClusterFeatures,
@@ -276,9 +300,10 @@ struct Dds {
 
     static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, int64_t items,
                                 void* stream) {
-        const auto start = problem.input().layout == Layout::row_major
-                               ? ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch
-                               : ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
+        auto start = ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch;
+        if constexpr (!Weight::kInRegisters)
+            if (problem.input().layout != Layout::row_major)
+                start = ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
         const int64_t clusters = std::min<int64_t>(items, Traits::Schedule::kMaxClusters);
         return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream,
                      false);
@@ -314,7 +339,7 @@ struct Dds {
                                                 static_cast<int>(parts), band_spans(arguments.k_size));
         if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
         if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
-        arguments.weight = Weight::operand(arguments);
+        if constexpr (!Weight::kInRegisters) arguments.weight = Weight::operand(arguments);
         arguments.tokens_by_k = describe_input(arguments, problem.input().layout);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
         return Weight::map(arguments, problem);
@@ -324,7 +349,7 @@ struct Dds {
     // are in order, and the longer the order the better they are balanced.
     static int band_spans(int k_size) {
         constexpr int64_t kPanelBytes = 16 << 20;
-        const int64_t bytes = int64_t{kSpanTokens} * std::max(k_size, 1) * 2;
+        const int64_t bytes = int64_t{kSpanTokens} * std::max(k_size, 1) * Traits::kElementBytes;
         return static_cast<int>(std::max<int64_t>(2, kPanelBytes / bytes));
     }
 
@@ -332,12 +357,13 @@ struct Dds {
 
     // How the pieces of a step follow one another in shared memory.
     static Operand describe_input(const DdsArguments& arguments, Layout layout) {
+        constexpr int kBytes = Traits::kElementBytes, kProduct = 32 / kBytes;  // of k
         const int width = k_width(arguments);
         const bool row_major = layout == Layout::row_major;
-        Operand tokens = row_major ? operand(2 * width, 0) : operand(128, 128 * width);
+        Operand tokens = row_major ? operand(kBytes * width, 0) : operand(128, 128 * width);
         for (int i = 0; i < 4; ++i) {
-            const int piece = 16 * i / width, within = 16 * i % width;
-            const int offset = piece * width * Traits::kTileTokens * 2 + within * (row_major ? 2 : 128);
+            const int piece = kProduct * i / width, within = kProduct * i % width;
+            const int offset = piece * width * Traits::kTokenBytes + within * (row_major ? kBytes : 128);
             tokens.step[i] = static_cast<uint32_t>(offset / 16);
         }
         return tokens;
@@ -348,7 +374,7 @@ struct Dds {
         const int width = k_width(arguments);
         const int64_t k_size = arguments.k_size, tokens = problem.tokens;
         if (matrix.layout == Layout::row_major)
-            return encode(arguments.input, problem.dtype, matrix.data,
+            return encode(arguments.input, Math::kMapType, matrix.data,
                           {{k_size, 1, width}, {tokens, matrix.ld, Traits::kTileTokens}});
         constexpr int kAtom = 64;
         const int64_t atoms = std::max<int64_t>(1, tokens / kAtom);

@@ -1,13 +1,12 @@
 // How the sums of a dds kernel become results.
 #pragma once
 
-#include <cute/arch/copy_sm75.hpp>
-#include <cute/arch/copy_sm90.hpp>
-
 #include <algorithm>
+#include <type_traits>
 
 #include "common/epilogue.cuh"
 #include "common/launch.cuh"
+#include "sm90/dds_staging.cuh"
 #include "sm90/dds_traits.cuh"
 #include "sm90/tensor_map.h"
 
@@ -20,7 +19,8 @@ template <class Traits>
 class DdsEpilogue {
     using Element = typename Traits::Element;
     using Math = typename Traits::Math;
-    static constexpr int kLine = 128;  // bytes
+    static constexpr bool kFloat = sizeof(Element) == 4;
+    using Staging = std::conditional_t<kFloat, FloatStaging, HalfStaging<Math>>;
     static constexpr int kSums = Traits::kSums;
 
   public:
@@ -35,7 +35,7 @@ class DdsEpilogue {
           warpgroup_(warpgroup),
           thread_(threadIdx.x % 128),
           row_count_(arguments.warpgroup_rows),
-          staged_(place()),
+          staging_(arguments, threadIdx.x % 128),
           first_row_(row_of(0)) {}
 
     // What is read of a tile is read early and used late: a warp stops where it uses what has not arrived.
@@ -82,25 +82,18 @@ class DdsEpilogue {
 
   private:
     static constexpr int kAllChunks = Traits::kAllChunks;
-    static constexpr int kRest = kAllChunks - Traits::kChunks;
-    static_assert(kRest <= Traits::kChunks);
     static constexpr int kSumsOfChunk = Traits::kChunkTokens / 2;
     static constexpr int kMaxRows = Traits::kWarpgroupFeatures / 16;
 
     __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup_); }
 
     // Chunks take the buffers in turn. As many as there are buffers are rounded at a time, since waiting for
-    // one another takes longer, and then the others.
-    template <bool kRowMajor>
+    // one another takes longer, and then the next ones: those from kFirst on.
+    template <bool kRowMajor, int kFirst = 0>
     __device__ void store_as(float (&sums)[kSums]) {
-        store_chunks<kRowMajor, 0, Traits::kChunks, 0>(sums);
-        if constexpr (kRest > 0)
-            store_chunks<kRowMajor, Traits::kChunks, kRest, Traits::kChunks - kRest>(sums);
-    }
-
-    // Stores kCount chunks from kFirst on, when all but the last kPending stores have read their buffers.
-    template <bool kRowMajor, int kFirst, int kCount, int kPending>
-    __device__ void store_chunks(float (&sums)[kSums]) {
+        constexpr int kCount = chunks_from(kFirst), kNext = chunks_from(kFirst + kCount);
+        // All but so many of the last stores have then read their buffers.
+        constexpr int kPending = kFirst == 0 ? 0 : Traits::kChunks - kCount;
         if (!arguments_.has_residual) {
             if (thread_ == 0) cute::tma_store_wait<kPending>();
             sync();
@@ -110,15 +103,22 @@ class DdsEpilogue {
         for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) {
             float* const chunk_sums = sums + chunk * kSumsOfChunk;
             if (arguments_.has_residual) combine<kRowMajor>(chunk_sums, chunk % Traits::kChunks);
-            stage<kRowMajor>(chunk_sums, buffers_[chunk % Traits::kChunks]);
+            staging_.template put<kRowMajor>(chunk_sums, buffers_[chunk % Traits::kChunks]);
         }
         cutlass::arch::fence_view_async_shared();
         sync();
-        if (thread_ != 0) return;
-        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) store_chunk(chunk);
-        if (!arguments_.has_residual || kFirst > 0 || kRest == 0) return;
-        cute::tma_store_wait<Traits::kChunks - kRest>();
-        for (int chunk = Traits::kChunks; chunk < kAllChunks; ++chunk) load_residual(chunk);
+        if (thread_ == 0) {
+            for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) store_chunk(chunk);
+            if (arguments_.has_residual && kNext > 0) {
+                cute::tma_store_wait<Traits::kChunks - kNext>();
+                for (int chunk = kFirst + kCount; chunk < kFirst + kCount + kNext; ++chunk)
+                    load_residual(chunk);
+            }
+        }
+        if constexpr (kNext > 0) store_as<kRowMajor, kFirst + kCount>(sums);
+    }
+    static constexpr int chunks_from(int first) {
+        return kAllChunks - first < Traits::kChunks ? kAllChunks - first : Traits::kChunks;
     }
 
     // The first of the features of the warpgroup that a thread has sums of; the other is 8 on.
@@ -139,43 +139,6 @@ class DdsEpilogue {
         return feature < 0 ? Element(0.0f) : static_cast<const Element*>(arguments_.bias)[feature];
     }
 
-    // Where this lane's line of the first four 8 x 8 matrices goes in a buffer, which holds a box for each
-    // block row, swizzled as TMA wants it.
-    __device__ uint32_t place() const {
-        const int warp = thread_ / 32, lane = thread_ % 32, matrix = lane / 8;
-        const int feature = 16 * warp + matrix % 2 * 8, token = matrix / 2 * 8;
-        if (arguments_.output_layout == Layout::feature_major)
-            return swizzled((feature + lane % 8) * kLine + token * 2, kLine);
-        const int width = arguments_.row_width;
-        return swizzled(
-            (feature / width * Traits::kChunkTokens + token + lane % 8) * 2 * width + feature % width * 2,
-            2 * width);
-    }
-    __device__ static uint32_t swizzled(uint32_t offset, uint32_t line) {
-        return offset ^ (offset / kLine & line / 16 - 1) * 16;
-    }
-
-    // Where the lane's line of the i-th four matrices of a chunk goes. 16 tokens on, neither swizzle changes.
-    template <bool kRowMajor>
-    __device__ cute::uint128_t& line_of(char* buffer, int i) const {
-        const uint32_t offset = kRowMajor ? staged_ + 32 * i * arguments_.row_width : staged_ ^ 32 * i;
-        return *reinterpret_cast<cute::uint128_t*>(buffer + offset);
-    }
-
-    // Rounds the sums of a chunk and puts them into a buffer.
-    template <bool kRowMajor>
-    __device__ void stage(const float* sums, char* buffer) const {
-#pragma unroll
-        for (int i = 0; i < Traits::kChunkTokens / 16; ++i) {
-            uint32_t words[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                words[j] = rounded<Math>(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
-            using Copy = std::conditional_t<kRowMajor, cute::SM90_U16x8_STSM_T, cute::SM90_U32x4_STSM_N>;
-            Copy::copy(words[0], words[1], words[2], words[3], line_of<kRowMajor>(buffer, i));
-        }
-    }
-
     // Activates the gate of some chunks, as soon as it is there, where it lies. A warp does so for itself.
     template <bool kRowMajor>
     __device__ void activate_gate(int first, int count) const {
@@ -183,10 +146,7 @@ class DdsEpilogue {
         for (int chunk = first; chunk < first + count; ++chunk) {
             const int buffer = chunk % Traits::kChunks;
             wait(arrived_[buffer], residual_parity_ >> buffer & 1);
-#pragma unroll 1
-            for (int i = 0; i < Traits::kChunkTokens / 16; ++i)
-                activate_elements(reinterpret_cast<Element*>(&line_of<kRowMajor>(buffers_[buffer], i)),
-                                  arguments_.gate_activation);
+            staging_.template activate<kRowMajor>(buffers_[buffer], arguments_.gate_activation);
         }
         __syncwarp();
     }
@@ -197,20 +157,7 @@ class DdsEpilogue {
     __device__ void combine(float* sums, int buffer) {
         wait(arrived_[buffer], residual_parity_ >> buffer & 1);
         residual_parity_ ^= 1 << buffer;
-#pragma unroll
-        for (int i = 0; i < Traits::kChunkTokens / 16; ++i) {
-            uint32_t words[4];
-            using Copy = std::conditional_t<kRowMajor, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
-            Copy::copy(line_of<kRowMajor>(buffers_[buffer], i), words[0], words[1], words[2], words[3]);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const auto& pair = reinterpret_cast<const Pair<Element>&>(words[j]);
-                const float first = to_float(pair.first), second = to_float(pair.second);
-                float* const to = sums + 8 * i + 2 * j;
-                to[0] = arguments_.gated ? to[0] * first : to[0] + first;
-                to[1] = arguments_.gated ? to[1] * second : to[1] + second;
-            }
-        }
+        staging_.template combine<kRowMajor>(sums, buffers_[buffer], arguments_.gated);
     }
 
     // Calls visit(x, y, shared memory) for the box of each block row of a chunk.
@@ -230,7 +177,10 @@ class DdsEpilogue {
     // One thread.
     __device__ void store_chunk(int chunk) const {
         each_box(chunk, [&](int x, int y, const char* box) {
-            cute::SM90_TMA_STORE_2D::copy(&arguments_.output, box, x, y);
+            if (kFloat && arguments_.output_layout == Layout::row_major)
+                cute::SM90_TMA_STORE_3D::copy(&arguments_.output, box, 0, y, x / 32);
+            else
+                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, box, x, y);
         });
         cute::tma_store_arrive();
     }
@@ -239,7 +189,10 @@ class DdsEpilogue {
         const Barrier& arrived = arrived_[chunk % Traits::kChunks];
         int boxes = 0;
         each_box(chunk, [&](int x, int y, char* box) {
-            load_box(&arguments_.residual, arrived, Multicast{1}, box, x, y);
+            if (kFloat && arguments_.output_layout == Layout::row_major)
+                load_box(&arguments_.residual, arrived, Multicast{1}, box, 0, y, x / 32);
+            else
+                load_box(&arguments_.residual, arrived, Multicast{1}, box, x, y);
             ++boxes;
         });
         arrived.arrive_and_expect_tx(boxes * Traits::kChunkBytes / row_count_);
@@ -250,8 +203,8 @@ class DdsEpilogue {
     const Arrived& arrived_;
     int warpgroup_;
     int thread_;
-    int row_count_;    // block rows of the warpgroup
-    uint32_t staged_;  // see place()
+    int row_count_;  // block rows of the warpgroup
+    Staging staging_;
     uint32_t residual_parity_ = 0;
     int token_ = 0;
     int first_row_;       // of the warpgroup in a tile
@@ -265,6 +218,12 @@ class DdsEpilogue {
 template <class Traits>
 cudaError_t map_results(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
     const int rows = std::min(problem.row_block(), Traits::kWarpgroupFeatures);
+    constexpr int kWidth = 32;  // features of float32 that lie side by side
+    if (matrix.layout == Layout::row_major && sizeof(typename Traits::Element) == 4)
+        return encode(map, problem.dtype, matrix.data,
+                      {{kWidth, 1, kWidth},
+                       {problem.tokens, matrix.ld, Traits::kChunkTokens},
+                       {problem.features() / kWidth, kWidth, rows / kWidth}});
     if (matrix.layout == Layout::row_major)
         return encode(map, problem.dtype, matrix.data,
                       {{problem.features(), 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});

@@ -45,8 +45,7 @@ struct DdsProducer {
                     if (mask != 0 && to.mask != 0)
                         for (int piece = 0; piece < pieces; ++piece)
                             load_piece<kRowMajorInput>(
-                                full, to,
-                                shared.input[position.stage] + piece * width * Traits::kTileTokens * 2,
+                                full, to, shared.input[position.stage] + piece * width * Traits::kTokenBytes,
                                 __shfl_sync(~0u, ks, from + piece), width, token);
                     __syncwarp();
                     position.advance();

@@ -1,6 +1,8 @@
 // What follows from the tile of a dds kernel.
 #pragma once
 
+#include <type_traits>
+
 #include "sm90/dds_arguments.cuh"
 #include "sm90/dds_weight.cuh"
 
@@ -17,6 +19,8 @@ struct StepCosts {
     __device__ explicit StepCosts(const DdsPlan& plan) : tiles(plan.tiles) {}
     __device__ int of(int, int steps) const { return steps; }
 };
+
+struct NoBarriers {};
 
 // A cluster computes kTokenRanks x kRowRanks tiles of 256 or 128 tokens x 128 features, one of them a CTA.
 // With two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
@@ -48,14 +52,18 @@ struct DdsTraits {
     static constexpr int kWarpgroupFeatures = Weight::kFeatures;
     static constexpr int kTileFeatures = kWarpgroups * kWarpgroupFeatures;
     static constexpr int kStep = Weight::kStep;
-    static constexpr int kThreads = 128 * (1 + kWarpgroups);
+    static constexpr bool kSplitsInput = Math::kParts > 1;  // in a warpgroup more, see dds_split.cuh
+    static constexpr int kThreads = 128 * (1 + kWarpgroups + kSplitsInput);
+    static constexpr int kComputerRegisters = kSplitsInput ? 216 : 232;
 
-    static constexpr int kInputBytes = kTileTokens * kStep * 2;
-    static constexpr int kInputStages = 4 * 256 / kTileTokens;
+    static constexpr int kElementBytes = sizeof(Element);
+    static constexpr int kTokenBytes = kTileTokens * kElementBytes;  // of all tokens at one k
+    static constexpr int kInputBytes = kTokenBytes * kStep;
+    static constexpr int kInputStages = 4 * 256 / kTileTokens / Math::kParts;
     static constexpr int kWeightStages = Weight::stages(kTileTokens);
 
-    static constexpr int kChunkTokens = 64;  // stored at a time
-    static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * 2;
+    static constexpr int kChunkTokens = 128 / kElementBytes;  // stored at a time
+    static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * kElementBytes;
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;       // buffers of a warpgroup
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
@@ -64,16 +72,18 @@ struct DdsTraits {
     using Schedule = sm90::Schedule<kSplits, Costs>;
 
     struct Shared {
-        // Row-major [pieces][kTileTokens][k of a piece], else [pieces][kTileTokens / 64][k of a piece][64].
-        alignas(1024) char input[kInputStages][kInputBytes];
+        // Row-major [pieces][kTileTokens][k of a piece], else [pieces][kTileTokens / 64][k of a piece][64];
+        // once for each part.
+        alignas(1024) char input[kInputStages][Math::kParts * kInputBytes];
         // See dds_weight.cuh.
         alignas(1024) char weight[kWarpgroups][kWeightStages][Weight::kStageBytes];
-        // A buffer is row-major [warpgroup_rows][kChunkTokens][row_width], else [64 features][kChunkTokens].
+        // See dds_staging.cuh.
         alignas(1024) char output[kWarpgroups][kChunks][kChunkBytes];
         Ring<kInputStages> input_ring;
         Ring<kWeightStages> weight_ring[kWarpgroups];
         Barrier residual[kWarpgroups][kChunks];
         Schedule schedule;
+        std::conditional_t<kSplitsInput, Barrier[kInputStages], NoBarriers> split;  // of the input's stages
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= 227 * 1024);

@@ -12,12 +12,19 @@
 
 namespace ts::sm90 {
 
+// Of formats whose products read the weight from shared memory.
+struct InSharedMemory {
+    static constexpr bool kInRegisters = false;
+    template <int kTokens>
+    struct Products {};
+};
+
 // A stage holds boxes of blocks, or of what it takes of larger ones, which are row_width features by k_width
 // of k; of each, lines of 2 row_width or 2 k_width bytes are swizzled over that width:
 //   dds_nt: [pieces][kFeatures][k_width], as blocks are
 //   dds_nn: [warpgroup_rows][kStep][row_width], as blocks are, which wgmma transposes
 template <Op kOp, class Math>
-struct PlainWeight : PlainStorage {
+struct PlainWeight : PlainStorage, InSharedMemory {
     static constexpr bool kTransposed = kOp == Op::dds_nn;
     static constexpr int kFeatures = 64;
     static constexpr int kStep = 64;

@@ -29,7 +29,7 @@ TS_SPARSE_ATOM(f16, 256, GMMA_64x256x32_F32F16F16_SS)
 // k_width bytes. Behind them is the metadata, [kFeatures / 16][kStep / 32] units of 16 words as they are in
 // memory, which every CTA loads for itself: the words that the threads of a warp need lie side by side.
 template <class Math>
-struct CompressedWeight {
+struct CompressedWeight : InSharedMemory {
     static constexpr uint32_t kStorages = 1u << static_cast<int>(Storage::two_of_four);
     static constexpr uint32_t kDTypes = 0;
     static constexpr int kFeatures = 64;

@@ -36,6 +36,12 @@ double compressed_share(const Kernel& kernel, const Problem& problem) {
     return is_halved(kernel) ? share * 1.33 : share;
 }
 
+// Likewise of float32, whatever the blocks: a step is as wide as the narrowest of them.
+double float_share(const Kernel& kernel) {
+    if (kernel.precision == Precision::highest) return 2.3;
+    return is_halved(kernel) ? 1.2 : 0.95;
+}
+
 // Picoseconds of a multiprocessor for a product of one token and one feature with another, and of a byte of x
 // or y.
 struct SddTime {
@@ -73,6 +79,10 @@ double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& 
 
 double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Device& device) {
     return dds_time(kernel, problem, device, compressed_share(kernel, problem), kCluster);
+}
+
+double estimate_dds_float(const Kernel& kernel, const Problem& problem, const Device& device) {
+    return dds_time(kernel, problem, device, float_share(kernel), kCluster);
 }
 
 // Of two kernels the one with short steps has more room for the weight.

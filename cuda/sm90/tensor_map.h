@@ -43,8 +43,18 @@ inline CUtensorMapSwizzle swizzle_of(int bytes) {
                          : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
+// How TMA calls the elements.
+inline CUtensorMapDataType map_type(DType dtype) {
+    return dtype == DType::float32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+           : dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+inline int element_bytes(CUtensorMapDataType type) {
+    return type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 || type == CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 ? 4 : 2;
+}
+
 constexpr int kMaxDimensions = 3;
-constexpr int kElementBytes = 2;
 
 // All that a tensor map is made of.
 struct Tensor {
@@ -53,7 +63,7 @@ struct Tensor {
     cuuint64_t strides[kMaxDimensions - 1];  // bytes; neighbours of the innermost dimension touch
     cuuint32_t boxes[kMaxDimensions];
     uint8_t dimensions;
-    uint8_t dtype;
+    uint8_t type;
     uint16_t promotion;
 };
 static_assert(sizeof(Tensor) == 8 * sizeof(uint64_t));  // no padding: compared and hashed byte by byte
@@ -62,10 +72,11 @@ inline cudaError_t encode_tiled(CUtensorMap& map, const Tensor& tensor) {
     const auto encode = encoder();
     if (encode == nullptr) return cudaErrorNotSupported;
     constexpr cuuint32_t kSteps[kMaxDimensions] = {1, 1, 1};
+    const auto type = static_cast<CUtensorMapDataType>(tensor.type);
     const CUresult result =
-        encode(&map, static_cast<CUtensorMapDataType>(tensor.dtype), tensor.dimensions,
-               const_cast<void*>(tensor.data), tensor.sizes, tensor.strides, tensor.boxes, kSteps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(static_cast<int>(tensor.boxes[0]) * kElementBytes),
+        encode(&map, type, tensor.dimensions, const_cast<void*>(tensor.data), tensor.sizes, tensor.strides,
+               tensor.boxes, kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               swizzle_of(static_cast<int>(tensor.boxes[0]) * element_bytes(type)),
                static_cast<CUtensorMapL2promotion>(tensor.promotion), CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -88,9 +99,9 @@ struct KnownMaps {
 };
 static_assert(KnownMaps::kPlaces == 1 << 8);  // of the hash, the bits that all words reach
 
-// Describes a tensor of 2-byte elements. The innermost box is 16, 32 or 64 elements wide, and shared memory
-// is swizzled over its width. What lies outside of the tensor reads as zero and is not written.
-inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
+// Describes a tensor. The innermost box is 32, 64 or 128 bytes wide, and shared memory is swizzled over its
+// width. What lies outside of the tensor reads as zero and is not written.
+inline cudaError_t encode(CUtensorMap& map, CUtensorMapDataType type, const void* data,
                           std::initializer_list<Extent> extents,
                           CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
     Tensor tensor{};
@@ -98,11 +109,11 @@ inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
     for (const Extent& extent : extents) {
         tensor.sizes[tensor.dimensions] = static_cast<cuuint64_t>(extent.size);
         if (tensor.dimensions > 0)
-            tensor.strides[tensor.dimensions - 1] = static_cast<cuuint64_t>(extent.stride) * kElementBytes;
+            tensor.strides[tensor.dimensions - 1] =
+                static_cast<cuuint64_t>(extent.stride * element_bytes(type));
         tensor.boxes[tensor.dimensions++] = static_cast<cuuint32_t>(extent.box);
     }
-    tensor.dtype =
-        dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    tensor.type = static_cast<uint8_t>(type);
     tensor.promotion = static_cast<uint16_t>(promotion);
     thread_local KnownMaps known;
     KnownMaps::Place& place = known.place_of(tensor);
@@ -113,6 +124,11 @@ inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
     }
     map = place.map;
     return cudaSuccess;
+}
+inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
+                          std::initializer_list<Extent> extents,
+                          CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+    return encode(map, map_type(dtype), data, extents, promotion);
 }
 
 // Why TMA cannot store results of so many tokens, or nullptr: it writes whole 16 bytes of a line, also past

@@ -1,6 +1,7 @@
 // Products of a warpgroup: 64 x 256 or 64 x 128 sums from operands in shared memory.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -16,10 +17,15 @@
 namespace ts::sm90 {
 
 // The element types by the names that rows use.
+//     kMapType: as what TMA loads them
+//     kParts: what is multiplied of an activation; see dds_split.cuh for two
 struct bf16 {
     using Element = __nv_bfloat16;
     using Pair = __nv_bfloat162;
     static constexpr DType kDType = DType::bfloat16;
+    static constexpr Precision kPrecision = Precision::highest;
+    static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    static constexpr int kParts = 1;
     template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB, int kColumns = 256>
     using Atom = std::conditional_t<kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<kA, kB>,
                                     cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<kA, kB>>;
@@ -29,10 +35,30 @@ struct f16 {
     using Element = __half;
     using Pair = __half2;
     static constexpr DType kDType = DType::float16;
+    static constexpr Precision kPrecision = Precision::highest;
+    static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    static constexpr int kParts = 1;
     template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB, int kColumns = 256>
     using Atom = std::conditional_t<kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<kA, kB>,
                                     cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<kA, kB>>;
     __device__ static Pair round(float first, float second) { return __floats2half2_rn(first, second); }
+};
+
+// float32 as TF32, to which TMA rounds what it loads.
+struct tf32 {
+    using Element = float;
+    static constexpr DType kDType = DType::float32;
+    static constexpr Precision kPrecision = Precision::tf32;
+    static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
+    static constexpr int kParts = 1;
+};
+// float32 with its own error, in three products of TF32.
+struct tf32x3 {
+    using Element = float;
+    static constexpr DType kDType = DType::float32;
+    static constexpr Precision kPrecision = Precision::highest;
+    static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    static constexpr int kParts = 2;
 };
 
 constexpr int kSums = 128;  // of a thread, of 64 x 256
@@ -42,10 +68,10 @@ constexpr int kSums = 128;  // of a thread, of 64 x 256
 struct Operand {
     uint32_t low;
     uint32_t high;
-    uint32_t step[4];  // from the operand's beginning to each 16 elements of k
+    uint32_t step[4];  // from the operand's beginning to each 32 bytes of k
 
-    __device__ uint64_t at(uint32_t address, int k16) const {
-        return uint64_t{high} << 32 | (low + address + step[k16]);
+    __device__ uint64_t at(uint32_t address, int index) const {
+        return uint64_t{high} << 32 | (low + address + step[index]);
     }
 };
 

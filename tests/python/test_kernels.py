@@ -425,8 +425,9 @@ def relative_error(row: Row, terms: int) -> float:
 
     Tensor cores multiply exactly and truncate sums to float32 or better, twice the error of rounding
     (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021). TF32 rounds each factor to 2^-11.
-    Its threefold variant adds three products for each term, drops one below 2^-22 and keeps factors to
-    2^-23, which is 8 units together. Sums of float64 are rounded, here and in the reference.
+    Its threefold variant adds three products for each term. Where rounding splits both factors it drops one
+    below 2^-22 and keeps factors to 2^-23, which is 8 units together; where one is cut off, one below 2^-21
+    and keeps that factor to 2^-22, which is 14. Sums of float64 are rounded, here and in the reference.
     """
     if row.dtype == torch.float64:
         return 2 * (terms + 4) * rounding_unit(torch.float64)
@@ -435,7 +436,7 @@ def relative_error(row: Row, terms: int) -> float:
         return 2 * (terms + 4) * unit
     if row.precision == TF32:
         return 2 * (terms + 4) * unit + 2 * 2**-11 + 2**-22
-    return 2 * (3 * terms + 4) * unit + 8 * unit
+    return 2 * (3 * terms + 4) * unit + 14 * unit
 
 
 def dense_weight(values: Tensor, pattern: BlockPattern) -> Tensor:

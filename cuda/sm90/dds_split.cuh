@@ -1,0 +1,59 @@
+// float32 in two parts of TF32, for kernels that multiply it with its own error.
+//
+// wgmma reads the upper 19 bits of a word in shared memory. So an activation as it is serves as its first
+// part, cut off; the second, what is missing, lies beside it, as much of it as TF32 holds. Of the weight,
+// which is split in registers, the first part is rounded: what the two second parts would give, which is left
+// out, is below 2^-21 of the product, and as often too small as too large.
+#pragma once
+
+#include <cstdint>
+
+#include <cutlass/arch/barrier.h>
+
+#include "sm90/dds_traits.cuh"
+
+namespace ts::sm90 {
+
+__device__ inline uint32_t round_to_tf32(float value) {
+    uint32_t result;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
+    return result;
+}
+
+// What TF32 cuts off, rounded.
+__device__ inline uint32_t cut_off(uint32_t value) {
+    constexpr uint32_t kRead = ~0u << 13;
+    return round_to_tf32(__uint_as_float(value) - __uint_as_float(value & kRead));
+}
+
+// One warpgroup: writes the second parts of the activations behind the first, stage by stage.
+template <class Traits>
+__device__ void split_input(typename Traits::Shared& shared, int lane) {
+    if constexpr (Traits::kSplitsInput) {
+        typename Ring<Traits::Schedule::kQueue>::Position next;
+        typename Ring<Traits::kInputStages>::Position position;
+        while (true) {
+            const Work work = shared.schedule.pop(next, lane);
+            if (work.tile < 0) return;
+            for (int step = 0; step < work.steps; ++step) {
+                shared.input_ring.wait_full(position);
+                const auto* const from =
+                    reinterpret_cast<const uint4*>(shared.input[position.stage]) + threadIdx.x % 128;
+                auto* const to =
+                    reinterpret_cast<uint4*>(shared.input[position.stage] + Traits::kInputBytes) +
+                    threadIdx.x % 128;
+#pragma unroll 4
+                for (int i = 0; i < Traits::kInputBytes / 16; i += 128) {
+                    const uint4 words = from[i];
+                    to[i] = {cut_off(words.x), cut_off(words.y), cut_off(words.z), cut_off(words.w)};
+                }
+                cutlass::arch::fence_view_async_shared();
+                __syncwarp();
+                if (lane == 0) shared.split[position.stage].arrive();
+                position.advance();
+            }
+        }
+    }
+}
+
+}  // namespace ts::sm90

@@ -1,0 +1,154 @@
+// Where the sums of a warpgroup lie in the buffers through which results are stored, and a residual or gate
+// is read. A buffer has 64 features and Traits::kChunkTokens tokens, which are 128 bytes, in boxes of TMA:
+// row-major [warpgroup_rows][tokens][row_width], for float32 [2][tokens][32], else [64 features][tokens];
+// their lines are swizzled over their width.
+//
+//     put(sums, buffer): the results, rounded
+//     combine(sums, buffer, gated): adds what is in a buffer to the sums, or multiplies them by it
+//     activate(buffer, activation): what is in a buffer, where it lies; a warp does so for its own features
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm90.hpp>
+
+#include "common/epilogue.cuh"
+#include "sm90/dds_arguments.cuh"
+
+namespace ts::sm90 {
+
+constexpr int kLine = 128;  // bytes
+
+__device__ inline uint32_t swizzled(uint32_t offset, uint32_t line) {
+    return offset ^ (offset / kLine & line / 16 - 1) * 16;
+}
+
+// Results of 16 bits, in matrices of 8 x 8.
+template <class Math>
+class HalfStaging {
+    using Element = typename Math::Element;
+    static constexpr int kTokens = 64;
+
+  public:
+    __device__ HalfStaging(const DdsArguments& arguments, int thread)
+        : row_width_(arguments.row_width), place_(place(arguments, thread)) {}
+
+    template <bool kRowMajor>
+    __device__ void put(const float* sums, char* buffer) const {
+#pragma unroll
+        for (int i = 0; i < kTokens / 16; ++i) {
+            uint32_t words[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                words[j] = rounded<Math>(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
+            using Copy = std::conditional_t<kRowMajor, cute::SM90_U16x8_STSM_T, cute::SM90_U32x4_STSM_N>;
+            Copy::copy(words[0], words[1], words[2], words[3], line_of<kRowMajor>(buffer, i));
+        }
+    }
+
+    template <bool kRowMajor>
+    __device__ void combine(float* sums, char* buffer, bool gated) const {
+#pragma unroll
+        for (int i = 0; i < kTokens / 16; ++i) {
+            uint32_t words[4];
+            using Copy = std::conditional_t<kRowMajor, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
+            Copy::copy(line_of<kRowMajor>(buffer, i), words[0], words[1], words[2], words[3]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const auto& pair = reinterpret_cast<const Pair<Element>&>(words[j]);
+                const float first = to_float(pair.first), second = to_float(pair.second);
+                float* const to = sums + 8 * i + 2 * j;
+                to[0] = gated ? to[0] * first : to[0] + first;
+                to[1] = gated ? to[1] * second : to[1] + second;
+            }
+        }
+    }
+
+    template <bool kRowMajor>
+    __device__ void activate(char* buffer, Activation activation) const {
+#pragma unroll 1
+        for (int i = 0; i < kTokens / 16; ++i)
+            activate_elements(reinterpret_cast<Element*>(&line_of<kRowMajor>(buffer, i)), activation);
+    }
+
+  private:
+    // Where this lane's line of the first four matrices goes.
+    __device__ static uint32_t place(const DdsArguments& arguments, int thread) {
+        const int warp = thread / 32, lane = thread % 32, matrix = lane / 8;
+        const int feature = 16 * warp + matrix % 2 * 8, token = matrix / 2 * 8;
+        if (arguments.output_layout == Layout::feature_major)
+            return swizzled((feature + lane % 8) * kLine + token * 2, kLine);
+        const int width = arguments.row_width;
+        return swizzled((feature / width * kTokens + token + lane % 8) * 2 * width + feature % width * 2,
+                        2 * width);
+    }
+
+    // Where the lane's line of the i-th four matrices goes. 16 tokens on, neither swizzle changes.
+    template <bool kRowMajor>
+    __device__ cute::uint128_t& line_of(char* buffer, int i) const {
+        const uint32_t offset = kRowMajor ? place_ + 32 * i * row_width_ : place_ ^ 32 * i;
+        return *reinterpret_cast<cute::uint128_t*>(buffer + offset);
+    }
+
+    int row_width_;
+    uint32_t place_;
+};
+
+// Results of 32 bits, word by word: as the sums of a thread are, without conflicts of banks if row-major.
+class FloatStaging {
+    static constexpr int kTokens = 32;
+
+  public:
+    __device__ FloatStaging(const DdsArguments& arguments, int thread)
+        : thread_(thread), place_(place(arguments, thread)) {}
+
+    template <bool kRowMajor>
+    __device__ void put(const float* sums, char* buffer) const {
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) word_of<kRowMajor>(buffer, i) = sums[i];
+    }
+
+    template <bool kRowMajor>
+    __device__ void combine(float* sums, char* buffer, bool gated) const {
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) {
+            const float other = word_of<kRowMajor>(buffer, i);
+            sums[i] = gated ? sums[i] * other : sums[i] + other;
+        }
+    }
+
+    // The 16 features of a warp are lines, or half of each token's line in one of the two boxes.
+    template <bool kRowMajor>
+    __device__ void activate(char* buffer, Activation activation) const {
+        const int warp = thread_ / 32, lane = thread_ % 32;
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) {
+            const int line = kRowMajor ? warp / 2 * kTokens + lane : 16 * warp + 4 * i + lane / 8;
+            const int chunk = kRowMajor ? 4 * (warp % 2) + i ^ lane % 8 : lane % 8;
+            activate_elements(reinterpret_cast<float*>(buffer + line * kLine + chunk * 16), activation);
+        }
+    }
+
+  private:
+    // Of the thread's first sum.
+    __device__ static uint32_t place(const DdsArguments& arguments, int thread) {
+        const int warp = thread / 32, lane = thread % 32;
+        const int feature = 16 * warp + lane / 4, token = lane % 4 * 2;
+        if (arguments.output_layout == Layout::feature_major)
+            return swizzled(feature * kLine + token * 4, kLine);
+        return swizzled((feature / 32 * kTokens + token) * kLine + feature % 32 * 4, kLine);
+    }
+
+    // Of eight tokens a thread has two neighbours, of a feature and of the one 8 on.
+    template <bool kRowMajor>
+    __device__ float& word_of(char* buffer, int i) const {
+        const int eight = i / 4, feature = i / 2 % 2, token = i % 2;
+        const uint32_t offset = kRowMajor ? (place_ ^ feature * 32 ^ token * (kLine + 16)) + eight * 8 * kLine
+                                          : (place_ ^ eight * 32) + feature * 8 * kLine + token * 4;
+        return *reinterpret_cast<float*>(buffer + offset);
+    }
+
+    int thread_;
+    uint32_t place_;
+};
+
+}  // namespace ts::sm90
