@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "error.h"
+#include "list_plan.h"
 #include "problem.h"
 #include "strip_plan.h"
 
@@ -447,6 +448,10 @@ std::vector<int32_t> build_words(const Pattern& pattern, Op op, PlanShape shape)
         const StripPlan plan = build_strip_plan(pattern);
         return assemble(plan.header, {plan.tiles, {}, {}, plan.units, plan.slots});
     }
+    if (shape.kind == PlanKind::lists) {
+        const ListPlan plan = build_list_plan(pattern);
+        return assemble(plan.header, {plan.tiles, {}, plan.masks, plan.units, plan.slots});
+    }
     if (op == Op::sdd_tn) return SddPlanBuilder(view, shape).build();
     if (shape.kind == PlanKind::aligned) return AlignedPlanBuilder(view, shape).build();
     return DdsPlanBuilder(view, shape).build();
@@ -474,7 +479,7 @@ std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<i
 }
 
 void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
-    if (shape.kind == PlanKind::aligned) {
+    if (shape.kind == PlanKind::aligned || shape.kind == PlanKind::lists) {
         constexpr int32_t kMostFeatures = 32;
         require(pattern.block_rows == pattern.block_cols && pattern.block_rows <= kMostFeatures,
                 "the kernel's blocks are 16 x 16 or 32 x 32, not ", pattern.block_rows, " x ",
