@@ -304,13 +304,13 @@ class SddNarrowConsumer {
 
   private:
     __device__ void read_list(const unsigned* masks) {
-        news_ = 0;
+        changes_ = 0;
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) {
             const unsigned mask = __shfl_sync(~0u, __ldg(masks + i), 0);
             at_x_[i] = strip_offset<kRowMajorX>(mask & 0xffff) ^ offset_x_;
             at_y_[i] = strip_offset<kRowMajorY>(mask >> 16 & 0x7fff) ^ offset_y_;
-            news_ |= mask >> 31 << i;
+            changes_ |= mask >> 31 << i;
         }
     }
 
@@ -339,7 +339,7 @@ class SddNarrowConsumer {
 #pragma unroll
                 for (int strip = 0; strip < kStrips; ++strip)
                     load_fragment_if<kRowMajorY>(
-                        news_ & 1u << block, a[strip],
+                        changes_ & 1u << block, a[strip],
                         address<kRowMajorY>(base, at_y_[block], strip, turn / kCount));
 #pragma unroll
                 for (int i = 0; i < kStrips * kStrips; ++i)
@@ -383,7 +383,7 @@ class SddNarrowConsumer {
     uint32_t offset_x_;
     uint32_t at_x_[kBlocks];  // in a stage
     uint32_t at_y_[kBlocks];
-    uint32_t news_;  // bit i: the features of y of block i are to be loaded
+    uint32_t changes_;  // bit i: block i has other features of y than the one before it
     typename Ring<Traits::kStages>::Position position_;
 };
 
@@ -403,11 +403,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     __syncthreads();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < 4) {
-        cutlass::arch::warpgroup_reg_dealloc<24>();
+        cutlass::arch::warpgroup_reg_dealloc<32>();
         if (warp == 0)
             SddNarrowProducer<Traits, kRowMajorY, kRowMajorX>(arguments, shared).run(plan, schedule);
     } else {
-        cutlass::arch::warpgroup_reg_alloc<120>();
+        cutlass::arch::warpgroup_reg_alloc<112>();
         SddNarrowConsumer<Traits, kRowMajorY, kRowMajorX>(arguments, shared).run(plan, schedule);
     }
 }
