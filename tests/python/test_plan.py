@@ -381,11 +381,12 @@ def check_list_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
         *(plan[name] for name in ("tiles", "masks", "k", "slots")), strict=True
     ):
         count = lists.shape[1]
-        assert 0 < of_y and 0 < of_x and of_y + of_x <= len(k) and 0 < of_warp <= count
+        assert min(of_y, of_x) > 0 and of_y + of_x <= len(k) and 0 < of_warp <= count
         assert (k[: of_y + of_x] % unit == 0).all() and (k[of_y + of_x :] == -1).all()
         assert len(set(k[:of_y])) == of_y and len(set(k[of_y : of_y + of_x])) == of_x
         slots = lists[:, :of_warp].reshape(-1)
-        assert (slots[:blocks] >= 0).all() and (slots[blocks:] == -1).all() and (lists[:, of_warp:] == -1).all()
+        assert (slots[:blocks] >= 0).all() and (slots[blocks:] == -1).all()
+        assert (lists[:, of_warp:] == -1).all()
         assert (masks[lists < 0] == 0).all()
         assert blocks > (of_warp - 1) * len(lists), "warps could have fewer"
         seen = set()
