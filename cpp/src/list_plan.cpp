@@ -6,6 +6,8 @@
 namespace ts {
 namespace {
 
+constexpr int32_t kUnitBlocks = kListUnit / 16;  // block rows or columns of a unit
+
 struct Block {
     int32_t unit;  // of x
     int32_t row;
@@ -17,13 +19,11 @@ class ListPlanBuilder {
   public:
     explicit ListPlanBuilder(const Pattern& pattern)
         : pattern_(pattern),
-          unit_blocks_(kListUnit / pattern.block_rows),
           rows_(static_cast<int32_t>(pattern.out_features / pattern.block_rows)),
-          group_units_(list_group(pattern)),
-          blocks_(list_blocks(pattern)) {}
+          group_units_(list_group(pattern)) {}
 
     ListPlan build() {
-        const int32_t group_rows = group_units_ * unit_blocks_;
+        const int32_t group_rows = group_units_ * kUnitBlocks;
         for (int32_t row = 0; row < rows_; row += group_rows)
             add_group(row, std::min(rows_, row + group_rows));
         plan_.header.tiles = static_cast<int32_t>(plan_.tiles.size() / 4);
@@ -37,7 +37,7 @@ class ListPlanBuilder {
         for (int32_t row = first_row; row < end_row; ++row)
             for (int32_t e = pattern_.rows.ptr[row]; e < pattern_.rows.ptr[row + 1]; ++e) {
                 const int32_t column = pattern_.rows.idx[e];
-                blocks.push_back({column / unit_blocks_, row, column, pattern_.rows.slot[e]});
+                blocks.push_back({column / kUnitBlocks, row, column, pattern_.rows.slot[e]});
             }
         std::stable_sort(blocks.begin(), blocks.end(),
                          [](const Block& a, const Block& b) { return a.unit < b.unit; });
@@ -46,8 +46,7 @@ class ListPlanBuilder {
         int32_t units = 0;
         for (const Block& block : blocks) {
             const bool is_new = tile.empty() || tile.back().unit != block.unit;
-            if (static_cast<int32_t>(tile.size()) == kListWarps * blocks_ ||
-                (is_new && units == most_units)) {
+            if (static_cast<int32_t>(tile.size()) == kListTileBlocks || (is_new && units == most_units)) {
                 add_tile(tile);
                 tile.clear();
                 units = 0;
@@ -64,7 +63,7 @@ class ListPlanBuilder {
         });
         std::vector<int32_t> of_y, of_x;  // units
         for (const Block& block : blocks) {
-            of_y.push_back(block.row / unit_blocks_);
+            of_y.push_back(block.row / kUnitBlocks);
             of_x.push_back(block.unit);
         }
         for (std::vector<int32_t>* units : {&of_y, &of_x}) {
@@ -80,13 +79,13 @@ class ListPlanBuilder {
         plan_.units.insert(plan_.units.end(), kListUnits - y_count - x_count, -1);
 
         const size_t first = plan_.slots.size();
-        plan_.slots.resize(first + kListWarps * blocks_, -1);
-        plan_.masks.resize(first + kListWarps * blocks_, 0);
+        plan_.slots.resize(first + kListTileBlocks, -1);
+        plan_.masks.resize(first + kListTileBlocks, 0);
         for (int32_t i = 0; i < count; ++i) {
             const Block& block = blocks[i];
-            const size_t at = first + i / of_warp * blocks_ + i % of_warp;
+            const size_t at = first + i / of_warp * kListBlocks + i % of_warp;
             const bool is_new = i % of_warp == 0 || block.row != blocks[i - 1].row;
-            const auto mask = static_cast<uint32_t>(strip_of(block.column, of_x) + 4 * y_count) |
+            const auto mask = static_cast<uint32_t>(strip_of(block.column, of_x) + kUnitBlocks * y_count) |
                               static_cast<uint32_t>(strip_of(block.row, of_y)) << 16 |
                               static_cast<uint32_t>(is_new) << 31;
             plan_.slots[at] = block.slot;
@@ -95,16 +94,14 @@ class ListPlanBuilder {
     }
 
     // Where a block row or column begins in some units, in 16 features.
-    int32_t strip_of(int32_t line, const std::vector<int32_t>& units) const {
-        const auto unit = std::lower_bound(units.begin(), units.end(), line / unit_blocks_) - units.begin();
-        return 4 * static_cast<int32_t>(unit) + line % unit_blocks_ * (pattern_.block_rows / 16);
+    static int32_t strip_of(int32_t line, const std::vector<int32_t>& units) {
+        const auto unit = std::lower_bound(units.begin(), units.end(), line / kUnitBlocks) - units.begin();
+        return kUnitBlocks * static_cast<int32_t>(unit) + line % kUnitBlocks;
     }
 
     const Pattern& pattern_;
-    int32_t unit_blocks_;  // block rows or columns of a unit
     int32_t rows_;
     int32_t group_units_;
-    int32_t blocks_;  // of a warp
     ListPlan plan_{};
 };
 

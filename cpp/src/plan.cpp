@@ -479,11 +479,14 @@ std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<i
 }
 
 void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
-    if (shape.kind == PlanKind::aligned || shape.kind == PlanKind::lists) {
+    if (shape.kind == PlanKind::aligned) {
         constexpr int32_t kMostFeatures = 32;
         require(pattern.block_rows == pattern.block_cols && pattern.block_rows <= kMostFeatures,
                 "the kernel's blocks are 16 x 16 or 32 x 32, not ", pattern.block_rows, " x ",
                 pattern.block_cols);
+    } else if (shape.kind == PlanKind::lists) {
+        require(are_listed_blocks(pattern), "the kernel's blocks are 16 x 16, not ", pattern.block_rows,
+                " x ", pattern.block_cols);
     } else if (shape.kind == PlanKind::tiles) {
         const int32_t features = view_of(pattern, op).row_block;
         require(features <= shape.tile, "the kernel's tile of ", shape.tile,

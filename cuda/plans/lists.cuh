@@ -8,16 +8,15 @@
 
 namespace ts::plans {
 
+constexpr int kUnitBlocks = kListUnit / 16;  // block rows or columns of a unit
+
 struct ListShape {
-    int unit_blocks;  // block rows or columns of a unit
     int group_units;  // units of y of a group
     int group_rows;
     int groups;
     int units;       // of x
-    int blocks;      // of a warp
     int most_tiles;  // of a group
 
-    __host__ __device__ int tile_blocks() const { return kListWarps * blocks; }
     __host__ __device__ int tile_units() const { return kListUnits - group_units; }  // of x
 };
 
@@ -36,7 +35,7 @@ static __global__ void count_listed(View view, ListShape shape, int* counts) {
     int* const of_group = counts + static_cast<size_t>(row / shape.group_rows) * shape.units;
     const int end = __ldg(view.blocks.ptr + row + 1);
     for (int e = __ldg(view.blocks.ptr + row) + threadIdx.x % 32; e < end; e += 32)
-        atomicAdd(of_group + __ldg(view.blocks.idx + e) / shape.unit_blocks, 1);
+        atomicAdd(of_group + __ldg(view.blocks.idx + e) / kUnitBlocks, 1);
 }
 
 // One warp for each group.
@@ -57,9 +56,9 @@ static __global__ void __launch_bounds__(32)
         for (unsigned left = __ballot_sync(~0u, own > 0); left != 0; left &= left - 1) {
             const int from = __ffs(left) - 1, all = __shfl_sync(~0u, own, from);
             for (int taken = 0; taken < all;) {
-                if (blocks == shape.tile_blocks() || units == shape.tile_units()) finish();
+                if (blocks == kListTileBlocks || units == shape.tile_units()) finish();
                 if (units == 0) tile.first_unit = first + from, tile.skipped = taken;
-                const int next = min(all - taken, shape.tile_blocks() - blocks);
+                const int next = min(all - taken, kListTileBlocks - blocks);
                 taken += next;
                 blocks += next;
                 ++units;
@@ -82,9 +81,7 @@ struct ListRow {
 // Called by a block, each thread for one row of the group, or for none if it is negative.
 __device__ inline ListRow row_in_tile(const View& view, const ListShape& shape, const ListTile& tile,
                                       int row) {
-    const auto entry = [&](int unit) {
-        return row < 0 ? 0 : find_entry(view, row, unit * shape.unit_blocks);
-    };
+    const auto entry = [&](int unit) { return row < 0 ? 0 : find_entry(view, row, unit * kUnitBlocks); };
     const int begin = entry(tile.first_unit), end = entry(tile.last_unit + 1);
     const int of_first = entry(tile.first_unit + 1) - begin, before_last = entry(tile.last_unit);
     const int skipped = min(max(tile.skipped - block_scan(of_first).x, 0), of_first);
@@ -122,7 +119,7 @@ static __global__ void __launch_bounds__(128)
     const int of_warp = (blocks + kListWarps - 1) / kListWarps;
     if (threadIdx.x < kListUnits / 2) units_of_y[threadIdx.x] = 0;
     __syncthreads();
-    if (size > 0) units_of_y[in_group / shape.unit_blocks] = 1;
+    if (size > 0) units_of_y[in_group / kUnitBlocks] = 1;
     if (threadIdx.x < 32) {
         const int lane = threadIdx.x;
         int count = 0;
@@ -145,9 +142,9 @@ static __global__ void __launch_bounds__(128)
         *reinterpret_cast<int4*>(plan.tiles() + 4 * place) =
             make_int4(count, unit_counts[1], blocks, of_warp);
     }
-    int* const slots = plan.slots() + place * shape.tile_blocks();
-    unsigned* const masks = plan.masks() + place * shape.tile_blocks();
-    for (int i = threadIdx.x; i < shape.tile_blocks(); i += blockDim.x) slots[i] = -1, masks[i] = 0;
+    int* const slots = plan.slots() + place * kListTileBlocks;
+    unsigned* const masks = plan.masks() + place * kListTileBlocks;
+    for (int i = threadIdx.x; i < kListTileBlocks; i += blockDim.x) slots[i] = -1, masks[i] = 0;
     __syncthreads();
 
     const int of_y = unit_counts[0], of_x = unit_counts[1];
@@ -158,14 +155,13 @@ static __global__ void __launch_bounds__(128)
     if (in_group < shape.group_units && units_of_y[in_group] >= 0)
         k[units_of_y[in_group]] = (group * shape.group_units + in_group) * kListUnit;
     if (size == 0) return;
-    const int strips = view.row_block / 16, unit = units_of_y[in_group / shape.unit_blocks];
-    const unsigned of_row = 4 * unit + in_group % shape.unit_blocks * strips;
+    const unsigned of_row = kUnitBlocks * units_of_y[in_group / kUnitBlocks] + in_group % kUnitBlocks;
     for (int e = own.begin, at = own.first, u = 0; e < own.end; ++e, ++at) {
         const int column = __ldg(view.blocks.idx + e);
-        while (units_of_x[u] < column / shape.unit_blocks) ++u;
-        const unsigned of_column = 4 * (of_y + u) + column % shape.unit_blocks * strips;
+        while (units_of_x[u] < column / kUnitBlocks) ++u;
+        const unsigned of_column = kUnitBlocks * (of_y + u) + column % kUnitBlocks;
         const bool is_new = e == own.begin || at % of_warp == 0;
-        const int to = at / of_warp * shape.blocks + at % of_warp;
+        const int to = at / of_warp * kListBlocks + at % of_warp;
         slots[to] = __ldg(view.blocks.slot + e);
         masks[to] = of_column | of_row << 16 | static_cast<unsigned>(is_new) << 31;
     }
@@ -178,7 +174,7 @@ class ListBuilder {
         const int64_t places = int64_t{shape_.groups} * shape_.units;
         // A tile has all of its blocks, or all of its units, or is the last one of its group.
         const auto most = [&](int64_t blocks, int64_t groups, int64_t units) {
-            return blocks / shape_.tile_blocks() + units / shape_.tile_units() + groups;
+            return blocks / kListTileBlocks + units / shape_.tile_units() + groups;
         };
         const int64_t of_group = int64_t{shape_.group_rows} * view.cols;
         shape_.most_tiles = static_cast<int>(most(std::min(view.nnz, of_group), 1, shape_.units));
@@ -188,7 +184,7 @@ class ListBuilder {
         const int64_t tiles = std::min<int64_t>(
             most(view.nnz, std::min<int64_t>(shape_.groups, view.nnz), std::min(places, view.nnz)),
             int64_t{shape_.groups} * shape_.most_tiles);
-        const int64_t lists = tiles * shape_.tile_blocks();
+        const int64_t lists = tiles * kListTileBlocks;
         header_ = lay_out(key, {4 * tiles, 0, lists, tiles * kListUnits, lists});
         header_.group_rows = shape_.group_rows;
     }
@@ -208,12 +204,10 @@ class ListBuilder {
   private:
     static ListShape shape_of(const View& view, const Pattern& pattern) {
         ListShape shape{};
-        shape.unit_blocks = kListUnit / view.row_block;
         shape.group_units = list_group(pattern);
-        shape.group_rows = shape.group_units * shape.unit_blocks;
+        shape.group_rows = shape.group_units * kUnitBlocks;
         shape.groups = (view.rows + shape.group_rows - 1) / shape.group_rows;
-        shape.units = (view.cols + shape.unit_blocks - 1) / shape.unit_blocks;
-        shape.blocks = list_blocks(pattern);
+        shape.units = (view.cols + kUnitBlocks - 1) / kUnitBlocks;
         return shape;
     }
 

@@ -1,4 +1,4 @@
-// sdd, the gradient of the block-sparse weight, of blocks of 16 x 16 and 32 x 32: W[n, k] = sum over tokens t
+// sdd, the gradient of the block-sparse weight, of blocks of 16 x 16: W[n, k] = sum over tokens t
 // of y[t, n] x[t, k], for the kept blocks only, written (or added) to their slots in values.
 //
 // wgmma multiplies 64 features of y at least, in which nearly every 16 of x have a block where a quarter is
@@ -40,19 +40,18 @@ struct SddNarrowArguments {
 };
 
 // `Result`: what values are stored as, the element of the operands or float.
-template <class Math_, int kBlock_, class Result_>
+template <class Math_, class Result_>
 struct SddNarrowTraits {
     using Math = Math_;
     using Result = Result_;
-    static constexpr int kBlock = kBlock_;
-    static constexpr int kStrips = kBlock / 16;  // of 16 features of a block
-    static constexpr int kBlocks = kListValues / (kBlock * kBlock);
+    static constexpr int kBlock = 16;
+    static constexpr int kBlocks = kListBlocks;
     static constexpr int kGroups = kListWarps / 4;  // warpgroups that multiply
     static constexpr int kThreads = 128 * (1 + kGroups);
-    static constexpr int kStep = 64;         // tokens, of the schedule
-    static constexpr int kStageTokens = 32;  // of a stage
-    static constexpr int kStageSums = kListValues / 32;
+    static constexpr int kStep = 64;                         // tokens, of the schedule
+    static constexpr int kStageTokens = 32;                  // of a stage
     static constexpr int kBlockSums = kBlock * kBlock / 32;  // of a lane
+    static constexpr int kSums = kBlocks * kBlockSums;
     static constexpr int kStages = 3;
     static constexpr int kUnitBytes = kListUnit * kStageTokens * 2;
     static constexpr int kStageBytes = kListUnits * kUnitBytes;
@@ -229,20 +228,16 @@ class SddNarrowEpilogue {
                     make_float2(sums[at], sums[at + 1]);
             });
         } else {
+            uint32_t words[4];  // of two lines, of eight columns each
 #pragma unroll
-            for (int strip = 0; strip < Traits::kStrips * Traits::kStrips; ++strip) {
-                uint32_t words[4];  // of two lines, of eight columns each
-#pragma unroll
-                for (int q = 0; q < 4; ++q) {
-                    const int at = 8 * strip + 4 * (q % 2) + 2 * (q / 2);
-                    words[q] = rounded<typename Traits::Math>(sums[at], sums[at + 1]);
-                }
-                exchange(words);
-                const int line = strip / Traits::kStrips * 16 + line_ + 8 * (lane_ / 2);
-                const int column = strip % Traits::kStrips * 16 + 8 * (lane_ % 2);
-                *reinterpret_cast<uint4*>(block_ + line * Traits::kBlock + column) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
+            for (int q = 0; q < 4; ++q) {
+                const int at = 4 * (q % 2) + 2 * (q / 2);
+                words[q] = rounded<typename Traits::Math>(sums[at], sums[at + 1]);
             }
+            exchange(words);
+            const int line = line_ + 8 * (lane_ / 2), column = 8 * (lane_ % 2);
+            *reinterpret_cast<uint4*>(block_ + line * Traits::kBlock + column) =
+                make_uint4(words[0], words[1], words[2], words[3]);
         }
     }
 
@@ -251,10 +246,8 @@ class SddNarrowEpilogue {
     template <class Action>
     __device__ void for_pairs(Action action) const {
 #pragma unroll
-        for (int i = 0; i < Traits::kBlockSums / 2; ++i) {
-            const int strip = i / 4, line = strip / Traits::kStrips * 16 + line_ + 8 * (i % 2);
-            action(line, strip % Traits::kStrips * 16 + 8 * (i / 2 % 2) + 2 * lane_, 2 * i);
-        }
+        for (int i = 0; i < Traits::kBlockSums / 2; ++i)
+            action(line_ + 8 * (i % 2), 8 * (i / 2) + 2 * lane_, 2 * i);
     }
 
     Result* block_;
@@ -265,7 +258,7 @@ class SddNarrowEpilogue {
 // One warp's products of its blocks of all tiles.
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddNarrowConsumer {
-    static constexpr int kBlocks = Traits::kBlocks, kStrips = Traits::kStrips;
+    static constexpr int kBlocks = Traits::kBlocks;
 
   public:
     __device__ SddNarrowConsumer(const SddNarrowArguments& arguments, typename Traits::Shared& shared)
@@ -281,7 +274,7 @@ class SddNarrowConsumer {
             const SddWork work = schedule.work(index, 0);
             const int4 tile = __ldg(plan.tiles + work.tile);
             const int list = (work.tile * kListWarps + warp_) * kBlocks;
-            float sums[Traits::kStageSums];
+            float sums[Traits::kSums];
 #pragma unroll
             for (float& sum : sums) sum = 0;
             read_list(plan.masks + list);
@@ -293,8 +286,8 @@ class SddNarrowConsumer {
                 multiply<kBlocks / 2>(sums, stages);
             if (work.partial >= 0) {
                 cudaTriggerProgrammaticLaunchCompletion();
-                store_sums(partial_sums<Traits::kStageSums>(
-                               arguments_.partial, int64_t{Traits::kGroups} * work.partial + warp_ / 4),
+                store_sums(partial_sums<Traits::kSums>(arguments_.partial,
+                                                       int64_t{Traits::kGroups} * work.partial + warp_ / 4),
                            sums);
             } else if (work.exists) {
                 store(plan.slots + list, sums);
@@ -316,19 +309,16 @@ class SddNarrowConsumer {
 
     // Of the first `kCount` blocks of the list. Fragments of x are loaded some blocks ahead.
     template <int kCount>
-    __device__ void multiply(float (&sums)[Traits::kStageSums], int stages) {
-        constexpr int kAhead = kStrips == 1 ? 2 : 1, kTurns = Traits::kStageTokens / 16 * kCount;
+    __device__ void multiply(float (&sums)[Traits::kSums], int stages) {
+        constexpr int kAhead = 2, kTurns = Traits::kStageTokens / 16 * kCount;
         for (int stage = 0; stage < stages; ++stage) {
             shared_.ring.wait_full(position_);
             const uint32_t base =
                 cute::cast_smem_ptr_to_uint(shared_.stages) + position_.stage * Traits::kStageBytes;
-            uint32_t a[kStrips][4], b[kAhead + 1][kStrips][4];
+            uint32_t a[4], b[kAhead + 1][4];
             const auto load_x = [&](int turn) {
-#pragma unroll
-                for (int strip = 0; strip < kStrips; ++strip)
-                    load_fragment<kRowMajorX>(
-                        b[turn % (kAhead + 1)][strip],
-                        address<kRowMajorX>(base, at_x_[turn % kCount], strip, turn / kCount));
+                load_fragment<kRowMajorX>(b[turn % (kAhead + 1)],
+                                          address<kRowMajorX>(base, at_x_[turn % kCount], turn / kCount));
             };
 #pragma unroll
             for (int turn = 0; turn < kAhead; ++turn) load_x(turn);
@@ -336,16 +326,10 @@ class SddNarrowConsumer {
             for (int turn = 0; turn < kTurns; ++turn) {
                 const int block = turn % kCount;
                 if (turn + kAhead < kTurns) load_x(turn + kAhead);
-#pragma unroll
-                for (int strip = 0; strip < kStrips; ++strip)
-                    load_fragment_if<kRowMajorY>(
-                        changes_ & 1u << block, a[strip],
-                        address<kRowMajorY>(base, at_y_[block], strip, turn / kCount));
-#pragma unroll
-                for (int i = 0; i < kStrips * kStrips; ++i)
-                    multiply_strip<typename Traits::Math>(sums + block * Traits::kBlockSums + 8 * i,
-                                                          a[i / kStrips],
-                                                          b[turn % (kAhead + 1)][i % kStrips]);
+                load_fragment_if<kRowMajorY>(changes_ & 1u << block, a,
+                                             address<kRowMajorY>(base, at_y_[block], turn / kCount));
+                multiply_strip<typename Traits::Math>(sums + block * Traits::kBlockSums, a,
+                                                      b[turn % (kAhead + 1)]);
             }
             __syncwarp();
             if (lane_ == 0) shared_.ring.empty[position_.stage].arrive();
@@ -353,15 +337,14 @@ class SddNarrowConsumer {
         }
     }
 
-    // `strip`: of the block; `k16`: of the stage. Bits that these set are the lane's alone before.
+    // Of the `k16`-th 16 tokens of a stage.
     template <bool kRowMajor>
-    __device__ static uint32_t address(uint32_t base, uint32_t at, int strip, int k16) {
-        if (kRowMajor) return base + (at ^ 32 * strip) + 2048 * k16;
-        return base + (at ^ 32 * k16) + 1024 * strip;
+    __device__ static uint32_t address(uint32_t base, uint32_t at, int k16) {
+        return kRowMajor ? base + at + 2048 * k16 : base + (at ^ 32 * k16);
     }
 
     // All that is added is read before anything is written: memory is waited for once.
-    __device__ void store(const int* slots, float (&sums)[Traits::kStageSums]) const {
+    __device__ void store(const int* slots, float (&sums)[Traits::kSums]) const {
         int slot[kBlocks];
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) slot[i] = __ldg(slots + i);
@@ -429,7 +412,7 @@ __global__ void __launch_bounds__(128)
         float sums[Traits::kBlockSums] = {};
 #pragma unroll 4
         for (int number = 0; number < partials.count(); ++number) {
-            const float4* const from = partial_sums<Traits::kStageSums>(
+            const float4* const from = partial_sums<Traits::kSums>(
                 arguments.partial, int64_t{Traits::kGroups} * partials.at(number) + group);
             add_sums(from + block * kVectors * 128, sums);
         }
@@ -444,11 +427,11 @@ __global__ void __launch_bounds__(128)
 // Host side: one row of the registry.
 template <class Math>
 struct SddNarrow {
-    using Common = SddNarrowTraits<Math, 16, float>;  // for what is the same for all
+    using Common = SddNarrowTraits<Math, float>;  // for what is the same for all
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Common::kSharedBytes)) return reason;
-        return are_narrow_blocks(problem.pattern) ? nullptr : "its blocks are 16 x 16 or 32 x 32";
+        return are_listed_blocks(problem.pattern) ? nullptr : "its blocks are 16 x 16";
     }
 
     // Counters of the pace and partial sums.
@@ -483,11 +466,9 @@ struct SddNarrow {
                     return error;
             }
         }
-        const bool wide = problem.pattern.block_rows == 32;
-        if (problem.result_dtype == Math::kDType)
-            return (wide ? start_for<32, typename Math::Element>
-                         : start_for<16, typename Math::Element>)(arguments, problem, stream);
-        return (wide ? start_for<32, float> : start_for<16, float>)(arguments, problem, stream);
+        const auto start =
+            problem.result_dtype == Math::kDType ? start_for<typename Math::Element> : start_for<float>;
+        return start(arguments, problem, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -510,8 +491,9 @@ struct SddNarrow {
     }
 
   private:
+    static constexpr int64_t kTileValues = int64_t{kListTileBlocks} * Common::kBlock * Common::kBlock;
     static constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
-    static constexpr size_t kPartialBytes = size_t{kListWarps} * kListValues * sizeof(float);
+    static constexpr size_t kPartialBytes = sizeof(float) * kTileValues;
 
     // The number of tiles is on the device. Below so many steps, finding nothing to do takes longer than can
     // be won.
@@ -522,7 +504,7 @@ struct SddNarrow {
 
     // Whether each multiprocessor gets a tile, and some get more.
     static bool fills(const Problem& problem, const Device& device) {
-        return problem.pattern.value_count() > int64_t{device.multiprocessors} * kListWarps * kListValues;
+        return problem.pattern.value_count() > device.multiprocessors * kTileValues;
     }
 
     static int step_count(const Problem& problem) {
@@ -530,9 +512,9 @@ struct SddNarrow {
     }
 
     // The kernel, and the one that adds partial sums.
-    template <int kBlock, class Result>
+    template <class Result>
     static cudaError_t start_for(const SddNarrowArguments& arguments, const Problem& problem, void* stream) {
-        using Traits = SddNarrowTraits<Math, kBlock, Result>;
+        using Traits = SddNarrowTraits<Math, Result>;
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
         const auto start =

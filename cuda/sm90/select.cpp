@@ -92,14 +92,12 @@ double estimate_sdd(const Kernel&, const Problem& problem, const Device& device)
     return kStart + 1e-6 * (products + time.byte * activation_bytes(problem));
 }
 
-// Blocks are multiplied alone, and most of shared memory's time goes into bringing them one by one; the
-// tiles' units come from L2, more of them for a block the fewer there are.
+// Shared memory brings blocks one by one, and tiles have more units for a block the fewer there are.
 double estimate_sdd_narrow(const Kernel&, const Problem& problem, const Device& device) {
     const double density = problem.pattern.density();
-    const bool tiny = problem.pattern.block_rows == 16;
-    const double product = (tiny ? 1.5 : 1.2) * density + 0.05 * std::sqrt(density);
+    const double product = 0.66 * density + 0.118 * std::sqrt(density);
     const double products = problem_size(problem) * product / multiprocessors(device);
-    return kStart + 1e-6 * (products + 0.2 * activation_bytes(problem));
+    return kStart + 1e-6 * (products + 0.3 * activation_bytes(problem));
 }
 
 // cuBLAS is bound by products, by memory, or by both in turn; beside it, W is filled with zeros and the

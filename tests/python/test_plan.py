@@ -24,7 +24,6 @@ from tilesparse._launch import DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
 BLOCK_SHAPES = list(product(BLOCK_SIZES, BLOCK_SIZES))
 # The index of one kernel for each plan shape and set of products.
 KERNELS = {(kernel.plan, kernel.ops): index for index, kernel in enumerate(_C.kernels()) if kernel.plan}
-LIST_BLOCKS = {16: 8, 32: 2}  # of a warp's list
 needs_plans = pytest.mark.skipif(not KERNELS, reason="this library has no kernel with a plan")
 
 
@@ -38,13 +37,12 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str,
     tile, ranks = _C.kernels()[kernel].plan >> 12 & 0xFFF, _C.kernels()[kernel].plan >> 24 & 0xF
     shapes: dict[str, tuple[int, ...]]
     if walks_lists(kernel):
-        blocks = LIST_BLOCKS[pattern.block_shape[0]]
         shapes = {
             "tiles": (tiles, 4),
             "rows": (0,),
-            "masks": (tiles, 16, blocks),
+            "masks": (tiles, 16, 8),
             "k": (tiles, 18),
-            "slots": (tiles, 16, blocks),
+            "slots": (tiles, 16, 8),
         }
     elif walks_strips(kernel):
         shapes = strip_shapes(tiles, units=pieces, unit_blocks=group_rows)
@@ -315,21 +313,20 @@ def test_sdd_plans_write_each_block_once(name: str, grid: tuple[int, int], devic
 @needs_plans
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("grid", "density"), [((131, 290), 0.02), ((131, 290), 0.3), ((40, 40), 1.0)])
-@pytest.mark.parametrize("size", [16, 32])
-def test_list_plans_fill_tiles(size: int, grid: tuple[int, int], density: float, device: str) -> None:
+def test_list_plans_fill_tiles(grid: tuple[int, int], density: float, device: str) -> None:
     """Tiles have all of the blocks or units that they could, but for the last one of each group."""
-    shape = (size * grid[0], size * grid[1])
-    random = BlockPattern.random(shape, block_shape=(size, size), density=density, generator=seeded(1))
+    shape = (16 * grid[0], 16 * grid[1])
+    random = BlockPattern.random(shape, block_shape=(16, 16), density=density, generator=seeded(1))
     pattern = shuffled(random)
     for index in KERNELS.values():
         if walks_lists(index):
             plan = build(pattern, index, SDD_TN, device)
             check_list_plan(pattern, plan)
             _, of_x, blocks, _ = plan["tiles"].T
-            group = min(max(round(math.sqrt(32768 / pattern.density) / 64), 1), 9)
+            group = min(max(round(math.sqrt(32768 / pattern.density) / 64), 1), 7)
             units = -(-shape[0] // 64)
             groups = -(-units // group)
-            partial = (blocks < 16 * LIST_BLOCKS[size]) & (of_x < 18 - -(-units // groups))
+            partial = (blocks < 16 * 8) & (of_x < 18 - -(-units // groups))
             assert np.count_nonzero(partial) <= groups
 
 
