@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "error.h"
+#include "list_plan.h"
 #include "problem.h"
 #include "strip_plan.h"
 
@@ -447,6 +448,10 @@ std::vector<int32_t> build_words(const Pattern& pattern, Op op, PlanShape shape)
         const StripPlan plan = build_strip_plan(pattern);
         return assemble(plan.header, {plan.tiles, {}, {}, plan.units, plan.slots});
     }
+    if (shape.kind == PlanKind::lists) {
+        const ListPlan plan = build_list_plan(pattern);
+        return assemble(plan.header, {plan.tiles, {}, plan.masks, plan.units, plan.slots});
+    }
     if (op == Op::sdd_tn) return SddPlanBuilder(view, shape).build();
     if (shape.kind == PlanKind::aligned) return AlignedPlanBuilder(view, shape).build();
     return DdsPlanBuilder(view, shape).build();
@@ -479,6 +484,9 @@ void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
         require(pattern.block_rows == pattern.block_cols && pattern.block_rows <= kMostFeatures,
                 "the kernel's blocks are 16 x 16 or 32 x 32, not ", pattern.block_rows, " x ",
                 pattern.block_cols);
+    } else if (shape.kind == PlanKind::lists) {
+        require(are_listed_blocks(pattern), "the kernel's blocks are 16 x 16, not ", pattern.block_rows,
+                " x ", pattern.block_cols);
     } else if (shape.kind == PlanKind::tiles) {
         const int32_t features = view_of(pattern, op).row_block;
         require(features <= shape.tile, "the kernel's tile of ", shape.tile,

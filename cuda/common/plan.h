@@ -33,7 +33,8 @@
 //     - k [tiles][pieces]: first feature of x, -1 where there is none
 //     - slots [tiles][pieces][group_rows]: block in values, -1 where there is none
 //
-// The plans of sdd by strips are described in common/strip_plan.h. Sections may have more room than they use.
+// The plans of sdd by strips are described in common/strip_plan.h, those by lists in common/list_plan.h.
+// Sections may have more room than they use.
 #pragma once
 
 #include <cstdint>

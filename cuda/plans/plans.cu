@@ -2,6 +2,7 @@
 
 #include "plans/aligned.cuh"
 #include "plans/blocks.cuh"
+#include "plans/lists.cuh"
 #include "plans/strips.cuh"
 #include "plans/tiles.cuh"
 #include "plans/transpose.cuh"
@@ -24,6 +25,9 @@ void with_builder(Arena& arena, const Pattern& pattern, Op op, PlanShape shape, 
     const int32_t key = plan_key(pattern, op, shape);
     if (shape.kind == PlanKind::aligned) {
         AlignedBuilder builder(arena, view, shape, key);
+        visit(builder);
+    } else if (shape.kind == PlanKind::lists) {
+        ListBuilder builder(arena, view, pattern, key);
         visit(builder);
     } else if (shape.kind == PlanKind::strips && are_wide_blocks(pattern)) {
         BlockBuilder builder(arena, view, pattern, key);

@@ -102,6 +102,14 @@ double estimate_sdd(const Kernel&, const Problem& problem, const Device& device)
     return kStart + 1e-6 * (products + time.byte * activation_bytes(problem));
 }
 
+// Shared memory brings blocks one by one, and tiles have more units for a block the fewer there are.
+double estimate_sdd_narrow(const Kernel&, const Problem& problem, const Device& device) {
+    const double density = problem.pattern.density();
+    const double product = 0.66 * density + 0.118 * std::sqrt(density);
+    const double products = problem_size(problem) * product / multiprocessors(device);
+    return kStart + 1e-6 * (products + 0.3 * activation_bytes(problem));
+}
+
 // cuBLAS is bound by products, by memory, or by both in turn; beside it, W is filled with zeros and the
 // blocks are copied (of sdd: the whole W is computed and its blocks are copied).
 std::optional<double> estimate_dense(const Problem& problem, const Device& device) {

@@ -12,6 +12,7 @@ double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Devi
 double estimate_dds_float(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& device);
+double estimate_sdd_narrow(const Kernel& kernel, const Problem& problem, const Device& device);
 
 // Writing W out dense and leaving the product to cuBLAS, where it was measured on such a device.
 std::optional<double> estimate_dense(const Problem& problem, const Device& device);

@@ -110,11 +110,11 @@ def test_a_capture_that_needs_a_new_plan_is_refused() -> None:
 def captured_build(
     arrays: list[Tensor], kernel: int, op: int, operands: tuple[Tensor, ...], workspaces: list[Tensor]
 ) -> None:
-    """Enqueues the transpose of a pattern in blocks of 32, a plan and the product on x, y and values."""
+    """Enqueues the transpose of a pattern in blocks of 16, a plan and the product on x, y and values."""
     x, y, _ = operands
     stream = torch.cuda.current_stream().cuda_stream
     shape = (y.shape[1], x.shape[1])
-    pattern = _C.Pattern(32, 32, *shape, len(arrays[1]), *(array.data_ptr() for array in arrays))
+    pattern = _C.Pattern(16, 16, *shape, len(arrays[1]), *(array.data_ptr() for array in arrays))
 
     def memory(size: int) -> tuple[int, int]:
         workspaces.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
@@ -138,7 +138,7 @@ def rows_of(pattern: BlockPattern) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_a_captured_pattern_follows_its_arrays() -> None:
     """A graph of all there is to do for a pattern that changes on the GPU."""
-    shape, block_shape = (1280, 896), (32, 32)
+    shape, block_shape = (1280, 896), (16, 16)  # which every kernel takes
     patterns = [
         BlockPattern.random(shape, block_shape=block_shape, density=0.3, generator=seeded(seed))
         for seed in (1, 2, 3)

@@ -1,6 +1,6 @@
 """Plans of every kernel of the library that walks one: each block exactly once, no tile twice.
 
-The layout is that of cuda/common/plan.h or cuda/common/strip_plan.h, whether the host or the GPU made the
+The layout is that of cuda/common/plan.h, strip_plan.h or list_plan.h, whether the host or the GPU made the
 plan. A library without CUDA kernels has no plans to check.
 """
 
@@ -36,7 +36,15 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str,
     assert all(offset % 4 == 0 and 16 <= offset <= total for offset in offsets)
     tile, ranks = _C.kernels()[kernel].plan >> 12 & 0xFFF, _C.kernels()[kernel].plan >> 24 & 0xF
     shapes: dict[str, tuple[int, ...]]
-    if op == SDD_TN and ranks > 1:
+    if walks_lists(kernel):
+        shapes = {
+            "tiles": (tiles, 4),
+            "rows": (0,),
+            "masks": (tiles, 16, 8),
+            "k": (tiles, 18),
+            "slots": (tiles, 16, 8),
+        }
+    elif walks_strips(kernel):
         shapes = strip_shapes(tiles, units=pieces, unit_blocks=group_rows)
     elif op == SDD_TN:
         shapes = {
@@ -118,7 +126,12 @@ def is_aligned(key: int) -> bool:
 
 def walks_strips(kernel: int) -> bool:
     """Whether the kernel's plans of sdd are those of cuda/common/strip_plan.h."""
-    return _C.kernels()[kernel].plan >> 24 > 1
+    return _C.kernels()[kernel].plan >> 28 == 2
+
+
+def walks_lists(kernel: int) -> bool:
+    """Whether the kernel's plans are those of cuda/common/list_plan.h."""
+    return _C.kernels()[kernel].plan >> 28 == 3
 
 
 def strip_shapes(tiles: int, units: int, unit_blocks: int) -> dict[str, tuple[int, ...]]:
@@ -292,8 +305,29 @@ def test_sdd_plans_write_each_block_once(name: str, grid: tuple[int, int], devic
         if ops >> SDD_TN & 1 and computes(pattern, index, SDD_TN):
             checked += 1
             check = check_strip_plan if walks_strips(index) else check_sdd_plan
+            check = check_list_plan if walks_lists(index) else check
             check(pattern, build(pattern, index, SDD_TN, device))
     assert checked
+
+
+@needs_plans
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("grid", "density"), [((131, 290), 0.02), ((131, 290), 0.3), ((40, 40), 1.0)])
+def test_list_plans_fill_tiles(grid: tuple[int, int], density: float, device: str) -> None:
+    """Tiles have all of the blocks or units that they could, but for the last one of each group."""
+    shape = (16 * grid[0], 16 * grid[1])
+    random = BlockPattern.random(shape, block_shape=(16, 16), density=density, generator=seeded(1))
+    pattern = shuffled(random)
+    for index in KERNELS.values():
+        if walks_lists(index):
+            plan = build(pattern, index, SDD_TN, device)
+            check_list_plan(pattern, plan)
+            _, of_x, blocks, _ = plan["tiles"].T
+            group = min(max(round(math.sqrt(32768 / pattern.density) / 64), 1), 7)
+            units = -(-shape[0] // 64)
+            groups = -(-units // group)
+            partial = (blocks < 16 * 8) & (of_x < 18 - -(-units // groups))
+            assert np.count_nonzero(partial) <= groups
 
 
 @needs_plans
@@ -332,6 +366,42 @@ def check_sdd_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
         assert all((slots[piece] >= 0).any() for piece in range(count)), "a column without a block"
     rows, cols = pattern.block_indices()
     assert written == dict(enumerate(zip(rows.tolist(), cols.tolist(), strict=True)))
+
+
+def check_list_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
+    """Each block is in one warp's list, which says where in the tile's units its features are."""
+    block, unit = pattern.block_shape[0], 64
+    rows, cols = pattern.block_indices()
+    places = list(zip(rows.tolist(), cols.tolist(), strict=True))
+    written = []
+    for (of_y, of_x, blocks, of_warp), masks, k, lists in zip(
+        *(plan[name] for name in ("tiles", "masks", "k", "slots")), strict=True
+    ):
+        count = lists.shape[1]
+        assert min(of_y, of_x) > 0 and of_y + of_x <= len(k) and 0 < of_warp <= count
+        assert (k[: of_y + of_x] % unit == 0).all() and (k[of_y + of_x :] == -1).all()
+        assert len(set(k[:of_y])) == of_y and len(set(k[of_y : of_y + of_x])) == of_x
+        slots = lists[:, :of_warp].reshape(-1)
+        assert (slots[:blocks] >= 0).all() and (slots[blocks:] == -1).all()
+        assert (lists[:, of_warp:] == -1).all()
+        assert (masks[lists < 0] == 0).all()
+        assert blocks > (of_warp - 1) * len(lists), "warps could have fewer"
+        seen = set()
+        for warp, (own_masks, own) in enumerate(zip(masks.view(np.uint32), lists, strict=True)):
+            before = None
+            for mask, slot in zip(own_masks.tolist(), own.tolist(), strict=True):
+                if slot < 0:
+                    continue
+                x, y = mask & 0xFFFF, mask >> 16 & 0x7FFF  # in 16 features of the tile's units
+                assert of_y <= x // 4 < of_y + of_x and y // 4 < of_y, warp
+                place = (k[y // 4] + y % 4 * 16, k[x // 4] + x % 4 * 16)
+                assert place == (places[slot][0] * block, places[slot][1] * block)
+                assert mask >> 31 == (place[0] != before)
+                before = place[0]
+                seen |= {y // 4, x // 4}
+                written.append(slot)
+        assert len(seen) == of_y + of_x, "a unit without a block"
+    assert sorted(written) == list(range(pattern.nnz))
 
 
 def check_strip_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
@@ -391,6 +461,8 @@ def cost(plan: dict[str, np.ndarray], op: int, kernel: int) -> int:
     if op == SDD_TN and walks_strips(kernel):
         _, second, units, _ = plan["tiles"].T
         return int((64 * (1 + (second >= 0)) + units * 512 // plan["k"].shape[-1]).sum())
+    if walks_lists(kernel):
+        return int(plan["tiles"][:, :2].sum())
     if is_aligned(_C.kernels()[kernel].plan):
         return int(np.count_nonzero(quarters_of(plan["masks"][..., 0])))
     return len(plan["masks"])
@@ -407,7 +479,7 @@ def quarters_of(masks: np.ndarray) -> np.ndarray:
 def test_plans_of_the_gpu_are_as_good(name: str) -> None:
     pattern = structured(name, 224, 128)
     for ((_, ops), kernel), op in product(KERNELS.items(), (DDS_NT, DDS_NN, SDD_TN)):
-        if ops >> op & 1:
+        if ops >> op & 1 and computes(pattern, kernel, op):
             ours, hosts = (cost(build(pattern, kernel, op, device), op, kernel) for device in ("cuda", "cpu"))
             assert ours <= 1.03 * hosts, f"{_C.kernels()[kernel].name}: {ours}, on the host {hosts}"
 
