@@ -1,5 +1,6 @@
 // The public functions: each is one guard around calls into the library.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -17,6 +18,7 @@
 #include "plan.h"
 #include "problem.h"
 #include "registry.h"
+#include "sums.h"
 #include "values.h"
 
 namespace ts {
@@ -160,13 +162,22 @@ size_t expansion_bytes(const Problem& problem, const Choice& choice) {
                           : 0;
 }
 
+// Whether y is summed apart from the kernel, which is given a problem without a gradient of the bias then.
+bool sums_apart(const Problem& problem, const Kernel& kernel) {
+    return problem.bias_gradient.data != nullptr && (!kernel.sums_y || problem.pattern.nnz == 0);
+}
+
+// What is summed apart has the same memory, before the kernel.
 size_t workspace_size(const Problem& problem, const Device& device, const Choice& choice) {
     const Problem& given = choice.expands ? expanded(problem, nullptr) : problem;
-    return expansion_bytes(problem, choice) + choice.kernel->workspace_size(given, device);
+    const size_t bytes = expansion_bytes(problem, choice) + choice.kernel->workspace_size(given, device);
+    return sums_apart(problem, *choice.kernel) ? std::max(bytes, sums_workspace_size(problem, device))
+                                               : bytes;
 }
 
 int32_t launch(const Problem& problem, const Device& device, const Choice& choice, void* workspace,
                void* stream) {
+    if (sums_apart(problem, *choice.kernel)) sum_y(problem, device, workspace, stream);
     if (!choice.expands) return choice.kernel->launch(problem, device, workspace, stream);
     expand_values(problem, workspace, stream);
     void* const rest = static_cast<std::byte*>(workspace) + expansion_bytes(problem, choice);

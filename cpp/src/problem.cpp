@@ -187,28 +187,47 @@ void check_operands(const Problem& problem, const ts_matmul_desc& desc) {
         values,
         {"bias", vector_span(problem.bias, pattern.out_features, problem.dtype, "bias")},
         {other, problem.residual.data != nullptr
-                    ? check_operand(problem.residual, pattern.out_features, result, other, problem)
+                    ? check_operand(problem.residual, problem.features(), result, other, problem)
                     : Span{}},
         {"plan", span_of(desc.plan, desc.plan == nullptr ? 0 : desc.plan_bytes, "plan")},
         {"packed", span_of(desc.packed, desc.packed == nullptr ? 0 : desc.packed_bytes, "packed")},
         metadata,
-        scales};
+        scales,
+        {"bias_gradient", vector_span(problem.bias_gradient.data, pattern.out_features,
+                                      problem.bias_gradient.dtype, "bias_gradient")}};
     if (problem.device == DeviceType::cuda) {
         check_aligned(desc.plan, kDeviceAlignment, "plan");
         check_aligned(desc.packed, kDeviceAreaAlignment, "packed");
     }
-    const Operand& written = operands[writes_x ? 0 : writes_y ? 1 : 2];
-    for (const Operand& other : operands)
-        require(&other == &written || !overlap(written.span, other.span), std::min(&written, &other)->name,
-                " and ", std::max(&written, &other)->name, " overlap in memory");
+    // The gradient of the bias is nothing where it is not written, and overlaps nothing then.
+    for (const Operand* const written : {&operands[writes_x ? 0 : writes_y ? 1 : 2], std::end(operands) - 1})
+        for (const Operand& other : operands)
+            require(&other == written || !overlap(written->span, other.span), std::min(written, &other)->name,
+                    " and ", std::max(written, &other)->name, " overlap in memory");
 }
 
 // Of a residual or gate, if it is given.
 void check_other(const Matrix& other, const Problem& problem, const char* name) {
     if (other.data == nullptr) return;
-    require(problem.forward(), name, " is given; only dds_nt has a ", name);
-    require(other.layout == problem.y.layout, name, ".layout is ", static_cast<int32_t>(other.layout),
-            "; it must be y.layout, ", static_cast<int32_t>(problem.y.layout));
+    const Matrix& result = problem.output();
+    require(other.layout == result.layout, name, ".layout is ", static_cast<int32_t>(other.layout),
+            "; it must be ", problem.forward() ? "y" : "x", ".layout, ", static_cast<int32_t>(result.layout));
+}
+
+BiasGradient check_bias_gradient(const ts_matmul_desc& desc, const Problem& problem) {
+    const DType dtype =
+        check_own_dtype(desc.bias_gradient_dtype, problem.dtype, kActivationDTypes, "bias_gradient_dtype");
+    const bool accumulate = check_enum<int32_t>(desc.accumulate_bias, 2, "accumulate_bias") == 1;
+    if (desc.bias_gradient == nullptr) {
+        require(desc.bias_gradient_dtype == 0 && !accumulate, "bias_gradient is null; without it ",
+                accumulate ? "accumulate_bias" : "bias_gradient_dtype", " must be 0");
+        return {};
+    }
+    require(problem.op == Op::sdd_tn, "bias_gradient is given; only sdd_tn has one");
+    require(dtype == problem.dtype || (dtype == DType::float32 && element_size(problem.dtype) == 2),
+            "bias_gradient_dtype stands for ", to_string(dtype), " and dtype is ", to_string(problem.dtype),
+            "; allowed are that of the activations, and float32 for 16 bits");
+    return {desc.bias_gradient, dtype, accumulate};
 }
 
 // Memory that is made from the values must not be theirs.
@@ -248,7 +267,7 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.device = check_enum<DeviceType>(desc.device, 2, "device");
     problem.result_dtype =
         check_own_dtype(desc.result_dtype, problem.dtype, kActivationDTypes, "result_dtype");
-    problem.activation = check_enum<Activation>(desc.activation, 4, "activation");
+    problem.activation = check_enum<Activation>(desc.activation, 7, "activation");
     problem.precision = check_enum<Precision>(desc.precision, 2, "precision");
     problem.accumulate = check_enum<int32_t>(desc.accumulate, 2, "accumulate") == 1;
     check_enum<int32_t>(desc.policy, 3, "policy");
@@ -267,20 +286,25 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.bias = desc.bias;
     problem.plan = desc.plan;
     const Matrix residual = check_matrix(desc.residual, problem.tokens, outs, "residual");
-    const Matrix gate = check_matrix(desc.gate, problem.tokens, outs, "gate");
-
     const bool forward = problem.forward();
-    require(forward || problem.activation == Activation::none, "activation is ", desc.activation,
-            "; only dds_nt has an activation");
+    const Matrix gate = check_matrix(desc.gate, problem.tokens, forward ? outs : ins, "gate");
+    problem.gated = gate.data != nullptr;
+
+    require(problem.gated || problem.activation < Activation::relu_gradient, "activation is ",
+            desc.activation, "; the gradients of activations are of gates alone");
+    require(forward || problem.gated || problem.activation == Activation::none, "activation is ",
+            desc.activation, "; only dds_nt has an activation of its sums");
     require(forward || problem.bias == nullptr, "bias is given; only dds_nt has a bias");
+    require(forward || residual.data == nullptr, "residual is given; only dds_nt has a residual");
+    require(problem.op != Op::sdd_tn || !problem.gated, "gate is given; sdd_tn has none");
     check_other(residual, problem, "residual");
     check_other(gate, problem, "gate");
     require(residual.data == nullptr || gate.data == nullptr,
             "gate is given beside residual; a product has one of them");
-    problem.gated = gate.data != nullptr;
     problem.residual = problem.gated ? gate : residual;
     if (problem.gated) std::swap(problem.activation, problem.gate_activation);
     require(problem.op == Op::sdd_tn || !problem.accumulate, "accumulate is 1; only sdd_tn accumulates");
+    problem.bias_gradient = check_bias_gradient(desc, problem);
     if (operands) check_operands(problem, desc);
     return problem;
 }

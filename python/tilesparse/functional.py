@@ -26,7 +26,7 @@ the pattern: it follows `BlockPattern.update_`, and the pattern must not be drop
 """
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from ._private import is_any_autocast_enabled, transforms_active
 from ._register import (
     DDS_NN,
     DDS_NT,
+    DDS_NT_ACTIVATED,
     DDS_NT_THROUGH,
     EXPAND,
     SDD_TN,
@@ -105,6 +106,24 @@ def linear(
     return linear_on(x, values, index, bias, activation, residual, feature_major_output, policy, stored, gate)
 
 
+class Before(NamedTuple):
+    """What was activated to become x, which has the gradient in its place, and the number of the activation."""
+
+    z: Tensor
+    activation: int
+
+
+def activated(z: Tensor, activation: str, may_fuse: bool) -> tuple[Tensor, Before | None]:
+    """act(z), and what `linear_on` needs so that the kernel of its gradient gives that of z right away.
+
+    Without that, as if not ``may_fuse``, PyTorch gives it.
+    """
+    code = activation_code(activation)
+    if code == 0 or not may_fuse or not records_gradient((z,)) or transforms_active() or autocast(z)[0] is not z:
+        return _activated(z, activation), None
+    return _activated(z.detach(), activation), Before(z, code)
+
+
 def linear_on(
     x: Tensor,
     values: Tensor,
@@ -116,11 +135,18 @@ def linear_on(
     policy: str = "sparse",
     stored: tuple[Tensor | None, Tensor | None] = (None, None),
     gate: Tensor | None = None,
+    before: Before | None = None,
 ) -> Tensor:
-    """`linear` for a pattern as operators take it, of values with metadata and scales."""
+    """`linear` for a pattern as operators take it, of values with metadata and scales.
+
+    ``before``: see `activated`; for plain values with the policy "sparse", without an activation and gate.
+    """
     code = activation_code(activation)
     if is_any_autocast_enabled():
         x, values, bias, residual, gate = autocast(x, values, bias, residual, gate)
+    if before is not None:
+        z, of_z = before
+        return call(DDS_NT_ACTIVATED, z, values, index, bias, residual, 0, feature_major, (x, of_z))
     extras = _extras(values, *stored)
     if policy != "sparse" and (policy == "dense" or _prefers_dense(x, values, index, *stored)):
         check_dds("x", x, values, index, bias, residual, *stored, gate)

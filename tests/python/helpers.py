@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ DEVICE_DTYPES = [
 LAYOUTS = list(product((0, 1), (0, 1)))  # of x and y: row-major and feature-major
 # The operand that each product writes.
 OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
+# What gates are made of before they multiply.
+GATES = ACTIVATIONS | {"gradient of relu": 4, "gradient of gelu": 5, "gradient of silu": 6}
 # What each product can do besides multiplying.
 OPTIONS: dict[int, list[dict[str, Any]]] = {
     DDS_NT: [
@@ -37,14 +40,35 @@ OPTIONS: dict[int, list[dict[str, Any]]] = {
             (False, True), ACTIVATIONS, ((False, False), (True, True), (True, False))
         )
     ],
-    DDS_NN: [{}],
-    SDD_TN: [{"accumulate": False}, {"accumulate": True}],
+    DDS_NN: [
+        {},
+        *({"activation": name, "residual": True, "gated": True} for name in GATES),
+    ],
+    SDD_TN: [
+        {"accumulate": False},
+        {"accumulate": True},
+        {"accumulate": False, "of_bias": "stored"},
+        {"accumulate": True, "of_bias": "added in float32"},
+    ],
 }
-FUNCTIONS = {
+
+
+def _gelu_gradient(t: Tensor) -> Tensor:
+    return torch.special.ndtr(t) + t * torch.exp(-t * t / 2) / math.sqrt(2 * math.pi)
+
+
+def _silu_gradient(t: Tensor) -> Tensor:
+    return torch.sigmoid(t) * (1 + t * torch.sigmoid(-t))
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda t: t,
     "relu": torch.relu,
     "gelu": torch.nn.functional.gelu,
     "silu": torch.nn.functional.silu,
+    "gradient of relu": lambda t: (t > 0).to(t.dtype),
+    "gradient of gelu": _gelu_gradient,
+    "gradient of silu": _silu_gradient,
 }
 
 PATTERNS = {
@@ -265,6 +289,15 @@ def rounded(expected: Tensor, tolerance: Tensor, dtype: torch.dtype) -> Tensor:
     """The tolerance after the result has been rounded to a dtype, subnormal numbers included."""
     info = torch.finfo(dtype)
     return tolerance + rounding_unit(dtype) * (expected.abs() + tolerance + info.smallest_normal)
+
+
+def reference_of_bias(
+    dtype: torch.dtype, y: Tensor, before: Tensor | None, result: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The sums over tokens of y and what was there before, in float64, and how far off they may be."""
+    terms = y.double() if before is None else torch.cat([y.double(), before.double()])
+    error = (len(terms) + 4) * sums_unit(dtype) * terms.abs().sum(0)
+    return terms.sum(0), rounded(terms.sum(0), error, result)
 
 
 def assert_within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:

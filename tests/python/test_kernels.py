@@ -19,6 +19,7 @@ import pytest
 import torch
 from helpers import (
     FUNCTIONS,
+    GATES,
     LAYOUTS,
     OPTIONS,
     OUTPUTS,
@@ -28,6 +29,7 @@ from helpers import (
     Stored,
     assert_within,
     make_pattern,
+    reference_of_bias,
     rounded,
     rounding_unit,
     seeded,
@@ -39,7 +41,7 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED
-from tilesparse._launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
+from tilesparse._launch import DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
 
 pytestmark = pytest.mark.gpu
 
@@ -214,6 +216,7 @@ class Problem:
     residual: bool = False
     gated: bool = False  # the residual is a gate
     accumulate: bool = False
+    of_bias: str = ""  # what becomes of the sums of y: nothing, "stored" or "added in float32"
 
 
 class Guarded:
@@ -251,23 +254,30 @@ class Operands:
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
         stored = random_stored(pattern, row.storage, dtype if row.op != SDD_TN else row.result)
+        forward = row.op == DDS_NT
+        features = pattern.out_features if forward else pattern.in_features
+        layout = problem.y_layout if forward else problem.x_layout
+        of_bias = torch.float32 if "float32" in problem.of_bias and dtype.itemsize == 2 else dtype
         self.buffers = {
             "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
             "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
             "values": Guarded(1, stored.values.numel(), stored.values.dtype),
-            "bias": Guarded(1, pattern.out_features, dtype, alignment=dtype.itemsize),
-            "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=CHUNK),
+            "bias": Guarded(1, pattern.out_features, of_bias, alignment=of_bias.itemsize),
+            "residual": _guarded_matrix(problem, features, layout, dtype, more=CHUNK),
         }
         if stored.metadata is not None:
             self.buffers["metadata"] = Guarded(1, stored.metadata.numel(), torch.int32)
         if stored.scales is not None:
             self.buffers["scales"] = Guarded(1, stored.scales.numel(), torch.float32, alignment=4)
         self.output = self.buffers[OUTPUTS[row.op]]
-        self.inputs = [buffer for buffer in self.buffers.values() if buffer is not self.output]
+        self.outputs = [self.output, self.buffers["bias"]] if problem.of_bias else [self.output]
+        self.inputs = [buffer for buffer in self.buffers.values() if buffer not in self.outputs]
         self.before = normal(self.output.lines.shape, row.result, 9) if problem.accumulate else None
+        added = "added" in problem.of_bias
+        self.bias_before = normal(self.buffers["bias"].lines.shape, of_bias, 11) if added else None
         given = stored._asdict()
         for seed, (name, buffer) in enumerate(self.buffers.items()):
-            if buffer is not self.output:
+            if buffer not in self.outputs:
                 random = normal(buffer.lines.shape, dtype, seed) if name not in given else given[name]
                 buffer.lines.copy_(random.view_as(buffer.lines))
         transposed = {"x": problem.x_layout == 1, "y": problem.y_layout == 1}
@@ -278,12 +288,15 @@ class Operands:
         self.plain = stored.plain
         self.bias = self.buffers["bias"].lines[0] if problem.bias else None
         residual = self.buffers["residual"].lines if problem.residual else None
-        self.residual = residual.t() if problem.y_layout and residual is not None else residual
+        self.residual = residual.t() if layout and residual is not None else residual
 
     def prepare_output(self) -> None:
-        self.output.poison()
+        for output in self.outputs:
+            output.poison()
         if self.before is not None:
             self.output.lines.copy_(self.before)
+        if self.bias_before is not None:
+            self.buffers["bias"].lines.copy_(self.bias_before)
 
 
 def random_stored(pattern: BlockPattern, storage: Storage | None, dtype: torch.dtype) -> Stored:
@@ -309,7 +322,7 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
     """The product as that kernel is to compute it, but for a plan; `changes` replace arguments."""
     x, y, residual = (operands.buffers[name] for name in ("x", "y", "residual"))
     arguments: dict[str, Any] = {
-        "activation": ACTIVATIONS[problem.activation],
+        "activation": GATES[problem.activation],
         "precision": row.precision,
         "accumulate": problem.accumulate,
         "kernel": row.number,
@@ -320,6 +333,9 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
         "residual": problem.residual,
         "ldr": residual.ld,
         "gated": problem.gated,
+        "bias_gradient": bool(problem.of_bias),
+        "bias_gradient_dtype": DTYPES[operands.buffers["bias"].lines.dtype] if problem.of_bias else -1,
+        "accumulate_bias": operands.bias_before is not None,
         **form_of(row),
     }
     descriptor = prepared_on(DEVICE, problem.pattern).descriptor
@@ -352,7 +368,7 @@ def key_of(row: Row, entry: Prepared) -> int:
 def run(product: _C.Product, problem: Problem, operands: Operands, workspace: int, **changes: int) -> None:
     """Calls the kernel with a workspace at that address; `changes` replace other addresses."""
     addresses = {name: buffer.address for name, buffer in operands.buffers.items()}
-    if not problem.bias:
+    if not (problem.bias or problem.of_bias):
         addresses["bias"] = 0
     if not problem.residual:
         addresses["residual"] = 0
@@ -414,8 +430,8 @@ def activated(row: Row, problem: Problem, values: Tensor, tolerance: Tensor) -> 
     # No activation's slope exceeds 1.13; the functions themselves are good to a few units, gelu in 16 bits to
     # what the C header states.
     unit = sums_unit(row.dtype)
-    tolerance = 1.13 * tolerance + 8 * unit * values.abs()
-    if problem.activation == "gelu" and row.dtype.itemsize == 2:
+    tolerance = 1.13 * tolerance + 8 * unit * (values.abs() + ("gradient" in problem.activation))
+    if "gelu" in problem.activation and row.dtype.itemsize == 2:
         tolerance = tolerance + 6e-5
     return FUNCTIONS[problem.activation](values), tolerance
 
@@ -482,14 +498,19 @@ def _check(row: Row, problem: Problem, plan: Plan | None) -> None:
     for _ in range(2):
         operands.prepare_output()
         launch(row, problem, operands, plan)
-        assert operands.output.is_poison(inside=False), "memory around the output was written"
-        results.append(operands.output.bits.clone())
-    assert torch.equal(*results), "two runs differ"
+        for output in operands.outputs:
+            assert output.is_poison(inside=False), "memory around an output was written"
+        results.append([output.bits.clone() for output in operands.outputs])
+    assert all(map(torch.equal, *results)), "two runs differ"
     for before, buffer in zip(inputs, operands.inputs, strict=True):
         assert torch.equal(buffer.bits, before), "an input was written"
     expected, tolerance = reference(row, problem, operands)
     actual = {DDS_NT: operands.y, DDS_NN: operands.x, SDD_TN: operands.values}[row.op]
     assert_within(actual, expected.cpu(), tolerance.cpu())
+    if problem.of_bias:
+        of_bias = operands.buffers["bias"].lines[0]
+        expected, tolerance = reference_of_bias(row.dtype, operands.y, operands.bias_before, of_bias.dtype)
+        assert_within(of_bias, expected.cpu(), tolerance.cpu())
 
 
 def random_pattern(
@@ -665,17 +686,22 @@ def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, An
     residual, size = operands.buffers["residual"], row.dtype.itemsize
     good = {"residual": residual.address}
     gated = {"arguments": {"gated": True}}
-    if row.op != DDS_NT:
+    if row.op == SDD_TN:
         return [("residual is given", good), ("gate is given", good | gated)]
+    of_gates = [
+        ("gate is at address", gated | {"residual": residual.address + size}),
+        ("gate.ld", good | {"arguments": {"ldr": residual.ld + 1, "gated": True}}),
+        (f"{OUTPUTS[row.op]} and gate overlap", gated | {"residual": operands.output.address}),
+    ]
+    if row.op == DDS_NN:
+        return [("residual is given", good), *of_gates]
     short = {"arguments": {"ldr": operands.y.shape[1] - CHUNK // size}}
     return [
+        *of_gates,
         ("residual is at address", {"residual": residual.address + size}),
         ("residual.ld", good | short),
         ("residual.ld", good | {"arguments": {"ldr": residual.ld + 1}}),
         ("y and residual overlap", {"residual": operands.output.address}),
-        ("gate is at address", gated | {"residual": residual.address + size}),
-        ("gate.ld", good | {"arguments": {"ldr": residual.ld + 1, "gated": True}}),
-        ("y and gate overlap", gated | {"residual": operands.output.address}),
     ]
 
 

@@ -1,0 +1,13 @@
+// The gradient of a bias, on whichever device it is, for products whose kernel does not sum y.
+#pragma once
+
+#include "common/problem.h"
+
+namespace ts {
+
+// Bytes of scratch memory, for the sums over tokens of y.
+size_t sums_workspace_size(const Problem& problem, const Device& device);
+
+void sum_y(const Problem& problem, const Device& device, void* workspace, void* stream);
+
+}  // namespace ts
