@@ -187,7 +187,7 @@ void check_operands(const Problem& problem, const ts_matmul_desc& desc) {
         values,
         {"bias", vector_span(problem.bias, pattern.out_features, problem.dtype, "bias")},
         {other, problem.residual.data != nullptr
-                    ? check_operand(problem.residual, problem.features(), result, other, problem)
+                    ? check_operand(problem.residual, pattern.out_features, result, other, problem)
                     : Span{}},
         {"plan", span_of(desc.plan, desc.plan == nullptr ? 0 : desc.plan_bytes, "plan")},
         {"packed", span_of(desc.packed, desc.packed == nullptr ? 0 : desc.packed_bytes, "packed")},
@@ -209,9 +209,9 @@ void check_operands(const Problem& problem, const ts_matmul_desc& desc) {
 // Of a residual or gate, if it is given.
 void check_other(const Matrix& other, const Problem& problem, const char* name) {
     if (other.data == nullptr) return;
-    const Matrix& result = problem.output();
-    require(other.layout == result.layout, name, ".layout is ", static_cast<int32_t>(other.layout),
-            "; it must be ", problem.forward() ? "y" : "x", ".layout, ", static_cast<int32_t>(result.layout));
+    require(problem.forward(), name, " is given; only dds_nt has a ", name);
+    require(other.layout == problem.y.layout, name, ".layout is ", static_cast<int32_t>(other.layout),
+            "; it must be y.layout, ", static_cast<int32_t>(problem.y.layout));
 }
 
 BiasGradient check_bias_gradient(const ts_matmul_desc& desc, const Problem& problem) {
@@ -267,7 +267,7 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.device = check_enum<DeviceType>(desc.device, 2, "device");
     problem.result_dtype =
         check_own_dtype(desc.result_dtype, problem.dtype, kActivationDTypes, "result_dtype");
-    problem.activation = check_enum<Activation>(desc.activation, 7, "activation");
+    problem.activation = check_enum<Activation>(desc.activation, 4, "activation");
     problem.precision = check_enum<Precision>(desc.precision, 2, "precision");
     problem.accumulate = check_enum<int32_t>(desc.accumulate, 2, "accumulate") == 1;
     check_enum<int32_t>(desc.policy, 3, "policy");
@@ -286,21 +286,17 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.bias = desc.bias;
     problem.plan = desc.plan;
     const Matrix residual = check_matrix(desc.residual, problem.tokens, outs, "residual");
-    const bool forward = problem.forward();
-    const Matrix gate = check_matrix(desc.gate, problem.tokens, forward ? outs : ins, "gate");
-    problem.gated = gate.data != nullptr;
+    const Matrix gate = check_matrix(desc.gate, problem.tokens, outs, "gate");
 
-    require(problem.gated || problem.activation < Activation::relu_gradient, "activation is ",
-            desc.activation, "; the gradients of activations are of gates alone");
-    require(forward || problem.gated || problem.activation == Activation::none, "activation is ",
-            desc.activation, "; only dds_nt has an activation of its sums");
+    const bool forward = problem.forward();
+    require(forward || problem.activation == Activation::none, "activation is ", desc.activation,
+            "; only dds_nt has an activation");
     require(forward || problem.bias == nullptr, "bias is given; only dds_nt has a bias");
-    require(forward || residual.data == nullptr, "residual is given; only dds_nt has a residual");
-    require(problem.op != Op::sdd_tn || !problem.gated, "gate is given; sdd_tn has none");
     check_other(residual, problem, "residual");
     check_other(gate, problem, "gate");
     require(residual.data == nullptr || gate.data == nullptr,
             "gate is given beside residual; a product has one of them");
+    problem.gated = gate.data != nullptr;
     problem.residual = problem.gated ? gate : residual;
     if (problem.gated) std::swap(problem.activation, problem.gate_activation);
     require(problem.op == Op::sdd_tn || !problem.accumulate, "accumulate is 1; only sdd_tn accumulates");
@@ -345,6 +341,39 @@ void check_compression(const Compression& compression) {
         for (const Operand& from : read)
             require(!overlap(from.span, to.span), from.name, " and ", to.name, " overlap in memory");
     require(!overlap(written[0].span, written[1].span), "compressed and metadata overlap in memory");
+}
+
+ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens,
+                                             int64_t features) {
+    ActivationGradient gradient{};
+    gradient.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    if (gradient.dtype == DType::float64)
+        fail(TS_UNSUPPORTED, "dtype is 0; no kernel computes it in float64");
+    require(activation >= TS_RELU && activation <= TS_SILU, "activation is ", activation,
+            "; allowed are 1 to 3");
+    gradient.activation = static_cast<Activation>(activation);
+    require(tokens >= 0 && tokens <= kMaxExtent, "tokens is ", tokens, "; allowed are 0 to ", kMaxExtent);
+    check_features(features, 16, "features", "16");
+    gradient.tokens = tokens;
+    gradient.features = features;
+    return gradient;
+}
+
+void check_operands(const ActivationGradient& gradient) {
+    const int64_t bytes = gradient.tokens * gradient.features * element_size(gradient.dtype);
+    const auto span = [&](const char* name, const void* data) -> Operand {
+        return {name, array_span(data, bytes, 1, name, DeviceType::cuda)};
+    };
+    require(gradient.features == 0 || gradient.bias_gradient != nullptr, "bias_gradient is null");
+    const Operand result = span("result", gradient.result);
+    const Operand of_bias{"bias_gradient", vector_span(gradient.bias_gradient, gradient.features,
+                                                       gradient.dtype, "bias_gradient")};
+    const Operand z = span("z", gradient.z), given = span("gradient", gradient.gradient);
+    const bool in_place = given.span.begin == result.span.begin;
+    for (const auto& [one, other] :
+         {std::pair{&z, &result}, {&given, &result}, {&z, &of_bias}, {&given, &of_bias}, {&result, &of_bias}})
+        require((one == &given && other == &result && in_place) || !overlap(one->span, other->span),
+                one->name, " and ", other->name, " overlap in memory");
 }
 
 NamedDevice check_device(const ts_device_info& info) {

@@ -8,10 +8,6 @@
 #include "error.h"
 #include "threads.h"
 
-#ifdef TILESPARSE_CUDA
-#include "sums/sums.h"
-#endif
-
 namespace ts {
 namespace {
 
@@ -102,11 +98,24 @@ void sum_y(const Problem& problem, const Device& device, void* workspace, void* 
     check_launch(sums::sum(problem, device, workspace, stream), "sums");
 }
 
+size_t activation_gradient_workspace_size(const ActivationGradient& gradient, const Device& device) {
+    return sums::workspace_size(gradient, device);
+}
+
+void activation_gradient(const ActivationGradient& gradient, const Device& device, void* workspace,
+                         void* stream) {
+    check_launch(sums::activate_backward(gradient, device, workspace, stream), "activation_gradient");
+}
+
 #else
 
 size_t sums_workspace_size(const Problem&, const Device&) { return 0; }
 
 void sum_y(const Problem& problem, const Device&, void*, void*) { sum_on_host(problem); }
+
+[[noreturn]] void refuse() { fail(TS_NO_DEVICE, "this library was built without CUDA"); }
+size_t activation_gradient_workspace_size(const ActivationGradient&, const Device&) { refuse(); }
+void activation_gradient(const ActivationGradient&, const Device&, void*, void*) { refuse(); }
 
 #endif
 

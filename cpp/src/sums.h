@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/problem.h"
+#include "sums/sums.h"
 
 namespace ts {
 
@@ -9,5 +10,12 @@ namespace ts {
 size_t sums_workspace_size(const Problem& problem, const Device& device);
 
 void sum_y(const Problem& problem, const Device& device, void* workspace, void* stream);
+
+using sums::ActivationGradient;
+
+// On the current CUDA device.
+size_t activation_gradient_workspace_size(const ActivationGradient& gradient, const Device& device);
+void activation_gradient(const ActivationGradient& gradient, const Device& device, void* workspace,
+                         void* stream);
 
 }  // namespace ts

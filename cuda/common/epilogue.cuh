@@ -68,47 +68,6 @@ __device__ inline void activate_all(float (&sums)[kCount], Activation activation
     }
 }
 
-// What a gate is multiplied as: activated, or the derivative of an activation at it, as PyTorch defines it at
-// 0.
-template <class Element>
-__device__ inline float gate_factor(float value, Activation activation) {
-    constexpr float kLog2E = 1.442695041f, kDensityAt0 = 0.3989422804f;
-    constexpr bool kHalf = sizeof(Element) == 2;
-    switch (activation) {
-        case Activation::relu_gradient:
-            return value <= 0.0f ? 0.0f : 1.0f;
-        case Activation::gelu_gradient: {
-            const float below = kHalf ? normal_cdf(value) : 0.5f * (1.0f + erff(value * 0.70710678f));
-            return below + value * (kDensityAt0 * exp2f(-0.5f * kLog2E * value * value));
-        }
-        case Activation::silu_gradient: {
-            const float sigmoid = 1.0f / (1.0f + exp2f(-kLog2E * value));
-            return sigmoid * (1.0f + value * (1.0f - sigmoid));
-        }
-        default:
-            return activate<Element>(value, activation);
-    }
-}
-
-// As activate_all, of a gate.
-template <class Element, int kCount>
-__device__ inline void gate_factors(float (&gates)[kCount], Activation activation) {
-    const auto apply = [&](auto constant) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) gates[i] = gate_factor<Element>(gates[i], constant());
-    };
-    switch (activation) {
-        case Activation::relu_gradient:
-            return apply([] { return Activation::relu_gradient; });
-        case Activation::gelu_gradient:
-            return apply([] { return Activation::gelu_gradient; });
-        case Activation::silu_gradient:
-            return apply([] { return Activation::silu_gradient; });
-        default:
-            return activate_all<Element>(gates, activation);
-    }
-}
-
 template <class Element>
 __device__ inline float to_float(Element value) {
     return static_cast<float>(value);
@@ -139,7 +98,7 @@ struct alignas(2 * sizeof(Element)) Pair {
     Element first, second;
 };
 
-// Activates the gates of 16 bytes, where they lie.
+// Activates the elements of 16 bytes, where they lie.
 template <class Element>
 __device__ inline void activate_elements(Element* elements, Activation activation) {
     constexpr int kCount = 16 / sizeof(Element);
@@ -149,7 +108,7 @@ __device__ inline void activate_elements(Element* elements, Activation activatio
     float values[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values[i] = to_float(parts[i]);
-    gate_factors<Element>(values, activation);
+    activate_all<Element>(values, activation);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) parts[i] = from_float<Element>(values[i]);
     vector = line;
@@ -215,7 +174,7 @@ class Neighbours {
         float factors[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) factors[i] = to_float(elements[i]);
-        gate_factors<Element>(factors, activation);
+        activate_all<Element>(factors, activation);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) sums_[i] *= rounded_to<Element>(factors[i]);
     }

@@ -20,16 +20,7 @@ enum class DType : int32_t {
 };
 enum class DeviceType : int32_t { cpu = 0, cuda = 1 };
 enum class Layout : int32_t { row_major = 0, feature_major = 1 };
-// The gradients of activations are of gates alone.
-enum class Activation : int32_t {
-    none = 0,
-    relu = 1,
-    gelu = 2,
-    silu = 3,
-    relu_gradient = 4,
-    gelu_gradient = 5,
-    silu_gradient = 6
-};
+enum class Activation : int32_t { none = 0, relu = 1, gelu = 2, silu = 3 };
 enum class Precision : int32_t { highest = 0, tf32 = 1 };
 // How the weights of the kept blocks lie in memory.
 enum class Storage : int32_t { plain = 0, two_of_four = 1 };
@@ -120,7 +111,7 @@ struct Problem {
     const void* plan;
     const void* packed;  // values as Kernel::pack left them, or null
     // What is added to the results, or if `gated` what they are multiplied by, activated and rounded: then
-    // they have no activation of their own. data is null for neither; otherwise its layout is the results'.
+    // they have no activation of their own. data is null for neither; otherwise its layout is that of y.
     Matrix residual;
     bool gated;
     Activation gate_activation;
@@ -208,9 +199,9 @@ struct Kernel {
     uint32_t storages = 1u << static_cast<int>(Storage::plain);
     uint32_t values_dtypes = 0;
     uint32_t result_dtypes = 0;
-    // Whether it computes the gradient of the bias with that of the values. For other kernels, and for a
-    // pattern without blocks, ts_matmul sums y in a kernel of its own, before.
-    bool sums_y = false;
+    // Whether it computes the gradient of the bias with that of the values. Where it does not, or for nullptr,
+    // ts_matmul sums y in a kernel of its own, before.
+    bool (*sums_y)(const Problem&, const Device&) = nullptr;
     // Microseconds the product would take; nullptr where kernels go by their place in the registry.
     double (*estimate)(const Kernel&, const Problem&, const Device&) = nullptr;
     // A copy of the values as the kernel multiplies them, which serves until values or plan change: its

@@ -60,9 +60,9 @@ class Item {
         const auto* line = reinterpret_cast<const char*>(first);
         pitch *= sizeof(Element);
         const bool reads = lane_ * 16 < bytes;
-        if (kPrefetches) fetch(line, pitch, count, bytes);
+        fetch(line, pitch, count, bytes);
         for (int64_t done = 0; done < count; done += kFetched) {
-            if (kPrefetches) fetch(line + kFetched * pitch, pitch, count - done - kFetched, bytes);
+            fetch(line + kFetched * pitch, pitch, count - done - kFetched, bytes);
             const int lines = static_cast<int>(min(count - done, int64_t{kFetched}));
             if (reads) add_some(line + lane_ * 16, pitch, lines);
             line += kFetched * pitch;
@@ -90,13 +90,13 @@ class Item {
         for (int i = 0; i < kWidth; ++i) sums_[i] += element(elements[i]);
     }
 
-    // Asks for the lines from one on, 128 bytes a lane.
+    // Has L2 ask for the lines from one on, each lane for one.
     __device__ __forceinline__ void fetch(const char* line, int64_t pitch, int64_t count, int bytes) const {
-        const int column = lane_ % 4 * 128;
-        if (column >= bytes) return;
-#pragma unroll 1
-        for (int i = lane_ / 4; i < min(count, int64_t{kFetched}); i += 8)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(line + i * pitch + column));
+        if constexpr (kPrefetches) {
+            if (lane_ < count)
+                asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(line + lane_ * pitch),
+                             "r"(bytes));
+        }
     }
 
     const Sums& all_;

@@ -241,8 +241,9 @@ __device__ inline void store_sums(const DecodeArguments& arguments, const char* 
             const int64_t at = row_major ? token * ld + feature : feature * ld + token;
             const float2 other = {to_float(residual[at]), to_float(residual[at + (row_major ? 1 : ld)])};
             if (kGated) {
-                sum.x *= rounded_to<Element>(gate_factor<Element>(other.x, arguments.activation));
-                sum.y *= rounded_to<Element>(gate_factor<Element>(other.y, arguments.activation));
+                const float2 gate = activate<Element>(other, arguments.activation);
+                sum.x *= rounded_to<Element>(gate.x);
+                sum.y *= rounded_to<Element>(gate.y);
             } else {
                 sum.x += other.x;
                 sum.y += other.y;

@@ -69,15 +69,6 @@ __device__ inline double activate_plainly(double value, Activation activation) {
             return 0.5 * value * erfc(-value * 0.70710678118654752440);
         case Activation::silu:
             return value / (1 + exp(-value));
-        case Activation::relu_gradient:
-            return value <= 0 ? 0 : 1;
-        case Activation::gelu_gradient:
-            return 0.5 * erfc(-value * 0.70710678118654752440) +
-                   value * (0.39894228040143267794 * exp(-0.5 * value * value));
-        case Activation::silu_gradient: {
-            const double sigmoid = 1 / (1 + exp(-value));
-            return sigmoid * (1 + value * (1 - sigmoid));
-        }
         default:
             return value;
     }

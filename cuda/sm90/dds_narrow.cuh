@@ -367,7 +367,7 @@ struct DdsNarrow {
                    Weight<Math, 32>::kStorages,
                    Weight<Math, 32>::kDTypes,
                    0,
-                   false,
+                   nullptr,
                    nullptr,
                    packed_size,
                    pack};

@@ -251,6 +251,14 @@ struct Sdd {
         return sm90::refuses(device, Traits::kSharedBytes);
     }
 
+    // Beside products the warps that load nothing read so many bytes in a microsecond. Where products take
+    // less time than that, all warps of a kernel of its own are faster.
+    static bool sums_y(const Problem& problem, const Device& device) {
+        constexpr double kBytes = 1.5e6;
+        const double bytes = 2.0 * problem.tokens * problem.pattern.out_features;
+        return problem.pattern.nnz > 0 && bytes < kBytes * estimate_sdd(row(""), problem, device);
+    }
+
     // Counters of the pace and partial sums, and behind them the sums of y.
     static size_t workspace_size(const Problem& problem, const Device& device) {
         if (problem.pattern.nnz == 0) return 0;
@@ -294,7 +302,7 @@ struct Sdd {
                    workspace_size,
                    launch};
         row.result_dtypes = 1u << static_cast<int>(Math::kDType) | 1u << static_cast<int>(DType::float32);
-        row.sums_y = true;
+        row.sums_y = sums_y;
         row.estimate = estimate_sdd;
         return row;
     }

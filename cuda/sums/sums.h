@@ -1,5 +1,5 @@
-// The gradient of a bias on the GPU: the sums over tokens of y. Everything is enqueued on a stream; functions
-// that do so return 0 or the CUDA error of the launch.
+// The gradient of a bias on the GPU: the sums over tokens of y, or of what becomes y's gradient here.
+// Everything is enqueued on a stream; functions that do so return 0 or the CUDA error of the launch.
 #pragma once
 
 #include "common/problem.h"
@@ -29,5 +29,22 @@ int32_t add_partial(const Problem& problem, const Sums& sums, void* stream);
 // All of it, for products whose kernel does not sum y.
 size_t workspace_size(const Problem& problem, const Device& device);
 int32_t sum(const Problem& problem, const Device& device, void* workspace, void* stream);
+
+// The gradient of z, where y = activation(z) and y has the given gradient, and its sums over tokens. All
+// matrices are row-major [tokens, features] without gaps.
+struct ActivationGradient {
+    DType dtype;  // float32 or 16 bits
+    Activation activation;
+    int64_t tokens;
+    int64_t features;
+    const void* z;
+    const void* gradient;
+    void* result;
+    void* bias_gradient;  // [features]
+};
+
+size_t workspace_size(const ActivationGradient& gradient, const Device& device);
+int32_t activate_backward(const ActivationGradient& gradient, const Device& device, void* workspace,
+                          void* stream);
 
 }  // namespace ts::sums

@@ -188,7 +188,7 @@ class Product {
         desc_.x = {nullptr, ldx, x_layout, 0};
         desc_.y = {nullptr, ldy, y_layout, 0};
         // Any address will do until there is one: it is not followed.
-        other(desc_) = {residual ? this : nullptr, ldr, op == TS_DDS_NN ? x_layout : y_layout, 0};
+        other(desc_) = {residual ? this : nullptr, ldr, y_layout, 0};
         desc_.storage = storage;
         desc_.result_dtype = result_dtype + 1;
         desc_.values_dtype = (op == TS_SDD_TN ? result_dtype : values_dtype) + 1;  // it writes the values
@@ -328,6 +328,20 @@ void values_compress(const ts_pattern& pattern, int32_t device, int32_t dtype, u
     check(ts_values_compress(&pattern, device, dtype, pointer<void>(values), pointer<uint8_t>(mask),
                              transposed, pointer<void>(compressed), pointer<uint32_t>(metadata),
                              pointer<CUstream_st>(stream)));
+}
+
+size_t activation_gradient_workspace_size(int32_t dtype, int64_t tokens, int64_t features) {
+    size_t bytes = 0;
+    check(ts_activation_gradient_workspace_size(dtype, tokens, features, &bytes));
+    return bytes;
+}
+
+void activation_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, uintptr_t z,
+                         uintptr_t gradient, uintptr_t result, uintptr_t bias_gradient, uintptr_t workspace,
+                         size_t workspace_bytes, uintptr_t stream) {
+    check(ts_activation_gradient(dtype, activation, tokens, features, pointer<void>(z),
+                                 pointer<void>(gradient), pointer<void>(result), pointer<void>(bias_gradient),
+                                 pointer<void>(workspace), workspace_bytes, pointer<CUstream_st>(stream)));
 }
 
 using AnyTuple = nb::typed<nb::tuple, nb::any, nb::ellipsis>;
@@ -605,7 +619,7 @@ class Calls {
             call->product.run(first, result_at, second, bias, residual, workspace_at, stream, metadata,
                               scales);
         else if (request.op == TS_DDS_NN)
-            call->product.run(result_at, first, second, 0, residual, workspace_at, stream, metadata, scales);
+            call->product.run(result_at, first, second, 0, 0, workspace_at, stream, metadata, scales);
         else
             call->product.run(second, first, result_at, 0, 0, workspace_at, stream, 0, 0);
         return result;
@@ -793,6 +807,10 @@ NB_MODULE(_C, m) {
     m.def("pattern_transpose", &pattern_transpose, "pattern"_a, "col_ptr"_a, "row_idx"_a, "col_slot"_a);
     m.def("values_compress", &values_compress, "pattern"_a, "device"_a, "dtype"_a, "values"_a, "mask"_a,
           "transposed"_a, "compressed"_a, "metadata"_a, "stream"_a);
+    m.def("activation_gradient_workspace_size", &activation_gradient_workspace_size, "dtype"_a, "tokens"_a,
+          "features"_a);
+    m.def("activation_gradient", &activation_gradient, "dtype"_a, "activation"_a, "tokens"_a, "features"_a,
+          "z"_a, "gradient"_a, "result"_a, "bias_gradient"_a, "workspace"_a, "workspace_bytes"_a, "stream"_a);
     m.def("plan_key", &plan_key, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_size", &plan_size, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_build", &plan_build, "pattern"_a, "kernel"_a, "op"_a, "address"_a, "bytes"_a);

@@ -26,7 +26,7 @@ from .errors import PatternChangedError, UnsupportedError
 
 Tensors = Sequence[Tensor | None]
 Gradients = Callable[..., Tensors]
-Extras = tuple[Tensor | int | None, ...]
+Extras = tuple[Tensor | bool | None, ...]
 
 
 class Product(NamedTuple):
@@ -39,7 +39,6 @@ class Product(NamedTuple):
         gradients: of the arguments that are tensors but extras, from that of the result and the factors, each
             of which is there if it is needed, and from the extras.
         transformed: the operator for the transforms of ``torch.func``.
-        keeps_first: whether the gradients need the first factor in any case, not for that of the second alone.
     """
 
     op: Callable[..., Tensor]
@@ -47,7 +46,6 @@ class Product(NamedTuple):
     kernel: Callable[..., Tensor]
     gradients: Gradients
     transformed: Callable[..., Tensor]
-    keeps_first: bool = False
 
 
 def call(
@@ -95,8 +93,7 @@ class _Recorded(torch.autograd.Function):
     ) -> Tensor:
         need = ctx.needs_input_grad
         product, pattern, index, activation, feature_major, extras = how
-        kept = first if need[2] or product.keeps_first else None
-        ctx.save_for_backward(kept, second if need[1] else None, *tensors_of(extras))
+        ctx.save_for_backward(first if need[2] else None, second if need[1] else None, *tensors_of(extras))
         # A layer that loads another number of blocks gives its parameter other memory and another shape.
         weight = second if type(second) is torch.nn.Parameter else None
         shape = None if weight is None else weight.shape
@@ -179,13 +176,11 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # ---- the long route ----
 
 
-def autograd_of(
-    gradients: Gradients, factors: int, optional: int, options: int, keeps_first: bool = False
-) -> Any:
+def autograd_of(gradients: Gradients, factors: int, optional: int, options: int) -> Any:
     """(backward, setup_context) for ``torch.library.register_autograd``.
 
     Args:
-        gradients, keeps_first: see `Product`.
+        gradients: see `Product`.
         factors: how many tensors come before the pattern.
         optional: how many may come after it.
         options: how many arguments follow that are no tensors, and then extras.
@@ -200,7 +195,7 @@ def autograd_of(
             )
         second = inputs[1] if factors > 1 else None
         need = ctx.needs_input_grad
-        first = inputs[0] if keeps_first or (factors > 1 and need[1]) else None
+        first = inputs[0] if factors > 1 and need[1] else None
         given = inputs[factors + fields + optional + options :]
         ctx.save_for_backward(first, second if need[0] else None, *index[:3], *tensors_of(given))
         ctx.shapes, ctx.extras = index[3:], without_tensors(given)

@@ -181,10 +181,9 @@ def check_dds(
     if bias is not None:
         _check_added("bias", bias, (out_features,), name, matrix)
     check_one(residual, gate)
-    features = out_features if name == "x" else in_features
     for other, tensor in (("residual", residual), ("gate", gate)):
         if tensor is not None:
-            _check_added(other, tensor, (*matrix.shape[:-1], features), name, matrix)
+            _check_added(other, tensor, (*matrix.shape[:-1], out_features), name, matrix)
 
 
 def check_one(residual: Tensor | None, gate: Tensor | None) -> Tensor | None:

@@ -45,7 +45,6 @@ from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
-_GRADIENTS = 3  # from the number of an activation to that of its gradient
 MAX_CALLS = 1024  # a program whose token counts never repeat must not grow without bound
 EXPAND_AND_RUN_DENSE = -1  # in place of a kernel
 _SPARSE, _AUTO = 0, 1  # TS_POLICY_SPARSE and TS_POLICY_AUTO
@@ -514,17 +513,11 @@ def dds(
     scales: Tensor | None = None,
     transposed: bool = False,
     gate: Tensor | None = None,
-    gradient_of: int = 0,
 ) -> Tensor:
-    """x Wᵀ or y W, as ``op`` says. With ``transposed`` the values are those of Wᵀ.
-
-    ``gradient_of``: the activation by whose derivative at the gate the result is multiplied.
-    """
+    """x Wᵀ or y W, as ``op`` says. With ``transposed`` the values are those of Wᵀ."""
     if transposed:
         check_nothing_added(bias, residual, activation, gate)
         pattern, op = pattern.transposed(), DDS_NN - op
-    if gradient_of:
-        activation = gradient_of + _GRADIENTS
     # Either of the two takes the same way.
     other = check_one(residual, gate)
     gated = gate is not None
@@ -629,6 +622,34 @@ def sdd_with_bias(y: Tensor, x: Tensor, pattern: Prepared) -> tuple[Tensor, Tens
     out, of_bias = x.new_empty(*pattern.values_shape), y.new_empty(pattern.shape[0])
     write_sdd(y, x, out, pattern, False, of_bias)
     return out, of_bias
+
+
+def activation_gradient(grad: Tensor, z: Tensor, activation: int) -> tuple[Tensor, Tensor]:
+    """The gradient of z from that of its activation, and its sums over tokens, that of the bias in z.
+
+    Both are contiguous, aligned, alike, and on a CUDA device.
+    """
+    features, dtype = z.shape[-1], DTYPES[z.dtype]
+    tokens = z.numel() // features
+    result, of_bias = torch.empty_like(z), z.new_empty(features)
+    with _on(z.device):
+        workspace = z.new_empty(
+            _C.activation_gradient_workspace_size(dtype, tokens, features), dtype=torch.uint8
+        )
+        _C.activation_gradient(
+            dtype,
+            activation,
+            tokens,
+            features,
+            z.data_ptr(),
+            grad.data_ptr(),
+            result.data_ptr(),
+            of_bias.data_ptr(),
+            workspace.data_ptr(),
+            workspace.numel(),
+            current_stream(z.get_device()),
+        )
+    return result, of_bias
 
 
 def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:

@@ -47,15 +47,7 @@ LIB.define(
     "bool feature_major, Tensor compressed, Tensor metadata, Tensor? transposed, "
     "Tensor? transposed_metadata) -> Tensor"
 )
-LIB.define(
-    f"dds_nt_activated(Tensor z, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
-    "bool feature_major, Tensor x, int activation_of_z) -> Tensor"
-)
-# With a gate it is multiplied by the derivative of an activation at the gate.
-LIB.define(
-    f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=False, {_STORED}, Tensor? gate=None, "
-    "int gradient_of=0) -> Tensor"
-)
+LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=False, {_STORED}) -> Tensor")
 LIB.define(f"sdd_tn(Tensor y, Tensor x, {_PATTERN}) -> Tensor")
 LIB.define(f"sdd_tn_with_bias(Tensor y, Tensor x, {_PATTERN}) -> (Tensor, Tensor)")
 LIB.define(f"sdd_tn_into(Tensor y, Tensor x, {_PATTERN}, Tensor(a!) out, bool accumulate) -> ()")
@@ -96,34 +88,11 @@ def _of_compressed(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _dds_nt_through = _of_compressed(_dds_nt)
 
 
-def _of_activated(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The product of x = act(z), which is given, in the place of z, which has the gradient."""
-
-    def activated(
-        z: Tensor,
-        values: Tensor,
-        pattern: Prepared | Index,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        activation: int,
-        feature_major: bool,
-        x: Tensor,
-        _: int,
-    ) -> Tensor:
-        return product(x, values, pattern, bias, residual, activation, feature_major)
-
-    return activated
-
-
-_dds_nt_activated = _of_activated(_dds_nt)
-
-
 def _sdd_tn(y: Tensor, x: Tensor, pattern: Prepared, *_: object) -> Tensor:
     return sdd(y, x, pattern)
 
 
 def _sdd_tn_with_bias(y: Tensor, x: Tensor, pattern: Prepared) -> tuple[Tensor, Tensor]:
-    check_sdd(y, x, pattern.index())
     return sdd_with_bias(y, x, pattern)
 
 
@@ -155,7 +124,6 @@ def _dds_fake(
     scales: Tensor | None = None,
     transposed: bool = False,
     gate: Tensor | None = None,
-    gradient_of: int = 0,
 ) -> Tensor:
     if transposed:  # of the pattern only sizes are read here, which need no other tensors
         check_nothing_added(bias, residual, activation, gate)
@@ -173,11 +141,6 @@ _dds_nn_fake = partial(_dds_fake, _launch.DDS_NN)
 def _dds_nt_through_fake(x: Tensor, values: Tensor, index: Index, *rest: Any) -> Tensor:
     check_values("values", values, index)
     return _of_compressed(_dds_nt_fake)(x, values, index, *rest)
-
-
-def _dds_nt_activated_fake(z: Tensor, values: Tensor, index: Index, *rest: Any) -> Tensor:
-    check_dds("x", z, values, index)
-    return _of_activated(_dds_nt_fake)(z, values, index, *rest)
 
 
 def _sdd_tn_fake(y: Tensor, x: Tensor, index: Index, *_: object) -> Tensor:
@@ -268,37 +231,10 @@ def _dds_nt_through_gradients(
     )
 
 
-def _silu_gradient(grad: Tensor, z: Tensor) -> Tensor:
-    sigmoid = torch.sigmoid(z)
-    return grad * sigmoid * (1 + z * (1 - sigmoid))
-
-
-# Activations and their gradients by PyTorch, both of which can be differentiated.
-_ACTIVATED: Any = {
-    _launch.ACTIVATIONS["relu"]: (torch.relu, lambda grad, z: torch.ops.aten.threshold_backward(grad, z, 0)),
-    _launch.ACTIVATIONS["gelu"]: (torch.nn.functional.gelu, torch.ops.aten.gelu_backward),
-    _launch.ACTIVATIONS["silu"]: (torch.nn.functional.silu, _silu_gradient),
-}
-
-
-def _dds_nt_activated_gradients(
-    grad: Tensor, z: Tensor, values: Tensor, index: Index, needs: Sequence[bool], x: Tensor, of: int
-) -> Tensors:
-    if not records_gradient((grad, z, values)):
-        of_z = call(DDS_NN, grad, values, index, extras=(None, None, False, z, of)) if needs[0] else None
-        return of_z, *_other_gradients(grad, x, index, needs)
-    activated, derivative = _ACTIVATED[of]
-    of_z = derivative(call(DDS_NN, grad, values, index), z) if needs[0] else None
-    return of_z, *_other_gradients(grad, activated(z), index, needs)
-
-
 def _dds_nn_gradients(
-    grad: Tensor, y: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *extras: Any
+    grad: Tensor, y: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *stored: Any
 ) -> Tensors:
-    stored, gate = extras[:3], extras[3:]
     refuse_gradient(needs[1], *stored)
-    if gate and gate[0] is not None:
-        raise UnsupportedError("gate: a fused one has no gradient; multiply after the product")
     return (
         call(DDS_NT, grad, values, index, extras=stored) if needs[0] else None,
         call(SDD_TN, y, grad, index) if needs[1] else None,
@@ -385,24 +321,20 @@ def _differentiable(
     functions: tuple[Any, Any, Any],
     optional: int = 0,
     options: int = 0,
-    keeps_first: bool = False,
 ) -> Product:
     kernel, fake, gradients = functions
     absent = _REST[: len(_REST) - optional - options]
     op = _register(name, factors, kernel, fake, absent)
-    backward, setup_context = autograd_of(gradients, factors, optional, options, keeps_first)
+    backward, setup_context = autograd_of(gradients, factors, optional, options)
     torch.library.register_autograd(f"tilesparse::{name}", backward, setup_context=setup_context, lib=LIB)
     rest = slice(len(absent), None)
-    transformed = transformable(op, backward, setup_context)
-    return Product(op, rest, kernel, gradients, transformed, keeps_first)
+    return Product(op, rest, kernel, gradients, transformable(op, backward, setup_context))
 
 
 DDS_NT = _differentiable("dds_nt", 2, (_dds_nt, _dds_nt_fake, _dds_nt_gradients), 2, 2)
 DDS_NN = _differentiable("dds_nn", 2, (_dds_nn, _dds_nn_fake, _dds_nn_gradients), 0, 1)
 _THROUGH = _dds_nt_through, _dds_nt_through_fake, _dds_nt_through_gradients
 DDS_NT_THROUGH = _differentiable("dds_nt_through", 2, _THROUGH, 2, 2)
-_ACTIVATED_PRODUCT = _dds_nt_activated, _dds_nt_activated_fake, _dds_nt_activated_gradients
-DDS_NT_ACTIVATED = _differentiable("dds_nt_activated", 2, _ACTIVATED_PRODUCT, 2, 2, keeps_first=True)
 SDD_TN = _differentiable("sdd_tn", 2, (_sdd_tn, _sdd_tn_fake, _sdd_tn_gradients))
 EXPAND = _differentiable("expand", 1, (_expand, _expand_fake, _expand_gradients))
 GATHER = _differentiable("gather", 1, (_gather, _gather_fake, _gather_gradients))
@@ -475,13 +407,5 @@ def _flops(
     return 2 * tokens * col[0] * int(block_shape[0] * block_shape[1])
 
 
-for _name in (
-    "dds_nt",
-    "dds_nt_through",
-    "dds_nt_activated",
-    "dds_nn",
-    "sdd_tn",
-    "sdd_tn_with_bias",
-    "sdd_tn_into",
-):
+for _name in ("dds_nt", "dds_nt_through", "dds_nn", "sdd_tn", "sdd_tn_with_bias", "sdd_tn_into"):
     register_flop_formula(getattr(torch.ops.tilesparse, _name))(_flops)

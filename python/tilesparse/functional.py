@@ -26,19 +26,26 @@ the pattern: it follows `BlockPattern.update_`, and the pattern must not be drop
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from . import _launch
-from ._autograd import call, records_gradient
-from ._checks import QUANTIZED, Index, check_dds, check_like_product, check_one, check_policy
+from ._autograd import call, is_plain, records_gradient
+from ._checks import (
+    QUANTIZED,
+    Index,
+    check_dds,
+    check_like_product,
+    check_one,
+    check_policy,
+    is_misaligned,
+)
 from ._private import is_any_autocast_enabled, transforms_active
 from ._register import (
     DDS_NN,
     DDS_NT,
-    DDS_NT_ACTIVATED,
     DDS_NT_THROUGH,
     EXPAND,
     SDD_TN,
@@ -106,24 +113,6 @@ def linear(
     return linear_on(x, values, index, bias, activation, residual, feature_major_output, policy, stored, gate)
 
 
-class Before(NamedTuple):
-    """What was activated to become x, which has the gradient in its place, and the number of the activation."""
-
-    z: Tensor
-    activation: int
-
-
-def activated(z: Tensor, activation: str, may_fuse: bool) -> tuple[Tensor, Before | None]:
-    """act(z), and what `linear_on` needs so that the kernel of its gradient gives that of z right away.
-
-    Without that, as if not ``may_fuse``, PyTorch gives it.
-    """
-    code = activation_code(activation)
-    if code == 0 or not may_fuse or not records_gradient((z,)) or transforms_active() or autocast(z)[0] is not z:
-        return _activated(z, activation), None
-    return _activated(z.detach(), activation), Before(z, code)
-
-
 def linear_on(
     x: Tensor,
     values: Tensor,
@@ -135,18 +124,11 @@ def linear_on(
     policy: str = "sparse",
     stored: tuple[Tensor | None, Tensor | None] = (None, None),
     gate: Tensor | None = None,
-    before: Before | None = None,
 ) -> Tensor:
-    """`linear` for a pattern as operators take it, of values with metadata and scales.
-
-    ``before``: see `activated`; for plain values with the policy "sparse", without an activation and gate.
-    """
+    """`linear` for a pattern as operators take it, of values with metadata and scales."""
     code = activation_code(activation)
     if is_any_autocast_enabled():
         x, values, bias, residual, gate = autocast(x, values, bias, residual, gate)
-    if before is not None:
-        z, of_z = before
-        return call(DDS_NT_ACTIVATED, z, values, index, bias, residual, 0, feature_major, (x, of_z))
     extras = _extras(values, *stored)
     if policy != "sparse" and (policy == "dense" or _prefers_dense(x, values, index, *stored)):
         check_dds("x", x, values, index, bias, residual, *stored, gate)
@@ -160,8 +142,62 @@ def linear_on(
         return call(DDS_NT, x, values, index, bias, residual, code, feature_major, extras)
     # A fused activation or gate has no gradient, which transforms may ask for.
     check_one(residual, gate)
+    if gate is None and not feature_major and _sums_with_activation(x, bias):
+        y = call(DDS_NT, x, values, index, _detached(bias), None, 0, False, extras)
+        return combined(_activate(y, bias, code), "none", residual, None)
     y = call(DDS_NT, x, values, index, bias, None, 0, feature_major, extras)
     return combined(y, activation, residual, gate)
+
+
+def _sums_with_activation(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether the gradient of a bias is summed by what computes the activation's: eagerly, on CUDA."""
+    if bias is None or not bias.requires_grad or not x.is_cuda or x.dtype == torch.float64:
+        return False
+    return is_plain((x, bias))
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+class _Activated(torch.autograd.Function):
+    """activation(z) of z with a bias in it, whose gradient comes from here, with that of z in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, bias: Tensor, code: int) -> Tensor:
+        ctx.save_for_backward(z)
+        ctx.code = code
+        y: Tensor = _BY_CODE[code][0](z)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (z,), grad = ctx.saved_tensors, grads[0]
+        tensors = grad, z
+        if records_gradient(tensors) or not all(map(_is_whole, tensors)) or not is_plain(tensors):
+            of_z = _BY_CODE[ctx.code][1](grad, z)  # which can be differentiated again
+            return of_z, of_z.reshape(-1, z.shape[-1]).sum(0), None
+        return *_launch.activation_gradient(grad, z, ctx.code), None
+
+
+_activate: Callable[..., Tensor] = _Activated.apply
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.numel() > 0 and not is_misaligned(tensor)
+
+
+def _gradient_of_silu(grad: Tensor, z: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(z)
+    return grad * sigmoid * (1 + z * (1 - sigmoid))
+
+
+# Activations and their gradients, by PyTorch.
+_BY_CODE: dict[int, Any] = {
+    _launch.ACTIVATIONS["relu"]: (torch.relu, lambda grad, z: torch.ops.aten.threshold_backward(grad, z, 0)),
+    _launch.ACTIVATIONS["gelu"]: (torch.nn.functional.gelu, torch.ops.aten.gelu_backward),
+    _launch.ACTIVATIONS["silu"]: (torch.nn.functional.silu, _gradient_of_silu),
+}
 
 
 def activation_code(activation: str) -> int:

@@ -22,7 +22,6 @@ from .errors import (
     UnsynchronizedPatternError,
 )
 from .functional import (
-    activated,
     activation_code,
     autocast,
     combined,
@@ -560,7 +559,6 @@ class BlockSparseLinear(nn.Module):
         gate: Tensor | None = None,
         activation: str = "none",
         feature_major_output: bool = False,
-        input_activation: str = "none",
     ) -> Tensor:
         """Computes y = x Wᵀ + bias from the kept blocks; all else is as in `functional.linear`.
 
@@ -570,17 +568,10 @@ class BlockSparseLinear(nn.Module):
             gate: [..., out_features], by which the result is multiplied in the place of a residual, or None.
             activation: of the result, or of the gate where there is one.
             feature_major_output: the layout of the result; that of tensor parallelism is row-major always.
-            input_activation: of x, before the product: "none", "relu", "gelu" or "silu". PyTorch computes it. Its
-                gradient is computed by the kernel of the gradient of x where the layer is plain and its policy
-                "sparse", so that no other one reads and writes as much as x has.
 
         Returns:
             y [..., out_features].
         """
-        before = None
-        if input_activation != "none":
-            may_fuse = activation == "none" and gate is None and self._policy == "sparse" and self._is_plain()
-            x, before = activated(x, input_activation, may_fuse)
         if gate is not None or activation != "none":
             activation_code(activation)
             check_one(residual, gate)
@@ -608,8 +599,7 @@ class BlockSparseLinear(nn.Module):
             y = self._masked_linear(x, weight, mask, index, bias, residual, feature_major_output)
         else:
             stored, layout = (buffers["metadata"], buffers["scales"]), feature_major_output
-            how = layout, self._policy, stored, gate, before
-            y = linear_on(x, weight, index, bias, activation, residual, *how)
+            y = linear_on(x, weight, index, bias, activation, residual, layout, self._policy, stored, gate)
         if beside is not None:
             # Only now: with it comes PyTorch's compiler, which takes long to import.
             from ._main_grad import add_gradient, add_gradient_uncompiled
@@ -622,11 +612,6 @@ class BlockSparseLinear(nn.Module):
         beside = getattr(self.weight, "main_grad", None)
         lookers = self._part, self._observe, self._buffers["mask"], beside
         return any(each is not None for each in lookers)
-
-    def _is_plain(self) -> bool:
-        """Whether nothing but a product of plain values by the input is asked for."""
-        apart = self._part, self._observe, self._buffers["mask"], self._buffers["metadata"], self._buffers["scales"]
-        return all(each is None for each in apart)
 
     def _masked_linear(
         self,

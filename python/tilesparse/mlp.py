@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._autograd import records_gradient
 from ._launch import ACTIVATIONS
 from .errors import InvalidArgumentError, UnsupportedError
 from .functional import combined
@@ -25,8 +24,7 @@ class BlockSparseMLP(nn.Module):
     """y = dropout(down(act(up(x)))), or with a gate y = dropout(down(act(gate(x)) ⊙ up(x))).
 
     Where no gradient is recorded, activation and gate are fused into the products of ``up``, and a residual
-    always into that of ``down``. In training the kernel of the gradient of ``down``'s input multiplies by the
-    derivative of the activation, if there is no gate. Layers with hooks on their results, and what adapters put in their places,
+    always into that of ``down``. Layers with hooks on their results, and what adapters put in their places,
     are called as they are. Activations that no kernel has, and dropout, are left to PyTorch.
 
     What ``up`` gives ``down`` is feature-major where that was measured to be faster (docs/performance.md): on
@@ -108,28 +106,15 @@ class BlockSparseMLP(nn.Module):
         Returns:
             y [..., out_features].
         """
-        down, dropout = self._part("down"), self._part("dropout")
+        hidden, down, dropout = self._hidden(x), self._part("down"), self._part("dropout")
         drops = dropout is not None and dropout.training and dropout.p > 0
-        options: dict[str, Any] = {}
-        if self._leaves_activation(x):
-            hidden, options["input_activation"] = self._part("up")(x), self.activation_name
-        else:
-            hidden = self._hidden(x)
         if residual is not None and _is_bare(down) and not drops:
-            options["residual"], residual = residual, None
-        y: Tensor = down(hidden, **options)
+            y: Tensor = down(hidden, residual=residual)
+            return y
+        y = down(hidden)
         if dropout is not None:
             y = dropout(y)
         return combined(y, "none", residual, None)
-
-    def _leaves_activation(self, x: Tensor) -> bool:
-        """Whether ``down`` activates what ``up`` gives: its gradient then takes no kernel of its own."""
-        up, down, activation = (self._part(role) for role in ("up", "down", "activation"))
-        if self.gated or self.activation_name in (None, "none") or not _is_bare(down):
-            return False
-        if (activation is not None and _is_watched(activation)) or down._forward_pre_hooks:
-            return False
-        return records_gradient((x, *up.parameters()))
 
     def _hidden(self, x: Tensor) -> Tensor:
         """[..., hidden_features]: what ``down`` multiplies."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any, NamedTuple
@@ -30,8 +29,6 @@ DEVICE_DTYPES = [
 LAYOUTS = list(product((0, 1), (0, 1)))  # of x and y: row-major and feature-major
 # The operand that each product writes.
 OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
-# What gates are made of before they multiply.
-GATES = ACTIVATIONS | {"gradient of relu": 4, "gradient of gelu": 5, "gradient of silu": 6}
 # What each product can do besides multiplying.
 OPTIONS: dict[int, list[dict[str, Any]]] = {
     DDS_NT: [
@@ -40,10 +37,7 @@ OPTIONS: dict[int, list[dict[str, Any]]] = {
             (False, True), ACTIVATIONS, ((False, False), (True, True), (True, False))
         )
     ],
-    DDS_NN: [
-        {},
-        *({"activation": name, "residual": True, "gated": True} for name in GATES),
-    ],
+    DDS_NN: [{}],
     SDD_TN: [
         {"accumulate": False},
         {"accumulate": True},
@@ -51,24 +45,11 @@ OPTIONS: dict[int, list[dict[str, Any]]] = {
         {"accumulate": True, "of_bias": "added in float32"},
     ],
 }
-
-
-def _gelu_gradient(t: Tensor) -> Tensor:
-    return torch.special.ndtr(t) + t * torch.exp(-t * t / 2) / math.sqrt(2 * math.pi)
-
-
-def _silu_gradient(t: Tensor) -> Tensor:
-    return torch.sigmoid(t) * (1 + t * torch.sigmoid(-t))
-
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+FUNCTIONS = {
     "none": lambda t: t,
     "relu": torch.relu,
     "gelu": torch.nn.functional.gelu,
     "silu": torch.nn.functional.silu,
-    "gradient of relu": lambda t: (t > 0).to(t.dtype),
-    "gradient of gelu": _gelu_gradient,
-    "gradient of silu": _silu_gradient,
 }
 
 PATTERNS = {

@@ -17,7 +17,6 @@ import pytest
 import torch
 from helpers import (
     FUNCTIONS,
-    GATES,
     LAYOUTS,
     OPTIONS,
     OUTPUTS,
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES, DTYPES
-from tilesparse._launch import DDS_NN, DDS_NT, SDD_TN, prepared
+from tilesparse._launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN, prepared
 
 CPU = 0
 # By the size of an element.
@@ -153,16 +152,13 @@ class Operands:
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
         bn, bk = pattern.block_shape
-        forward = row.op == DDS_NT
-        features = pattern.out_features if forward else pattern.in_features
-        layout = problem.y_layout if forward else problem.x_layout
         of_bias = torch.float32 if "float32" in problem.of_bias and dtype.itemsize == 2 else dtype
         self.buffers = {
             "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
             "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
             "values": Guarded(1, pattern.nnz * bn * bk, row.result),
             "bias": Guarded(1, pattern.out_features, of_bias),
-            "residual": _guarded_matrix(problem, features, layout, dtype, more=1),
+            "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=1),
         }
         self.output = self.buffers[OUTPUTS[row.op]]
         self.outputs = [self.output, self.buffers["bias"]] if problem.of_bias else [self.output]
@@ -178,7 +174,7 @@ class Operands:
         self.values = self.buffers["values"].lines.view(pattern.nnz, bn, bk)
         self.bias = self.buffers["bias"].lines[0] if problem.bias else None
         residual = self.buffers["residual"].lines if problem.residual else None
-        self.residual = residual.t() if layout and residual is not None else residual
+        self.residual = residual.t() if problem.y_layout and residual is not None else residual
 
     def prepare_output(self) -> None:
         for output in self.outputs:
@@ -209,7 +205,7 @@ def make_product(row: Row, problem: Problem, operands: Operands) -> _C.Product:
         DTYPES[row.dtype],
         CPU,
         problem.tokens,
-        activation=GATES[problem.activation],
+        activation=ACTIVATIONS[problem.activation],
         accumulate=problem.accumulate,
         kernel=row.number,
         x_layout=problem.x_layout,
@@ -285,7 +281,7 @@ def activated(problem: Problem, values: Tensor, tolerance: Tensor, unit: float) 
     if problem.activation == "none":
         return values, tolerance
     # No activation's slope exceeds 1.13; the functions themselves are good to a few units.
-    return FUNCTIONS[problem.activation](values), 1.13 * tolerance + 8 * unit * (values.abs() + ("gradient" in problem.activation))
+    return FUNCTIONS[problem.activation](values), 1.13 * tolerance + 8 * unit * values.abs()
 
 
 def check(row: Row, problem: Problem) -> None:
@@ -314,9 +310,7 @@ def _check(row: Row, problem: Problem) -> None:
     assert_within(actual, *reference(row, problem, operands))
     if problem.of_bias:
         of_bias = operands.buffers["bias"].lines[0]
-        assert_within(
-            of_bias, *reference_of_bias(row.dtype, operands.y, operands.bias_before, of_bias.dtype)
-        )
+        assert_within(of_bias, *reference_of_bias(row.dtype, operands.y, operands.bias_before, of_bias.dtype))
 
 
 def random_pattern(grid: tuple[int, int], block_shape: tuple[int, int], density: float) -> BlockPattern:

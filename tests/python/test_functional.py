@@ -10,6 +10,7 @@ import torch
 from helpers import (
     DEVICE_DTYPES,
     DEVICES,
+    FUNCTIONS,
     PATTERNS,
     assert_product_close,
     assert_within,
@@ -22,6 +23,7 @@ from helpers import (
     rounded,
     rounding_unit,
     seeded,
+    sums_unit,
 )
 from torch import Tensor
 
@@ -583,3 +585,27 @@ def test_an_updated_pattern_leaves_launched_work_alone(tokens: int) -> None:
     torch.cuda.synchronize()
     assert len(trash) == 20 and all(torch.equal(result, expected) for result in results)
     assert_product_close(after, x, dense_weight(values, other).t())
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_gradients_of_biases_and_activations(device: str, dtype: torch.dtype, activation: str) -> None:
+    """Against float64, of many tokens and of none, also where block rows are empty; the same every time."""
+    pattern = make_pattern("empty rows and columns", (21, 4), (16, 16))
+    values = random_values(pattern, dtype=dtype, device=device).requires_grad_()
+    bias = randn(pattern.out_features, dtype=dtype, device=device, seed=3).requires_grad_()
+    for leading in ((1100,), (3, 5), (0,)):
+        x = randn(*leading, pattern.in_features, dtype=dtype, device=device, seed=1)
+        dy = randn(*leading, pattern.out_features, dtype=dtype, device=device, seed=2)
+        for name in (activation, "none"):
+            y = functional.linear(x, values, pattern, bias, name)
+            first, again = (torch.autograd.grad(y, (values, bias), dy, retain_graph=True) for _ in range(2))
+            assert all(map(torch.equal, first, again))
+            z = functional.linear(x, values.detach(), pattern, bias.detach()).double().requires_grad_()
+            act = FUNCTIONS[name](z)
+            of_z = torch.autograd.grad(act, z, dy.double())[0].reshape(-1, pattern.out_features)
+            unit = rounding_unit(dtype) + (1e-4 if dtype.itemsize == 2 else 8 * sums_unit(dtype))
+            size = dy.double().abs().reshape(of_z.shape) * (1 + z.abs()).reshape(of_z.shape)
+            bound = (unit + len(of_z) * sums_unit(dtype)) * size.sum(0)
+            expected = of_z.sum(0)
+            assert_within(first[1], expected.cpu(), rounded(expected, bound, dtype).detach().cpu())

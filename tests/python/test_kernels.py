@@ -19,7 +19,6 @@ import pytest
 import torch
 from helpers import (
     FUNCTIONS,
-    GATES,
     LAYOUTS,
     OPTIONS,
     OUTPUTS,
@@ -41,7 +40,7 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED
-from tilesparse._launch import DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
+from tilesparse._launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
 
 pytestmark = pytest.mark.gpu
 
@@ -254,16 +253,13 @@ class Operands:
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
         stored = random_stored(pattern, row.storage, dtype if row.op != SDD_TN else row.result)
-        forward = row.op == DDS_NT
-        features = pattern.out_features if forward else pattern.in_features
-        layout = problem.y_layout if forward else problem.x_layout
         of_bias = torch.float32 if "float32" in problem.of_bias and dtype.itemsize == 2 else dtype
         self.buffers = {
             "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
             "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
             "values": Guarded(1, stored.values.numel(), stored.values.dtype),
             "bias": Guarded(1, pattern.out_features, of_bias, alignment=of_bias.itemsize),
-            "residual": _guarded_matrix(problem, features, layout, dtype, more=CHUNK),
+            "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=CHUNK),
         }
         if stored.metadata is not None:
             self.buffers["metadata"] = Guarded(1, stored.metadata.numel(), torch.int32)
@@ -288,7 +284,7 @@ class Operands:
         self.plain = stored.plain
         self.bias = self.buffers["bias"].lines[0] if problem.bias else None
         residual = self.buffers["residual"].lines if problem.residual else None
-        self.residual = residual.t() if layout and residual is not None else residual
+        self.residual = residual.t() if problem.y_layout and residual is not None else residual
 
     def prepare_output(self) -> None:
         for output in self.outputs:
@@ -322,7 +318,7 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
     """The product as that kernel is to compute it, but for a plan; `changes` replace arguments."""
     x, y, residual = (operands.buffers[name] for name in ("x", "y", "residual"))
     arguments: dict[str, Any] = {
-        "activation": GATES[problem.activation],
+        "activation": ACTIVATIONS[problem.activation],
         "precision": row.precision,
         "accumulate": problem.accumulate,
         "kernel": row.number,
@@ -430,8 +426,8 @@ def activated(row: Row, problem: Problem, values: Tensor, tolerance: Tensor) -> 
     # No activation's slope exceeds 1.13; the functions themselves are good to a few units, gelu in 16 bits to
     # what the C header states.
     unit = sums_unit(row.dtype)
-    tolerance = 1.13 * tolerance + 8 * unit * (values.abs() + ("gradient" in problem.activation))
-    if "gelu" in problem.activation and row.dtype.itemsize == 2:
+    tolerance = 1.13 * tolerance + 8 * unit * values.abs()
+    if problem.activation == "gelu" and row.dtype.itemsize == 2:
         tolerance = tolerance + 6e-5
     return FUNCTIONS[problem.activation](values), tolerance
 
@@ -686,22 +682,17 @@ def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, An
     residual, size = operands.buffers["residual"], row.dtype.itemsize
     good = {"residual": residual.address}
     gated = {"arguments": {"gated": True}}
-    if row.op == SDD_TN:
+    if row.op != DDS_NT:
         return [("residual is given", good), ("gate is given", good | gated)]
-    of_gates = [
-        ("gate is at address", gated | {"residual": residual.address + size}),
-        ("gate.ld", good | {"arguments": {"ldr": residual.ld + 1, "gated": True}}),
-        (f"{OUTPUTS[row.op]} and gate overlap", gated | {"residual": operands.output.address}),
-    ]
-    if row.op == DDS_NN:
-        return [("residual is given", good), *of_gates]
     short = {"arguments": {"ldr": operands.y.shape[1] - CHUNK // size}}
     return [
-        *of_gates,
         ("residual is at address", {"residual": residual.address + size}),
         ("residual.ld", good | short),
         ("residual.ld", good | {"arguments": {"ldr": residual.ld + 1}}),
         ("y and residual overlap", {"residual": operands.output.address}),
+        ("gate is at address", gated | {"residual": residual.address + size}),
+        ("gate.ld", good | {"arguments": {"ldr": residual.ld + 1, "gated": True}}),
+        ("y and gate overlap", gated | {"residual": operands.output.address}),
     ]
 
 

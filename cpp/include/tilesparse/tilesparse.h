@@ -7,9 +7,8 @@
  *   TS_DDS_NT   y  = activation(x W^T + bias) + residual   forward, or with a gate
  *               y  = (x W^T + bias) * activation(gate)
  *   TS_DDS_NN   x  = y W                                   gradient of x
- *               x  = y W * activation(gate)                of what was activated to become x, with its
- * derivative TS_SDD_TN   W  = y^T x, on the pattern                 gradient of W and the sums over tokens of
- * y              gradient of the bias
+ *   TS_SDD_TN   W  = y^T x, on the pattern                 gradient of W
+ *               and the sums over tokens of y              gradient of the bias
  *
  * The product dsd, Y = W X with X [in_features, tokens], is TS_DDS_NT on feature-major x and y.
  *
@@ -66,8 +65,6 @@ enum { TS_CPU = 0, TS_CUDA = 1 };                                         /* ts_
 enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 };                     /* ts_matmul_desc.op */
 /* gelu is the one with erf; CUDA kernels for float16 and bfloat16 compute it within 6e-5 before rounding. */
 enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
-/* Their derivatives, of gates alone: of TS_RELU 0 at 0 and below, otherwise 1. */
-enum { TS_RELU_GRADIENT = 4, TS_GELU_GRADIENT = 5, TS_SILU_GRADIENT = 6 };
 /* How the values of the kept blocks lie in memory.
  *
  * TS_STORAGE_PLAIN: [nnz, bn, bk].
@@ -138,7 +135,7 @@ typedef struct ts_matmul_desc {
                       float32 (float64 for TS_FLOAT64) and rounded once */
     int32_t device;
     int32_t storage;
-    int32_t activation; /* of the sums, TS_DDS_NT only, or where there is a gate of that alone */
+    int32_t activation; /* TS_DDS_NT only; of the sums, or where there is a gate of that alone */
     int32_t precision;  /* TS_FLOAT32 on TS_CUDA only */
     int32_t accumulate; /* TS_SDD_TN only: 1 adds to values instead of overwriting them */
     int32_t kernel;     /* 0: the library chooses; k: kernel k - 1 of ts_kernel_get */
@@ -166,7 +163,7 @@ typedef struct ts_matmul_desc {
     char prefer[64];     /* the first characters of the names of kernels that are preferred, ending in a zero;
                             empty: those that TILESPARSE_KERNEL names */
     ts_matrix gate;      /* like residual, in the place of one: y is multiplied by activation(gate), which is
-                            rounded to its dtype before; data is NULL for none; of TS_DDS_NN likewise for x */
+                            rounded to its dtype before; data is NULL for none; TS_DDS_NT only */
     int64_t packed_key; /* what ts_plan_key gives for the kernel that `packed` was made for, so that a product
                            whose kernel reads it in another order refuses it; 0: not known */
     void* bias_gradient; /* [out_features] or NULL; TS_SDD_TN only: receives the sums over tokens of y, in
@@ -291,6 +288,19 @@ TS_API ts_status_t ts_values_compress(const ts_pattern* pattern, int32_t device,
 /* Computes one product on the given stream of the current device. */
 TS_API ts_status_t ts_matmul(const ts_matmul_desc* desc, void* workspace, size_t workspace_bytes,
                              ts_stream_t stream);
+
+/* The gradient of z, where y = activation(z) and y has the given gradient, and the sums over tokens of it, in
+ * one pass: of the bias that was added to become z. On TS_CUDA alone. z, gradient and result are row-major
+ * [tokens, features] without gaps, of TS_FLOAT32, TS_FLOAT16 or TS_BFLOAT16, aligned to 16 bytes; features is
+ * a multiple of 16. bias_gradient is [features], of that dtype: sums of float32 before the gradient of z is
+ * rounded, in a fixed order. result may be gradient; nothing else may overlap what is written. The derivative
+ * of TS_RELU is 0 at 0. The workspace is aligned to 256 bytes. */
+TS_API ts_status_t ts_activation_gradient_workspace_size(int32_t dtype, int64_t tokens, int64_t features,
+                                                         size_t* bytes);
+TS_API ts_status_t ts_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,
+                                          const void* z, const void* gradient, void* result,
+                                          void* bias_gradient, void* workspace, size_t workspace_bytes,
+                                          ts_stream_t stream);
 
 /* The same plans made by the GPU, of a pattern whose arrays lie in memory of the current device, for
  * patterns that change there: nothing waits for the GPU, and the call can be captured in a graph, whose

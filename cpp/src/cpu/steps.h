@@ -517,18 +517,6 @@ TS_INLINE V activate(const V& x) {
     }
     if constexpr (activation == Activation::gelu) return x * normal_cdf(x);
     if constexpr (activation == Activation::silu) return x / (1 + exp_vector(-x));
-    if constexpr (activation == Activation::relu_gradient) {
-        const V result = x <= 0 ? V{} : V{} + 1;
-        return result;
-    }
-    if constexpr (activation == Activation::gelu_gradient) {
-        constexpr element_t<V> kDensityAt0 = 0.39894228040143267794;
-        return normal_cdf(x) + x * (kDensityAt0 * exp_vector(-0.5f * x * x));
-    }
-    if constexpr (activation == Activation::silu_gradient) {
-        const V sigmoid = 1 / (1 + exp_vector(-x));
-        return sigmoid * (1 + x * (1 - sigmoid));
-    }
     return x;
 }
 
@@ -549,7 +537,7 @@ TS_INLINE void activate_sums(const Output& o) {
     for (int i = 0; o.bias && i < o.rows; i += lanes_of<V>)
         store(bias + i, Codec::decode(load<S>(static_cast<const typename Codec::Stored*>(o.bias) + i)));
     switch (o.activation) {
-        default:  // gradients are of gates
+        case Activation::none:
             return activate_sums<Activation::none, V>(o, bias);
         case Activation::relu:
             return activate_sums<Activation::relu, V>(o, bias);
@@ -642,15 +630,6 @@ TS_INLINE void store_gated(Output o) {
             break;
         case Activation::silu:
             activate_gate<Activation::silu, Codec>(o, lines, length, activated);
-            break;
-        case Activation::relu_gradient:
-            activate_gate<Activation::relu_gradient, Codec>(o, lines, length, activated);
-            break;
-        case Activation::gelu_gradient:
-            activate_gate<Activation::gelu_gradient, Codec>(o, lines, length, activated);
-            break;
-        case Activation::silu_gradient:
-            activate_gate<Activation::silu_gradient, Codec>(o, lines, length, activated);
             break;
     }
     if (o.gate_activation != Activation::none) {
