@@ -199,8 +199,8 @@ struct Kernel {
     uint32_t storages = 1u << static_cast<int>(Storage::plain);
     uint32_t values_dtypes = 0;
     uint32_t result_dtypes = 0;
-    // Whether it computes the gradient of the bias with that of the values. Where it does not, or for nullptr,
-    // ts_matmul sums y in a kernel of its own, before.
+    // Whether it computes the gradient of the bias with that of the values. Where it does not, or for
+    // nullptr, ts_matmul sums y in a kernel of its own, before.
     bool (*sums_y)(const Problem&, const Device&) = nullptr;
     // Microseconds the product would take; nullptr where kernels go by their place in the registry.
     double (*estimate)(const Kernel&, const Problem&, const Device&) = nullptr;

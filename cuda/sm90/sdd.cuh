@@ -251,10 +251,10 @@ struct Sdd {
         return sm90::refuses(device, Traits::kSharedBytes);
     }
 
-    // Beside products the warps that load nothing read so many bytes in a microsecond. Where products take
-    // less time than that, all warps of a kernel of its own are faster.
+    // Beside products, which take most of what L2 gives, the warps that load nothing read so many bytes in a
+    // microsecond (H200). Where the products take less time than that, a kernel of its own is faster.
     static bool sums_y(const Problem& problem, const Device& device) {
-        constexpr double kBytes = 1.5e6;
+        constexpr double kBytes = 0.75e6;
         const double bytes = 2.0 * problem.tokens * problem.pattern.out_features;
         return problem.pattern.nnz > 0 && bytes < kBytes * estimate_sdd(row(""), problem, device);
     }
