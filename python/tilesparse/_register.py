@@ -188,9 +188,10 @@ def _other_gradients(grad: Tensor, x: Tensor, index: Index, needs: Sequence[bool
     """Of values, bias and residual."""
     of_residual = grad if needs[3] else None
     if needs[1] and needs[2] and grad.is_cuda and not (transforms_active() or records_gradient((grad, x))):
-        if is_plain((grad, x)):
+        if not is_plain((grad, x)):
+            return *SDD_TN_WITH_BIAS(grad, x, *index), of_residual
+        if grad.numel() >= _launch.MANY_ELEMENTS:
             return *sdd_with_bias(grad, x, prepared(index)), of_residual
-        return *SDD_TN_WITH_BIAS(grad, x, *index), of_residual
     return (
         call(SDD_TN, grad, x, index) if needs[1] else None,
         grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None,

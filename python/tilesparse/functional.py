@@ -153,7 +153,7 @@ def _sums_with_activation(x: Tensor, bias: Tensor | None) -> bool:
     """Whether the gradient of a bias is summed by what computes the activation's: eagerly, on CUDA."""
     if bias is None or not bias.requires_grad or not x.is_cuda or x.dtype == torch.float64:
         return False
-    return is_plain((x, bias))
+    return is_plain((x, bias)) and x.shape[:-1].numel() * bias.shape[0] >= _launch.MANY_ELEMENTS
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:

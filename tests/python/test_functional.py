@@ -27,7 +27,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from tilesparse import BlockPattern, InvalidArgumentError, PatternChangedError, functional
+from tilesparse import BlockPattern, InvalidArgumentError, PatternChangedError, _launch, functional
 
 SHAPES = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32)]
 TOKENS = [0, 1, 3, 17, 127, 1000]
@@ -589,8 +589,11 @@ def test_an_updated_pattern_leaves_launched_work_alone(tokens: int) -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 @pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
-def test_gradients_of_biases_and_activations(device: str, dtype: torch.dtype, activation: str) -> None:
+def test_gradients_of_biases_and_activations(
+    device: str, dtype: torch.dtype, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against float64, of many tokens and of none, also where block rows are empty; the same every time."""
+    monkeypatch.setattr(_launch, "MANY_ELEMENTS", 0)
     pattern = make_pattern("empty rows and columns", (21, 4), (16, 16))
     values = random_values(pattern, dtype=dtype, device=device).requires_grad_()
     bias = randn(pattern.out_features, dtype=dtype, device=device, seed=3).requires_grad_()
@@ -609,3 +612,24 @@ def test_gradients_of_biases_and_activations(device: str, dtype: torch.dtype, ac
             bound = (unit + len(of_z) * sums_unit(dtype)) * size.sum(0)
             expected = of_z.sum(0)
             assert_within(first[1], expected.cpu(), rounded(expected, bound, dtype).detach().cpu())
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_second_gradients_through_activations(
+    device: str, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same whichever way the first ones are computed."""
+    pattern = make_pattern("random 50%", (4, 3), (16, 16))
+    x = randn(9, pattern.in_features, dtype=torch.float32, device=device, seed=1)
+    found = []
+    for many in (0, 1 << 62):
+        monkeypatch.setattr(_launch, "MANY_ELEMENTS", many)
+        values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
+        bias = randn(pattern.out_features, dtype=torch.float32, device=device, seed=3).requires_grad_()
+        y = functional.linear(x, values, pattern, bias, activation)
+        first = torch.autograd.grad(y.square().sum(), (values, bias), create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()
+        found.append([*first, values.grad, bias.grad])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
