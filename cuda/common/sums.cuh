@@ -60,9 +60,9 @@ class Item {
         const auto* line = reinterpret_cast<const char*>(first);
         pitch *= sizeof(Element);
         const bool reads = lane_ * 16 < bytes;
-        fetch(line, pitch, count, bytes);
+        if constexpr (kPrefetches) fetch(line, pitch, count, bytes);
         for (int64_t done = 0; done < count; done += kFetched) {
-            fetch(line + kFetched * pitch, pitch, count - done - kFetched, bytes);
+            if constexpr (kPrefetches) fetch(line + kFetched * pitch, pitch, count - done - kFetched, bytes);
             const int lines = static_cast<int>(min(count - done, int64_t{kFetched}));
             if (reads) add_some(line + lane_ * 16, pitch, lines);
             line += kFetched * pitch;
@@ -93,7 +93,7 @@ class Item {
     // Has L2 ask for the lines from one on, 128 bytes a lane. Bulk prefetches of whole lines were slower.
     __device__ __forceinline__ void fetch(const char* line, int64_t pitch, int64_t count, int bytes) const {
         const int column = lane_ % 4 * 128;
-        if (!kPrefetches || column >= bytes) return;
+        if (column >= bytes) return;
 #pragma unroll 1
         for (int i = lane_ / 4; i < min(count, int64_t{kFetched}); i += 8)
             asm volatile("prefetch.global.L2 [%0];" ::"l"(line + i * pitch + column));
