@@ -1,4 +1,4 @@
-"""The gradient of W added up in float32 by its kernel, against 16 bits and a kernel that adds them.
+"""Gradients that come with others: in float32, of biases and of activations, against kernels of their own.
 
     python benchmarks/bench_gradients.py --output gradients.json
 
@@ -29,7 +29,7 @@ from harness import (
 )
 from torch import Tensor
 
-from tilesparse import BlockPattern
+from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseMLP
 from tilesparse.functional import sdd
 
 WRONG = 1e-4  # relative Frobenius norm of the difference between what the two ways have added, in float32
@@ -77,9 +77,24 @@ def _measure(
     pattern = BlockPattern.random(features, block_shape=block_shape, density=density).to(arguments.device)
     y, x = (torch.randn(tokens, n, dtype=torch.bfloat16, device=arguments.device) for n in features)
     sums = torch.zeros(pattern.nnz, *block_shape, device=arguments.device)
-    ways: dict[str, Callable[[], Tensor]] = {
+    index = pattern.index_on(x.device)
+    up, down = (
+        BlockSparseLinear(ins, outs, density=density, block_shape=block_shape, device=x.device, dtype=x.dtype)
+        for ins, outs in (features[::-1], features)
+    )
+    mlp, inputs = BlockSparseMLP(up, down), x.clone().requires_grad_()
+    parameters = [inputs, *mlp.parameters()]
+
+    def step(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(inputs), parameters, x)
+
+    ways: dict[str, Callable[[], Any]] = {
         "stored_us": lambda: sdd(y, x, pattern),
         "written_us": lambda: sdd(y, x, pattern, out=sums),
+        "with_bias_us": lambda: torch.ops.tilesparse.sdd_tn_with_bias(y, x, *index),
+        "bias_apart_us": lambda: (sdd(y, x, pattern), y.sum(0)),
+        "step_us": lambda: step(mlp),
+        "step_apart_us": lambda: step(lambda x: down(torch.nn.functional.gelu(up(x)))),
     }
 
     def added() -> Tensor:

@@ -1,5 +1,6 @@
 // The public functions: each is one guard around calls into the library.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -17,6 +18,7 @@
 #include "plan.h"
 #include "problem.h"
 #include "registry.h"
+#include "sums.h"
 #include "values.h"
 
 namespace ts {
@@ -160,17 +162,33 @@ size_t expansion_bytes(const Problem& problem, const Choice& choice) {
                           : 0;
 }
 
+// Whether y is summed before the product and apart from it.
+bool sums_apart(const Problem& problem, const Device& device, const Kernel& kernel) {
+    return problem.bias_gradient.data != nullptr &&
+           (kernel.sums_y == nullptr || !kernel.sums_y(problem, device));
+}
+
+// What is left to the kernel.
+Problem given_to_kernel(const Problem& problem, const Device& device, const Choice& choice, void* plain) {
+    Problem given = choice.expands ? expanded(problem, plain) : problem;
+    if (sums_apart(problem, device, *choice.kernel)) given.bias_gradient = {};
+    return given;
+}
+
+// What is summed apart is done with its memory before the kernel begins.
 size_t workspace_size(const Problem& problem, const Device& device, const Choice& choice) {
-    const Problem& given = choice.expands ? expanded(problem, nullptr) : problem;
-    return expansion_bytes(problem, choice) + choice.kernel->workspace_size(given, device);
+    const Problem given = given_to_kernel(problem, device, choice, nullptr);
+    const size_t bytes = expansion_bytes(problem, choice) + choice.kernel->workspace_size(given, device);
+    const bool apart = sums_apart(problem, device, *choice.kernel);
+    return apart ? std::max(bytes, sums_workspace_size(problem, device)) : bytes;
 }
 
 int32_t launch(const Problem& problem, const Device& device, const Choice& choice, void* workspace,
                void* stream) {
-    if (!choice.expands) return choice.kernel->launch(problem, device, workspace, stream);
-    expand_values(problem, workspace, stream);
+    if (sums_apart(problem, device, *choice.kernel)) sum_y(problem, device, workspace, stream);
+    if (choice.expands) expand_values(problem, workspace, stream);
     void* const rest = static_cast<std::byte*>(workspace) + expansion_bytes(problem, choice);
-    return choice.kernel->launch(expanded(problem, workspace), device, rest, stream);
+    return choice.kernel->launch(given_to_kernel(problem, device, choice, workspace), device, rest, stream);
 }
 
 void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* stream) {
@@ -389,6 +407,35 @@ ts_status_t ts_values_compress(const ts_pattern* pattern, int32_t device, int32_
                                       metadata};
         check_compression(compression);
         compress_values(compression, stream);
+    });
+}
+
+ts_status_t ts_activation_gradient_workspace_size(int32_t dtype, int64_t tokens, int64_t features,
+                                                  size_t* bytes) {
+    return guard([&] {
+        check_pointer(bytes, "bytes");
+        const ActivationGradient gradient = check_activation_gradient(dtype, TS_RELU, tokens, features);
+        *bytes = activation_gradient_workspace_size(gradient, cuda_device(-1).properties);
+    });
+}
+
+ts_status_t ts_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,
+                                   const void* z, const void* gradient, void* result, void* bias_gradient,
+                                   void* workspace, size_t workspace_bytes, ts_stream_t stream) {
+    return guard([&] {
+        ActivationGradient of = check_activation_gradient(dtype, activation, tokens, features);
+        of.z = z;
+        of.gradient = gradient;
+        of.result = result;
+        of.bias_gradient = bias_gradient;
+        check_operands(of);
+        const Device& device = cuda_device(-1).properties;
+        const size_t needed = activation_gradient_workspace_size(of, device);
+        if (workspace_bytes < needed)
+            fail(TS_WORKSPACE_TOO_SMALL, "workspace_bytes is ", workspace_bytes, "; ", needed, " are needed");
+        require(needed == 0 || workspace != nullptr, "workspace is null");
+        check_aligned(workspace, kDeviceAreaAlignment, "workspace");
+        activation_gradient(of, device, workspace, stream);
     });
 }
 

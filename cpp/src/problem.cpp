@@ -192,15 +192,18 @@ void check_operands(const Problem& problem, const ts_matmul_desc& desc) {
         {"plan", span_of(desc.plan, desc.plan == nullptr ? 0 : desc.plan_bytes, "plan")},
         {"packed", span_of(desc.packed, desc.packed == nullptr ? 0 : desc.packed_bytes, "packed")},
         metadata,
-        scales};
+        scales,
+        {"bias_gradient", vector_span(problem.bias_gradient.data, pattern.out_features,
+                                      problem.bias_gradient.dtype, "bias_gradient")}};
     if (problem.device == DeviceType::cuda) {
         check_aligned(desc.plan, kDeviceAlignment, "plan");
         check_aligned(desc.packed, kDeviceAreaAlignment, "packed");
     }
-    const Operand& written = operands[writes_x ? 0 : writes_y ? 1 : 2];
-    for (const Operand& other : operands)
-        require(&other == &written || !overlap(written.span, other.span), std::min(&written, &other)->name,
-                " and ", std::max(&written, &other)->name, " overlap in memory");
+    // The gradient of the bias is nothing where it is not written, and overlaps nothing then.
+    for (const Operand* const written : {&operands[writes_x ? 0 : writes_y ? 1 : 2], std::end(operands) - 1})
+        for (const Operand& other : operands)
+            require(&other == written || !overlap(written->span, other.span), std::min(written, &other)->name,
+                    " and ", std::max(written, &other)->name, " overlap in memory");
 }
 
 // Of a residual or gate, if it is given.
@@ -209,6 +212,22 @@ void check_other(const Matrix& other, const Problem& problem, const char* name) 
     require(problem.forward(), name, " is given; only dds_nt has a ", name);
     require(other.layout == problem.y.layout, name, ".layout is ", static_cast<int32_t>(other.layout),
             "; it must be y.layout, ", static_cast<int32_t>(problem.y.layout));
+}
+
+BiasGradient check_bias_gradient(const ts_matmul_desc& desc, const Problem& problem) {
+    const DType dtype =
+        check_own_dtype(desc.bias_gradient_dtype, problem.dtype, kActivationDTypes, "bias_gradient_dtype");
+    const bool accumulate = check_enum<int32_t>(desc.accumulate_bias, 2, "accumulate_bias") == 1;
+    if (desc.bias_gradient == nullptr) {
+        require(desc.bias_gradient_dtype == 0 && !accumulate, "bias_gradient is null; without it ",
+                accumulate ? "accumulate_bias" : "bias_gradient_dtype", " must be 0");
+        return {};
+    }
+    require(problem.op == Op::sdd_tn, "bias_gradient is given; only sdd_tn has one");
+    require(dtype == problem.dtype || (dtype == DType::float32 && element_size(problem.dtype) == 2),
+            "bias_gradient_dtype stands for ", to_string(dtype), " and dtype is ", to_string(problem.dtype),
+            "; allowed are that of the activations, and float32 for 16 bits");
+    return {desc.bias_gradient, dtype, accumulate};
 }
 
 // Memory that is made from the values must not be theirs.
@@ -281,6 +300,7 @@ Problem check_problem(const ts_matmul_desc& desc, bool operands) {
     problem.residual = problem.gated ? gate : residual;
     if (problem.gated) std::swap(problem.activation, problem.gate_activation);
     require(problem.op == Op::sdd_tn || !problem.accumulate, "accumulate is 1; only sdd_tn accumulates");
+    problem.bias_gradient = check_bias_gradient(desc, problem);
     if (operands) check_operands(problem, desc);
     return problem;
 }
@@ -321,6 +341,39 @@ void check_compression(const Compression& compression) {
         for (const Operand& from : read)
             require(!overlap(from.span, to.span), from.name, " and ", to.name, " overlap in memory");
     require(!overlap(written[0].span, written[1].span), "compressed and metadata overlap in memory");
+}
+
+ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens,
+                                             int64_t features) {
+    ActivationGradient gradient{};
+    gradient.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    if (gradient.dtype == DType::float64)
+        fail(TS_UNSUPPORTED, "dtype is 0; no kernel computes it in float64");
+    require(activation >= TS_RELU && activation <= TS_SILU, "activation is ", activation,
+            "; allowed are 1 to 3");
+    gradient.activation = static_cast<Activation>(activation);
+    require(tokens >= 0 && tokens <= kMaxExtent, "tokens is ", tokens, "; allowed are 0 to ", kMaxExtent);
+    check_features(features, 16, "features", "16");
+    gradient.tokens = tokens;
+    gradient.features = features;
+    return gradient;
+}
+
+void check_operands(const ActivationGradient& gradient) {
+    const int64_t bytes = gradient.tokens * gradient.features * element_size(gradient.dtype);
+    const auto span = [&](const char* name, const void* data) -> Operand {
+        return {name, array_span(data, bytes, 1, name, DeviceType::cuda)};
+    };
+    require(gradient.features == 0 || gradient.bias_gradient != nullptr, "bias_gradient is null");
+    const Operand result = span("result", gradient.result);
+    const Operand of_bias{"bias_gradient", vector_span(gradient.bias_gradient, gradient.features,
+                                                       gradient.dtype, "bias_gradient")};
+    const Operand z = span("z", gradient.z), given = span("gradient", gradient.gradient);
+    const bool in_place = given.span.begin == result.span.begin;
+    for (const auto& [one, other] :
+         {std::pair{&z, &result}, {&given, &result}, {&z, &of_bias}, {&given, &of_bias}, {&result, &of_bias}})
+        require((one == &given && other == &result && in_place) || !overlap(one->span, other->span),
+                one->name, " and ", other->name, " overlap in memory");
 }
 
 NamedDevice check_device(const ts_device_info& info) {

@@ -5,6 +5,7 @@
 
 #include "common/problem.h"
 #include "device.h"
+#include "sums.h"
 #include "tilesparse/tilesparse.h"
 
 namespace ts {
@@ -35,6 +36,11 @@ struct Compression {
 };
 void check_compression(const Compression& compression);
 DeviceType check_device_type(int32_t device);
+
+// Checks what ts_activation_gradient is told, and then its operands.
+ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens,
+                                             int64_t features);
+void check_operands(const ActivationGradient& gradient);
 DType check_value_dtype(int32_t dtype);
 
 // What kernels are chosen by, as a caller describes it.

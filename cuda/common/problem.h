@@ -86,6 +86,13 @@ struct Values {
     }
 };
 
+// What receives the gradient of a bias, the sums over tokens of y: [out_features]. data is null for none.
+struct BiasGradient {
+    void* data;
+    DType dtype;
+    bool accumulate;
+};
+
 // A product whose descriptor has been checked; see ts_matmul_desc for the meaning of every field.
 struct Problem {
     Op op;
@@ -108,6 +115,7 @@ struct Problem {
     Matrix residual;
     bool gated;
     Activation gate_activation;
+    BiasGradient bias_gradient;  // of sdd
 
     // Of dds, in whichever direction: what is computed from what.
     bool forward() const { return op == Op::dds_nt; }
@@ -191,6 +199,9 @@ struct Kernel {
     uint32_t storages = 1u << static_cast<int>(Storage::plain);
     uint32_t values_dtypes = 0;
     uint32_t result_dtypes = 0;
+    // Whether it computes the gradient of the bias with that of the values. Where it does not, or for
+    // nullptr, ts_matmul sums y in a kernel of its own, before.
+    bool (*sums_y)(const Problem&, const Device&) = nullptr;
     // Microseconds the product would take; nullptr where kernels go by their place in the registry.
     double (*estimate)(const Kernel&, const Problem&, const Device&) = nullptr;
     // A copy of the values as the kernel multiplies them, which serves until values or plan change: its

@@ -368,6 +368,7 @@ struct DdsNarrow {
                    Weight<Math, 32>::kDTypes,
                    0,
                    nullptr,
+                   nullptr,
                    packed_size,
                    pack};
         row.estimate = estimate_narrow;

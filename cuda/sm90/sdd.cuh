@@ -18,6 +18,7 @@
 
 #include <algorithm>
 
+#include "common/sums.cuh"
 #include "sm90/launch.cuh"
 #include "sm90/sdd_epilogue.cuh"
 #include "sm90/sdd_traits.cuh"
@@ -226,6 +227,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (warp == 0)
             SddProducer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank).run(plan, schedule);
+        else
+            sums::sum_items<typename Traits::Math::Element, Traits::kSumsAhead, true>(
+                arguments.sums, (warp - 1) * gridDim.x + blockIdx.x, Traits::kSumWarps * gridDim.x,
+                threadIdx.x % 32);
         cute::cluster_arrive();
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
@@ -246,10 +251,19 @@ struct Sdd {
         return sm90::refuses(device, Traits::kSharedBytes);
     }
 
-    // Counters of the pace and partial sums.
+    // Beside products, which take most of what L2 gives, the warps that load nothing read so many bytes in a
+    // microsecond (H200). Where the products take less time than that, a kernel of its own is faster.
+    static bool sums_y(const Problem& problem, const Device& device) {
+        constexpr double kBytes = 0.75e6;
+        const double bytes = 2.0 * problem.tokens * problem.pattern.out_features;
+        return problem.pattern.nnz > 0 && bytes < kBytes * estimate_sdd(row(""), problem, device);
+    }
+
+    // Counters of the pace and partial sums, and behind them the sums of y.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        if (problem.pattern.nnz == 0 || !may_split(problem, device)) return 0;
-        return kPaceBytes + SddSchedule::max_partials(device.multiprocessors) * kPartialBytes;
+        if (problem.pattern.nnz == 0) return 0;
+        const bool sums_y = problem.bias_gradient.data != nullptr;
+        return split_bytes(problem, device) + (sums_y ? sums::partial_bytes(problem, sum_warps(device)) : 0);
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
@@ -266,7 +280,11 @@ struct Sdd {
             }
         }
         const auto start = problem.result_dtype == Math::kDType ? start_for<Traits> : start_for<WideTraits>;
-        return start(arguments, problem, stream);
+        if (problem.bias_gradient.data == nullptr) return start(arguments, problem, stream);
+        void* const partial = static_cast<char*>(workspace) + split_bytes(problem, device);
+        arguments.sums = sums::share(problem, sum_warps(device), partial);
+        if (const cudaError_t error = start(arguments, problem, stream)) return error;
+        return sums::add_partial(problem, arguments.sums, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -284,6 +302,7 @@ struct Sdd {
                    workspace_size,
                    launch};
         row.result_dtypes = 1u << static_cast<int>(Math::kDType) | 1u << static_cast<int>(DType::float32);
+        row.sums_y = sums_y;
         row.estimate = estimate_sdd;
         return row;
     }
@@ -292,6 +311,15 @@ struct Sdd {
     static constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
     static constexpr size_t kPartialBytes =
         Traits::kHalves * Traits::kStrip * Traits::kWindow * sizeof(float);
+
+    static size_t split_bytes(const Problem& problem, const Device& device) {
+        if (!may_split(problem, device)) return 0;
+        return kPaceBytes + SddSchedule::max_partials(device.multiprocessors) * kPartialBytes;
+    }
+
+    static int64_t sum_warps(const Device& device) {
+        return int64_t{Traits::kSumWarps} * device.multiprocessors;
+    }
 
     static int team_size(const Problem& problem, const Device& device) {
         return are_wide_blocks(problem.pattern) && device.multiprocessors > 1 ? 2 : 1;

@@ -8,6 +8,7 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/sdd_schedule.cuh"
 #include "sm90/wgmma.cuh"
+#include "sums/sums.h"
 
 namespace ts::sm90 {
 
@@ -34,7 +35,8 @@ struct SddArguments {
     int row_shift;        // log2 of bn
     int col_shift;        // log2 of bk
     bool accumulate;
-    int plan_key;  // that the plan must have
+    int plan_key;     // that the plan must have
+    sums::Sums sums;  // over tokens of y, by the warps that have nothing to load; no parts if there are none
 };
 
 // `Result`: what values are stored as, the element of the operands or float.
@@ -47,6 +49,8 @@ struct SddTraits {
     static constexpr int kWindow = kStripWindow;
     static constexpr int kStep = 64;  // tokens
     static constexpr int kThreads = 128 * (1 + kHalves);
+    static constexpr int kSumWarps = 3;   // beside the one that loads
+    static constexpr int kSumsAhead = 4;  // lines that they read at a time, which their registers bound
     static constexpr int kFeatureBytes = kStep * 2;  // of a feature in a stage
     static constexpr int kStripBytes = kStrip * kFeatureBytes;
 

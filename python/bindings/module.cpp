@@ -173,7 +173,8 @@ class Product {
             int32_t activation, int32_t precision, bool accumulate, int32_t kernel, int32_t policy,
             int32_t x_layout, int64_t ldx, int32_t y_layout, int64_t ldy, bool residual, int64_t ldr,
             int32_t storage, int32_t values_dtype, bool row_scales, int32_t result_dtype,
-            const std::string& prefer, bool gated)
+            const std::string& prefer, bool gated, bool bias_gradient, int32_t bias_gradient_dtype,
+            bool accumulate_bias)
         : pattern_(pattern), desc_(make<ts_matmul_desc>()), gated_(gated) {
         desc_.op = op;
         desc_.dtype = dtype;
@@ -192,6 +193,9 @@ class Product {
         desc_.result_dtype = result_dtype + 1;
         desc_.values_dtype = (op == TS_SDD_TN ? result_dtype : values_dtype) + 1;  // it writes the values
         desc_.row_scales = row_scales;
+        if (bias_gradient) desc_.bias_gradient = this;  // likewise
+        desc_.bias_gradient_dtype = bias_gradient_dtype + 1;
+        desc_.accumulate_bias = accumulate_bias;
         copy_text(desc_.prefer, prefer, "prefer");
     }
 
@@ -265,13 +269,17 @@ class Product {
         check(ts_values_expand(&desc, pointer<void>(plain), bytes, pointer<CUstream_st>(stream)));
     }
 
+    // `bias`: of TS_SDD_TN its gradient.
     void run(uintptr_t x, uintptr_t y, uintptr_t values, uintptr_t bias, uintptr_t residual,
              uintptr_t workspace, uintptr_t stream, uintptr_t metadata, uintptr_t scales) const {
         ts_matmul_desc desc = described();
         desc.x.data = pointer<void>(x);
         desc.y.data = pointer<void>(y);
         use_values(desc, values, metadata, scales);
-        desc.bias = pointer<void>(bias);
+        if (desc.op == TS_SDD_TN)
+            desc.bias_gradient = pointer<void>(bias);
+        else
+            desc.bias = pointer<void>(bias);
         other(desc).data = pointer<void>(residual);
         ts_status_t status;
         if (desc.device == TS_CPU) {
@@ -320,6 +328,20 @@ void values_compress(const ts_pattern& pattern, int32_t device, int32_t dtype, u
     check(ts_values_compress(&pattern, device, dtype, pointer<void>(values), pointer<uint8_t>(mask),
                              transposed, pointer<void>(compressed), pointer<uint32_t>(metadata),
                              pointer<CUstream_st>(stream)));
+}
+
+size_t activation_gradient_workspace_size(int32_t dtype, int64_t tokens, int64_t features) {
+    size_t bytes = 0;
+    check(ts_activation_gradient_workspace_size(dtype, tokens, features, &bytes));
+    return bytes;
+}
+
+void activation_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, uintptr_t z,
+                         uintptr_t gradient, uintptr_t result, uintptr_t bias_gradient, uintptr_t workspace,
+                         size_t workspace_bytes, uintptr_t stream) {
+    check(ts_activation_gradient(dtype, activation, tokens, features, pointer<void>(z),
+                                 pointer<void>(gradient), pointer<void>(result), pointer<void>(bias_gradient),
+                                 pointer<void>(workspace), workspace_bytes, pointer<CUstream_st>(stream)));
 }
 
 using AnyTuple = nb::typed<nb::tuple, nb::any, nb::ellipsis>;
@@ -708,12 +730,13 @@ NB_MODULE(_C, m) {
     nb::class_<Product>(m, "Product")
         .def(nb::init<const ts_pattern&, int32_t, int32_t, int32_t, int64_t, int32_t, int32_t, bool, int32_t,
                       int32_t, int32_t, int64_t, int32_t, int64_t, bool, int64_t, int32_t, int32_t, bool,
-                      int32_t, const std::string&, bool>(),
+                      int32_t, const std::string&, bool, bool, int32_t, bool>(),
              "pattern"_a, "op"_a, "dtype"_a, "device"_a, "tokens"_a, nb::kw_only(), "activation"_a = 0,
              "precision"_a = 0, "accumulate"_a = false, "kernel"_a = 0, "policy"_a = 0, "x_layout"_a = 0,
              "ldx"_a = 0, "y_layout"_a = 0, "ldy"_a = 0, "residual"_a = false, "ldr"_a = 0, "storage"_a = 0,
              "values_dtype"_a = -1, "row_scales"_a = false, "result_dtype"_a = -1, "prefer"_a = "",
-             "gated"_a = false)
+             "gated"_a = false, "bias_gradient"_a = false, "bias_gradient_dtype"_a = -1,
+             "accumulate_bias"_a = false)
         .def("estimate", &Product::estimate, "device_info"_a, "kernel"_a)
         .def("add_measurement", &Product::add_measurement, "device_info"_a, "kernel"_a, "microseconds"_a,
              "dense_microseconds"_a)
@@ -784,6 +807,10 @@ NB_MODULE(_C, m) {
     m.def("pattern_transpose", &pattern_transpose, "pattern"_a, "col_ptr"_a, "row_idx"_a, "col_slot"_a);
     m.def("values_compress", &values_compress, "pattern"_a, "device"_a, "dtype"_a, "values"_a, "mask"_a,
           "transposed"_a, "compressed"_a, "metadata"_a, "stream"_a);
+    m.def("activation_gradient_workspace_size", &activation_gradient_workspace_size, "dtype"_a, "tokens"_a,
+          "features"_a);
+    m.def("activation_gradient", &activation_gradient, "dtype"_a, "activation"_a, "tokens"_a, "features"_a,
+          "z"_a, "gradient"_a, "result"_a, "bias_gradient"_a, "workspace"_a, "workspace_bytes"_a, "stream"_a);
     m.def("plan_key", &plan_key, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_size", &plan_size, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_build", &plan_build, "pattern"_a, "kernel"_a, "op"_a, "address"_a, "bytes"_a);

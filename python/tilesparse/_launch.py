@@ -45,6 +45,9 @@ from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
+# Gradients of biases come with others where these have so many elements. Of fewer, what the GPU saves is not
+# more than what the host takes longer.
+MANY_ELEMENTS = 1 << 23
 MAX_CALLS = 1024  # a program whose token counts never repeat must not grow without bound
 EXPAND_AND_RUN_DENSE = -1  # in place of a kernel
 _SPARSE, _AUTO = 0, 1  # TS_POLICY_SPARSE and TS_POLICY_AUTO
@@ -617,6 +620,41 @@ def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
     return out
 
 
+def sdd_with_bias(y: Tensor, x: Tensor, pattern: Prepared) -> tuple[Tensor, Tensor]:
+    """yᵀ x on the pattern, and the sums over tokens of y: the gradients of a weight and of its bias."""
+    out, of_bias = x.new_empty(*pattern.values_shape), y.new_empty(pattern.shape[0])
+    write_sdd(y, x, out, pattern, False, of_bias)
+    return out, of_bias
+
+
+def activation_gradient(grad: Tensor, z: Tensor, activation: int) -> tuple[Tensor, Tensor]:
+    """The gradient of z from that of its activation, and its sums over tokens, that of the bias in z.
+
+    Both are contiguous, aligned, alike, and on a CUDA device.
+    """
+    features, dtype = z.shape[-1], DTYPES[z.dtype]
+    tokens = z.numel() // features
+    result, of_bias = torch.empty_like(z), z.new_empty(features)
+    with _on(z.device):
+        workspace = z.new_empty(
+            _C.activation_gradient_workspace_size(dtype, tokens, features), dtype=torch.uint8
+        )
+        _C.activation_gradient(
+            dtype,
+            activation,
+            tokens,
+            features,
+            z.data_ptr(),
+            grad.data_ptr(),
+            result.data_ptr(),
+            of_bias.data_ptr(),
+            workspace.data_ptr(),
+            workspace.numel(),
+            current_stream(z.get_device()),
+        )
+    return result, of_bias
+
+
 def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
     """yᵀ x on the pattern, written or added to ``out``."""
     check_sdd(y, x, pattern.index(), out)
@@ -624,17 +662,23 @@ def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: b
     write_sdd(y, x, out, pattern, accumulate)
 
 
-def write_sdd(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
-    """`sdd_into`, where ``out`` is known to be contiguous and aligned, and apart from y and x."""
+def write_sdd(
+    y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool, of_bias: Tensor | None = None
+) -> None:
+    """`sdd_into`, where ``out`` is known to be contiguous and aligned, and apart from y and x.
+
+    ``of_bias``: [out_features] for the sums over tokens of y, or None.
+    """
     context = _context(x)
-    key = (SDD_TN, _form(y), _form(x), accumulate, out.dtype, context)
+    sums_y = of_bias is not None
+    key = (SDD_TN, _form(y), _form(x), accumulate, sums_y, out.dtype, context)
     call = pattern.find(key)
     y_at, x_at = y.data_ptr(), x.data_ptr()
     if call is None or ((y_at | x_at) % ALIGNMENT and x.is_cuda):
         check_sdd(y, x, pattern.index(), out)
         (usable_y, y_lines), (usable_x, x_lines) = usable("y", y), usable("x", x)
         if usable_y is not y or usable_x is not x:
-            return write_sdd(usable_y, usable_x, out, pattern, accumulate)
+            return write_sdd(usable_y, usable_x, out, pattern, accumulate, of_bias)
         result_dtype = -1 if out.dtype == x.dtype else DTYPES[out.dtype]
         product = _product(
             SDD_TN,
@@ -645,13 +689,15 @@ def write_sdd(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: 
             context,
             accumulate=accumulate,
             result_dtype=result_dtype,
+            bias_gradient=sums_y,
         )
         call = pattern.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
-        if not accumulate and out.dtype == x.dtype:
+        if not accumulate and not sums_y and out.dtype == x.dtype:
             pattern.keep((SDD_TN, y, x, None, None, 0, False, None, None, context[0], False), product, call)
     workspace = x.new_empty(call.workspace) if call.workspace else None
     workspace_at = 0 if workspace is None else workspace.data_ptr()
-    call.run(x_at, y_at, out.data_ptr(), 0, 0, workspace_at, context[1])
+    bias_at = 0 if of_bias is None else of_bias.data_ptr()
+    call.run(x_at, y_at, out.data_ptr(), bias_at, 0, workspace_at, context[1])
 
 
 def expand(values: Tensor, pattern: Prepared) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _launch
-from ._autograd import Product, Tensors, autograd_of, call, records_gradient, transformable
+from ._autograd import Product, Tensors, autograd_of, call, is_plain, records_gradient, transformable
 from ._checks import (
     DTYPES,
     Index,
@@ -28,9 +28,9 @@ from ._checks import (
     check_stored,
     check_values,
 )
-from ._launch import Prepared, dds, expand, gather, prepared, sdd, sdd_into
+from ._launch import Prepared, dds, expand, gather, prepared, sdd, sdd_into, sdd_with_bias
 from ._layout import empty, result_form
-from ._private import INLINED, packaging
+from ._private import INLINED, packaging, transforms_active
 from .errors import InvalidArgumentError, UnsupportedError
 
 _PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
@@ -49,6 +49,7 @@ LIB.define(
 )
 LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=False, {_STORED}) -> Tensor")
 LIB.define(f"sdd_tn(Tensor y, Tensor x, {_PATTERN}) -> Tensor")
+LIB.define(f"sdd_tn_with_bias(Tensor y, Tensor x, {_PATTERN}) -> (Tensor, Tensor)")
 LIB.define(f"sdd_tn_into(Tensor y, Tensor x, {_PATTERN}, Tensor(a!) out, bool accumulate) -> ()")
 LIB.define(f"expand(Tensor values, {_PATTERN}) -> Tensor")
 LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
@@ -89,6 +90,10 @@ _dds_nt_through = _of_compressed(_dds_nt)
 
 def _sdd_tn(y: Tensor, x: Tensor, pattern: Prepared, *_: object) -> Tensor:
     return sdd(y, x, pattern)
+
+
+def _sdd_tn_with_bias(y: Tensor, x: Tensor, pattern: Prepared) -> tuple[Tensor, Tensor]:
+    return sdd_with_bias(y, x, pattern)
 
 
 def _sdd_tn_into(y: Tensor, x: Tensor, pattern: Prepared, out: Tensor, accumulate: bool) -> None:
@@ -143,6 +148,10 @@ def _sdd_tn_fake(y: Tensor, x: Tensor, index: Index, *_: object) -> Tensor:
     return x.new_empty(index.col_indices.shape[0], *index.block_shape)
 
 
+def _sdd_tn_with_bias_fake(y: Tensor, x: Tensor, index: Index) -> tuple[Tensor, Tensor]:
+    return _sdd_tn_fake(y, x, index), y.new_empty(index.shape[0])
+
+
 def _sdd_tn_into_fake(y: Tensor, x: Tensor, index: Index, out: Tensor, accumulate: bool) -> None:
     check_sdd(y, x, index, out)
 
@@ -171,14 +180,23 @@ def _dds_nt_gradients(
         )
     return (
         call(DDS_NN, grad, values, index, extras=stored) if needs[0] else None,
-        call(SDD_TN, grad, x, index) if needs[1] else None,
-        *_added_gradients(grad, needs),
+        *_other_gradients(grad, x, index, needs),
     )
 
 
-def _added_gradients(grad: Tensor, needs: Sequence[bool]) -> Tensors:
-    """Of bias and residual."""
-    return grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None, grad if needs[3] else None
+def _other_gradients(grad: Tensor, x: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
+    """Of values, bias and residual."""
+    of_residual = grad if needs[3] else None
+    if needs[1] and needs[2] and grad.is_cuda and not (transforms_active() or records_gradient((grad, x))):
+        if not is_plain((grad, x)):
+            return *SDD_TN_WITH_BIAS(grad, x, *index), of_residual
+        if grad.numel() >= _launch.MANY_ELEMENTS:
+            return *sdd_with_bias(grad, x, prepared(index)), of_residual
+    return (
+        call(SDD_TN, grad, x, index) if needs[1] else None,
+        grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None,
+        of_residual,
+    )
 
 
 def refuse_gradient(
@@ -210,8 +228,7 @@ def _dds_nt_through_gradients(
         kept = transposed, (transposed_metadata, None, True)
     return (
         call(DDS_NN, grad, kept[0], index, extras=kept[1]) if needs[0] else None,
-        call(SDD_TN, grad, x, index) if needs[1] else None,  # as if the weight were plain
-        *_added_gradients(grad, needs),
+        *_other_gradients(grad, x, index, needs),  # as if the weight were plain
     )
 
 
@@ -322,6 +339,7 @@ DDS_NT_THROUGH = _differentiable("dds_nt_through", 2, _THROUGH, 2, 2)
 SDD_TN = _differentiable("sdd_tn", 2, (_sdd_tn, _sdd_tn_fake, _sdd_tn_gradients))
 EXPAND = _differentiable("expand", 1, (_expand, _expand_fake, _expand_gradients))
 GATHER = _differentiable("gather", 1, (_gather, _gather_fake, _gather_gradients))
+SDD_TN_WITH_BIAS = _register("sdd_tn_with_bias", 2, _sdd_tn_with_bias, _sdd_tn_with_bias_fake)
 SDD_TN_INTO = _register("sdd_tn_into", 2, _sdd_tn_into, _sdd_tn_into_fake)
 
 
@@ -390,5 +408,5 @@ def _flops(
     return 2 * tokens * col[0] * int(block_shape[0] * block_shape[1])
 
 
-for _name in ("dds_nt", "dds_nt_through", "dds_nn", "sdd_tn", "sdd_tn_into"):
+for _name in ("dds_nt", "dds_nt_through", "dds_nn", "sdd_tn", "sdd_tn_with_bias", "sdd_tn_into"):
     register_flop_formula(getattr(torch.ops.tilesparse, _name))(_flops)

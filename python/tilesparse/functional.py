@@ -32,8 +32,16 @@ import torch
 from torch import Tensor
 
 from . import _launch
-from ._autograd import call, records_gradient
-from ._checks import QUANTIZED, Index, check_dds, check_like_product, check_one, check_policy
+from ._autograd import call, is_plain, records_gradient
+from ._checks import (
+    QUANTIZED,
+    Index,
+    check_dds,
+    check_like_product,
+    check_one,
+    check_policy,
+    is_misaligned,
+)
 from ._private import is_any_autocast_enabled, transforms_active
 from ._register import (
     DDS_NN,
@@ -134,8 +142,62 @@ def linear_on(
         return call(DDS_NT, x, values, index, bias, residual, code, feature_major, extras)
     # A fused activation or gate has no gradient, which transforms may ask for.
     check_one(residual, gate)
+    if gate is None and not feature_major and _sums_with_activation(x, bias):
+        y = call(DDS_NT, x, values, index, _detached(bias), None, 0, False, extras)
+        return combined(_activate(y, bias, code), "none", residual, None)
     y = call(DDS_NT, x, values, index, bias, None, 0, feature_major, extras)
     return combined(y, activation, residual, gate)
+
+
+def _sums_with_activation(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether the gradient of a bias is summed by what computes the activation's: eagerly, on CUDA."""
+    if bias is None or not bias.requires_grad or not x.is_cuda or x.dtype == torch.float64:
+        return False
+    return is_plain((x, bias)) and x.shape[:-1].numel() * bias.shape[0] >= _launch.MANY_ELEMENTS
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+class _Activated(torch.autograd.Function):
+    """activation(z) of z with a bias in it, whose gradient comes from here, with that of z in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, bias: Tensor, code: int) -> Tensor:
+        ctx.save_for_backward(z)
+        ctx.code = code
+        y: Tensor = _BY_CODE[code][0](z)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (z,), grad = ctx.saved_tensors, grads[0]
+        tensors = grad, z
+        if records_gradient(tensors) or not all(map(_is_whole, tensors)) or not is_plain(tensors):
+            of_z = _BY_CODE[ctx.code][1](grad, z)  # which can be differentiated again
+            return of_z, of_z.reshape(-1, z.shape[-1]).sum(0), None
+        return *_launch.activation_gradient(grad, z, ctx.code), None
+
+
+_activate: Callable[..., Tensor] = _Activated.apply
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.numel() > 0 and not is_misaligned(tensor)
+
+
+def _gradient_of_silu(grad: Tensor, z: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(z)
+    return grad * sigmoid * (1 + z * (1 - sigmoid))
+
+
+# Activations and their gradients, by PyTorch.
+_BY_CODE: dict[int, Any] = {
+    _launch.ACTIVATIONS["relu"]: (torch.relu, lambda grad, z: torch.ops.aten.threshold_backward(grad, z, 0)),
+    _launch.ACTIVATIONS["gelu"]: (torch.nn.functional.gelu, torch.ops.aten.gelu_backward),
+    _launch.ACTIVATIONS["silu"]: (torch.nn.functional.silu, _gradient_of_silu),
+}
 
 
 def activation_code(activation: str) -> int:

@@ -113,6 +113,13 @@ static void give_gate(operands* o) {
     o->desc.gate = (ts_matrix){o->memory[4], o->desc.y.ld + 5, o->desc.y.layout, 0};
 }
 
+/* Of what init_operands left untouched. */
+static void give_bias_gradient(operands* o, int32_t accumulate) {
+    for (int i = 0; i <= OUT; ++i) put(o, 3, i, kUntouched);
+    o->desc.bias_gradient = o->memory[3];
+    o->desc.accumulate_bias = accumulate;
+}
+
 static double relu(double value) { return value > 0 ? value : 0; }
 
 static int64_t at(const ts_matrix* m, int64_t token, int64_t feature) {
@@ -196,6 +203,13 @@ static void check_gradient_of_values(const operands* o) {
             CHECK(get(o, 2, i) == sum, "values[%d] is %g, not %g", (int)i, get(o, 2, i), sum);
         }
     CHECK(get(o, 2, NNZ * BN * BK) == kUntouched, "written behind values");
+    if (o->desc.bias_gradient == NULL) return;
+    for (int64_t n = 0; n < OUT; ++n) {
+        double sum = o->desc.accumulate_bias ? kUntouched : 0;
+        for (int64_t t = 0; t < TOKENS; ++t) sum += y_at(o, t, n);
+        CHECK(get(o, 3, n) == sum, "bias_gradient[%d] is %g, not %g", (int)n, get(o, 3, n), sum);
+    }
+    CHECK(get(o, 3, OUT) == kUntouched, "written behind bias_gradient");
 }
 
 static void test_products(int32_t dtype, int32_t x_layout, int32_t y_layout) {
@@ -212,9 +226,10 @@ static void test_products(int32_t dtype, int32_t x_layout, int32_t y_layout) {
     init_operands(&o, TS_DDS_NN, dtype, x_layout, y_layout);
     SUCCEEDS(run(&o));
     check_gradient_of_x(&o);
-    for (int accumulate = 0; accumulate < 2; ++accumulate) {
+    for (int options = 0; options < 6; ++options) {
         init_operands(&o, TS_SDD_TN, dtype, x_layout, y_layout);
-        o.desc.accumulate = accumulate;
+        o.desc.accumulate = options % 2;
+        if (options >= 2) give_bias_gradient(&o, options / 4);
         SUCCEEDS(run(&o));
         check_gradient_of_values(&o);
     }
@@ -303,6 +318,34 @@ static void test_no_features(void) {
         CHECK(memcmp(before.memory, o.memory, sizeof o.memory) == 0, "%s: written", #change); \
     } while (0)
 
+static void test_bad_gradients_of_activations(void) {
+    static float z[16 * 16], workspace[64];
+    size_t bytes = 0;
+    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, 16, NULL), TS_INVALID_ARGUMENT, "bytes");
+    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT64, 4, 16, &bytes), TS_UNSUPPORTED, "dtype is 0");
+    FAILS(ts_activation_gradient_workspace_size(TS_INT8, 4, 16, &bytes), TS_INVALID_ARGUMENT, "dtype is 4");
+    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, -1, 16, &bytes), TS_INVALID_ARGUMENT, "tokens");
+    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, 24, &bytes), TS_INVALID_ARGUMENT, "features");
+    FAILS(ts_activation_gradient(TS_FLOAT32, TS_NO_ACTIVATION, 4, 16, z, z + 64, z + 64, z + 128, workspace,
+                                 sizeof workspace, NULL),
+          TS_INVALID_ARGUMENT, "activation is 0; allowed are 1 to 3");
+    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, NULL, z + 64, z + 64, z + 128, workspace,
+                                 sizeof workspace, NULL),
+          TS_INVALID_ARGUMENT, "z is null");
+    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 65, z + 128, workspace,
+                                 sizeof workspace, NULL),
+          TS_INVALID_ARGUMENT, "result is at address");
+    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z, z + 128, workspace,
+                                 sizeof workspace, NULL),
+          TS_INVALID_ARGUMENT, "z and result overlap");
+    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 64, NULL, workspace,
+                                 sizeof workspace, NULL),
+          TS_INVALID_ARGUMENT, "bias_gradient is null");
+    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 64, z + 100, workspace,
+                                 sizeof workspace, NULL),
+          TS_INVALID_ARGUMENT, "gradient and bias_gradient overlap");
+}
+
 static void test_bad_descriptors(void) {
     FAILS(ts_matmul(NULL, NULL, 0, NULL), TS_INVALID_ARGUMENT, "desc");
     REFUSES(TS_DDS_NT, o.desc.struct_size = 0, TS_INVALID_ARGUMENT, "struct_size");
@@ -333,6 +376,16 @@ static void test_bad_descriptors(void) {
     REFUSES(TS_DDS_NT, o.desc.gate.reserved = 1, TS_INVALID_ARGUMENT, "gate.reserved");
     REFUSES(TS_DDS_NN, o.desc.gate.data = o.memory[4], TS_INVALID_ARGUMENT, "gate is given; only dds_nt");
     REFUSES(TS_SDD_TN, o.desc.gate.data = o.memory[4], TS_INVALID_ARGUMENT, "gate is given; only dds_nt");
+    REFUSES(TS_DDS_NN, o.desc.bias_gradient = o.memory[3], TS_INVALID_ARGUMENT, "bias_gradient is given");
+    REFUSES(TS_SDD_TN, o.desc.accumulate_bias = 1, TS_INVALID_ARGUMENT, "bias_gradient is null");
+    REFUSES(TS_SDD_TN, o.desc.bias_gradient_dtype = 1, TS_INVALID_ARGUMENT, "bias_gradient is null");
+    REFUSES(TS_SDD_TN, give_bias_gradient(&o, 2), TS_INVALID_ARGUMENT, "accumulate_bias is 2");
+    REFUSES(TS_SDD_TN, (give_bias_gradient(&o, 0), o.desc.bias_gradient_dtype = TS_FLOAT64 + 1 + 2),
+            TS_INVALID_ARGUMENT, "bias_gradient_dtype stands for float16");
+    REFUSES(TS_SDD_TN, o.desc.bias_gradient = o.desc.values, TS_INVALID_ARGUMENT,
+            "values and bias_gradient overlap");
+    REFUSES(TS_SDD_TN, o.desc.bias_gradient = o.desc.y.data, TS_INVALID_ARGUMENT,
+            "y and bias_gradient overlap");
     REFUSES(TS_DDS_NT, (give_gate(&o), give_residual(&o)), TS_INVALID_ARGUMENT,
             "gate is given beside residual");
     REFUSES(TS_DDS_NT, o.desc.values_dtype = 7, TS_INVALID_ARGUMENT, "values_dtype is 7; allowed are 0 to 6");
@@ -400,7 +453,7 @@ static void test_long_structures(void) {
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 111 of pattern is not 0");
     pattern.unknown[23] = 0;
     desc.unknown[0] = 1;
-    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 312 of desc is not 0");
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 328 of desc is not 0");
     desc.known.struct_size = UINT32_MAX;
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "desc.struct_size");
 
@@ -1368,6 +1421,7 @@ int main(void) {
     test_pattern_validate();
     test_broken_patterns();
     test_pattern_transpose();
+    test_bad_gradients_of_activations();
     test_bad_descriptors();
     test_bad_operands();
     test_own_dtypes();

@@ -166,21 +166,36 @@ constexpr Field kPatternFields[] = {NARROW(ts_pattern, block_rows), NARROW(ts_pa
                                     NARROW(ts_pattern, reserved),   WIDE(ts_pattern, out_features),
                                     WIDE(ts_pattern, in_features),  WIDE(ts_pattern, nnz)};
 
-constexpr Field kDescFields[] = {
-    NARROW(ts_matmul_desc, op),           NARROW(ts_matmul_desc, dtype),
-    NARROW(ts_matmul_desc, device),       NARROW(ts_matmul_desc, storage),
-    NARROW(ts_matmul_desc, activation),   NARROW(ts_matmul_desc, precision),
-    NARROW(ts_matmul_desc, accumulate),   NARROW(ts_matmul_desc, kernel),
-    NARROW(ts_matmul_desc, reserved),     NARROW(ts_matmul_desc, x.layout),
-    NARROW(ts_matmul_desc, x.reserved),   NARROW(ts_matmul_desc, y.layout),
-    NARROW(ts_matmul_desc, y.reserved),   NARROW(ts_matmul_desc, residual.layout),
-    NARROW(ts_matmul_desc, values_dtype), NARROW(ts_matmul_desc, result_dtype),
-    NARROW(ts_matmul_desc, policy),       NARROW(ts_matmul_desc, row_scales),
-    NARROW(ts_matmul_desc, gate.layout),  WIDE(ts_matmul_desc, gate.ld),
-    WIDE(ts_matmul_desc, tokens),         WIDE(ts_matmul_desc, x.ld),
-    WIDE(ts_matmul_desc, y.ld),           WIDE(ts_matmul_desc, residual.ld),
-    WIDE(ts_matmul_desc, plan_key),       WIDE(ts_matmul_desc, plan_bytes),
-    WIDE(ts_matmul_desc, packed_bytes),   WIDE(ts_matmul_desc, packed_key)};
+constexpr Field kDescFields[] = {NARROW(ts_matmul_desc, op),
+                                 NARROW(ts_matmul_desc, dtype),
+                                 NARROW(ts_matmul_desc, device),
+                                 NARROW(ts_matmul_desc, storage),
+                                 NARROW(ts_matmul_desc, activation),
+                                 NARROW(ts_matmul_desc, precision),
+                                 NARROW(ts_matmul_desc, accumulate),
+                                 NARROW(ts_matmul_desc, kernel),
+                                 NARROW(ts_matmul_desc, reserved),
+                                 NARROW(ts_matmul_desc, x.layout),
+                                 NARROW(ts_matmul_desc, x.reserved),
+                                 NARROW(ts_matmul_desc, y.layout),
+                                 NARROW(ts_matmul_desc, y.reserved),
+                                 NARROW(ts_matmul_desc, residual.layout),
+                                 NARROW(ts_matmul_desc, values_dtype),
+                                 NARROW(ts_matmul_desc, result_dtype),
+                                 NARROW(ts_matmul_desc, policy),
+                                 NARROW(ts_matmul_desc, row_scales),
+                                 NARROW(ts_matmul_desc, gate.layout),
+                                 WIDE(ts_matmul_desc, gate.ld),
+                                 WIDE(ts_matmul_desc, tokens),
+                                 WIDE(ts_matmul_desc, x.ld),
+                                 WIDE(ts_matmul_desc, y.ld),
+                                 WIDE(ts_matmul_desc, residual.ld),
+                                 WIDE(ts_matmul_desc, plan_key),
+                                 WIDE(ts_matmul_desc, plan_bytes),
+                                 WIDE(ts_matmul_desc, packed_bytes),
+                                 WIDE(ts_matmul_desc, packed_key),
+                                 NARROW(ts_matmul_desc, bias_gradient_dtype),
+                                 NARROW(ts_matmul_desc, accumulate_bias)};
 
 constexpr Field kDeviceFields[] = {NARROW(ts_device_info, device), NARROW(ts_device_info, compute_capability),
                                    NARROW(ts_device_info, multiprocessors),
@@ -299,12 +314,17 @@ ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     desc.packed = chance(80) ? nullptr : wild_address();
     const bool has_bias = chance(30) && desc.op == TS_DDS_NT,
                has_residual = chance(30) && desc.op == TS_DDS_NT,
-               has_gate = chance(has_residual ? 2 : 30) && desc.op == TS_DDS_NT;
+               has_gate = chance(has_residual ? 2 : 30) && desc.op == TS_DDS_NT,
+               has_bias_gradient = chance(50) && desc.op == TS_SDD_TN;
+    if (has_bias_gradient && chance(50)) desc.accumulate_bias = 1;
+    if (has_bias_gradient && size_of(desc.dtype) == 2 && chance(50))
+        desc.bias_gradient_dtype = TS_FLOAT32 + 1;
     if (!followed) {
         for (void** operand : {&desc.x.data, &desc.y.data, &desc.values}) *operand = wild_address();
         if (has_bias) desc.bias = wild_address();
         if (has_residual) desc.residual.data = wild_address();
         if (has_gate) desc.gate.data = wild_address();
+        if (has_bias_gradient) desc.bias_gradient = wild_address();
         return desc;
     }
     place(desc.x, desc, pattern.in_features);
@@ -312,6 +332,7 @@ ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     if (has_residual) place(desc.residual, desc, pattern.out_features);
     if (has_gate) place(desc.gate, desc, pattern.out_features);
     if (has_bias) desc.bias = take_some(wide(bounded(pattern.out_features)) * most_bytes(desc));
+    if (has_bias_gradient) desc.bias_gradient = take_some(wide(bounded(pattern.out_features)) * 8);
     place_values(desc, pattern);
     return desc;
 }

@@ -112,7 +112,7 @@ void test_products() {
     const auto x = some<T>(kIn * x_ld);
     const auto values = some<T>(pattern.values_size());
     const auto bias = some<T>(kOut), residual = some<T>(kTokens * kOut);
-    std::vector<T> y(kTokens * kOut), dx(kTokens * kIn), dw(values.size(), T(1));
+    std::vector<T> y(kTokens * kOut), dx(kTokens * kIn), dw(values.size(), T(1)), db(kOut, T(2));
 
     ts::Product forward(ts::Op::dds_nt, pattern, kTokens);
     forward.x(x, ts::Layout::feature_major, x_ld).values(values).bias(bias).residual(residual).y(y).run();
@@ -146,7 +146,13 @@ void test_products() {
         }
 
     ts::Product gradient(ts::Op::sdd_tn, pattern, kTokens);
-    gradient.x(x, ts::Layout::feature_major, x_ld).values(dw).y(residual).accumulate(true).run();
+    gradient.x(x, ts::Layout::feature_major, x_ld).values(dw).y(residual).accumulate(true);
+    gradient.bias_gradient(db, true).run();
+    for (std::size_t n = 0; n < kOut; ++n) {
+        double sum = 2;
+        for (std::size_t t = 0; t < kTokens; ++t) sum += static_cast<double>(residual[t * kOut + n]);
+        expect(static_cast<double>(db[n]) == sum, "the gradient of the bias is wrong");
+    }
     for (std::size_t n = 0; n < kOut; ++n)
         for (std::size_t k = 0; k < kIn; ++k) {
             if (place(n, k) == dw.size()) continue;
@@ -242,6 +248,7 @@ void test_refusals() {
             [&](ts::Product& p) { p.bias(doubles); });
     refused("residual is of dtype float64; allowed is that of y, float32",
             [&](ts::Product& p) { p.residual(doubles); });
+    refused("bias_gradient has 240 elements; allowed are 48", [&](ts::Product& p) { p.bias_gradient(y); });
     refused("gate is of dtype float64; allowed is that of y, float32",
             [&](ts::Product& p) { p.gate(doubles); });
     refused("scales has 47 elements", [&](ts::Product& p) {

@@ -38,7 +38,12 @@ OPTIONS: dict[int, list[dict[str, Any]]] = {
         )
     ],
     DDS_NN: [{}],
-    SDD_TN: [{"accumulate": False}, {"accumulate": True}],
+    SDD_TN: [
+        {"accumulate": False},
+        {"accumulate": True},
+        {"accumulate": False, "of_bias": "stored"},
+        {"accumulate": True, "of_bias": "added in float32"},
+    ],
 }
 FUNCTIONS = {
     "none": lambda t: t,
@@ -265,6 +270,15 @@ def rounded(expected: Tensor, tolerance: Tensor, dtype: torch.dtype) -> Tensor:
     """The tolerance after the result has been rounded to a dtype, subnormal numbers included."""
     info = torch.finfo(dtype)
     return tolerance + rounding_unit(dtype) * (expected.abs() + tolerance + info.smallest_normal)
+
+
+def reference_of_bias(
+    dtype: torch.dtype, y: Tensor, before: Tensor | None, result: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The sums over tokens of y and what was there before, in float64, and how far off they may be."""
+    terms = y.double() if before is None else torch.cat([y.double(), before.double()])
+    error = (len(terms) + 4) * sums_unit(dtype) * terms.abs().sum(0)
+    return terms.sum(0), rounded(terms.sum(0), error, result)
 
 
 def assert_within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:

@@ -25,6 +25,7 @@ from helpers import (
     blocks_of_dense,
     dense_weight,
     make_pattern,
+    reference_of_bias,
     rounded,
     rounding_unit,
     seeded,
@@ -121,6 +122,7 @@ class Problem:
     residual: bool = False
     gated: bool = False  # the residual is a gate
     accumulate: bool = False
+    of_bias: str = ""  # what becomes of the sums of y: nothing, "stored" or "added in float32"
 
 
 class Guarded:
@@ -150,18 +152,22 @@ class Operands:
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
         bn, bk = pattern.block_shape
+        of_bias = torch.float32 if "float32" in problem.of_bias and dtype.itemsize == 2 else dtype
         self.buffers = {
             "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
             "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
             "values": Guarded(1, pattern.nnz * bn * bk, row.result),
-            "bias": Guarded(1, pattern.out_features, dtype),
+            "bias": Guarded(1, pattern.out_features, of_bias),
             "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=1),
         }
         self.output = self.buffers[OUTPUTS[row.op]]
-        self.inputs = [buffer for buffer in self.buffers.values() if buffer is not self.output]
+        self.outputs = [self.output, self.buffers["bias"]] if problem.of_bias else [self.output]
+        self.inputs = [buffer for buffer in self.buffers.values() if buffer not in self.outputs]
         for seed, buffer in enumerate(self.inputs):
             buffer.lines.copy_(_normal(buffer, seed))
         self.before = _normal(self.output, 9).to(row.result) if problem.accumulate else None
+        added = "added" in problem.of_bias
+        self.bias_before = _normal(self.buffers["bias"], 11).to(of_bias) if added else None
         x, y = self.buffers["x"].lines, self.buffers["y"].lines
         self.x = x.t() if problem.x_layout else x
         self.y = y.t() if problem.y_layout else y
@@ -171,9 +177,12 @@ class Operands:
         self.residual = residual.t() if problem.y_layout and residual is not None else residual
 
     def prepare_output(self) -> None:
-        self.output.poison()
+        for output in self.outputs:
+            output.poison()
         if self.before is not None:
             self.output.lines.copy_(self.before)
+        if self.bias_before is not None:
+            self.buffers["bias"].lines.copy_(self.bias_before)
 
 
 def _guarded_matrix(
@@ -207,6 +216,9 @@ def make_product(row: Row, problem: Problem, operands: Operands) -> _C.Product:
         ldr=residual.ld,
         result_dtype=DTYPES[row.result],
         gated=problem.gated,
+        bias_gradient=bool(problem.of_bias),
+        bias_gradient_dtype=DTYPES[operands.buffers["bias"].lines.dtype] if problem.of_bias else -1,
+        accumulate_bias=operands.bias_before is not None,
     )
     assert product.resolve() == (row.number - 1, 0), "another kernel, or one with a plan"
     return product
@@ -215,7 +227,8 @@ def make_product(row: Row, problem: Problem, operands: Operands) -> _C.Product:
 def run(product: _C.Product, problem: Problem, operands: Operands, workspace: int) -> None:
     """Calls the kernel with a workspace at that address."""
     at = {name: buffer.address for name, buffer in operands.buffers.items()}
-    bias, residual = at["bias"] if problem.bias else 0, at["residual"] if problem.residual else 0
+    bias = at["bias"] if problem.bias or problem.of_bias else 0
+    residual = at["residual"] if problem.residual else 0
     product.run(at["x"], at["y"], at["values"], bias, residual, workspace, 0)
 
 
@@ -287,13 +300,17 @@ def _check(row: Row, problem: Problem) -> None:
     for _ in range(2):
         operands.prepare_output()
         launch(row, problem, operands)
-        assert operands.output.is_whole_outside(), "memory around the output was written"
-        results.append(operands.output.bits.clone())
-    assert torch.equal(*results), "two runs differ"
+        for output in operands.outputs:
+            assert output.is_whole_outside(), "memory around an output was written"
+        results.append([output.bits.clone() for output in operands.outputs])
+    assert all(map(torch.equal, *results)), "two runs differ"
     for before, buffer in zip(inputs, operands.inputs, strict=True):
         assert torch.equal(buffer.bits, before), "an input was written"
     actual = {DDS_NT: operands.y, DDS_NN: operands.x, SDD_TN: operands.values}[row.op]
     assert_within(actual, *reference(row, problem, operands))
+    if problem.of_bias:
+        of_bias = operands.buffers["bias"].lines[0]
+        assert_within(of_bias, *reference_of_bias(row.dtype, operands.y, operands.bias_before, of_bias.dtype))
 
 
 def random_pattern(grid: tuple[int, int], block_shape: tuple[int, int], density: float) -> BlockPattern:

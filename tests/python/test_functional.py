@@ -10,6 +10,7 @@ import torch
 from helpers import (
     DEVICE_DTYPES,
     DEVICES,
+    FUNCTIONS,
     PATTERNS,
     assert_product_close,
     assert_within,
@@ -22,10 +23,11 @@ from helpers import (
     rounded,
     rounding_unit,
     seeded,
+    sums_unit,
 )
 from torch import Tensor
 
-from tilesparse import BlockPattern, InvalidArgumentError, PatternChangedError, functional
+from tilesparse import BlockPattern, InvalidArgumentError, PatternChangedError, _launch, functional
 
 SHAPES = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32)]
 TOKENS = [0, 1, 3, 17, 127, 1000]
@@ -583,3 +585,51 @@ def test_an_updated_pattern_leaves_launched_work_alone(tokens: int) -> None:
     torch.cuda.synchronize()
     assert len(trash) == 20 and all(torch.equal(result, expected) for result in results)
     assert_product_close(after, x, dense_weight(values, other).t())
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_gradients_of_biases_and_activations(
+    device: str, dtype: torch.dtype, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64, of many tokens and of none, also where block rows are empty; the same every time."""
+    monkeypatch.setattr(_launch, "MANY_ELEMENTS", 0)
+    pattern = make_pattern("empty rows and columns", (21, 4), (16, 16))
+    values = random_values(pattern, dtype=dtype, device=device).requires_grad_()
+    bias = randn(pattern.out_features, dtype=dtype, device=device, seed=3).requires_grad_()
+    for leading in ((1100,), (3, 5), (0,)):
+        x = randn(*leading, pattern.in_features, dtype=dtype, device=device, seed=1)
+        dy = randn(*leading, pattern.out_features, dtype=dtype, device=device, seed=2)
+        for name in (activation, "none"):
+            y = functional.linear(x, values, pattern, bias, name)
+            first, again = (torch.autograd.grad(y, (values, bias), dy, retain_graph=True) for _ in range(2))
+            assert all(map(torch.equal, first, again))
+            z = functional.linear(x, values.detach(), pattern, bias.detach()).double().requires_grad_()
+            act = FUNCTIONS[name](z)
+            of_z = torch.autograd.grad(act, z, dy.double())[0].reshape(-1, pattern.out_features)
+            unit = rounding_unit(dtype) + (1e-4 if dtype.itemsize == 2 else 8 * sums_unit(dtype))
+            size = dy.double().abs().reshape(of_z.shape) * (1 + z.abs()).reshape(of_z.shape)
+            bound = (unit + len(of_z) * sums_unit(dtype)) * size.sum(0)
+            expected = of_z.sum(0)
+            assert_within(first[1], expected.cpu(), rounded(expected, bound, dtype).detach().cpu())
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_second_gradients_through_activations(
+    device: str, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same whichever way the first ones are computed."""
+    pattern = make_pattern("random 50%", (4, 3), (16, 16))
+    x = randn(9, pattern.in_features, dtype=torch.float32, device=device, seed=1)
+    found = []
+    for many in (0, 1 << 62):
+        monkeypatch.setattr(_launch, "MANY_ELEMENTS", many)
+        values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
+        bias = randn(pattern.out_features, dtype=torch.float32, device=device, seed=3).requires_grad_()
+        y = functional.linear(x, values, pattern, bias, activation)
+        first = torch.autograd.grad(y.square().sum(), (values, bias), create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()
+        found.append([*first, values.grad, bias.grad])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)

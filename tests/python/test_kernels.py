@@ -28,6 +28,7 @@ from helpers import (
     Stored,
     assert_within,
     make_pattern,
+    reference_of_bias,
     rounded,
     rounding_unit,
     seeded,
@@ -214,6 +215,7 @@ class Problem:
     residual: bool = False
     gated: bool = False  # the residual is a gate
     accumulate: bool = False
+    of_bias: str = ""  # what becomes of the sums of y: nothing, "stored" or "added in float32"
 
 
 class Guarded:
@@ -251,11 +253,12 @@ class Operands:
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
         stored = random_stored(pattern, row.storage, dtype if row.op != SDD_TN else row.result)
+        of_bias = torch.float32 if "float32" in problem.of_bias and dtype.itemsize == 2 else dtype
         self.buffers = {
             "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
             "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
             "values": Guarded(1, stored.values.numel(), stored.values.dtype),
-            "bias": Guarded(1, pattern.out_features, dtype, alignment=dtype.itemsize),
+            "bias": Guarded(1, pattern.out_features, of_bias, alignment=of_bias.itemsize),
             "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=CHUNK),
         }
         if stored.metadata is not None:
@@ -263,11 +266,14 @@ class Operands:
         if stored.scales is not None:
             self.buffers["scales"] = Guarded(1, stored.scales.numel(), torch.float32, alignment=4)
         self.output = self.buffers[OUTPUTS[row.op]]
-        self.inputs = [buffer for buffer in self.buffers.values() if buffer is not self.output]
+        self.outputs = [self.output, self.buffers["bias"]] if problem.of_bias else [self.output]
+        self.inputs = [buffer for buffer in self.buffers.values() if buffer not in self.outputs]
         self.before = normal(self.output.lines.shape, row.result, 9) if problem.accumulate else None
+        added = "added" in problem.of_bias
+        self.bias_before = normal(self.buffers["bias"].lines.shape, of_bias, 11) if added else None
         given = stored._asdict()
         for seed, (name, buffer) in enumerate(self.buffers.items()):
-            if buffer is not self.output:
+            if buffer not in self.outputs:
                 random = normal(buffer.lines.shape, dtype, seed) if name not in given else given[name]
                 buffer.lines.copy_(random.view_as(buffer.lines))
         transposed = {"x": problem.x_layout == 1, "y": problem.y_layout == 1}
@@ -281,9 +287,12 @@ class Operands:
         self.residual = residual.t() if problem.y_layout and residual is not None else residual
 
     def prepare_output(self) -> None:
-        self.output.poison()
+        for output in self.outputs:
+            output.poison()
         if self.before is not None:
             self.output.lines.copy_(self.before)
+        if self.bias_before is not None:
+            self.buffers["bias"].lines.copy_(self.bias_before)
 
 
 def random_stored(pattern: BlockPattern, storage: Storage | None, dtype: torch.dtype) -> Stored:
@@ -320,6 +329,9 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
         "residual": problem.residual,
         "ldr": residual.ld,
         "gated": problem.gated,
+        "bias_gradient": bool(problem.of_bias),
+        "bias_gradient_dtype": DTYPES[operands.buffers["bias"].lines.dtype] if problem.of_bias else -1,
+        "accumulate_bias": operands.bias_before is not None,
         **form_of(row),
     }
     descriptor = prepared_on(DEVICE, problem.pattern).descriptor
@@ -352,7 +364,7 @@ def key_of(row: Row, entry: Prepared) -> int:
 def run(product: _C.Product, problem: Problem, operands: Operands, workspace: int, **changes: int) -> None:
     """Calls the kernel with a workspace at that address; `changes` replace other addresses."""
     addresses = {name: buffer.address for name, buffer in operands.buffers.items()}
-    if not problem.bias:
+    if not (problem.bias or problem.of_bias):
         addresses["bias"] = 0
     if not problem.residual:
         addresses["residual"] = 0
@@ -483,14 +495,19 @@ def _check(row: Row, problem: Problem, plan: Plan | None) -> None:
     for _ in range(2):
         operands.prepare_output()
         launch(row, problem, operands, plan)
-        assert operands.output.is_poison(inside=False), "memory around the output was written"
-        results.append(operands.output.bits.clone())
-    assert torch.equal(*results), "two runs differ"
+        for output in operands.outputs:
+            assert output.is_poison(inside=False), "memory around an output was written"
+        results.append([output.bits.clone() for output in operands.outputs])
+    assert all(map(torch.equal, *results)), "two runs differ"
     for before, buffer in zip(inputs, operands.inputs, strict=True):
         assert torch.equal(buffer.bits, before), "an input was written"
     expected, tolerance = reference(row, problem, operands)
     actual = {DDS_NT: operands.y, DDS_NN: operands.x, SDD_TN: operands.values}[row.op]
     assert_within(actual, expected.cpu(), tolerance.cpu())
+    if problem.of_bias:
+        of_bias = operands.buffers["bias"].lines[0]
+        expected, tolerance = reference_of_bias(row.dtype, operands.y, operands.bias_before, of_bias.dtype)
+        assert_within(of_bias, expected.cpu(), tolerance.cpu())
 
 
 def random_pattern(

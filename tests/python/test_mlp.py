@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from helpers import DEVICES, SIZES, randn, seeded
+from helpers import DEVICES, SIZES, make_pattern, randn, seeded
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers import (
@@ -34,6 +34,7 @@ from tilesparse import (
     BlockSparseModelPatcher,
     InvalidArgumentError,
     UnsupportedError,
+    _launch,
 )
 
 ACTIVATIONS: dict[str, tuple[str | nn.Module, Callable[[Tensor], Tensor]]] = {
@@ -96,6 +97,27 @@ def test_layers_in_every_storage(options: dict[str, Any]) -> None:
         with context():
             expected = by_hand(made, torch.nn.functional.silu, x)
             torch.testing.assert_close(made(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_to_the_second_order(device: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, with block rows of ``up`` that are empty, whose biases have gradients all the same."""
+    monkeypatch.setattr(_launch, "MANY_ELEMENTS", 0)
+    pattern = make_pattern("empty rows and columns", (6, 4), (16, 16))
+    up: Any = layer(64, 96, device, pattern=pattern)
+    made = BlockSparseMLP(up, layer(96, 64, device, 3), activation=activation).double()
+    with torch.no_grad():
+        up.bias += 0.1  # where relu has a gradient, also of empty rows
+    x = randn(5, 64, dtype=torch.float64, device=device, seed=1).requires_grad_()
+    names, parameters = zip(*made.named_parameters(), strict=True)
+
+    def function(x: Tensor, *values: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(made, dict(zip(names, values, strict=True)), x)
+        return y
+
+    assert torch.autograd.gradcheck(function, (x, *parameters), fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, (x, *parameters), fast_mode=True)
 
 
 def test_dropout_comes_before_the_residual() -> None:

@@ -8,6 +8,7 @@
  *               y  = (x W^T + bias) * activation(gate)
  *   TS_DDS_NN   x  = y W                                   gradient of x
  *   TS_SDD_TN   W  = y^T x, on the pattern                 gradient of W
+ *               and the sums over tokens of y              gradient of the bias
  *
  * The product dsd, Y = W X with X [in_features, tokens], is TS_DDS_NT on feature-major x and y.
  *
@@ -165,6 +166,11 @@ typedef struct ts_matmul_desc {
                             rounded to its dtype before; data is NULL for none; TS_DDS_NT only */
     int64_t packed_key; /* what ts_plan_key gives for the kernel that `packed` was made for, so that a product
                            whose kernel reads it in another order refuses it; 0: not known */
+    void* bias_gradient; /* [out_features] or NULL; TS_SDD_TN only: receives the sums over tokens of y, in
+                            float32 (float64) and in a fixed order, rounded once; also of block rows without
+                            a block, and where nnz or tokens is 0. Aligned to one element */
+    int32_t bias_gradient_dtype; /* 0: dtype; d + 1: the dtype d, which may be TS_FLOAT32 for 16 bits */
+    int32_t accumulate_bias;     /* 1 adds to bias_gradient instead of overwriting it */
 } ts_matmul_desc;
 
 /* What kernels are chosen by. */
@@ -282,6 +288,19 @@ TS_API ts_status_t ts_values_compress(const ts_pattern* pattern, int32_t device,
 /* Computes one product on the given stream of the current device. */
 TS_API ts_status_t ts_matmul(const ts_matmul_desc* desc, void* workspace, size_t workspace_bytes,
                              ts_stream_t stream);
+
+/* The gradient of z, where y = activation(z) and y has the given gradient, and the sums over tokens of it, in
+ * one pass: of the bias that was added to become z. On TS_CUDA alone. z, gradient and result are row-major
+ * [tokens, features] without gaps, of TS_FLOAT32, TS_FLOAT16 or TS_BFLOAT16, aligned to 16 bytes; features is
+ * a multiple of 16. bias_gradient is [features], of that dtype: sums of float32 before the gradient of z is
+ * rounded, in a fixed order. result may be gradient; nothing else may overlap what is written. The derivative
+ * of TS_RELU is 0 at 0. The workspace is aligned to 256 bytes. */
+TS_API ts_status_t ts_activation_gradient_workspace_size(int32_t dtype, int64_t tokens, int64_t features,
+                                                         size_t* bytes);
+TS_API ts_status_t ts_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,
+                                          const void* z, const void* gradient, void* result,
+                                          void* bias_gradient, void* workspace, size_t workspace_bytes,
+                                          ts_stream_t stream);
 
 /* The same plans made by the GPU, of a pattern whose arrays lie in memory of the current device, for
  * patterns that change there: nothing waits for the GPU, and the call can be captured in a graph, whose

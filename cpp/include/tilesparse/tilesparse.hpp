@@ -611,6 +611,14 @@ class Product {
         desc_.bias = bias.data();
         return *this;
     }
+    // Of Op::sdd_tn: [out_features], in the dtype of the activations or, where that has 16 bits, float32.
+    // Receives the sums over tokens of y, which are added to what is there if `accumulate` says so.
+    Product& bias_gradient(Array gradient, bool accumulate = false) {
+        bias_gradient_ = given(gradient);
+        desc_.bias_gradient = gradient.data();
+        desc_.accumulate_bias = accumulate;
+        return *this;
+    }
     Product& activation(Activation activation) {
         desc_.activation = static_cast<std::int32_t>(activation);
         return *this;
@@ -752,6 +760,7 @@ class Product {
         desc.result_dtype = code(is_forward ? y_ : desc.op == TS_DDS_NN ? x_ : values_) + 1;
         if (residual_.is_given) desc.residual.layout = desc.y.layout;
         if (gate_.is_given) desc.gate.layout = desc.y.layout;
+        if (bias_gradient_.is_given) desc.bias_gradient_dtype = code(bias_gradient_) + 1;
         finish_matrix("x", x_, desc.x, pattern_.in_features);
         finish_matrix("y", y_, desc.y, pattern_.out_features);
         finish_matrix("residual", residual_, desc.residual, pattern_.out_features);
@@ -790,6 +799,7 @@ class Product {
             detail::require(i != result || !operands[i]->is_const,
                             std::string(names[i]) + " is const; it is what this product writes");
         }
+        detail::require(!bias_gradient_.is_const, "bias_gradient is const; it is what this product writes");
     }
 
     void check_dtypes() const {
@@ -840,11 +850,12 @@ class Product {
         if (desc_.scales != nullptr)
             check_count("scales", scales_size_, desc_.row_scales ? rows : pattern_.nnz);
         if (bias_.is_given) check_count("bias", bias_.size, pattern_.out_features);
+        if (bias_gradient_.is_given) check_count("bias_gradient", bias_gradient_.size, pattern_.out_features);
     }
 
     ts_pattern pattern_;
     ts_matmul_desc desc_{};  // without its pattern and dtypes
-    Operand x_, y_, residual_, gate_, values_, bias_;
+    Operand x_, y_, residual_, gate_, values_, bias_, bias_gradient_;
     std::size_t metadata_size_ = 0, scales_size_ = 0;
     Buffer<std::byte> workspace_;
 };

@@ -1,0 +1,114 @@
+// The sums over tokens of a tokens x features matrix, the gradient of a bias. Warps sum some tokens of some
+// features each, wherever they run: in a kernel of their own (sums/sums.cu), or beside a product that leaves
+// memory idle. A second kernel adds what they leave in a fixed order.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "sums/sums.h"
+
+namespace ts::sums {
+
+// What 16-bit and float32 elements are summed in, and float64.
+template <class Element>
+using SumOf = std::conditional_t<sizeof(Element) == 8, double, float>;
+
+// One item of the work: a part of the tokens, and the features that 32 lanes read side by side, or one
+// feature where its tokens lie side by side. Lines of 512 bytes are read either way, kAhead at a time.
+//
+// `kPrefetches`: asks for lines long before they are read, where few warps have to keep memory busy.
+template <class Element, int kAhead, bool kPrefetches>
+class Item {
+    using Sum = SumOf<Element>;
+    static constexpr int kWidth = 16 / sizeof(Element);  // elements of a lane in a line
+    static constexpr int kLineBytes = 512, kLine = 32 * kWidth, kFetched = 32;
+
+  public:
+    __device__ __forceinline__ Item(const Sums& sums, int index, int lane)
+        : all_(sums), piece_(index % sums.pieces), part_(index / sums.pieces), lane_(lane) {}
+
+    __device__ __forceinline__ void run() {
+        const int64_t first = part_ * all_.span, last = min(first + all_.span, all_.tokens);
+        const auto* const y = static_cast<const Element*>(all_.y);
+        auto* const to = static_cast<Sum*>(all_.partial) + part_ * all_.features;
+        if (all_.row_major) {
+            const int64_t feature = int64_t{piece_} * kLine + lane_ * kWidth;
+            const int64_t rest = (all_.features - int64_t{piece_} * kLine) * sizeof(Element);
+            add_lines(y + first * all_.ld + int64_t{piece_} * kLine, all_.ld, last - first,
+                      static_cast<int>(min(rest, int64_t{kLineBytes})));
+            if (feature >= all_.features) return;
+#pragma unroll
+            for (int i = 0; i < kWidth; ++i) to[feature + i] = sums_[i];
+            return;
+        }
+        const Element* const line = y + piece_ * all_.ld;
+        const int64_t count = max(last - first, int64_t{0}) / kLine;
+        add_lines(line + first, kLine, count, kLineBytes);
+        Sum sum = 0;
+        for (int64_t t = first + count * kLine + lane_; t < last; t += 32) sum += element(line[t]);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sum += sums_[i];
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+        if (lane_ == 0) to[piece_] = sum;
+    }
+
+  private:
+    __device__ static Sum element(Element value) { return static_cast<Sum>(value); }
+
+    // `pitch`: elements from one line to the next. `bytes`: of a line that there are.
+    __device__ __forceinline__ void add_lines(const Element* first, int64_t pitch, int64_t count, int bytes) {
+        const auto* line = reinterpret_cast<const char*>(first);
+        pitch *= sizeof(Element);
+        const bool reads = lane_ * 16 < bytes;
+        if constexpr (kPrefetches) fetch(line, pitch, count, bytes);
+        for (int64_t done = 0; done < count; done += kFetched) {
+            if constexpr (kPrefetches) fetch(line + kFetched * pitch, pitch, count - done - kFetched, bytes);
+            const int lines = static_cast<int>(min(count - done, int64_t{kFetched}));
+            if (reads) add_some(line + lane_ * 16, pitch, lines);
+            line += kFetched * pitch;
+        }
+    }
+
+    __device__ __forceinline__ void add_some(const char* from, int64_t pitch, int lines) {
+        int i = 0;
+#pragma unroll 1
+        for (; i + kAhead <= lines; i += kAhead, from += kAhead * pitch) {
+            uint4 vectors[kAhead];
+#pragma unroll
+            for (int j = 0; j < kAhead; ++j)
+                vectors[j] = __ldg(reinterpret_cast<const uint4*>(from + j * pitch));
+#pragma unroll
+            for (int j = 0; j < kAhead; ++j) add(vectors[j]);
+        }
+#pragma unroll 1
+        for (; i < lines; ++i, from += pitch) add(__ldg(reinterpret_cast<const uint4*>(from)));
+    }
+
+    __device__ __forceinline__ void add(const uint4& vector) {
+        const auto* const elements = reinterpret_cast<const Element*>(&vector);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sums_[i] += element(elements[i]);
+    }
+
+    // Has L2 ask for the lines from one on, 128 bytes a lane. Bulk prefetches of whole lines were slower.
+    __device__ __forceinline__ void fetch(const char* line, int64_t pitch, int64_t count, int bytes) const {
+        const int column = lane_ % 4 * 128;
+        if (column >= bytes) return;
+#pragma unroll 1
+        for (int i = lane_ / 4; i < min(count, int64_t{kFetched}); i += 8)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(line + i * pitch + column));
+    }
+
+    const Sums& all_;
+    int piece_, part_, lane_;
+    Sum sums_[kWidth] = {};
+};
+
+// What one of so many warps does.
+template <class Element, int kAhead, bool kPrefetches>
+__device__ __forceinline__ void sum_items(const Sums& sums, int warp, int warps, int lane) {
+    for (int index = warp; index < sums.pieces * sums.parts; index += warps)
+        Item<Element, kAhead, kPrefetches>(sums, index, lane).run();
+}
+
+}  // namespace ts::sums
