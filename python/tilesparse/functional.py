@@ -161,18 +161,23 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 class _Activated(torch.autograd.Function):
-    """activation(z) of z with a bias in it, whose gradient comes from here, with that of z in one pass."""
+    """activation(z) of z with a bias in it, whose gradient comes from here, with that of z in one pass.
+
+    So the graph of z knows nothing of the bias; what is differentiated again has to.
+    """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, bias: Tensor, code: int) -> Tensor:
-        ctx.save_for_backward(z)
+        ctx.save_for_backward(z, bias)
         ctx.code = code
         y: Tensor = _BY_CODE[code][0](z)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (z,), grad = ctx.saved_tensors, grads[0]
+        (z, bias), grad = ctx.saved_tensors, grads[0]
+        if torch.is_grad_enabled():
+            z = z + (bias - bias.detach())
         tensors = grad, z
         if records_gradient(tensors) or not all(map(_is_whole, tensors)) or not is_plain(tensors):
             of_z = _BY_CODE[ctx.code][1](grad, z)  # which can be differentiated again
