@@ -19,7 +19,7 @@ from problems import LAYOUTS, OPS, PRECISIONS, Problem
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilesparse import _C, BlockPattern, functional
+from tilesparse import _C, BlockPattern, BlockSparseLinear, functional
 from tilesparse._checks import DTYPES
 
 TUNING_REPETITIONS = 5
@@ -62,6 +62,20 @@ def _tilesparse_call(problem: Problem) -> Callable[[], Tensor]:
     if problem.case.op == "dds_nn":
         return lambda: functional.dds(y, values, pattern, transpose=False)
     return lambda: functional.sdd(y, x, pattern)
+
+
+def _packed(problem: Problem, timer: CudaTimer) -> Prepared:
+    """As in inference with a layer that keeps its weight packed, see `BlockSparseLinear.pack`."""
+    kernel = _chosen_kernel(problem)
+    if "narrow" not in kernel or problem.case.op != "dds_nt":
+        raise Unavailable(f"{kernel} takes the weight as it is")
+    x, pattern = problem.x, problem.pattern
+    sizes = pattern.in_features, pattern.out_features
+    layer = BlockSparseLinear(*sizes, pattern=pattern, bias=False, device=x.device, dtype=x.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(problem.values)
+    layer.pack()
+    return Prepared(torch.no_grad()(lambda: layer(x)), {"kernel": kernel})
 
 
 def _chosen_kernel(problem: Problem) -> str:
@@ -167,4 +181,9 @@ def _tensor(result: Any) -> Tensor:
     return tensor
 
 
-CONTENDERS: dict[str, Prepare] = {"tilesparse": _tilesparse, "triton": _triton, "stk": _stk}
+CONTENDERS: dict[str, Prepare] = {
+    "tilesparse": _tilesparse,
+    "packed": _packed,
+    "triton": _triton,
+    "stk": _stk,
+}

@@ -17,7 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 from numpy import interp
 
 OPS = {"dds_nt": "Forward (dds)", "dds_nn": "Gradient of x (dds)", "sdd_tn": "Gradient of W (sdd)"}
-WHO = {"triton": "PyTorch Triton BSR, tuned", "stk": "STK", "dense": "dense, cuBLAS"}
+WHO = {
+    "packed": "tilesparse, packed",
+    "triton": "PyTorch Triton BSR, tuned",
+    "stk": "STK",
+    "dense": "dense, cuBLAS",
+}
 METRICS = {
     "efficiency": ("η = t_dense · density / t", "{:.2f}"),
     "speedup": ("speedup over dense", "{:.2f}x"),
