@@ -168,16 +168,17 @@ class _Activated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, bias: Tensor, code: int) -> Tensor:
-        ctx.save_for_backward(z, bias)
+        ctx.save_for_backward(z)
         ctx.code = code
+        ctx.bias = bias  # not saved as z is: its values do not count, and may change before the backward pass
         y: Tensor = _BY_CODE[code][0](z)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (z, bias), grad = ctx.saved_tensors, grads[0]
+        (z,), grad = ctx.saved_tensors, grads[0]
         if torch.is_grad_enabled():
-            z = z + (bias - bias.detach())
+            z = z + (ctx.bias - ctx.bias.detach())
         tensors = grad, z
         if records_gradient(tensors) or not all(map(_is_whole, tensors)) or not is_plain(tensors):
             of_z = _BY_CODE[ctx.code][1](grad, z)  # which can be differentiated again

@@ -645,3 +645,20 @@ def test_second_gradients_through_activations(
         found.append([*first, values.grad, bias.grad])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+def test_a_bias_may_change_before_its_gradient_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch.nn.Linear, whose gradients do not depend on it; the kernel's place is taken."""
+    monkeypatch.setattr(_launch, "activation_gradient", _gradient_by_pytorch)
+    monkeypatch.setattr(functional, "_sums_with_activation", lambda *_: True)
+    pattern = make_pattern("random 50%", (4, 3), (16, 16))
+    x = randn(9, pattern.in_features, dtype=torch.float32, seed=1)
+    values = random_values(pattern, dtype=torch.float32).requires_grad_()
+    found = []
+    for change in (0.0, 1.0):
+        bias = randn(pattern.out_features, dtype=torch.float32, seed=3).requires_grad_()
+        y = functional.linear(x, values, pattern, bias, "gelu")
+        with torch.no_grad():
+            bias.add_(change)
+        found.append(torch.autograd.grad(y.sum(), (values, bias)))
+    assert all(map(torch.equal, *found))
