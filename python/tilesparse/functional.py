@@ -144,7 +144,7 @@ def linear_on(
     check_one(residual, gate)
     if gate is None and not feature_major and _sums_with_activation(x, bias):
         y = call(DDS_NT, x, values, index, _detached(bias), None, 0, False, extras)
-        return combined(_activate(y, bias, code), "none", residual, None)
+        return combined(_activate(y, bias, activation), "none", residual, None)
     y = call(DDS_NT, x, values, index, bias, None, 0, feature_major, extras)
     return combined(y, activation, residual, gate)
 
@@ -167,12 +167,11 @@ class _Activated(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, bias: Tensor, code: int) -> Tensor:
+    def forward(ctx: Any, z: Tensor, bias: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(z)
-        ctx.code = code
+        ctx.activation = activation
         ctx.bias = bias  # not saved as z is: its values do not count, and may change before the backward pass
-        y: Tensor = _BY_CODE[code][0](z)
-        return y
+        return _activated(z, activation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -181,9 +180,9 @@ class _Activated(torch.autograd.Function):
             z = z + (ctx.bias - ctx.bias.detach())
         tensors = grad, z
         if records_gradient(tensors) or not all(map(_is_whole, tensors)) or not is_plain(tensors):
-            of_z = _BY_CODE[ctx.code][1](grad, z)  # which can be differentiated again
+            of_z = _GRADIENTS[ctx.activation](grad, z)  # which can be differentiated again
             return of_z, of_z.reshape(-1, z.shape[-1]).sum(0), None
-        return *_launch.activation_gradient(grad, z, ctx.code), None
+        return *_launch.activation_gradient(grad, z, activation_code(ctx.activation)), None
 
 
 _activate: Callable[..., Tensor] = _Activated.apply
@@ -198,11 +197,11 @@ def _gradient_of_silu(grad: Tensor, z: Tensor) -> Tensor:
     return grad * sigmoid * (1 + z * (1 - sigmoid))
 
 
-# Activations and their gradients, by PyTorch.
-_BY_CODE: dict[int, Any] = {
-    _launch.ACTIVATIONS["relu"]: (torch.relu, lambda grad, z: torch.ops.aten.threshold_backward(grad, z, 0)),
-    _launch.ACTIVATIONS["gelu"]: (torch.nn.functional.gelu, torch.ops.aten.gelu_backward),
-    _launch.ACTIVATIONS["silu"]: (torch.nn.functional.silu, _gradient_of_silu),
+# Of the activations in _DIFFERENTIABLE, by PyTorch.
+_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda grad, z: torch.ops.aten.threshold_backward(grad, z, 0),
+    "gelu": torch.ops.aten.gelu_backward,
+    "silu": _gradient_of_silu,
 }
 
 
