@@ -263,7 +263,8 @@ struct Sdd {
     static size_t workspace_size(const Problem& problem, const Device& device) {
         if (problem.pattern.nnz == 0) return 0;
         const bool sums_y = problem.bias_gradient.data != nullptr;
-        return split_bytes(problem, device) + (sums_y ? sums::partial_bytes(problem, sum_warps(device)) : 0);
+        return bytes_of_splits(problem, device) +
+               (sums_y ? sums::partial_bytes(problem, sum_warps(device)) : 0);
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
@@ -271,17 +272,12 @@ struct Sdd {
         SddArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem, device)) return error;
         if (arguments.may_split) {
-            arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPaceBytes);
-            if (is_paced(problem, device)) {
-                arguments.pace = static_cast<int*>(workspace);
-                if (const cudaError_t error =
-                        cudaMemsetAsync(workspace, 0, kPaceBytes, static_cast<cudaStream_t>(stream)))
-                    return error;
-            }
+            const bool paced = is_paced(problem, device);
+            if (const cudaError_t error = use_split_memory(arguments, workspace, paced, stream)) return error;
         }
         const auto start = problem.result_dtype == Math::kDType ? start_for<Traits> : start_for<WideTraits>;
         if (problem.bias_gradient.data == nullptr) return start(arguments, problem, stream);
-        void* const partial = static_cast<char*>(workspace) + split_bytes(problem, device);
+        void* const partial = static_cast<char*>(workspace) + bytes_of_splits(problem, device);
         arguments.sums = sums::share(problem, sum_warps(device), partial);
         if (const cudaError_t error = start(arguments, problem, stream)) return error;
         return sums::add_partial(problem, arguments.sums, stream);
@@ -308,13 +304,11 @@ struct Sdd {
     }
 
   private:
-    static constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
-    static constexpr size_t kPartialBytes =
-        Traits::kHalves * Traits::kStrip * Traits::kWindow * sizeof(float);
+    // A tile holds at most so many values.
+    static constexpr int64_t kTileValues = Traits::kHalves * Traits::kStrip * Traits::kWindow;
 
-    static size_t split_bytes(const Problem& problem, const Device& device) {
-        if (!may_split(problem, device)) return 0;
-        return kPaceBytes + SddSchedule::max_partials(device.multiprocessors) * kPartialBytes;
+    static size_t bytes_of_splits(const Problem& problem, const Device& device) {
+        return may_split(problem, device) ? split_bytes(device, kTileValues) : 0;
     }
 
     static int64_t sum_warps(const Device& device) {
@@ -329,8 +323,7 @@ struct Sdd {
     // If it would not be split, there is no need to launch a second kernel that finds nothing to do.
     static bool may_split(const Problem& problem, const Device& device) {
         constexpr int kSpareTiles = 4;
-        constexpr int kMinSplitSteps = 24;  // below this, finding nothing to do takes longer than can be won
-        const int steps = step_count(problem), team = team_size(problem, device);
+        const int steps = sdd_steps(problem), team = team_size(problem, device);
         if (!are_wide_blocks(problem.pattern)) return steps >= kMinSplitSteps;
         const auto pairs = static_cast<int>((problem.pattern.nnz + 1) / 2);
         for (int tiles = pairs; tiles <= pairs + kSpareTiles; ++tiles)
@@ -342,7 +335,8 @@ struct Sdd {
     // Where they take longer, or come alone, a fourth stage is worth more.
     static bool stages_results(const Problem& problem, const Device& device) {
         constexpr int kMostSteps = 12;
-        return stages_last(problem) && step_count(problem) <= kMostSteps && fills(problem, device);
+        return stages_last(problem) && sdd_steps(problem) <= kMostSteps &&
+               fills(problem, device, kTileValues);
     }
     static bool stages_last(const Problem& problem) {
         return are_wide_blocks(problem.pattern) && !problem.accumulate &&
@@ -351,16 +345,7 @@ struct Sdd {
 
     // Only where there is a round of tiles that are not split. Wide blocks have no use for it.
     static bool is_paced(const Problem& problem, const Device& device) {
-        return !are_wide_blocks(problem.pattern) && fills(problem, device);
-    }
-
-    // Whether each multiprocessor gets a tile, and some get more.
-    static bool fills(const Problem& problem, const Device& device) {
-        return problem.pattern.value_count() > device.multiprocessors * kTileValues;
-    }
-
-    static int step_count(const Problem& problem) {
-        return static_cast<int>((problem.tokens + Traits::kStep - 1) / Traits::kStep);
+        return !are_wide_blocks(problem.pattern) && fills(problem, device, kTileValues);
     }
 
     // The kernel, and the one that adds partial sums, for one dtype of results.
@@ -393,7 +378,7 @@ struct Sdd {
         arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
         arguments.x_operand = describe_operand(problem.x, unit);
         arguments.plan_lines = plan_lines(pattern);
-        arguments.steps = step_count(problem);
+        arguments.steps = sdd_steps(problem);
         arguments.team_size = team_size(problem, device);
         arguments.teams = device.multiprocessors / arguments.team_size;
         arguments.may_split = may_split(problem, device);
@@ -415,9 +400,6 @@ struct Sdd {
             return error;
         return map(arguments.x, problem, problem.x, pattern.in_features, unit);
     }
-
-    // A tile holds at most so many values.
-    static constexpr int64_t kTileValues = Traits::kHalves * Traits::kStrip * Traits::kWindow;
 
     static int plan_lines(const Pattern& pattern) {
         const int64_t tiles = (pattern.value_count() + kTileValues - 1) / kTileValues;

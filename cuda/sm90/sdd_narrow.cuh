@@ -48,8 +48,7 @@ struct SddNarrowTraits {
     static constexpr int kBlocks = kListBlocks;
     static constexpr int kGroups = kListWarps / 4;  // warpgroups that multiply
     static constexpr int kThreads = 128 * (1 + kGroups);
-    static constexpr int kStep = 64;                         // tokens, of the schedule
-    static constexpr int kStageTokens = 32;                  // of a stage
+    static constexpr int kStageTokens = 32;
     static constexpr int kBlockSums = kBlock * kBlock / 32;  // of a lane
     static constexpr int kSums = kBlocks * kBlockSums;
     static constexpr int kStages = 3;
@@ -165,7 +164,7 @@ class SddNarrowProducer {
   private:
     // Lanes load the units of y and then those of x of a tile, one each.
     __device__ void load(const SddWork& work, int4 tile, int feature, bool backwards, bool paced) {
-        constexpr int kStepStages = Traits::kStep / Traits::kStageTokens;
+        constexpr int kStepStages = kSddStep / Traits::kStageTokens;
         const bool is_y = lane_ < tile.x;
         const bool row_major = is_y ? kRowMajorY : kRowMajorX;
         const CUtensorMap* const map = is_y ? &arguments_.y : &arguments_.x;
@@ -278,7 +277,7 @@ class SddNarrowConsumer {
 #pragma unroll
             for (float& sum : sums) sum = 0;
             read_list(plan.masks + list);
-            const int stages = (work.last_step - work.first_step) * (Traits::kStep / Traits::kStageTokens);
+            const int stages = (work.last_step - work.first_step) * (kSddStep / Traits::kStageTokens);
             const int blocks = __shfl_sync(~0u, min(max(tile.z - warp_ * tile.w, 0), tile.w), 0);
             if (blocks > kBlocks / 2)
                 multiply<kBlocks>(sums, stages);
@@ -434,10 +433,9 @@ struct SddNarrow {
         return are_listed_blocks(problem.pattern) ? nullptr : "its blocks are 16 x 16";
     }
 
-    // Counters of the pace and partial sums.
     static size_t workspace_size(const Problem& problem, const Device& device) {
         if (problem.pattern.nnz == 0 || !may_split(problem)) return 0;
-        return kPaceBytes + SddSchedule::max_partials(device.multiprocessors) * kPartialBytes;
+        return split_bytes(device, kTileValues);
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
@@ -446,7 +444,7 @@ struct SddNarrow {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(problem.pattern, problem.op, kListPlan);
         arguments.values = problem.values.data;
-        arguments.steps = step_count(problem);
+        arguments.steps = sdd_steps(problem);
         arguments.ctas = device.multiprocessors;
         arguments.may_split = may_split(problem);
         arguments.accumulate = problem.accumulate;
@@ -458,13 +456,9 @@ struct SddNarrow {
                 return error;
         }
         if (arguments.may_split) {
-            arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPaceBytes);
-            if (fills(problem, device)) {
-                arguments.pace = static_cast<int*>(workspace);
-                if (const cudaError_t error =
-                        cudaMemsetAsync(workspace, 0, kPaceBytes, static_cast<cudaStream_t>(stream)))
-                    return error;
-            }
+            const bool is_paced = fills(problem, device, kTileValues);
+            if (const cudaError_t error = use_split_memory(arguments, workspace, is_paced, stream))
+                return error;
         }
         const auto start =
             problem.result_dtype == Math::kDType ? start_for<typename Math::Element> : start_for<float>;
@@ -492,24 +486,9 @@ struct SddNarrow {
 
   private:
     static constexpr int64_t kTileValues = int64_t{kListTileBlocks} * Common::kBlock * Common::kBlock;
-    static constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
-    static constexpr size_t kPartialBytes = sizeof(float) * kTileValues;
 
-    // The number of tiles is on the device. Below so many steps, finding nothing to do takes longer than can
-    // be won.
-    static bool may_split(const Problem& problem) {
-        constexpr int kMinSplitSteps = 24;
-        return step_count(problem) >= kMinSplitSteps;
-    }
-
-    // Whether each multiprocessor gets a tile, and some get more.
-    static bool fills(const Problem& problem, const Device& device) {
-        return problem.pattern.value_count() > device.multiprocessors * kTileValues;
-    }
-
-    static int step_count(const Problem& problem) {
-        return static_cast<int>((problem.tokens + Common::kStep - 1) / Common::kStep);
-    }
+    // The number of tiles is on the device.
+    static bool may_split(const Problem& problem) { return sdd_steps(problem) >= kMinSplitSteps; }
 
     // The kernel, and the one that adds partial sums.
     template <class Result>

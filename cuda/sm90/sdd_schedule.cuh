@@ -8,9 +8,16 @@
 // partial sums. Tiles are not cut where that kernel would take longer than can be won.
 #pragma once
 
+#include <cuda_runtime.h>
+
+#include <cstddef>
 #include <cstdint>
 
+#include "common/problem.h"
+
 namespace ts::sm90 {
+
+constexpr int kSddStep = 64;  // tokens
 
 struct SddWork {
     int tile;
@@ -190,5 +197,34 @@ class Pace {
     int begun_ = 0;
     bool gave_up_ = false;
 };
+
+// --- Host side ---
+
+constexpr int kMinSplitSteps = 24;  // below this, finding nothing to do takes longer than can be won
+
+inline int sdd_steps(const Problem& problem) {
+    return static_cast<int>((problem.tokens + kSddStep - 1) / kSddStep);
+}
+
+// Whether each multiprocessor gets a tile of so many values at most, and some get more.
+inline bool fills(const Problem& problem, const Device& device, int64_t tile_values) {
+    return problem.pattern.value_count() > device.multiprocessors * tile_values;
+}
+
+// What a kernel that may split tiles has in its workspace: the counters of the pace, and behind them the
+// partial sums of tiles.
+constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
+
+inline size_t split_bytes(const Device& device, int64_t tile_values) {
+    return kPaceBytes + SddSchedule::max_partials(device.multiprocessors) * sizeof(float) * tile_values;
+}
+
+template <class Arguments>
+cudaError_t use_split_memory(Arguments& arguments, void* workspace, bool is_paced, void* stream) {
+    arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPaceBytes);
+    if (!is_paced) return cudaSuccess;
+    arguments.pace = static_cast<int*>(workspace);
+    return cudaMemsetAsync(workspace, 0, kPaceBytes, static_cast<cudaStream_t>(stream));
+}
 
 }  // namespace ts::sm90

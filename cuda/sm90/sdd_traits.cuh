@@ -47,7 +47,7 @@ struct SddTraits {
     static constexpr int kHalves = 2;  // warpgroups that multiply
     static constexpr int kStrip = kStripFeatures;
     static constexpr int kWindow = kStripWindow;
-    static constexpr int kStep = 64;  // tokens
+    static constexpr int kStep = kSddStep;
     static constexpr int kThreads = 128 * (1 + kHalves);
     static constexpr int kSumWarps = 3;   // beside the one that loads
     static constexpr int kSumsAhead = 4;  // lines that they read at a time, which their registers bound
