@@ -31,13 +31,15 @@ __device__ inline float approximate_gelu(float x) {
     return fmaf(-size, power_of_two(exponent), relu(x));
 }
 
-// x / (1 + exp(-x)).
-__device__ inline float silu(float x) {
+// 1 / (1 + exp(-x)).
+__device__ inline float sigmoid(float x) {
     constexpr float kLog2E = 1.442695041f;
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power_of_two(-kLog2E * x)));
-    return x * inverse;
+    return inverse;
 }
+
+__device__ inline float silu(float x) { return x * sigmoid(x); }
 
 // `Element`: what the result is rounded to.
 template <class Element>

@@ -9,6 +9,7 @@
 #include <cute/arch/mma_sm80.hpp>
 
 #include "common/problem.h"
+#include "common/tf32.cuh"
 
 namespace ts::sm80 {
 
@@ -44,12 +45,6 @@ struct HalfMath {
 
 using f16 = HalfMath<__half, DType::float16, cute::SM80_16x8x16_F32F16F16F32_TN>;
 using bf16 = HalfMath<__nv_bfloat16, DType::bfloat16, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
-
-__device__ inline uint32_t round_to_tf32(float value) {
-    uint32_t result;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
-    return result;
-}
 
 struct tf32 {
     using Element = float;

@@ -10,15 +10,10 @@
 
 #include <cutlass/arch/barrier.h>
 
+#include "common/tf32.cuh"
 #include "sm90/dds_traits.cuh"
 
 namespace ts::sm90 {
-
-__device__ inline uint32_t round_to_tf32(float value) {
-    uint32_t result;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
-    return result;
-}
 
 // What TF32 cuts off, rounded.
 __device__ inline uint32_t cut_off(uint32_t value) {

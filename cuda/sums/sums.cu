@@ -42,9 +42,8 @@ __device__ inline float through(float gradient, float z) {
         const float below = sizeof(Element) == 2 ? normal_cdf(z) : 0.5f * (1.0f + erff(z * 0.70710678f));
         return gradient * fmaf(z, kDensityAt0 * power_of_two(-0.5f * kLog2E * z * z), below);
     } else {
-        float sigmoid;
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power_of_two(-kLog2E * z)));
-        return gradient * sigmoid * fmaf(z, 1.0f - sigmoid, 1.0f);
+        const float slope = sigmoid(z);
+        return gradient * slope * fmaf(z, 1.0f - slope, 1.0f);
     }
 }
 
