@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
 
@@ -211,9 +212,14 @@ class CausalAttention(nn.Module):
         return _rotated(q, cos, sin), _rotated(k, cos, sin), v
 
     def _attend_to_cache(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The heads of a group are the queries of its keys, so that the cache is read once."""
+        """The heads of a group are the queries of its keys, so that the cache is read once.
+
+        PyTorch takes cuDNN otherwise, which needs 102 us in place of 30 for one sequence on an H200, and as
+        long for 16.
+        """
         groups = q.reshape(q.shape[0], self.kv_heads, -1, q.shape[-1])
-        return F.scaled_dot_product_attention(groups, keys, values).reshape(q.shape)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(groups, keys, values).reshape(q.shape)
 
 
 def _rotations(positions: Tensor, size: Size) -> tuple[Tensor, Tensor]:
