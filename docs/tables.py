@@ -26,11 +26,18 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import report  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/choosing.md", "docs/results-cpu.md", "docs/results-h200.md")
+PAGES = (
+    "README.md",
+    "docs/choosing.md",
+    "docs/performance.md",
+    "docs/results-cpu.md",
+    "docs/results-h200.md",
+)
 MARK = re.compile(r"<!-- (table|report) (\S+)( without host)? -->\n.*?<!-- /\1 -->", re.S)
 HOST = re.compile(r"### Host time.*?(?=###)", re.S)
 BLOCKS = (16, 32, 64, 128)
 DENSITIES = (0.5, 0.25, 0.1)
+PRODUCTS = {"dds_nt": "forward", "dds_nn": "gradient of x", "sdd_tn": "gradient of W"}
 LARGE = ("up", "down")  # layers of 4096 -> 14336 and 14336 -> 4096 features, 8192 tokens
 WIDE = (4096, 4096)  # in, out of the larger layer that was measured on a CPU
 
@@ -143,6 +150,77 @@ def models() -> str:
     return _table(["", "block", *(f"density {_short(density)}" for density in DENSITIES)], lines)
 
 
+def efficiency() -> str:
+    """η of random patterns on an H200, in turn at each density."""
+    shapes = ("up", "down", "vith", "bert")
+    lines = [
+        [
+            product,
+            f"{block}×{block}",
+            *(_efficiencies("h200_bf16.json", op, block, shape) for shape in shapes),
+        ]
+        for op, product in PRODUCTS.items()
+        for block in reversed(BLOCKS)
+    ]
+    return _table(["product", "block", *shapes], lines)
+
+
+def unequal() -> str:
+    """η of up on an H200 where rows or columns have unequal lengths, at density .25 and .1, beside Triton."""
+    patterns, densities = ("power", "power-columns", "banded"), DENSITIES[1:]
+    lines = []
+    for op in ("dds_nt", "dds_nn"):
+        for block in (128, 64, 32):
+            by = partial(_efficiencies, "h200_unequal.json", op, block, "up", densities)
+            cells = [f"{by(pattern)} ({by(pattern, 'triton')})" for pattern in patterns]
+            lines.append([PRODUCTS[op], f"{block}×{block}", *cells])
+    return _table(["product", "block", *(f"{pattern} (Triton)" for pattern in patterns)], lines)
+
+
+def packed() -> str:
+    """Some hundred tokens on an H200: µs at density .25 and .1 where each call packs, and where none does."""
+    times: dict[tuple[str, int], dict[tuple[str, float], str]] = {}
+    for case in _cases("h200_packed.json"):
+        row = times.setdefault((case["shape"], case["block_shape"][0]), {})
+        for one in case["results"]:
+            if "t_us" in one:
+                row[one["contender"], case["requested_density"]] = f"{one['t_us']:.0f}"
+                row["dense", 1] = f"{min(one['dense_us']):.0f}"
+    lines = []
+    for (shape, block), row in sorted(times.items(), key=lambda item: -item[0][1]):
+        cells = [
+            " / ".join(row.get((contender, density), "-") for density in DENSITIES[1:])
+            for contender in ("tilesparse", "packed", "triton")
+        ]
+        lines.append([shape.replace("x", "×"), f"{block}×{block}", *cells, row["dense", 1]])
+    header = ["tokens × out × in", "block", "each call packs", "packed before", "Triton", "dense"]
+    return _table(header, lines)
+
+
+def captured() -> str:
+    """Whole models on an H200 in CUDA graphs, as they are and compiled before that."""
+    names = {
+        "vit": "ViT-H/14, 64 images",
+        "roberta": "RoBERTa-base, 16 × 512 tokens",
+        "llama-prefill": "Llama 3 8B, a decoder block, 8192 tokens",
+        "llama-decode1": "the same, one token after 8192",
+        "llama-decode16": "the same, 16 of these",
+    }
+    cases = {
+        (case["model"], case["task"], case["mode"]): case for case in _cases("h200_models_captured.json")
+    }
+    lines = []
+    for model, name in names.items():
+        for task in ("inference", "training"):
+            if (model, task, "graph") not in cases:
+                continue
+            cells = [
+                cell for mode in ("graph", "compile-graph") for cell in _captured(cases[model, task, mode])
+            ]
+            lines.append([f"{name}, {task}" if model in ("vit", "roberta") else name, *cells])
+    return _table(["model", "dense", "sparse", "dense, compiled", "sparse, compiled"], lines)
+
+
 def quality() -> str:
     """MiniLM's sentence embeddings after one-shot pruning."""
     pruned = {case["density"]: case for case in _cases("cpu_prune_minilm.json")}
@@ -160,8 +238,50 @@ def quality() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (summary, tokens, products, cpu, models, quality)
+    table.__name__: table
+    for table in (summary, tokens, products, cpu, models, efficiency, unequal, packed, captured, quality)
 }
+
+
+def _efficiencies(
+    file: str,
+    op: str,
+    block: int,
+    shape: str,
+    densities: Sequence[float] = DENSITIES,
+    pattern: str = "random",
+    contender: str = "tilesparse",
+) -> str:
+    """η at each density, with a star where dense was unsteady."""
+    found = {
+        case["requested_density"]: _result(case, contender)
+        for case in _cases(file)
+        if (case["op"], case["block_shape"], case["shape"], case["pattern"])
+        == (op, [block, block], shape, pattern)
+    }
+    return " / ".join(
+        f"{one['efficiency']:.2f}".removeprefix("0") + "*" * one["unsteady"]
+        if (one := found.get(density))
+        else "-"
+        for density in densities
+    )
+
+
+def _result(case: dict[str, Any], contender: str) -> dict[str, Any] | None:
+    """That of one of those that are compared, or None where it was not measured."""
+    return next(
+        (one for one in case["results"] if one["contender"] == contender and "t_us" in one),
+        None,
+    )
+
+
+def _captured(case: dict[str, Any]) -> tuple[str, str]:
+    """Time and memory of the dense model and of the sparse one."""
+    (sparse,) = case["results"]
+    dense = statistics.mean(sparse["dense_us"])
+    sizes = [f"{of['peak_bytes'] / 1e9:.2f} GB" for of in (case, sparse)]
+    times = [f"{time / 1e3:#.3g}".rstrip(".") + " ms" for time in (dense, sparse["t_us"])]
+    return f"{times[0]}, {sizes[0]}", f"{times[1]} ({sparse['speedup']:.2f}×), {sizes[1]}"
 
 
 def _cases(file: str) -> list[dict[str, Any]]:
