@@ -6,7 +6,9 @@
 
 #include <algorithm>
 
+#include "common/derivatives.cuh"
 #include "common/sums.cuh"
+#include "sums/share.h"
 
 namespace ts::sums {
 namespace {
@@ -14,38 +16,6 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kAhead = 8;
 constexpr int kWarpsOfMultiprocessor = 32;
-
-// The normal distribution's cumulative function within 6e-5 / max(1, |x|): an odd polynomial fitted up
-// to 4.2, beyond which it leaves [0, 1] and is clamped. erff takes three times as long, and what gelu itself
-// is computed by is exact only times x.
-__device__ inline float normal_cdf(float x) {
-    const float square = x * x;
-    float slope = 6.755981885e-11f;
-    slope = fmaf(slope, square, -6.263441765e-9f);
-    slope = fmaf(slope, square, 2.562734665e-7f);
-    slope = fmaf(slope, square, -6.172920621e-6f);
-    slope = fmaf(slope, square, 9.910787776e-5f);
-    slope = fmaf(slope, square, -1.143478323e-3f);
-    slope = fmaf(slope, square, 9.936247021e-3f);
-    slope = fmaf(slope, square, -6.654810905e-2f);
-    slope = fmaf(slope, square, 3.990213573e-1f);
-    return __saturatef(fmaf(slope, x, 0.5f));
-}
-
-// The gradient of z from that of activation(z). `Element`: what it is rounded to.
-template <class Element, Activation kActivation>
-__device__ inline float through(float gradient, float z) {
-    constexpr float kLog2E = 1.442695041f, kDensityAt0 = 0.3989422804f;
-    if constexpr (kActivation == Activation::relu) {
-        return z <= 0.0f ? 0.0f : gradient;
-    } else if constexpr (kActivation == Activation::gelu) {
-        const float below = sizeof(Element) == 2 ? normal_cdf(z) : 0.5f * (1.0f + erff(z * 0.70710678f));
-        return gradient * fmaf(z, kDensityAt0 * power_of_two(-0.5f * kLog2E * z * z), below);
-    } else {
-        const float slope = sigmoid(z);
-        return gradient * slope * fmaf(z, 1.0f - slope, 1.0f);
-    }
-}
 
 // The same items as of sum_items, row-major. What is summed is the gradient of z before it is rounded.
 template <class Element, Activation kActivation>
@@ -140,13 +110,6 @@ cudaError_t add(const BiasGradient& gradient, const Sums& sums, cudaStream_t str
     }
 }
 
-// Blocks for all items, as many as the device holds at a time.
-unsigned block_count(const Sums& sums, const Device& device) {
-    const int64_t blocks = (int64_t{sums.pieces} * sums.parts + kWarps - 1) / kWarps;
-    const int64_t most = int64_t{device.multiprocessors} * (kWarpsOfMultiprocessor / kWarps);
-    return static_cast<unsigned>(std::min(blocks, most));
-}
-
 template <class Element>
 cudaError_t sum_as(const Sums& sums, const Device& device, cudaStream_t stream) {
     sum_kernel<Element><<<block_count(sums, device), kThreads, 0, stream>>>(sums);
@@ -175,31 +138,37 @@ cudaError_t activate_as(const ActivationGradient& of, const Sums& sums, const De
     }
 }
 
+Sums share(const ActivationGradient& of, const Device& device) {
+    return sums::share(of.tokens, of.features, of.dtype, true, warps_of(device));
+}
+
+}  // namespace
+
 int64_t warps_of(const Device& device) { return int64_t{device.multiprocessors} * kWarpsOfMultiprocessor; }
 
-Sums share(int64_t tokens, int64_t features, DType dtype, bool row_major, int64_t warps) {
-    constexpr int64_t kLeastTokens = 64;  // of a part, so that adding the parts stays short
-    constexpr int64_t kAlignment = 16;    // tokens, so that lines of them begin aligned
+unsigned block_count(const Sums& sums, const Device& device) {
+    const int64_t blocks = (int64_t{sums.pieces} * sums.parts + kWarps - 1) / kWarps;
+    const int64_t most = int64_t{device.multiprocessors} * (kWarpsOfMultiprocessor / kWarps);
+    return static_cast<unsigned>(std::min(blocks, most));
+}
+
+Sums share(int64_t tokens, int64_t features, DType dtype, bool row_major, int64_t warps,
+           int64_t least_tokens) {
+    const int64_t alignment = std::min<int64_t>(least_tokens, 16);  // so that lines of tokens begin aligned
     const int64_t line = 512 / element_size(dtype);
     const int64_t pieces = row_major ? (features + line - 1) / line : features;
-    const int64_t most = std::max<int64_t>(1, tokens / kLeastTokens);
+    const int64_t most = std::max<int64_t>(1, tokens / least_tokens);
     const int64_t parts = std::clamp<int64_t>(pieces == 0 ? 1 : warps / pieces, 1, most);
     const int64_t span = (tokens + parts - 1) / parts;
     Sums sums{};
     sums.tokens = tokens;
     sums.features = features;
-    sums.span = (span + kAlignment - 1) / kAlignment * kAlignment;
+    sums.span = (span + alignment - 1) / alignment * alignment;
     sums.pieces = static_cast<int>(pieces);
     sums.parts = static_cast<int>(parts);
     sums.row_major = row_major;
     return sums;
 }
-
-Sums share(const ActivationGradient& of, const Device& device) {
-    return share(of.tokens, of.features, of.dtype, true, warps_of(device));
-}
-
-}  // namespace
 
 Sums share(const Problem& problem, int64_t warps, void* partial) {
     Sums sums = share(problem.tokens, problem.pattern.out_features, problem.dtype,
@@ -215,9 +184,13 @@ size_t partial_bytes(const Problem& problem, int64_t warps) {
     return static_cast<size_t>(sums.parts) * sums.features * (problem.dtype == DType::float64 ? 8 : 4);
 }
 
-int32_t add_partial(const Problem& problem, const Sums& sums, void* stream) {
+int32_t add_partial(const BiasGradient& gradient, const Sums& sums, void* stream) {
     if (sums.features == 0) return cudaSuccess;
-    return add(problem.bias_gradient, sums, static_cast<cudaStream_t>(stream));
+    return add(gradient, sums, static_cast<cudaStream_t>(stream));
+}
+
+int32_t add_partial(const Problem& problem, const Sums& sums, void* stream) {
+    return add_partial(problem.bias_gradient, sums, stream);
 }
 
 size_t workspace_size(const Problem& problem, const Device& device) {

@@ -62,6 +62,12 @@ def like_result(residual: Tensor, feature_major: bool) -> tuple[Tensor, Lines | 
     return residual, lines
 
 
+def row_pitch(matrix: Tensor) -> int | None:
+    """Elements from one token to the next; None where it is not row-major as the library reads it."""
+    lines = _lines(matrix, matrix.numel() // matrix.shape[-1], (0,)) if matrix.numel() else None
+    return None if lines is None or is_misaligned(matrix) else lines[1]
+
+
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a copy that is aligned."""
     return _dense(tensor) if is_misaligned(tensor) else tensor

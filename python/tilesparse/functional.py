@@ -42,6 +42,7 @@ from ._checks import (
     check_policy,
     is_misaligned,
 )
+from ._layout import row_pitch
 from ._private import is_any_autocast_enabled, transforms_active
 from ._register import (
     DDS_NN,
@@ -142,8 +143,10 @@ def linear_on(
         return call(DDS_NT, x, values, index, bias, residual, code, feature_major, extras)
     # A fused activation or gate has no gradient, which transforms may ask for.
     check_one(residual, gate)
-    if gate is None and not feature_major and _sums_with_activation(x, bias):
+    if not feature_major and _sums_with_activation(x, bias):
         y = call(DDS_NT, x, values, index, _detached(bias), None, 0, False, extras)
+        if gate is not None:
+            return _gated(y, gate, bias, activation)
         return combined(_activate(y, bias, activation), "none", residual, None)
     y = call(DDS_NT, x, values, index, bias, None, 0, feature_major, extras)
     return combined(y, activation, residual, gate)
@@ -188,6 +191,90 @@ class _Activated(torch.autograd.Function):
 _activate: Callable[..., Tensor] = _Activated.apply
 
 
+def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Tensor:
+    """y ⊙ activation(gate); without a gate both are halves of y, and the first is the gate.
+
+    On CUDA one kernel computes it, and another one the gradients of both, those of halves as one tensor,
+    where both are row-major, not float64, and large enough. Under ``torch.compile`` and with a profiler,
+    mode or transform at work, and otherwise, PyTorch computes the same.
+
+    Args:
+        y: [..., features], or without a gate [..., 2 features].
+        gate: like y, or None.
+        activation: of the gate: "none", "relu", "gelu" or "silu"; activation(gate) is rounded to its dtype.
+
+    Returns:
+        [..., features].
+
+    Raises:
+        InvalidArgumentError: another activation, a gate unlike y, or an odd number of features without one.
+    """
+    activation_code(activation)
+    if gate is None and (y.dim() == 0 or y.shape[-1] % 2):
+        raise InvalidArgumentError(f"y: last dimension of two halves expected, got shape {tuple(y.shape)}")
+    if gate is not None:
+        check_like_product("gate", gate, y)
+    return _gated(y, gate, None, activation)
+
+
+def _gated(y: Tensor, gate: Tensor | None, bias: Tensor | None, activation: str) -> Tensor:
+    """`gated` of a y that was computed with a bias and is recorded without."""
+    given = (y,) if gate is None else (y, gate)
+    factor, by = _halves(y, gate)
+    if is_plain(given) and _launch.multiplies_by_gate(factor, by):
+        if bias is not None or records_gradient(given):
+            return _gate(y, gate, bias, activation)
+        return _launch.gate(factor, by, activation_code(activation))
+    if bias is not None:
+        factor = factor + (bias - bias.detach())
+    return factor * _activated(by, activation)
+
+
+def _halves(y: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What is multiplied, and what by once it is activated."""
+    if gate is not None:
+        return y, gate
+    by, factor = y.chunk(2, -1)
+    return factor, by
+
+
+class _Gated(torch.autograd.Function):
+    """`gated`, which keeps what it is given alone, and whose gradients come from one pass.
+
+    Of a bias in y the graph of y knows nothing, as with `_Activated`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gate: Tensor | None, bias: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(y, gate)
+        ctx.activation, ctx.bias = activation, bias
+        return _launch.gate(*_halves(y, gate), activation_code(activation))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (y, gate), grad, bias = ctx.saved_tensors, grads[0], ctx.bias
+        factor, by = _halves(y, gate)
+        if bias is not None and torch.is_grad_enabled():
+            factor = factor + (bias - bias.detach())
+        tensors = grad, factor, by
+        if records_gradient(tensors) or not is_plain(tensors):
+            of_factor = grad * _activated(by, ctx.activation)
+            of_gate = _GRADIENTS[ctx.activation](grad * factor, by)  # which can be differentiated again
+            of_bias = None if bias is None else of_factor.reshape(-1, factor.shape[-1]).sum(0)
+            if gate is None:
+                return torch.cat((of_gate, of_factor), -1), None, of_bias, None
+            return of_factor, of_gate, of_bias, None
+        if row_pitch(grad) is None:
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        of_y, of_by = y.new_empty(y.shape), None if gate is None else gate.new_empty(gate.shape)
+        code, results = activation_code(ctx.activation), _halves(of_y, of_by)
+        of_bias = _launch.gate_gradient(grad, factor, by, code, results, bias is not None)
+        return of_y, of_by, of_bias, None
+
+
+_gate: Callable[..., Tensor] = _Gated.apply
+
+
 def _is_whole(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.numel() > 0 and not is_misaligned(tensor)
 
@@ -197,8 +284,9 @@ def _gradient_of_silu(grad: Tensor, z: Tensor) -> Tensor:
     return grad * sigmoid * (1 + z * (1 - sigmoid))
 
 
-# Of the activations in _DIFFERENTIABLE, by PyTorch.
+# Of the activations, by PyTorch.
 _GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "none": lambda grad, z: grad,
     "relu": lambda grad, z: torch.ops.aten.threshold_backward(grad, z, 0),
     "gelu": torch.ops.aten.gelu_backward,
     "silu": _gradient_of_silu,
@@ -218,8 +306,7 @@ def activation_code(activation: str) -> int:
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:
     """What `linear` makes of a product y [..., out_features], by PyTorch alone."""
     if gate is not None:
-        check_like_product("gate", gate, y)
-        return y * _activated(gate, activation)
+        return _gated(y, check_like_product("gate", gate, y), None, activation)
     y = _activated(y, activation)
     return y if residual is None else y + check_like_product("residual", residual, y)
 
