@@ -742,14 +742,20 @@ def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: b
 
 
 def write_sdd(
-    y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool, of_bias: Tensor | None = None
+    y: Tensor,
+    x: Tensor,
+    out: Tensor,
+    pattern: Prepared,
+    accumulate: bool,
+    of_bias: Tensor | None = None,
+    accumulate_bias: bool = False,
 ) -> None:
     """`sdd_into`, where ``out`` is known to be contiguous and aligned, and apart from y and x.
 
-    ``of_bias``: [out_features] for the sums over tokens of y, or None.
+    ``of_bias``: [out_features] for the sums over tokens of y, likewise, or None.
     """
     context = _context(x)
-    sums_y = of_bias is not None
+    sums_y = None if of_bias is None else (of_bias.dtype, accumulate_bias)
     key = (SDD_TN, _form(y), _form(x), accumulate, sums_y, out.dtype, context)
     call = pattern.find(key)
     y_at, x_at = y.data_ptr(), x.data_ptr()
@@ -757,8 +763,9 @@ def write_sdd(
         check_sdd(y, x, pattern.index(), out)
         (usable_y, y_lines), (usable_x, x_lines) = usable("y", y), usable("x", x)
         if usable_y is not y or usable_x is not x:
-            return write_sdd(usable_y, usable_x, out, pattern, accumulate, of_bias)
+            return write_sdd(usable_y, usable_x, out, pattern, accumulate, of_bias, accumulate_bias)
         result_dtype = -1 if out.dtype == x.dtype else DTYPES[out.dtype]
+        bias_dtype = -1 if of_bias is None or of_bias.dtype == x.dtype else DTYPES[of_bias.dtype]
         product = _product(
             SDD_TN,
             pattern,
@@ -768,10 +775,12 @@ def write_sdd(
             context,
             accumulate=accumulate,
             result_dtype=result_dtype,
-            bias_gradient=sums_y,
+            bias_gradient=of_bias is not None,
+            bias_gradient_dtype=bias_dtype,
+            accumulate_bias=accumulate_bias,
         )
         call = pattern.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
-        if not accumulate and not sums_y and out.dtype == x.dtype:
+        if not accumulate and of_bias is None and out.dtype == x.dtype:
             pattern.keep((SDD_TN, y, x, None, None, 0, False, None, None, context[0], False), product, call)
     workspace = x.new_empty(call.workspace) if call.workspace else None
     workspace_at = 0 if workspace is None else workspace.data_ptr()
