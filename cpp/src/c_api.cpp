@@ -68,13 +68,6 @@ void copy_name(char (&target)[size], const std::string& source) {
     source.copy(target, size - 1);
 }
 
-void check_scratch(const void* workspace, size_t bytes, size_t needed) {
-    if (bytes < needed)
-        fail(TS_WORKSPACE_TOO_SMALL, "workspace_bytes is ", bytes, "; ", needed, " are needed");
-    require(needed == 0 || workspace != nullptr, "workspace is null");
-    check_aligned(workspace, kDeviceAreaAlignment, "workspace");
-}
-
 const NamedDevice& device_of(const Problem& problem) {
     return problem.device == DeviceType::cpu ? cpu_device() : cuda_device(-1);
 }
@@ -438,7 +431,11 @@ ts_status_t ts_activation_gradient(int32_t dtype, int32_t activation, int64_t to
         of.bias_gradient = bias_gradient;
         check_operands(of);
         const Device& device = cuda_device(-1).properties;
-        check_scratch(workspace, workspace_bytes, activation_gradient_workspace_size(of, device));
+        const size_t needed = activation_gradient_workspace_size(of, device);
+        if (workspace_bytes < needed)
+            fail(TS_WORKSPACE_TOO_SMALL, "workspace_bytes is ", workspace_bytes, "; ", needed, " are needed");
+        require(needed == 0 || workspace != nullptr, "workspace is null");
+        check_aligned(workspace, kDeviceAreaAlignment, "workspace");
         activation_gradient(of, device, workspace, stream);
     });
 }
@@ -452,22 +449,14 @@ ts_status_t ts_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t f
         of.factor = check_gate_matrix(of, factor, "factor");
         of.result = check_gate_matrix(of, result, "result");
         check_operands(of, false);
-        multiply_by_gate(of, cuda_device(-1).properties, stream);
-    });
-}
-
-ts_status_t ts_gate_gradient_workspace_size(int32_t dtype, int64_t tokens, int64_t features, size_t* bytes) {
-    return guard([&] {
-        check_pointer(bytes, "bytes");
-        const Gate gate = check_gate(dtype, TS_NO_ACTIVATION, tokens, features);
-        *bytes = gate_workspace_size(gate, cuda_device(-1).properties);
+        cuda_device(-1);  // or why there is none
+        multiply_by_gate(of, stream);
     });
 }
 
 ts_status_t ts_gate_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,
                              const ts_matrix* gate, const ts_matrix* factor, const ts_matrix* gradient,
                              const ts_matrix* gate_gradient, const ts_matrix* factor_gradient,
-                             void* gate_sums, void* factor_sums, void* workspace, size_t workspace_bytes,
                              ts_stream_t stream) {
     return guard([&] {
         Gate of = check_gate(dtype, activation, tokens, features);
@@ -476,13 +465,9 @@ ts_status_t ts_gate_gradient(int32_t dtype, int32_t activation, int64_t tokens, 
         of.result = check_gate_matrix(of, gradient, "gradient");
         of.of_gate = check_gate_matrix(of, gate_gradient, "gate_gradient");
         of.of_factor = check_gate_matrix(of, factor_gradient, "factor_gradient");
-        of.gate_sums = gate_sums;
-        of.factor_sums = factor_sums;
         check_operands(of, true);
-        const Device& on = cuda_device(-1).properties;
-        const bool sums = gate_sums != nullptr || factor_sums != nullptr;
-        check_scratch(workspace, workspace_bytes, sums ? gate_workspace_size(of, on) : 0);
-        differentiate_gate(of, on, workspace, stream);
+        cuda_device(-1);  // or why there is none
+        differentiate_gate(of, stream);
     });
 }
 

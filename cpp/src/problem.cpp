@@ -405,22 +405,16 @@ void check_operands(const Gate& gate, bool gradients) {
     const auto span = [&](const char* name, const Matrix& matrix) -> Operand {
         return {name, check_operand(matrix, gate.tokens, gate.features, gate.dtype, name, DeviceType::cuda)};
     };
-    const auto sums = [&](const char* name, const void* data) -> Operand {
-        return {name, vector_span(data, gate.features, gate.dtype, name)};
+    const Operand of_gate = span("gate", gate.gate), of_factor = span("factor", gate.factor);
+    const Operand result = span(gradients ? "gradient" : "result", gate.result);
+    const auto check_apart = [](const Operand& one, const Operand& other) {
+        require(!overlap(one.span, other.span), one.name, " and ", other.name, " overlap in memory");
     };
-    const Operand read[] = {span("gate", gate.gate), span("factor", gate.factor),
-                            gradients ? span("gradient", gate.result) : Operand{"gradient", {}}};
-    const Operand nothing{"", {}};
-    const Operand written[] = {gradients ? span("gate_gradient", gate.of_gate) : span("result", gate.result),
-                               gradients ? span("factor_gradient", gate.of_factor) : nothing,
-                               sums("gate_sums", gate.gate_sums), sums("factor_sums", gate.factor_sums)};
-    for (const Operand& to : written) {
-        for (const Operand& from : read)
-            require(!overlap(from.span, to.span), from.name, " and ", to.name, " overlap in memory");
-        for (const Operand& other : written)
-            require(&other == &to || !overlap(other.span, to.span), to.name, " and ", other.name,
-                    " overlap in memory");
-    }
+    if (!gradients) return check_apart(of_gate, result), check_apart(of_factor, result);
+    const Operand written[] = {span("gate_gradient", gate.of_gate), span("factor_gradient", gate.of_factor)};
+    for (const Operand& to : written)
+        for (const Operand* const from : {&of_gate, &of_factor, &result}) check_apart(*from, to);
+    check_apart(written[0], written[1]);
 }
 
 NamedDevice check_device(const ts_device_info& info) {

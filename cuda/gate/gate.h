@@ -1,5 +1,5 @@
-// Gates on the GPU: factor * activation(gate), and the gradients of both with their sums over tokens.
-// Everything is enqueued on a stream; functions that do so return 0 or the CUDA error of the launch.
+// Gates on the GPU: factor * activation(gate), and the gradients of both. Everything is enqueued on a stream;
+// functions return 0 or the CUDA error of the launch.
 #pragma once
 
 #include "common/problem.h"
@@ -17,14 +17,9 @@ struct Gate {
     Matrix result;   // or its gradient, where that is given
     Matrix of_gate;  // the gradients
     Matrix of_factor;
-    void* gate_sums;  // over tokens of the gradients, [features] each, or null
-    void* factor_sums;
 };
 
-int32_t multiply(const Gate& gate, const Device& device, void* stream);
-
-// What sums take; without any nothing is needed.
-size_t workspace_size(const Gate& gate, const Device& device);
-int32_t differentiate(const Gate& gate, const Device& device, void* workspace, void* stream);
+int32_t multiply(const Gate& gate, void* stream);
+int32_t differentiate(const Gate& gate, void* stream);
 
 }  // namespace ts::gate

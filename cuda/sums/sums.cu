@@ -8,7 +8,6 @@
 
 #include "common/derivatives.cuh"
 #include "common/sums.cuh"
-#include "sums/share.h"
 
 namespace ts::sums {
 namespace {
@@ -110,6 +109,13 @@ cudaError_t add(const BiasGradient& gradient, const Sums& sums, cudaStream_t str
     }
 }
 
+// Blocks for all items, as many as the device holds at a time.
+unsigned block_count(const Sums& sums, const Device& device) {
+    const int64_t blocks = (int64_t{sums.pieces} * sums.parts + kWarps - 1) / kWarps;
+    const int64_t most = int64_t{device.multiprocessors} * (kWarpsOfMultiprocessor / kWarps);
+    return static_cast<unsigned>(std::min(blocks, most));
+}
+
 template <class Element>
 cudaError_t sum_as(const Sums& sums, const Device& device, cudaStream_t stream) {
     sum_kernel<Element><<<block_count(sums, device), kThreads, 0, stream>>>(sums);
@@ -138,37 +144,31 @@ cudaError_t activate_as(const ActivationGradient& of, const Sums& sums, const De
     }
 }
 
-Sums share(const ActivationGradient& of, const Device& device) {
-    return sums::share(of.tokens, of.features, of.dtype, true, warps_of(device));
-}
-
-}  // namespace
-
 int64_t warps_of(const Device& device) { return int64_t{device.multiprocessors} * kWarpsOfMultiprocessor; }
 
-unsigned block_count(const Sums& sums, const Device& device) {
-    const int64_t blocks = (int64_t{sums.pieces} * sums.parts + kWarps - 1) / kWarps;
-    const int64_t most = int64_t{device.multiprocessors} * (kWarpsOfMultiprocessor / kWarps);
-    return static_cast<unsigned>(std::min(blocks, most));
-}
-
-Sums share(int64_t tokens, int64_t features, DType dtype, bool row_major, int64_t warps,
-           int64_t least_tokens) {
-    const int64_t alignment = std::min<int64_t>(least_tokens, 16);  // so that lines of tokens begin aligned
+Sums share(int64_t tokens, int64_t features, DType dtype, bool row_major, int64_t warps) {
+    constexpr int64_t kLeastTokens = 64;  // of a part, so that adding the parts stays short
+    constexpr int64_t kAlignment = 16;    // tokens, so that lines of them begin aligned
     const int64_t line = 512 / element_size(dtype);
     const int64_t pieces = row_major ? (features + line - 1) / line : features;
-    const int64_t most = std::max<int64_t>(1, tokens / least_tokens);
+    const int64_t most = std::max<int64_t>(1, tokens / kLeastTokens);
     const int64_t parts = std::clamp<int64_t>(pieces == 0 ? 1 : warps / pieces, 1, most);
     const int64_t span = (tokens + parts - 1) / parts;
     Sums sums{};
     sums.tokens = tokens;
     sums.features = features;
-    sums.span = (span + alignment - 1) / alignment * alignment;
+    sums.span = (span + kAlignment - 1) / kAlignment * kAlignment;
     sums.pieces = static_cast<int>(pieces);
     sums.parts = static_cast<int>(parts);
     sums.row_major = row_major;
     return sums;
 }
+
+Sums share(const ActivationGradient& of, const Device& device) {
+    return share(of.tokens, of.features, of.dtype, true, warps_of(device));
+}
+
+}  // namespace
 
 Sums share(const Problem& problem, int64_t warps, void* partial) {
     Sums sums = share(problem.tokens, problem.pattern.out_features, problem.dtype,
@@ -184,13 +184,9 @@ size_t partial_bytes(const Problem& problem, int64_t warps) {
     return static_cast<size_t>(sums.parts) * sums.features * (problem.dtype == DType::float64 ? 8 : 4);
 }
 
-int32_t add_partial(const BiasGradient& gradient, const Sums& sums, void* stream) {
-    if (sums.features == 0) return cudaSuccess;
-    return add(gradient, sums, static_cast<cudaStream_t>(stream));
-}
-
 int32_t add_partial(const Problem& problem, const Sums& sums, void* stream) {
-    return add_partial(problem.bias_gradient, sums, stream);
+    if (sums.features == 0) return cudaSuccess;
+    return add(problem.bias_gradient, sums, static_cast<cudaStream_t>(stream));
 }
 
 size_t workspace_size(const Problem& problem, const Device& device) {

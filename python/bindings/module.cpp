@@ -356,20 +356,12 @@ void gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, R
                   pointer<CUstream_st>(stream)));
 }
 
-size_t gate_gradient_workspace_size(int32_t dtype, int64_t tokens, int64_t features) {
-    size_t bytes = 0;
-    check(ts_gate_gradient_workspace_size(dtype, tokens, features, &bytes));
-    return bytes;
-}
-
 void gate_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, Rows gate,
-                   Rows factor, Rows gradient, Rows gate_gradient, Rows factor_gradient, uintptr_t gate_sums,
-                   uintptr_t factor_sums, uintptr_t workspace, size_t workspace_bytes, uintptr_t stream) {
+                   Rows factor, Rows gradient, Rows gate_gradient, Rows factor_gradient, uintptr_t stream) {
     const ts_matrix matrices[] = {row_major(gate), row_major(factor), row_major(gradient),
                                   row_major(gate_gradient), row_major(factor_gradient)};
     check(ts_gate_gradient(dtype, activation, tokens, features, &matrices[0], &matrices[1], &matrices[2],
-                           &matrices[3], &matrices[4], pointer<void>(gate_sums), pointer<void>(factor_sums),
-                           pointer<void>(workspace), workspace_bytes, pointer<CUstream_st>(stream)));
+                           &matrices[3], &matrices[4], pointer<CUstream_st>(stream)));
 }
 
 using AnyTuple = nb::typed<nb::tuple, nb::any, nb::ellipsis>;
@@ -841,10 +833,8 @@ NB_MODULE(_C, m) {
           "z"_a, "gradient"_a, "result"_a, "bias_gradient"_a, "workspace"_a, "workspace_bytes"_a, "stream"_a);
     m.def("gate", &gate, "dtype"_a, "activation"_a, "tokens"_a, "features"_a, "gate"_a, "factor"_a,
           "result"_a, "stream"_a);
-    m.def("gate_gradient_workspace_size", &gate_gradient_workspace_size, "dtype"_a, "tokens"_a, "features"_a);
     m.def("gate_gradient", &gate_gradient, "dtype"_a, "activation"_a, "tokens"_a, "features"_a, "gate"_a,
-          "factor"_a, "gradient"_a, "gate_gradient"_a, "factor_gradient"_a, "gate_sums"_a, "factor_sums"_a,
-          "workspace"_a, "workspace_bytes"_a, "stream"_a);
+          "factor"_a, "gradient"_a, "gate_gradient"_a, "factor_gradient"_a, "stream"_a);
     m.def("plan_key", &plan_key, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_size", &plan_size, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_build", &plan_build, "pattern"_a, "kernel"_a, "op"_a, "address"_a, "bytes"_a);

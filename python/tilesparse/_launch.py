@@ -58,7 +58,6 @@ ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
 # Gradients of biases come with others where these have so many elements. Of fewer, what the GPU saves is not
 # more than what the host takes longer.
 MANY_ELEMENTS = 1 << 23
-MANY_GATED = 1 << 20  # so many elements are gated by a kernel, fewer by PyTorch's, for the same reason
 _GATED = (torch.float32, torch.float16, torch.bfloat16)
 MAX_CALLS = 1024  # a program whose token counts never repeat must not grow without bound
 EXPAND_AND_RUN_DENSE = -1  # in place of a kernel
@@ -667,71 +666,53 @@ def activation_gradient(grad: Tensor, z: Tensor, activation: int) -> tuple[Tenso
     return result, of_bias
 
 
-def gate(y: Tensor, by: Tensor, activation: int) -> Tensor:
-    """y ⊙ activation(by), of what `multiplies_by_gate` says yes to."""
-    result = y.new_empty(y.shape)
-    with _on(y.device):
-        _C.gate(
-            DTYPES[y.dtype],
-            activation,
-            *_tokens_and_features(y),
-            _rows(by),
-            _rows(y),
-            _rows(result),
-            current_stream(y.get_device()),
-        )
+def gate(y: Tensor, by: Tensor | None, activation: int) -> Tensor:
+    """y ⊙ activation(by), or of the halves of y, of what `multiplies_by_gate` says yes to."""
+    tokens, features, gate_rows, rows = _operands(y, by)
+    result = y.new_empty(*y.shape[:-1], features)
+    run, stream = _C.gate, current_stream(y.get_device())
+    if y.get_device() != current_device():
+        run = _run_on(y.device, run)
+    code, here = DTYPES[y.dtype], (result.data_ptr(), features)
+    run(code, activation, tokens, features, gate_rows, rows, here, stream)
     return result
 
 
 def gate_gradient(
-    grad: Tensor, y: Tensor, by: Tensor, activation: int, results: tuple[Tensor, Tensor], sums: bool
-) -> Tensor | None:
-    """Writes the gradients of y and ``by`` from that of y ⊙ activation(by).
-
-    Returns:
-        with ``sums`` those of y's over tokens, of the bias in it.
-    """
-    tokens, features = _tokens_and_features(y)
-    dtype, of_y, of_gate = DTYPES[y.dtype], *results
-    of_bias = y.new_empty(features) if sums else None
-    with _on(y.device):
-        size = _C.gate_gradient_workspace_size(dtype, tokens, features) if sums else 0
-        workspace = y.new_empty(size, dtype=torch.uint8)
-        _C.gate_gradient(
-            dtype,
-            activation,
-            tokens,
-            features,
-            _rows(by),
-            _rows(y),
-            _rows(grad),
-            _rows(of_gate),
-            _rows(of_y),
-            0,
-            0 if of_bias is None else of_bias.data_ptr(),
-            workspace.data_ptr(),
-            size,
-            current_stream(y.get_device()),
-        )
-    return of_bias
-
-
-def multiplies_by_gate(y: Tensor, by: Tensor) -> bool:
-    """Whether a kernel reads both where they lie, and takes less time than PyTorch's."""
-    if not y.is_cuda or y.dtype not in _GATED or y.shape[-1] % 16 or y.numel() < MANY_GATED:
-        return False
-    return row_pitch(y) is not None and row_pitch(by) is not None
-
-
-def _tokens_and_features(matrix: Tensor) -> tuple[int, int]:
-    features = matrix.shape[-1]
-    return matrix.numel() // features, features
-
-
-def _rows(matrix: Tensor) -> tuple[int, int]:
-    pitch = row_pitch(matrix)
+    grad: Tensor, y: Tensor, by: Tensor | None, activation: int
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of y and ``by`` from that of what `gate` gives, which has rows as `row_pitch` reads."""
+    tokens, features, gate_rows, rows = _operands(y, by)
+    of_y, of_by = y.new_empty(y.shape), None if by is None else by.new_empty(by.shape)
+    *_, of_gate, of_factor = _operands(of_y, of_by)
+    run, stream = _C.gate_gradient, current_stream(y.get_device())
+    if y.get_device() != current_device():
+        run = _run_on(y.device, run)
+    pitch = row_pitch(grad)
     assert pitch is not None
-    return matrix.data_ptr(), pitch
+    given = grad.data_ptr(), pitch
+    run(DTYPES[y.dtype], activation, tokens, features, gate_rows, rows, given, of_gate, of_factor, stream)
+    return of_y, of_by
+
+
+def multiplies_by_gate(y: Tensor, by: Tensor | None) -> bool:
+    """Whether a kernel reads them where they lie; of halves both in y."""
+    if not y.is_cuda or y.dtype not in _GATED or y.shape[-1] % (16 if by is not None else 32):
+        return False
+    return row_pitch(y) is not None and (by is None or row_pitch(by) is not None)
+
+
+def _operands(y: Tensor, by: Tensor | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
+    """(tokens, features, rows of the gate, of the factor); rows are an address, and elements to the next."""
+    pitch, features, start = row_pitch(y), y.shape[-1], y.data_ptr()
+    assert pitch is not None
+    tokens = y.numel() // features
+    if by is None:
+        features //= 2
+        return tokens, features, (start, pitch), (start + features * y.itemsize, pitch)
+    gate_pitch = row_pitch(by)
+    assert gate_pitch is not None
+    return tokens, features, (by.data_ptr(), gate_pitch), (start, pitch)
 
 
 def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:

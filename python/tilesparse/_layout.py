@@ -64,8 +64,13 @@ def like_result(residual: Tensor, feature_major: bool) -> tuple[Tensor, Lines | 
 
 def row_pitch(matrix: Tensor) -> int | None:
     """Elements from one token to the next; None where it is not row-major as the library reads it."""
-    lines = _lines(matrix, matrix.numel() // matrix.shape[-1], (0,)) if matrix.numel() else None
-    return None if lines is None or is_misaligned(matrix) else lines[1]
+    if is_misaligned(matrix) or matrix.numel() == 0:
+        return None
+    features = matrix.shape[-1]
+    if matrix.is_contiguous():
+        return features if features * matrix.itemsize % ALIGNMENT == 0 or not matrix.is_cuda else None
+    lines = _lines(matrix, matrix.numel() // features, (0,))
+    return None if lines is None else lines[1]
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -143,10 +143,8 @@ def linear_on(
         return call(DDS_NT, x, values, index, bias, residual, code, feature_major, extras)
     # A fused activation or gate has no gradient, which transforms may ask for.
     check_one(residual, gate)
-    if not feature_major and _sums_with_activation(x, bias):
+    if gate is None and not feature_major and _sums_with_activation(x, bias):
         y = call(DDS_NT, x, values, index, _detached(bias), None, 0, False, extras)
-        if gate is not None:
-            return _gated(y, gate, bias, activation)
         return combined(_activate(y, bias, activation), "none", residual, None)
     y = call(DDS_NT, x, values, index, bias, None, 0, feature_major, extras)
     return combined(y, activation, residual, gate)
@@ -194,9 +192,9 @@ _activate: Callable[..., Tensor] = _Activated.apply
 def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Tensor:
     """y ⊙ activation(gate); without a gate both are halves of y, and the first is the gate.
 
-    On CUDA one kernel computes it, and another one the gradients of both, those of halves as one tensor,
-    where both are row-major, not float64, and large enough. Under ``torch.compile`` and with a profiler,
-    mode or transform at work, and otherwise, PyTorch computes the same.
+    On CUDA one kernel computes it, and another one the gradients of both, those of halves as one tensor, if
+    both are row-major and not float64. PyTorch computes the same elsewhere, of fewer than 2²³ elements where
+    a gradient is recorded, under ``torch.compile``, and with a profiler, mode or transform at work.
 
     Args:
         y: [..., features], or without a gate [..., 2 features].
@@ -210,23 +208,21 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
         InvalidArgumentError: another activation, a gate unlike y, or an odd number of features without one.
     """
     activation_code(activation)
-    if gate is None and (y.dim() == 0 or y.shape[-1] % 2):
-        raise InvalidArgumentError(f"y: last dimension of two halves expected, got shape {tuple(y.shape)}")
     if gate is not None:
         check_like_product("gate", gate, y)
-    return _gated(y, gate, None, activation)
+    elif y.dim() == 0 or y.shape[-1] % 2:
+        raise InvalidArgumentError(f"y: last dimension of two halves expected, got shape {tuple(y.shape)}")
+    return _gated(y, gate, activation)
 
 
-def _gated(y: Tensor, gate: Tensor | None, bias: Tensor | None, activation: str) -> Tensor:
-    """`gated` of a y that was computed with a bias and is recorded without."""
+def _gated(y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
     given = (y,) if gate is None else (y, gate)
+    if is_plain(given) and _launch.multiplies_by_gate(y, gate):
+        if not records_gradient(given):
+            return _launch.gate(y, gate, activation_code(activation))
+        if y.numel() >= _launch.MANY_ELEMENTS:
+            return _gate(y, gate, activation)
     factor, by = _halves(y, gate)
-    if is_plain(given) and _launch.multiplies_by_gate(factor, by):
-        if bias is not None or records_gradient(given):
-            return _gate(y, gate, bias, activation)
-        return _launch.gate(factor, by, activation_code(activation))
-    if bias is not None:
-        factor = factor + (bias - bias.detach())
     return factor * _activated(by, activation)
 
 
@@ -239,37 +235,28 @@ def _halves(y: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class _Gated(torch.autograd.Function):
-    """`gated`, which keeps what it is given alone, and whose gradients come from one pass.
-
-    Of a bias in y the graph of y knows nothing, as with `_Activated`.
-    """
+    """`gated`, which keeps what it is given alone, and whose gradients come from one pass."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, gate: Tensor | None, bias: Tensor | None, activation: str) -> Tensor:
+    def forward(ctx: Any, y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
         ctx.save_for_backward(y, gate)
-        ctx.activation, ctx.bias = activation, bias
-        return _launch.gate(*_halves(y, gate), activation_code(activation))
+        ctx.activation = activation
+        return _launch.gate(y, gate, activation_code(activation))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (y, gate), grad, bias = ctx.saved_tensors, grads[0], ctx.bias
-        factor, by = _halves(y, gate)
-        if bias is not None and torch.is_grad_enabled():
-            factor = factor + (bias - bias.detach())
-        tensors = grad, factor, by
-        if records_gradient(tensors) or not is_plain(tensors):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (y, gate), grad = ctx.saved_tensors, grads[0]
+        tensors = (grad, y) if gate is None else (grad, y, gate)
+        if records_gradient(tensors) or not is_plain(tensors):  # which can be differentiated again
+            factor, by = _halves(y, gate)
             of_factor = grad * _activated(by, ctx.activation)
-            of_gate = _GRADIENTS[ctx.activation](grad * factor, by)  # which can be differentiated again
-            of_bias = None if bias is None else of_factor.reshape(-1, factor.shape[-1]).sum(0)
+            of_gate = _GRADIENTS[ctx.activation](grad * factor, by)
             if gate is None:
-                return torch.cat((of_gate, of_factor), -1), None, of_bias, None
-            return of_factor, of_gate, of_bias, None
+                return torch.cat((of_gate, of_factor), -1), None, None
+            return of_factor, of_gate, None
         if row_pitch(grad) is None:
             grad = grad.clone(memory_format=torch.contiguous_format)
-        of_y, of_by = y.new_empty(y.shape), None if gate is None else gate.new_empty(gate.shape)
-        code, results = activation_code(ctx.activation), _halves(of_y, of_by)
-        of_bias = _launch.gate_gradient(grad, factor, by, code, results, bias is not None)
-        return of_y, of_by, of_bias, None
+        return *_launch.gate_gradient(grad, y, gate, activation_code(ctx.activation)), None
 
 
 _gate: Callable[..., Tensor] = _Gated.apply
@@ -306,7 +293,7 @@ def activation_code(activation: str) -> int:
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:
     """What `linear` makes of a product y [..., out_features], by PyTorch alone."""
     if gate is not None:
-        return _gated(y, check_like_product("gate", gate, y), None, activation)
+        return _gated(y, check_like_product("gate", gate, y), activation)
     y = _activated(y, activation)
     return y if residual is None else y + check_like_product("residual", residual, y)
 

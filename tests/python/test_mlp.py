@@ -96,7 +96,7 @@ def test_computes_its_function(
     device: str, activation: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients and without, and a residual in place."""
-    monkeypatch.setattr(_launch, "MANY_GATED", 0)
+    monkeypatch.setattr(_launch, "MANY_ELEMENTS", 0)
     given, act = ACTIVATIONS[activation]
     made = (
         of_halves(device, activation=given)
@@ -154,7 +154,7 @@ def test_gradients_to_the_second_order(device: str, activation: str, monkeypatch
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_layer_stands_for_gate_and_up(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as of two, with the gradients of both, wherever blocks move."""
-    monkeypatch.setattr(_launch, "MANY_GATED", 0)
+    monkeypatch.setattr(_launch, "MANY_ELEMENTS", 0)
     made, two = of_halves(device, activation="silu"), mlp(device, activation="silu")
     x = randn(9, 64, dtype=torch.float32, device=device, seed=1)
     results = []
