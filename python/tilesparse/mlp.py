@@ -93,9 +93,9 @@ class BlockSparseMLP(nn.Module):
 
         Known are modules that compute what ``LlamaMLP``, ``Phi3MLP``, ``ModernBertMLP``, ``GPT2MLP``,
         ``ViTMLP`` and, without the other half, ``BertIntermediate`` of Transformers do, most of its others
-        among them: their ``forward`` has to be
-        the same, whatever their class. So is a ``torch.nn.Sequential`` of a linear layer, an activation that
-        kernels have, and another linear layer, either with a ``torch.nn.Dropout`` behind it or not.
+        among them: their ``forward`` has to be the same, whatever their class. So is a
+        ``torch.nn.Sequential`` of a linear layer, an activation that kernels have, and another linear layer,
+        either with a ``torch.nn.Dropout`` behind it or not.
 
         Args:
             module: its linear layers are `BlockSparseLinear`; it keeps them, and so shares them.
