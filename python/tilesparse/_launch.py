@@ -697,9 +697,14 @@ def gate_gradient(
 
 def multiplies_by_gate(y: Tensor, by: Tensor | None) -> bool:
     """Whether a kernel reads them where they lie; of halves both in y."""
-    if not y.is_cuda or y.dtype not in _GATED or y.shape[-1] % (16 if by is not None else 32):
+    if not may_multiply_by_gate(y, 32 if by is None else 16) or row_pitch(y) is None:
         return False
-    return row_pitch(y) is not None and (by is None or row_pitch(by) is not None)
+    return by is None or row_pitch(by) is not None
+
+
+def may_multiply_by_gate(y: Tensor, multiple: int) -> bool:
+    """Whether a kernel does, once they are row-major; ``multiple``: of which y's features are one."""
+    return y.is_cuda and y.dtype in _GATED and y.shape[-1] % multiple == 0
 
 
 def _operands(y: Tensor, by: Tensor | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:

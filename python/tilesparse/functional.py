@@ -30,6 +30,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import _launch
 from ._autograd import call, is_plain, records_gradient
@@ -49,6 +50,7 @@ from ._register import (
     DDS_NT,
     DDS_NT_THROUGH,
     EXPAND,
+    LIB,
     SDD_TN,
     SDD_TN_INTO,
     expand_values,
@@ -193,8 +195,9 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
     """y ⊙ activation(gate); without a gate both are halves of y, and the first is the gate.
 
     On CUDA one kernel computes it, and another one the gradients of both, those of halves as one tensor, if
-    both are row-major and not float64. PyTorch computes the same elsewhere, of fewer than 2²³ elements where
-    a gradient is recorded, under ``torch.compile``, and with a profiler, mode or transform at work.
+    both are row-major and not float64. PyTorch computes the same elsewhere, with a profiler, mode or
+    transform at work, and, unless of halves, under ``torch.compile`` and of fewer than 2²³ elements where a
+    gradient is recorded.
 
     Args:
         y: [..., features], or without a gate [..., 2 features].
@@ -220,8 +223,11 @@ def _gated(y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
     if is_plain(given) and _launch.multiplies_by_gate(y, gate):
         if not records_gradient(given):
             return _launch.gate(y, gate, activation_code(activation))
-        if y.numel() >= _launch.MANY_ELEMENTS:
+        if gate is None or y.numel() >= _launch.MANY_ELEMENTS:
             return _gate(y, gate, activation)
+    if gate is None and is_compiling() and _launch.may_multiply_by_gate(y, 32) and not transforms_active():
+        halves: Tensor = _GATED_HALVES(y, activation_code(activation))
+        return halves
     factor, by = _halves(y, gate)
     return factor * _activated(by, activation)
 
@@ -247,19 +253,70 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (y, gate), grad = ctx.saved_tensors, grads[0]
         tensors = (grad, y) if gate is None else (grad, y, gate)
-        if records_gradient(tensors) or not is_plain(tensors):  # which can be differentiated again
-            factor, by = _halves(y, gate)
-            of_factor = grad * _activated(by, ctx.activation)
-            of_gate = _GRADIENTS[ctx.activation](grad * factor, by)
-            if gate is None:
-                return torch.cat((of_gate, of_factor), -1), None, None
-            return of_factor, of_gate, None
-        if row_pitch(grad) is None:
-            grad = grad.clone(memory_format=torch.contiguous_format)
-        return *_launch.gate_gradient(grad, y, gate, activation_code(ctx.activation)), None
+        if records_gradient(tensors) or not is_plain(tensors):
+            return *_gate_gradients(grad, y, gate, ctx.activation), None
+        return *_launch.gate_gradient(_in_rows(grad), y, gate, activation_code(ctx.activation)), None
 
 
 _gate: Callable[..., Tensor] = _Gated.apply
+
+
+def _gate_gradients(
+    grad: Tensor, y: Tensor, gate: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor | None]:
+    """Of y and the gate, by PyTorch, so that they can be differentiated again."""
+    factor, by = _halves(y, gate)
+    of_factor = grad * _activated(by, activation)
+    of_gate = _GRADIENTS[activation](grad * factor, by)
+    return (torch.cat((of_gate, of_factor), -1), None) if gate is None else (of_factor, of_gate)
+
+
+# Of halves there are operators for compiled code, since Inductor writes the gradient of each half by itself.
+LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
+LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")
+
+
+def _gated_halves(y: Tensor, code: int) -> Tensor:
+    return _launch.gate(_in_rows(y), None, code) if y.numel() else _gated_halves_fake(y, code)
+
+
+def _gated_halves_gradient(grad: Tensor, y: Tensor, code: int) -> Tensor:
+    if y.numel() == 0:
+        return y.new_empty(y.shape)
+    return _launch.gate_gradient(_in_rows(grad), _in_rows(y), None, code)[0]
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    return tensor if row_pitch(tensor) is not None else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _gated_halves_fake(y: Tensor, code: int) -> Tensor:
+    return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+
+
+def _gated_halves_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    y, ctx.code = inputs
+    ctx.save_for_backward(y)
+
+
+def _gated_halves_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (y,) = ctx.saved_tensors
+    if records_gradient((grad, y)):
+        return _gate_gradients(grad, y, None, list(_launch.ACTIVATIONS)[ctx.code])[0], None
+    return _GATED_HALVES_GRADIENT(grad, y, ctx.code), None
+
+
+torch.library.register_fake("tilesparse::gated_halves", _gated_halves_fake, lib=LIB)
+torch.library.register_fake(
+    "tilesparse::gated_halves_gradient", lambda grad, y, code: y.new_empty(y.shape), lib=LIB
+)
+LIB.impl("gated_halves", _gated_halves, "CUDA")
+LIB.impl("gated_halves_gradient", _gated_halves_gradient, "CUDA")
+torch.library.register_autograd(
+    "tilesparse::gated_halves", _gated_halves_backward, setup_context=_gated_halves_context, lib=LIB
+)
+_GATED_HALVES: Any = torch.ops.tilesparse.gated_halves.default
+_GATED_HALVES_GRADIENT: Any = torch.ops.tilesparse.gated_halves_gradient.default
 
 
 def _is_whole(tensor: Tensor) -> bool:

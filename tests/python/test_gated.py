@@ -224,3 +224,29 @@ def test_columns_of_wider_matrices(activation: str, dtype: torch.dtype) -> None:
     for result, expected in zip(results, (of_by, of_y, _launch.gate(y, by, code)), strict=True):
         assert expected is not None and torch.equal(result, expected)
     assert (room[..., :16] == 7).all() and (room[..., -16:] == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_halves_in_compiled_code(activation: str, dtype: torch.dtype) -> None:
+    """Operators of their own, whose gradients are one tensor, also of the second order; also of no tokens."""
+    compiled: Any = torch.compile(functional.gated, backend="aot_eager", fullgraph=True, dynamic=False)
+    by_eager: Any = torch.compile(functional.gated, backend="eager", fullgraph=True, dynamic=False)
+    for tokens in (0, 37):
+        y = randn(tokens, 96, dtype=dtype, device="cuda", seed=1).requires_grad_()
+        dy = randn(tokens, 48, dtype=dtype, device="cuda", seed=2)
+        right = functional.gated(y, None, activation)
+        expected = torch.autograd.grad(right, y, dy)[0]
+        for function in (compiled, by_eager):
+            result = function(y, None, activation)
+            with torch.no_grad():
+                assert torch.equal(function(y, None, activation), result)
+            (found,) = torch.autograd.grad(result, y, dy.mT.contiguous().mT)
+            assert found.is_contiguous()
+            torch.testing.assert_close((result, found), (right, expected))
+    orders = []
+    for function in (functional.gated, by_eager):
+        (first,) = torch.autograd.grad(function(y, None, activation), y, dy, create_graph=True)
+        orders.append(torch.autograd.grad(first.square().sum(), y)[0])
+    torch.testing.assert_close(*orders)
