@@ -132,6 +132,7 @@ if(TILESPARSE_CUDA)
   add_common(plans)  # made on the GPU
   add_common(values) # from one storage to another
   add_common(sums)   # over tokens, the gradient of a bias
+  add_common(gate)   # beside a product, and its gradients
   target_compile_definitions(tilesparse PRIVATE TILESPARSE_CUDA)
   target_include_directories(tilesparse SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   set_target_properties(tilesparse PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static

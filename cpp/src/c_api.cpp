@@ -13,6 +13,7 @@
 #include "device_plan.h"
 #include "dispatch.h"
 #include "error.h"
+#include "gate.h"
 #include "measurements.h"
 #include "pattern.h"
 #include "plan.h"
@@ -436,6 +437,37 @@ ts_status_t ts_activation_gradient(int32_t dtype, int32_t activation, int64_t to
         require(needed == 0 || workspace != nullptr, "workspace is null");
         check_aligned(workspace, kDeviceAreaAlignment, "workspace");
         activation_gradient(of, device, workspace, stream);
+    });
+}
+
+ts_status_t ts_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,
+                    const ts_matrix* gate, const ts_matrix* factor, const ts_matrix* result,
+                    ts_stream_t stream) {
+    return guard([&] {
+        Gate of = check_gate(dtype, activation, tokens, features);
+        of.gate = check_gate_matrix(of, gate, "gate");
+        of.factor = check_gate_matrix(of, factor, "factor");
+        of.result = check_gate_matrix(of, result, "result");
+        check_operands(of, false);
+        cuda_device(-1);  // or why there is none
+        multiply_by_gate(of, stream);
+    });
+}
+
+ts_status_t ts_gate_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,
+                             const ts_matrix* gate, const ts_matrix* factor, const ts_matrix* gradient,
+                             const ts_matrix* gate_gradient, const ts_matrix* factor_gradient,
+                             ts_stream_t stream) {
+    return guard([&] {
+        Gate of = check_gate(dtype, activation, tokens, features);
+        of.gate = check_gate_matrix(of, gate, "gate");
+        of.factor = check_gate_matrix(of, factor, "factor");
+        of.result = check_gate_matrix(of, gradient, "gradient");
+        of.of_gate = check_gate_matrix(of, gate_gradient, "gate_gradient");
+        of.of_factor = check_gate_matrix(of, factor_gradient, "factor_gradient");
+        check_operands(of, true);
+        cuda_device(-1);  // or why there is none
+        differentiate_gate(of, stream);
     });
 }
 

@@ -85,25 +85,30 @@ void check_alignment(const void* data, int element_bytes, const char* name, Devi
 }
 
 // What a matrix takes of memory, after checking that it can.
-Span check_operand(const Matrix& matrix, int64_t features, DType dtype, const char* name,
-                   const Problem& problem) {
-    if (problem.tokens == 0 || features == 0) return {};
+Span check_operand(const Matrix& matrix, int64_t tokens, int64_t features, DType dtype, const char* name,
+                   DeviceType device) {
+    if (tokens == 0 || features == 0) return {};
     const int size = element_size(dtype);
     require(matrix.data != nullptr, name, ".data is null");
-    check_alignment(matrix.data, size, name, problem.device);
+    check_alignment(matrix.data, size, name, device);
     const bool row_major = matrix.layout == Layout::row_major;
-    const int64_t line = row_major ? features : problem.tokens, lines = row_major ? problem.tokens : features;
+    const int64_t line = row_major ? features : tokens, lines = row_major ? tokens : features;
     require(matrix.ld >= line, name, ".ld is ", matrix.ld, ", less than the ", line, " elements of a line");
     require(matrix.ld <= kMaxExtent, name, ".ld is ", matrix.ld, "; at most ", kMaxExtent, " is allowed");
     const int64_t pitch = matrix.ld * size, length = line * size;
-    require(problem.device == DeviceType::cpu || pitch % 16 == 0, name, ".ld is ", matrix.ld, " elements of ",
-            size, " bytes, not a multiple of 16 bytes");
+    require(device == DeviceType::cpu || pitch % 16 == 0, name, ".ld is ", matrix.ld, " elements of ", size,
+            " bytes, not a multiple of 16 bytes");
     require(lines <= std::numeric_limits<int64_t>::max() / pitch, name, ".ld is ", matrix.ld, " for ", lines,
             " lines, more than there is memory for");
     Span span = span_of(matrix.data, (lines - 1) * pitch + length, name);
     span.pitch = pitch;
     span.length = length;
     return span;
+}
+
+Span check_operand(const Matrix& matrix, int64_t features, DType dtype, const char* name,
+                   const Problem& problem) {
+    return check_operand(matrix, problem.tokens, features, dtype, name, problem.device);
 }
 
 // The side of a block along which it is cut into groups of four.
@@ -374,6 +379,42 @@ void check_operands(const ActivationGradient& gradient) {
          {std::pair{&z, &result}, {&given, &result}, {&z, &of_bias}, {&given, &of_bias}, {&result, &of_bias}})
         require((one == &given && other == &result && in_place) || !overlap(one->span, other->span),
                 one->name, " and ", other->name, " overlap in memory");
+}
+
+Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features) {
+    Gate gate{};
+    gate.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    if (gate.dtype == DType::float64) fail(TS_UNSUPPORTED, "dtype is 0; no kernel computes it in float64");
+    gate.activation = check_enum<Activation>(activation, TS_SILU + 1, "activation");
+    require(tokens >= 0 && tokens <= kMaxExtent, "tokens is ", tokens, "; allowed are 0 to ", kMaxExtent);
+    check_features(features, 16, "features", "16");
+    gate.tokens = tokens;
+    gate.features = features;
+    return gate;
+}
+
+Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name) {
+    check_pointer(source, name);
+    const Matrix matrix = check_matrix(*source, gate.tokens, gate.features, name);
+    require(matrix.layout == Layout::row_major, name, ".layout is ", source->layout, "; it must be ",
+            TS_ROW_MAJOR);
+    return matrix;
+}
+
+void check_operands(const Gate& gate, bool gradients) {
+    const auto span = [&](const char* name, const Matrix& matrix) -> Operand {
+        return {name, check_operand(matrix, gate.tokens, gate.features, gate.dtype, name, DeviceType::cuda)};
+    };
+    const Operand of_gate = span("gate", gate.gate), of_factor = span("factor", gate.factor);
+    const Operand result = span(gradients ? "gradient" : "result", gate.result);
+    const auto check_apart = [](const Operand& one, const Operand& other) {
+        require(!overlap(one.span, other.span), one.name, " and ", other.name, " overlap in memory");
+    };
+    if (!gradients) return check_apart(of_gate, result), check_apart(of_factor, result);
+    const Operand written[] = {span("gate_gradient", gate.of_gate), span("factor_gradient", gate.of_factor)};
+    for (const Operand& to : written)
+        for (const Operand* const from : {&of_gate, &of_factor, &result}) check_apart(*from, to);
+    check_apart(written[0], written[1]);
 }
 
 NamedDevice check_device(const ts_device_info& info) {

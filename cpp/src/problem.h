@@ -5,6 +5,7 @@
 
 #include "common/problem.h"
 #include "device.h"
+#include "gate.h"
 #include "sums.h"
 #include "tilesparse/tilesparse.h"
 
@@ -41,6 +42,11 @@ DeviceType check_device_type(int32_t device);
 ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens,
                                              int64_t features);
 void check_operands(const ActivationGradient& gradient);
+
+// The same for ts_gate and ts_gate_gradient, and for one matrix of them.
+Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features);
+Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name);
+void check_operands(const Gate& gate, bool gradients);
 DType check_value_dtype(int32_t dtype);
 
 // What kernels are chosen by, as a caller describes it.

@@ -344,6 +344,26 @@ void activation_gradient(int32_t dtype, int32_t activation, int64_t tokens, int6
                                  pointer<void>(workspace), workspace_bytes, pointer<CUstream_st>(stream)));
 }
 
+// The address of a row-major matrix, and the elements from one row to the next.
+using Rows = std::pair<uintptr_t, int64_t>;
+
+ts_matrix row_major(const Rows& rows) { return {pointer<void>(rows.first), rows.second, TS_ROW_MAJOR, 0}; }
+
+void gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, Rows gate, Rows factor,
+          Rows result, uintptr_t stream) {
+    const ts_matrix matrices[] = {row_major(gate), row_major(factor), row_major(result)};
+    check(ts_gate(dtype, activation, tokens, features, &matrices[0], &matrices[1], &matrices[2],
+                  pointer<CUstream_st>(stream)));
+}
+
+void gate_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, Rows gate,
+                   Rows factor, Rows gradient, Rows gate_gradient, Rows factor_gradient, uintptr_t stream) {
+    const ts_matrix matrices[] = {row_major(gate), row_major(factor), row_major(gradient),
+                                  row_major(gate_gradient), row_major(factor_gradient)};
+    check(ts_gate_gradient(dtype, activation, tokens, features, &matrices[0], &matrices[1], &matrices[2],
+                           &matrices[3], &matrices[4], pointer<CUstream_st>(stream)));
+}
+
 using AnyTuple = nb::typed<nb::tuple, nb::any, nb::ellipsis>;
 
 // What PyTorch says of its tensors and settings. Through Python's attributes it takes several times as long.
@@ -811,6 +831,10 @@ NB_MODULE(_C, m) {
           "features"_a);
     m.def("activation_gradient", &activation_gradient, "dtype"_a, "activation"_a, "tokens"_a, "features"_a,
           "z"_a, "gradient"_a, "result"_a, "bias_gradient"_a, "workspace"_a, "workspace_bytes"_a, "stream"_a);
+    m.def("gate", &gate, "dtype"_a, "activation"_a, "tokens"_a, "features"_a, "gate"_a, "factor"_a,
+          "result"_a, "stream"_a);
+    m.def("gate_gradient", &gate_gradient, "dtype"_a, "activation"_a, "tokens"_a, "features"_a, "gate"_a,
+          "factor"_a, "gradient"_a, "gate_gradient"_a, "factor_gradient"_a, "stream"_a);
     m.def("plan_key", &plan_key, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_size", &plan_size, "pattern"_a, "kernel"_a, "op"_a);
     m.def("plan_build", &plan_build, "pattern"_a, "kernel"_a, "op"_a, "address"_a, "bytes"_a);

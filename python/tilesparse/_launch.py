@@ -31,7 +31,17 @@ from ._checks import (
     check_separate,
     check_values,
 )
-from ._layout import Form, Lines, aligned, allocation, empty, like_result, result_form, usable
+from ._layout import (
+    Form,
+    Lines,
+    aligned,
+    allocation,
+    empty,
+    like_result,
+    result_form,
+    row_pitch,
+    usable,
+)
 from ._private import (
     constant_when_compiled,
     current_device,
@@ -48,6 +58,7 @@ ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
 # Gradients of biases come with others where these have so many elements. Of fewer, what the GPU saves is not
 # more than what the host takes longer.
 MANY_ELEMENTS = 1 << 23
+_GATED = (torch.float32, torch.float16, torch.bfloat16)
 MAX_CALLS = 1024  # a program whose token counts never repeat must not grow without bound
 EXPAND_AND_RUN_DENSE = -1  # in place of a kernel
 _SPARSE, _AUTO = 0, 1  # TS_POLICY_SPARSE and TS_POLICY_AUTO
@@ -655,6 +666,60 @@ def activation_gradient(grad: Tensor, z: Tensor, activation: int) -> tuple[Tenso
     return result, of_bias
 
 
+def gate(y: Tensor, by: Tensor | None, activation: int) -> Tensor:
+    """y ⊙ activation(by), or of the halves of y, of what `multiplies_by_gate` says yes to."""
+    tokens, features, gate_rows, rows = _operands(y, by)
+    result = y.new_empty(*y.shape[:-1], features)
+    run, stream = _C.gate, current_stream(y.get_device())
+    if y.get_device() != current_device():
+        run = _run_on(y.device, run)
+    code, here = DTYPES[y.dtype], (result.data_ptr(), features)
+    run(code, activation, tokens, features, gate_rows, rows, here, stream)
+    return result
+
+
+def gate_gradient(
+    grad: Tensor, y: Tensor, by: Tensor | None, activation: int
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of y and ``by`` from that of what `gate` gives, which has rows as `row_pitch` reads."""
+    tokens, features, gate_rows, rows = _operands(y, by)
+    of_y, of_by = y.new_empty(y.shape), None if by is None else by.new_empty(by.shape)
+    *_, of_gate, of_factor = _operands(of_y, of_by)
+    run, stream = _C.gate_gradient, current_stream(y.get_device())
+    if y.get_device() != current_device():
+        run = _run_on(y.device, run)
+    pitch = row_pitch(grad)
+    assert pitch is not None
+    given = grad.data_ptr(), pitch
+    run(DTYPES[y.dtype], activation, tokens, features, gate_rows, rows, given, of_gate, of_factor, stream)
+    return of_y, of_by
+
+
+def multiplies_by_gate(y: Tensor, by: Tensor | None) -> bool:
+    """Whether a kernel reads them where they lie; of halves both in y."""
+    if not may_multiply_by_gate(y, 32 if by is None else 16) or row_pitch(y) is None:
+        return False
+    return by is None or row_pitch(by) is not None
+
+
+def may_multiply_by_gate(y: Tensor, multiple: int) -> bool:
+    """Whether a kernel does, once they are row-major; ``multiple``: of which y's features are one."""
+    return y.is_cuda and y.dtype in _GATED and y.shape[-1] % multiple == 0
+
+
+def _operands(y: Tensor, by: Tensor | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
+    """(tokens, features, rows of the gate, of the factor); rows are an address, and elements to the next."""
+    pitch, features, start = row_pitch(y), y.shape[-1], y.data_ptr()
+    assert pitch is not None
+    tokens = y.numel() // features
+    if by is None:
+        features //= 2
+        return tokens, features, (start, pitch), (start + features * y.itemsize, pitch)
+    gate_pitch = row_pitch(by)
+    assert gate_pitch is not None
+    return tokens, features, (by.data_ptr(), gate_pitch), (start, pitch)
+
+
 def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
     """yᵀ x on the pattern, written or added to ``out``."""
     check_sdd(y, x, pattern.index(), out)
@@ -663,14 +728,20 @@ def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: b
 
 
 def write_sdd(
-    y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool, of_bias: Tensor | None = None
+    y: Tensor,
+    x: Tensor,
+    out: Tensor,
+    pattern: Prepared,
+    accumulate: bool,
+    of_bias: Tensor | None = None,
+    accumulate_bias: bool = False,
 ) -> None:
     """`sdd_into`, where ``out`` is known to be contiguous and aligned, and apart from y and x.
 
-    ``of_bias``: [out_features] for the sums over tokens of y, or None.
+    ``of_bias``: [out_features] for the sums over tokens of y, likewise, or None.
     """
     context = _context(x)
-    sums_y = of_bias is not None
+    sums_y = None if of_bias is None else (of_bias.dtype, accumulate_bias)
     key = (SDD_TN, _form(y), _form(x), accumulate, sums_y, out.dtype, context)
     call = pattern.find(key)
     y_at, x_at = y.data_ptr(), x.data_ptr()
@@ -678,8 +749,9 @@ def write_sdd(
         check_sdd(y, x, pattern.index(), out)
         (usable_y, y_lines), (usable_x, x_lines) = usable("y", y), usable("x", x)
         if usable_y is not y or usable_x is not x:
-            return write_sdd(usable_y, usable_x, out, pattern, accumulate, of_bias)
+            return write_sdd(usable_y, usable_x, out, pattern, accumulate, of_bias, accumulate_bias)
         result_dtype = -1 if out.dtype == x.dtype else DTYPES[out.dtype]
+        bias_dtype = -1 if of_bias is None or of_bias.dtype == x.dtype else DTYPES[of_bias.dtype]
         product = _product(
             SDD_TN,
             pattern,
@@ -689,10 +761,12 @@ def write_sdd(
             context,
             accumulate=accumulate,
             result_dtype=result_dtype,
-            bias_gradient=sums_y,
+            bias_gradient=of_bias is not None,
+            bias_gradient_dtype=bias_dtype,
+            accumulate_bias=accumulate_bias,
         )
         call = pattern.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
-        if not accumulate and not sums_y and out.dtype == x.dtype:
+        if not accumulate and of_bias is None and out.dtype == x.dtype:
             pattern.keep((SDD_TN, y, x, None, None, 0, False, None, None, context[0], False), product, call)
     workspace = x.new_empty(call.workspace) if call.workspace else None
     workspace_at = 0 if workspace is None else workspace.data_ptr()

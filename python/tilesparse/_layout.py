@@ -62,6 +62,17 @@ def like_result(residual: Tensor, feature_major: bool) -> tuple[Tensor, Lines | 
     return residual, lines
 
 
+def row_pitch(matrix: Tensor) -> int | None:
+    """Elements from one token to the next; None where it is not row-major as the library reads it."""
+    if is_misaligned(matrix) or matrix.numel() == 0:
+        return None
+    features = matrix.shape[-1]
+    if matrix.is_contiguous():
+        return features if features * matrix.itemsize % ALIGNMENT == 0 or not matrix.is_cuda else None
+    lines = _lines(matrix, matrix.numel() // features, (0,))
+    return None if lines is None else lines[1]
+
+
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a copy that is aligned."""
     return _dense(tensor) if is_misaligned(tensor) else tensor

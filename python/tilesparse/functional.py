@@ -30,6 +30,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import _launch
 from ._autograd import call, is_plain, records_gradient
@@ -42,12 +43,14 @@ from ._checks import (
     check_policy,
     is_misaligned,
 )
+from ._layout import row_pitch
 from ._private import is_any_autocast_enabled, transforms_active
 from ._register import (
     DDS_NN,
     DDS_NT,
     DDS_NT_THROUGH,
     EXPAND,
+    LIB,
     SDD_TN,
     SDD_TN_INTO,
     expand_values,
@@ -188,6 +191,134 @@ class _Activated(torch.autograd.Function):
 _activate: Callable[..., Tensor] = _Activated.apply
 
 
+def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Tensor:
+    """y ⊙ activation(gate); without a gate both are halves of y, and the first is the gate.
+
+    On CUDA one kernel computes it, and another one the gradients of both, those of halves as one tensor, if
+    both are row-major and not float64. PyTorch computes the same elsewhere, with a profiler, mode or
+    transform at work, and, unless of halves, under ``torch.compile`` and of fewer than 2²³ elements where a
+    gradient is recorded.
+
+    Args:
+        y: [..., features], or without a gate [..., 2 features].
+        gate: like y, or None.
+        activation: of the gate: "none", "relu", "gelu" or "silu"; activation(gate) is rounded to its dtype.
+
+    Returns:
+        [..., features].
+
+    Raises:
+        InvalidArgumentError: another activation, a gate unlike y, or an odd number of features without one.
+    """
+    activation_code(activation)
+    if gate is not None:
+        check_like_product("gate", gate, y)
+    elif y.dim() == 0 or y.shape[-1] % 2:
+        raise InvalidArgumentError(f"y: last dimension of two halves expected, got shape {tuple(y.shape)}")
+    return _gated(y, gate, activation)
+
+
+def _gated(y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
+    given = (y,) if gate is None else (y, gate)
+    if is_plain(given) and _launch.multiplies_by_gate(y, gate):
+        if not records_gradient(given):
+            return _launch.gate(y, gate, activation_code(activation))
+        if gate is None or y.numel() >= _launch.MANY_ELEMENTS:
+            return _gate(y, gate, activation)
+    if gate is None and is_compiling() and _launch.may_multiply_by_gate(y, 32) and not transforms_active():
+        halves: Tensor = _GATED_HALVES(y, activation_code(activation))
+        return halves
+    factor, by = _halves(y, gate)
+    return factor * _activated(by, activation)
+
+
+def _halves(y: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What is multiplied, and what by once it is activated."""
+    if gate is not None:
+        return y, gate
+    by, factor = y.chunk(2, -1)
+    return factor, by
+
+
+class _Gated(torch.autograd.Function):
+    """`gated`, which keeps what it is given alone, and whose gradients come from one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(y, gate)
+        ctx.activation = activation
+        return _launch.gate(y, gate, activation_code(activation))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (y, gate), grad = ctx.saved_tensors, grads[0]
+        tensors = (grad, y) if gate is None else (grad, y, gate)
+        if records_gradient(tensors) or not is_plain(tensors):
+            return *_gate_gradients(grad, y, gate, ctx.activation), None
+        return *_launch.gate_gradient(_in_rows(grad), y, gate, activation_code(ctx.activation)), None
+
+
+_gate: Callable[..., Tensor] = _Gated.apply
+
+
+def _gate_gradients(
+    grad: Tensor, y: Tensor, gate: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor | None]:
+    """Of y and the gate, by PyTorch, so that they can be differentiated again."""
+    factor, by = _halves(y, gate)
+    of_factor = grad * _activated(by, activation)
+    of_gate = _GRADIENTS[activation](grad * factor, by)
+    return (torch.cat((of_gate, of_factor), -1), None) if gate is None else (of_factor, of_gate)
+
+
+# Of halves there are operators for compiled code, since Inductor writes the gradient of each half by itself.
+LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
+LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")
+
+
+def _gated_halves(y: Tensor, code: int) -> Tensor:
+    return _launch.gate(_in_rows(y), None, code) if y.numel() else _gated_halves_fake(y, code)
+
+
+def _gated_halves_gradient(grad: Tensor, y: Tensor, code: int) -> Tensor:
+    if y.numel() == 0:
+        return y.new_empty(y.shape)
+    return _launch.gate_gradient(_in_rows(grad), _in_rows(y), None, code)[0]
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    return tensor if row_pitch(tensor) is not None else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _gated_halves_fake(y: Tensor, code: int) -> Tensor:
+    return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+
+
+def _gated_halves_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    y, ctx.code = inputs
+    ctx.save_for_backward(y)
+
+
+def _gated_halves_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (y,) = ctx.saved_tensors
+    if records_gradient((grad, y)):
+        return _gate_gradients(grad, y, None, list(_launch.ACTIVATIONS)[ctx.code])[0], None
+    return _GATED_HALVES_GRADIENT(grad, y, ctx.code), None
+
+
+torch.library.register_fake("tilesparse::gated_halves", _gated_halves_fake, lib=LIB)
+torch.library.register_fake(
+    "tilesparse::gated_halves_gradient", lambda grad, y, code: y.new_empty(y.shape), lib=LIB
+)
+LIB.impl("gated_halves", _gated_halves, "CUDA")
+LIB.impl("gated_halves_gradient", _gated_halves_gradient, "CUDA")
+torch.library.register_autograd(
+    "tilesparse::gated_halves", _gated_halves_backward, setup_context=_gated_halves_context, lib=LIB
+)
+_GATED_HALVES: Any = torch.ops.tilesparse.gated_halves.default
+_GATED_HALVES_GRADIENT: Any = torch.ops.tilesparse.gated_halves_gradient.default
+
+
 def _is_whole(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.numel() > 0 and not is_misaligned(tensor)
 
@@ -197,8 +328,9 @@ def _gradient_of_silu(grad: Tensor, z: Tensor) -> Tensor:
     return grad * sigmoid * (1 + z * (1 - sigmoid))
 
 
-# Of the activations in _DIFFERENTIABLE, by PyTorch.
+# Of the activations, by PyTorch.
 _GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "none": lambda grad, z: grad,
     "relu": lambda grad, z: torch.ops.aten.threshold_backward(grad, z, 0),
     "gelu": torch.ops.aten.gelu_backward,
     "silu": _gradient_of_silu,
@@ -218,8 +350,7 @@ def activation_code(activation: str) -> int:
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:
     """What `linear` makes of a product y [..., out_features], by PyTorch alone."""
     if gate is not None:
-        check_like_product("gate", gate, y)
-        return y * _activated(gate, activation)
+        return _gated(y, check_like_product("gate", gate, y), activation)
     y = _activated(y, activation)
     return y if residual is None else y + check_like_product("residual", residual, y)
 

@@ -591,10 +591,11 @@ class BlockSparseLinear(nn.Module):
         index = self._index()
         buffers: dict[str, Any] = self._buffers
         mask = buffers["mask"]
-        beside = None  # the weight, where its gradient goes to a tensor beside it
+        beside = None  # the weight, and the bias, where gradients go to tensors beside them
         if getattr(weight, "main_grad", None) is not None and records_gradient((weight,)):
-            x, bias, residual = autocast(x, bias, residual)
-            beside, weight = weight, weight.detach()
+            x, cast_bias, residual = autocast(x, bias, residual)
+            beside = weight, bias if getattr(bias, "main_grad", None) is not None else cast_bias
+            weight, bias = weight.detach(), None if cast_bias is None else cast_bias.detach()
         if mask is not None:
             y = self._masked_linear(x, weight, mask, index, bias, residual, feature_major_output)
         else:
@@ -604,7 +605,7 @@ class BlockSparseLinear(nn.Module):
             # Only now: with it comes PyTorch's compiler, which takes long to import.
             from ._main_grad import add_gradient, add_gradient_uncompiled
 
-            y = (add_gradient_uncompiled if is_compiling() else add_gradient)(y, x, beside, index)
+            y = (add_gradient_uncompiled if is_compiling() else add_gradient)(y, x, *beside, index)
         return y if self._observe is None else self._observe(y, x)
 
     def _needs_own_product(self) -> bool:

@@ -6,6 +6,7 @@ Gated ones follow Shazeer, "GLU Variants Improve Transformer" (2020).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 
 from ._launch import ACTIVATIONS
 from .errors import InvalidArgumentError, UnsupportedError
-from .functional import combined
+from .functional import combined, gated
 from .linear import BlockSparseLinear
 
-_ROLES = ("up", "down", "gate", "activation", "dropout", "hidden_dropout")
+_ROLES = ("up", "down", "gate", "gate_up", "activation", "dropout", "hidden_dropout")
 _FEW_TOKENS = 1024  # up to which there are kernels that read row-major activations alone
 
 
@@ -24,6 +25,10 @@ class BlockSparseMLP(nn.Module):
     """y = dropout(down(act(up(x)))), or with a gate y = dropout(down(act(gate(x)) ⊙ up(x))).
 
     Without ``down`` it ends before that, for models that have their other half elsewhere, as BERT does.
+
+    One layer of twice the rows may stand for two: of what ``gate_up`` gives the first half is that of the
+    gate, and the second that of ``up``. Both are read where they lie, see `functional.gated`, and in training
+    the gradient of both is one tensor.
 
     Where no gradient is recorded, activation and gate are fused into the products of ``up``, and a residual
     always into that of ``down``. Layers with hooks on their results, and what adapters put in their places,
@@ -34,14 +39,16 @@ class BlockSparseMLP(nn.Module):
     high and at most 32 wide. Otherwise it is row-major.
 
     Args:
-        up: [in_features → hidden_features].
+        up: [in_features → hidden_features]; None with ``gate_up``.
         down: [hidden_features → out_features], or None.
         gate: as ``up``, or None.
+        gate_up: [in_features → 2 hidden_features], in the place of ``gate`` and ``up``, or None.
         activation: "none", "relu", "gelu" (with erf) or "silu", or a module that works element by element.
         dropout: of the result before the residual, or None.
         hidden_dropout: of what ``down`` multiplies, or None.
         names: of the attributes that the layers, and a module as activation, are to have: by any of "up",
-            "down", "gate", "activation", "dropout" and "hidden_dropout", which are their names otherwise.
+            "down", "gate", "gate_up", "activation", "dropout" and "hidden_dropout", which are their names
+            otherwise.
 
     Attributes:
         gated: whether there is a gate.
@@ -56,23 +63,26 @@ class BlockSparseMLP(nn.Module):
 
     def __init__(
         self,
-        up: BlockSparseLinear,
+        up: BlockSparseLinear | None,
         down: BlockSparseLinear | None,
         gate: BlockSparseLinear | None = None,
         *,
+        gate_up: BlockSparseLinear | None = None,
         activation: str | nn.Module = "gelu",
         dropout: nn.Dropout | None = None,
         hidden_dropout: nn.Dropout | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        _check_layers(up, down, gate)
+        _check_layers(up, down, gate, gate_up)
         self._names = _checked_names(names)
-        self.gated, self.activation_name = gate is not None, _name_of(activation)
+        self.gated = gate is not None or gate_up is not None
+        self.activation_name = _name_of(activation)
+        self._features = 0 if gate_up is None else gate_up.out_features // 2  # of either half
         for name, module in (("dropout", dropout), ("hidden_dropout", hidden_dropout)):
             if not isinstance(module, nn.Dropout | None):
                 raise InvalidArgumentError(f"{name}: torch.nn.Dropout expected, got {type(module).__name__}")
-        parts = up, down, gate, activation, dropout, hidden_dropout
+        parts = up, down, gate, gate_up, activation, dropout, hidden_dropout
         for role, part in zip(_ROLES, parts, strict=True):
             if isinstance(part, nn.Module):
                 self.add_module(self._names[role], part)
@@ -81,10 +91,11 @@ class BlockSparseMLP(nn.Module):
     def from_module(cls, module: nn.Module) -> BlockSparseMLP:
         """The same function of the same layers, under the same names.
 
-        Known are modules that compute what ``LlamaMLP``, ``GPT2MLP``, ``ViTMLP`` and, without the other half,
-        ``BertIntermediate`` of Transformers do, most of its others among them: their ``forward`` has to be
-        the same, whatever their class. So is a ``torch.nn.Sequential`` of a linear layer, an activation that
-        kernels have, and another linear layer, either with a ``torch.nn.Dropout`` behind it or not.
+        Known are modules that compute what ``LlamaMLP``, ``Phi3MLP``, ``ModernBertMLP``, ``GPT2MLP``,
+        ``ViTMLP`` and, without the other half, ``BertIntermediate`` of Transformers do, most of its others
+        among them: their ``forward`` has to be the same, whatever their class. So is a
+        ``torch.nn.Sequential`` of a linear layer, an activation that kernels have, and another linear layer,
+        either with a ``torch.nn.Dropout`` behind it or not.
 
         Args:
             module: its linear layers are `BlockSparseLinear`; it keeps them, and so shares them.
@@ -97,7 +108,7 @@ class BlockSparseMLP(nn.Module):
         if form is None or reason is not None:
             raise UnsupportedError(f"module: {reason}")
         parts: dict[str, Any] = {role: getattr(module, name) for role, name in form.names.items()}
-        mlp = cls(**{"down": None} | parts, names=form.names)
+        mlp = cls(**{"up": None, "down": None} | parts, names=form.names)
         # Its mode, and what others may read of it, such as its config.
         vars(mlp).update((name, value) for name, value in vars(module).items() if name not in vars(mlp))
         mlp._modules = dict(module._modules)  # in their order, by which optimizers know parameters
@@ -129,10 +140,12 @@ class BlockSparseMLP(nn.Module):
 
     def _hidden(self, x: Tensor) -> Tensor:
         """[..., hidden_features]: what ``down`` multiplies."""
-        up, gate = self._part("up"), self._part("gate")
+        up, gate, gate_up = (self._part(role) for role in ("up", "gate", "gate_up"))
         options = {"feature_major_output": True} if self._is_feature_major(x) else {}
         activation = self._part("activation")
         name = self.activation_name if activation is None or not _is_watched(activation) else None
+        if gate_up is not None:
+            return self._of_halves(gate_up(x), name)
         if gate is None:
             if name is not None and _is_bare(up):
                 return up(x, activation=name, **options)  # type: ignore[no-any-return]
@@ -143,6 +156,17 @@ class BlockSparseMLP(nn.Module):
         if _is_bare(up):
             return up(x, gate=factor, activation=name, **options)  # type: ignore[no-any-return]
         return combined(up(x), name, None, factor)
+
+    def _of_halves(self, both: Tensor, activation: str | None) -> Tensor:
+        if both.shape[-1] != 2 * self._features:
+            raise UnsupportedError(
+                f"gate_up: {2 * self._features} features expected from it, got {both.shape[-1]}; a layer "
+                "that several processes have rows of gives all of them with output_layouts=Replicate()"
+            )
+        if activation is not None:
+            return gated(both, activation=activation)
+        gate, factor = both.chunk(2, -1)
+        return factor * self._activated(gate)
 
     def _activated(self, y: Tensor) -> Tensor:
         activation = self._part("activation")
@@ -183,6 +207,18 @@ def _llama(self: Any, x: Any) -> Any:
     return down_proj
 
 
+def _phi3(self: Any, hidden_states: Any) -> Any:
+    up_states = self.gate_up_proj(hidden_states)
+    gate, up_states = up_states.chunk(2, dim=-1)
+    up_states = up_states * self.activation_fn(gate)
+    return self.down_proj(up_states)
+
+
+def _modernbert(self: Any, hidden_states: Any) -> Any:
+    input, gate = self.Wi(hidden_states).chunk(2, dim=-1)
+    return self.Wo(self.drop(self.act(input) * gate))
+
+
 def _gpt2(self: Any, hidden_states: Any) -> Any:
     hidden_states = self.c_fc(hidden_states)
     hidden_states = self.act(hidden_states)
@@ -206,6 +242,8 @@ def _vit(self: Any, hidden_states: Any) -> Any:
 
 _FORMS = (
     _Form(_llama, {"up": "up_proj", "down": "down_proj", "gate": "gate_proj", "activation": "act_fn"}),
+    _Form(_phi3, {"gate_up": "gate_up_proj", "down": "down_proj", "activation": "activation_fn"}),
+    _Form(_modernbert, {"gate_up": "Wi", "down": "Wo", "activation": "act", "hidden_dropout": "drop"}),
     _Form(_gpt2, {"up": "c_fc", "down": "c_proj", "activation": "act", "dropout": "dropout"}),
     _Form(_vit, {"up": "fc1", "down": "fc2", "activation": "activation_fn"}),
     _Form(_bert, {"up": "dense", "activation": "intermediate_act_fn"}),
@@ -229,10 +267,15 @@ def _form_of(module: nn.Module) -> _Form | None:
         return _form_of_sequence(module)
     code = getattr(type(module).forward, "__code__", None)
     for form in _FORMS:
-        known = form.forward.__code__
-        if code is not None and (code.co_code, code.co_names) == (known.co_code, known.co_names):
+        if code is not None and _instructions(code) == _instructions(form.forward.__code__):
             return form
     return None
+
+
+def _instructions(code: CodeType) -> tuple[Any, ...]:
+    """All that decides on what they do but names of variables; constants without a docstring."""
+    constants = [constant for constant in code.co_consts if not isinstance(constant, str | None)]
+    return code.co_code, code.co_names, constants
 
 
 def _form_of_sequence(module: nn.Module) -> _Form | None:
@@ -254,8 +297,9 @@ def reason_not_known(module: nn.Module) -> str | None:
     form = _form_of(module)
     if form is None:
         return (
-            "its forward is none that is known, those of LlamaMLP, GPT2MLP, ViTMLP and BertIntermediate of "
-            "Transformers, and of nn.Sequential with an activation of kernels between two BlockSparseLinear"
+            "its forward is none that is known, those of LlamaMLP, Phi3MLP, ModernBertMLP, GPT2MLP, ViTMLP "
+            "and BertIntermediate of Transformers, and of nn.Sequential with an activation of kernels "
+            "between two BlockSparseLinear"
         )
     if "forward" in vars(module):
         return "its forward was replaced by another function, which would be lost"
@@ -271,14 +315,17 @@ def reason_not_known(module: nn.Module) -> str | None:
     return None
 
 
-def _check_layers(up: Any, down: Any, gate: Any) -> None:
-    for name, layer in (("up", up), ("down", down), ("gate", gate)):
-        if not isinstance(layer, BlockSparseLinear) and (name == "up" or layer is not None):
+def _check_layers(up: Any, down: Any, gate: Any, gate_up: Any) -> None:
+    for name, layer in (("up", up), ("down", down), ("gate", gate), ("gate_up", gate_up)):
+        needed = name == "up" and gate_up is None
+        if not isinstance(layer, BlockSparseLinear) and (needed or layer is not None):
             raise InvalidArgumentError(f"{name}: BlockSparseLinear expected, got {type(layer).__name__}")
-    if down is not None and down.in_features != up.out_features:
-        raise InvalidArgumentError(
-            f"down: in_features {up.out_features}, the out_features of up, expected, got {down.in_features}"
-        )
+    if gate_up is not None and (up is not None or gate is not None):
+        raise InvalidArgumentError("gate_up: neither up nor gate expected beside it")
+    hidden = up.out_features if gate_up is None else gate_up.out_features // 2
+    if down is not None and down.in_features != hidden:
+        of = "the out_features of up" if gate_up is None else "half the out_features of gate_up"
+        raise InvalidArgumentError(f"down: in_features {hidden}, {of}, expected, got {down.in_features}")
     if gate is not None and gate._shape != up._shape:
         raise InvalidArgumentError(f"gate: shape {up._shape} of up expected, got {gate._shape}")
 

@@ -346,6 +346,44 @@ static void test_bad_gradients_of_activations(void) {
           TS_INVALID_ARGUMENT, "gradient and bias_gradient overlap");
 }
 
+static void test_bad_gates(void) {
+    static _Alignas(256) float memory[4][64];
+    ts_matrix gate = {memory[0], 16, TS_ROW_MAJOR, 0}, factor = {memory[1], 16, TS_ROW_MAJOR, 0};
+    ts_matrix of_result = {memory[2], 16, TS_ROW_MAJOR, 0}, of_gate = {memory[3], 32, TS_ROW_MAJOR, 0};
+    ts_matrix of_factor = {memory[3] + 16, 32, TS_ROW_MAJOR, 0}, other;
+#define GATE(dtype, activation, ...) ts_gate(dtype, activation, 2, 16, __VA_ARGS__, NULL)
+#define GRADIENT(...) ts_gate_gradient(TS_FLOAT32, TS_SILU, 2, 16, __VA_ARGS__, NULL)
+    FAILS(ts_gate(TS_FLOAT32, TS_SILU, -1, 16, &gate, &factor, &of_result, NULL), TS_INVALID_ARGUMENT,
+          "tokens is -1");
+    FAILS(ts_gate(TS_FLOAT32, TS_SILU, 2, 24, &gate, &factor, &of_result, NULL), TS_INVALID_ARGUMENT,
+          "features is 24");
+    FAILS(GATE(TS_FLOAT64, TS_SILU, &gate, &factor, &of_result), TS_UNSUPPORTED, "dtype is 0");
+    FAILS(GATE(TS_INT8, TS_SILU, &gate, &factor, &of_result), TS_INVALID_ARGUMENT, "dtype is 4");
+    FAILS(GATE(TS_FLOAT32, 4, &gate, &factor, &of_result), TS_INVALID_ARGUMENT, "activation is 4");
+    FAILS(GATE(TS_FLOAT32, -1, &gate, &factor, &of_result), TS_INVALID_ARGUMENT, "activation is -1");
+    FAILS(GATE(TS_FLOAT32, TS_SILU, NULL, &factor, &of_result), TS_INVALID_ARGUMENT, "gate is null");
+    FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &factor, &factor), TS_INVALID_ARGUMENT,
+          "factor and result overlap");
+    other = gate, other.data = NULL;
+    FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &other, &of_result), TS_INVALID_ARGUMENT, "factor.data is null");
+    other = gate, other.ld = 8;
+    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT, "gate.ld is 8");
+    other = gate, other.ld = 17;
+    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT, "gate.ld is 17");
+    other = gate, other.layout = TS_FEATURE_MAJOR;
+    FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &factor, &other), TS_INVALID_ARGUMENT, "result.layout is 1");
+    other = gate, other.data = memory[0] + 1;
+    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT, "gate is at address");
+    FAILS(GRADIENT(&gate, &factor, &of_result, &of_gate, NULL), TS_INVALID_ARGUMENT,
+          "factor_gradient is null");
+    FAILS(GRADIENT(&gate, &factor, &of_result, &gate, &of_factor), TS_INVALID_ARGUMENT,
+          "gate and gate_gradient overlap");
+    FAILS(GRADIENT(&gate, &factor, &of_result, &of_gate, &of_gate), TS_INVALID_ARGUMENT,
+          "gate_gradient and factor_gradient overlap");
+#undef GATE
+#undef GRADIENT
+}
+
 static void test_bad_descriptors(void) {
     FAILS(ts_matmul(NULL, NULL, 0, NULL), TS_INVALID_ARGUMENT, "desc");
     REFUSES(TS_DDS_NT, o.desc.struct_size = 0, TS_INVALID_ARGUMENT, "struct_size");
@@ -1422,6 +1460,7 @@ int main(void) {
     test_broken_patterns();
     test_pattern_transpose();
     test_bad_gradients_of_activations();
+    test_bad_gates();
     test_bad_descriptors();
     test_bad_operands();
     test_own_dtypes();

@@ -149,6 +149,113 @@ def test_every_way_to_compute(device: str, way: str) -> None:
     assert_within(layer.weight.main_grad, *summed(layer, before, [(x, dy)]))
 
 
+def assert_summed(bias_gradient: Any, before: Tensor, batches: list[tuple[Tensor, Tensor]]) -> None:
+    """In float32, the sums over tokens added one by one, or rounded to its dtype."""
+    parts = [dy.double().cpu().reshape(-1, dy.shape[-1]) for _, dy in batches]
+    expected = before.double().cpu() + sum(part.sum(0) for part in parts)
+    unit = rounding_unit(torch.float32)
+    bound = before.double().cpu().abs() + sum((len(part) + 2) * part.abs().sum(0) for part in parts)
+    assert_within(bias_gradient, expected, unit * bound + rounding_unit(bias_gradient.dtype) * expected.abs())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("block_shape", BLOCKS, ids=str)
+def test_biases(device: str, dtype: torch.dtype, block_shape: tuple[int, int]) -> None:
+    """In the same pass: to their main_grad, or rounded to grad; the same in every run."""
+    results = []
+    for own in (True, True, False):
+        layer = make(device, dtype, block_shape=block_shape)
+        with_main_grad(layer)
+        bias: Any = layer.bias
+        before = torch.randn(384, generator=seeded(8))
+        if own:
+            bias.main_grad = before.to(device, copy=True)
+        batches = [batch(layer, seed, 300) for seed in range(3)]
+        for x, dy in batches:
+            layer(x).backward(dy)
+            if not own:
+                assert_summed(bias.grad, torch.zeros(384), [(x, dy)])
+                bias.grad = None
+        if own:
+            assert bias.grad is None
+            assert_summed(bias.main_grad, before, batches)
+            results.append(bias.main_grad)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "autocast", "activation"])
+def test_biases_in_every_way_to_compute(way: str) -> None:
+    layer = make(dtype=torch.float32 if way == "autocast" else torch.bfloat16)
+    bias: Any = layer.bias
+    before, bias.main_grad = with_main_grad(layer), torch.ones(384)
+    WAYS.get(way, lambda _: None)(layer)
+    x, dy = batch(layer, 1)
+    if way == "autocast":
+        x, dy = x.bfloat16(), dy.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        y = layer(x, activation="relu" if way == "activation" else "none")
+    y.backward(dy)
+    dy = dy * (y > 0) if way == "activation" else dy
+    assert bias.grad is None and y.dtype == torch.bfloat16
+    assert_summed(bias.main_grad, torch.ones(384), [(x, dy)])
+    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, dy)]))
+
+
+def test_the_protocol_holds_for_biases() -> None:
+    layer = make()
+    before = with_main_grad(layer)
+    bias: Any = layer.bias
+    ones = torch.ones(384)
+    bias.main_grad, bias.grad_added_to_main_grad, bias.zero_out_wgrad = ones.clone(), False, True
+    x, dy = batch(layer, 1)
+    layer(x).backward(dy)
+    assert bias.grad_added_to_main_grad and bias.grad is not None and not bias.grad.any()
+    assert_summed(bias.main_grad, ones, [(x, dy)])
+    bias.overwrite_main_grad = True
+    layer(x).backward(dy)
+    assert_summed(bias.main_grad, torch.zeros(384), [(x, dy)])
+    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, dy)] * 2))
+
+
+def test_only_the_gradients_that_are_wanted_are_added() -> None:
+    layer = make()
+    before, ones = with_main_grad(layer), torch.ones(384)
+    bias: Any = layer.bias
+    bias.main_grad = ones.clone()
+    (x, dy), weight = batch(layer, 1), layer.weight
+    of_bias, of_weight = torch.autograd.grad(layer(x), (bias, weight), dy)
+    assert_summed(of_bias, torch.zeros(384), [(x, dy)])
+    assert of_bias.dtype == of_weight.dtype == torch.bfloat16
+    assert torch.equal(bias.main_grad, ones) and torch.equal(weight.main_grad, before)
+    layer(x).backward(dy, inputs=[bias])
+    assert_summed(bias.main_grad, ones, [(x, dy)])
+    assert torch.equal(weight.main_grad, before)
+    layer(x).backward(dy, inputs=[weight])
+    assert_summed(bias.main_grad, ones, [(x, dy)])
+    assert_within(weight.main_grad, *summed(layer, before, [(x, dy)]))
+    bias.requires_grad_(False)
+    layer(x).backward(dy)
+    assert_summed(bias.main_grad, ones, [(x, dy)])
+
+
+def test_what_does_not_fit_a_bias_is_refused() -> None:
+    layer = make()
+    before = with_main_grad(layer)
+    bias: Any = layer.bias
+    x, dy = batch(layer, 1)
+    for given in ([1.0], torch.zeros(384, dtype=torch.bfloat16), torch.zeros(383), torch.zeros(768)[::2]):
+        bias.main_grad = given
+        with pytest.raises(InvalidArgumentError, match=r"bias\.main_grad"):
+            layer(x)
+    bias.main_grad = torch.zeros(384)
+    y = layer(x)
+    bias.main_grad = torch.zeros(1)
+    with pytest.raises(InvalidArgumentError, match=r"bias\.main_grad"):
+        y.backward(dy)
+    assert torch.equal(layer.weight.main_grad, before) and not bias.main_grad.any()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast(device: str) -> None:
     """A weight in float32 that is multiplied in bfloat16."""
@@ -386,6 +493,7 @@ def _accumulate(twin: Model, x: Tensor, trained: list[nn.Parameter]) -> None:
     for parameter, master in zip(twin.parameters(), trained, strict=True):
         assert parameter.grad is not None
         grad = exact if parameter is twin.sparse.weight else parameter.grad
+        grad = seen[0].double().sum(0) if parameter is twin.sparse.bias else grad
         grad = grad.to(master.device, torch.float32)
         master.grad = grad if master.grad is None else master.grad + grad
     twin.zero_grad()
@@ -393,17 +501,18 @@ def _accumulate(twin: Model, x: Tensor, trained: list[nn.Parameter]) -> None:
 
 def test_masters_keep_what_16_bits_lose() -> None:
     """Small updates add up, and gradients of many micro-batches do."""
-    model = make(dtype=torch.bfloat16, bias=False)
+    model = make(dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     masters = MasterWeights(model, optimizer)
-    before = masters.state_dict()["weight"].clone()
+    before = {name: master.clone() for name, master in masters.state_dict().items()}
     x = torch.ones(1, 256, dtype=torch.bfloat16)
     for _ in range(4):
         for _ in range(300):
             model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.testing.assert_close(masters.state_dict()["weight"], before - 4 * 300 * 1e-4)
+    for name, master in masters.state_dict().items():
+        torch.testing.assert_close(master, before[name] - 4 * 300 * 1e-4)
 
 
 def test_masters_take_over_what_others_write_and_are_saved() -> None:

@@ -21,14 +21,20 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    ModernBertConfig,
+    Phi3Config,
+    Phi3ForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import tilesparse
 from tilesparse import (
+    BlockPattern,
     BlockSparseLinear,
     BlockSparseMLP,
     BlockSparseModelPatcher,
@@ -59,19 +65,44 @@ def mlp(device: str = "cpu", gated: bool = True, **options: Any) -> BlockSparseM
     return BlockSparseMLP(layer(64, 96, device, 2), layer(96, 64, device, 3), gate, **options)
 
 
+def of_halves(device: str = "cpu", **options: Any) -> BlockSparseMLP:
+    """The layers of `mlp` with those of gate and up in one."""
+    gate, up = layer(64, 96, device, 1), layer(64, 96, device, 2)
+    (rows, columns), (other_rows, other_columns) = (each.pattern.block_indices() for each in (gate, up))
+    blocks = torch.stack([torch.cat([rows, other_rows + 6]), torch.cat([columns, other_columns])], 1)
+    pattern = BlockPattern.from_blocks(blocks.cpu(), shape=(192, 64), block_shape=(16, 16))
+    both = layer(64, 192, device, pattern=pattern)
+    with torch.no_grad():
+        both.weight.copy_(torch.cat([gate.weight, up.weight]))
+        if both.bias is not None and gate.bias is not None and up.bias is not None:
+            both.bias.copy_(torch.cat([gate.bias, up.bias]))
+    return BlockSparseMLP(None, layer(96, 64, device, 3), gate_up=both, **options)
+
+
 def by_hand(made: BlockSparseMLP, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if made.gated and hasattr(made, "gate_up"):
+        gate, factor = made.gate_up(x).chunk(2, -1)
+        halves: Tensor = made.down(act(gate) * factor)
+        return halves
     up: Tensor = made.up(x)
     y: Tensor = made.down(act(made.gate(x)) * up if made.gated else act(up))
     return y
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("form", ["plain", "gated", "halves"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_computes_its_function(device: str, activation: str, gated: bool) -> None:
+def test_computes_its_function(
+    device: str, activation: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With gradients and without, and a residual in place."""
+    monkeypatch.setattr(_launch, "MANY_ELEMENTS", 0)
     given, act = ACTIVATIONS[activation]
-    made = mlp(device, gated, activation=given)
+    made = (
+        of_halves(device, activation=given)
+        if form == "halves"
+        else mlp(device, form == "gated", activation=given)
+    )
     assert made.activation_name == (None if activation == "tanh" else activation)
     x, residual = (randn(2, 7, 64, dtype=torch.float32, device=device, seed=seed) for seed in (1, 2))
     expected = by_hand(made, act, x) + residual
@@ -118,6 +149,39 @@ def test_gradients_to_the_second_order(device: str, activation: str, monkeypatch
 
     assert torch.autograd.gradcheck(function, (x, *parameters), fast_mode=True)
     assert torch.autograd.gradgradcheck(function, (x, *parameters), fast_mode=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_layer_stands_for_gate_and_up(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as of two, with the gradients of both, wherever blocks move."""
+    monkeypatch.setattr(_launch, "MANY_ELEMENTS", 0)
+    made, two = of_halves(device, activation="silu"), mlp(device, activation="silu")
+    x = randn(9, 64, dtype=torch.float32, device=device, seed=1)
+    results = []
+    for each in (made, two):
+        y = each(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), list(each.parameters()))))
+    (y, weight, bias, *down), (expected, *of_two) = results
+    layers = dict(zip([name for name, _ in two.named_parameters()], of_two, strict=True))
+    right = [torch.cat([layers[f"{role}.{name}"] for role in ("gate", "up")]) for name in ("weight", "bias")]
+    right = [*right, layers["down.weight"], layers["down.bias"]]
+    names = [name for name, _ in made.named_parameters()]
+    found = dict(zip(names, (weight, bias, *down), strict=True))
+    ordered = [found[name] for name in ("gate_up.weight", "gate_up.bias", "down.weight", "down.bias")]
+    torch.testing.assert_close([y, *ordered], [expected, *right], rtol=1e-4, atol=1e-4)
+    free = (~made.gate_up.pattern.to_block_mask()).nonzero()
+    made.gate_up.pattern.move_blocks_([0, 20], free[[0, -1]])
+    for graded in (False, True):
+        with torch.set_grad_enabled(graded):
+            expected = by_hand(made, torch.nn.functional.silu, x)
+            torch.testing.assert_close(made(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_part_of_the_rows_is_not_taken_for_halves() -> None:
+    made = of_halves()
+    made.gate_up = layer(64, 96)  # what one of two processes has, and gives
+    with pytest.raises(UnsupportedError, match="gate_up: 192 features expected from it, got 96"):
+        made(torch.randn(3, 64))
 
 
 def test_dropout_comes_before_the_residual() -> None:
@@ -179,6 +243,11 @@ def test_bad_arguments() -> None:
         ("down: BlockSparseLinear", (up, nn.Linear(96, 64)), {}),
         ("down: in_features 96", (up, up), {}),
         (r"gate: shape \(96, 64\)", (up, down, down), {}),
+        ("up: BlockSparseLinear", (None, down), {}),
+        ("gate_up: BlockSparseLinear", (None, down), {"gate_up": nn.Linear(64, 192)}),
+        ("gate_up: neither up nor gate", (up, down), {"gate_up": layer(64, 192)}),
+        ("gate_up: neither up nor gate", (None, down, up), {"gate_up": layer(64, 192)}),
+        ("down: in_features 48, half the out", (None, down), {"gate_up": up}),
         ("activation: one of", (up, down), {"activation": "swish"}),
         ("activation: one of", (up, down), {"activation": torch.relu}),
         ("dropout: torch.nn.Dropout", (up, down), {"dropout": 0.1}),
@@ -231,6 +300,10 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, num_key_value_heads=1)).eval()
 
 
+def phi3() -> Any:
+    return Phi3ForCausalLM(Phi3Config(**SIZES, **TOKENS)).eval()
+
+
 def vit() -> Any:
     return ViTForImageClassification(ViTConfig(**SIZES | IMAGES)).eval()
 
@@ -241,6 +314,7 @@ def bert() -> Any:
 
 MODELS: dict[str, tuple[Callable[[], Any], bool, str | None]] = {  # gated, and the activation of kernels
     "llama": (llama, True, "silu"),
+    "phi3": (phi3, True, "silu"),  # both in one layer
     "gpt2": (gpt2, False, None),
     "vit": (vit, False, "gelu"),
     "bert": (bert, False, "gelu"),  # in two halves, of which the first is fused
@@ -389,6 +463,37 @@ def test_other_classes_with_the_same_forward_are_known() -> None:
     patcher.add_pattern(r".*\.mlp\.", {"block_shape": (16, 16)})
     patcher.patch_model(model)
     assert [mlp.kind for mlp in patcher.fuse_mlps(model).mlps] == ["PhiMLP"] * 2
+
+
+class OtherHalvesMLP(Phi3MLP):
+    """With the same instructions and another constant."""
+
+    def forward(self, hidden_states: Any) -> Any:
+        up_states = self.gate_up_proj(hidden_states)
+        gate, up_states = up_states.chunk(2, dim=1)
+        up_states = up_states * self.activation_fn(gate)
+        return self.down_proj(up_states)
+
+
+def test_halves_of_other_models() -> None:
+    config = ModernBertConfig(**SIZES, mlp_dropout=0.5, pad_token_id=2)
+    model = nn.ModuleDict(
+        {"mlp": ModernBertMLP(config), "other": OtherHalvesMLP(Phi3Config(**SIZES, **TOKENS))}
+    )
+    patcher, x = BlockSparseModelPatcher(), randn(2, 8, 64, dtype=torch.float32)
+    patcher.add_pattern(r".*\.(W.|.*_proj)", {"block_shape": (16, 16)})
+    patcher.patch_model(model)
+    results = []
+    for fuse in (False, True):
+        if fuse:
+            report = patcher.fuse_mlps(model)
+            assert [mlp.name for mlp in report.mlps] == fused(model) == ["mlp"]
+            assert [skipped.name for skipped in report.skipped] == ["other"]
+        for training in (False, True):
+            torch.manual_seed(0)
+            results.append(model.train(training)["mlp"](x))
+    for before, after in zip(results[:2], results[2:], strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("ending", [(), (nn.Dropout(0.5),)], ids=["", "dropout"])

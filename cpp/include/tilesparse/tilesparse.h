@@ -302,6 +302,19 @@ TS_API ts_status_t ts_activation_gradient(int32_t dtype, int32_t activation, int
                                           void* bias_gradient, void* workspace, size_t workspace_bytes,
                                           ts_stream_t stream);
 
+/* result = factor * activation(gate), where activation(gate) is rounded to the dtype before; and from the
+ * gradient of result those of gate and factor, in one pass. On TS_CUDA alone. Matrices are TS_ROW_MAJOR
+ * [tokens, features] of TS_FLOAT32, TS_FLOAT16 or TS_BFLOAT16, each with its own ld: gate and factor, or
+ * their gradients, may be halves of one. They and every ld in bytes are aligned to 16 bytes; features is a
+ * multiple of 16. What is written overlaps nothing else. The derivative of TS_RELU is 0 at 0. */
+TS_API ts_status_t ts_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,
+                           const ts_matrix* gate, const ts_matrix* factor, const ts_matrix* result,
+                           ts_stream_t stream);
+TS_API ts_status_t ts_gate_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,
+                                    const ts_matrix* gate, const ts_matrix* factor, const ts_matrix* gradient,
+                                    const ts_matrix* gate_gradient, const ts_matrix* factor_gradient,
+                                    ts_stream_t stream);
+
 /* The same plans made by the GPU, of a pattern whose arrays lie in memory of the current device, for
  * patterns that change there: nothing waits for the GPU, and the call can be captured in a graph, whose
  * replays then follow what the arrays hold. Equal patterns give equal plans, bit by bit. TS_DDS_NN reads

@@ -78,9 +78,10 @@ class MasterWeights(Uncopied):
         for group in self._optimizer.param_groups:
             group["params"][:] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]
         for layer in sparse_layers(model).values():
-            weight: Any = layer._parameters.get("weight")
-            if id(weight) in by_id:
-                weight.main_grad = GradientOf(by_id[id(weight)])
+            for kind in ("weight", "bias"):
+                own: Any = layer._parameters.get(kind)
+                if id(own) in by_id:
+                    own.main_grad = GradientOf(by_id[id(own)])
         self._optimizer.register_step_pre_hook(self._follow)
         self._optimizer.register_step_post_hook(self._round)
 

@@ -1,0 +1,24 @@
+#include "gate.h"
+
+#include "device.h"
+#include "error.h"
+
+namespace ts {
+
+#ifdef TILESPARSE_CUDA
+
+void multiply_by_gate(const Gate& gate, void* stream) { check_launch(gate::multiply(gate, stream), "gate"); }
+
+void differentiate_gate(const Gate& gate, void* stream) {
+    check_launch(gate::differentiate(gate, stream), "gate_gradient");
+}
+
+#else
+
+[[noreturn]] static void refuse() { fail(TS_NO_DEVICE, "this library was built without CUDA"); }
+void multiply_by_gate(const Gate&, void*) { refuse(); }
+void differentiate_gate(const Gate&, void*) { refuse(); }
+
+#endif
+
+}  // namespace ts
