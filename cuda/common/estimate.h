@@ -68,7 +68,12 @@ inline bool has_small_blocks(const Problem& problem) {
     return problem.pattern.block_rows == problem.pattern.block_cols && problem.pattern.block_rows <= 32;
 }
 
-// Picoseconds that dds_work is multiplied by for the kernels that are made for blocks of 16 x 16 and 32 x 32.
+// Whether there are kernels made for the blocks: of 16 x 16 and 32 x 32, or longer along k.
+inline bool has_narrow_blocks(const Problem& problem) {
+    return problem.row_block() <= 32 && problem.row_block() <= problem.k_block();
+}
+
+// Picoseconds that dds_work is multiplied by for these kernels. They take long blocks as several square ones.
 inline double small_block_cost(const Problem& problem) {
     const double density = problem.pattern.density();
     const auto k = static_cast<double>(problem.k_size());
@@ -88,7 +93,8 @@ inline double small_block_share(const Problem& problem) {
 }
 
 // Picoseconds that dds_work is multiplied by for a kernel with a share of 1: one of mma.sync. Slabs of 16 k
-// take twice as many copies as those of 32 do. 16 x 32 and wider follow the kernels of mma.sync for 16 x 16.
+// take twice as many copies as those of 32 do, and so do values in lines of 16. 16 x 32 and wider follow the
+// kernels of wgmma that walk columns.
 inline double dds_cost(const Problem& problem) {
     constexpr double kThinSlab = 1.9;
     const double density = problem.pattern.density();
@@ -98,8 +104,10 @@ inline double dds_cost(const Problem& problem) {
     switch (problem.row_block()) {
         case 16:
             if (has_small_blocks(problem)) return small_block_cost(problem) / small_block_share(problem);
-            return k * (0.374 * density + 0.188 * present(density, 8) + 0.005) + 7;
+            return (problem.forward() ? 1 : kThinSlab) *
+                   (k * (0.25 * density + 0.126 * present(density, 8) + 0.005) + 7);
         case 32:
+            if (problem.k_block() > 32) return 0.2 * present(density, 4) * k + 13;
             return slab * small_block_cost(problem) / small_block_share(problem);
         case 64:
             return slab * (k * (0.230 * density + 0.169 * present(density, 2) + 0.007) + 42);
@@ -112,7 +120,9 @@ inline double dds_cost(const Problem& problem) {
 inline double least_share(const Problem& problem) {
     if (has_small_blocks(problem)) return small_block_share(problem);
     const bool large = problem.row_block() == 128 || (problem.row_block() == 64 && problem.k_block() >= 64);
-    return large ? 0.46 : 0.75;
+    const double share = large ? 0.46 : 0.75;
+    return has_narrow_blocks(problem) ? std::min(share, small_block_cost(problem) / dds_cost(problem))
+                                      : share;
 }
 
 // --- dds of few tokens ---

@@ -89,7 +89,7 @@ double estimate_dds_float(const Kernel& kernel, const Problem& problem, const De
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr double kDense = 0.35, kOtherSteps = 1.25;
     const bool suits = (problem.pattern.density() > kDense) == (kernel.plan.step == 64);
-    const double share = small_block_share(problem) * (suits ? 1 : kOtherSteps);
+    const double share = small_block_cost(problem) / dds_cost(problem) * (suits ? 1 : kOtherSteps);
     return dds_time(kernel, problem, device, share, kCluster);
 }
 
