@@ -449,8 +449,9 @@ struct DdsNarrow {
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
         arguments.spans = static_cast<int>(spans);
-        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
-                                                static_cast<int>(parts), band_spans(problem.k_size()));
+        arguments.schedule =
+            schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts),
+                               band_spans(problem, tiles, spans * parts));
         const bool row_major = problem.input().layout == Layout::row_major;
         arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
         if (arguments.value_rows > 0)
@@ -458,10 +459,12 @@ struct DdsNarrow {
         return describe_results<Common>(arguments, problem);
     }
 
-    // So many tokens that their activations take a sixth of L2.
-    static int band_spans(int64_t k_size) {
+    // So many tokens that their activations take a sixth of L2. In two rounds nearly all is under way at
+    // once, and long tiles, with which a band begins, should not have to wait for the second.
+    static int band_spans(const Problem& problem, int64_t tiles, int64_t spans) {
         constexpr int64_t kPanelBytes = 8 << 20;
-        const int64_t bytes = int64_t{Common::kTileTokens} * std::max<int64_t>(k_size, 1) * 2;
+        if (tiles * spans <= Common::Schedule::kMaxClusters) return static_cast<int>(spans);
+        const int64_t bytes = int64_t{Common::kTileTokens} * std::max<int64_t>(problem.k_size(), 1) * 2;
         return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));
     }
 
