@@ -292,12 +292,12 @@ class AlignedPlanBuilder {
         : view_(view),
           group_rows_(shape.tile / view.row_block),
           rank_rows_(group_rows_ / shape.ranks),
-          step_columns_(shape.step / view.col_block) {}
+          step_(shape.step) {}
 
     std::vector<int32_t> build() {
         struct Tile {
             Group group;
-            std::vector<int32_t> steps;
+            std::vector<int32_t> steps;  // as their first k
             int64_t blocks;
 
             std::pair<size_t, int64_t> cost() const { return {steps.size(), blocks}; }
@@ -328,8 +328,11 @@ class AlignedPlanBuilder {
         std::vector<int32_t> steps;
         for (const int32_t row : group) {
             if (row < 0) continue;
-            for (int32_t e = view_.rows.ptr[row]; e < view_.rows.ptr[row + 1]; ++e)
-                steps.push_back(view_.rows.idx[e] / step_columns_);
+            for (int32_t e = view_.rows.ptr[row]; e < view_.rows.ptr[row + 1]; ++e) {
+                const int32_t first = view_.rows.idx[e] * view_.col_block;
+                for (int32_t k = first; k < first + view_.col_block; k += step_)
+                    steps.push_back(k / step_ * step_);
+            }
         }
         std::sort(steps.begin(), steps.end());
         steps.erase(std::unique(steps.begin(), steps.end()), steps.end());
@@ -340,17 +343,15 @@ class AlignedPlanBuilder {
         tiles_.push_back(static_cast<int32_t>(k_.size()));
         tiles_.push_back(static_cast<int32_t>(steps.size()));
         rows_.insert(rows_.end(), group.begin(), group.end());
-        for (const int32_t step : steps) {
-            k_.push_back(step * step_columns_ * view_.col_block);
-            for (auto rank = group.begin(); rank != group.end(); rank += rank_rows_)
-                add_step(&*rank, step * step_columns_);
-        }
+        k_.insert(k_.end(), steps.begin(), steps.end());
+        for (const int32_t step : steps)
+            for (auto rank = group.begin(); rank != group.end(); rank += rank_rows_) add_step(&*rank, step);
     }
 
-    // The blocks of a rank's rows from a column on.
-    void add_step(const int32_t* rows, int32_t first_column) {
-        const int32_t strips = view_.row_block / 16;
-        const uint32_t block = strips == 1 ? 0x1 : 0x33;
+    // The squares of a rank's rows in the step that begins at a k.
+    void add_step(const int32_t* rows, int32_t step) {
+        const int32_t strips = view_.row_block / 16, squares = view_.col_block / view_.row_block;
+        const uint32_t square = strips == 1 ? 0x1 : 0x33;
         starts_.push_back(block_count());
         const size_t first_mask = masks_.size();
         masks_.resize(first_mask + rank_rows_ * strips / 4 * 2);
@@ -360,10 +361,16 @@ class AlignedPlanBuilder {
             if (rows[i] >= 0) {
                 const int32_t* const end = view_.rows.idx + view_.rows.ptr[rows[i] + 1];
                 const int32_t* col =
-                    std::lower_bound(view_.rows.idx + view_.rows.ptr[rows[i]], end, first_column);
-                for (; col != end && *col < first_column + step_columns_; ++col) {
-                    mask |= block << (4 * (*col - first_column) * strips + strip % 4);
-                    slots_.push_back(view_.rows.slot[col - view_.rows.idx]);
+                    std::lower_bound(view_.rows.idx + view_.rows.ptr[rows[i]], end, step / view_.col_block);
+                for (; col != end && *col * view_.col_block < step + step_; ++col) {
+                    const int32_t begin = *col * view_.col_block,
+                                  slot = view_.rows.slot[col - view_.rows.idx];
+                    const int32_t first = std::max(begin, step),
+                                  last = std::min(begin + view_.col_block, step + step_);
+                    for (int32_t k = first; k < last; k += view_.row_block) {
+                        mask |= square << ((k - step) / 4 + strip % 4);
+                        slots_.push_back(slot * squares + (k - begin) / view_.row_block);
+                    }
                 }
             }
             int32_t* const masks = &masks_[first_mask + strip / 4 * 2];
@@ -376,7 +383,7 @@ class AlignedPlanBuilder {
     View view_;
     int32_t group_rows_;
     int32_t rank_rows_;
-    int32_t step_columns_;
+    int32_t step_;
     std::vector<int32_t> tiles_, rows_, masks_, k_, starts_, slots_;
 };
 
@@ -480,10 +487,10 @@ std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<i
 
 void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
     if (shape.kind == PlanKind::aligned) {
-        constexpr int32_t kMostFeatures = 32;
-        require(pattern.block_rows == pattern.block_cols && pattern.block_rows <= kMostFeatures,
-                "the kernel's blocks are 16 x 16 or 32 x 32, not ", pattern.block_rows, " x ",
-                pattern.block_cols);
+        const View view = view_of(pattern, op);
+        require(view.row_block <= 32 && view.row_block <= view.col_block,
+                "the kernel's blocks have 16 or 32 features of the result and at least as many of k, not ",
+                view.row_block, " and ", view.col_block);
     } else if (shape.kind == PlanKind::lists) {
         require(are_listed_blocks(pattern), "the kernel's blocks are 16 x 16, not ", pattern.block_rows,
                 " x ", pattern.block_cols);

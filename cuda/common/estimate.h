@@ -68,11 +68,21 @@ inline bool has_small_blocks(const Problem& problem) {
     return problem.pattern.block_rows == problem.pattern.block_cols && problem.pattern.block_rows <= 32;
 }
 
-// Picoseconds that dds_work is multiplied by for the kernels that are made for blocks of 16 x 16 and 32 x 32.
+// Whether there are kernels made for the blocks: of 16 x 16 and 32 x 32, or longer along k.
+inline bool has_narrow_blocks(const Problem& problem) {
+    return problem.row_block() <= 32 && problem.row_block() <= problem.k_block();
+}
+
+inline bool has_long_blocks(const Problem& problem) {
+    return has_narrow_blocks(problem) && !has_small_blocks(problem);
+}
+
+// Picoseconds that dds_work is multiplied by for these kernels. They take long blocks as several square ones.
 inline double small_block_cost(const Problem& problem) {
     const double density = problem.pattern.density();
     const auto k = static_cast<double>(problem.k_size());
-    if (problem.row_block() == 16) return k * (0.148 * density + 0.056 * present(density, 4) + 0.060) + 28;
+    const double step = has_long_blocks(problem) ? 0.045 : 0.060;
+    if (problem.row_block() == 16) return k * (0.148 * density + 0.056 * present(density, 4) + step) + 28;
     return k * (0.198 * density + 0.032 * present(density, 2) + 0.045) + 23;
 }
 
@@ -87,18 +97,32 @@ inline double small_block_share(const Problem& problem) {
     return 0.75 * by_products / by_columns;
 }
 
+// Likewise, of long blocks for the kernels that walk columns. Values in lines of 16 take twice as many copies
+// as those of 32 do.
+inline double long_block_cost(const Problem& problem) {
+    constexpr double kThinLine = 1.9;
+    const double density = problem.pattern.density();
+    const auto k = static_cast<double>(problem.k_size());
+    if (problem.row_block() == 32) return 0.15 * present(density, 4) * k + 10;
+    const double line = problem.forward() ? 1 : kThinLine;
+    const double length = problem.k_block() == 32 ? 1.7 : problem.k_block() == 64 ? 1 : 0.85;
+    return line * length * (k * (0.18 * density + 0.095 * present(density, 8) + 0.004) + 5);
+}
+
+constexpr double kColumnShare = 0.75;  // of dds_cost, that these kernels take
+
 // Picoseconds that dds_work is multiplied by for a kernel with a share of 1: one of mma.sync. Slabs of 16 k
-// take twice as many copies as those of 32 do. 16 x 32 and wider follow the kernels of mma.sync for 16 x 16.
+// take twice as many copies as those of 32 do.
 inline double dds_cost(const Problem& problem) {
     constexpr double kThinSlab = 1.9;
+    if (has_long_blocks(problem)) return long_block_cost(problem) / kColumnShare;
     const double density = problem.pattern.density();
     const auto k = static_cast<double>(problem.k_size());
     const bool thin = problem.k_block() == 16 && problem.input().layout == Layout::row_major;
     const double slab = thin ? kThinSlab : 1;
     switch (problem.row_block()) {
         case 16:
-            if (has_small_blocks(problem)) return small_block_cost(problem) / small_block_share(problem);
-            return k * (0.374 * density + 0.188 * present(density, 8) + 0.005) + 7;
+            return small_block_cost(problem) / small_block_share(problem);
         case 32:
             return slab * small_block_cost(problem) / small_block_share(problem);
         case 64:
@@ -111,8 +135,10 @@ inline double dds_cost(const Problem& problem) {
 // The least share of the kernels for the newest architecture.
 inline double least_share(const Problem& problem) {
     if (has_small_blocks(problem)) return small_block_share(problem);
+    if (has_long_blocks(problem))
+        return std::min(kColumnShare, small_block_cost(problem) / dds_cost(problem));
     const bool large = problem.row_block() == 128 || (problem.row_block() == 64 && problem.k_block() >= 64);
-    return large ? 0.46 : 0.75;
+    return large ? 0.46 : kColumnShare;
 }
 
 // --- dds of few tokens ---
@@ -162,6 +188,12 @@ inline double shared_time(const Problem& problem, const Device& device) {
 
 // --- dds ---
 
+// Of long blocks, how many times as long as the faster kind of kernels the other takes.
+inline double slower_than_least(const Kernel& kernel, const Problem& problem, double share) {
+    if (!has_long_blocks(problem)) return 1;
+    return (kernel.plan.kind == PlanKind::aligned ? share : kColumnShare) / least_share(problem);
+}
+
 // Of a kernel that takes a share of dds_cost.
 inline double dds_time(const Kernel& kernel, const Problem& problem, const Device& device, double share,
                        int cluster) {
@@ -170,8 +202,10 @@ inline double dds_time(const Kernel& kernel, const Problem& problem, const Devic
     constexpr double kPreference = 1e-6;  // only says which of them is best
     // Values are also loaded; with more tokens that is little.
     const double streaming = problem.tokens > kChunk ? 0 : streaming_time(problem, device);
-    const double time = walking_time(problem) + streaming;
-    return kStart + std::hypot(time, shared_time(problem, device)) + kPreference * (1 + work);
+    const double slower = slower_than_least(kernel, problem, share);
+    const double time = walking_time(problem) * slower + streaming;
+    const double shared = shared_time(problem, device) * slower;
+    return kStart + std::hypot(time, shared) + kPreference * (1 + work);
 }
 
 }  // namespace ts

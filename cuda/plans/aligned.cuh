@@ -11,14 +11,19 @@ struct AlignedShape {
     int group_rows;  // block rows of a tile
     int rank_rows;   // and of a rank
     int ranks;
-    int columns;  // of a step
+    int step;          // of k
+    int columns;       // of a step, or 1
+    int column_steps;  // of a column, or 1
+    int squares;       // of a block
+    int width;         // k of a block in a step
     int tiles;
     int most_steps;
 
     // The steps in which there is one of 32 columns, as their first columns.
     __device__ unsigned steps_of(unsigned bits) const {
         for (int distance = 1; distance < columns; distance *= 2) bits |= bits >> distance;
-        return bits & (columns == 2 ? 0x55555555u : columns == 4 ? 0x11111111u : 0x01010101u);
+        constexpr unsigned kFirsts[] = {~0u, 0x55555555, 0x11111111, 0x01010101};
+        return bits & kFirsts[31 - __clz(columns)];
     }
 };
 
@@ -28,7 +33,8 @@ static __global__ void count_aligned_steps(View view, Sets sets, const int* rows
     const int tile = blockIdx.x * blockDim.x + threadIdx.x;
     if (tile >= shape.tiles) return;
     int steps = 0, blocks = 0;
-    for (int w = 0; w < sets.width; ++w) steps += __popc(shape.steps_of(sets.word(tile, w)));
+    for (int w = 0; w < sets.width; ++w)
+        steps += __popc(shape.steps_of(sets.word(tile, w))) * shape.column_steps;
     for (int i = 0; i < shape.group_rows; ++i) {
         const int row = rows[tile * shape.group_rows + i];
         if (row >= 0) blocks += __ldg(view.blocks.ptr + row + 1) - __ldg(view.blocks.ptr + row);
@@ -36,20 +42,22 @@ static __global__ void count_aligned_steps(View view, Sets sets, const int* rows
     costs[tile] = make_int2(steps, blocks);
 }
 
-// The blocks of a rank's block rows in a step. Called by a warp, of which each lane has one row.
-__device__ inline void write_masks(const View& view, const AlignedShape& shape, const int* rows,
-                                   int first_column, int2* masks, int* count) {
+// The squares of a rank's block rows in the step that begins at a k. Called by a warp, of which each lane has
+// one row.
+__device__ inline void write_masks(const View& view, const AlignedShape& shape, const int* rows, int step,
+                                   int2* masks, int* count) {
     const int lane = threadIdx.x % 32, strips = view.row_block / 16, strip = lane * strips;
     const int row = lane < shape.rank_rows ? rows[lane] : -1;
     unsigned mask = 0;
     int own = 0;
     if (row >= 0) {
-        const unsigned block = strips == 1 ? 0x1 : 0x33;
-        const int end = __ldg(view.blocks.ptr + row + 1);
-        for (int e = find_entry(view, row, first_column); e < end; ++e, ++own) {
-            const int column = __ldg(view.blocks.idx + e) - first_column;
+        const unsigned block = (strips == 1 ? 0x11111111u : 0x33333333u) >> (32 - shape.width / 4);
+        const int first = step / view.col_block, end = __ldg(view.blocks.ptr + row + 1);
+        for (int e = find_entry(view, row, first); e < end; ++e) {
+            const int column = __ldg(view.blocks.idx + e) - first;
             if (column >= shape.columns) break;
-            mask |= block << (4 * column * strips + strip % 4);
+            mask |= block << (column * view.col_block / 4 + strip % 4);
+            own += shape.width / view.row_block;
         }
     }
     const int last = warp_scan(own, lane);
@@ -92,7 +100,9 @@ static __global__ void __launch_bounds__(1024)
         int before = 0;
         for (int w = 0; w < sets.width; ++w) {
             const unsigned bits = shape.steps_of(sets.word(tile, w)), own = 1u << lane;
-            if (bits & own) k[before + __popc(bits & (own - 1))] = (32 * w + lane) * view.col_block;
+            const int place = (before + __popc(bits & (own - 1))) * shape.column_steps;
+            for (int i = 0; bits & own && i < shape.column_steps; ++i)
+                k[place + i] = (32 * w + lane) * view.col_block + i * shape.step;
             before += __popc(bits);
         }
     }
@@ -100,8 +110,7 @@ static __global__ void __launch_bounds__(1024)
     const int words = shape.rank_rows * view.row_block / 64;
     for (int i = threadIdx.x / 32; i < own_steps * shape.ranks; i += blockDim.x / 32) {
         const int index = first * shape.ranks + i;
-        write_masks(view, shape, own_rows + i % shape.ranks * shape.rank_rows,
-                    k[i / shape.ranks] / view.col_block,
+        write_masks(view, shape, own_rows + i % shape.ranks * shape.rank_rows, k[i / shape.ranks],
                     reinterpret_cast<int2*>(plan.masks()) + index * words, plan.starts() + index);
     }
 }
@@ -120,11 +129,13 @@ static __global__ void __launch_bounds__(1024)
         const int strip = place % shape.rank_rows * strips;
         const unsigned firsts = plan.masks()[(index * words + strip / 4) * 2 + 1];
         int* slot = plan.slots() + plan.starts()[index] + (firsts >> 8 * (strip % 4) & 0xff);
-        const int column = plan.k()[step] / view.col_block;
+        const int k = plan.k()[step], column = k / view.col_block;
+        const int first_square = k % view.col_block / view.row_block;
         const int end = __ldg(view.blocks.ptr + row + 1);
         for (int e = find_entry(view, row, column); e < end; ++e) {
             if (__ldg(view.blocks.idx + e) >= column + shape.columns) break;
-            *slot++ = __ldg(view.blocks.slot + e);
+            const int square = __ldg(view.blocks.slot + e) * shape.squares + first_square;
+            for (int j = 0; j < shape.width / view.row_block; ++j) *slot++ = square + j;
         }
     }
 }
@@ -138,7 +149,7 @@ class AlignedBuilder {
           costs_(arena.take<int2>(shape_.tiles)) {
         const int64_t steps = shape_.most_steps, starts = steps * shape.ranks;
         header_ = lay_out(key, {int64_t{2} * shape_.tiles, int64_t{shape_.tiles} * shape_.group_rows,
-                                2 * steps * (shape.tile / 64), steps, view.nnz, starts + 1});
+                                2 * steps * (shape.tile / 64), steps, view.nnz * shape_.squares, starts + 1});
         header_.tiles = shape_.tiles;
         header_.group_rows = shape_.group_rows;
     }
@@ -168,10 +179,15 @@ class AlignedBuilder {
         result.group_rows = shape.tile / view.row_block;
         result.rank_rows = result.group_rows / shape.ranks;
         result.ranks = shape.ranks;
-        result.columns = shape.step / view.col_block;
+        result.step = shape.step;
+        result.columns = std::max(1, shape.step / view.col_block);
+        result.column_steps = std::max(1, view.col_block / shape.step);
+        result.squares = view.col_block / view.row_block;
+        result.width = std::min(shape.step, view.col_block);
         result.tiles = Grouping::group_count(view.rows, result.group_rows);
         const int64_t columns = (view.cols + result.columns - 1) / result.columns;
-        result.most_steps = static_cast<int>(std::min<int64_t>(view.nnz, result.tiles * columns));
+        const int64_t steps = std::min<int64_t>(view.nnz, result.tiles * columns) * result.column_steps;
+        result.most_steps = static_cast<int>(std::min<int64_t>(steps, INT32_MAX));
         return result;
     }
 

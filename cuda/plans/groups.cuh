@@ -199,7 +199,9 @@ class Grouping {
   private:
     void pair_up(float density, Stream& stream) {
         const int count = groups_.sets.count;
-        const Fit fit{density, halves_ && 2 * groups_.size == size_ ? 0.5f : 0.0f};
+        // Of an odd number of groups one stays alone, best that with the fewest block rows.
+        const bool even = (halves_ && 2 * groups_.size == size_) || (!halves_ && count % 2 == 1);
+        const Fit fit{density, even ? 0.5f : 0.0f};
         int rounds = 4;
         for (int n = count; n > 1; n = (n + 1) / 2) rounds += 2;
         int* const named = named_[rounds % 2];

@@ -1,6 +1,7 @@
-// dds for blocks of 16 x 16 and 32 x 32, in both directions:
+// dds for blocks of 16 or 32 features of the result by as many k or more, in both directions:
 //   nt: y[t, f] = sum over k of x[t, k] W[f, k]      nn: x[t, f] = sum over k of y[t, k] W[k, f]
-// with "features" f of the result and k summed over, whichever of out and in features they are.
+// with "features" f of the result and k summed over, whichever of out and in features they are. A long block
+// counts as several, which are square.
 //
 // Features are the rows of wgmma. Of its 64 rows each warp has 16 and gives their weight from registers,
 // zeros where its block row has no block: so two block rows of 32 or four of 16 share their products, chosen
@@ -309,9 +310,8 @@ struct DdsNarrow {
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Common::kSharedBytes)) return reason;
-        const Pattern& pattern = problem.pattern;
-        if (pattern.block_rows != pattern.block_cols || pattern.block_rows > 32)
-            return "its blocks are 16 x 16 or 32 x 32";
+        if (problem.row_block() > 32 || problem.row_block() > problem.k_block())
+            return "its blocks have 16 or 32 features of the result and at least as many of k";
         if (!Common::Schedule::can_hold(tile_count(problem), span_count(problem),
                                         problem.k_size() / Common::kStep + 1, device.multiprocessors))
             return "so much work is out of its reach";
@@ -326,7 +326,7 @@ struct DdsNarrow {
 
     static size_t packed_size(const Problem& problem) {
         constexpr int64_t kWide = Weight<Math, 32>::kBlockBytes, kNarrow = Weight<Math, 16>::kBlockBytes;
-        return problem.pattern.nnz * (is_wide(problem) ? kWide : kNarrow);
+        return square_count(problem) * (is_wide(problem) ? kWide : kNarrow);
     }
 
     static int32_t pack(const Problem& problem, void* packed, void* stream) {
@@ -383,7 +383,10 @@ struct DdsNarrow {
         return part_count(problem, tile_count(problem) * span_count(problem),
                           device.multiprocessors / Common::kRanks);
     }
-    static bool is_wide(const Problem& problem) { return problem.pattern.block_rows == 32; }
+    static bool is_wide(const Problem& problem) { return problem.row_block() == 32; }
+    static int64_t square_count(const Problem& problem) {
+        return problem.pattern.nnz * (problem.k_block() / problem.row_block());
+    }
     // Of the workspace, up to where the partial sums begin.
     static size_t own_packed_bytes(const Problem& problem) {
         return problem.packed != nullptr ? 0 : (packed_size(problem) + 255) / 256 * 256;
@@ -426,15 +429,16 @@ struct DdsNarrow {
     template <class Format>
     static cudaError_t pack_as(const Problem& problem, void* packed, void* stream) {
         constexpr int kThreads = 256;
-        auto blocks = static_cast<int>(problem.pattern.nnz);
-        if (blocks == 0) return cudaSuccess;
+        auto count = static_cast<int>(square_count(problem));
+        int squares = problem.k_block() / problem.row_block();
+        if (count == 0) return cudaSuccess;
         const auto kernel =
             problem.forward() ? pack_narrow_kernel<Format, false> : pack_narrow_kernel<Format, true>;
-        const int64_t ctas = (int64_t{blocks} * 32 + kThreads - 1) / kThreads;
+        const int64_t ctas = (int64_t{count} * 32 + kThreads - 1) / kThreads;
         const void* plan = problem.plan;
         int key = plan_key(problem.pattern, problem.op, kPlan);
         void* values = problem.values.data;
-        void* parameters[] = {&plan, &key, &blocks, &values, &packed};
+        void* parameters[] = {&plan, &key, &count, &squares, &values, &packed};
         return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(ctas), kThreads,
                                 parameters, 0, static_cast<cudaStream_t>(stream));
     }
@@ -445,8 +449,9 @@ struct DdsNarrow {
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
         arguments.spans = static_cast<int>(spans);
-        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
-                                                static_cast<int>(parts), band_spans(problem.k_size()));
+        arguments.schedule =
+            schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts),
+                               band_spans(problem, tiles, spans * parts));
         const bool row_major = problem.input().layout == Layout::row_major;
         arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
         if (arguments.value_rows > 0)
@@ -454,10 +459,12 @@ struct DdsNarrow {
         return describe_results<Common>(arguments, problem);
     }
 
-    // So many tokens that their activations take a sixth of L2.
-    static int band_spans(int64_t k_size) {
+    // So many tokens that their activations take a sixth of L2. In two rounds nearly all is under way at
+    // once, and long tiles, with which a band begins, should not have to wait for the second.
+    static int band_spans(const Problem& problem, int64_t tiles, int64_t spans) {
         constexpr int64_t kPanelBytes = 8 << 20;
-        const int64_t bytes = int64_t{Common::kTileTokens} * std::max<int64_t>(k_size, 1) * 2;
+        if (tiles * spans <= Common::Schedule::kMaxClusters) return static_cast<int>(spans);
+        const int64_t bytes = int64_t{Common::kTileTokens} * std::max<int64_t>(problem.k_size(), 1) * 2;
         return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));
     }
 

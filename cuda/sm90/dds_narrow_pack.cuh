@@ -1,24 +1,27 @@
-// Packs the weight for the dds kernel for narrow blocks: its blocks one after another in the order in which
-// they are multiplied, [nnz] packed blocks as the weight's format has them.
+// Packs the weight for the dds kernel for narrow blocks: its squares one after another in the order in which
+// they are multiplied, as the weight's format has them. A block is a row of `squares` of them, along k.
 #pragma once
 
 #include "sm90/dds_arguments.cuh"
 
 namespace ts::sm90 {
 
-// One warp for each block.
+// One warp for each square.
 template <class Weight, bool kTransposed>
 __global__ void __launch_bounds__(256)
-    pack_narrow_kernel(const PlanHeader* header, int key, int blocks,
+    pack_narrow_kernel(const PlanHeader* header, int key, int count, int squares,
                        const typename Weight::Element* __restrict__ values, char* __restrict__ packed) {
     cudaTriggerProgrammaticLaunchCompletion();  // the kernel that multiplies may begin, and waits by itself
-    const int block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (block >= blocks) return;
+    constexpr int kBlock = Weight::kBlock;
+    const int place = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (place >= count) return;
     const DdsPlan plan(header, key);
     if (!plan.is_own) __trap();
-    const int64_t slot = __ldg(plan.slots + block);
-    Weight::template pack<kTransposed>(values + slot * (Weight::kBlock * Weight::kBlock),
-                                       packed + int64_t{block} * Weight::kBlockBytes, lane);
+    // Of a transposed block the squares lie one after another, otherwise side by side.
+    const int square = __ldg(plan.slots + place), in_block = kTransposed ? 0 : square % squares;
+    const int64_t first = int64_t{square - in_block} * (kBlock * kBlock) + in_block * kBlock;
+    Weight::template pack<kTransposed>(values + first, kTransposed ? kBlock : squares * kBlock,
+                                       packed + int64_t{place} * Weight::kBlockBytes, lane);
 }
 
 }  // namespace ts::sm90

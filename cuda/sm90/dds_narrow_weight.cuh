@@ -19,10 +19,10 @@ struct PlainNarrowWeight : PlainStorage {
     static constexpr int kBlock = kBlock_;
     static constexpr int kBlockBytes = kBlock * kBlock * 2;
 
-    // One warp packs a block, which is features by k or, transposed, k by features. A lane moves vectors,
-    // which it reads side by side with the other lanes.
+    // One warp packs a block, which is features by k or, transposed, k by features, in lines of `width`
+    // elements. A lane moves vectors, which it reads side by side with the other lanes.
     template <bool kTransposed>
-    __device__ static void pack(const Element* block, char* packed, int lane) {
+    __device__ static void pack(const Element* block, int width, char* packed, int lane) {
         constexpr int kAll = kBlock * kVectors / 32;
         alignas(16) Element elements[kAll][kVector];
         int places[kAll];
@@ -34,10 +34,10 @@ struct PlainNarrowWeight : PlainStorage {
             if (kTransposed) {
 #pragma unroll
                 for (int k = 0; k < kVector; ++k)
-                    elements[i][k] = block[(vector * kVector + k) * kBlock + feature];
+                    elements[i][k] = block[(vector * kVector + k) * width + feature];
             } else {
                 reinterpret_cast<uint4&>(elements[i]) =
-                    reinterpret_cast<const uint4*>(block + feature * kBlock)[vector];
+                    reinterpret_cast<const uint4*>(block + feature * width)[vector];
             }
             places[i] = place(feature, vector);
         }

@@ -85,12 +85,16 @@ double estimate_dds_float(const Kernel& kernel, const Problem& problem, const De
     return dds_time(kernel, problem, device, float_share(kernel), kCluster);
 }
 
-// Of two kernels the one with short steps has more room for the weight.
+// Of two kernels the one with short steps has more room for the weight. Packing is a part of what was fitted,
+// but for few tokens and long blocks.
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr double kDense = 0.35, kOtherSteps = 1.25;
     const bool suits = (problem.pattern.density() > kDense) == (kernel.plan.step == 64);
-    const double share = small_block_share(problem) * (suits ? 1 : kOtherSteps);
-    return dds_time(kernel, problem, device, share, kCluster);
+    const double share = small_block_cost(problem) / dds_cost(problem) * (suits ? 1 : kOtherSteps);
+    const double time = dds_time(kernel, problem, device, share, kCluster);
+    constexpr double kByte = 1 / 4e6;
+    const bool packs = has_few_tokens(problem) && has_long_blocks(problem);
+    return packs ? time + 2 * kByte * value_bytes(problem) : time;
 }
 
 double estimate_sdd(const Kernel&, const Problem& problem, const Device& device) {

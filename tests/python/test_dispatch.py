@@ -101,6 +101,16 @@ def test_small_square_blocks_take_the_steps_that_suit_their_density(density: flo
 
 
 @needs_sm90
+def test_long_blocks_take_the_kernels_of_square_ones_where_columns_are_slower() -> None:
+    for block in ((32, 16), (64, 16), (128, 16)):
+        for density, name in ((0.1, "_128"), (0.25, "_128"), (0.5, "_64")):
+            assert chosen(H200, block, op=DDS_NN, density=density) == "sm90_narrow_bf16" + name
+    for density in (0.1, 0.25):
+        assert chosen(H200, (32, 128), density=density).endswith("_256x256")
+        assert chosen(H200, (128, 32), op=DDS_NN, density=density).endswith("_256x256")
+
+
+@needs_sm90
 @pytest.mark.parametrize("op", [DDS_NT, DDS_NN])
 def test_few_tokens_take_kernels_made_for_them(op: int) -> None:
     def takes_them(block: int, tokens: int, features: int, k: int, density: float = 0.25) -> bool:

@@ -61,7 +61,7 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str,
             "rows": (tiles, ranks, group_rows // ranks),
             "masks": (steps, ranks, tile // ranks // 64, 2),
             "k": (steps,),
-            "slots": (pattern.nnz,),
+            "slots": (pattern.nnz * squares_of(pattern),),
             "starts": (steps * ranks + 1,),
         }
     else:
@@ -122,6 +122,11 @@ def sections_of(
 def is_aligned(key: int) -> bool:
     """Whether plans with that key are of aligned steps."""
     return key >> 28 == 1
+
+
+def squares_of(pattern: BlockPattern) -> int:
+    """As many as plans of aligned steps cut a block into."""
+    return max(pattern.block_shape) // min(pattern.block_shape)
 
 
 def walks_strips(kernel: int) -> bool:
@@ -244,9 +249,11 @@ def mask_of(piece: int, in_group: int, row_block: int, pieces: int) -> int:
 @pytest.mark.parametrize("op", [DDS_NT, DDS_NN])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_aligned_plans_visit_each_block_once(name: str, op: int, device: str) -> None:
-    for ((key, _), index), size, grid in product(KERNELS.items(), (16, 32), ((7, 10), (131, 29))):
-        if is_aligned(key):
-            pattern = make_pattern(name, grid, (size, size))
+    for ((key, _), index), (features, k) in product(KERNELS.items(), BLOCK_SHAPES):
+        if not is_aligned(key) or features > min(k, 32):
+            continue
+        for grid in ((7, 10), (131, 29)) if k in (features, 64) else ((7, 10),):
+            pattern = make_pattern(name, grid, (features, k) if op == DDS_NT else (k, features))
             assert computes(pattern, index, op)
             plan = build(pattern, index, op, device)
             check_aligned_plan(pattern if op == DDS_NT else pattern.transpose(), plan, key)
@@ -255,12 +262,13 @@ def test_aligned_plans_visit_each_block_once(name: str, op: int, device: str) ->
 def check_aligned_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int) -> None:
     """Checks a plan against the pattern as seen from the output of the product."""
     block, step = pattern.block_shape[0], key & 0xFFF
-    columns, strips = step // block, block // 16
-    slot_at = {
-        (row, column): slot
+    columns, strips, squares = step // block, block // 16, squares_of(pattern)
+    square_at = {
+        (row, column * squares + square): slot * squares + square
         for slot, (row, column) in enumerate(
             zip(*(indices.tolist() for indices in pattern.block_indices()), strict=True)
         )
+        for square in range(squares)
     }
     check_tiles(pattern, plan)
     lengths = np.r_[np.bincount(pattern.block_indices()[0], minlength=pattern.grid[0]), 0]  # of row -1: 0
@@ -280,7 +288,7 @@ def check_aligned_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: 
                 for strip in range(place * strips, (place + 1) * strips):
                     expected[strip // 4, 1] |= len(slots) - start << 8 * (strip % 4)
                 for column in range(columns):
-                    slot = slot_at.get((row, plan["k"][s] // block + column))
+                    slot = square_at.get((row, plan["k"][s] // block + column))
                     if slot is None:
                         continue
                     slots.append(slot)
@@ -289,7 +297,7 @@ def check_aligned_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: 
             assert (plan["masks"][s, rank].view(np.uint32) == expected).all()
         assert len(slots) > before, "a step without a block"
     assert plan["starts"][-1] == len(slots)
-    assert plan["slots"].tolist() == slots and sorted(slots) == list(range(pattern.nnz))
+    assert plan["slots"].tolist() == slots and sorted(slots) == list(range(pattern.nnz * squares))
 
 
 @needs_plans
