@@ -14,7 +14,11 @@ namespace ts::sm90 {
 
 // The epilogue of one warpgroup: bias and activation in registers, then through shared memory by TMA. A
 // residual or gate comes through the same buffers, into which the results of it are put. A gate is activated
-// there: code for all sums in registers would be as long as that of all else.
+// there: code for all sums in registers would be as long as that of all else. Each buffer belongs to a warp,
+// whose first lane asks for what is read into it and stores from it.
+//
+// Wide tiles of 16 bits have one chunk more than there are buffers. If row-major, it goes to memory from
+// registers: a buffer is free again only when what was stored from it has been read.
 template <class Traits>
 class DdsEpilogue {
     using Element = typename Traits::Element;
@@ -33,7 +37,8 @@ class DdsEpilogue {
           buffers_(buffers),
           arrived_(arrived),
           warpgroup_(warpgroup),
-          thread_(threadIdx.x % 128),
+          warp_(threadIdx.x % 128 / 32),
+          first_lane_(threadIdx.x % 32 == 0),
           row_count_(arguments.warpgroup_rows),
           staging_(arguments, threadIdx.x % 128),
           first_row_(row_of(0)) {}
@@ -45,9 +50,7 @@ class DdsEpilogue {
 #pragma unroll
         for (int i = 0; i < kMaxRows; ++i)
             if (i < row_count_) next_rows_[i] = __ldg(rows + first_row_ + i);
-        if (arguments_.bias == nullptr) return;
-        next_bias_rows_[0] = __ldg(rows + row_of(bias_feature()));
-        next_bias_rows_[1] = __ldg(rows + row_of(bias_feature() + 8));
+        next_warp_row_ = __ldg(rows + row_of(kWarpFeatures * warp_));
     }
 
     // Called before the sums are computed; asks for the residual of the first chunks.
@@ -55,14 +58,14 @@ class DdsEpilogue {
         token_ = token;
 #pragma unroll
         for (int i = 0; i < kMaxRows; ++i) rows_[i] = next_rows_[i];
+        first_feature_ = output_feature(next_warp_row_, kWarpFeatures * warp_);
         if (arguments_.bias != nullptr) {
-            bias_[0] = bias_at(output_feature(next_bias_rows_[0], bias_feature()));
-            bias_[1] = bias_at(output_feature(next_bias_rows_[1], bias_feature() + 8));
+            // Of a row that the tile does not have any will do: choosing zero would wait for what is read.
+            const auto* const bias = static_cast<const Element*>(arguments_.bias) + max(first_feature_, 0);
+            bias_[0] = bias[threadIdx.x % 32 / 4];
+            bias_[1] = bias[threadIdx.x % 32 / 4 + 8];
         }
-        if (arguments_.has_residual && thread_ == 0) {
-            cute::tma_store_wait<0>();
-            for (int chunk = 0; chunk < Traits::kChunks; ++chunk) load_residual(chunk);
-        }
+        if (arguments_.has_residual) load_residual(0, Traits::kChunks);
     }
 
     __device__ void store(float (&sums)[kSums]) {
@@ -71,10 +74,12 @@ class DdsEpilogue {
             for (int i = 0; i < kSums; ++i) sums[i] += to_float(bias_[i / 2 % 2]);
         }
         activate_all<Element>(sums, arguments_.activation);
-        if (arguments_.output_layout == Layout::row_major)
-            store_as<true>(sums);
-        else
+        if (arguments_.output_layout != Layout::row_major)
             store_as<false>(sums);
+        else if constexpr (kStoresDirectly)
+            store_last_directly(sums);
+        else
+            store_as<true>(sums);
     }
 
     // Before the CTA ends, its stores must have read shared memory.
@@ -83,7 +88,10 @@ class DdsEpilogue {
   private:
     static constexpr int kAllChunks = Traits::kAllChunks;
     static constexpr int kSumsOfChunk = Traits::kChunkTokens / 2;
-    static constexpr int kMaxRows = Traits::kWarpgroupFeatures / 16;
+    static constexpr int kWarpFeatures = 16;
+    static constexpr int kMaxRows = Traits::kWarpgroupFeatures / kWarpFeatures;
+    static constexpr bool kStoresDirectly = !kFloat && Traits::kChunks > 1 && kAllChunks == Traits::kChunks + 1;
+    static_assert(Traits::kChunks <= 4, "a warp for each");
 
     __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup_); }
 
@@ -92,37 +100,86 @@ class DdsEpilogue {
     template <bool kRowMajor, int kFirst = 0>
     __device__ void store_as(float (&sums)[kSums]) {
         constexpr int kCount = chunks_from(kFirst), kNext = chunks_from(kFirst + kCount);
-        // All but so many of the last stores have then read their buffers.
-        constexpr int kPending = kFirst == 0 ? 0 : Traits::kChunks - kCount;
-        if (!arguments_.has_residual) {
-            if (thread_ == 0) cute::tma_store_wait<kPending>();
-            sync();
+        if (!arguments_.has_residual) wait_for_buffers();
+        put_chunks<kRowMajor, kFirst, kCount>(sums);
+        store_buffers(kFirst, kCount);
+        if constexpr (kNext > 0) {
+            if (arguments_.has_residual) load_residual(kFirst + kCount, kNext);
+            store_as<kRowMajor, kFirst + kCount>(sums);
         }
-        if (arguments_.gate_activation != Activation::none) activate_gate<kRowMajor>(kFirst, kCount);
-#pragma unroll
-        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) {
-            float* const chunk_sums = sums + chunk * kSumsOfChunk;
-            if (arguments_.has_residual) combine<kRowMajor>(chunk_sums, chunk % Traits::kChunks);
-            staging_.template put<kRowMajor>(chunk_sums, buffers_[chunk % Traits::kChunks]);
-        }
-        cutlass::arch::fence_view_async_shared();
-        sync();
-        if (thread_ == 0) {
-            for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) store_chunk(chunk);
-            if (arguments_.has_residual && kNext > 0) {
-                cute::tma_store_wait<Traits::kChunks - kNext>();
-                for (int chunk = kFirst + kCount; chunk < kFirst + kCount + kNext; ++chunk)
-                    load_residual(chunk);
-            }
-        }
-        if constexpr (kNext > 0) store_as<kRowMajor, kFirst + kCount>(sums);
     }
     static constexpr int chunks_from(int first) {
         return kAllChunks - first < Traits::kChunks ? kAllChunks - first : Traits::kChunks;
     }
 
-    // The first of the features of the warpgroup that a thread has sums of; the other is 8 on.
-    __device__ int bias_feature() const { return thread_ / 32 * 16 + thread_ % 32 / 4; }
+    // The residual of the last chunk is read into the first buffer as soon as that of the first has been
+    // added, and the first chunk is stored directly, too.
+    __device__ void store_last_directly(float (&sums)[kSums]) {
+        constexpr int kLast = kAllChunks - 1;
+        if (!arguments_.has_residual) {
+            wait_for_buffers();
+            put_chunks<true, 0, kLast>(sums);
+            store_buffers(0, kLast);
+        } else {
+            combine_chunks<true, 0, 1>(sums);
+            cutlass::arch::fence_view_async_shared();
+            sync();
+            load_residual(kLast, 1);
+            put_chunks<true, 1, kLast - 1>(sums);
+            store_buffers(1, kLast - 1);
+            store_directly(sums, 0);
+            combine_chunks<true, kLast, 1>(sums);
+            sync();  // all have read the first buffer, which the next tile's residual is read into
+        }
+        store_directly(sums, kLast);
+    }
+
+    __device__ void store_directly(const float* sums, int chunk) const {
+        const int token = token_ + chunk * Traits::kChunkTokens;
+        const int tokens = first_feature_ < 0 ? 0 : arguments_.tokens - token;
+        auto* const target =
+            static_cast<Element*>(arguments_.results) + token * arguments_.results_ld + first_feature_;
+        staging_.store(sums + chunk * kSumsOfChunk, target, arguments_.results_ld, tokens);
+    }
+
+    // Waits until all that was stored from buffers has been read.
+    __device__ void wait_for_buffers() const {
+        if (first_lane_) cute::tma_store_wait<0>();
+        sync();
+    }
+
+    // Puts the results of kCount chunks into their buffers.
+    template <bool kRowMajor, int kFirst, int kCount>
+    __device__ void put_chunks(float (&sums)[kSums]) {
+        combine_chunks<kRowMajor, kFirst, kCount>(sums);
+#pragma unroll
+        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk)
+            staging_.template put<kRowMajor>(sums + chunk * kSumsOfChunk, buffer_of(chunk));
+    }
+
+    // Stores them from there.
+    __device__ void store_buffers(int first, int count) const {
+        cutlass::arch::fence_view_async_shared();
+        sync();
+        each_own_chunk(first, count, [&](int chunk) { store_chunk(chunk); });
+    }
+
+    // Asks for the residual of as many chunks.
+    __device__ void load_residual(int first, int count) const {
+        each_own_chunk(first, count, [&](int chunk) {
+            cute::tma_store_wait<0>();
+            load_chunk(chunk);
+        });
+    }
+
+    // Calls visit(chunk) in one lane for the chunk, of some, whose buffer belongs to the warp.
+    template <class Visit>
+    __device__ void each_own_chunk(int first, int count, Visit visit) const {
+        const int begin = first % Traits::kChunks;
+        if (first_lane_ && warp_ >= begin && warp_ < begin + count) visit(first - begin + warp_);
+    }
+
+    __device__ char* buffer_of(int chunk) const { return buffers_[chunk % Traits::kChunks]; }
 
     // The place in the tile of the block row of a feature of the warpgroup.
     __device__ int row_of(int feature) const {
@@ -135,29 +192,31 @@ class DdsEpilogue {
         return row < 0 ? row : (row << arguments_.row_shift) + (within_tile & arguments_.row_block - 1);
     }
 
-    __device__ Element bias_at(int feature) const {
-        return feature < 0 ? Element(0.0f) : static_cast<const Element*>(arguments_.bias)[feature];
-    }
-
-    // Activates the gate of some chunks, as soon as it is there, where it lies. A warp does so for itself.
-    template <bool kRowMajor>
-    __device__ void activate_gate(int first, int count) const {
+    // Adds the residual of kCount chunks, as soon as it is there, to their sums, or multiplies them by their
+    // gate. A gate is activated where it lies; a warp does so for itself.
+    template <bool kRowMajor, int kFirst, int kCount>
+    __device__ void combine_chunks(float (&sums)[kSums]) {
+        if (!arguments_.has_residual) return;
 #pragma unroll 1
-        for (int chunk = first; chunk < first + count; ++chunk) {
+        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) {
             const int buffer = chunk % Traits::kChunks;
             wait(arrived_[buffer], residual_parity_ >> buffer & 1);
-            staging_.template activate<kRowMajor>(buffers_[buffer], arguments_.gate_activation);
+            residual_parity_ ^= 1 << buffer;
+            if (arguments_.gate_activation != Activation::none)
+                staging_.template activate<kRowMajor>(buffer_of(chunk), arguments_.gate_activation);
         }
         __syncwarp();
+        if (arguments_.gated)
+            join_chunks<kRowMajor, kFirst, kCount>(sums, [](float sum, float gate) { return sum * gate; });
+        else
+            join_chunks<kRowMajor, kFirst, kCount>(sums, [](float sum, float other) { return sum + other; });
     }
 
-    // Adds a buffer's residual, as soon as it is there, to the sums of a chunk, or multiplies them by its
-    // gate.
-    template <bool kRowMajor>
-    __device__ void combine(float* sums, int buffer) {
-        wait(arrived_[buffer], residual_parity_ >> buffer & 1);
-        residual_parity_ ^= 1 << buffer;
-        staging_.template combine<kRowMajor>(sums, buffers_[buffer], arguments_.gated);
+    template <bool kRowMajor, int kFirst, int kCount, class Join>
+    __device__ void join_chunks(float (&sums)[kSums], Join join) const {
+#pragma unroll
+        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk)
+            staging_.template combine<kRowMajor>(sums + chunk * kSumsOfChunk, buffer_of(chunk), join);
     }
 
     // Calls visit(x, y, shared memory) for the box of each block row of a chunk.
@@ -169,7 +228,7 @@ class DdsEpilogue {
         for (int i = 0; i < kMaxRows; ++i) {
             if (rows_[i] < 0) continue;
             const int feature = output_feature(rows_[i], i << arguments_.row_shift);
-            char* const box = buffers_[chunk % Traits::kChunks] + (i << arguments_.row_shift) * kLine;
+            char* const box = buffer_of(chunk) + (i << arguments_.row_shift) * kLine;
             visit(row_major ? feature : token, row_major ? token : feature, box);
         }
     }
@@ -185,7 +244,7 @@ class DdsEpilogue {
         cute::tma_store_arrive();
     }
 
-    __device__ void load_residual(int chunk) const {
+    __device__ void load_chunk(int chunk) const {
         const Barrier& arrived = arrived_[chunk % Traits::kChunks];
         int boxes = 0;
         each_box(chunk, [&](int x, int y, char* box) {
@@ -195,23 +254,25 @@ class DdsEpilogue {
                 load_box(&arguments_.residual, arrived, Multicast{1}, box, x, y);
             ++boxes;
         });
-        arrived.arrive_and_expect_tx(boxes * Traits::kChunkBytes / row_count_);
+        arrived.arrive_and_expect_tx(boxes * arguments_.row_width * kLine);
     }
 
     const DdsArguments& arguments_;
     Buffers& buffers_;
     const Arrived& arrived_;
     int warpgroup_;
-    int thread_;
+    int warp_;         // of the warpgroup
+    bool first_lane_;  // of the warp
     int row_count_;  // block rows of the warpgroup
     Staging staging_;
     uint32_t residual_parity_ = 0;
     int token_ = 0;
     int first_row_;       // of the warpgroup in a tile
     int rows_[kMaxRows];  // block rows of the warpgroup; -1: none
+    int first_feature_;   // of the output, of those of the warp; negative: none
     Element bias_[2];     // of the features of a thread's sums
     int next_rows_[kMaxRows] = {-1, -1, -1, -1};
-    int next_bias_rows_[2];
+    int next_warp_row_;  // that has the features of the warp
 };
 
 // Host side: the output, or the residual or gate, which is laid out like it.
@@ -240,6 +301,8 @@ cudaError_t describe_results(DdsArguments& arguments, const Problem& problem) {
     arguments.row_width = std::min(arguments.row_block, Traits::kWarpgroupFeatures);
     arguments.warpgroup_rows = Traits::kWarpgroupFeatures / arguments.row_width;
     arguments.output_layout = problem.output().layout;
+    arguments.results = problem.output().data;
+    arguments.results_ld = problem.output().ld;
     arguments.activation = problem.activation;
     arguments.gate_activation = problem.gate_activation;
     arguments.gated = problem.gated;

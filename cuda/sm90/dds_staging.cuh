@@ -4,8 +4,10 @@
 // their lines are swizzled over their width.
 //
 //     put(sums, buffer): the results, rounded
-//     combine(sums, buffer, gated): adds what is in a buffer to the sums, or multiplies them by it
+//     combine(sums, buffer, join): makes join(sum, what is in a buffer) of the sums
 //     activate(buffer, activation): what is in a buffer, where it lies; a warp does so for its own features
+//     store(sums, target, ld, tokens): the results of 16 bits, rounded, to memory, row-major. `target`: of the
+//         first token and feature of the warp; `tokens`: those that there are
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -20,6 +22,12 @@ constexpr int kLine = 128;  // bytes
 
 __device__ inline uint32_t swizzled(uint32_t offset, uint32_t line) {
     return offset ^ (offset / kLine & line / 16 - 1) * 16;
+}
+
+// A matrix of 8 x 8 of 16 bits, of which lanes have two neighbours.
+__device__ inline uint32_t transposed(uint32_t pair) {
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
+    return pair;
 }
 
 // Results of 16 bits, in matrices of 8 x 8.
@@ -45,8 +53,8 @@ class HalfStaging {
         }
     }
 
-    template <bool kRowMajor>
-    __device__ void combine(float* sums, char* buffer, bool gated) const {
+    template <bool kRowMajor, class Join>
+    __device__ void combine(float* sums, char* buffer, Join join) const {
 #pragma unroll
         for (int i = 0; i < kTokens / 16; ++i) {
             uint32_t words[4];
@@ -57,8 +65,8 @@ class HalfStaging {
                 const auto& pair = reinterpret_cast<const Pair<Element>&>(words[j]);
                 const float first = to_float(pair.first), second = to_float(pair.second);
                 float* const to = sums + 8 * i + 2 * j;
-                to[0] = gated ? to[0] * first : to[0] + first;
-                to[1] = gated ? to[1] * second : to[1] + second;
+                to[0] = join(to[0], first);
+                to[1] = join(to[1], second);
             }
         }
     }
@@ -68,6 +76,19 @@ class HalfStaging {
 #pragma unroll 1
         for (int i = 0; i < kTokens / 16; ++i)
             activate_elements(reinterpret_cast<Element*>(&line_of<kRowMajor>(buffer, i)), activation);
+    }
+
+    // Eight tokens at a time: of each the warp has 32 bytes, and a lane stores eight of them.
+    __device__ void store(const float* sums, Element* target, int64_t ld, int tokens) const {
+        const int lane = threadIdx.x % 32, token = lane / 4;
+        target += token * ld + lane % 2 * 8 + lane % 4 / 2 * 4;
+#pragma unroll
+        for (int i = 0; i < kTokens / 8; ++i) {
+            uint32_t low = transposed(rounded<Math>(sums[4 * i], sums[4 * i + 1]));
+            uint32_t high = transposed(rounded<Math>(sums[4 * i + 2], sums[4 * i + 3]));
+            exchange(low, high, 1);
+            if (8 * i + token < tokens) *reinterpret_cast<uint2*>(target + 8 * i * ld) = {low, high};
+        }
     }
 
   private:
@@ -107,13 +128,10 @@ class FloatStaging {
         for (int i = 0; i < kTokens / 2; ++i) word_of<kRowMajor>(buffer, i) = sums[i];
     }
 
-    template <bool kRowMajor>
-    __device__ void combine(float* sums, char* buffer, bool gated) const {
+    template <bool kRowMajor, class Join>
+    __device__ void combine(float* sums, char* buffer, Join join) const {
 #pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) {
-            const float other = word_of<kRowMajor>(buffer, i);
-            sums[i] = gated ? sums[i] * other : sums[i] + other;
-        }
+        for (int i = 0; i < kTokens / 2; ++i) sums[i] = join(sums[i], word_of<kRowMajor>(buffer, i));
     }
 
     // The 16 features of a warp are lines, or half of each token's line in one of the two boxes.
