@@ -37,25 +37,29 @@ __device__ inline float approximate_gelu(float x) {
 
 constexpr float kLog2E = 1.442695041f;
 
-// 1 / (1 + exp(-x)).
-__device__ inline float sigmoid(float x) {
+__device__ inline float inverse_of(float x) {
     float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power_of_two(-kLog2E * x)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
     return inverse;
 }
 
+// 1 / (1 + exp(-x)).
+__device__ inline float sigmoid(float x) { return inverse_of(1.0f + power_of_two(-kLog2E * x)); }
+
 __device__ inline float silu(float x) { return x * sigmoid(x); }
 
-// The same within 6e-5 of itself: 1 / (1 + t) is a polynomial of t = exp(-|x|), fitted to its relative error.
-__device__ inline float approximate_silu(float x) {
-    const float power = power_of_two(-kLog2E * fabsf(x));
-    float inverse = -1.0448457e-1f;
-    inverse = fmaf(inverse, power, 4.1793803e-1f);
-    inverse = fmaf(inverse, power, -7.7057298e-1f);
-    inverse = fmaf(inverse, power, 9.5342072e-1f);
-    inverse = fmaf(inverse, power, -9.962757e-1f);
-    inverse = fmaf(inverse, power, 9.9994898e-1f);
-    return x * (inverse * (x < 0.0f ? power : 1.0f));
+// The same of four sums. The unit for powers and inverses takes longer than all else, so one inverse serves
+// four: a product of them is finite, since what is below -21.5 has the factor of that.
+__device__ inline void silu_of_four(float* x) {
+    float terms[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) terms[i] = 1.0f + power_of_two(-kLog2E * fmaxf(x[i], -21.48f));
+    const float low = terms[0] * terms[1], high = terms[2] * terms[3], inverse = inverse_of(low * high);
+    const float of_low = inverse * high, of_high = inverse * low;
+    x[0] *= of_low * terms[1];
+    x[1] *= of_low * terms[0];
+    x[2] *= of_high * terms[3];
+    x[3] *= of_high * terms[2];
 }
 
 // `Element`: what the result is rounded to.
@@ -77,7 +81,6 @@ __device__ inline float activate(float value, Activation activation) {
 // One loop for each activation: a choice for each sum would take longer than the products.
 template <class Element, int kCount>
 __device__ inline void activate_all(float (&sums)[kCount], Activation activation) {
-    constexpr bool kHalf = sizeof(Element) == 2;
     const auto apply = [&](auto constant) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) sums[i] = activate<Element>(sums[i], constant());
@@ -88,11 +91,12 @@ __device__ inline void activate_all(float (&sums)[kCount], Activation activation
         case Activation::gelu:
             return apply([] { return Activation::gelu; });
         case Activation::silu:
-            // The unit for powers and inverses is slow: as balanced, a quarter of the sums use it twice.
+            if constexpr (sizeof(Element) == 2 && kCount % 4 == 0) {
 #pragma unroll
-            for (int i = 0; i < kCount; ++i)
-                sums[i] = kHalf && i % 4 != 0 ? approximate_silu(sums[i]) : silu(sums[i]);
-            return;
+                for (int i = 0; i < kCount; i += 4) silu_of_four(sums + i);
+                return;
+            }
+            return apply([] { return Activation::silu; });
         default:
             return;
     }

@@ -52,6 +52,7 @@ class DdsConsumer {
             // While the last products are under way, so that what the plan says of the next tile has arrived
             // when the barriers of the epilogue wait for all that is read.
             work = next_work(epilogue);
+            if (!Traits::kSplits || arguments_.partial == nullptr) epilogue.ready();
             release_multiplied(sums);
             if (!any) clear(sums);
             if (Traits::kSplits && arguments_.partial != nullptr)

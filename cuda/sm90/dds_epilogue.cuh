@@ -68,6 +68,14 @@ class DdsEpilogue {
         if (arguments_.has_residual) load_residual(0, Traits::kChunks);
     }
 
+    // Called when the last products are under way: what need not wait for the sums.
+    __device__ void ready() {
+        if (arguments_.has_residual)
+            await_residual<0, chunks_from(0)>();
+        else
+            wait_for_buffers();
+    }
+
     __device__ void store(float (&sums)[kSums]) {
         if (arguments_.bias != nullptr) {
 #pragma unroll
@@ -100,11 +108,15 @@ class DdsEpilogue {
     template <bool kRowMajor, int kFirst = 0>
     __device__ void store_as(float (&sums)[kSums]) {
         constexpr int kCount = chunks_from(kFirst), kNext = chunks_from(kFirst + kCount);
-        if (!arguments_.has_residual) wait_for_buffers();
         put_chunks<kRowMajor, kFirst, kCount>(sums);
         store_buffers(kFirst, kCount);
         if constexpr (kNext > 0) {
-            if (arguments_.has_residual) load_residual(kFirst + kCount, kNext);
+            if (arguments_.has_residual) {
+                load_residual(kFirst + kCount, kNext);
+                await_residual<kFirst + kCount, kNext>();
+            } else {
+                wait_for_buffers();
+            }
             store_as<kRowMajor, kFirst + kCount>(sums);
         }
     }
@@ -117,7 +129,6 @@ class DdsEpilogue {
     __device__ void store_last_directly(float (&sums)[kSums]) {
         constexpr int kLast = kAllChunks - 1;
         if (!arguments_.has_residual) {
-            wait_for_buffers();
             put_chunks<true, 0, kLast>(sums);
             store_buffers(0, kLast);
         } else {
@@ -128,6 +139,7 @@ class DdsEpilogue {
             put_chunks<true, 1, kLast - 1>(sums);
             store_buffers(1, kLast - 1);
             store_directly(sums, 0);
+            await_residual<kLast, 1>();
             combine_chunks<true, kLast, 1>(sums);
             sync();  // all have read the first buffer, which the next tile's residual is read into
         }
@@ -192,20 +204,28 @@ class DdsEpilogue {
         return row < 0 ? row : (row << arguments_.row_shift) + (within_tile & arguments_.row_block - 1);
     }
 
-    // Adds the residual of kCount chunks, as soon as it is there, to their sums, or multiplies them by their
-    // gate. A gate is activated where it lies; a warp does so for itself.
-    template <bool kRowMajor, int kFirst, int kCount>
-    __device__ void combine_chunks(float (&sums)[kSums]) {
-        if (!arguments_.has_residual) return;
+    // Waits for the residual of kCount chunks. A gate is activated where it lies; a warp does so for itself.
+    template <int kFirst, int kCount>
+    __device__ void await_residual() {
 #pragma unroll 1
         for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) {
             const int buffer = chunk % Traits::kChunks;
             wait(arrived_[buffer], residual_parity_ >> buffer & 1);
             residual_parity_ ^= 1 << buffer;
-            if (arguments_.gate_activation != Activation::none)
-                staging_.template activate<kRowMajor>(buffer_of(chunk), arguments_.gate_activation);
+            if (arguments_.gate_activation != Activation::none) {
+                if (arguments_.output_layout == Layout::row_major)
+                    staging_.template activate<true>(buffer_of(chunk), arguments_.gate_activation);
+                else
+                    staging_.template activate<false>(buffer_of(chunk), arguments_.gate_activation);
+            }
         }
         __syncwarp();
+    }
+
+    // Adds the residual of kCount chunks to their sums, or multiplies them by their gate.
+    template <bool kRowMajor, int kFirst, int kCount>
+    __device__ void combine_chunks(float (&sums)[kSums]) const {
+        if (!arguments_.has_residual) return;
         if (arguments_.gated)
             join_chunks<kRowMajor, kFirst, kCount>(sums, [](float sum, float gate) { return sum * gate; });
         else

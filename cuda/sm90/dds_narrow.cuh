@@ -156,7 +156,7 @@ class NarrowConsumer {
                                                 partial_place<Traits>(arguments_, done, rank_, warpgroup_)),
                     sums);
             else
-                epilogue.store(sums);
+                epilogue.ready(), epilogue.store(sums);
         }
         epilogue.finish_stores();
     }

@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
         add_sums(partial_sums<Traits::kSums>(arguments.partial,
                                              partial_place<Traits>(arguments, work, rank, warpgroup)),
                  sums);
+    epilogue.ready();
     epilogue.store(sums);
     epilogue.finish_stores();
 }

@@ -83,9 +83,8 @@ def linear(
         pattern: where the blocks lie.
         bias: [out_features] or None.
         activation: "none", "relu", "gelu" (the exact one, with erf; float16 and bfloat16 on CUDA compute it
-            within 1e-5) or "silu" (there within 6e-5 of itself); of the result, or where there is a gate of
-            that alone. It is fused into the product where no gradient is recorded, and rounding then happens
-            once instead of twice.
+            within 1e-5) or "silu"; of the result, or where there is a gate of that alone. It is fused into
+            the product where no gradient is recorded, and rounding then happens once instead of twice.
         residual: [..., out_features], the shape of the result, or None. It is added by the kernel of
             the product, unless a gradient is recorded through an activation, and is read in place if
             it lies as the result does.

@@ -63,8 +63,7 @@ enum { TS_FLOAT64 = 0, TS_FLOAT32 = 1, TS_FLOAT16 = 2, TS_BFLOAT16 = 3 }; /* ts_
 enum { TS_INT8 = 4, TS_FLOAT8_E4M3FN = 5 };                               /* dtypes of values alone */
 enum { TS_CPU = 0, TS_CUDA = 1 };                                         /* ts_matmul_desc.device */
 enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 };                     /* ts_matmul_desc.op */
-/* gelu is the one with erf; CUDA kernels for float16 and bfloat16 compute it within 1e-5 before rounding, and
- * silu within 6e-5 of itself. */
+/* gelu is the one with erf; CUDA kernels for float16 and bfloat16 compute it within 1e-5 before rounding. */
 enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
 /* How the values of the kept blocks lie in memory.
  *
