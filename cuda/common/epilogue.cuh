@@ -132,20 +132,20 @@ struct alignas(2 * sizeof(Element)) Pair {
     Element first, second;
 };
 
-// Activates the elements of 16 bytes, where they lie.
+// Activates the elements of twice 16 bytes, where they lie.
 template <class Element>
-__device__ inline void activate_elements(Element* elements, Activation activation) {
-    constexpr int kCount = 16 / sizeof(Element);
-    auto& vector = *reinterpret_cast<uint4*>(elements);
-    uint4 line = vector;
-    auto* const parts = reinterpret_cast<Element*>(&line);
+__device__ inline void activate_elements(Element* first, Element* second, Activation activation) {
+    constexpr int kCount = 32 / sizeof(Element);
+    uint4 vectors[2] = {*reinterpret_cast<uint4*>(first), *reinterpret_cast<uint4*>(second)};
+    auto* const elements = reinterpret_cast<Element*>(vectors);
     float values[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = to_float(parts[i]);
+    for (int i = 0; i < kCount; ++i) values[i] = to_float(elements[i]);
     activate_all<Element>(values, activation);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) parts[i] = from_float<Element>(values[i]);
-    vector = line;
+    for (int i = 0; i < kCount; ++i) elements[i] = from_float<Element>(values[i]);
+    *reinterpret_cast<uint4*>(first) = vectors[0];
+    *reinterpret_cast<uint4*>(second) = vectors[1];
 }
 
 // Stores two neighbouring sums, or adds them to what is there.

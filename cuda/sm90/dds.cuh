@@ -44,6 +44,7 @@ class DdsConsumer {
                                      warpgroup_);
         float sums[Traits::kSums];
         Work work = next_work(epilogue);
+        epilogue.read_bias();
         while (work.tile >= 0) {
             epilogue.begin(Traits::first_token(work, rank_));
             const int64_t partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);
@@ -52,7 +53,6 @@ class DdsConsumer {
             // While the last products are under way, so that what the plan says of the next tile has arrived
             // when the barriers of the epilogue wait for all that is read.
             work = next_work(epilogue);
-            if (!Traits::kSplits || arguments_.partial == nullptr) epilogue.ready();
             release_multiplied(sums);
             if (!any) clear(sums);
             if (Traits::kSplits && arguments_.partial != nullptr)

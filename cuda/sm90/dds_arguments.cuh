@@ -34,8 +34,6 @@ struct DdsArguments {
     int warpgroup_rows;    // block rows in the features of a warpgroup, or 1
     int k_block;           // k of a block
     int64_t value_rows;    // lines of values; without any, nothing is loaded
-    void* results;         // those of `output`
-    int64_t results_ld;    // in elements
     Layout output_layout;  // also the residual's
     Activation activation;
     Activation gate_activation;

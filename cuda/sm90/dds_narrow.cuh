@@ -145,6 +145,7 @@ class NarrowConsumer {
         Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
         float sums[Traits::kSums];
         Work work = next_work(epilogue);
+        epilogue.read_bias();
         while (work.tile >= 0) {
             epilogue.begin(Traits::first_token(work, rank_));
             multiply_all(sums, work);
@@ -156,7 +157,7 @@ class NarrowConsumer {
                                                 partial_place<Traits>(arguments_, done, rank_, warpgroup_)),
                     sums);
             else
-                epilogue.ready(), epilogue.store(sums);
+                epilogue.store(sums);
         }
         epilogue.finish_stores();
     }

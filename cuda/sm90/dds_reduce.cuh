@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
     Work work{item / arguments.spans, item % arguments.spans, 0, 0, 0};
     DdsEpilogue<Traits> epilogue(arguments, shared.output, shared.residual, warpgroup);
     epilogue.prepare(Traits::rows_of(plan, work.tile, rank));
+    epilogue.read_bias();
     epilogue.begin(Traits::first_token(work, rank));
     cudaGridDependencySynchronize();
     float sums[Traits::kSums] = {};
@@ -40,7 +41,6 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
         add_sums(partial_sums<Traits::kSums>(arguments.partial,
                                              partial_place<Traits>(arguments, work, rank, warpgroup)),
                  sums);
-    epilogue.ready();
     epilogue.store(sums);
     epilogue.finish_stores();
 }

@@ -6,8 +6,6 @@
 //     put(sums, buffer): the results, rounded
 //     combine(sums, buffer, join): makes join(sum, what is in a buffer) of the sums
 //     activate(buffer, activation): what is in a buffer, where it lies; a warp does so for its own features
-//     store(sums, target, ld, tokens): the results of 16 bits, rounded, to memory, row-major. `target`: of the
-//         first token and feature of the warp; `tokens`: those that there are
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -22,12 +20,6 @@ constexpr int kLine = 128;  // bytes
 
 __device__ inline uint32_t swizzled(uint32_t offset, uint32_t line) {
     return offset ^ (offset / kLine & line / 16 - 1) * 16;
-}
-
-// A matrix of 8 x 8 of 16 bits, of which lanes have two neighbours.
-__device__ inline uint32_t transposed(uint32_t pair) {
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
-    return pair;
 }
 
 // Results of 16 bits, in matrices of 8 x 8.
@@ -74,21 +66,9 @@ class HalfStaging {
     template <bool kRowMajor>
     __device__ void activate(char* buffer, Activation activation) const {
 #pragma unroll 1
-        for (int i = 0; i < kTokens / 16; ++i)
-            activate_elements(reinterpret_cast<Element*>(&line_of<kRowMajor>(buffer, i)), activation);
-    }
-
-    // Eight tokens at a time: of each the warp has 32 bytes, and a lane stores eight of them.
-    __device__ void store(const float* sums, Element* target, int64_t ld, int tokens) const {
-        const int lane = threadIdx.x % 32, token = lane / 4;
-        target += token * ld + lane % 2 * 8 + lane % 4 / 2 * 4;
-#pragma unroll
-        for (int i = 0; i < kTokens / 8; ++i) {
-            uint32_t low = transposed(rounded<Math>(sums[4 * i], sums[4 * i + 1]));
-            uint32_t high = transposed(rounded<Math>(sums[4 * i + 2], sums[4 * i + 3]));
-            exchange(low, high, 1);
-            if (8 * i + token < tokens) *reinterpret_cast<uint2*>(target + 8 * i * ld) = {low, high};
-        }
+        for (int i = 0; i < kTokens / 16; i += 2)
+            activate_elements(reinterpret_cast<Element*>(&line_of<kRowMajor>(buffer, i)),
+                              reinterpret_cast<Element*>(&line_of<kRowMajor>(buffer, i + 1)), activation);
     }
 
   private:
@@ -137,16 +117,21 @@ class FloatStaging {
     // The 16 features of a warp are lines, or half of each token's line in one of the two boxes.
     template <bool kRowMajor>
     __device__ void activate(char* buffer, Activation activation) const {
-        const int warp = thread_ / 32, lane = thread_ % 32;
 #pragma unroll 1
-        for (int i = 0; i < 4; ++i) {
-            const int line = kRowMajor ? warp / 2 * kTokens + lane : 16 * warp + 4 * i + lane / 8;
-            const int chunk = kRowMajor ? 4 * (warp % 2) + i ^ lane % 8 : lane % 8;
-            activate_elements(reinterpret_cast<float*>(buffer + line * kLine + chunk * 16), activation);
-        }
+        for (int i = 0; i < 4; i += 2)
+            activate_elements(part_of<kRowMajor>(buffer, i), part_of<kRowMajor>(buffer, i + 1), activation);
     }
 
   private:
+    // The i-th four elements of the 16 that a lane activates.
+    template <bool kRowMajor>
+    __device__ float* part_of(char* buffer, int i) const {
+        const int warp = thread_ / 32, lane = thread_ % 32;
+        const int line = kRowMajor ? warp / 2 * kTokens + lane : 16 * warp + 4 * i + lane / 8;
+        const int chunk = kRowMajor ? 4 * (warp % 2) + i ^ lane % 8 : lane % 8;
+        return reinterpret_cast<float*>(buffer + line * kLine + chunk * 16);
+    }
+
     // Of the thread's first sum.
     __device__ static uint32_t place(const DdsArguments& arguments, int thread) {
         const int warp = thread / 32, lane = thread % 32;
