@@ -34,8 +34,7 @@ class DdsEpilogue {
           buffers_(buffers),
           arrived_(arrived),
           warpgroup_(warpgroup),
-          warp_(threadIdx.x % 128 / 32),
-          first_lane_(threadIdx.x % 32 == 0),
+          thread_(threadIdx.x % 128),
           row_count_(arguments.warpgroup_rows),
           staging_(arguments, threadIdx.x % 128),
           first_row_(row_of(0)) {}
@@ -47,16 +46,15 @@ class DdsEpilogue {
 #pragma unroll
         for (int i = 0; i < kMaxRows; ++i)
             if (i < row_count_) next_rows_[i] = __ldg(rows + first_row_ + i);
-        next_warp_row_ = __ldg(rows + row_of(kWarpFeatures * warp_));
+        next_warp_row_ = __ldg(rows + row_of(kWarpFeatures * warp()));
     }
 
     // Called when that has arrived; store() does so itself. Any bias will do for a row that the tile does not
     // have: choosing zero would wait for what is read.
     __device__ void read_bias() {
         if (arguments_.bias == nullptr) return;
-        const int feature = max(output_feature(next_warp_row_, kWarpFeatures * warp_), 0);
-        const auto* const bias =
-            static_cast<const Element*>(arguments_.bias) + feature + threadIdx.x % 32 / 4;
+        const int feature = max(output_feature(next_warp_row_, kWarpFeatures * warp()), 0);
+        const auto* const bias = static_cast<const Element*>(arguments_.bias) + feature + thread_ % 32 / 4;
         next_bias_[0] = bias[0];
         next_bias_[1] = bias[8];
     }
@@ -66,7 +64,7 @@ class DdsEpilogue {
         token_ = token;
 #pragma unroll
         for (int i = 0; i < kMaxRows; ++i) rows_[i] = next_rows_[i];
-        bias_[0] = next_bias_[0], bias_[1] = next_bias_[1];
+        bias_ = {next_bias_[0], next_bias_[1]};
         if (arguments_.has_residual) load_residual(0, Traits::kChunks);
     }
 
@@ -74,7 +72,7 @@ class DdsEpilogue {
         read_bias();  // of the next tile
         if (arguments_.bias != nullptr) {
 #pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] += to_float(bias_[i / 2 % 2]);
+            for (int i = 0; i < kSums; ++i) sums[i] += to_float(i / 2 % 2 == 0 ? bias_.first : bias_.second);
         }
         activate_all<Element>(sums, arguments_.activation);
         if (arguments_.output_layout == Layout::row_major)
@@ -94,6 +92,8 @@ class DdsEpilogue {
     static_assert(Traits::kChunks <= 4, "a warp for each");
     static constexpr bool kOneMore = Traits::kChunks > 1 && kAllChunks == Traits::kChunks + 1;  // chunk
 
+    __device__ int warp() const { return thread_ / 32; }
+    __device__ bool is_first_lane() const { return thread_ % 32 == 0; }
     __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup_); }
 
     template <bool kRowMajor>
@@ -147,7 +147,7 @@ class DdsEpilogue {
 
     // Waits until what was stored from the first buffers has been read.
     __device__ void wait_for_buffers(int count) const {
-        if (first_lane_ && warp_ < count) cute::tma_store_wait<0>();
+        if (is_first_lane() && warp() < count) cute::tma_store_wait<0>();
         sync();
     }
 
@@ -176,7 +176,7 @@ class DdsEpilogue {
     // Calls visit(buffer) in one lane for the buffer, of some, that belongs to the warp.
     template <class Visit>
     __device__ void each_own_buffer(int first, int count, Visit visit) const {
-        if (first_lane_ && warp_ >= first && warp_ < first + count) visit(warp_);
+        if (is_first_lane() && warp() >= first && warp() < first + count) visit(warp());
     }
 
     __device__ char* buffer_of(int chunk) const { return buffers_[chunk % Traits::kChunks]; }
@@ -260,15 +260,14 @@ class DdsEpilogue {
     Buffers& buffers_;
     const Arrived& arrived_;
     int warpgroup_;
-    int warp_;         // of the warpgroup
-    bool first_lane_;  // of the warp
-    int row_count_;    // block rows of the warpgroup
+    int thread_;
+    int row_count_;  // block rows of the warpgroup
     Staging staging_;
     uint32_t residual_parity_ = 0;
     int token_ = 0;
     int first_row_;       // of the warpgroup in a tile
     int rows_[kMaxRows];  // block rows of the warpgroup; -1: none
-    Element bias_[2];     // of the features of a thread's sums
+    Pair<Element> bias_;  // of the features of a thread's sums
     int next_rows_[kMaxRows] = {-1, -1, -1, -1};
     Element next_bias_[2];
     int next_warp_row_;  // that has the features of the warp
