@@ -8,7 +8,11 @@
 
 namespace ts {
 
-__device__ inline float relu(float x) { return x > 0.0f || x != x ? x : 0.0f; }  // NaN stays
+__device__ inline float relu(float x) {  // NaN stays
+    float result;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
+    return result;
+}
 
 // The hardware's approximation, which is exact to about 2^-22.
 __device__ inline float power_of_two(float x) {
@@ -31,15 +35,32 @@ __device__ inline float approximate_gelu(float x) {
     return fmaf(-size, power_of_two(exponent), relu(x));
 }
 
-// 1 / (1 + exp(-x)).
-__device__ inline float sigmoid(float x) {
-    constexpr float kLog2E = 1.442695041f;
+constexpr float kLog2E = 1.442695041f;
+
+__device__ inline float inverse_of(float x) {
     float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power_of_two(-kLog2E * x)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
     return inverse;
 }
 
+// 1 / (1 + exp(-x)).
+__device__ inline float sigmoid(float x) { return inverse_of(1.0f + power_of_two(-kLog2E * x)); }
+
 __device__ inline float silu(float x) { return x * sigmoid(x); }
+
+// The same of four sums. The unit for powers and inverses takes longer than all else, so one inverse serves
+// four: a product of them is finite, since what is below -21.5 has the factor of that.
+__device__ inline void silu_of_four(float* x) {
+    float terms[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) terms[i] = 1.0f + power_of_two(-kLog2E * fmaxf(x[i], -21.48f));
+    const float low = terms[0] * terms[1], high = terms[2] * terms[3], inverse = inverse_of(low * high);
+    const float of_low = inverse * high, of_high = inverse * low;
+    x[0] *= of_low * terms[1];
+    x[1] *= of_low * terms[0];
+    x[2] *= of_high * terms[3];
+    x[3] *= of_high * terms[2];
+}
 
 // `Element`: what the result is rounded to.
 template <class Element>
@@ -70,6 +91,11 @@ __device__ inline void activate_all(float (&sums)[kCount], Activation activation
         case Activation::gelu:
             return apply([] { return Activation::gelu; });
         case Activation::silu:
+            if constexpr (sizeof(Element) == 2 && kCount % 4 == 0) {
+#pragma unroll
+                for (int i = 0; i < kCount; i += 4) silu_of_four(sums + i);
+                return;
+            }
             return apply([] { return Activation::silu; });
         default:
             return;
@@ -106,20 +132,20 @@ struct alignas(2 * sizeof(Element)) Pair {
     Element first, second;
 };
 
-// Activates the elements of 16 bytes, where they lie.
+// Activates the elements of twice 16 bytes, where they lie.
 template <class Element>
-__device__ inline void activate_elements(Element* elements, Activation activation) {
-    constexpr int kCount = 16 / sizeof(Element);
-    auto& vector = *reinterpret_cast<uint4*>(elements);
-    uint4 line = vector;
-    auto* const parts = reinterpret_cast<Element*>(&line);
+__device__ inline void activate_elements(Element* first, Element* second, Activation activation) {
+    constexpr int kCount = 32 / sizeof(Element);
+    uint4 vectors[2] = {*reinterpret_cast<uint4*>(first), *reinterpret_cast<uint4*>(second)};
+    auto* const elements = reinterpret_cast<Element*>(vectors);
     float values[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = to_float(parts[i]);
+    for (int i = 0; i < kCount; ++i) values[i] = to_float(elements[i]);
     activate_all<Element>(values, activation);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) parts[i] = from_float<Element>(values[i]);
-    vector = line;
+    for (int i = 0; i < kCount; ++i) elements[i] = from_float<Element>(values[i]);
+    *reinterpret_cast<uint4*>(first) = vectors[0];
+    *reinterpret_cast<uint4*>(second) = vectors[1];
 }
 
 // Stores two neighbouring sums, or adds them to what is there.

@@ -44,6 +44,7 @@ class DdsConsumer {
                                      warpgroup_);
         float sums[Traits::kSums];
         Work work = next_work(epilogue);
+        epilogue.read_bias();
         while (work.tile >= 0) {
             epilogue.begin(Traits::first_token(work, rank_));
             const int64_t partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);

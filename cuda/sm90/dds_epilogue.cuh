@@ -14,7 +14,8 @@ namespace ts::sm90 {
 
 // The epilogue of one warpgroup: bias and activation in registers, then through shared memory by TMA. A
 // residual or gate comes through the same buffers, into which the results of it are put. A gate is activated
-// there: code for all sums in registers would be as long as that of all else.
+// there: code for all sums in registers would be as long as that of all else. Each buffer belongs to a warp,
+// whose first lane asks for what is read into it and stores from it.
 template <class Traits>
 class DdsEpilogue {
     using Element = typename Traits::Element;
@@ -45,9 +46,17 @@ class DdsEpilogue {
 #pragma unroll
         for (int i = 0; i < kMaxRows; ++i)
             if (i < row_count_) next_rows_[i] = __ldg(rows + first_row_ + i);
+        next_warp_row_ = __ldg(rows + row_of(kWarpFeatures * warp()));
+    }
+
+    // Called when that has arrived; store() does so itself. Any bias will do for a row that the tile does not
+    // have: choosing zero would wait for what is read.
+    __device__ void read_bias() {
         if (arguments_.bias == nullptr) return;
-        next_bias_rows_[0] = __ldg(rows + row_of(bias_feature()));
-        next_bias_rows_[1] = __ldg(rows + row_of(bias_feature() + 8));
+        const int feature = max(output_feature(next_warp_row_, kWarpFeatures * warp()), 0);
+        const auto* const bias = static_cast<const Element*>(arguments_.bias) + feature + thread_ % 32 / 4;
+        next_bias_[0] = bias[0];
+        next_bias_[1] = bias[8];
     }
 
     // Called before the sums are computed; asks for the residual of the first chunks.
@@ -55,20 +64,15 @@ class DdsEpilogue {
         token_ = token;
 #pragma unroll
         for (int i = 0; i < kMaxRows; ++i) rows_[i] = next_rows_[i];
-        if (arguments_.bias != nullptr) {
-            bias_[0] = bias_at(output_feature(next_bias_rows_[0], bias_feature()));
-            bias_[1] = bias_at(output_feature(next_bias_rows_[1], bias_feature() + 8));
-        }
-        if (arguments_.has_residual && thread_ == 0) {
-            cute::tma_store_wait<0>();
-            for (int chunk = 0; chunk < Traits::kChunks; ++chunk) load_residual(chunk);
-        }
+        bias_ = {next_bias_[0], next_bias_[1]};
+        if (arguments_.has_residual) load_residual(0, Traits::kChunks);
     }
 
     __device__ void store(float (&sums)[kSums]) {
+        read_bias();  // of the next tile
         if (arguments_.bias != nullptr) {
 #pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] += to_float(bias_[i / 2 % 2]);
+            for (int i = 0; i < kSums; ++i) sums[i] += to_float(i / 2 % 2 == 0 ? bias_.first : bias_.second);
         }
         activate_all<Element>(sums, arguments_.activation);
         if (arguments_.output_layout == Layout::row_major)
@@ -83,46 +87,99 @@ class DdsEpilogue {
   private:
     static constexpr int kAllChunks = Traits::kAllChunks;
     static constexpr int kSumsOfChunk = Traits::kChunkTokens / 2;
-    static constexpr int kMaxRows = Traits::kWarpgroupFeatures / 16;
+    static constexpr int kWarpFeatures = 16;
+    static constexpr int kMaxRows = Traits::kWarpgroupFeatures / kWarpFeatures;
+    static_assert(Traits::kChunks <= 4, "a warp for each");
+    static constexpr bool kOneMore = Traits::kChunks > 1 && kAllChunks == Traits::kChunks + 1;  // chunk
 
+    __device__ int warp() const { return thread_ / 32; }
+    __device__ bool is_first_lane() const { return thread_ % 32 == 0; }
     __device__ void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup_); }
+
+    template <bool kRowMajor>
+    __device__ void store_as(float (&sums)[kSums]) {
+        if constexpr (kOneMore)
+            if (arguments_.has_residual) return store_with_residual<kRowMajor>(sums);
+        store_in_turn<kRowMajor, 0>(sums);
+    }
 
     // Chunks take the buffers in turn. As many as there are buffers are rounded at a time, since waiting for
     // one another takes longer, and then the next ones: those from kFirst on.
-    template <bool kRowMajor, int kFirst = 0>
-    __device__ void store_as(float (&sums)[kSums]) {
+    template <bool kRowMajor, int kFirst>
+    __device__ void store_in_turn(float (&sums)[kSums]) {
         constexpr int kCount = chunks_from(kFirst), kNext = chunks_from(kFirst + kCount);
-        // All but so many of the last stores have then read their buffers.
-        constexpr int kPending = kFirst == 0 ? 0 : Traits::kChunks - kCount;
-        if (!arguments_.has_residual) {
-            if (thread_ == 0) cute::tma_store_wait<kPending>();
-            sync();
+        const bool residual = !kOneMore && arguments_.has_residual;
+        if (residual)
+            combine<kRowMajor, kFirst, kCount>(sums);
+        else
+            wait_for_buffers(kCount);
+        put<kRowMajor, kFirst, kCount>(sums);
+        before_stores();
+        each_own_buffer(0, kCount, [&](int buffer) { store_chunk(kFirst + buffer, buffer); });
+        if constexpr (kNext > 0) {
+            if (residual) load_residual(kFirst + kCount, kNext);
+            store_in_turn<kRowMajor, kFirst + kCount>(sums);
         }
-        if (arguments_.gate_activation != Activation::none) activate_gate<kRowMajor>(kFirst, kCount);
-#pragma unroll
-        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) {
-            float* const chunk_sums = sums + chunk * kSumsOfChunk;
-            if (arguments_.has_residual) combine<kRowMajor>(chunk_sums, chunk % Traits::kChunks);
-            staging_.template put<kRowMajor>(chunk_sums, buffers_[chunk % Traits::kChunks]);
-        }
-        cutlass::arch::fence_view_async_shared();
-        sync();
-        if (thread_ == 0) {
-            for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) store_chunk(chunk);
-            if (arguments_.has_residual && kNext > 0) {
-                cute::tma_store_wait<Traits::kChunks - kNext>();
-                for (int chunk = kFirst + kCount; chunk < kFirst + kCount + kNext; ++chunk)
-                    load_residual(chunk);
-            }
-        }
-        if constexpr (kNext > 0) store_as<kRowMajor, kFirst + kCount>(sums);
     }
     static constexpr int chunks_from(int first) {
         return kAllChunks - first < Traits::kChunks ? kAllChunks - first : Traits::kChunks;
     }
 
-    // The first of the features of the warpgroup that a thread has sums of; the other is 8 on.
-    __device__ int bias_feature() const { return thread_ / 32 * 16 + thread_ % 32 / 4; }
+    // With a chunk more than buffers. The residual of the last is read into the first buffer as soon as that
+    // of the first has been added; the results of both are stored last.
+    template <bool kRowMajor>
+    __device__ void store_with_residual(float (&sums)[kSums]) {
+        constexpr int kLast = kAllChunks - 1;
+        combine<kRowMajor, 0, 1>(sums);
+        before_stores();  // and before what is read where a gate was activated
+        load_residual(kLast, 1);
+        combine<kRowMajor, 1, kLast - 1>(sums);
+        put<kRowMajor, 1, kLast - 1>(sums);
+        before_stores();
+        each_own_buffer(1, kLast - 1, [&](int buffer) { store_chunk(buffer, buffer); });
+        combine<kRowMajor, kLast, 1>(sums);
+        wait_for_buffers(2);
+        put<kRowMajor, kLast, 1>(sums);
+        staging_.template put<kRowMajor>(sums, buffers_[1]);
+        before_stores();
+        each_own_buffer(0, 2, [&](int buffer) { store_chunk(buffer == 0 ? kLast : 0, buffer); });
+    }
+
+    // Waits until what was stored from the first buffers has been read.
+    __device__ void wait_for_buffers(int count) const {
+        if (is_first_lane() && warp() < count) cute::tma_store_wait<0>();
+        sync();
+    }
+
+    // What warps have written is there for TMA.
+    __device__ void before_stores() const {
+        cutlass::arch::fence_view_async_shared();
+        sync();
+    }
+
+    // Puts the results of kCount chunks into their buffers.
+    template <bool kRowMajor, int kFirst, int kCount>
+    __device__ void put(const float (&sums)[kSums]) const {
+#pragma unroll
+        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk)
+            staging_.template put<kRowMajor>(sums + chunk * kSumsOfChunk, buffer_of(chunk));
+    }
+
+    // Asks for the residual of as many chunks, the first of which has the first buffer.
+    __device__ void load_residual(int first, int count) const {
+        each_own_buffer(0, count, [&](int buffer) {
+            cute::tma_store_wait<0>();
+            load_chunk(first + buffer, buffer);
+        });
+    }
+
+    // Calls visit(buffer) in one lane for the buffer, of some, that belongs to the warp.
+    template <class Visit>
+    __device__ void each_own_buffer(int first, int count, Visit visit) const {
+        if (is_first_lane() && warp() >= first && warp() < first + count) visit(warp());
+    }
+
+    __device__ char* buffer_of(int chunk) const { return buffers_[chunk % Traits::kChunks]; }
 
     // The place in the tile of the block row of a feature of the warpgroup.
     __device__ int row_of(int feature) const {
@@ -135,48 +192,49 @@ class DdsEpilogue {
         return row < 0 ? row : (row << arguments_.row_shift) + (within_tile & arguments_.row_block - 1);
     }
 
-    __device__ Element bias_at(int feature) const {
-        return feature < 0 ? Element(0.0f) : static_cast<const Element*>(arguments_.bias)[feature];
-    }
-
-    // Activates the gate of some chunks, as soon as it is there, where it lies. A warp does so for itself.
-    template <bool kRowMajor>
-    __device__ void activate_gate(int first, int count) const {
+    // Adds the residual of kCount chunks, as soon as it is there, to their sums, or multiplies them by their
+    // gate. A gate is activated where it lies; a warp does so for itself.
+    template <bool kRowMajor, int kFirst, int kCount>
+    __device__ void combine(float (&sums)[kSums]) {
 #pragma unroll 1
-        for (int chunk = first; chunk < first + count; ++chunk) {
+        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) {
             const int buffer = chunk % Traits::kChunks;
             wait(arrived_[buffer], residual_parity_ >> buffer & 1);
-            staging_.template activate<kRowMajor>(buffers_[buffer], arguments_.gate_activation);
+            residual_parity_ ^= 1 << buffer;
+            if (arguments_.gate_activation != Activation::none)
+                staging_.template activate<kRowMajor>(buffers_[buffer], arguments_.gate_activation);
         }
         __syncwarp();
+        if (arguments_.gated)
+            join<kRowMajor, kFirst, kCount>(sums, [](float sum, float gate) { return sum * gate; });
+        else
+            join<kRowMajor, kFirst, kCount>(sums, [](float sum, float other) { return sum + other; });
     }
 
-    // Adds a buffer's residual, as soon as it is there, to the sums of a chunk, or multiplies them by its
-    // gate.
-    template <bool kRowMajor>
-    __device__ void combine(float* sums, int buffer) {
-        wait(arrived_[buffer], residual_parity_ >> buffer & 1);
-        residual_parity_ ^= 1 << buffer;
-        staging_.template combine<kRowMajor>(sums, buffers_[buffer], arguments_.gated);
+    template <bool kRowMajor, int kFirst, int kCount, class Join>
+    __device__ void join(float (&sums)[kSums], Join joined) const {
+#pragma unroll
+        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk)
+            staging_.template combine<kRowMajor>(sums + chunk * kSumsOfChunk, buffer_of(chunk), joined);
     }
 
-    // Calls visit(x, y, shared memory) for the box of each block row of a chunk.
+    // Calls visit(x, y, shared memory) for the box of each block row of a chunk in a buffer.
     template <class Visit>
-    __device__ void each_box(int chunk, Visit visit) const {
+    __device__ void each_box(int chunk, int buffer, Visit visit) const {
         const int token = token_ + chunk * Traits::kChunkTokens;
         const bool row_major = arguments_.output_layout == Layout::row_major;
 #pragma unroll
         for (int i = 0; i < kMaxRows; ++i) {
             if (rows_[i] < 0) continue;
             const int feature = output_feature(rows_[i], i << arguments_.row_shift);
-            char* const box = buffers_[chunk % Traits::kChunks] + (i << arguments_.row_shift) * kLine;
+            char* const box = buffers_[buffer] + (i << arguments_.row_shift) * kLine;
             visit(row_major ? feature : token, row_major ? token : feature, box);
         }
     }
 
     // One thread.
-    __device__ void store_chunk(int chunk) const {
-        each_box(chunk, [&](int x, int y, const char* box) {
+    __device__ void store_chunk(int chunk, int buffer) const {
+        each_box(chunk, buffer, [&](int x, int y, const char* box) {
             if (kFloat && arguments_.output_layout == Layout::row_major)
                 cute::SM90_TMA_STORE_3D::copy(&arguments_.output, box, 0, y, x / 32);
             else
@@ -185,17 +243,17 @@ class DdsEpilogue {
         cute::tma_store_arrive();
     }
 
-    __device__ void load_residual(int chunk) const {
-        const Barrier& arrived = arrived_[chunk % Traits::kChunks];
+    __device__ void load_chunk(int chunk, int buffer) const {
+        const Barrier& arrived = arrived_[buffer];
         int boxes = 0;
-        each_box(chunk, [&](int x, int y, char* box) {
+        each_box(chunk, buffer, [&](int x, int y, char* box) {
             if (kFloat && arguments_.output_layout == Layout::row_major)
                 load_box(&arguments_.residual, arrived, Multicast{1}, box, 0, y, x / 32);
             else
                 load_box(&arguments_.residual, arrived, Multicast{1}, box, x, y);
             ++boxes;
         });
-        arrived.arrive_and_expect_tx(boxes * Traits::kChunkBytes / row_count_);
+        arrived.arrive_and_expect_tx(boxes * arguments_.row_width * kLine);
     }
 
     const DdsArguments& arguments_;
@@ -209,9 +267,10 @@ class DdsEpilogue {
     int token_ = 0;
     int first_row_;       // of the warpgroup in a tile
     int rows_[kMaxRows];  // block rows of the warpgroup; -1: none
-    Element bias_[2];     // of the features of a thread's sums
+    Pair<Element> bias_;  // of the features of a thread's sums
     int next_rows_[kMaxRows] = {-1, -1, -1, -1};
-    int next_bias_rows_[2];
+    Element next_bias_[2];
+    int next_warp_row_;  // that has the features of the warp
 };
 
 // Host side: the output, or the residual or gate, which is laid out like it.

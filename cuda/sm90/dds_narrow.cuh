@@ -146,6 +146,7 @@ class NarrowConsumer {
         Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
         float sums[Traits::kSums];
         Work work = next_work(epilogue);
+        epilogue.read_bias();
         while (work.tile >= 0) {
             epilogue.begin(Traits::first_token(work, rank_));
             multiply_all(sums, work);

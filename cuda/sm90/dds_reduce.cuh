@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
     Work work{item / arguments.spans, item % arguments.spans, 0, 0, 0};
     DdsEpilogue<Traits> epilogue(arguments, shared.output, shared.residual, warpgroup);
     epilogue.prepare(Traits::rows_of(plan, work.tile, rank));
+    epilogue.read_bias();
     epilogue.begin(Traits::first_token(work, rank));
     cudaGridDependencySynchronize();
     float sums[Traits::kSums] = {};

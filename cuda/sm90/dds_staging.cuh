@@ -4,7 +4,7 @@
 // their lines are swizzled over their width.
 //
 //     put(sums, buffer): the results, rounded
-//     combine(sums, buffer, gated): adds what is in a buffer to the sums, or multiplies them by it
+//     combine(sums, buffer, join): makes join(sum, what is in a buffer) of the sums
 //     activate(buffer, activation): what is in a buffer, where it lies; a warp does so for its own features
 #pragma once
 
@@ -45,8 +45,8 @@ class HalfStaging {
         }
     }
 
-    template <bool kRowMajor>
-    __device__ void combine(float* sums, char* buffer, bool gated) const {
+    template <bool kRowMajor, class Join>
+    __device__ void combine(float* sums, char* buffer, Join join) const {
 #pragma unroll
         for (int i = 0; i < kTokens / 16; ++i) {
             uint32_t words[4];
@@ -57,8 +57,8 @@ class HalfStaging {
                 const auto& pair = reinterpret_cast<const Pair<Element>&>(words[j]);
                 const float first = to_float(pair.first), second = to_float(pair.second);
                 float* const to = sums + 8 * i + 2 * j;
-                to[0] = gated ? to[0] * first : to[0] + first;
-                to[1] = gated ? to[1] * second : to[1] + second;
+                to[0] = join(to[0], first);
+                to[1] = join(to[1], second);
             }
         }
     }
@@ -66,8 +66,9 @@ class HalfStaging {
     template <bool kRowMajor>
     __device__ void activate(char* buffer, Activation activation) const {
 #pragma unroll 1
-        for (int i = 0; i < kTokens / 16; ++i)
-            activate_elements(reinterpret_cast<Element*>(&line_of<kRowMajor>(buffer, i)), activation);
+        for (int i = 0; i < kTokens / 16; i += 2)
+            activate_elements(reinterpret_cast<Element*>(&line_of<kRowMajor>(buffer, i)),
+                              reinterpret_cast<Element*>(&line_of<kRowMajor>(buffer, i + 1)), activation);
     }
 
   private:
@@ -107,28 +108,30 @@ class FloatStaging {
         for (int i = 0; i < kTokens / 2; ++i) word_of<kRowMajor>(buffer, i) = sums[i];
     }
 
-    template <bool kRowMajor>
-    __device__ void combine(float* sums, char* buffer, bool gated) const {
+    template <bool kRowMajor, class Join>
+    __device__ void combine(float* sums, char* buffer, Join join) const {
 #pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) {
-            const float other = word_of<kRowMajor>(buffer, i);
-            sums[i] = gated ? sums[i] * other : sums[i] + other;
-        }
+        for (int i = 0; i < kTokens / 2; ++i) sums[i] = join(sums[i], word_of<kRowMajor>(buffer, i));
     }
 
     // The 16 features of a warp are lines, or half of each token's line in one of the two boxes.
     template <bool kRowMajor>
     __device__ void activate(char* buffer, Activation activation) const {
-        const int warp = thread_ / 32, lane = thread_ % 32;
 #pragma unroll 1
-        for (int i = 0; i < 4; ++i) {
-            const int line = kRowMajor ? warp / 2 * kTokens + lane : 16 * warp + 4 * i + lane / 8;
-            const int chunk = kRowMajor ? 4 * (warp % 2) + i ^ lane % 8 : lane % 8;
-            activate_elements(reinterpret_cast<float*>(buffer + line * kLine + chunk * 16), activation);
-        }
+        for (int i = 0; i < 4; i += 2)
+            activate_elements(part_of<kRowMajor>(buffer, i), part_of<kRowMajor>(buffer, i + 1), activation);
     }
 
   private:
+    // The i-th four elements of the 16 that a lane activates.
+    template <bool kRowMajor>
+    __device__ float* part_of(char* buffer, int i) const {
+        const int warp = thread_ / 32, lane = thread_ % 32;
+        const int line = kRowMajor ? warp / 2 * kTokens + lane : 16 * warp + 4 * i + lane / 8;
+        const int chunk = kRowMajor ? 4 * (warp % 2) + i ^ lane % 8 : lane % 8;
+        return reinterpret_cast<float*>(buffer + line * kLine + chunk * 16);
+    }
+
     // Of the thread's first sum.
     __device__ static uint32_t place(const DdsArguments& arguments, int thread) {
         const int warp = thread / 32, lane = thread % 32;

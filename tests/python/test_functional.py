@@ -146,6 +146,20 @@ def test_feature_major_output(device: str, lead: tuple[int, ...], policy: str) -
     assert_product_close(flat, x.reshape(-1, x.shape[-1]), dense_weight(values, pattern).t(), bias)
 
 
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_fused_silu_of_neighbours(device: str, dtype: torch.dtype) -> None:
+    """NaN and sums of any size leave the results beside them alone."""
+    pattern = BlockPattern.from_block_mask(torch.ones(1, 1, dtype=torch.bool), block_shape=128)
+    values = torch.eye(128, dtype=dtype, device=device)[None]
+    sizes = torch.tensor([0.0, 1e4, -3.0, -1e4, -30.0, 2.0, -80.0], dtype=dtype, device=device)
+    tokens, features = torch.arange(300, device=device)[:, None], torch.arange(128, device=device)
+    x = sizes[(tokens + features // 8) % 7]
+    x[7] = torch.nan
+    expected = torch.nn.functional.silu(x.float()).to(dtype)
+    y = functional.linear(x, values, pattern, activation="silu")
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("n", [1, 16, 33])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[1], DEVICE_DTYPES[-1]])
