@@ -8,6 +8,7 @@
 // registers could hold, and no team waits for another.
 #pragma once
 
+#include <cstdlib>
 #include "common/epilogue.cuh"
 #include "common/problem.h"
 #include "sm80/async.cuh"
@@ -287,7 +288,9 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     const int half = member % kHalves, rows_and_tokens = member / kHalves;
     const int first_row = rows_and_tokens % Traits::kRowWarps * Traits::kWarpRows;
     const int first_token = rows_and_tokens / Traits::kRowWarps * Traits::kWarpTokens;
-    const int feature = blockIdx.x * Traits::kRows, token = blockIdx.y * Traits::kTokens;
+    const int block = static_cast<int>(blockIdx.x) / arguments.chunks;
+    const int feature = block * Traits::kRows;
+    const int token = (static_cast<int>(blockIdx.x) - block * arguments.chunks) * Traits::kTokens;
     const uint32_t ring = shared_address(shared) + team * Traits::kRingBytes;
     DecodeLoader<Traits> loader(arguments, feature, token, team, teams, ring, threadIdx.x % (32 * kTeam));
     const int slices = loader.slices();
@@ -370,6 +373,8 @@ struct Decode {
     static int32_t start(const Problem& problem, const Device& device, void* stream) {
         const Matrix &input = problem.input(), &output = problem.output();
         const Values& values = problem.values;
+        const auto blocks = static_cast<int>(problem.features() / Traits::kRows);
+        const auto chunks = static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
         const DecodeArguments arguments{input.data,
                                         input.ld * static_cast<int64_t>(sizeof(typename Traits::Element)),
                                         output.data,
@@ -387,13 +392,12 @@ struct Decode {
                                         log2_of_block(problem.k_block()),
                                         values.metadata,
                                         values.scales,
-                                        values.row_scales};
-        const auto blocks = static_cast<int>(problem.features() / Traits::kRows);
-        const auto chunks = static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
+                                        values.row_scales,
+                                        chunks};
         const int teams = Traits::Weight::kFewBytes
                               ? teams_at_once<Traits>(problem, device, blocks * chunks)
                               : teams_of<Traits>(problem, blocks * chunks < 2 * device.multiprocessors);
-        return ts::sm80::launch<decode_kernel<Traits>>(arguments, dim3(blocks, chunks),
+        return ts::sm80::launch<decode_kernel<Traits>>(arguments, dim3(blocks * chunks),
                                                        32 * Traits::kTeam * teams, teams * Traits::kRingBytes,
                                                        kSharedBytes, stream);
     }
@@ -403,6 +407,8 @@ struct Decode {
     template <class Traits>
     static int teams_of(const Problem& problem, bool few_blocks) {
         const int64_t slices = problem.pattern.value_count() / problem.features() / Traits::kSlice;
+        if (const char* scratch = std::getenv("TS_TEAMS"))
+            return std::min(std::atoi(scratch), std::min<int>(kMaxDecodeWarps / Traits::kTeam, kSharedBytes / Traits::kRingBytes));
         const int64_t most = few_blocks ? 2 * slices - 1 : slices / (Traits::kTeam == 1 ? 3 : 8);
         int teams = 1;
         while (2 * teams <= most && 2 * teams * Traits::kTeam <= kMaxDecodeWarps &&

@@ -13,6 +13,8 @@
 // Where tiles are few, those of 128 tokens are cut into parts along k, and a second kernel adds the sums.
 #pragma once
 
+#include <cstdlib>
+
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "sm90/dds_epilogue.cuh"
@@ -294,6 +296,7 @@ struct Dds {
   private:
     static int64_t parts_of(const Problem& problem, const Device& device) {
         if (!Traits::kSplits) return 1;
+        if (const char* scratch = std::getenv("TS_PARTS")) return std::atoi(scratch);
         return part_count(problem, tile_count(problem) * span_count(problem),
                           device.multiprocessors / Traits::kRanks);
     }
