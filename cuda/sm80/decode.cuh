@@ -8,7 +8,6 @@
 // registers could hold, and no team waits for another.
 #pragma once
 
-#include <cstdlib>
 #include "common/epilogue.cuh"
 #include "common/problem.h"
 #include "sm80/async.cuh"
@@ -368,6 +367,7 @@ struct Decode {
 
   private:
     static constexpr int kSharedBytes = 96 << 10;  // of a CTA, at most: two of them on large devices
+    static constexpr int kReserved = 1 << 10;      // of shared memory, by each CTA
 
     template <class Traits>
     static int32_t start(const Problem& problem, const Device& device, void* stream) {
@@ -394,27 +394,32 @@ struct Decode {
                                         values.scales,
                                         values.row_scales,
                                         chunks};
-        const int teams = Traits::Weight::kFewBytes
-                              ? teams_at_once<Traits>(problem, device, blocks * chunks)
-                              : teams_of<Traits>(problem, blocks * chunks < 2 * device.multiprocessors);
+        const int teams = Traits::Weight::kFewBytes ? teams_at_once<Traits>(problem, device, blocks * chunks)
+                                                    : teams_of<Traits>(problem, device, blocks * chunks);
         return ts::sm80::launch<decode_kernel<Traits>>(arguments, dim3(blocks * chunks),
                                                        32 * Traits::kTeam * teams, teams * Traits::kRingBytes,
                                                        kSharedBytes, stream);
     }
 
     // Enough slices for each team to keep its ring full for a while, in the mean of all rows (measured on an
-    // H200); where there are few CTAs, one slice.
+    // H200); where there are few CTAs, one slice. Fewer where a second round of CTAs would be short: then
+    // most of them run at a time.
     template <class Traits>
-    static int teams_of(const Problem& problem, bool few_blocks) {
+    static int teams_of(const Problem& problem, const Device& device, int ctas) {
+        const bool few_blocks = ctas < 2 * device.multiprocessors;
         const int64_t slices = problem.pattern.value_count() / problem.features() / Traits::kSlice;
-        if (const char* scratch = std::getenv("TS_TEAMS"))
-            return std::min(std::atoi(scratch), std::min<int>(kMaxDecodeWarps / Traits::kTeam, kSharedBytes / Traits::kRingBytes));
         const int64_t most = few_blocks ? 2 * slices - 1 : slices / (Traits::kTeam == 1 ? 3 : 8);
         int teams = 1;
         while (2 * teams <= most && 2 * teams * Traits::kTeam <= kMaxDecodeWarps &&
                2 * teams * Traits::kRingBytes <= kSharedBytes)
             teams *= 2;
-        return teams;
+        if (Traits::kTeam == 1 || teams == 1) return teams;
+        static const int warps =
+            warps_of_multiprocessor(reinterpret_cast<const void*>(decode_kernel<Traits>));
+        const int at_once = std::min(warps / (Traits::kTeam * teams),
+                                     device.shared_memory / (teams * Traits::kRingBytes + kReserved));
+        const int round = at_once * device.multiprocessors;
+        return round < ctas && 2 * ctas < 3 * round ? teams / 2 : teams;
     }
 
     // That its registers suffice for, each of which takes them in multiples of 256.
@@ -429,7 +434,6 @@ struct Decode {
     // keep its ring full for a while; where there are few CTAs, with one slice.
     template <class Traits>
     static int teams_at_once(const Problem& problem, const Device& device, int ctas) {
-        constexpr int kReserved = 1 << 10;  // of shared memory, by each CTA
         constexpr int kMost = std::min(kMaxDecodeWarps / Traits::kTeam, kSharedBytes / Traits::kRingBytes);
         static const int warps =
             warps_of_multiprocessor(reinterpret_cast<const void*>(decode_kernel<Traits>));

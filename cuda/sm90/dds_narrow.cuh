@@ -9,15 +9,13 @@
 //
 // Activations are walked in whole steps of k, with what there is of the weight. Its blocks are packed in the
 // order in which they are multiplied, transposed where need be, so that those of a step are one copy: by the
-// caller once for many calls, or by each call. With few tokens that would take as long as all else, and blocks
+// caller once for many calls, or by each call. With few tokens that may take as long as all else: then blocks
 // that need not be transposed are copied one by one from where they are. The two CTAs of a cluster compute
 // different features from the same activations, of which each loads one half for both.
 //
-// Where tiles are few, the steps of each are cut into parts, for which a cluster has two CTAs each. In the end
-// the CTAs of one part add up the sums of a warpgroup, which the others put into their shared memory.
+// Where tiles are few, the steps of each are cut into parts, for which a cluster has two CTAs each. In the
+// end the CTAs of one part add up the sums of a warpgroup, which the others put into their shared memory.
 #pragma once
-
-#include <cstdlib>
 
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -338,7 +336,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const DdsPlan plan(arguments.plan, arguments.plan_key);
     if (threadIdx.x == 32) {
         if (arguments.value_rows > 0) prefetch(&arguments.input);
-        if (arguments.packed == nullptr) prefetch(&arguments.values);
+        if (arguments.value_rows > 0 && arguments.packed == nullptr) prefetch(&arguments.values);
         prefetch(&arguments.output);
     }
     if (threadIdx.x == 0) {
@@ -393,8 +391,8 @@ struct DdsNarrow {
     }
 
     // The packed weight, where each call packs.
-    static size_t workspace_size(const Problem& problem, const Device&) {
-        return packs_itself(problem) ? packed_size(problem) : 0;
+    static size_t workspace_size(const Problem& problem, const Device& device) {
+        return packs_itself(problem, device) ? packed_size(problem) : 0;
     }
 
     static size_t packed_size(const Problem& problem) {
@@ -410,15 +408,15 @@ struct DdsNarrow {
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         const bool wide = is_wide(problem);
         if constexpr (kStep == 64) {
-            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, 1, workspace, stream);
+            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, device, 1, workspace, stream);
         } else {
             const int64_t parts = (wide ? parts_of<32> : parts_of<16>)(problem, device);
             if (parts > 1)
-                return (wide ? launch_as<32, 4, true> : launch_as<16, 4, true>)(problem, parts, workspace,
-                                                                                stream);
+                return (wide ? launch_as<32, 4, true> : launch_as<16, 4, true>)(problem, device, parts,
+                                                                                workspace, stream);
             if (problem.pattern.density() < kThin)
-                return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, parts, workspace, stream);
-            return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, parts, workspace, stream);
+                return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, device, 1, workspace, stream);
+            return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, device, 1, workspace, stream);
         }
     }
 
@@ -450,15 +448,13 @@ struct DdsNarrow {
 
   private:
     static constexpr double kThin = 0.15;  // density, measured on an H200
-    static constexpr int64_t kFewTokens = 1024;
 
     // So many that all clusters are there at a time.
     template <int kBlock>
     static int64_t parts_of(const Problem& problem, const Device& device) {
         using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kStep, 4, true>;
         const int64_t items = tile_count(problem) * span_count(problem);
-        int64_t parts = std::min<int64_t>(
-            part_count(problem, items, device.multiprocessors / Common::kRanks), Traits::kMostParts);
+        int64_t parts = narrow_parts(problem, device);
         const auto resident = [](int64_t parts) {
             return ClusterLauncher<dds_narrow_kernel<Traits, true>, DdsArguments>::resident(
                 static_cast<int>(parts) * Traits::kRanks, Traits::kThreads, Traits::kSharedBytes);
@@ -467,15 +463,9 @@ struct DdsNarrow {
         return parts;
     }
     static bool is_wide(const Problem& problem) { return problem.pattern.block_rows == 32; }
-    // Whether blocks are read where they are: those that need not be transposed, for few tokens.
-    static bool reads_blocks(const Problem& problem) {
-        const bool reachable = problem.pattern.nnz * problem.pattern.block_rows <= INT32_MAX;
-        if (const char* scratch = std::getenv("TS_NARROW"))
-            return problem.packed == nullptr && problem.forward() && reachable && scratch[0] == 'd';
-        return problem.packed == nullptr && problem.forward() && reachable && problem.tokens <= kFewTokens;
-    }
-    static bool packs_itself(const Problem& problem) {
-        return problem.packed == nullptr && !reads_blocks(problem) && problem.pattern.nnz > 0;
+    static bool packs_itself(const Problem& problem, const Device& device) {
+        return problem.packed == nullptr && !narrow_reads_blocks(problem, device, kStep) &&
+               problem.pattern.nnz > 0;
     }
 
     static int64_t tile_count(const Problem& problem) {
@@ -486,12 +476,13 @@ struct DdsNarrow {
     }
 
     template <int kBlock, int kStages, bool kSplits = false>
-    static int32_t launch_as(const Problem& problem, int64_t parts, void* workspace, void* stream) {
+    static int32_t launch_as(const Problem& problem, const Device& device, int64_t parts, void* workspace,
+                             void* stream) {
         using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kStep, kStages, kSplits>;
         const int64_t tiles = tile_count(problem), spans = span_count(problem);
         if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};
-        const bool packs = packs_itself(problem);
+        const bool packs = packs_itself(problem, device);
         arguments.packed = static_cast<const char*>(packs ? workspace : problem.packed);
         if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
         if (packs)
@@ -527,13 +518,14 @@ struct DdsNarrow {
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
         arguments.spans = static_cast<int>(spans);
-        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
-                                                static_cast<int>(parts), band_spans(problem.k_size()));
+        arguments.schedule =
+            schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts),
+                               static_cast<int>(parts) * band_spans(problem.k_size()));
         const bool row_major = problem.input().layout == Layout::row_major;
         arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
         if (arguments.value_rows > 0)
             if (const cudaError_t error = map_input(arguments, problem)) return error;
-        if (arguments.value_rows > 0 && reads_blocks(problem))
+        if (arguments.value_rows > 0 && arguments.packed == nullptr)
             if (const cudaError_t error = map_blocks(arguments, problem)) return error;
         return describe_results<Common>(arguments, problem);
     }

@@ -82,7 +82,6 @@ struct NarrowTraits {
     static constexpr int kChunks = 1;
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
     static constexpr bool kSplits = kSplits_;                             // for few tiles
-    static constexpr int kMostParts = 4;                                  // eight CTAs, as any device has
     // Of the sums of other parts a CTA has those of one or two of its warpgroups, in place of activations.
     static_assert(!kSplits_ || kStages * kInputBytes >= kWarpgroups * kSums * 128 * 4);
     using Costs = NarrowCosts<kBlock, kStep, kBlockRows>;

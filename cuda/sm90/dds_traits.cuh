@@ -22,8 +22,8 @@ struct StepCosts {
 
 struct NoBarriers {};
 
-// A cluster computes kTokenRanks x kRowRanks tiles of 256, 128 or 64 tokens x 128 features, one of them a CTA.
-// With two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
+// A cluster computes kTokenRanks x kRowRanks tiles of 256, 128 or 64 tokens x 128 features, one of them a
+// CTA. With two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
 template <class Math_, class Weight_, int kTokenRanks_, int kRowRanks_, int kTileTokens_>
 struct DdsTraits {
     using Math = Math_;
