@@ -137,7 +137,7 @@ def test_few_tiles_are_halved() -> None:
 
 @needs_sm90
 def test_estimates_know_which_weights_are_packed_in_a_call() -> None:
-    """Few tokens read blocks where they are, which need not be transposed; a packed weight saves that, too."""
+    """With few tokens blocks are read where they are unless transposed; a packed weight saves that, too."""
 
     def estimated(op: int, tokens: int, *, packed: bool = False) -> float:
         pattern = _C.Pattern(32, 32, 8192, 8192, 16384, 0, 0, 0)
