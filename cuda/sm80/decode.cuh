@@ -287,7 +287,9 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     const int half = member % kHalves, rows_and_tokens = member / kHalves;
     const int first_row = rows_and_tokens % Traits::kRowWarps * Traits::kWarpRows;
     const int first_token = rows_and_tokens / Traits::kRowWarps * Traits::kWarpTokens;
-    const int feature = blockIdx.x * Traits::kRows, token = blockIdx.y * Traits::kTokens;
+    const int block = static_cast<int>(blockIdx.x) / arguments.chunks;
+    const int feature = block * Traits::kRows;
+    const int token = (static_cast<int>(blockIdx.x) - block * arguments.chunks) * Traits::kTokens;
     const uint32_t ring = shared_address(shared) + team * Traits::kRingBytes;
     DecodeLoader<Traits> loader(arguments, feature, token, team, teams, ring, threadIdx.x % (32 * kTeam));
     const int slices = loader.slices();
@@ -365,11 +367,14 @@ struct Decode {
 
   private:
     static constexpr int kSharedBytes = 96 << 10;  // of a CTA, at most: two of them on large devices
+    static constexpr int kReserved = 1 << 10;      // of shared memory, by each CTA
 
     template <class Traits>
     static int32_t start(const Problem& problem, const Device& device, void* stream) {
         const Matrix &input = problem.input(), &output = problem.output();
         const Values& values = problem.values;
+        const auto blocks = static_cast<int>(problem.features() / Traits::kRows);
+        const auto chunks = static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
         const DecodeArguments arguments{input.data,
                                         input.ld * static_cast<int64_t>(sizeof(typename Traits::Element)),
                                         output.data,
@@ -387,28 +392,34 @@ struct Decode {
                                         log2_of_block(problem.k_block()),
                                         values.metadata,
                                         values.scales,
-                                        values.row_scales};
-        const auto blocks = static_cast<int>(problem.features() / Traits::kRows);
-        const auto chunks = static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
-        const int teams = Traits::Weight::kFewBytes
-                              ? teams_at_once<Traits>(problem, device, blocks * chunks)
-                              : teams_of<Traits>(problem, blocks * chunks < 2 * device.multiprocessors);
-        return ts::sm80::launch<decode_kernel<Traits>>(arguments, dim3(blocks, chunks),
+                                        values.row_scales,
+                                        chunks};
+        const int teams = Traits::Weight::kFewBytes ? teams_at_once<Traits>(problem, device, blocks * chunks)
+                                                    : teams_of<Traits>(problem, device, blocks * chunks);
+        return ts::sm80::launch<decode_kernel<Traits>>(arguments, dim3(blocks * chunks),
                                                        32 * Traits::kTeam * teams, teams * Traits::kRingBytes,
                                                        kSharedBytes, stream);
     }
 
     // Enough slices for each team to keep its ring full for a while, in the mean of all rows (measured on an
-    // H200); where there are few CTAs, one slice.
+    // H200); where there are few CTAs, one slice. Fewer where a second round of CTAs would be short: then
+    // most of them run at a time.
     template <class Traits>
-    static int teams_of(const Problem& problem, bool few_blocks) {
+    static int teams_of(const Problem& problem, const Device& device, int ctas) {
+        const bool few_blocks = ctas < 2 * device.multiprocessors;
         const int64_t slices = problem.pattern.value_count() / problem.features() / Traits::kSlice;
         const int64_t most = few_blocks ? 2 * slices - 1 : slices / (Traits::kTeam == 1 ? 3 : 8);
         int teams = 1;
         while (2 * teams <= most && 2 * teams * Traits::kTeam <= kMaxDecodeWarps &&
                2 * teams * Traits::kRingBytes <= kSharedBytes)
             teams *= 2;
-        return teams;
+        if (Traits::kTeam == 1 || teams == 1) return teams;
+        static const int warps =
+            warps_of_multiprocessor(reinterpret_cast<const void*>(decode_kernel<Traits>));
+        const int at_once = std::min(warps / (Traits::kTeam * teams),
+                                     device.shared_memory / (teams * Traits::kRingBytes + kReserved));
+        const int round = at_once * device.multiprocessors;
+        return round < ctas && 2 * ctas < 3 * round ? teams / 2 : teams;
     }
 
     // That its registers suffice for, each of which takes them in multiples of 256.
@@ -423,7 +434,6 @@ struct Decode {
     // keep its ring full for a while; where there are few CTAs, with one slice.
     template <class Traits>
     static int teams_at_once(const Problem& problem, const Device& device, int ctas) {
-        constexpr int kReserved = 1 << 10;  // of shared memory, by each CTA
         constexpr int kMost = std::min(kMaxDecodeWarps / Traits::kTeam, kSharedBytes / Traits::kRingBytes);
         static const int warps =
             warps_of_multiprocessor(reinterpret_cast<const void*>(decode_kernel<Traits>));

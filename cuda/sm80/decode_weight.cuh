@@ -32,6 +32,7 @@ struct DecodeArguments {
     const uint32_t* metadata;
     const float* scales;
     bool row_scales;
+    int chunks;  // of tokens; the CTAs of one block row follow one another, which read the same values
 };
 
 // Lines of so many chunks of 16 bytes, copied by so many threads at a time. Chunks are permuted among the 128

@@ -32,15 +32,28 @@ SddTime sdd_time(int32_t block_rows) {
     }
 }
 
+// Of the kernels for few tokens, for several chunks of them.
+double chunks_time(const Problem& problem, const Device& device) {
+    constexpr double kBegin = 10.5, kRate = 3.5e6;
+    const int32_t rows = problem.row_block();
+    const double picoseconds = rows < 32 ? 3.66 : rows < 64 ? 1.46 : 1.04;  // of a multiprocessor's product
+    const double tokens = divide_up(static_cast<double>(problem.tokens), kChunk) * kChunk;
+    const double products = tokens * static_cast<double>(problem.pattern.value_count());
+    return kBegin +
+           std::hypot(1e-6 * picoseconds * products / multiprocessors(device), memory_time(problem, kRate));
+}
+
 }  // namespace
 
 // Blocks narrower than the 64 features of a large tile's warp break its products into short runs, whose
 // latency the more numerous warps of a small tile hide better.
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr double kShortRuns = 1.33, kCompressed = 0.67;  // of 2:4
+    constexpr double kBesideNewer = 3;                       // where there are kernels with wgmma
     const double runs = problem.row_block() < 64 && kernel.tile_tokens > 128 ? kShortRuns : 1;
     const double storage = problem.values.is_compressed() ? kCompressed : 1;
-    return dds_time(kernel, problem, device, runs * storage * precision_factor(problem), 1);
+    const double time = dds_time(kernel, problem, device, runs * storage * precision_factor(problem), 1);
+    return has_some_hundred_tokens(problem, device) ? kBesideNewer * time : time;
 }
 
 // Tiles hold several block rows: wide ones share loads between the many rows of the smallest blocks and fit
@@ -61,6 +74,7 @@ double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& 
 }
 
 double estimate_decode(const Kernel&, const Problem& problem, const Device& device) {
+    if (has_some_hundred_tokens(problem, device)) return chunks_time(problem, device);
     return kStart + std::hypot(streaming_time(problem, device), shared_time(problem, device));
 }
 

@@ -10,8 +10,12 @@
 //
 // Activations are walked in whole steps of k, with what there is of the weight. Its blocks are packed in the
 // order in which they are multiplied, transposed where need be, so that those of a step are one copy: by the
-// caller once for many calls, or by each call. The two CTAs of a cluster compute different features from the
-// same activations, of which each loads one half for both.
+// caller once for many calls, or by each call. With few tokens that may take as long as all else: then blocks
+// that need not be transposed are copied one by one from where they are. The two CTAs of a cluster compute
+// different features from the same activations, of which each loads one half for both.
+//
+// Where tiles are few, the steps of each are cut into parts, for which a cluster has two CTAs each. In the
+// end the CTAs of one part add up the sums of a warpgroup, which the others put into their shared memory.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -19,8 +23,8 @@
 #include "sm90/dds_epilogue.cuh"
 #include "sm90/dds_narrow_pack.cuh"
 #include "sm90/dds_narrow_traits.cuh"
-#include "sm90/dds_reduce.cuh"
 #include "sm90/launch.cuh"
+#include "sm90/partial.cuh"
 #include "sm90/select.h"
 #include "sm90/tensor_map.h"
 
@@ -31,11 +35,12 @@ template <class Traits, bool kRowMajorInput>
 class NarrowProducer {
   public:
     __device__ NarrowProducer(const DdsArguments& arguments, typename Traits::Shared& shared,
-                              const DdsPlan& plan, int rank, int lane)
+                              const DdsPlan& plan, int rank, int first_rank, int lane)
         : arguments_(arguments),
           shared_(shared),
           plan_(plan),
           rank_(rank),
+          first_rank_(first_rank),
           lane_(lane),
           elected_(cute::elect_one_sync() != 0) {}
 
@@ -52,9 +57,14 @@ class NarrowProducer {
                 const int* const starts = plan_.starts + step * Traits::kRanks + rank_;
                 const int begin = __ldg(starts), end = __ldg(starts + 1);
                 const int count = min(32, work.steps - first);
+                const auto slots_of = [&](int i) {
+                    return slot_of_lane(__shfl_sync(~0u, begin, i), __shfl_sync(~0u, end, i));
+                };
+                int next_slots = slots_of(0);
                 for (int i = 0; i < count; ++i) {
-                    const int block = __shfl_sync(~0u, begin, i);
-                    load_step(block, __shfl_sync(~0u, end, i) - block, __shfl_sync(~0u, k, i), token);
+                    const int slots = next_slots, block = __shfl_sync(~0u, begin, i);
+                    next_slots = slots_of(min(i + 1, count - 1));
+                    load_step(block, __shfl_sync(~0u, end, i), slots, __shfl_sync(~0u, k, i), token);
                 }
             }
         }
@@ -63,26 +73,47 @@ class NarrowProducer {
   private:
     using Position = typename Ring<Traits::kStages>::Position;
 
-    __device__ void load_step(int block, int blocks, int k, int token) {
+    // Of blocks that are not packed: of the lane's block, from `block` on.
+    __device__ int slot_of_lane(int block, int end) const {
+        const bool exists = arguments_.packed == nullptr && block + lane_ < end;
+        return exists ? __ldg(plan_.slots + block + lane_) : 0;
+    }
+
+    // The blocks from `block` to `end`; `slots`: see slot_of_lane().
+    __device__ void load_step(int block, int end, int slots, int k, int token) {
+        const int blocks = end - block;
         reserve(blocks);
         const Barrier& full = shared_.ring.full[position_.stage];
         if (elected_) {
             shared_.first_block[position_.stage] = head_;
             full.arrive_and_expect_tx(Traits::kInputBytes + blocks * Traits::kBlockBytes);
             load_input(full, shared_.input[position_.stage], k, token);
-            if (blocks > 0)
+            if (arguments_.packed != nullptr && blocks > 0)
                 cute::SM90_BULK_COPY_G2S::copy(arguments_.packed + int64_t{block} * Traits::kBlockBytes,
                                                reinterpret_cast<uint64_t*>(const_cast<Barrier*>(&full)),
                                                shared_.weight[head_], blocks * Traits::kBlockBytes);
         }
         __syncwarp();
+        if (arguments_.packed == nullptr) load_blocks(full, block, end, slots);
         head_ += blocks;
         position_.advance();
     }
 
+    // Swizzled on their way, they are as if they were packed.
+    __device__ void load_blocks(const Barrier& full, int block, int end, int slots) const {
+        for (int i = 0; i < end - block; ++i) {
+            if (i > 0 && i % 32 == 0) slots = slot_of_lane(block + i, end);
+            const int slot = __shfl_sync(~0u, slots, i % 32);
+            if (elected_)
+                load_box(&arguments_.values, full, Multicast{1}, shared_.weight[head_ + i], 0,
+                         slot * Traits::kBlock);
+        }
+        __syncwarp();
+    }
+
     // This CTA's half of the tokens, for both.
     __device__ void load_input(const Barrier& full, char* stage, int k, int token) const {
-        const Multicast to{Traits::kAllRanks};
+        const Multicast to{static_cast<uint16_t>(Traits::kAllRanks << first_rank_)};
         if (kRowMajorInput) {
             constexpr int kBytes = Traits::kTileTokens * Traits::kLine * 2;
             for (int i = 0; i < Traits::kLines; ++i)
@@ -117,7 +148,8 @@ class NarrowProducer {
     const DdsArguments& arguments_;
     typename Traits::Shared& shared_;
     const DdsPlan& plan_;
-    int rank_;
+    int rank_;        // of the two that have a part
+    int first_rank_;  // of them in the cluster
     int lane_;
     bool elected_;  // the one lane that starts copies, from values that all lanes have
     Position position_;
@@ -132,11 +164,12 @@ template <class Traits, bool kRowMajorInput>
 class NarrowConsumer {
   public:
     __device__ NarrowConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
-                              const DdsPlan& plan, int rank, int warp, int lane)
+                              const DdsPlan& plan, int rank, int first_rank, int warp, int lane)
         : arguments_(arguments),
           shared_(shared),
           plan_(plan),
           rank_(rank),
+          first_rank_(first_rank),
           warpgroup_(warp / 4),
           warp_(warp % 4),
           lane_(lane),
@@ -150,17 +183,37 @@ class NarrowConsumer {
         while (work.tile >= 0) {
             epilogue.begin(Traits::first_token(work, rank_));
             multiply_all(sums, work);
-            const Work done = work;
             work = next_work(epilogue);
-            if constexpr (Traits::kSplits)
-                store_sums(
-                    partial_sums<Traits::kSums>(arguments_.partial,
-                                                partial_place<Traits>(arguments_, done, rank_, warpgroup_)),
-                    sums);
-            else
-                epilogue.store(sums);
+            epilogue.store(sums);
         }
         epilogue.finish_stores();
+    }
+
+    // Of the one part of a tile that the CTA has.
+    __device__ void run_part() {
+        Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
+        float sums[Traits::kSums];
+        const Work work = next_work(epilogue);
+        const int parts = arguments_.schedule.by_parts.divisor, adding = warpgroup_ % parts;
+        if (work.part == adding) {
+            epilogue.read_bias();
+            epilogue.begin(Traits::first_token(work, rank_));
+        }
+        multiply_all(sums, work);
+        cute::cluster_sync();  // nobody needs the stages any more
+        const auto others = reinterpret_cast<float4*>(shared_.input);
+        const int first = warpgroup_ / parts * (parts - 1);
+        if (work.part != adding) {
+            const int place = first + work.part - (work.part > adding);
+            void* const to = __cluster_map_shared_rank(others, adding * Traits::kRanks + rank_);
+            store_sums(partial_sums<Traits::kSums>(static_cast<float4*>(to), place), sums);
+        }
+        cute::cluster_sync();
+        if (work.part == adding) {
+            for (int i = 0; i < parts - 1; ++i) add(sums, partial_sums<Traits::kSums>(others, first + i));
+            epilogue.store(sums);
+            epilogue.finish_stores();
+        }
     }
 
   private:
@@ -171,6 +224,17 @@ class NarrowConsumer {
                             kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>::Type;
     static constexpr int kQuarters = Traits::kLine / 16;
     static constexpr int kBlockQuarters = Traits::kBlock / 16;
+
+    __device__ static void add(float (&sums)[Traits::kSums], const float4* from) {
+#pragma unroll
+        for (int i = 0; i < Traits::kSums / 4; ++i) {
+            const float4 next = from[128 * i];
+            sums[4 * i] += next.x;
+            sums[4 * i + 1] += next.y;
+            sums[4 * i + 2] += next.z;
+            sums[4 * i + 3] += next.w;
+        }
+    }
 
     __device__ Work next_work(Epilogue& epilogue) {
         const Work work = shared_.schedule.pop(next_, lane_);
@@ -213,7 +277,7 @@ class NarrowConsumer {
             if (const uint32_t present = mask >> 16 * line & 0xffff)
                 multiply(sums, present, weight, input + line * kNext);
         // Every warp for itself, since without products nothing keeps them together.
-        if (lane_ < Traits::kRanks) shared_.ring.empty[position_.stage].arrive(lane_);
+        if (lane_ < Traits::kRanks) shared_.ring.empty[position_.stage].arrive(first_rank_ + lane_);
         position_.advance();
     }
 
@@ -256,6 +320,7 @@ class NarrowConsumer {
     typename Traits::Shared& shared_;
     const DdsPlan& plan_;
     int rank_;
+    int first_rank_;
     int warpgroup_;
     int warp_;
     int lane_;
@@ -271,10 +336,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     extern __shared__ __align__(1024) char memory[];
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const auto rank = static_cast<int>(cute::block_rank_in_cluster());
+    const auto cluster_rank = static_cast<int>(cute::block_rank_in_cluster());
+    const int rank = cluster_rank % Traits::kRanks, first_rank = Traits::kSplits ? cluster_rank - rank : 0;
     const DdsPlan plan(arguments.plan, arguments.plan_key);
     if (threadIdx.x == 32) {
         if (arguments.value_rows > 0) prefetch(&arguments.input);
+        if (arguments.value_rows > 0 && arguments.packed == nullptr) prefetch(&arguments.values);
         prefetch(&arguments.output);
     }
     if (threadIdx.x == 0) {
@@ -285,18 +352,26 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         cutlass::arch::fence_barrier_init();
     }
     cute::cluster_sync();
-    if (Traits::kSplits) cudaTriggerProgrammaticLaunchCompletion();  // see dds_reduce
 
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<32>();
         if (warp == 0)
-            NarrowProducer<Traits, kRowMajorInput>(arguments, shared, plan, rank, lane).run();
+            NarrowProducer<Traits, kRowMajorInput>(arguments, shared, plan, rank, first_rank, lane).run();
         else if (warp == 1)
             shared.schedule.run(arguments.schedule, typename Traits::Costs(plan), plan.is_own,
                                 blockIdx.x / Traits::kRanks, gridDim.x / Traits::kRanks, lane);
     } else {
         cutlass::arch::warpgroup_reg_alloc<112>();
-        NarrowConsumer<Traits, kRowMajorInput>(arguments, shared, plan, rank, warp - 4, lane).run();
+        NarrowConsumer<Traits, kRowMajorInput> consumer(arguments, shared, plan, rank, first_rank, warp - 4,
+                                                        lane);
+        if constexpr (Traits::kSplits)
+            consumer.run_part();
+        else
+            consumer.run();
+    }
+    if (Traits::kSplits && warp < 4) {  // as the others do
+        cute::cluster_sync();
+        cute::cluster_sync();
     }
     cute::cluster_sync();  // the other CTA may still write here
 }
@@ -319,10 +394,9 @@ struct DdsNarrow {
         return refuses_results(problem.output(), problem.tokens);
     }
 
-    // The packed weight, unless the caller has it, and the partial sums.
+    // The packed weight, where each call packs.
     static size_t workspace_size(const Problem& problem, const Device& device) {
-        const int64_t items = tile_count(problem) * span_count(problem);
-        return own_packed_bytes(problem) + partial_bytes<Common>(items, parts_of(problem, device));
+        return packs_itself(problem, device) ? packed_size(problem) : 0;
     }
 
     static size_t packed_size(const Problem& problem) {
@@ -337,16 +411,16 @@ struct DdsNarrow {
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         const bool wide = is_wide(problem);
-        const int64_t parts = parts_of(problem, device);
         if constexpr (kStep == 64) {
-            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, parts, workspace, stream);
+            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, device, 1, workspace, stream);
         } else {
+            const int64_t parts = (wide ? parts_of<32> : parts_of<16>)(problem, device);
             if (parts > 1)
-                return (wide ? launch_as<32, 4, true> : launch_as<16, 4, true>)(problem, parts, workspace,
-                                                                                stream);
+                return (wide ? launch_as<32, 4, true> : launch_as<16, 4, true>)(problem, device, parts,
+                                                                                workspace, stream);
             if (problem.pattern.density() < kThin)
-                return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, parts, workspace, stream);
-            return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, parts, workspace, stream);
+                return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, device, 1, workspace, stream);
+            return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, device, 1, workspace, stream);
         }
     }
 
@@ -379,18 +453,26 @@ struct DdsNarrow {
   private:
     static constexpr double kThin = 0.15;  // density, measured on an H200
 
+    // So many that all clusters are there at a time.
+    template <int kBlock>
     static int64_t parts_of(const Problem& problem, const Device& device) {
-        if (kStep == 64) return 1;
-        return part_count(problem, tile_count(problem) * span_count(problem),
-                          device.multiprocessors / Common::kRanks);
+        using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kStep, 4, true>;
+        const int64_t items = tile_count(problem) * span_count(problem);
+        int64_t parts = narrow_parts(problem, device);
+        const auto resident = [](int64_t parts) {
+            return ClusterLauncher<dds_narrow_kernel<Traits, true>, DdsArguments>::resident(
+                static_cast<int>(parts) * Traits::kRanks, Traits::kThreads, Traits::kSharedBytes);
+        };
+        while (parts > 1 && resident(parts) < items) --parts;
+        return parts;
     }
     static bool is_wide(const Problem& problem) { return problem.row_block() == 32; }
     static int64_t square_count(const Problem& problem) {
         return problem.pattern.nnz * (problem.k_block() / problem.row_block());
     }
-    // Of the workspace, up to where the partial sums begin.
-    static size_t own_packed_bytes(const Problem& problem) {
-        return problem.packed != nullptr ? 0 : (packed_size(problem) + 255) / 256 * 256;
+    static bool packs_itself(const Problem& problem, const Device& device) {
+        return problem.packed == nullptr && !narrow_reads_blocks(problem, device, kStep) &&
+               problem.pattern.nnz > 0;
     }
 
     static int64_t tile_count(const Problem& problem) {
@@ -401,16 +483,14 @@ struct DdsNarrow {
     }
 
     template <int kBlock, int kStages, bool kSplits = false>
-    static int32_t launch_as(const Problem& problem, int64_t parts, void* workspace, void* stream) {
+    static int32_t launch_as(const Problem& problem, const Device& device, int64_t parts, void* workspace,
+                             void* stream) {
         using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kStep, kStages, kSplits>;
-        const int64_t tiles = tile_count(problem), spans = span_count(problem),
-                      all_parts = tiles * spans * parts;
-        if (all_parts == 0) return cudaSuccess;
+        const int64_t tiles = tile_count(problem), spans = span_count(problem);
+        if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};
-        const bool packs = problem.packed == nullptr && problem.pattern.nnz > 0;
+        const bool packs = packs_itself(problem, device);
         arguments.packed = static_cast<const char*>(packs ? workspace : problem.packed);
-        arguments.partial =
-            reinterpret_cast<float4*>(static_cast<char*>(workspace) + own_packed_bytes(problem));
         if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
         if (packs)
             if (const cudaError_t error = pack_as<typename Traits::Weight>(problem, workspace, stream))
@@ -418,13 +498,9 @@ struct DdsNarrow {
         const auto start = problem.input().layout == Layout::row_major
                                ? ClusterLauncher<dds_narrow_kernel<Traits, true>, DdsArguments>::launch
                                : ClusterLauncher<dds_narrow_kernel<Traits, false>, DdsArguments>::launch;
-        const int64_t clusters = std::min<int64_t>(all_parts, Traits::Schedule::kMaxClusters);
-        const cudaError_t error =
-            start(kSplits ? without_epilogue(arguments) : arguments, clusters, Traits::kRanks,
-                  Traits::kThreads, Traits::kSharedBytes, stream, packs);
-        if constexpr (kSplits)
-            if (error == cudaSuccess) return reduce_parts<Traits>(arguments, tiles * spans, stream);
-        return error;
+        const int64_t clusters = std::min<int64_t>(tiles * spans, Traits::Schedule::kMaxClusters);
+        return start(arguments, clusters, static_cast<int>(parts) * Traits::kRanks, Traits::kThreads,
+                     Traits::kSharedBytes, stream, packs);
     }
 
     template <class Format>
@@ -452,11 +528,13 @@ struct DdsNarrow {
         arguments.spans = static_cast<int>(spans);
         arguments.schedule =
             schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts),
-                               band_spans(problem, tiles, spans * parts));
+                               static_cast<int>(parts) * band_spans(problem, tiles, spans));
         const bool row_major = problem.input().layout == Layout::row_major;
         arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
         if (arguments.value_rows > 0)
             if (const cudaError_t error = map_input(arguments, problem)) return error;
+        if (arguments.value_rows > 0 && arguments.packed == nullptr)
+            if (const cudaError_t error = map_blocks(arguments, problem)) return error;
         return describe_results<Common>(arguments, problem);
     }
 
@@ -467,6 +545,12 @@ struct DdsNarrow {
         if (tiles * spans <= Common::Schedule::kMaxClusters) return static_cast<int>(spans);
         const int64_t bytes = int64_t{Common::kTileTokens} * std::max<int64_t>(problem.k_size(), 1) * 2;
         return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));
+    }
+
+    static cudaError_t map_blocks(DdsArguments& arguments, const Problem& problem) {
+        const int block = problem.pattern.block_rows;
+        return encode(arguments.values, problem.dtype, problem.values.data,
+                      {{block, 1, block}, {arguments.value_rows, block, block}});
     }
 
     static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {

@@ -82,6 +82,8 @@ struct NarrowTraits {
     static constexpr int kChunks = 1;
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
     static constexpr bool kSplits = kSplits_;                             // for few tiles
+    // Of the sums of other parts a CTA has those of one or two of its warpgroups, in place of activations.
+    static_assert(!kSplits_ || kStages * kInputBytes >= kWarpgroups * kSums * 128 * 4);
     using Costs = NarrowCosts<kBlock, kStep, kBlockRows>;
     using Schedule = sm90::Schedule<kSplits, Costs>;
 
@@ -90,7 +92,7 @@ struct NarrowTraits {
         alignas(1024) char input[kStages][kInputBytes];
         // A buffer is row-major [warpgroup_rows][kChunkTokens][row_width], else [64 features][kChunkTokens].
         alignas(1024) char output[kWarpgroups][kChunks][kChunkBytes];
-        alignas(128) char weight[kBlocks][kBlockBytes];  // see dds_narrow_weight.cuh
+        alignas(1024) char weight[kBlocks][kBlockBytes];  // see dds_narrow_weight.cuh
         Ring<kStages> ring;
         int first_block[kStages];   // where a stage's blocks begin in `weight`
         int taken_blocks[kStages];  // what becomes free with a stage

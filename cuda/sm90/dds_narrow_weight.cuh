@@ -12,7 +12,7 @@ namespace ts::sm90 {
 using WeightFragment = uint32_t[4];
 
 // A packed block is [kBlock features][kBlock of k]. Of its lines of 2 kBlock bytes, vectors of 16 are
-// swizzled, so that eight features can be read from shared memory at once.
+// swizzled as TMA does over that width, so that eight features can be read from shared memory at once.
 template <class Math, int kBlock_>
 struct PlainNarrowWeight : PlainStorage {
     using Element = typename Math::Element;  // of values

@@ -8,18 +8,27 @@
 
 namespace ts::sm90 {
 
+// A CTA computes a chunk of the tokens of what a warpgroup of the dds kernel does of one tile.
+template <class Traits>
+struct ReduceTraits : Traits {
+    static constexpr int kAllChunks = 1;
+    static constexpr int kChunks = 1;
+    static constexpr int kSums = Traits::kSums / Traits::kAllChunks;
+};
+
 template <class Traits>
 struct ReduceShared {
     alignas(1024) typename DdsEpilogue<Traits>::Buffers output;
     typename DdsEpilogue<Traits>::Arrived residual;
 };
 
-// Adds the partial sums of each tile, always in the same order, and makes results of them. A CTA computes
-// what a warpgroup of the dds kernel does of one tile. It is launched while that kernel still runs.
+// Adds the partial sums of each tile, always in the same order, and makes results of them. It is launched
+// while the dds kernel still runs.
 template <class Traits>
 __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArguments arguments) {
+    using Chunk = ReduceTraits<Traits>;
     extern __shared__ __align__(1024) char memory[];
-    auto& shared = *reinterpret_cast<ReduceShared<Traits>*>(memory);
+    auto& shared = *reinterpret_cast<ReduceShared<Chunk>*>(memory);
     if (threadIdx.x == 0) {
         for (const Barrier& arrived : shared.residual) arrived.init(1);
         cutlass::arch::fence_barrier_init();
@@ -28,19 +37,22 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
 
     const DdsPlan plan(arguments.plan, arguments.plan_key);
     if (!plan.is_own) __trap();
-    const int warpgroup = blockIdx.x % Traits::kWarpgroups, cta = blockIdx.x / Traits::kWarpgroups;
+    const int chunk = blockIdx.x % Traits::kAllChunks, share = blockIdx.x / Traits::kAllChunks;
+    const int warpgroup = share % Traits::kWarpgroups, cta = share / Traits::kWarpgroups;
     const int rank = cta % Traits::kRanks, item = cta / Traits::kRanks;
-    Work work{item / arguments.spans, item % arguments.spans, 0, 0, 0};
-    DdsEpilogue<Traits> epilogue(arguments, shared.output, shared.residual, warpgroup);
+    const Work work{item / arguments.spans, item % arguments.spans, 0, 0, 0};
+    DdsEpilogue<Chunk> epilogue(arguments, shared.output, shared.residual, warpgroup);
     epilogue.prepare(Traits::rows_of(plan, work.tile, rank));
     epilogue.read_bias();
-    epilogue.begin(Traits::first_token(work, rank));
+    epilogue.begin(Traits::first_token(work, rank) + chunk * Traits::kChunkTokens);
+    const float4* const partial =
+        partial_sums<Traits::kSums>(arguments.partial,
+                                    partial_place<Traits>(arguments, work, rank, warpgroup)) +
+        chunk * (Chunk::kSums / 4 * 128);
+    constexpr int64_t kDistance = Traits::kRanks * Traits::kWarpgroups * (Traits::kSums / 4 * 128);
     cudaGridDependencySynchronize();
-    float sums[Traits::kSums] = {};
-    for (; work.part < arguments.schedule.by_parts.divisor; ++work.part)
-        add_sums(partial_sums<Traits::kSums>(arguments.partial,
-                                             partial_place<Traits>(arguments, work, rank, warpgroup)),
-                 sums);
+    float sums[Chunk::kSums] = {};
+    add_parts(partial, kDistance, arguments.schedule.by_parts.divisor, sums);
     epilogue.store(sums);
     epilogue.finish_stores();
 }
@@ -61,8 +73,8 @@ inline DdsArguments without_epilogue(DdsArguments arguments) {
 
 template <class Traits>
 cudaError_t reduce_parts(const DdsArguments& arguments, int64_t items, void* stream) {
-    return launch_early<dds_reduce<Traits>, sizeof(ReduceShared<Traits>)>(
-        arguments, items * Traits::kRanks * Traits::kWarpgroups, 128, stream);
+    return launch_early<dds_reduce<Traits>, sizeof(ReduceShared<ReduceTraits<Traits>>)>(
+        arguments, items * Traits::kRanks * Traits::kWarpgroups * Traits::kAllChunks, 128, stream);
 }
 
 }  // namespace ts::sm90

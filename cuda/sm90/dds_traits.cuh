@@ -22,8 +22,8 @@ struct StepCosts {
 
 struct NoBarriers {};
 
-// A cluster computes kTokenRanks x kRowRanks tiles of 256 or 128 tokens x 128 features, one of them a CTA.
-// With two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
+// A cluster computes kTokenRanks x kRowRanks tiles of 256, 128 or 64 tokens x 128 features, one of them a
+// CTA. With two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
 template <class Math_, class Weight_, int kTokenRanks_, int kRowRanks_, int kTileTokens_>
 struct DdsTraits {
     using Math = Math_;
@@ -59,7 +59,7 @@ struct DdsTraits {
     static constexpr int kElementBytes = sizeof(Element);
     static constexpr int kTokenBytes = kTileTokens * kElementBytes;  // of all tokens at one k
     static constexpr int kInputBytes = kTokenBytes * kStep;
-    static constexpr int kInputStages = 4 * 256 / kTileTokens / Math::kParts;
+    static constexpr int kInputStages = kTileTokens == 64 ? 10 : 4 * 256 / kTileTokens / Math::kParts;
     static constexpr int kWeightStages = Weight::stages(kTileTokens);
 
     static constexpr int kChunkTokens = 128 / kElementBytes;  // stored at a time
@@ -67,7 +67,7 @@ struct DdsTraits {
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;       // buffers of a warpgroup
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
-    static constexpr bool kSplits = kTileTokens == 128;                   // made for few tiles
+    static constexpr bool kSplits = kTileTokens <= 128;                   // made for few tiles
     using Costs = StepCosts;
     using Schedule = sm90::Schedule<kSplits, Costs>;
 

@@ -36,29 +36,44 @@ class ClusterLauncher {
         config.numAttrs = early ? 2 : 1;
         int resident = 0;
         if (const cudaError_t error = resident_clusters(config, cluster_size, resident)) return error;
+        if (resident == 0) return cudaErrorLaunchOutOfResources;
         config.gridDim.x *= static_cast<unsigned>(clusters < resident ? clusters : resident);
         void* parameters[] = {const_cast<Arguments*>(&arguments)};
         return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), parameters);
     }
 
+    // How many clusters the device holds at a time; 0 if that cannot be found out.
+    static int resident(int cluster_size, int threads, int shared_bytes) {
+        cudaLaunchAttribute attribute;
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(cluster_size);
+        config.blockDim = dim3(threads);
+        config.dynamicSmemBytes = shared_bytes;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        int count = 0;
+        return resident_clusters(config, cluster_size, count) == cudaSuccess ? count : 0;
+    }
+
   private:
     // Asked once for each device and size of clusters, when the kernel's limit of shared memory is raised.
     static cudaError_t resident_clusters(const cudaLaunchConfig_t& config, int cluster_size, int& count) {
-        constexpr int kMaxDevices = 64, kMaxSize = 2;
-        static std::array<std::atomic<int>, kMaxDevices * kMaxSize> known{};
+        constexpr int kMaxDevices = 64, kMaxSize = 8;
+        static std::array<std::atomic<int>, kMaxDevices * kMaxSize> known{};  // and 1 more
         int device = 0;
         if (const cudaError_t error = cudaGetDevice(&device)) return error;
         std::atomic<int>& answer = known[device % kMaxDevices * kMaxSize + (cluster_size - 1) % kMaxSize];
-        count = answer.load(std::memory_order_relaxed);
-        if (count > 0) return cudaSuccess;
+        count = answer.load(std::memory_order_relaxed) - 1;
+        if (count >= 0) return cudaSuccess;
         const auto kernel = reinterpret_cast<const void*>(kKernel);
         if (const cudaError_t error =
                 cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      static_cast<int>(config.dynamicSmemBytes)))
             return error;
         if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&count, kernel, &config)) return error;
-        if (count == 0) return cudaErrorLaunchOutOfResources;
-        answer.store(count, std::memory_order_relaxed);
+        answer.store(count + 1, std::memory_order_relaxed);
         return cudaSuccess;
     }
 };

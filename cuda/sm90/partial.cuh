@@ -19,6 +19,32 @@ __device__ inline void store_sums(float4* to, const float (&sums)[kSums]) {
         to[128 * i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
 }
 
+// Of so many parts, which lie `distance` apart, always in the same order. Several are read at a time: memory
+// takes long to answer.
+template <int kSums>
+__device__ inline void add_parts(const float4* from, int64_t distance, int parts, float (&sums)[kSums]) {
+    constexpr int kAtOnce = 4, kVectors = kSums / 4;
+    for (int first = 0; first < parts; first += kAtOnce) {
+        float4 next[kAtOnce][kVectors];
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part)
+            if (first + part < parts)
+#pragma unroll
+                for (int i = 0; i < kVectors; ++i)
+                    next[part][i] = __ldcs(from + (first + part) * distance + 128 * i);
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part)
+            if (first + part < parts)
+#pragma unroll
+                for (int i = 0; i < kVectors; ++i) {
+                    sums[4 * i] += next[part][i].x;
+                    sums[4 * i + 1] += next[part][i].y;
+                    sums[4 * i + 2] += next[part][i].z;
+                    sums[4 * i + 3] += next[part][i].w;
+                }
+    }
+}
+
 template <int kSums>
 __device__ inline void add_sums(const float4* from, float (&sums)[kSums]) {
 #pragma unroll

@@ -1,5 +1,9 @@
 #include "sm90/select.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 #include "common/estimate.h"
 
 namespace ts::sm90 {
@@ -23,6 +27,7 @@ double dds_share(const Kernel& kernel, const Problem& problem) {
     if (large) share = shares_weight(kernel) ? 0.46 : 0.54;
     if (tiny) share = shares_weight(kernel) ? 3.5 : 1.6;
     if (!is_halved(kernel)) return share;
+    if (kernel.tile_tokens == 64) return share * 1.7;
     return share * (shares_weight(kernel) ? 1.3 : 1.08);
 }
 
@@ -41,6 +46,83 @@ double float_share(const Kernel& kernel) {
     if (kernel.precision == Precision::highest) return 2.3;
     return is_halved(kernel) ? 1.2 : 0.95;
 }
+
+// --- some hundred tokens ---
+
+double pairs(const Device& device) { return std::floor(multiprocessors(device) / kCluster); }
+
+// A step of 64 k of a CTA's tile of so many tokens and 128 features, by the narrowest side of a block.
+double dds_step_time(int tokens, int block, bool shares_weight) {
+    const int place = block < 64 ? 0 : block == 64 ? 1 : 2;
+    constexpr double kSharedInput[3][3] = {{0.46, 0.195, 0.27}, {0.55, 0.28, 0.47}, {0.95, 0.46, 0.77}};
+    constexpr double kSharedWeight[2][3] = {{0.9, 0.30, 0.49}, {1.3, 0.475, 0.78}};
+    const double time = shares_weight ? kSharedWeight[tokens > 128][place]
+                                      : kSharedInput[tokens > 128 ? 2 : tokens > 64][place];
+    return block == 16 ? 3 * time : time;  // more copies
+}
+
+double dds_time_of_some_tokens(const Kernel& kernel, const Problem& problem, const Device& device) {
+    constexpr double kBegin = 10.75, kReduction = 4.2, kRate = 2.67e6;
+    const int tile_rows = 128 / problem.row_block();
+    const int64_t tiles =
+        static_cast<int64_t>(divide_up(static_cast<double>(problem.tokens), kernel.tile_tokens) *
+                             divide_up(static_cast<double>(problem.features()), kernel.tile_features));
+    const auto parts = static_cast<double>(
+        kernel.splits ? part_count(problem, tiles, device.multiprocessors / kCluster) : 1);
+    const double steps = static_cast<double>(problem.k_size()) / kernel.plan.step *
+                         present(problem.pattern.density(), tile_rows) / parts;
+    const double rounds = divide_up(static_cast<double>(tiles) * parts, pairs(device));
+    const int tokens = shares_weight(kernel) ? kernel.tile_tokens / kCluster : kernel.tile_tokens;
+    const double step =
+        dds_step_time(tokens, std::min(problem.row_block(), problem.k_block()), shares_weight(kernel));
+    return kBegin + std::hypot(rounds * steps * step, memory_time(problem, kRate)) +
+           (parts > 1 ? kReduction : 0);
+}
+
+// --- narrow blocks ---
+
+constexpr double kNarrowFeatures = 512, kNarrowTokens = 128;  // of a tile of the kernels for them
+
+double narrow_tiles(const Problem& problem) {
+    return divide_up(static_cast<double>(problem.features()), kNarrowFeatures) *
+           divide_up(static_cast<double>(problem.tokens), kNarrowTokens);
+}
+
+// Of all tiles that a cluster computes, likewise of parts of tiles.
+double narrow_rounds(const Problem& problem, const Device& device, int step) {
+    const double parts = step == 64 ? 1 : static_cast<double>(narrow_parts(problem, device));
+    return divide_up(narrow_tiles(problem) * parts, pairs(device)) / parts;
+}
+
+double packing_time(const Problem& problem) {
+    constexpr double kLeast = 1, kRate = 4.2e6;
+    return std::max(kLeast, 2 * value_bytes(problem) / kRate);
+}
+
+// What it takes longer to read blocks one by one than to read them packed.
+double block_time(const Problem& problem, const Device& device, int step) {
+    constexpr double kBlock = 0.025;
+    const Pattern& pattern = problem.pattern;
+    const double blocks = static_cast<double>(problem.k_size()) / pattern.block_cols * kNarrowFeatures /
+                          kCluster / pattern.block_rows * pattern.density();
+    return kBlock * blocks * narrow_rounds(problem, device, step);
+}
+
+double narrow_time_of_some_tokens(const Problem& problem, const Device& device, int step, double factor) {
+    constexpr double kRate = 3.1e6;
+    const bool wide = problem.row_block() == 32;
+    const double density = problem.pattern.density();
+    const double of_step = factor * (wide ? 0.305 + 1.40 * density : 0.43 + 1.52 * density);  // of 128 k
+    const double steps = static_cast<double>(problem.k_size()) / 128 * narrow_rounds(problem, device, step);
+    const bool splits = step != 64 && narrow_parts(problem, device) > 1;
+    const double weight = problem.packed != nullptr                    ? 0
+                          : narrow_reads_blocks(problem, device, step) ? block_time(problem, device, step)
+                                                                       : packing_time(problem);
+    return (wide ? 11.2 : 9.6) + std::hypot(steps * of_step, memory_time(problem, kRate)) +
+           (splits ? (wide ? 4.9 : 5.9) : 0) + weight;
+}
+
+// --- sdd and dense ---
 
 // Picoseconds of a multiprocessor for a product of one token and one feature with another, and of a byte of x
 // or y.
@@ -74,6 +156,7 @@ double dense_rate(const Problem& problem) {
 }  // namespace
 
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (has_some_hundred_tokens(problem, device)) return dds_time_of_some_tokens(kernel, problem, device);
     return dds_time(kernel, problem, device, dds_share(kernel, problem), kCluster);
 }
 
@@ -90,11 +173,30 @@ double estimate_dds_float(const Kernel& kernel, const Problem& problem, const De
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr double kDense = 0.35, kOtherSteps = 1.25;
     const bool suits = (problem.pattern.density() > kDense) == (kernel.plan.step == 64);
-    const double share = small_block_cost(problem) / dds_cost(problem) * (suits ? 1 : kOtherSteps);
+    const double factor = suits ? 1 : kOtherSteps;
+    if (has_some_hundred_tokens(problem, device))
+        return narrow_time_of_some_tokens(problem, device, kernel.plan.step, factor);
+    const double share = small_block_cost(problem) / dds_cost(problem) * factor;
     const double time = dds_time(kernel, problem, device, share, kCluster);
-    constexpr double kByte = 1 / 4e6;
     const bool packs = has_few_tokens(problem) && has_long_blocks(problem);
-    return packs ? time + 2 * kByte * value_bytes(problem) : time;
+    return packs ? time + packing_time(problem) : time;
+}
+
+// Clusters of many CTAs leave some of the device's multiprocessors idle.
+int64_t narrow_parts(const Problem& problem, const Device& device) {
+    constexpr int64_t kMost = 4;  // eight CTAs
+    constexpr double kFilled = 0.92;
+    const auto tiles = static_cast<int64_t>(narrow_tiles(problem));
+    int64_t parts = std::min(part_count(problem, tiles, device.multiprocessors / kCluster), kMost);
+    while (parts > 1 && static_cast<double>(tiles * parts) > kFilled * pairs(device)) --parts;
+    return parts;
+}
+
+bool narrow_reads_blocks(const Problem& problem, const Device& device, int step) {
+    const Pattern& pattern = problem.pattern;
+    return problem.packed == nullptr && problem.forward() && has_small_blocks(problem) &&
+           pattern.nnz * pattern.block_rows <= std::numeric_limits<int32_t>::max() &&
+           block_time(problem, device, step) < packing_time(problem);
 }
 
 double estimate_sdd(const Kernel&, const Problem& problem, const Device& device) {

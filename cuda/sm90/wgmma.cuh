@@ -1,4 +1,4 @@
-// Products of a warpgroup: 64 x 256 or 64 x 128 sums from operands in shared memory.
+// Products of a warpgroup: 64 x 256, 64 x 128 or 64 x 64 sums from operands in shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -27,8 +27,10 @@ struct bf16 {
     static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     static constexpr int kParts = 1;
     template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB, int kColumns = 256>
-    using Atom = std::conditional_t<kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<kA, kB>,
-                                    cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<kA, kB>>;
+    using Atom = std::conditional_t<
+        kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<kA, kB>,
+        std::conditional_t<kColumns == 128, cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<kA, kB>,
+                           cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<kA, kB>>>;
     __device__ static Pair round(float first, float second) { return __floats2bfloat162_rn(first, second); }
 };
 struct f16 {
@@ -39,8 +41,10 @@ struct f16 {
     static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     static constexpr int kParts = 1;
     template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB, int kColumns = 256>
-    using Atom = std::conditional_t<kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<kA, kB>,
-                                    cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<kA, kB>>;
+    using Atom = std::conditional_t<
+        kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<kA, kB>,
+        std::conditional_t<kColumns == 128, cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<kA, kB>,
+                           cute::SM90::GMMA::MMA_64x64x16_F32F16F16_SS<kA, kB>>>;
     __device__ static Pair round(float first, float second) { return __floats2half2_rn(first, second); }
 };
 

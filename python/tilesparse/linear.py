@@ -642,12 +642,13 @@ class BlockSparseLinear(nn.Module):
     def pack(self, enabled: bool = True) -> BlockSparseLinear:
         """Keeps a copy of the weight in the order in which kernels multiply it, for inference.
 
-        On CUDA devices kernels for blocks of 16 and 32 copy the weight so in every call; the others have no
-        use for it. The copy takes as much memory as the weight, one for each stream. It is made in the next
-        call, and anew after every change of weight or pattern that PyTorch counts, which those through
-        ``weight.data`` are not: call this again then. Of a weight that was made in inference mode it counts
-        none, so the copy is made in every call; nothing is gained then, nor in calls that a CUDA graph
-        captures. The copy is not part of ``state_dict()``, and a moved or copied layer does not have it.
+        On CUDA devices kernels for blocks of 16 and 32 copy the weight so in every call, or read it block by
+        block where tokens are few, which takes less; the others have no use for it. The copy takes as much
+        memory as the weight, one for each stream. It is made in the next call, and anew after every change of
+        weight or pattern that PyTorch counts, which those through ``weight.data`` are not: call this again
+        then. Of a weight that was made in inference mode it counts none, so the copy is made in every call;
+        nothing is gained then, nor in calls that a CUDA graph captures. The copy is not part of
+        ``state_dict()``, and a moved or copied layer does not have it.
 
         Args:
             enabled: False drops the copy.

@@ -122,7 +122,7 @@ def test_few_tokens_take_kernels_made_for_them(op: int) -> None:
     assert not takes_them(64, 65, 14336, 4096)
     assert takes_them(64, 65, 512, 512)
     assert takes_them(32, 256, 4096, 4096)
-    assert not takes_them(32, 512, 4096, 4096)
+    assert not takes_them(32, 1024, 4096, 4096)
     assert takes_them(32, 128, 4096, 14336)
     assert not takes_them(64, 256, 4096, 14336)
     assert not takes_them(16, 256, 4096, 4096)
@@ -141,8 +141,28 @@ def test_few_tiles_are_halved() -> None:
         assert chosen(H200, (128, 128), tokens=512, shape=(3072, 3072), op=op).endswith("_128x256")
         assert chosen(H200, (128, 128), tokens=512, shape=(4096, 4096), op=op).endswith("_128x256")
         assert chosen(H200, (128, 128), tokens=4096, shape=(4096, 4096), op=op).endswith("_512x128")
-        assert chosen(H200, (32, 32), tokens=512, shape=(3072, 3072), op=op).endswith("_128x256")
+        assert chosen(H200, (128, 128), tokens=256, shape=(4096, 4096), op=op).endswith("_64x256")
         assert chosen(H200, (16, 16), tokens=512, shape=(3072, 3072), op=op).startswith("sm90_narrow")
+
+
+@needs_sm90
+def test_estimates_know_which_weights_are_packed_in_a_call() -> None:
+    """With few tokens blocks are read where they are unless transposed; a packed weight saves that, too."""
+
+    def estimated(op: int, tokens: int, *, packed: bool = False) -> float:
+        pattern = _C.Pattern(32, 32, 8192, 8192, 16384, 0, 0, 0)
+        kernel = 1 + [kernel.name for kernel in KERNELS].index("sm90_narrow_bf16_128")
+        product = _C.Product(pattern, op, DTYPES[torch.bfloat16], CUDA, tokens, kernel=kernel)
+        if packed:
+            product.use_packed(256, 1 << 30, 0)
+        found = re.search(r"estimated ([0-9.]+) us", product.select(H200)[1])
+        assert found is not None
+        return float(found[1])
+
+    for op, tokens in product((DDS_NT, DDS_NN), (128, 512, 1024)):
+        assert estimated(op, tokens, packed=True) < estimated(op, tokens)
+    assert estimated(DDS_NT, 128) < estimated(DDS_NN, 128)
+    assert estimated(DDS_NT, 1024) == estimated(DDS_NN, 1024)
 
 
 @needs_sm90

@@ -543,6 +543,10 @@ def test_long_sums(row: Row) -> None:
         pattern = make_pattern("random 50%", grid, block_shape)
         for x_layout, y_layout in accepted_layouts(row):
             check(row, Problem(pattern, within(row, 200), x_layout, y_layout, **next(options)))
+        if row.op != SDD_TN:  # several tiles, of tokens and of features
+            several = 640 // block_shape[row.op == DDS_NN]
+            grid = (long, several) if row.op == DDS_NN else (several, long)
+            check(row, Problem(make_pattern("random 50%", grid, block_shape), within(row, 300)))
 
 
 @pytest.mark.parametrize("name", ["random 50%", "power-law rows", "empty"])
