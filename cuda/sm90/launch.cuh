@@ -61,7 +61,7 @@ class ClusterLauncher {
     // Asked once for each device and size of clusters, when the kernel's limit of shared memory is raised.
     static cudaError_t resident_clusters(const cudaLaunchConfig_t& config, int cluster_size, int& count) {
         constexpr int kMaxDevices = 64, kMaxSize = 8;
-        static std::array<std::atomic<int>, kMaxDevices * kMaxSize> known{};  // and 1 more
+        static std::array<std::atomic<int>, kMaxDevices * kMaxSize> known{};  // one more than the number
         int device = 0;
         if (const cudaError_t error = cudaGetDevice(&device)) return error;
         std::atomic<int>& answer = known[device % kMaxDevices * kMaxSize + (cluster_size - 1) % kMaxSize];
