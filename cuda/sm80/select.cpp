@@ -34,13 +34,14 @@ SddTime sdd_time(int32_t block_rows) {
 
 // Of the kernels for few tokens, for several chunks of them.
 double chunks_time(const Problem& problem, const Device& device) {
-    constexpr double kBegin = 10.5, kRate = 3.5e6;
+    constexpr double kBegin = 9.4, kRate = 3.3e6;
     const int32_t rows = problem.row_block();
-    const double picoseconds = rows < 32 ? 3.66 : rows < 64 ? 1.46 : 1.04;  // of a multiprocessor's product
+    const double of_product = rows < 32 ? 3.5 : rows < 64 ? 1.25 : 0.9;  // picoseconds of a multiprocessor
+    const double of_result = rows == 32 ? 315 : 230;
     const double tokens = divide_up(static_cast<double>(problem.tokens), kChunk) * kChunk;
-    const double products = tokens * static_cast<double>(problem.pattern.value_count());
-    return kBegin +
-           std::hypot(1e-6 * picoseconds * products / multiprocessors(device), memory_time(problem, kRate));
+    const double work = of_product * static_cast<double>(problem.pattern.value_count()) +
+                        of_result * static_cast<double>(problem.features());
+    return kBegin + std::hypot(1e-6 * tokens * work / multiprocessors(device), memory_time(problem, kRate));
 }
 
 }  // namespace
