@@ -12,35 +12,40 @@ namespace ts::sums {
 template <class Element>
 using SumOf = std::conditional_t<sizeof(Element) == 8, double, float>;
 
-// One item of the work: a part of the tokens, and the features that 32 lanes read side by side, or one
-// feature where its tokens lie side by side. Lines of 512 bytes are read either way, kAhead at a time.
+// Sums of the features that 32 lanes read side by side, or of one feature where its tokens lie side by side.
+// Lines of 512 bytes are read either way, kAhead at a time.
 //
 // `kPrefetches`: asks for lines long before they are read, where few warps have to keep memory busy.
 template <class Element, int kAhead, bool kPrefetches>
-class Item {
+class Piece {
     using Sum = SumOf<Element>;
     static constexpr int kWidth = 16 / sizeof(Element);  // elements of a lane in a line
-    static constexpr int kLineBytes = 512, kLine = 32 * kWidth, kFetched = 32;
+    static constexpr int kLineBytes = 512, kFetched = 32;
 
   public:
-    __device__ __forceinline__ Item(const Sums& sums, int index, int lane)
-        : all_(sums), piece_(index % sums.pieces), part_(index / sums.pieces), lane_(lane) {}
+    static constexpr int kLine = 32 * kWidth;  // elements
 
-    __device__ __forceinline__ void run() {
-        const int64_t first = part_ * all_.span, last = min(first + all_.span, all_.tokens);
+    __device__ __forceinline__ Piece(const Sums& sums, int piece, int lane)
+        : all_(sums), piece_(piece), lane_(lane) {}
+
+    // Of row-major y.
+    __device__ __forceinline__ void add_tokens(int64_t first, int64_t last) {
         const auto* const y = static_cast<const Element*>(all_.y);
-        auto* const to = static_cast<Sum*>(all_.partial) + part_ * all_.features;
-        if (all_.row_major) {
-            const int64_t feature = int64_t{piece_} * kLine + lane_ * kWidth;
-            const int64_t rest = (all_.features - int64_t{piece_} * kLine) * sizeof(Element);
-            add_lines(y + first * all_.ld + int64_t{piece_} * kLine, all_.ld, last - first,
-                      static_cast<int>(min(rest, int64_t{kLineBytes})));
-            if (feature >= all_.features) return;
+        const int64_t rest = (all_.features - int64_t{piece_} * kLine) * sizeof(Element);
+        add_lines(y + first * all_.ld + int64_t{piece_} * kLine, all_.ld, last - first,
+                  static_cast<int>(min(rest, int64_t{kLineBytes})));
+    }
+
+    // `to`: for the features of the lanes of this piece, of which so many exist.
+    __device__ __forceinline__ void store(Sum* to, int64_t features) const {
+        if (lane_ * kWidth >= features) return;
 #pragma unroll
-            for (int i = 0; i < kWidth; ++i) to[feature + i] = sums_[i];
-            return;
-        }
-        const Element* const line = y + piece_ * all_.ld;
+        for (int i = 0; i < kWidth; ++i) to[lane_ * kWidth + i] = sums_[i];
+    }
+
+    // Of feature-major y: the sum of some tokens, which lane 0 has.
+    __device__ __forceinline__ Sum sum_of_feature(int64_t first, int64_t last) {
+        const Element* const line = static_cast<const Element*>(all_.y) + piece_ * all_.ld;
         const int64_t count = max(last - first, int64_t{0}) / kLine;
         add_lines(line + first, kLine, count, kLineBytes);
         Sum sum = 0;
@@ -49,7 +54,7 @@ class Item {
         for (int i = 0; i < kWidth; ++i) sum += sums_[i];
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-        if (lane_ == 0) to[piece_] = sum;
+        return sum;
     }
 
   private:
@@ -100,15 +105,29 @@ class Item {
     }
 
     const Sums& all_;
-    int piece_, part_, lane_;
+    int piece_, lane_;
     Sum sums_[kWidth] = {};
 };
 
-// What one of so many warps does.
+// What one of so many warps does: items of a piece of the features and a part of the tokens.
 template <class Element, int kAhead, bool kPrefetches>
 __device__ __forceinline__ void sum_items(const Sums& sums, int warp, int warps, int lane) {
-    for (int index = warp; index < sums.pieces * sums.parts; index += warps)
-        Item<Element, kAhead, kPrefetches>(sums, index, lane).run();
+    using Piece = sums::Piece<Element, kAhead, kPrefetches>;
+    for (int index = warp; index < sums.pieces * sums.parts; index += warps) {
+        const int piece_index = index % sums.pieces;
+        const int64_t part = index / sums.pieces, first = part * sums.span;
+        const int64_t last = min(first + sums.span, sums.tokens);
+        Piece piece(sums, piece_index, lane);
+        auto* const to = static_cast<SumOf<Element>*>(sums.partial) + part * sums.features;
+        if (sums.row_major) {
+            const int64_t feature = int64_t{piece_index} * Piece::kLine;
+            piece.add_tokens(first, last);
+            piece.store(to + feature, sums.features - feature);
+        } else {
+            const SumOf<Element> sum = piece.sum_of_feature(first, last);
+            if (lane == 0) to[piece_index] = sum;
+        }
+    }
 }
 
 }  // namespace ts::sums

@@ -61,9 +61,35 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Sums sums) {
+__global__ void __launch_bounds__(kThreads) sum_lines_kernel(const __grid_constant__ Sums sums) {
     sum_items<Element, kAhead, false>(sums, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps,
                                       threadIdx.x % 32);
+}
+
+// Row-major. The warps of a block share the tokens of an item, so that few tokens keep many warps busy and
+// leave few parts to add.
+template <class Element>
+__global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constant__ Sums sums) {
+    using Piece = sums::Piece<Element, kAhead, false>;
+    using Sum = SumOf<Element>;
+    __shared__ Sum shared[kWarps][Piece::kLine];
+    const int warp = threadIdx.x / 32;
+    const int64_t tokens = sums.span / kWarps;
+    for (int item = blockIdx.x; item < sums.pieces * sums.parts; item += gridDim.x) {
+        const int64_t part = item / sums.pieces, feature = int64_t{item % sums.pieces} * Piece::kLine;
+        const int64_t first = part * sums.span + warp * tokens;
+        Piece piece(sums, item % sums.pieces, threadIdx.x % 32);
+        piece.add_tokens(first, min(first + tokens, sums.tokens));
+        piece.store(shared[warp], Piece::kLine);
+        __syncthreads();
+        for (int64_t i = threadIdx.x; i < min(int64_t{Piece::kLine}, sums.features - feature);
+             i += kThreads) {
+            Sum sum = 0;
+            for (int j = 0; j < kWarps; ++j) sum += shared[j][i];
+            static_cast<Sum*>(sums.partial)[part * sums.features + feature + i] = sum;
+        }
+        __syncthreads();
+    }
 }
 
 // 32 features by 8 threads that add every eighth part, whose sums one of them adds.
@@ -109,23 +135,31 @@ cudaError_t add(const BiasGradient& gradient, const Sums& sums, cudaStream_t str
     }
 }
 
-// Blocks for all items, as many as the device holds at a time.
-unsigned block_count(const Sums& sums, const Device& device) {
-    const int64_t blocks = (int64_t{sums.pieces} * sums.parts + kWarps - 1) / kWarps;
-    const int64_t most = int64_t{device.multiprocessors} * (kWarpsOfMultiprocessor / kWarps);
-    return static_cast<unsigned>(std::min(blocks, most));
+// As many as the device holds at a time.
+int64_t blocks_of(const Device& device) {
+    return int64_t{device.multiprocessors} * (kWarpsOfMultiprocessor / kWarps);
+}
+int64_t warps_of(const Device& device) { return blocks_of(device) * kWarps; }
+
+// For items of a block or of a warp each.
+unsigned block_count(const Sums& sums, const Device& device, int items_of_block) {
+    const int64_t blocks = (int64_t{sums.pieces} * sums.parts + items_of_block - 1) / items_of_block;
+    return static_cast<unsigned>(std::min(blocks, blocks_of(device)));
 }
 
 template <class Element>
 cudaError_t sum_as(const Sums& sums, const Device& device, cudaStream_t stream) {
-    sum_kernel<Element><<<block_count(sums, device), kThreads, 0, stream>>>(sums);
+    if (sums.row_major)
+        sum_rows_kernel<Element><<<block_count(sums, device, 1), kThreads, 0, stream>>>(sums);
+    else
+        sum_lines_kernel<Element><<<block_count(sums, device, kWarps), kThreads, 0, stream>>>(sums);
     return cudaGetLastError();
 }
 
 template <class Element, Activation kActivation>
 cudaError_t activate_by(const ActivationGradient& of, const Sums& sums, const Device& device,
                         cudaStream_t stream) {
-    activation_kernel<Element, kActivation><<<block_count(sums, device), kThreads, 0, stream>>>(
+    activation_kernel<Element, kActivation><<<block_count(sums, device, kWarps), kThreads, 0, stream>>>(
         sums, static_cast<const Element*>(of.z), static_cast<const Element*>(of.gradient),
         static_cast<Element*>(of.result));
     return cudaGetLastError();
@@ -144,20 +178,21 @@ cudaError_t activate_as(const ActivationGradient& of, const Sums& sums, const De
     }
 }
 
-int64_t warps_of(const Device& device) { return int64_t{device.multiprocessors} * kWarpsOfMultiprocessor; }
+constexpr int64_t kAlignment = 16;  // tokens, so that lines of them begin aligned
 
-Sums share(int64_t tokens, int64_t features, DType dtype, bool row_major, int64_t warps) {
+// Among warps or blocks. `alignment`: tokens of a part are a multiple of it.
+Sums share(int64_t tokens, int64_t features, DType dtype, bool row_major, int64_t workers,
+           int64_t alignment) {
     constexpr int64_t kLeastTokens = 64;  // of a part, so that adding the parts stays short
-    constexpr int64_t kAlignment = 16;    // tokens, so that lines of them begin aligned
     const int64_t line = 512 / element_size(dtype);
     const int64_t pieces = row_major ? (features + line - 1) / line : features;
     const int64_t most = std::max<int64_t>(1, tokens / kLeastTokens);
-    const int64_t parts = std::clamp<int64_t>(pieces == 0 ? 1 : warps / pieces, 1, most);
+    const int64_t parts = std::clamp<int64_t>(pieces == 0 ? 1 : workers / pieces, 1, most);
     const int64_t span = (tokens + parts - 1) / parts;
     Sums sums{};
     sums.tokens = tokens;
     sums.features = features;
-    sums.span = (span + kAlignment - 1) / kAlignment * kAlignment;
+    sums.span = (span + alignment - 1) / alignment * alignment;
     sums.pieces = static_cast<int>(pieces);
     sums.parts = static_cast<int>(parts);
     sums.row_major = row_major;
@@ -165,23 +200,37 @@ Sums share(int64_t tokens, int64_t features, DType dtype, bool row_major, int64_
 }
 
 Sums share(const ActivationGradient& of, const Device& device) {
-    return share(of.tokens, of.features, of.dtype, true, warps_of(device));
+    return share(of.tokens, of.features, of.dtype, true, warps_of(device), kAlignment);
 }
 
-}  // namespace
-
-Sums share(const Problem& problem, int64_t warps, void* partial) {
+Sums share(const Problem& problem, int64_t workers, int64_t alignment, void* partial) {
     Sums sums = share(problem.tokens, problem.pattern.out_features, problem.dtype,
-                      problem.y.layout == Layout::row_major, warps);
+                      problem.y.layout == Layout::row_major, workers, alignment);
     sums.y = problem.y.data;
     sums.ld = problem.y.ld;
     sums.partial = partial;
     return sums;
 }
 
+// For a kernel of its own. Warps that share a part read whole rounds of lines.
+Sums share(const Problem& problem, const Device& device, void* partial) {
+    if (problem.y.layout == Layout::row_major)
+        return share(problem, blocks_of(device), kWarps * kAhead, partial);
+    return share(problem, warps_of(device), kAlignment, partial);
+}
+
+size_t bytes_of(const Sums& sums, DType dtype) {
+    return static_cast<size_t>(sums.parts) * sums.features * (dtype == DType::float64 ? 8 : 4);
+}
+
+}  // namespace
+
+Sums share(const Problem& problem, int64_t warps, void* partial) {
+    return share(problem, warps, kAlignment, partial);
+}
+
 size_t partial_bytes(const Problem& problem, int64_t warps) {
-    const Sums sums = share(problem, warps, nullptr);
-    return static_cast<size_t>(sums.parts) * sums.features * (problem.dtype == DType::float64 ? 8 : 4);
+    return bytes_of(share(problem, warps, nullptr), problem.dtype);
 }
 
 int32_t add_partial(const Problem& problem, const Sums& sums, void* stream) {
@@ -190,11 +239,11 @@ int32_t add_partial(const Problem& problem, const Sums& sums, void* stream) {
 }
 
 size_t workspace_size(const Problem& problem, const Device& device) {
-    return partial_bytes(problem, warps_of(device));
+    return bytes_of(share(problem, device, nullptr), problem.dtype);
 }
 
 int32_t sum(const Problem& problem, const Device& device, void* workspace, void* stream) {
-    const Sums sums = share(problem, warps_of(device), workspace);
+    const Sums sums = share(problem, device, workspace);
     if (sums.features == 0) return cudaSuccess;
     const auto on = static_cast<cudaStream_t>(stream);
     const auto sum_all = [&] {
@@ -214,8 +263,7 @@ int32_t sum(const Problem& problem, const Device& device, void* workspace, void*
 }
 
 size_t workspace_size(const ActivationGradient& gradient, const Device& device) {
-    const Sums sums = share(gradient, device);
-    return sizeof(float) * sums.parts * sums.features;
+    return bytes_of(share(gradient, device), gradient.dtype);
 }
 
 int32_t activate_backward(const ActivationGradient& gradient, const Device& device, void* workspace,
