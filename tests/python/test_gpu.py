@@ -336,9 +336,10 @@ def test_forward_and_backward_do_not_wait_for_the_gpu(sync_is_an_error: Callable
 
 
 @pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
-@pytest.mark.parametrize("block_shape", [(64, 64), (16, 32)])
+@pytest.mark.parametrize("block_shape", [(64, 64), (32, 64)])
 def test_no_copy_of_the_weight(block_shape: tuple[int, int], feature_major: bool) -> None:
-    # So large that no product takes partial sums: nothing but the weight is large.
+    # So large that no product takes partial sums: nothing but the weight is large. Kernels for narrow blocks
+    # pack it, but not these.
     layer = make_layer(16384, 16384, density=0.25, block_shape=block_shape)
     x = randn(16384, 64, dtype=BF16, device="cuda").t()
     x = (x if feature_major else x.contiguous()).requires_grad_()
