@@ -12,6 +12,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 
 #include <cutlass/fast_math.h>
@@ -124,7 +125,10 @@ class Schedule {
         work.part = __shfl_sync(~0u, work.part, 0);
         work.step = __shfl_sync(~0u, work.step, 0);
         work.steps = __shfl_sync(~0u, work.steps, 0);
-        if (lane == 0) ring_.empty[position.stage].arrive();
+        // An arrival waits for no load under way. It waits for this comparison of all that was loaded, which
+        // is always true.
+        const int loaded = work.tile | work.span | work.part | work.step | work.steps;
+        if (lane == 0 && loaded != INT_MIN) ring_.empty[position.stage].arrive();
         position.advance();
         return work;
     }

@@ -330,10 +330,19 @@ class SddNarrowConsumer {
                 multiply_strip<typename Traits::Math>(sums + block * Traits::kBlockSums, a,
                                                       b[turn % (kAhead + 1)]);
             }
-            __syncwarp();
-            if (lane_ == 0) shared_.ring.empty[position_.stage].arrive();
+            release(a[0] ^ b[(kTurns - 1) % (kAhead + 1)][0]);
             position_.advance();
         }
+    }
+
+    // Leaves a stage once the last of what was loaded from it, in `loaded`, is in registers. An arrival waits
+    // for no ldmatrix under way, and these wait long where other warps store: TMA filled the stage before.
+    // Only a register orders the two, so the address depends on one: no bit of warp_ above the fifth is set,
+    // which the compiler does not know.
+    __device__ void release(uint32_t loaded) {
+        const uint32_t zero = loaded & static_cast<uint32_t>(warp_) >> 8;
+        __syncwarp();
+        if (lane_ == 0) shared_.ring.empty[position_.stage + zero].arrive();
     }
 
     // Of the `k16`-th 16 tokens of a stage.

@@ -335,6 +335,33 @@ def test_forward_and_backward_do_not_wait_for_the_gpu(sync_is_an_error: Callable
     assert all_equal(results, expected)
 
 
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("tokens", [512, 4096])
+def test_every_square_of_large_products(tokens: int, block_size: int) -> None:
+    """Loads of a tile meet stores of others, which neither a small layer nor a norm of all results shows."""
+    layer = make_layer(4096, 8192, density=0.25, block_shape=block_size, bias=False)
+    pattern, weight = layer.pattern, dense_weight(layer.weight.cpu(), layer.pattern).float().cuda()
+    x, y = (randn(tokens, n, dtype=BF16, device="cuda", seed=n) for n in (4096, 8192))
+    results = x.float() @ weight.t() + y, y.float() @ weight, y.float().t() @ x.float()
+    blocks = blocks_of_dense(results[2].cpu(), pattern).cuda()
+    sums = torch.zeros_like(blocks)
+    for _ in range(3):
+        assert worst_square(functional.linear(x, layer.weight, pattern, residual=y), results[0]) < 0.01
+        assert worst_square(functional.dds(y, layer.weight, pattern, transpose=False), results[1]) < 0.01
+        assert worst_square(functional.sdd(y, x, pattern).flatten(0, 1), blocks.flatten(0, 1)) < 0.01
+        functional.sdd(y, x, pattern, out=sums.zero_(), accumulate=True)
+        assert worst_square(sums.flatten(0, 1), blocks.flatten(0, 1)) < 1e-3
+
+
+def worst_square(actual: Tensor, expected: Tensor) -> float:
+    """The greatest relative error, by the Frobenius norm, of any 16 by 16 elements side by side."""
+
+    def norms(matrix: Tensor) -> Tensor:
+        return matrix.unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).norm(dim=(1, 3))
+
+    return float((norms(actual.float() - expected) / norms(expected)).max())
+
+
 @pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
 @pytest.mark.parametrize("block_shape", [(64, 64), (32, 64)])
 def test_no_copy_of_the_weight(block_shape: tuple[int, int], feature_major: bool) -> None:
