@@ -539,11 +539,13 @@ struct DdsNarrow {
     }
 
     // So many tokens that their activations take a sixth of L2. In two rounds nearly all is under way at
-    // once, and long tiles, with which a band begins, should not have to wait for the second.
+    // once, and long tiles, with which a band begins, should not have to wait for the second: all tokens are
+    // one band if L2 holds their activations.
     static int band_spans(const Problem& problem, int64_t tiles, int64_t spans) {
-        constexpr int64_t kPanelBytes = 8 << 20;
-        if (tiles * spans <= Common::Schedule::kMaxClusters) return static_cast<int>(spans);
+        constexpr int64_t kPanelBytes = 8 << 20, kHeldBytes = 32 << 20;
         const int64_t bytes = int64_t{Common::kTileTokens} * std::max<int64_t>(problem.k_size(), 1) * 2;
+        if (tiles * spans <= Common::Schedule::kMaxClusters && spans * bytes <= kHeldBytes)
+            return static_cast<int>(spans);
         return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));
     }
 
