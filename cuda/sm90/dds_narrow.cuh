@@ -58,6 +58,7 @@ class NarrowProducer {
                 const int begin = __ldg(starts), end = __ldg(starts + 1);
                 const int count = min(32, work.steps - first);
                 const auto slots_of = [&](int i) {
+                    if (arguments_.packed != nullptr) return 0;
                     return slot_of_lane(__shfl_sync(~0u, begin, i), __shfl_sync(~0u, end, i));
                 };
                 int next_slots = slots_of(0);
@@ -75,8 +76,7 @@ class NarrowProducer {
 
     // Of blocks that are not packed: of the lane's block, from `block` on.
     __device__ int slot_of_lane(int block, int end) const {
-        const bool exists = arguments_.packed == nullptr && block + lane_ < end;
-        return exists ? __ldg(plan_.slots + block + lane_) : 0;
+        return block + lane_ < end ? __ldg(plan_.slots + block + lane_) : 0;
     }
 
     // The blocks from `block` to `end`; `slots`: see slot_of_lane().
