@@ -227,13 +227,7 @@ class NarrowConsumer {
 
     __device__ static void add(float (&sums)[Traits::kSums], const float4* from) {
 #pragma unroll
-        for (int i = 0; i < Traits::kSums / 4; ++i) {
-            const float4 next = from[128 * i];
-            sums[4 * i] += next.x;
-            sums[4 * i + 1] += next.y;
-            sums[4 * i + 2] += next.z;
-            sums[4 * i + 3] += next.w;
-        }
+        for (int i = 0; i < Traits::kSums / 4; ++i) add_vector(from[128 * i], sums + 4 * i);
     }
 
     __device__ Work next_work(Epilogue& epilogue) {

@@ -19,6 +19,13 @@ __device__ inline void store_sums(float4* to, const float (&sums)[kSums]) {
         to[128 * i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
 }
 
+__device__ inline void add_vector(const float4& vector, float* sums) {
+    sums[0] += vector.x;
+    sums[1] += vector.y;
+    sums[2] += vector.z;
+    sums[3] += vector.w;
+}
+
 // Of so many parts, which lie `distance` apart, always in the same order. Several are read at a time: memory
 // takes long to answer.
 template <int kSums>
@@ -36,25 +43,14 @@ __device__ inline void add_parts(const float4* from, int64_t distance, int parts
         for (int part = 0; part < kAtOnce; ++part)
             if (first + part < parts)
 #pragma unroll
-                for (int i = 0; i < kVectors; ++i) {
-                    sums[4 * i] += next[part][i].x;
-                    sums[4 * i + 1] += next[part][i].y;
-                    sums[4 * i + 2] += next[part][i].z;
-                    sums[4 * i + 3] += next[part][i].w;
-                }
+                for (int i = 0; i < kVectors; ++i) add_vector(next[part][i], sums + 4 * i);
     }
 }
 
 template <int kSums>
 __device__ inline void add_sums(const float4* from, float (&sums)[kSums]) {
 #pragma unroll
-    for (int i = 0; i < kSums / 4; ++i) {
-        const float4 next = __ldcs(from + 128 * i);
-        sums[4 * i] += next.x;
-        sums[4 * i + 1] += next.y;
-        sums[4 * i + 2] += next.z;
-        sums[4 * i + 3] += next.w;
-    }
+    for (int i = 0; i < kSums / 4; ++i) add_vector(__ldcs(from + 128 * i), sums + 4 * i);
 }
 
 }  // namespace ts::sm90
