@@ -414,8 +414,7 @@ struct Decode {
                2 * teams * Traits::kRingBytes <= kSharedBytes)
             teams *= 2;
         if (Traits::kTeam == 1 || teams == 1) return teams;
-        static const int warps =
-            warps_of_multiprocessor(reinterpret_cast<const void*>(decode_kernel<Traits>));
+        const int warps = warps_of_multiprocessor<Traits>();
         const int at_once = std::min(warps / (Traits::kTeam * teams),
                                      device.shared_memory / (teams * Traits::kRingBytes + kReserved));
         const int round = at_once * device.multiprocessors;
@@ -423,11 +422,17 @@ struct Decode {
     }
 
     // That its registers suffice for, each of which takes them in multiples of 256.
-    static int warps_of_multiprocessor(const void* kernel) {
+    template <class Traits>
+    static int warps_of_multiprocessor() {
         constexpr int kRegisters = 65536, kMultiple = 256;
-        cudaFuncAttributes attributes{};
-        if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return 1;  // as the launch will say
-        return kRegisters / ((32 * attributes.numRegs + kMultiple - 1) / kMultiple * kMultiple);
+        static const int warps = [] {
+            const auto kernel = reinterpret_cast<const void*>(decode_kernel<Traits>);
+            cudaFuncAttributes attributes{};
+            if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
+                return 1;  // as the launch will say
+            return kRegisters / ((32 * attributes.numRegs + kMultiple - 1) / kMultiple * kMultiple);
+        }();
+        return warps;
     }
 
     // So many that all CTAs run at a time, or in as few rounds as leave room for two, each with slices to
@@ -435,8 +440,7 @@ struct Decode {
     template <class Traits>
     static int teams_at_once(const Problem& problem, const Device& device, int ctas) {
         constexpr int kMost = std::min(kMaxDecodeWarps / Traits::kTeam, kSharedBytes / Traits::kRingBytes);
-        static const int warps =
-            warps_of_multiprocessor(reinterpret_cast<const void*>(decode_kernel<Traits>));
+        const int warps = warps_of_multiprocessor<Traits>();
         const auto fit = [&](int at_once) {
             return std::min(warps / Traits::kTeam / at_once,
                             (device.shared_memory / at_once - kReserved) / Traits::kRingBytes);
