@@ -444,9 +444,7 @@ ts_status_t ts_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t f
                     const ts_matrix* gate, const ts_matrix* factor, const ts_matrix* result,
                     ts_stream_t stream) {
     return guard([&] {
-        Gate of = check_gate(dtype, activation, tokens, features);
-        of.gate = check_gate_matrix(of, gate, "gate");
-        of.factor = check_gate_matrix(of, factor, "factor");
+        Gate of = check_gate(dtype, activation, tokens, features, gate, factor);
         of.result = check_gate_matrix(of, result, "result");
         check_operands(of, false);
         cuda_device(-1);  // or why there is none
@@ -459,9 +457,7 @@ ts_status_t ts_gate_gradient(int32_t dtype, int32_t activation, int64_t tokens, 
                              const ts_matrix* gate_gradient, const ts_matrix* factor_gradient,
                              ts_stream_t stream) {
     return guard([&] {
-        Gate of = check_gate(dtype, activation, tokens, features);
-        of.gate = check_gate_matrix(of, gate, "gate");
-        of.factor = check_gate_matrix(of, factor, "factor");
+        Gate of = check_gate(dtype, activation, tokens, features, gate, factor);
         of.result = check_gate_matrix(of, gradient, "gradient");
         of.of_gate = check_gate_matrix(of, gate_gradient, "gate_gradient");
         of.of_factor = check_gate_matrix(of, factor_gradient, "factor_gradient");

@@ -381,7 +381,16 @@ void check_operands(const ActivationGradient& gradient) {
                 one->name, " and ", other->name, " overlap in memory");
 }
 
-Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features) {
+Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name) {
+    check_pointer(source, name);
+    const Matrix matrix = check_matrix(*source, gate.tokens, gate.features, name);
+    require(matrix.layout == Layout::row_major, name, ".layout is ", source->layout, "; it must be ",
+            TS_ROW_MAJOR);
+    return matrix;
+}
+
+Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, const ts_matrix* source,
+                const ts_matrix* factor) {
     Gate gate{};
     gate.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
     if (gate.dtype == DType::float64) fail(TS_UNSUPPORTED, "dtype is 0; no kernel computes it in float64");
@@ -390,15 +399,9 @@ Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t featu
     check_features(features, 16, "features", "16");
     gate.tokens = tokens;
     gate.features = features;
+    gate.gate = check_gate_matrix(gate, source, "gate");
+    gate.factor = check_gate_matrix(gate, factor, "factor");
     return gate;
-}
-
-Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name) {
-    check_pointer(source, name);
-    const Matrix matrix = check_matrix(*source, gate.tokens, gate.features, name);
-    require(matrix.layout == Layout::row_major, name, ".layout is ", source->layout, "; it must be ",
-            TS_ROW_MAJOR);
-    return matrix;
 }
 
 void check_operands(const Gate& gate, bool gradients) {

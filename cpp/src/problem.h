@@ -43,8 +43,9 @@ ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, 
                                              int64_t features);
 void check_operands(const ActivationGradient& gradient);
 
-// The same for ts_gate and ts_gate_gradient, and for one matrix of them.
-Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features);
+// The same for ts_gate and ts_gate_gradient with what both read, and for another matrix of them.
+Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, const ts_matrix* gate,
+                const ts_matrix* factor);
 Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name);
 void check_operands(const Gate& gate, bool gradients);
 DType check_value_dtype(int32_t dtype);
