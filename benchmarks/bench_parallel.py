@@ -323,7 +323,11 @@ def _with_others(rank: int, arguments: argparse.Namespace, port: int, call: Call
         device_id=torch.device("cuda", rank) if on_gpu else None,
     )
     try:
-        return call()
+        result = call()
+        # While a process waits here, Gloo's threads can let go of tensors, which takes the interpreter's lock:
+        # where the interpreter ends before they do, the process aborts.
+        dist.barrier()
+        return result
     finally:
         dist.destroy_process_group()
 

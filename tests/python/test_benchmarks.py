@@ -339,7 +339,7 @@ def test_parallel_training_is_measured(tmp_path: Path) -> None:
     sizes = {"layers": 1, "hidden": 64, "ffn": 128, "block": 16, "tokens": 32, "steps": 1}
     command = [sys.executable, bench_parallel.__file__, "--device", "cpu", "--output", str(output)]
     command += [f"--{name}={size}" for name, size in sizes.items()]
-    subprocess.run([*command, "--commit", "0"], check=True, capture_output=True)
+    subprocess.run([*command, "--commit", "0"], check=True)
     assert report.main([str(output)]) == 0
     cases = {
         (case["contender"], case["way"]): case["results"] for case in json.loads(output.read_text())["cases"]
