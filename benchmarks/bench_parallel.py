@@ -324,8 +324,8 @@ def _with_others(rank: int, arguments: argparse.Namespace, port: int, call: Call
     )
     try:
         result = call()
-        # While a process waits here, Gloo's threads can let go of tensors, which takes the interpreter's lock:
-        # where the interpreter ends before they do, the process aborts.
+        # While a process waits here, Gloo's threads can let go of tensors, which takes the interpreter's
+        # lock: where the interpreter ends before they do, the process aborts.
         dist.barrier()
         return result
     finally:
