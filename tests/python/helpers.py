@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any, NamedTuple
@@ -318,7 +319,7 @@ def run_scenes(
     rendezvous: str,
     timeout: datetime.timedelta | None = None,
 ) -> None:
-    """What one of several processes does; each scene is given its rank."""
+    """What one of several processes does, which ends with it; each scene is given its rank."""
     torch.set_num_threads(1)
     dist.init_process_group(
         backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timeout
@@ -334,3 +335,5 @@ def run_scenes(
             dist.barrier()
     finally:
         dist.destroy_process_group()
+    # Threads of Gloo may still be letting go of tensors, and abort where they find the interpreter gone.
+    os._exit(0)
