@@ -34,6 +34,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  #
 LAYERS = ((768, 3072), (4096, 4096))  # in_features, out_features
 BLOCKS = (16, 32, 64)
 DENSITIES = (0.25, 0.5)
+FEW_TOKENS = (8, 1)
 KEPT_BYTES = 30 << 20  # below the 32 MiB up to which glibc learns
 
 
@@ -140,7 +141,8 @@ def _tasks(dtypes: Sequence[str]) -> Iterator[Task]:
         for in_features, out_features in LAYERS:
             for op in OPS:
                 yield Task(op, DTYPES[name], 512, in_features, out_features)
-            yield Task("forward", DTYPES[name], 8, in_features, out_features)
+            for tokens in FEW_TOKENS:
+                yield Task("forward", DTYPES[name], tokens, in_features, out_features)
 
 
 def _measure(task: Task, repetitions: int) -> list[dict[str, Any]]:

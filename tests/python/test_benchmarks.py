@@ -187,7 +187,7 @@ def test_products_of_the_cpu_are_measured_and_checked(
     path = tmp_path / "cpu.json"
     assert bench_cpu.main(["--dtypes", "float32", "--repetitions", "1", "--output", str(path)]) == 0
     cases = json.loads(path.read_text())["cases"]
-    assert len(cases) == 4 * len(bench_cpu.BLOCKS) * len(bench_cpu.DENSITIES)
+    assert len(cases) == 5 * len(bench_cpu.BLOCKS) * len(bench_cpu.DENSITIES)
     assert all(case["kernel"].startswith("cpu_") and not case["wrong"] for case in cases)
 
 

@@ -319,6 +319,16 @@ def random_pattern(grid: tuple[int, int], block_shape: tuple[int, int], density:
     return shuffled(pattern)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 7, 8])
+def test_few_tokens(row: Row, tokens: int) -> None:
+    """Of rows with more blocks than are multiplied in a row."""
+    draw = random.Random(f"{row} {tokens}")
+    for name in PATTERNS:
+        pattern = make_pattern(name, (3, 40), draw.choice(list(product(BLOCK_SIZES[:3], BLOCK_SIZES[:3]))))
+        options = draw.choice(OPTIONS[row.op])
+        check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), gap=draw.choice((0, 3)), **options))
+
+
 def only(*dtypes: torch.dtype) -> pytest.MarkDecorator:
     """Takes the rows of these dtypes alone, of results too."""
     rows = [row for row in ROWS if row.dtype in dtypes and row.result in dtypes]

@@ -1,6 +1,7 @@
 // Every product is a sum over kept blocks of strips of 16 features times panels of columns:
 //
-//   dds  columns are tokens; the activations are packed into panels once, W is read where it lies
+//   dds  columns are tokens; the activations are packed into panels once, W is read where it lies;
+//        for few tokens, with which panels would be nearly empty, vectors lie along k
 //   sdd  columns are features of x; tokens are cut into slabs, which take the place of the blocks
 //
 // A task, what one thread does by itself, owns what it writes and sums in the order of the pattern, so
@@ -322,6 +323,7 @@ class Dds {
                 output_.ld,
                 row_major && !by_tokens_,
                 bias,
+                false,
                 p_.activation,
                 residual.data ? offset(residual.data, first(residual.ld) * size) : nullptr,
                 residual.ld,
@@ -346,6 +348,112 @@ class Dds {
     Workspace workspace_;
     std::byte* panels_;
     std::byte* values_;  // of each thread
+};
+
+// ---- dds of few tokens ----
+
+// Forward, to row-major results. Blocks of W are read where they lie, as vectors along k.
+class FewTokens {
+  public:
+    static bool suits(const Steps& steps, const Problem& problem) {
+        return problem.forward() && problem.tokens <= steps.few_tokens &&
+               problem.output().layout == Layout::row_major;
+    }
+
+    FewTokens(const Steps& steps, const Problem& problem, const Device& device, void* memory)
+        : steps_(steps),
+          p_(problem),
+          adjacency_(p_.block_rows()),
+          rows_(std::min<int64_t>(p_.row_block(), kMaxRows)),
+          element_(element_size(p_.dtype)),
+          packed_element_(steps_.packed_size / steps_.pair),
+          packs_(p_.tokens > 1 || packed_element_ != element_ || p_.input().layout != Layout::row_major),
+          x_ld_(p_.k_size() + kLine / packed_element_),
+          threads_(std::min(max_threads(), device.multiprocessors)),
+          workspace_(memory) {
+        const bool many = ceil_div(p_.features(), kTaskFeatures) >= 4 * device.multiprocessors;
+        task_features_ = many ? kTaskFeatures : rows_;
+        x_ = packs_ ? workspace_.take(p_.tokens * x_ld_ * packed_element_) : nullptr;
+    }
+
+    size_t workspace_size() const { return workspace_.size(); }
+
+    void run() const {
+        in_parallel(threads_, [this](Member& member) {
+            if (packs_) {
+                member.share(ceil_div(p_.k_size(), kPackedFeatures), [&](int64_t i) {
+                    const int64_t feature = i * kPackedFeatures;
+                    pack(feature, std::min(kPackedFeatures, p_.k_size() - feature));
+                });
+                member.wait();
+            }
+            member.draw(ceil_div(p_.features(), task_features_), [&](int64_t i) {
+                const int64_t feature = i * task_features_;
+                compute(feature, std::min(task_features_, p_.features() - feature));
+            });
+        });
+    }
+
+  private:
+    static constexpr int64_t kLine = 64;  // bytes, by which lines of x are longer: places of a cache differ
+
+    void pack(int64_t feature, int64_t features) const {
+        const Matrix& from = p_.input();
+        const bool row_major = from.layout == Layout::row_major;
+        Pack pack{offset(from.data, feature * (row_major ? 1 : from.ld) * element_),
+                  from.ld,
+                  p_.tokens,
+                  features,
+                  p_.tokens,
+                  features,
+                  offset(x_, feature * packed_element_),
+                  x_ld_ / steps_.pair,
+                  !row_major,
+                  !row_major};
+        if (!row_major) {
+            std::swap(pack.rows, pack.cols);
+            std::swap(pack.padded_rows, pack.padded_cols);
+        }
+        steps_.pack(pack);
+    }
+
+    // Computes as many features from `feature` on.
+    void compute(int64_t feature, int64_t features) const {
+        alignas(64) std::byte sums[kMostFewTokens * kTaskFeatures * sizeof(double)];
+        const Output output = output_of(feature, features, sums);
+        prefetch_output(output, element_);
+        const int64_t block_rows = p_.pattern.block_rows, block_cols = p_.pattern.block_cols;
+        for (int64_t first = 0; first < features; first += rows_) {
+            const int64_t row = (feature + first) / block_rows, within = (feature + first) % block_rows;
+            const int64_t begin = adjacency_.ptr[row];
+            steps_.multiply_few({packs_ ? x_ : p_.input().data, packs_ ? x_ld_ : p_.input().ld,
+                                 offset(p_.values.data, within * block_cols * element_),
+                                 adjacency_.slot + begin, block_rows * block_cols, adjacency_.idx + begin,
+                                 adjacency_.ptr[row + 1] - begin, block_cols, rows_, p_.tokens,
+                                 offset(sums, first * std::max<int64_t>(element_, sizeof(float))),
+                                 kTaskFeatures});
+        }
+        steps_.finish(output);
+    }
+
+    Output output_of(int64_t feature, int64_t features, void* sums) const {
+        const auto at = [&](const void* data) { return data ? offset(data, feature * element_) : nullptr; };
+        return {sums,     kTaskFeatures,     p_.tokens, features,      at(p_.output().data), p_.output().ld,
+                false,    at(p_.bias),       true,      p_.activation, at(p_.residual.data), p_.residual.ld,
+                p_.gated, p_.gate_activation};
+    }
+
+    const Steps& steps_;
+    const Problem& p_;
+    const Adjacency adjacency_;
+    const int64_t rows_;
+    const int64_t element_, packed_element_;  // bytes
+    const bool packs_;                        // x, which else is read where it lies
+    const int64_t x_ld_;                      // once packed
+    const int threads_;
+    int64_t task_features_;
+    Workspace workspace_;
+    std::byte* x_;
 };
 
 // ---- sdd ----
@@ -472,6 +580,7 @@ class Sdd {
                                     block_cols_,
                                     false,
                                     nullptr,
+                                    false,
                                     Activation::none,
                                     p_.accumulate ? block : nullptr,
                                     block_cols_,
@@ -526,17 +635,22 @@ template <const InstructionSet& set>
 size_t workspace_size(const Problem& problem, const Device& device) {
     if (is_empty(problem)) return 0;
     if (problem.op == Op::sdd_tn) return sdd_of<set>(problem, device, nullptr).workspace_size();
-    return Dds(set.steps[static_cast<int>(problem.dtype)], problem, device, nullptr).workspace_size();
+    const Steps& steps = set.steps[static_cast<int>(problem.dtype)];
+    if (FewTokens::suits(steps, problem)) return FewTokens(steps, problem, device, nullptr).workspace_size();
+    return Dds(steps, problem, device, nullptr).workspace_size();
 }
 
 template <const InstructionSet& set>
 int32_t launch(const Problem& problem, const Device& device, void* memory, void*) {
     if (is_empty(problem)) return 0;
     advise_huge_pages(memory, workspace_size<set>(problem, device));
+    const Steps& steps = set.steps[static_cast<int>(problem.dtype)];
     if (problem.op == Op::sdd_tn)
         sdd_of<set>(problem, device, memory).run();
+    else if (FewTokens::suits(steps, problem))
+        FewTokens(steps, problem, device, memory).run();
     else
-        Dds(set.steps[static_cast<int>(problem.dtype)], problem, device, memory).run();
+        Dds(steps, problem, device, memory).run();
     return 0;
 }
 

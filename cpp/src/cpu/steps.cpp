@@ -27,6 +27,7 @@ template <class Set, DType T>
 constexpr Steps steps_of() {
     using C = Codec<T, Set::kBytes>;
     using V = typename C::V;
+    static_assert(lanes_of<V> / 2 <= kMostFewTokens);
     return {kVectors * lanes_of<V>,
             lanes_of<V>,
             1,
@@ -35,7 +36,9 @@ constexpr Steps steps_of() {
             &Set::template pack_with<Single<C>>,
             &Set::template multiply_with<Products<V>>,
             &Set::template finish_with<C>,
-            nullptr};
+            nullptr,
+            &Set::template multiply_few_with<C, PlainCodec<element_t<V>, Set::kBytes>>,
+            lanes_of<V> / 2};
 }
 
 template <class Set>
@@ -47,21 +50,25 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
 }
 
 // Vectors of BYTES bytes; ROWS rows are multiplied at once.
-#define TS_INSTRUCTION_SET(NAME, TARGET, BYTES, ROWS)      \
-    struct NAME {                                          \
-        static constexpr int kBytes = BYTES;               \
-        template <class Reader>                            \
-        TARGET static void pack_with(const Pack& p) {      \
-            pack<Reader>(p);                               \
-        }                                                  \
-        template <class P>                                 \
-        TARGET static void multiply_with(const Strip& s) { \
-            multiply<P, ROWS>(s);                          \
-        }                                                  \
-        template <class C>                                 \
-        TARGET static void finish_with(const Output& o) {  \
-            finish<C>(o);                                  \
-        }                                                  \
+#define TS_INSTRUCTION_SET(NAME, TARGET, BYTES, ROWS)                   \
+    struct NAME {                                                       \
+        static constexpr int kBytes = BYTES;                            \
+        template <class Reader>                                         \
+        TARGET static void pack_with(const Pack& p) {                   \
+            pack<Reader>(p);                                            \
+        }                                                               \
+        template <class P>                                              \
+        TARGET static void multiply_with(const Strip& s) {              \
+            multiply<P, ROWS>(s);                                       \
+        }                                                               \
+        template <class C, class XC>                                    \
+        TARGET static void multiply_few_with(const FewTokensStrip& s) { \
+            multiply_few<C, XC>(s);                                     \
+        }                                                               \
+        template <class C>                                              \
+        TARGET static void finish_with(const Output& o) {               \
+            finish<C>(o);                                               \
+        }                                                               \
     }
 
 TS_INSTRUCTION_SET(Portable, , 16, 4);
@@ -93,9 +100,19 @@ struct NativeBfloat16 : Codec<DType::bfloat16, 64> {
 TS_AVX512_BF16 void finish_pairs(const Output& o) { finish<NativeBfloat16>(o); }
 
 constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int32_t tile,
-                                  void (*multiply)(const Strip&),
-                                  void (*multiply_tokens)(const TokenStrip&)) {
-    const Steps steps = {tile, 16, 2, 4, true, pack_pairs, multiply, finish_pairs, multiply_tokens};
+                                  void (*multiply)(const Strip&), void (*multiply_tokens)(const TokenStrip&),
+                                  int32_t few_tokens) {
+    const Steps steps = {tile,
+                         16,
+                         2,
+                         4,
+                         true,
+                         pack_pairs,
+                         multiply,
+                         finish_pairs,
+                         multiply_tokens,
+                         Avx512::multiply_few_with<Codec<DType::bfloat16, 64>, Codec<DType::bfloat16, 64>>,
+                         few_tokens};
     Steps wide{};  // results in float32 alone
     wide.finish = Avx512::finish_with<Codec<DType::float32, 64>>;
     return {available, missing, {{}, wide, {}, steps}};
@@ -273,10 +290,10 @@ const InstructionSet portable = set_of<Portable>([] { return true; }, nullptr);
 const InstructionSet avx2 = set_of<Avx2>(has_avx2, "the processor lacks AVX2 or FMA");
 const InstructionSet avx512 = set_of<Avx512>(has_avx512, "the processor lacks AVX-512 F, BW, DQ or VL");
 const InstructionSet avx512_bf16 =
-    pair_set(has_avx512_bf16, "the processor lacks AVX-512 BF16", kVectors * 16, multiply_pairs, nullptr);
+    pair_set(has_avx512_bf16, "the processor lacks AVX-512 BF16", kVectors * 16, multiply_pairs, nullptr, 4);
 const InstructionSet amx_bf16 =
     pair_set(has_amx_bf16, "the processor lacks AMX BF16, or the system does not grant it", 64, multiply_amx,
-             multiply_tokens_amx);
+             multiply_tokens_amx, 0);
 #endif
 
 }  // namespace ts::cpu

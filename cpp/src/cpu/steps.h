@@ -23,6 +23,8 @@ namespace ts::cpu {
 constexpr int kMinRows = 16, kMaxRows = 32;     // features summed at once, a strip
 constexpr int kTaskFeatures = 64;               // features written at once: whole lines of memory
 constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a strip pass over in turn
+constexpr int64_t kFewBytes = 8 << 10;          // of values that all of a few tokens pass over in turn
+constexpr int kMostFewTokens = 8;
 constexpr int64_t kAheadRowBytes = 256;  // of a row of values, between those multiplied and those fetched
 
 // A copy of a row-major matrix [rows, cols], or its transpose, zero-filled up to the padded size.
@@ -69,6 +71,22 @@ struct TokenStrip {
     int64_t sums_ld;
 };
 
+// A strip of few tokens, for row-major x and blocks that lie along k, which are read where they lie:
+// sums[t][f] = sum over entries e and depths d of
+//   x[t * x_ld + idx[e] * depth + d] * values[slot[e] * entry + f * depth + d].
+struct FewTokensStrip {
+    const void* x;  // packed, as [tokens, k]; where an element is packed as it is stored it need not be
+    int64_t x_ld;
+    const void* values;
+    const int32_t* slot;
+    int64_t entry;
+    const int32_t* idx;
+    int64_t entries, depth;
+    int64_t rows, tokens;  // features: 16 or 32; at most few_tokens
+    void* sums;
+    int64_t sums_ld;
+};
+
 // Element (i, c) of a strip goes to data[i * ld + c], or to data[c * ld + i] if transposed.
 struct Output {
     void* sums;  // changed in place
@@ -77,7 +95,8 @@ struct Output {
     void* data;
     int64_t ld;
     bool transposed;
-    const void* bias;  // [rows] or null
+    const void* bias;  // [rows], or [columns] if it is theirs, or null
+    bool bias_of_columns;
     Activation activation;
     const void* added;  // after the activation, or null: lies as data does, and may be data itself
     int64_t added_ld;
@@ -96,6 +115,8 @@ struct Steps {
     void (*multiply)(const Strip&);
     void (*finish)(const Output&);
     void (*multiply_tokens)(const TokenStrip&);  // or null
+    void (*multiply_few)(const FewTokensStrip&);
+    int32_t few_tokens;  // up to which multiply_few is the faster one; 0: there is none
 };
 
 #define TS_INLINE inline __attribute__((always_inline))
@@ -248,6 +269,28 @@ TS_INLINE void transpose_stage(V (&rows)[lanes_of<V>]) {
 template <class V>
 TS_INLINE void transpose(V (&rows)[lanes_of<V>]) {
     transpose_stage<1>(rows);
+}
+
+template <int Half, class V>
+TS_INLINE void add_lanes(V (&rows)[lanes_of<V>]) {
+    if constexpr (Half < lanes_of<V>) {
+        TS_UNROLL
+        for (int i = 0; i < lanes_of<V>; i += 2 * Half) {
+            exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, lanes_of<V>>{});
+            rows[i] += rows[i + Half];
+        }
+        add_lanes<2 * Half>(rows);
+    }
+}
+
+// Lane i is the sum of all lanes of vector i.
+template <class V>
+TS_INLINE V sum_of_lanes(const V* vectors) {
+    V rows[lanes_of<V>];
+    TS_UNROLL
+    for (int i = 0; i < lanes_of<V>; ++i) rows[i] = vectors[i];
+    add_lanes<1>(rows);
+    return rows[0];
 }
 
 // Reads vectors of decoded elements.
@@ -455,6 +498,94 @@ TS_INLINE void multiply(const Strip& s) {
     }
 }
 
+// Vectors lie along k, so that no lane is without work where a tile of tokens would be nearly empty. Each
+// lane has a sum of its own, which are added up in the end.
+template <class V>
+constexpr int kFewSums = sizeof(V) == 64 ? 16 : 8;  // in registers
+
+template <class Codec>
+TS_INLINE typename Codec::V read(const typename Codec::Stored* from) {
+    return Codec::decode(load<typename Codec::S>(from));
+}
+
+// Adds entries [first, last) to sums [Tokens][kMinRows] of vectors; entry 0 starts from zero.
+template <class Codec, class XCodec, int Tokens>
+TS_INLINE void multiply_few_rows(const FewTokensStrip& s, int64_t row, int64_t token, int64_t first,
+                                 int64_t last, typename Codec::V* to) {
+    using V = typename Codec::V;
+    using Stored = typename Codec::Stored;
+    constexpr int rows = kFewSums<V> / Tokens;
+    V sums[Tokens][rows];
+    TS_UNROLL
+    for (int t = 0; t < Tokens; ++t) {
+        TS_UNROLL
+        for (int i = 0; i < rows; ++i) sums[t][i] = first ? to[t * kMinRows + i] : V{};
+    }
+    const auto values_of = [&](int64_t e) {
+        return static_cast<const Stored*>(s.values) + s.slot[e] * s.entry + row * s.depth;
+    };
+    const int64_t ahead =
+        std::max<int64_t>(1, kAheadRowBytes / (s.depth * static_cast<int64_t>(sizeof(Stored))));
+    for (int64_t e = first; e < last; ++e) {
+        const auto* const w = values_of(e);
+        const auto* const fetched = values_of(std::min(e + ahead, s.entries - 1));
+        const auto* const x =
+            static_cast<const typename XCodec::Stored*>(s.x) + token * s.x_ld + s.idx[e] * s.depth;
+        for (int64_t d = 0; d < s.depth; d += lanes_of<V>) {
+            V of_tokens[Tokens];
+            TS_UNROLL
+            for (int t = 0; t < Tokens; ++t) of_tokens[t] = read<XCodec>(x + t * s.x_ld + d);
+            TS_UNROLL
+            for (int i = 0; i < rows; ++i) {
+                const V values = read<Codec>(w + i * s.depth + d);
+                __builtin_prefetch(fetched + i * s.depth + d);
+                TS_UNROLL
+                for (int t = 0; t < Tokens; ++t) sums[t][i] += values * of_tokens[t];
+            }
+        }
+    }
+    TS_UNROLL
+    for (int t = 0; t < Tokens; ++t) {
+        TS_UNROLL
+        for (int i = 0; i < rows; ++i) to[t * kMinRows + i] = sums[t][i];
+    }
+}
+
+// The same for kMinRows rows and as many tokens as are left, Tokens at a time; returns the first that is not
+// among them.
+template <class Codec, class XCodec, int Tokens>
+TS_INLINE int64_t multiply_few_tokens(const FewTokensStrip& s, int64_t row, int64_t token, int64_t first,
+                                      int64_t last, typename Codec::V* sums) {
+    for (; token + Tokens <= s.tokens; token += Tokens)
+        for (int i = 0; i < kMinRows; i += kFewSums<typename Codec::V> / Tokens)
+            multiply_few_rows<Codec, XCodec, Tokens>(s, row + i, token, first, last,
+                                                     sums + token * kMinRows + i);
+    return token;
+}
+
+// All tokens pass over as many entries as the first-level cache holds, then over the next.
+template <class Codec, class XCodec>
+TS_INLINE void multiply_few(const FewTokensStrip& s) {
+    using V = typename Codec::V;
+    const int64_t entry_bytes = kMinRows * s.depth * static_cast<int64_t>(sizeof(typename Codec::Stored));
+    const int64_t batch = std::max<int64_t>(1, kFewBytes / entry_bytes);
+    V sums[kMostFewTokens * kMinRows];
+    for (int64_t row = 0; row < s.rows; row += kMinRows) {
+        int64_t first = 0;
+        do {
+            const int64_t last = std::min(first + batch, s.entries);
+            int64_t token = multiply_few_tokens<Codec, XCodec, 4>(s, row, 0, first, last, sums);
+            token = multiply_few_tokens<Codec, XCodec, 2>(s, row, token, first, last, sums);
+            multiply_few_tokens<Codec, XCodec, 1>(s, row, token, first, last, sums);
+            first = last;
+        } while (first < s.entries);
+        for (int64_t token = 0; token < s.tokens; ++token)
+            for (int i = 0; i < kMinRows; i += lanes_of<V>)
+                store(static_cast<element_t<V>*>(s.sums) + token * s.sums_ld + row + i,
+                      sum_of_lanes(sums + token * kMinRows + i));
+    }
+}
+
 // ---- finish ----
 
 template <class V>
@@ -524,8 +655,10 @@ template <Activation activation, class V>
 TS_INLINE void activate_sums(const Output& o, const element_t<V>* bias) {
     for (int64_t row = 0; row < o.rows; ++row) {
         auto* sums = static_cast<element_t<V>*>(o.sums) + row * o.sums_ld;
-        for (int64_t column = 0; column < o.sums_ld; column += lanes_of<V>)
-            store(sums + column, activate<activation>(load<V>(sums + column) + bias[row]));
+        for (int64_t column = 0; column < o.columns; column += lanes_of<V>) {
+            const V added = o.bias_of_columns ? load<V>(bias + column) : V{} + bias[row];
+            store(sums + column, activate<activation>(load<V>(sums + column) + added));
+        }
     }
 }
 
@@ -534,7 +667,8 @@ TS_INLINE void activate_sums(const Output& o) {
     using S = typename Codec::S;
     using V = typename Codec::V;
     element_t<V> bias[kTaskFeatures] = {};
-    for (int i = 0; o.bias && i < o.rows; i += lanes_of<V>)
+    const int64_t features = o.bias_of_columns ? o.columns : o.rows;
+    for (int i = 0; o.bias && i < features; i += lanes_of<V>)
         store(bias + i, Codec::decode(load<S>(static_cast<const typename Codec::Stored*>(o.bias) + i)));
     switch (o.activation) {
         case Activation::none:
