@@ -27,6 +27,7 @@ class Member {
     Member(Team& team, int thread, int threads) : team_(team), thread_(thread), threads_(threads) {}
 
     int thread() const { return thread_; }
+    int threads() const { return threads_; }
 
     // Returns when all threads of the team are here.
     void wait() const;

@@ -31,6 +31,13 @@ constexpr int64_t kSumBytes = kTaskFeatures * 64 * 4;  // of a task times the wi
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+// The i-th of `count` numbers in an order in which those that follow each other are of different groups of
+// neighbours.
+constexpr int64_t apart(int64_t i, int64_t count, int64_t groups) {
+    const int64_t group = i % groups;
+    return group * (count / groups) + std::min(group, count % groups) + i / groups;
+}
+
 std::byte* offset(const void* base, int64_t bytes) {
     return const_cast<std::byte*>(static_cast<const std::byte*>(base)) + bytes;
 }
@@ -184,9 +191,11 @@ class Dds {
             });
             member.wait();
         }
+        // Processors that write neighbouring lines at the same time slow each other.
         const int64_t tasks = ceil_div(features_, task_features_);
         member.draw(ceil_div(end - wave, chunk_) * tasks, [&](int64_t i) {
-            const int64_t token = wave + i / tasks * chunk_, feature = i % tasks * task_features_;
+            const int64_t token = wave + i / tasks * chunk_,
+                          feature = apart(i % tasks, tasks, member.threads()) * task_features_;
             compute(feature, std::min(feature + task_features_, features_), token,
                     std::min(token + chunk_, end), member.thread());
         });
