@@ -344,6 +344,17 @@ def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
         check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), gap=gap, **options))
 
 
+@pytest.mark.parametrize("more", [-1, 0, 17, 500])
+def test_chunks_of_tokens_for_each_thread(row: Row, more: int) -> None:
+    """From 96 tokens for each processor on."""
+    draw = random.Random(f"{row} {more}")
+    processors = _C.device_info(CPU).multiprocessors
+    for block_shape in ((16, 32), (32, 16), (128, 64)):
+        pattern = random_pattern((2, 3), block_shape, 0.6)
+        options = draw.choice(OPTIONS[row.op])
+        check(row, Problem(pattern, 96 * processors + more, *draw.choice(LAYOUTS), **options))
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_adversarial_patterns(row: Row, name: str) -> None:
     draw = random.Random(f"{row} {name}")

@@ -162,8 +162,10 @@ class Dds {
           threads_(std::min(max_threads(), device.multiprocessors)),
           value_bytes_(direct_ ? 0 : rows_ * depth_ * steps_.packed_size),
           workspace_(memory) {
-        choose_tasks(4 * device.multiprocessors);
-        const int64_t packed_tokens = by_tokens_ ? 0 : std::min(wave_, round_up(p_.tokens, steps_.lanes));
+        choose_tasks(device.multiprocessors);
+        const int64_t packed_tokens = by_tokens_        ? 0
+                                      : own_chunks_ > 0 ? device.multiprocessors * chunk_
+                                                        : std::min(wave_, round_up(p_.tokens, steps_.lanes));
         panels_ = workspace_.take(packed_tokens * depth_ * steps_.packed_size);
         values_ = workspace_.take(device.multiprocessors * (kTaskFeatures / rows_) * value_bytes_);
     }
@@ -176,18 +178,46 @@ class Dds {
         if (output_.ld == (row_major ? features_ : p_.tokens))
             advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.dtype));
         in_parallel(threads_, [this](Member& member) {
+            if (own_chunks_ > 0) return run_own_chunks(member);
             for (int64_t wave = 0; wave < p_.tokens; wave += wave_)
                 run_wave(member, wave, std::min(wave + wave_, p_.tokens));
         });
     }
 
   private:
+    // Packed activations [tokens / tile][depth][tile] from a token on, the last of fewer tokens.
+    struct Panels {
+        const void* data;
+        int64_t first;
+    };
+
+    // Every thread packs and computes chunks of tokens by itself: what another core has written comes from
+    // afar.
+    void run_own_chunks(Member& member) const {
+        const int64_t vectors = ceil_div(p_.tokens, steps_.lanes);
+        const auto begin_of = [&](int64_t i) {
+            return std::min(i * vectors / own_chunks_ * steps_.lanes, p_.tokens);
+        };
+        member.draw(own_chunks_, [&](int64_t i) {
+            const int64_t begin = begin_of(i), end = begin_of(i + 1);
+            const Panels panels{offset(panels_, member.thread() * chunk_ * depth_ * steps_.packed_size),
+                                begin};
+            for (int64_t token = begin; token < end && !by_tokens_; token += steps_.tile)
+                for (int64_t feature = 0; feature < input_features_; feature += kPackedFeatures)
+                    pack_input(panels, feature, token, end);
+            for (int64_t feature = 0; feature < features_; feature += kTaskFeatures)
+                compute(panels, feature, std::min(feature + kTaskFeatures, features_), begin, end,
+                        member.thread());
+        });
+    }
+
     // Packs and computes tokens [wave, end).
     void run_wave(Member& member, int64_t wave, int64_t end) const {
+        const Panels panels{panels_, wave};
         if (!by_tokens_) {
             const int64_t packed = ceil_div(input_features_, kPackedFeatures);
             member.share(ceil_div(end - wave, steps_.tile) * packed, [&](int64_t i) {
-                pack_input(wave + i / packed * steps_.tile, i % packed * kPackedFeatures);
+                pack_input(panels, i % packed * kPackedFeatures, wave + i / packed * steps_.tile, end);
             });
             member.wait();
         }
@@ -196,20 +226,26 @@ class Dds {
         member.draw(ceil_div(end - wave, chunk_) * tasks, [&](int64_t i) {
             const int64_t token = wave + i / tasks * chunk_,
                           feature = apart(i % tasks, tasks, member.threads()) * task_features_;
-            compute(feature, std::min(feature + task_features_, features_), token,
+            compute(panels, feature, std::min(feature + task_features_, features_), token,
                     std::min(token + chunk_, end), member.thread());
         });
     }
 
     // Panels of a chunk of tokens stay in the cache while the values pass by, unless so few would fit that
-    // the values were read too often. A wave of chunks is packed and then computed in at least `tasks` tasks,
-    // if there are tokens enough.
-    void choose_tasks(int64_t tasks) {
+    // the values were read too often. If there are tokens enough, every thread has chunks of its own. Else a
+    // wave of chunks is packed and then computed in some tasks for each thread.
+    void choose_tasks(int64_t threads) {
+        const int64_t tasks = 4 * threads;
         const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
         chunk_ = std::clamp<int64_t>(cache_bytes() / panel_bytes, ceil_div(kLeastChunkTokens, steps_.tile),
                                      kChunkTokens / steps_.tile) *
                  steps_.tile;
         task_features_ = kTaskFeatures;
+        if (p_.tokens >= threads * kLeastChunkTokens) {
+            own_chunks_ = threads * ceil_div(p_.tokens, threads * chunk_);
+            chunk_ = ceil_div(ceil_div(p_.tokens, steps_.lanes), own_chunks_) * steps_.lanes;
+            return;
+        }
         if (ceil_div(features_, task_features_) * ceil_div(p_.tokens, chunk_) < tasks) {
             task_features_ = rows_;
             chunk_ = steps_.tile;
@@ -217,53 +253,57 @@ class Dds {
         wave_ = chunk_ * ceil_div(tasks, ceil_div(features_, task_features_));
     }
 
-    int64_t tile_tokens(int64_t token) const { return std::min<int64_t>(steps_.tile, p_.tokens - token); }
-
-    // Panels [tokens / tile][depth][tile] of the present wave, the last of fewer tokens.
-    std::byte* panel(int64_t token) const {
-        return offset(panels_, token % wave_ * depth_ * steps_.packed_size);
+    int64_t tile_tokens(int64_t token, int64_t end) const {
+        return std::min<int64_t>(steps_.tile, end - token);
     }
 
-    void pack_input(int64_t token, int64_t feature) const {
-        const int64_t width = round_up(tile_tokens(token), steps_.lanes);
-        pack_rectangle(
-            steps_, p_.dtype, input_,
-            {feature, std::min(kPackedFeatures, input_features_ - feature), token, tile_tokens(token), width},
-            false, false, offset(panel(token), feature / steps_.pair * width * steps_.packed_size));
+    std::byte* panel(const Panels& panels, int64_t token) const {
+        return offset(panels.data, (token - panels.first) * depth_ * steps_.packed_size);
+    }
+
+    // Packs kPackedFeatures features of a tile of tokens before `end`.
+    void pack_input(const Panels& panels, int64_t feature, int64_t token, int64_t end) const {
+        const int64_t tokens = tile_tokens(token, end), width = round_up(tokens, steps_.lanes);
+        pack_rectangle(steps_, p_.dtype, input_,
+                       {feature, std::min(kPackedFeatures, input_features_ - feature), token, tokens, width},
+                       false, false,
+                       offset(panel(panels, token), feature / steps_.pair * width * steps_.packed_size));
     }
 
     // Computes features [feature, feature_end) of tokens [token, token_end), tile by tile, in one thread.
-    void compute(int64_t feature, int64_t feature_end, int64_t token, int64_t token_end, int thread) const {
+    void compute(const Panels& panels, int64_t feature, int64_t feature_end, int64_t token, int64_t token_end,
+                 int thread) const {
         alignas(64) std::byte sums[kSumBytes];
         Strip strips[kTaskFeatures / kMinRows];
         const int64_t count = (feature_end - feature) / rows_;
         const int64_t place = thread * (kTaskFeatures / rows_);
         for (int64_t i = 0; i < count; ++i) strips[i] = strip_of(feature + i * rows_, place + i);
         for (; token < token_end; token += steps_.tile) {
-            const Output output = output_of(feature, feature_end - feature, token, sums);
+            const int64_t tokens = tile_tokens(token, token_end);
+            const Output output = output_of(feature, feature_end - feature, token, tokens, sums);
             prefetch_output(output, element_size(p_.dtype));
             for (int64_t i = 0; i < count; ++i) {
                 if (by_tokens_)
-                    multiply_tokens(strips[i], token, reinterpret_cast<float*>(sums) + i * rows_);
+                    multiply_tokens(strips[i], token, tokens, reinterpret_cast<float*>(sums) + i * rows_);
                 else
-                    multiply(strips[i], token, offset(sums, i * rows_ * output.sums_ld * steps_.packed_size),
-                             output.sums_ld);
+                    multiply(strips[i], panel(panels, token),
+                             offset(sums, i * rows_ * output.sums_ld * steps_.packed_size), output.sums_ld);
             }
             steps_.finish(output);
         }
     }
 
-    void multiply(Strip& strip, int64_t token, void* sums, int64_t columns) const {
-        strip.b = panel(token);
+    void multiply(Strip& strip, const void* panel, void* sums, int64_t columns) const {
+        strip.b = panel;
         strip.columns = columns;
         strip.sums = sums;
         steps_.multiply(strip);
     }
 
-    void multiply_tokens(const Strip& strip, int64_t token, float* sums) const {
+    void multiply_tokens(const Strip& strip, int64_t token, int64_t tokens, float* sums) const {
         const int64_t ld = input_.ld * element_size(p_.dtype);
         steps_.multiply_tokens({offset(input_.data, token * ld), ld, strip.a, strip.idx, strip.entries,
-                                strip.depth, tile_tokens(token), sums, kTaskFeatures});
+                                strip.depth, tokens, sums, kTaskFeatures});
     }
 
     // The strip that begins at a feature, all but its tokens. Values that are packed get one of the places.
@@ -316,12 +356,12 @@ class Dds {
         }
     }
 
-    Output output_of(int64_t feature, int64_t features, int64_t token, void* sums) const {
+    Output output_of(int64_t feature, int64_t features, int64_t token, int64_t columns, void* sums) const {
         const bool row_major = output_.layout == Layout::row_major;
         const auto first = [&](int64_t ld) {
             return row_major ? token * ld + feature : feature * ld + token;
         };
-        const int64_t columns = tile_tokens(token), size = element_size(p_.dtype);
+        const int64_t size = element_size(p_.dtype);
         const Matrix& residual = p_.residual;
         const void* bias = p_.bias ? offset(p_.bias, feature * size) : nullptr;
         return {sums,
@@ -353,6 +393,7 @@ class Dds {
     const bool direct_;     // values are read where they lie
     const int threads_;
     const int64_t value_bytes_;
+    int64_t own_chunks_ = 0;                // of tokens, each of one thread
     int64_t chunk_, task_features_, wave_;  // tokens, features and tokens
     Workspace workspace_;
     std::byte* panels_;
