@@ -2,6 +2,7 @@
 // one pool of threads, whatever PyTorch's copy of the runtime is called and wherever it lies.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <cstdint>
@@ -17,42 +18,58 @@ int max_threads();
 
 // What the threads of a region share.
 struct Team {
-    std::atomic<int64_t> next = 0;      // the first number that no thread has drawn
+    static constexpr int kRanges = 64;  // of indices; threads beyond them have none of their own
+    struct alignas(64) Counter {
+        std::atomic<int64_t> next = 0;
+    };
+
+    Counter counters[2][kRanges];       // of two loops in turn
     std::barrier<>* barrier = nullptr;  // of threads that no runtime has started
 };
 
-// One thread of a region. All threads of a team go through the same loops.
+// One thread of a region. All threads of a team go through the same loops. In each a thread has neighbouring
+// indices, the same in every loop of as many: its core may still hold what it has read and written for them,
+// which would come from afar to another, and no other core writes next to it at the same time.
 class Member {
   public:
     Member(Team& team, int thread, int threads) : team_(team), thread_(thread), threads_(threads) {}
 
     int thread() const { return thread_; }
-    int threads() const { return threads_; }
 
     // Returns when all threads of the team are here.
     void wait() const;
 
-    // Calls body(i) for the indices of this thread, which are neighbours, and waits for nobody.
+    // Calls body(i) for the indices of this thread, and waits for nobody.
     template <class Body>
     void share(int64_t count, const Body& body) const {
         const int64_t end = count * (thread_ + 1) / threads_;
         for (int64_t i = count * thread_ / threads_; i < end; ++i) body(i);
     }
 
-    // Calls body(i) for one index after another, whichever is next, and returns when all threads are done.
-    // Every thread draws one number more than it computes, so that the next loop's begin at the same one for
-    // all of them.
+    // Calls body(i, round) in one round after another for the indices of this thread, then for what others
+    // have not begun, and returns when all threads are done.
     template <class Body>
-    void draw(int64_t count, const Body& body) {
-        for (int64_t i; (i = team_.next.fetch_add(1, std::memory_order_relaxed) - drawn_) < count;) body(i);
-        drawn_ += count + threads_;
+    void draw(int64_t count, int64_t rounds, const Body& body) {
+        const int ranges = std::min(threads_, Team::kRanges);
+        auto& counters = team_.counters[loop_++ % 2];
+        // For the next loop: all threads are done with the one before.
+        if (thread_ < ranges) team_.counters[loop_ % 2][thread_].next.store(0, std::memory_order_relaxed);
+        for (int k = 0; k < ranges; ++k) {
+            const int range = (thread_ + k) % ranges;
+            const int64_t begin = count * range / ranges, length = count * (range + 1) / ranges - begin;
+            std::atomic<int64_t>& next = counters[range].next;
+            // Looking first, since an addition takes the counter from the others.
+            while (next.load(std::memory_order_relaxed) < length * rounds)
+                if (const int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < length * rounds)
+                    body(begin + i % length, i / length);
+        }
         wait();
     }
 
   private:
     Team& team_;
     const int thread_, threads_;
-    int64_t drawn_ = 0;
+    int loop_ = 0;
 };
 
 void run_region(int threads, void (*function)(const void* body, Member& member), const void* body);

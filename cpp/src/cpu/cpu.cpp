@@ -31,13 +31,6 @@ constexpr int64_t kSumBytes = kTaskFeatures * 64 * 4;  // of a task times the wi
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// The i-th of `count` numbers in an order in which those that follow each other are of different groups of
-// neighbours.
-constexpr int64_t apart(int64_t i, int64_t count, int64_t groups) {
-    const int64_t group = i % groups;
-    return group * (count / groups) + std::min(group, count % groups) + i / groups;
-}
-
 std::byte* offset(const void* base, int64_t bytes) {
     return const_cast<std::byte*>(static_cast<const std::byte*>(base)) + bytes;
 }
@@ -198,7 +191,7 @@ class Dds {
         const auto begin_of = [&](int64_t i) {
             return std::min(i * vectors / own_chunks_ * steps_.lanes, p_.tokens);
         };
-        member.draw(own_chunks_, [&](int64_t i) {
+        member.draw(own_chunks_, 1, [&](int64_t i, int64_t) {
             const int64_t begin = begin_of(i), end = begin_of(i + 1);
             const Panels panels{offset(panels_, member.thread() * chunk_ * depth_ * steps_.packed_size),
                                 begin};
@@ -221,14 +214,12 @@ class Dds {
             });
             member.wait();
         }
-        // Processors that write neighbouring lines at the same time slow each other.
-        const int64_t tasks = ceil_div(features_, task_features_);
-        member.draw(ceil_div(end - wave, chunk_) * tasks, [&](int64_t i) {
-            const int64_t token = wave + i / tasks * chunk_,
-                          feature = apart(i % tasks, tasks, member.threads()) * task_features_;
-            compute(panels, feature, std::min(feature + task_features_, features_), token,
-                    std::min(token + chunk_, end), member.thread());
-        });
+        member.draw(ceil_div(features_, task_features_), ceil_div(end - wave, chunk_),
+                    [&](int64_t i, int64_t chunk) {
+                        const int64_t token = wave + chunk * chunk_, feature = i * task_features_;
+                        compute(panels, feature, std::min(feature + task_features_, features_), token,
+                                std::min(token + chunk_, end), member.thread());
+                    });
     }
 
     // Panels of a chunk of tokens stay in the cache while the values pass by, unless so few would fit that
@@ -437,7 +428,7 @@ class FewTokens {
                 });
                 member.wait();
             }
-            member.draw(ceil_div(p_.features(), task_features_), [&](int64_t i) {
+            member.draw(ceil_div(p_.features(), task_features_), 1, [&](int64_t i, int64_t) {
                 const int64_t feature = i * task_features_;
                 compute(feature, std::min(task_features_, p_.features() - feature));
             });
@@ -554,11 +545,9 @@ class Sdd {
   private:
     // Computes what features [y, y_end) of y and [x, x_end) of x give, which are packed.
     void run_wave(Member& member, int64_t y, int64_t y_end, int64_t x, int64_t x_end) const {
-        const int64_t rows = (y_end - y) / block_rows_;
-        member.draw(ceil_div(x_end - x, chunk_) * rows, [&](int64_t i) {
-            const int64_t col = x + i / rows * chunk_;
-            compute(y / block_rows_ + i % rows, col / block_cols_,
-                    std::min(col + chunk_, x_end) / block_cols_);
+        member.draw((y_end - y) / block_rows_, ceil_div(x_end - x, chunk_), [&](int64_t row, int64_t chunk) {
+            const int64_t col = x + chunk * chunk_;
+            compute(y / block_rows_ + row, col / block_cols_, std::min(col + chunk_, x_end) / block_cols_);
         });
     }
 
@@ -586,9 +575,8 @@ class Sdd {
     void pack_features(const Member& member, const Matrix& from, int64_t feature, int64_t end, int64_t width,
                        bool tokens_first, std::byte* panels, int64_t wave) const {
         const int64_t slab_bytes = slab_ / steps_.pair * width * steps_.packed_size;
-        const int64_t strips = ceil_div(end - feature, width);
-        member.share(slabs_ * strips, [&](int64_t i) {
-            const int64_t slab = i / strips, token = slab * slab_, f = feature + i % strips * width;
+        member.share(ceil_div(end - feature, width) * slabs_, [&](int64_t i) {
+            const int64_t slab = i % slabs_, token = slab * slab_, f = feature + i / slabs_ * width;
             pack_rectangle(steps_, p_.dtype, from,
                            {f, width, token, std::min(slab_, p_.tokens - token), slab_}, tokens_first, true,
                            offset(panels, f % wave * feature_bytes_ + slab * slab_bytes));
