@@ -26,6 +26,7 @@ constexpr int64_t kLeastChunkTokens = 96;              // for which values are r
 constexpr int64_t kChunkTokens = 256;                  // most tokens whose panels are visited together
 constexpr int64_t kPackedFeatures = 512;               // features that a task packs
 constexpr int64_t kSlab = 64;                          // most tokens of a slab
+constexpr int64_t kThreadTasks = 4;                    // that a thread has at least, if there are so many
 constexpr int64_t kSumBytes = kTaskFeatures * 64 * 4;  // of a task times the widest tile
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -107,13 +108,13 @@ struct Rectangle {
 };
 
 // Copies a rectangle of an operand to [features, tokens], or to [tokens, features] if tokens_first; the
-// order of memory says which of them are multiplied in pairs: those along which sums are taken.
+// order of memory says which of them are multiplied in pairs: those along which sums are taken. `target_ld`:
+// elements from one line of the copy to the next.
 void pack_rectangle(const Steps& steps, DType dtype, const Matrix& from, const Rectangle& rectangle,
-                    bool tokens_first, bool pair_tokens, void* target) {
+                    bool tokens_first, bool pair_tokens, void* target, int64_t target_ld) {
     const bool row_major = from.layout == Layout::row_major;
     const int64_t first = row_major ? rectangle.token * from.ld + rectangle.feature
                                     : rectangle.feature * from.ld + rectangle.token;
-    const int64_t target_ld = tokens_first ? rectangle.features : rectangle.padded_tokens;
     const bool pair_ld = tokens_first != pair_tokens;
     Pack pack{offset(from.data, first * element_size(dtype)),
               from.ld,
@@ -226,7 +227,7 @@ class Dds {
     // the values were read too often. If there are tokens enough, every thread has chunks of its own. Else a
     // wave of chunks is packed and then computed in some tasks for each thread.
     void choose_tasks(int64_t threads) {
-        const int64_t tasks = 4 * threads;
+        const int64_t tasks = kThreadTasks * threads;
         const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
         chunk_ = std::clamp<int64_t>(cache_bytes() / panel_bytes, ceil_div(kLeastChunkTokens, steps_.tile),
                                      kChunkTokens / steps_.tile) *
@@ -255,10 +256,10 @@ class Dds {
     // Packs kPackedFeatures features of a tile of tokens before `end`.
     void pack_input(const Panels& panels, int64_t feature, int64_t token, int64_t end) const {
         const int64_t tokens = tile_tokens(token, end), width = round_up(tokens, steps_.lanes);
-        pack_rectangle(steps_, p_.dtype, input_,
-                       {feature, std::min(kPackedFeatures, input_features_ - feature), token, tokens, width},
-                       false, false,
-                       offset(panel(panels, token), feature / steps_.pair * width * steps_.packed_size));
+        pack_rectangle(
+            steps_, p_.dtype, input_,
+            {feature, std::min(kPackedFeatures, input_features_ - feature), token, tokens, width}, false,
+            false, offset(panel(panels, token), feature / steps_.pair * width * steps_.packed_size), width);
     }
 
     // Computes features [feature, feature_end) of tokens [token, token_end), tile by tile, in one thread.
@@ -412,7 +413,7 @@ class FewTokens {
           x_ld_(p_.k_size() + kLine / packed_element_),
           threads_(std::min(max_threads(), device.multiprocessors)),
           workspace_(memory) {
-        const bool many = ceil_div(p_.features(), kTaskFeatures) >= 4 * device.multiprocessors;
+        const bool many = ceil_div(p_.features(), kTaskFeatures) >= kThreadTasks * device.multiprocessors;
         task_features_ = many ? kTaskFeatures : rows_;
         x_ = packs_ ? workspace_.take(p_.tokens * x_ld_ * packed_element_) : nullptr;
     }
@@ -423,8 +424,10 @@ class FewTokens {
         in_parallel(threads_, [this](Member& member) {
             if (packs_) {
                 member.share(ceil_div(p_.k_size(), kPackedFeatures), [&](int64_t i) {
-                    const int64_t feature = i * kPackedFeatures;
-                    pack(feature, std::min(kPackedFeatures, p_.k_size() - feature));
+                    const int64_t feature = i * kPackedFeatures,
+                                  features = std::min(kPackedFeatures, p_.k_size() - feature);
+                    pack_rectangle(steps_, p_.dtype, p_.input(), {feature, features, 0, p_.tokens, p_.tokens},
+                                   true, false, offset(x_, feature * packed_element_), x_ld_);
                 });
                 member.wait();
             }
@@ -437,26 +440,6 @@ class FewTokens {
 
   private:
     static constexpr int64_t kLine = 64;  // bytes, by which lines of x are longer: places of a cache differ
-
-    void pack(int64_t feature, int64_t features) const {
-        const Matrix& from = p_.input();
-        const bool row_major = from.layout == Layout::row_major;
-        Pack pack{offset(from.data, feature * (row_major ? 1 : from.ld) * element_),
-                  from.ld,
-                  p_.tokens,
-                  features,
-                  p_.tokens,
-                  features,
-                  offset(x_, feature * packed_element_),
-                  x_ld_ / steps_.pair,
-                  !row_major,
-                  !row_major};
-        if (!row_major) {
-            std::swap(pack.rows, pack.cols);
-            std::swap(pack.padded_rows, pack.padded_cols);
-        }
-        steps_.pack(pack);
-    }
 
     // Computes as many features from `feature` on.
     void compute(int64_t feature, int64_t features) const {
@@ -518,7 +501,7 @@ class Sdd {
           feature_bytes_(slabs_ * slab_ / steps_.pair * steps_.packed_size),
           threads_(std::min(max_threads(), device.multiprocessors)),
           workspace_(memory) {
-        choose_tasks(4 * device.multiprocessors);
+        choose_tasks(kThreadTasks * device.multiprocessors);
         x_panels_ = workspace_.take(x_wave_ * feature_bytes_);
         y_panels_ = workspace_.take(y_wave_ * feature_bytes_);
     }
@@ -579,7 +562,8 @@ class Sdd {
             const int64_t slab = i % slabs_, token = slab * slab_, f = feature + i / slabs_ * width;
             pack_rectangle(steps_, p_.dtype, from,
                            {f, width, token, std::min(slab_, p_.tokens - token), slab_}, tokens_first, true,
-                           offset(panels, f % wave * feature_bytes_ + slab * slab_bytes));
+                           offset(panels, f % wave * feature_bytes_ + slab * slab_bytes),
+                           tokens_first ? width : slab_);
         });
     }
 
