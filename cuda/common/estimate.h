@@ -54,7 +54,10 @@ inline double dds_work(const Kernel& kernel, const Problem& problem, const Devic
     const auto features = static_cast<double>(problem.features());
     const double columns = divide_up(features, kernel.tile_features);
     const double tiles = divide_up(static_cast<double>(problem.tokens), kernel.tile_tokens) * columns;
-    const double tile_features = divide_up(features, std::max(columns, 1.0));  // evenly dealt
+    // Evenly dealt, but a tile of aligned steps takes as long where features do not fill it.
+    const bool aligned = kernel.plan.kind == PlanKind::aligned;
+    const double tile_features =
+        aligned ? kernel.tile_features : divide_up(features, std::max(columns, 1.0));
     const double tile_work =
         kernel.tile_tokens * tile_features + kOperandWeight * (kernel.tile_tokens + tile_features);
     const double work = divide_up(tiles * cluster, multiprocessors(device)) * tile_work / cluster;

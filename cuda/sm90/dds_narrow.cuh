@@ -12,7 +12,8 @@
 // order in which they are multiplied, transposed where need be, so that those of a step are one copy: by the
 // caller once for many calls, or by each call. With few tokens that may take as long as all else: then blocks
 // that need not be transposed are copied one by one from where they are. The two CTAs of a cluster compute
-// different features from the same activations, of which each loads one half for both.
+// different features from the same activations, of which each loads one half for both; or, in other kernels, the same features of different
+// tokens, and each loads half of the weight. These fill the GPU better where features do not fill tiles of 512.
 //
 // Where tiles are few, the steps of each are cut into parts, for which a cluster has two CTAs each. In the
 // end the CTAs of one part add up the sums of a warpgroup, which the others put into their shared memory.
@@ -50,11 +51,12 @@ class NarrowProducer {
         while (true) {
             const Work work = shared_.schedule.pop(next, lane_);
             if (work.tile < 0) return;
-            const int token = work.span * Traits::kTileTokens + rank_ * Traits::kRankTokens;
+            const int token =
+                Traits::first_token(work, rank_) + Traits::row_rank(rank_) * Traits::kRankTokens;
             for (int first = 0; first < work.steps; first += 32) {
                 const int step = work.step + min(first + lane_, work.steps - 1);
                 const int k = __ldg(plan_.k + step);
-                const int* const starts = plan_.starts + step * Traits::kRanks + rank_;
+                const int* const starts = plan_.starts + Traits::plan_index(step, rank_);
                 const int begin = __ldg(starts), end = __ldg(starts + 1);
                 const int count = min(32, work.steps - first);
                 const auto slots_of = [&](int i) {
@@ -88,10 +90,7 @@ class NarrowProducer {
             shared_.first_block[position_.stage] = head_;
             full.arrive_and_expect_tx(Traits::kInputBytes + blocks * Traits::kBlockBytes);
             load_input(full, shared_.input[position_.stage], k, token);
-            if (arguments_.packed != nullptr && blocks > 0)
-                cute::SM90_BULK_COPY_G2S::copy(arguments_.packed + int64_t{block} * Traits::kBlockBytes,
-                                               reinterpret_cast<uint64_t*>(const_cast<Barrier*>(&full)),
-                                               shared_.weight[head_], blocks * Traits::kBlockBytes);
+            if (arguments_.packed != nullptr) load_packed(full, block, blocks);
         }
         __syncwarp();
         if (arguments_.packed == nullptr) load_blocks(full, block, end, slots);
@@ -99,30 +98,47 @@ class NarrowProducer {
         position_.advance();
     }
 
+    // The CTAs of several ranks of tokens load a part each, for both.
+    __device__ void load_packed(const Barrier& full, int block, int blocks) const {
+        const int rank = Traits::token_rank(rank_);
+        const int first = blocks * rank / Traits::kTokenRanks;
+        const int count = blocks * (rank + 1) / Traits::kTokenRanks - first;
+        if (count > 0)
+            load_bytes(arguments_.packed + int64_t{block + first} * Traits::kBlockBytes, full,
+                       shared_by(Traits::kTokenRanks), shared_.weight[head_ + first],
+                       count * Traits::kBlockBytes);
+    }
+
     // Swizzled on their way, they are as if they were packed.
     __device__ void load_blocks(const Barrier& full, int block, int end, int slots) const {
         for (int i = 0; i < end - block; ++i) {
             if (i > 0 && i % 32 == 0) slots = slot_of_lane(block + i, end);
             const int slot = __shfl_sync(~0u, slots, i % 32);
-            if (elected_)
-                load_box(&arguments_.values, full, Multicast{1}, shared_.weight[head_ + i], 0,
-                         slot * Traits::kBlock);
+            if (elected_ && i % Traits::kTokenRanks == Traits::token_rank(rank_))
+                load_box(&arguments_.values, full, shared_by(Traits::kTokenRanks), shared_.weight[head_ + i],
+                         0, slot * Traits::kBlock);
         }
         __syncwarp();
     }
 
-    // This CTA's half of the tokens, for both.
+    // Of the tokens from `token` on: this CTA's own, or the half of them that it loads for both.
     __device__ void load_input(const Barrier& full, char* stage, int k, int token) const {
-        const Multicast to{static_cast<uint16_t>(Traits::kAllRanks << first_rank_)};
+        const Multicast to = shared_by(Traits::kRowRanks);
+        const int place = Traits::row_rank(rank_) * Traits::kRankTokens;  // of these tokens in the stage
         if (kRowMajorInput) {
-            constexpr int kBytes = Traits::kTileTokens * Traits::kLine * 2;
             for (int i = 0; i < Traits::kLines; ++i)
-                load_box(&arguments_.input, full, to, stage + i * kBytes + rank_ * (kBytes / Traits::kRanks),
+                load_box(&arguments_.input, full, to,
+                         stage + (i * Traits::kTileTokens + place) * Traits::kLine * 2,
                          k + i * Traits::kLine, token);
         } else {
-            load_box(&arguments_.input, full, to, stage + rank_ * (Traits::kInputBytes / Traits::kRanks),
-                     token, k);
+            for (int i = 0; i < Traits::kRankTokens; i += Traits::kBoxTokens)
+                load_box(&arguments_.input, full, to, stage + (place + i) * Traits::kStep * 2, token + i, k);
         }
+    }
+
+    // What so many ranks of the cluster share goes to both CTAs that have a part.
+    __device__ Multicast shared_by(int ranks) const {
+        return {ranks == 1 ? uint16_t{1} : static_cast<uint16_t>(Traits::kAllRanks << first_rank_)};
     }
 
     // Waits until a stage is free, and a place for its blocks. They do not go round the end of the memory.
@@ -243,7 +259,7 @@ class NarrowConsumer {
         const int step = work.step + min(first + lane_, work.steps - 1);
         if (work.steps == 0) return {};
         const auto* const masks = reinterpret_cast<const int2*>(plan_.masks);
-        return __ldg(masks + (step * Traits::kRanks + rank_) * Traits::kWarpgroups + warpgroup_);
+        return __ldg(masks + Traits::plan_index(step, rank_) * Traits::kWarpgroups + warpgroup_);
     }
 
     __device__ void multiply_all(float (&sums)[Traits::kSums], const Work& work) {
@@ -371,12 +387,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Host side: one row of the registry.
-template <class Math, int kStep, template <class, int> class Weight = PlainNarrowWeight>
+template <class Math, int kTokenRanks, int kRowRanks, int kStep,
+          template <class, int> class Weight = PlainNarrowWeight>
 struct DdsNarrow {
     // For what is the same for all blocks and stages.
-    using Common = NarrowTraits<Math, Weight<Math, 32>, kStep, 3>;
-    static constexpr int kClusterFeatures = Common::kRanks * Common::kTileFeatures;
-    static constexpr PlanShape kPlan = {kClusterFeatures, Common::kStep, Common::kRanks, PlanKind::aligned};
+    using Common = NarrowTraits<Math, Weight<Math, 32>, kTokenRanks, kStep, 3>;
+    static_assert(Common::kRowRanks == kRowRanks);
+    static constexpr int kClusterTokens = kTokenRanks * Common::kTileTokens;
+    static constexpr int kClusterFeatures = kRowRanks * Common::kTileFeatures;
+    static constexpr PlanShape kPlan = {kClusterFeatures, kStep, kRowRanks, PlanKind::aligned};
+    static constexpr bool kSplits = narrow_splits(kPlan);
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Common::kSharedBytes)) return reason;
@@ -405,13 +425,15 @@ struct DdsNarrow {
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         const bool wide = is_wide(problem);
-        if constexpr (kStep == 64) {
-            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, device, 1, workspace, stream);
-        } else {
+        if constexpr (kSplits) {
             const int64_t parts = (wide ? parts_of<32> : parts_of<16>)(problem, device);
             if (parts > 1)
                 return (wide ? launch_as<32, 4, true> : launch_as<16, 4, true>)(problem, device, parts,
                                                                                 workspace, stream);
+        }
+        if constexpr (kStep == 64) {
+            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, device, 1, workspace, stream);
+        } else {
             if (problem.pattern.density() < kThin)
                 return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, device, 1, workspace, stream);
             return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, device, 1, workspace, stream);
@@ -426,13 +448,13 @@ struct DdsNarrow {
                    1u << static_cast<int>(Math::kDType),
                    Precision::highest,
                    kPlan,
-                   Common::kTileTokens,
+                   kClusterTokens,
                    kClusterFeatures,
                    0,
                    refuses,
                    workspace_size,
                    launch,
-                   kStep == 128,
+                   kSplits,
                    Weight<Math, 32>::kStorages,
                    Weight<Math, 32>::kDTypes,
                    0,
@@ -450,9 +472,9 @@ struct DdsNarrow {
     // So many that all clusters are there at a time.
     template <int kBlock>
     static int64_t parts_of(const Problem& problem, const Device& device) {
-        using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kStep, 4, true>;
+        using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kTokenRanks, kStep, 4, true>;
         const int64_t items = tile_count(problem) * span_count(problem);
-        int64_t parts = narrow_parts(problem, device);
+        int64_t parts = narrow_parts(problem, device, kPlan);
         const auto resident = [](int64_t parts) {
             return ClusterLauncher<dds_narrow_kernel<Traits, true>, DdsArguments>::resident(
                 static_cast<int>(parts) * Traits::kRanks, Traits::kThreads, Traits::kSharedBytes);
@@ -465,7 +487,7 @@ struct DdsNarrow {
         return problem.pattern.nnz * (problem.k_block() / problem.row_block());
     }
     static bool packs_itself(const Problem& problem, const Device& device) {
-        return problem.packed == nullptr && !narrow_reads_blocks(problem, device, kStep) &&
+        return problem.packed == nullptr && !narrow_reads_blocks(problem, device, kPlan) &&
                problem.pattern.nnz > 0;
     }
 
@@ -473,13 +495,13 @@ struct DdsNarrow {
         return (problem.features() + kClusterFeatures - 1) / kClusterFeatures;
     }
     static int64_t span_count(const Problem& problem) {
-        return (problem.tokens + Common::kTileTokens - 1) / Common::kTileTokens;
+        return (problem.tokens + kClusterTokens - 1) / kClusterTokens;
     }
 
-    template <int kBlock, int kStages, bool kSplits = false>
+    template <int kBlock, int kStages, bool kInParts = false>
     static int32_t launch_as(const Problem& problem, const Device& device, int64_t parts, void* workspace,
                              void* stream) {
-        using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kStep, kStages, kSplits>;
+        using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kTokenRanks, kStep, kStages, kInParts>;
         const int64_t tiles = tile_count(problem), spans = span_count(problem);
         if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};
@@ -537,7 +559,7 @@ struct DdsNarrow {
     // one band if L2 holds their activations.
     static int band_spans(const Problem& problem, int64_t tiles, int64_t spans) {
         constexpr int64_t kPanelBytes = 8 << 20, kHeldBytes = 32 << 20;
-        const int64_t bytes = int64_t{Common::kTileTokens} * std::max<int64_t>(problem.k_size(), 1) * 2;
+        const int64_t bytes = int64_t{kClusterTokens} * std::max<int64_t>(problem.k_size(), 1) * 2;
         if (tiles * spans <= Common::Schedule::kMaxClusters && spans * bytes <= kHeldBytes)
             return static_cast<int>(spans);
         return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));
@@ -557,16 +579,16 @@ struct DdsNarrow {
                 {{problem.k_size(), 1, Common::kLine}, {problem.tokens, matrix.ld, Common::kRankTokens}});
         return encode(
             arguments.input, problem.dtype, matrix.data,
-            {{problem.tokens, 1, Common::kRankTokens}, {problem.k_size(), matrix.ld, Common::kStep}});
+            {{problem.tokens, 1, Common::kBoxTokens}, {problem.k_size(), matrix.ld, Common::kStep}});
     }
 };
 
 }  // namespace ts::sm90
 
-#define TS_INSTANCE(name, kernel, math, step)                             \
-    namespace ts::sm90 {                                                  \
-    const Kernel& name() {                                                \
-        static constexpr Kernel kRow = DdsNarrow<math, step>::row(#name); \
-        return kRow;                                                      \
-    }                                                                     \
+#define TS_INSTANCE(name, kernel, math, token_ranks, row_ranks, step)                             \
+    namespace ts::sm90 {                                                                          \
+    const Kernel& name() {                                                                        \
+        static constexpr Kernel kRow = DdsNarrow<math, token_ranks, row_ranks, step>::row(#name); \
+        return kRow;                                                                              \
+    }                                                                                             \
     }

@@ -21,7 +21,7 @@ struct NarrowAtom<f16, kInput> {
 
 // A step takes a while, and longer the more blocks are in it. Steps of 128 k of random patterns at densities
 // .1, .25 and .5 took about .22 + density in units of 2 us.
-template <int kBlock, int kStep, int kBlockRows>
+template <int kBlock, int kStep, int kBlockRows, int kRowRanks>
 struct NarrowCosts {
     static constexpr int kPerUnit = kStep / 16;
     static constexpr int kTile = 8;
@@ -33,17 +33,18 @@ struct NarrowCosts {
 
     __device__ explicit NarrowCosts(const DdsPlan& plan) : tiles(plan.tiles), starts(plan.starts) {}
     __device__ int of(int first, int steps) const {
-        constexpr int kRanks = 2, kPlaces = kRanks * kBlockRows * kStep / kBlock;  // for the blocks of a step
-        const int blocks = __ldg(starts + (first + steps) * kRanks) - __ldg(starts + first * kRanks);
+        constexpr int kPlaces = kRowRanks * kBlockRows * kStep / kBlock;  // for the blocks of a step
+        const int blocks = __ldg(starts + (first + steps) * kRowRanks) - __ldg(starts + first * kRowRanks);
         return kPerUnit * (0.22f * steps + blocks / float(kPlaces));
     }
 };
 
-// A cluster of two CTAs computes 512 features x 128 tokens, half of the features each.
+// A cluster of two CTAs computes 512 features x 128 tokens, half of the features each, and shares the
+// activations; with two ranks of tokens 256 x 256, half of the tokens each, and shares the weight.
 //
 // What shared memory has beside the results is for activations where the weight is sparse, for more of the
 // weight where it is not. Warpgroups with more blocks in a step than others fall behind by what is there.
-template <class Math_, class Weight_, int kStep_, int kStages_, bool kSplits_ = false>
+template <class Math_, class Weight_, int kTokenRanks_, int kStep_, int kStages_, bool kSplits_ = false>
 struct NarrowTraits {
     using Math = Math_;
     using Element = typename Math::Element;  // of activations and results
@@ -51,17 +52,26 @@ struct NarrowTraits {
     static constexpr int kBlock = Weight::kBlock;
     static constexpr int kRanks = 2;
     static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
-
-    __device__ static int first_token(const Work& work, int) { return work.span * kTileTokens; }
+    static constexpr int kTokenRanks = kTokenRanks_;
+    static constexpr int kRowRanks = kRanks / kTokenRanks;
+    // Of a CTA of the cluster: its places along the block rows and along the tokens.
+    __device__ static int row_rank(int rank) { return kRowRanks > 1 ? rank : 0; }
+    __device__ static int token_rank(int rank) { return kTokenRanks > 1 ? rank : 0; }
+    // The place in the plan of what a CTA has of a tile or step.
+    __device__ static int plan_index(int index, int rank) { return index * kRowRanks + row_rank(rank); }
+    __device__ static int first_token(const Work& work, int rank) {
+        return (work.span * kTokenRanks + token_rank(rank)) * kTileTokens;
+    }
     // The block rows of a CTA's tile.
     __device__ static const int* rows_of(const DdsPlan& plan, int tile, int rank) {
-        return plan.rows + (tile * kRanks + rank) * kBlockRows;
+        return plan.rows + plan_index(tile, rank) * kBlockRows;
     }
 
     static constexpr int kTileTokens = 128;
-    static constexpr int kRankTokens = kTileTokens / kRanks;  // of which a CTA loads the activations
-    static constexpr int kWarpgroups = 4;                     // warpgroups that multiply
-    static constexpr int kWarpgroupFeatures = 64;             // as many as wgmma has rows
+    static constexpr int kRankTokens = kTileTokens / kRowRanks;  // of which a CTA loads the activations
+    static constexpr int kBoxTokens = 64;  // of feature-major activations, those that lie side by side
+    static constexpr int kWarpgroups = 4;                        // warpgroups that multiply
+    static constexpr int kWarpgroupFeatures = 64;                // as many as wgmma has rows
     static constexpr int kTileFeatures = kWarpgroups * kWarpgroupFeatures;
     static constexpr int kWarpFeatures = kWarpgroupFeatures / 4;  // of which one warp has the weight
     static constexpr int kBlockRows = kTileFeatures / kBlock;
@@ -84,11 +94,11 @@ struct NarrowTraits {
     static constexpr bool kSplits = kSplits_;                             // for few tiles
     // Of the sums of other parts a CTA has those of one or two of its warpgroups, in place of activations.
     static_assert(!kSplits_ || kStages * kInputBytes >= kWarpgroups * kSums * 128 * 4);
-    using Costs = NarrowCosts<kBlock, kStep, kBlockRows>;
+    using Costs = NarrowCosts<kBlock, kStep, kBlockRows, kRowRanks>;
     using Schedule = sm90::Schedule<kSplits, Costs>;
 
     struct Shared {
-        // Row-major [kLines][kTileTokens][kLine], else [kRanks][kStep][kRankTokens].
+        // Row-major [kLines][kTileTokens][kLine], else [kTileTokens / 64][kStep][64].
         alignas(1024) char input[kStages][kInputBytes];
         // A buffer is row-major [warpgroup_rows][kChunkTokens][row_width], else [64 features][kChunkTokens].
         alignas(1024) char output[kWarpgroups][kChunks][kChunkBytes];

@@ -81,4 +81,21 @@ __device__ inline void load_box(const void* map, const Barrier& barrier, Multica
         cute::SM90_TMA_LOAD_3D::copy(map, signal, kNormalPriority, target, x, y, z);
 }
 
+// Bytes that lie one after another, in multiples of 16.
+__device__ inline void load_bytes(const void* from, const Barrier& barrier, Multicast to, void* target,
+                                  int bytes) {
+    const uint32_t signal = cute::cast_smem_ptr_to_uint(&barrier), at = cute::cast_smem_ptr_to_uint(target);
+    if (to.many())
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+            " [%0], [%1], %2, [%3], %4;" ::"r"(at),
+            "l"(from), "r"(bytes), "r"(signal), "h"(to.mask)
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(at),
+            "l"(from), "r"(bytes), "r"(signal)
+            : "memory");
+}
+
 }  // namespace ts::sm90

@@ -81,17 +81,17 @@ double dds_time_of_some_tokens(const Kernel& kernel, const Problem& problem, con
 
 // --- narrow blocks ---
 
-constexpr double kNarrowFeatures = 512, kNarrowTokens = 128;  // of a tile of the kernels for them
+constexpr double kNarrowResults = 512 * 128;  // features x tokens of a tile of any kernel for them
 
-double narrow_tiles(const Problem& problem) {
-    return divide_up(static_cast<double>(problem.features()), kNarrowFeatures) *
-           divide_up(static_cast<double>(problem.tokens), kNarrowTokens);
+double narrow_tiles(const Problem& problem, const PlanShape& plan) {
+    return divide_up(static_cast<double>(problem.features()), plan.tile) *
+           divide_up(static_cast<double>(problem.tokens), kNarrowResults / plan.tile);
 }
 
 // Of all tiles that a cluster computes, likewise of parts of tiles.
-double narrow_rounds(const Problem& problem, const Device& device, int step) {
-    const double parts = step == 64 ? 1 : static_cast<double>(narrow_parts(problem, device));
-    return divide_up(narrow_tiles(problem) * parts, pairs(device)) / parts;
+double narrow_rounds(const Problem& problem, const Device& device, const PlanShape& plan) {
+    const auto parts = static_cast<double>(narrow_parts(problem, device, plan));
+    return divide_up(narrow_tiles(problem, plan) * parts, pairs(device)) / parts;
 }
 
 double packing_time(const Problem& problem) {
@@ -100,23 +100,24 @@ double packing_time(const Problem& problem) {
 }
 
 // What it takes longer to read blocks one by one than to read them packed.
-double block_time(const Problem& problem, const Device& device, int step) {
+double block_time(const Problem& problem, const Device& device, const PlanShape& plan) {
     constexpr double kBlock = 0.025;
     const Pattern& pattern = problem.pattern;
-    const double blocks = static_cast<double>(problem.k_size()) / pattern.block_cols * kNarrowFeatures /
-                          kCluster / pattern.block_rows * pattern.density();
-    return kBlock * blocks * narrow_rounds(problem, device, step);
+    const double blocks = static_cast<double>(problem.k_size()) / pattern.block_cols * plan.tile / kCluster /
+                          pattern.block_rows * pattern.density();  // that a CTA asks for
+    return kBlock * blocks * narrow_rounds(problem, device, plan);
 }
 
-double narrow_time_of_some_tokens(const Problem& problem, const Device& device, int step, double factor) {
+double narrow_time_of_some_tokens(const Problem& problem, const Device& device, const PlanShape& plan,
+                                  double factor) {
     constexpr double kRate = 3.1e6;
     const bool wide = problem.row_block() == 32;
     const double density = problem.pattern.density();
     const double of_step = factor * (wide ? 0.305 + 1.40 * density : 0.43 + 1.52 * density);  // of 128 k
-    const double steps = static_cast<double>(problem.k_size()) / 128 * narrow_rounds(problem, device, step);
-    const bool splits = step != 64 && narrow_parts(problem, device) > 1;
+    const double steps = static_cast<double>(problem.k_size()) / 128 * narrow_rounds(problem, device, plan);
+    const bool splits = narrow_parts(problem, device, plan) > 1;
     const double weight = problem.packed != nullptr                    ? 0
-                          : narrow_reads_blocks(problem, device, step) ? block_time(problem, device, step)
+                          : narrow_reads_blocks(problem, device, plan) ? block_time(problem, device, plan)
                                                                        : packing_time(problem);
     return (wide ? 11.2 : 9.6) + std::hypot(steps * of_step, memory_time(problem, kRate)) +
            (splits ? (wide ? 4.9 : 5.9) : 0) + weight;
@@ -168,35 +169,38 @@ double estimate_dds_float(const Kernel& kernel, const Problem& problem, const De
     return dds_time(kernel, problem, device, float_share(kernel), kCluster);
 }
 
-// Of two kernels the one with short steps has more room for the weight. Packing is a part of what was fitted,
-// but for few tokens and long blocks.
+// Of two kernels the one with short steps has more room for the weight. Tiles of 256 x 256, which share it,
+// read less and take a little longer. Packing is a part of what was fitted, but for few tokens and long
+// blocks.
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
-    constexpr double kDense = 0.35, kOtherSteps = 1.25;
+    constexpr double kDense = 0.35, kOtherSteps = 1.25, kSharedWeight = 1.11;
     const bool suits = (problem.pattern.density() > kDense) == (kernel.plan.step == 64);
     const double factor = suits ? 1 : kOtherSteps;
     if (has_some_hundred_tokens(problem, device))
-        return narrow_time_of_some_tokens(problem, device, kernel.plan.step, factor);
-    const double share = small_block_cost(problem) / dds_cost(problem) * factor;
+        return narrow_time_of_some_tokens(problem, device, kernel.plan, factor);
+    const double arrangement = shares_weight(kernel) ? kSharedWeight : 1;
+    const double share = small_block_cost(problem) / dds_cost(problem) * factor * arrangement;
     const double time = dds_time(kernel, problem, device, share, kCluster);
     const bool packs = has_few_tokens(problem) && has_long_blocks(problem);
     return packs ? time + packing_time(problem) : time;
 }
 
 // Clusters of many CTAs leave some of the device's multiprocessors idle.
-int64_t narrow_parts(const Problem& problem, const Device& device) {
+int64_t narrow_parts(const Problem& problem, const Device& device, const PlanShape& plan) {
     constexpr int64_t kMost = 4;  // eight CTAs
     constexpr double kFilled = 0.92;
-    const auto tiles = static_cast<int64_t>(narrow_tiles(problem));
+    if (!narrow_splits(plan)) return 1;
+    const auto tiles = static_cast<int64_t>(narrow_tiles(problem, plan));
     int64_t parts = std::min(part_count(problem, tiles, device.multiprocessors / kCluster), kMost);
     while (parts > 1 && static_cast<double>(tiles * parts) > kFilled * pairs(device)) --parts;
     return parts;
 }
 
-bool narrow_reads_blocks(const Problem& problem, const Device& device, int step) {
+bool narrow_reads_blocks(const Problem& problem, const Device& device, const PlanShape& plan) {
     const Pattern& pattern = problem.pattern;
     return problem.packed == nullptr && problem.forward() && has_small_blocks(problem) &&
            pattern.nnz * pattern.block_rows <= std::numeric_limits<int32_t>::max() &&
-           block_time(problem, device, step) < packing_time(problem);
+           block_time(problem, device, plan) < packing_time(problem);
 }
 
 double estimate_sdd(const Kernel&, const Problem& problem, const Device& device) {
