@@ -81,7 +81,7 @@ function(add_common name)
   list(REMOVE_DUPLICATES code)
   add_library(tilesparse_${name} OBJECT ${PROJECT_SOURCE_DIR}/cuda/${name}/${name}.cu)
   target_include_directories(tilesparse_${name} PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
-  target_compile_options(tilesparse_${name} PRIVATE --compress-mode=size -Xcompiler=-Wall,-Wextra)
+  target_compile_options(tilesparse_${name} PRIVATE --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall,-Wextra)
   set_target_properties(tilesparse_${name} PROPERTIES
     CUDA_ARCHITECTURES "${code}" CUDA_VISIBILITY_PRESET hidden CUDA_COMPILER_LAUNCHER "${CMAKE_CXX_COMPILER_LAUNCHER}"
     JOB_POOL_COMPILE nvcc)

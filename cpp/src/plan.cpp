@@ -302,9 +302,13 @@ class AlignedPlanBuilder {
 
             std::pair<size_t, int64_t> cost() const { return {steps.size(), blocks}; }
         };
+        std::vector<Group> groups = pair_rows(view_, group_rows_);
+        for (Group& group : groups) group.resize(group_rows_, -1);
+        PlanHeader header{};
+        header.fill = fill_of(groups);
+        if (header.fill > kCrowdedFill) step_ /= 2;
         std::vector<Tile> tiles;
-        for (Group& group : pair_rows(view_, group_rows_)) {
-            group.resize(group_rows_, -1);
+        for (Group& group : groups) {
             auto steps = steps_of(group);
             int64_t blocks = 0;
             for (const int32_t row : group) blocks += row < 0 ? 0 : view_.length(row);
@@ -314,7 +318,7 @@ class AlignedPlanBuilder {
                          [](const Tile& a, const Tile& b) { return a.cost() > b.cost(); });
         for (const Tile& tile : tiles) add_tile(tile.group, tile.steps);
         starts_.push_back(block_count());
-        PlanHeader header{};
+        header.step = step_;
         header.tiles = static_cast<int32_t>(tiles.size());
         header.steps = static_cast<int32_t>(k_.size());
         header.group_rows = group_rows_;
@@ -323,6 +327,26 @@ class AlignedPlanBuilder {
 
   private:
     int32_t block_count() const { return static_cast<int32_t>(slots_.size()); }
+
+    // See PlanHeader.
+    int32_t fill_of(const std::vector<Group>& groups) const {
+        StepFill fill;
+        std::vector<int32_t> squares;  // of a rank, by step
+        for (const Group& group : groups)
+            for (auto rank = group.begin(); rank != group.end(); rank += rank_rows_) {
+                squares.assign(view_.col_count * view_.col_block / step_ + 1, 0);
+                for (const int32_t row : Group(rank, rank + rank_rows_)) {
+                    if (row < 0) continue;
+                    for (int32_t e = view_.rows.ptr[row]; e < view_.rows.ptr[row + 1]; ++e) {
+                        const int32_t first = view_.rows.idx[e] * view_.col_block;
+                        for (int32_t k = first; k < first + view_.col_block; k += view_.row_block)
+                            ++squares[k / step_];
+                    }
+                }
+                for (const int32_t in_step : squares) fill.add(in_step);
+            }
+        return fill.percent(rank_rows_ * step_ / view_.row_block);
+    }
 
     std::vector<int32_t> steps_of(const Group& group) const {
         std::vector<int32_t> steps;

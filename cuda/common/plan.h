@@ -13,8 +13,9 @@
 //     - slots [steps][ranks][pieces][group_rows]: block in values, -1 where there is none
 //
 // dds by aligned steps, for blocks of 16 or 32 features by as many k or more: macro-tiles likewise, but steps
-// are whole ones of k, from a multiple of `step`, and two `ranks`, half of the features each, walk together
-// those in which some row of the tile has a block. Blocks are cut into squares, along k.
+// are whole ones of k, from a multiple of the header's `step`, and one rank, or two with half of the features
+// each, walk together those in which some row of the tile has a block. They are as wide as the shape says, or
+// half of it where blocks crowd (see kCrowdedFill). Blocks are cut into squares, along k.
 //     - tiles [tiles][2]: first step, number of steps; longest first, of equals that with most blocks
 //     - rows [tiles][group_rows]: block rows, -1 where there is none
 //     - masks [steps][tile / 64][2]: bit 4 j + i says that of 64 features those from 16 i to 16 i + 15 have a
@@ -53,6 +54,7 @@ struct PlanHeader {
     union {
         int32_t pieces;
         int32_t units;  // of plans by strips: of two windows
+        int32_t step;   // of plans by aligned steps: k of one
     };
     // Offsets from the header in int32.
     int32_t tiles_at;
@@ -63,9 +65,31 @@ struct PlanHeader {
     int32_t words;  // of the whole plan
     int32_t starts_at;
     int32_t key;  // see plan_key
-    int32_t reserved[4];
+    // Of plans by aligned steps: how many of the places that a rank has for squares in a step of the shape are
+    // taken, in percent, in the mean over squares.
+    int32_t fill;
+    int32_t reserved[3];
 };
 static_assert(sizeof(PlanHeader) == 64);
+
+// Counts squares of plans by aligned steps, for the header's `fill`.
+struct StepFill {
+    int64_t squares = 0;
+    int64_t neighbours = 0;  // of each square those that its rank has in its step, itself too
+
+    constexpr void add(int64_t in_step) {
+        squares += in_step;
+        neighbours += in_step * in_step;
+    }
+    // `places`: for squares of a rank in a step.
+    constexpr int32_t percent(int places) const {
+        return squares == 0 ? 0 : static_cast<int32_t>(neighbours * 100 / (squares * places));
+    }
+};
+
+// Of fuller steps those half as wide are better: shared memory has room for more of them, whatever is in
+// them. Emptier ones take longer for what comes with every step. Measured on an H200.
+constexpr int32_t kCrowdedFill = 36;
 
 // A number, never 0, that plans share only if a kernel that can walk the one can walk the other. It is worked
 // out in every launch.

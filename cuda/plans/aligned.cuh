@@ -11,11 +11,11 @@ struct AlignedShape {
     int group_rows;  // block rows of a tile
     int rank_rows;   // and of a rank
     int ranks;
-    int step;          // of k
-    int columns;       // of a step, or 1
-    int column_steps;  // of a column, or 1
-    int squares;       // of a block
-    int width;         // k of a block in a step
+    int step;            // of k
+    int columns;         // of a step, or 1
+    int column_steps;    // of a column, or 1
+    int squares;         // of a block
+    int column_squares;  // of a block in a step
     int tiles;
     int most_steps;
 
@@ -27,9 +27,47 @@ struct AlignedShape {
     }
 };
 
+// Steps as wide as the plan's shape says, or half of it.
+struct AlignedShapes {
+    AlignedShape wide, narrow;
+    StepFill* fill;  // of wide steps
+
+    __device__ int places() const { return wide.rank_rows * wide.columns * wide.column_squares; }
+    __device__ AlignedShape chosen() const {
+        return fill->percent(places()) > kCrowdedFill ? narrow : wide;
+    }
+};
+
+// The squares of a block row in the step that begins at a k.
+__device__ inline int count_squares(const View& view, const AlignedShape& shape, int row, int step) {
+    const int first = step / view.col_block, end = __ldg(view.blocks.ptr + row + 1);
+    int e = find_entry(view, row, first);
+    const int begin = e;
+    while (e < end && __ldg(view.blocks.idx + e) - first < shape.columns) ++e;
+    return (e - begin) * shape.column_squares;
+}
+
+// Counts squares in wide steps, from zero on. One block for each tile.
+static __global__ void __launch_bounds__(1024) measure_fill(View view, AlignedShapes shapes, const int* rows) {
+    const AlignedShape& shape = shapes.wide;
+    const int lane = threadIdx.x % 32, steps = (view.cols * view.col_block + shape.step - 1) / shape.step;
+    StepFill own;
+    for (int i = threadIdx.x / 32; i < steps * shape.ranks; i += blockDim.x / 32) {
+        const int* const rank_rows = rows + blockIdx.x * shape.group_rows + i % shape.ranks * shape.rank_rows;
+        const int row = lane < shape.rank_rows ? rank_rows[lane] : -1;
+        const int squares = row < 0 ? 0 : count_squares(view, shape, row, i / shape.ranks * shape.step);
+        own.add(warp_scan(squares, lane));
+    }
+    if (lane < 31) return;  // which has all of them
+    auto* const sums = reinterpret_cast<unsigned long long*>(shapes.fill);
+    atomicAdd(sums, own.squares);
+    atomicAdd(sums + 1, own.neighbours);
+}
+
 // The steps of each tile, and its blocks. One thread for each.
-static __global__ void count_aligned_steps(View view, Sets sets, const int* rows, AlignedShape shape,
+static __global__ void count_aligned_steps(View view, Sets sets, const int* rows, AlignedShapes shapes,
                                            int2* costs) {
+    const AlignedShape shape = shapes.chosen();
     const int tile = blockIdx.x * blockDim.x + threadIdx.x;
     if (tile >= shape.tiles) return;
     int steps = 0, blocks = 0;
@@ -51,13 +89,14 @@ __device__ inline void write_masks(const View& view, const AlignedShape& shape, 
     unsigned mask = 0;
     int own = 0;
     if (row >= 0) {
-        const unsigned block = (strips == 1 ? 0x11111111u : 0x33333333u) >> (32 - shape.width / 4);
+        const int width = shape.column_squares * view.row_block;
+        const unsigned block = (strips == 1 ? 0x11111111u : 0x33333333u) >> (32 - width / 4);
         const int first = step / view.col_block, end = __ldg(view.blocks.ptr + row + 1);
         for (int e = find_entry(view, row, first); e < end; ++e) {
             const int column = __ldg(view.blocks.idx + e) - first;
             if (column >= shape.columns) break;
             mask |= block << (column * view.col_block / 4 + strip % 4);
-            own += shape.width / view.row_block;
+            own += shape.column_squares;
         }
     }
     const int last = warp_scan(own, lane);
@@ -75,13 +114,16 @@ __device__ inline void write_masks(const View& view, const AlignedShape& shape, 
 
 // One block for each tile, whose columns are a set and whose block rows are given. Starts are counts, as yet.
 static __global__ void __launch_bounds__(1024)
-    write_aligned_tiles(View view, AlignedShape shape, Sets sets, const int* rows, const int2* costs,
+    write_aligned_tiles(View view, AlignedShapes shapes, Sets sets, const int* rows, const int2* costs,
                         Sections plan) {
+    const AlignedShape shape = shapes.chosen();
     const int tile = blockIdx.x, own_steps = shape.tiles == 0 ? 0 : costs[tile].x;
     if (tile == 0) {
         int all = 0;
         for (int i = threadIdx.x; i < shape.tiles; i += blockDim.x) all += costs[i].x;
         plan.header.steps = block_sum(all);
+        plan.header.step = shape.step;
+        plan.header.fill = shapes.fill->percent(shapes.places());
         if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(plan.words) = plan.header;
     }
     if (shape.tiles == 0) return;
@@ -117,7 +159,8 @@ static __global__ void __launch_bounds__(1024)
 
 // One block for each tile of the plan.
 static __global__ void __launch_bounds__(1024)
-    write_aligned_slots(View view, AlignedShape shape, Sections plan) {
+    write_aligned_slots(View view, AlignedShapes shapes, Sections plan) {
+    const AlignedShape shape = shapes.chosen();
     const int first = plan.tiles()[2 * blockIdx.x];
     const int steps = plan.tiles()[2 * blockIdx.x + 1];
     const int strips = view.row_block / 16, words = shape.rank_rows * strips / 4;
@@ -135,7 +178,7 @@ static __global__ void __launch_bounds__(1024)
         for (int e = find_entry(view, row, column); e < end; ++e) {
             if (__ldg(view.blocks.idx + e) >= column + shape.columns) break;
             const int square = __ldg(view.blocks.slot + e) * shape.squares + first_square;
-            for (int j = 0; j < shape.width / view.row_block; ++j) *slot++ = square + j;
+            for (int j = 0; j < shape.column_squares; ++j) *slot++ = square + j;
         }
     }
 }
@@ -144,46 +187,54 @@ class AlignedBuilder {
   public:
     AlignedBuilder(Arena& arena, const View& view, PlanShape shape, int32_t key)
         : view_(view),
-          shape_(shape_of(view, shape)),
-          grouping_(arena, view, shape_.group_rows, false),
-          costs_(arena.take<int2>(shape_.tiles)) {
-        const int64_t steps = shape_.most_steps, starts = steps * shape.ranks;
-        header_ = lay_out(key, {int64_t{2} * shape_.tiles, int64_t{shape_.tiles} * shape_.group_rows,
-                                2 * steps * (shape.tile / 64), steps, view.nnz * shape_.squares, starts + 1});
-        header_.tiles = shape_.tiles;
-        header_.group_rows = shape_.group_rows;
+          shapes_{shape_of(view, shape, shape.step), shape_of(view, shape, shape.step / 2),
+                  arena.take<StepFill>(1)},
+          grouping_(arena, view, shapes_.wide.group_rows, false),
+          costs_(arena.take<int2>(tiles())) {
+        const int64_t steps = most_steps(), starts = steps * shape.ranks;
+        header_ =
+            lay_out(key, {int64_t{2} * tiles(), int64_t{tiles()} * shapes_.wide.group_rows,
+                          2 * steps * (shape.tile / 64), steps, view.nnz * shapes_.wide.squares, starts + 1});
+        header_.tiles = tiles();
+        header_.group_rows = shapes_.wide.group_rows;
     }
 
     int64_t words() const { return header_.words; }
 
     void build(void* plan, Stream& stream) {
         grouping_.build(stream);
-        const Groups& tiles = grouping_.groups();
+        const Groups& groups = grouping_.groups();
         int* const words = static_cast<int*>(plan);
         int* const starts = words + header_.starts_at;
-        const int most_starts = shape_.most_steps * shape_.ranks;
+        const int most_starts = most_steps() * shapes_.wide.ranks;
         const Sections sections{header_, words};
+        fill(shapes_.fill, 0, sizeof(StepFill), stream);
+        if (tiles() > 0)
+            launch(measure_fill, int64_t{1024} * tiles(), 1024, stream, view_, shapes_, groups.rows);
         // Of steps that there could be but are not, zeros are summed up.
         fill(starts, 0, most_starts * sizeof(int), stream);
-        launch(count_aligned_steps, shape_.tiles, 128, stream, view_, tiles.sets, tiles.rows, shape_, costs_);
-        launch(write_aligned_tiles, int64_t{1024} * shape_.tiles, 1024, stream, view_, shape_, tiles.sets,
-               tiles.rows, costs_, sections);
+        launch(count_aligned_steps, tiles(), 128, stream, view_, groups.sets, groups.rows, shapes_, costs_);
+        launch(write_aligned_tiles, int64_t{1024} * tiles(), 1024, stream, view_, shapes_, groups.sets,
+               groups.rows, costs_, sections);
         launch(scan_counts, 0, 1024, stream, starts, most_starts);
-        if (shape_.tiles > 0)
-            launch(write_aligned_slots, int64_t{1024} * shape_.tiles, 1024, stream, view_, shape_, sections);
+        if (tiles() > 0)
+            launch(write_aligned_slots, int64_t{1024} * tiles(), 1024, stream, view_, shapes_, sections);
     }
 
   private:
-    static AlignedShape shape_of(const View& view, PlanShape shape) {
+    int tiles() const { return shapes_.wide.tiles; }
+    int most_steps() const { return shapes_.narrow.most_steps; }
+
+    static AlignedShape shape_of(const View& view, PlanShape shape, int step) {
         AlignedShape result{};
         result.group_rows = shape.tile / view.row_block;
         result.rank_rows = result.group_rows / shape.ranks;
         result.ranks = shape.ranks;
-        result.step = shape.step;
-        result.columns = std::max(1, shape.step / view.col_block);
-        result.column_steps = std::max(1, view.col_block / shape.step);
+        result.step = step;
+        result.columns = std::max(1, step / view.col_block);
+        result.column_steps = std::max(1, view.col_block / step);
         result.squares = view.col_block / view.row_block;
-        result.width = std::min(shape.step, view.col_block);
+        result.column_squares = std::min(step, view.col_block) / view.row_block;
         result.tiles = Grouping::group_count(view.rows, result.group_rows);
         const int64_t columns = (view.cols + result.columns - 1) / result.columns;
         const int64_t steps = std::min<int64_t>(view.nnz, result.tiles * columns) * result.column_steps;
@@ -192,7 +243,7 @@ class AlignedBuilder {
     }
 
     View view_;
-    AlignedShape shape_;
+    AlignedShapes shapes_;
     Grouping grouping_;
     int2* costs_;
     PlanHeader header_;

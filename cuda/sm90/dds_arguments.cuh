@@ -61,6 +61,7 @@ struct DdsPlan {
     const int* starts;  // by aligned steps alone
     int group_rows;
     int pieces;
+    int fill;     // of aligned steps, see PlanHeader
     bool is_own;  // the plan of this launch; another must not be walked
 
     __device__ DdsPlan(const PlanHeader* plan, int key) {
@@ -73,6 +74,7 @@ struct DdsPlan {
         starts = words + plan->starts_at;
         group_rows = plan->group_rows;
         pieces = plan->pieces;
+        fill = plan->fill;
         is_own = plan->key == key;
     }
 };

@@ -132,7 +132,10 @@ class NarrowProducer {
                          k + i * Traits::kLine, token);
         } else {
             for (int i = 0; i < Traits::kRankTokens; i += Traits::kBoxTokens)
-                load_box(&arguments_.input, full, to, stage + (place + i) * Traits::kStep * 2, token + i, k);
+                for (int j = 0; j < Traits::kStep; j += Traits::kLine)
+                    load_box(&arguments_.input, full, to,
+                             stage + ((place + i) * Traits::kStep + j * Traits::kBoxTokens) * 2, token + i,
+                             k + j);
         }
     }
 
@@ -240,6 +243,8 @@ class NarrowConsumer {
                             kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>::Type;
     static constexpr int kQuarters = Traits::kLine / 16;
     static constexpr int kBlockQuarters = Traits::kBlock / 16;
+    // Of activations as an operand, but for their address; see operand().
+    static constexpr uint32_t kInput = kRowMajorInput ? 0 : Traits::kBoxTokens * Traits::kStep * 2 / 16 << 16;
 
     __device__ static void add(float (&sums)[Traits::kSums], const float4* from) {
 #pragma unroll
@@ -277,7 +282,7 @@ class NarrowConsumer {
     // `mask`: for each 16 of k which 16 features have a block. `firsts`: the first block of each warp.
     __device__ void multiply_step(float (&sums)[Traits::kSums], uint32_t mask, uint32_t firsts) {
         shared_.ring.wait_full(position_);
-        const uint32_t input = arguments_.tokens_by_k.low + operand_address(shared_.input[position_.stage]);
+        const uint32_t input = kInput + operand_address(shared_.input[position_.stage]);
         const uint32_t block = shared_.first_block[position_.stage] + (firsts >> 8 * warp_ & 0xff);
         uint32_t weight = place_ + block * Traits::kBlockBytes;
         constexpr uint32_t kNext =
@@ -340,15 +345,13 @@ class NarrowConsumer {
     typename Ring<Traits::kStages>::Position position_;
 };
 
+// All that a CTA does.
 template <class Traits, bool kRowMajorInput>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
-    dds_narrow_kernel(const __grid_constant__ DdsArguments arguments) {
-    extern __shared__ __align__(1024) char memory[];
+__device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const DdsPlan& plan, char* memory) {
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const auto cluster_rank = static_cast<int>(cute::block_rank_in_cluster());
     const int rank = cluster_rank % Traits::kRanks, first_rank = Traits::kSplits ? cluster_rank - rank : 0;
-    const DdsPlan plan(arguments.plan, arguments.plan_key);
     if (threadIdx.x == 32) {
         if (arguments.value_rows > 0) prefetch(&arguments.input);
         if (arguments.value_rows > 0 && arguments.packed == nullptr) prefetch(&arguments.values);
@@ -386,20 +389,36 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cute::cluster_sync();  // the other CTA may still write here
 }
 
+template <class Kinds, bool kRowMajorInput>
+__global__ void __launch_bounds__(Kinds::kThreads, 1)
+    dds_narrow_kernel(const __grid_constant__ DdsArguments arguments) {
+    extern __shared__ __align__(1024) char memory[];
+    const DdsPlan plan(arguments.plan, arguments.plan_key);
+    // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
+    const int fill = __shfl_sync(~0u, plan.fill, 0);
+    if (fill > kCrowdedFill)
+        run_narrow<typename Kinds::Crowded, kRowMajorInput>(arguments, plan, memory);
+    else if (fill <= Kinds::kThinFill)
+        run_narrow<typename Kinds::Thin, kRowMajorInput>(arguments, plan, memory);
+    else
+        run_narrow<typename Kinds::Common, kRowMajorInput>(arguments, plan, memory);
+}
+
 // Host side: one row of the registry.
-template <class Math, int kTokenRanks, int kRowRanks, int kStep,
-          template <class, int> class Weight = PlainNarrowWeight>
+template <class Math, int kTokenRanks, int kRowRanks, template <class, int> class Weight = PlainNarrowWeight>
 struct DdsNarrow {
-    // For what is the same for all blocks and stages.
-    using Common = NarrowTraits<Math, Weight<Math, 32>, kTokenRanks, kStep, 3>;
+    template <int kBlock, bool kSplits>
+    using Kinds = NarrowKinds<Math, Weight<Math, kBlock>, kTokenRanks, kSplits>;
+    // For what is the same for all blocks and kinds.
+    using Common = typename Kinds<32, false>::Common;
     static_assert(Common::kRowRanks == kRowRanks);
     static constexpr int kClusterTokens = kTokenRanks * Common::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Common::kTileFeatures;
-    static constexpr PlanShape kPlan = {kClusterFeatures, kStep, kRowRanks, PlanKind::aligned};
+    static constexpr PlanShape kPlan = {kClusterFeatures, Common::kStep, kRowRanks, PlanKind::aligned};
     static constexpr bool kSplits = narrow_splits(kPlan);
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (const char* reason = sm90::refuses(device, Common::kSharedBytes)) return reason;
+        if (const char* reason = sm90::refuses(device, Kinds<32, false>::kSharedBytes)) return reason;
         if (problem.row_block() > 32 || problem.row_block() > problem.k_block())
             return "its blocks have 16 or 32 features of the result and at least as many of k";
         if (!Common::Schedule::can_hold(tile_count(problem), span_count(problem),
@@ -428,16 +447,10 @@ struct DdsNarrow {
         if constexpr (kSplits) {
             const int64_t parts = (wide ? parts_of<32> : parts_of<16>)(problem, device);
             if (parts > 1)
-                return (wide ? launch_as<32, 4, true> : launch_as<16, 4, true>)(problem, device, parts,
-                                                                                workspace, stream);
+                return (wide ? launch_as<32, true> : launch_as<16, true>)(problem, device, parts, workspace,
+                                                                          stream);
         }
-        if constexpr (kStep == 64) {
-            return (wide ? launch_as<32, 6> : launch_as<16, 6>)(problem, device, 1, workspace, stream);
-        } else {
-            if (problem.pattern.density() < kThin)
-                return (wide ? launch_as<32, 4> : launch_as<16, 4>)(problem, device, 1, workspace, stream);
-            return (wide ? launch_as<32, 3> : launch_as<16, 3>)(problem, device, 1, workspace, stream);
-        }
+        return (wide ? launch_as<32, false> : launch_as<16, false>)(problem, device, 1, workspace, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -467,17 +480,15 @@ struct DdsNarrow {
     }
 
   private:
-    static constexpr double kThin = 0.15;  // density, measured on an H200
-
     // So many that all clusters are there at a time.
     template <int kBlock>
     static int64_t parts_of(const Problem& problem, const Device& device) {
-        using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kTokenRanks, kStep, 4, true>;
+        using Split = Kinds<kBlock, true>;
         const int64_t items = tile_count(problem) * span_count(problem);
         int64_t parts = narrow_parts(problem, device, kPlan);
         const auto resident = [](int64_t parts) {
-            return ClusterLauncher<dds_narrow_kernel<Traits, true>, DdsArguments>::resident(
-                static_cast<int>(parts) * Traits::kRanks, Traits::kThreads, Traits::kSharedBytes);
+            return ClusterLauncher<dds_narrow_kernel<Split, true>, DdsArguments>::resident(
+                static_cast<int>(parts) * Split::kRanks, Split::kThreads, Split::kSharedBytes);
         };
         while (parts > 1 && resident(parts) < items) --parts;
         return parts;
@@ -498,10 +509,10 @@ struct DdsNarrow {
         return (problem.tokens + kClusterTokens - 1) / kClusterTokens;
     }
 
-    template <int kBlock, int kStages, bool kInParts = false>
+    template <int kBlock, bool kInParts>
     static int32_t launch_as(const Problem& problem, const Device& device, int64_t parts, void* workspace,
                              void* stream) {
-        using Traits = NarrowTraits<Math, Weight<Math, kBlock>, kTokenRanks, kStep, kStages, kInParts>;
+        using Own = Kinds<kBlock, kInParts>;
         const int64_t tiles = tile_count(problem), spans = span_count(problem);
         if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};
@@ -509,14 +520,14 @@ struct DdsNarrow {
         arguments.packed = static_cast<const char*>(packs ? workspace : problem.packed);
         if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
         if (packs)
-            if (const cudaError_t error = pack_as<typename Traits::Weight>(problem, workspace, stream))
+            if (const cudaError_t error = pack_as<Weight<Math, kBlock>>(problem, workspace, stream))
                 return error;
         const auto start = problem.input().layout == Layout::row_major
-                               ? ClusterLauncher<dds_narrow_kernel<Traits, true>, DdsArguments>::launch
-                               : ClusterLauncher<dds_narrow_kernel<Traits, false>, DdsArguments>::launch;
-        const int64_t clusters = std::min<int64_t>(tiles * spans, Traits::Schedule::kMaxClusters);
-        return start(arguments, clusters, static_cast<int>(parts) * Traits::kRanks, Traits::kThreads,
-                     Traits::kSharedBytes, stream, packs);
+                               ? ClusterLauncher<dds_narrow_kernel<Own, true>, DdsArguments>::launch
+                               : ClusterLauncher<dds_narrow_kernel<Own, false>, DdsArguments>::launch;
+        const int64_t clusters = std::min<int64_t>(tiles * spans, Common::Schedule::kMaxClusters);
+        return start(arguments, clusters, static_cast<int>(parts) * Own::kRanks, Own::kThreads,
+                     Own::kSharedBytes, stream, packs);
     }
 
     template <class Format>
@@ -545,8 +556,7 @@ struct DdsNarrow {
         arguments.schedule =
             schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts),
                                static_cast<int>(parts) * band_spans(problem, tiles, spans));
-        const bool row_major = problem.input().layout == Layout::row_major;
-        arguments.tokens_by_k = row_major ? operand(128, 0) : operand(128, 128 * Common::kStep);
+        arguments.tokens_by_k = operand(128, 0);
         if (arguments.value_rows > 0)
             if (const cudaError_t error = map_input(arguments, problem)) return error;
         if (arguments.value_rows > 0 && arguments.packed == nullptr)
@@ -579,16 +589,16 @@ struct DdsNarrow {
                 {{problem.k_size(), 1, Common::kLine}, {problem.tokens, matrix.ld, Common::kRankTokens}});
         return encode(
             arguments.input, problem.dtype, matrix.data,
-            {{problem.tokens, 1, Common::kBoxTokens}, {problem.k_size(), matrix.ld, Common::kStep}});
+            {{problem.tokens, 1, Common::kBoxTokens}, {problem.k_size(), matrix.ld, Common::kLine}});
     }
 };
 
 }  // namespace ts::sm90
 
-#define TS_INSTANCE(name, kernel, math, token_ranks, row_ranks, step)                             \
-    namespace ts::sm90 {                                                                          \
-    const Kernel& name() {                                                                        \
-        static constexpr Kernel kRow = DdsNarrow<math, token_ranks, row_ranks, step>::row(#name); \
-        return kRow;                                                                              \
-    }                                                                                             \
+#define TS_INSTANCE(name, kernel, math, token_ranks, row_ranks)                             \
+    namespace ts::sm90 {                                                                    \
+    const Kernel& name() {                                                                  \
+        static constexpr Kernel kRow = DdsNarrow<math, token_ranks, row_ranks>::row(#name); \
+        return kRow;                                                                        \
+    }                                                                                       \
     }

@@ -1,6 +1,8 @@
 // What follows from the tile of the dds kernel for narrow blocks.
 #pragma once
 
+#include <algorithm>
+
 #include "sm90/dds_arguments.cuh"
 #include "sm90/dds_narrow_weight.cuh"
 #include "sm90/pipeline.cuh"
@@ -42,8 +44,7 @@ struct NarrowCosts {
 // A cluster of two CTAs computes 512 features x 128 tokens, half of the features each, and shares the
 // activations; with two ranks of tokens 256 x 256, half of the tokens each, and shares the weight.
 //
-// What shared memory has beside the results is for activations where the weight is sparse, for more of the
-// weight where it is not. Warpgroups with more blocks in a step than others fall behind by what is there.
+// Warpgroups with more blocks in a step than others fall behind by what shared memory holds beside the results.
 template <class Math_, class Weight_, int kTokenRanks_, int kStep_, int kStages_, bool kSplits_ = false>
 struct NarrowTraits {
     using Math = Math_;
@@ -111,6 +112,20 @@ struct NarrowTraits {
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= 227 * 1024);
+};
+
+// What there is of shared memory is for activations where the weight is sparse, for more of the weight where
+// it is not: by the steps of the plan, and how full they are.
+template <class Math, class Weight, int kTokenRanks, bool kSplits>
+struct NarrowKinds {
+    using Crowded = NarrowTraits<Math, Weight, kTokenRanks, 64, kSplits ? 8 : 6, kSplits>;  // narrow steps
+    using Common = NarrowTraits<Math, Weight, kTokenRanks, 128, kSplits ? 4 : 3, kSplits>;
+    using Thin = NarrowTraits<Math, Weight, kTokenRanks, 128, 4, kSplits>;
+    static constexpr int kThinFill = 20;  // up to which a plan is thin; see PlanHeader
+
+    static constexpr int kRanks = Common::kRanks, kThreads = Common::kThreads;
+    static constexpr int kSharedBytes =
+        std::max({Crowded::kSharedBytes, Common::kSharedBytes, Thin::kSharedBytes});
 };
 
 }  // namespace ts::sm90

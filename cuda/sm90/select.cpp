@@ -169,17 +169,15 @@ double estimate_dds_float(const Kernel& kernel, const Problem& problem, const De
     return dds_time(kernel, problem, device, float_share(kernel), kCluster);
 }
 
-// Of two kernels the one with short steps has more room for the weight. Tiles of 256 x 256, which share it,
-// read less and take a little longer. Packing is a part of what was fitted, but for few tokens and long
-// blocks.
+// Tiles of 256 x 256, which share the weight, read less than dds_work counts where there is little k, and are
+// the faster ones for rows of unequal length. Packing is a part of what was fitted, but for few tokens and
+// long blocks.
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
-    constexpr double kDense = 0.35, kOtherSteps = 1.25, kSharedWeight = 1.11;
-    const bool suits = (problem.pattern.density() > kDense) == (kernel.plan.step == 64);
-    const double factor = suits ? 1 : kOtherSteps;
+    const double k = static_cast<double>(problem.k_size());
+    const double factor = shares_weight(kernel) ? 1.06 * (1 + 50 / k) : 1;
     if (has_some_hundred_tokens(problem, device))
         return narrow_time_of_some_tokens(problem, device, kernel.plan, factor);
-    const double arrangement = shares_weight(kernel) ? kSharedWeight : 1;
-    const double share = small_block_cost(problem) / dds_cost(problem) * factor * arrangement;
+    const double share = small_block_cost(problem) / dds_cost(problem) * factor;
     const double time = dds_time(kernel, problem, device, share, kCluster);
     const bool packs = has_few_tokens(problem) && has_long_blocks(problem);
     return packs ? time + packing_time(problem) : time;

@@ -20,7 +20,7 @@ std::optional<double> estimate_dense(const Problem& problem, const Device& devic
 // Of the kernels for narrow blocks, by their plans: which of them may cut sums over k into parts; how many
 // these are, in a cluster of two CTAs each; and whether blocks are read where they are, for which no call
 // packs the weight.
-constexpr bool narrow_splits(const PlanShape& plan) { return plan.step == 128 && plan.ranks == 2; }
+constexpr bool narrow_splits(const PlanShape& plan) { return plan.ranks == 2; }
 int64_t narrow_parts(const Problem& problem, const Device& device, const PlanShape& plan);
 bool narrow_reads_blocks(const Problem& problem, const Device& device, const PlanShape& plan);
 

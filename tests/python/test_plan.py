@@ -63,7 +63,9 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str,
             "k": (steps,),
             "slots": (pattern.nnz * squares_of(pattern),),
             "starts": (steps * ranks + 1,),
+            "header": (16,),
         }
+        offsets.append(0)
     else:
         shapes = {
             "tiles": (tiles, 2),
@@ -261,7 +263,9 @@ def test_aligned_plans_visit_each_block_once(name: str, op: int, device: str) ->
 
 def check_aligned_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: int) -> None:
     """Checks a plan against the pattern as seen from the output of the product."""
-    block, step = pattern.block_shape[0], key & 0xFFF
+    block, step, fill = pattern.block_shape[0], int(plan["header"][3]), int(plan["header"][12])
+    assert fill == fill_of(pattern, plan["rows"], key & 0xFFF)
+    assert step == (key & 0xFFF) // (2 if fill > 36 else 1)
     columns, strips, squares = step // block, block // 16, squares_of(pattern)
     square_at = {
         (row, column * squares + square): slot * squares + square
@@ -298,6 +302,32 @@ def check_aligned_plan(pattern: BlockPattern, plan: dict[str, np.ndarray], key: 
         assert len(slots) > before, "a step without a block"
     assert plan["starts"][-1] == len(slots)
     assert plan["slots"].tolist() == slots and sorted(slots) == list(range(pattern.nnz * squares))
+
+
+def fill_of(pattern: BlockPattern, rows: np.ndarray, step: int) -> int:
+    """Of the places for squares in a rank's step, the percentage taken, in the mean over squares."""
+    block, k = pattern.block_shape
+    mask = np.zeros((pattern.grid[0] + 1, pattern.grid[1]), dtype=bool)  # of row -1: nothing
+    mask[tuple(indices.numpy() for indices in pattern.block_indices())] = True
+    squares = np.repeat(mask, k // block, axis=1)
+    squares = np.pad(squares, ((0, 0), (0, -squares.shape[1] % (step // block))))
+    in_steps = squares[rows].sum(2).reshape(*rows.shape[:2], -1, step // block).sum(3)
+    places = rows.shape[2] * step // block
+    return int((in_steps**2).sum() * 100 // max(in_steps.sum() * places, 1))
+
+
+@needs_plans
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "density", "step"), [("random", 0.1, 128), ("random", 0.5, 64), ("banded", 0.1, 64)])
+def test_steps_are_narrow_where_blocks_crowd(name: str, density: float, step: int, device: str) -> None:
+    pattern = BlockPattern.random((2048, 2048), block_shape=(16, 16), density=density, generator=seeded(0))
+    if name == "banded":
+        rows, cols = np.indices((128, 128))
+        pattern = BlockPattern.from_block_mask(torch.from_numpy(abs(rows - cols) < 6), block_shape=16)
+    aligned = [index for (key, _), index in KERNELS.items() if is_aligned(key)]
+    assert aligned
+    for index in aligned:
+        assert build(pattern, index, DDS_NT, device)["header"][3] == step
 
 
 @needs_plans
