@@ -305,8 +305,10 @@ class AlignedPlanBuilder {
         std::vector<Group> groups = pair_rows(view_, group_rows_);
         for (Group& group : groups) group.resize(group_rows_, -1);
         PlanHeader header{};
-        header.fill = fill_of(groups);
-        if (header.fill > kCrowdedFill) step_ /= 2;
+        const StepFill fill = fill_of(groups);
+        const int32_t places = rank_rows_ * step_ / view_.row_block;
+        header.fill = fill.percent(places);
+        if (fill.crowds(places, group_rows_ / rank_rows_)) step_ /= 2;
         std::vector<Tile> tiles;
         for (Group& group : groups) {
             auto steps = steps_of(group);
@@ -328,13 +330,12 @@ class AlignedPlanBuilder {
   private:
     int32_t block_count() const { return static_cast<int32_t>(slots_.size()); }
 
-    // See PlanHeader.
-    int32_t fill_of(const std::vector<Group>& groups) const {
+    StepFill fill_of(const std::vector<Group>& groups) const {
         StepFill fill;
         std::vector<int32_t> squares;  // of a rank, by step
         for (const Group& group : groups)
             for (auto rank = group.begin(); rank != group.end(); rank += rank_rows_) {
-                squares.assign(view_.col_count * view_.col_block / step_ + 1, 0);
+                squares.assign((view_.col_count * view_.col_block + step_ - 1) / step_, 0);
                 for (const int32_t row : Group(rank, rank + rank_rows_)) {
                     if (row < 0) continue;
                     for (int32_t e = view_.rows.ptr[row]; e < view_.rows.ptr[row + 1]; ++e) {
@@ -345,7 +346,7 @@ class AlignedPlanBuilder {
                 }
                 for (const int32_t in_step : squares) fill.add(in_step);
             }
-        return fill.percent(rank_rows_ * step_ / view_.row_block);
+        return fill;
     }
 
     std::vector<int32_t> steps_of(const Group& group) const {

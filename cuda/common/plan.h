@@ -15,7 +15,7 @@
 // dds by aligned steps, for blocks of 16 or 32 features by as many k or more: macro-tiles likewise, but steps
 // are whole ones of k, from a multiple of the header's `step`, and one rank, or two with half of the features
 // each, walk together those in which some row of the tile has a block. They are as wide as the shape says, or
-// half of it where blocks crowd (see kCrowdedFill). Blocks are cut into squares, along k.
+// half of it where blocks crowd (see StepFill). Blocks are cut into squares, along k.
 //     - tiles [tiles][2]: first step, number of steps; longest first, of equals that with most blocks
 //     - rows [tiles][group_rows]: block rows, -1 where there is none
 //     - masks [steps][tile / 64][2]: bit 4 j + i says that of 64 features those from 16 i to 16 i + 15 have a
@@ -65,31 +65,39 @@ struct PlanHeader {
     int32_t words;  // of the whole plan
     int32_t starts_at;
     int32_t key;  // see plan_key
-    // Of plans by aligned steps: how many of the places that a rank has for squares in a step of the shape are
-    // taken, in percent, in the mean over squares.
-    int32_t fill;
+    int32_t fill;  // of plans by aligned steps: StepFill::percent of steps as wide as the shape says
     int32_t reserved[3];
 };
 static_assert(sizeof(PlanHeader) == 64);
 
-// Counts squares of plans by aligned steps, for the header's `fill`.
+// How full aligned steps are: sums over all of each rank.
 struct StepFill {
+    int64_t all = 0;
+    int64_t steps = 0;  // that have squares
     int64_t squares = 0;
     int64_t neighbours = 0;  // of each square those that its rank has in its step, itself too
 
     constexpr void add(int64_t in_step) {
+        ++all;
+        steps += in_step > 0;
         squares += in_step;
         neighbours += in_step * in_step;
     }
-    // `places`: for squares of a rank in a step.
+    // How many of a rank's `places` in a step are taken, in percent, in the mean over squares.
     constexpr int32_t percent(int places) const {
         return squares == 0 ? 0 : static_cast<int32_t>(neighbours * 100 / (squares * places));
     }
+    // Whether steps half as wide are better, of which shared memory has room for more, whatever is in them:
+    // most are full; or full ones are among empty ones and much emptier ones, of which narrow ones leave out
+    // more. Measured on an H200. Two ranks, which walk the steps of both, leave out less.
+    constexpr bool crowds(int places, int ranks) const {
+        constexpr int32_t kFull = 36, kSome = 90, kUneven = 160;  // percent
+        if (squares == 0) return false;
+        const int64_t of_square = neighbours * 100 / squares, of_step = squares * 100 / steps;
+        const bool uneven = of_square * 100 > of_step * kUneven;
+        return percent(places) > kFull || (ranks == 1 && uneven && steps * 100 < all * kSome);
+    }
 };
-
-// Of fuller steps those half as wide are better: shared memory has room for more of them, whatever is in
-// them. Emptier ones take longer for what comes with every step. Measured on an H200.
-constexpr int32_t kCrowdedFill = 36;
 
 // A number, never 0, that plans share only if a kernel that can walk the one can walk the other. It is worked
 // out in every launch.

@@ -34,7 +34,7 @@ struct AlignedShapes {
 
     __device__ int places() const { return wide.rank_rows * wide.columns * wide.column_squares; }
     __device__ AlignedShape chosen() const {
-        return fill->percent(places()) > kCrowdedFill ? narrow : wide;
+        return fill->crowds(places(), wide.ranks) ? narrow : wide;
     }
 };
 
@@ -60,8 +60,10 @@ static __global__ void __launch_bounds__(1024) measure_fill(View view, AlignedSh
     }
     if (lane < 31) return;  // which has all of them
     auto* const sums = reinterpret_cast<unsigned long long*>(shapes.fill);
-    atomicAdd(sums, own.squares);
-    atomicAdd(sums + 1, own.neighbours);
+    atomicAdd(sums, own.all);
+    atomicAdd(sums + 1, own.steps);
+    atomicAdd(sums + 2, own.squares);
+    atomicAdd(sums + 3, own.neighbours);
 }
 
 // The steps of each tile, and its blocks. One thread for each.

@@ -61,7 +61,8 @@ struct DdsPlan {
     const int* starts;  // by aligned steps alone
     int group_rows;
     int pieces;
-    int fill;     // of aligned steps, see PlanHeader
+    int step;  // of aligned steps, and how full they are
+    int fill;
     bool is_own;  // the plan of this launch; another must not be walked
 
     __device__ DdsPlan(const PlanHeader* plan, int key) {
@@ -74,6 +75,7 @@ struct DdsPlan {
         starts = words + plan->starts_at;
         group_rows = plan->group_rows;
         pieces = plan->pieces;
+        step = plan->step;
         fill = plan->fill;
         is_own = plan->key == key;
     }

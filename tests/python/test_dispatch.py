@@ -93,21 +93,28 @@ def test_wide_blocks_share_the_weight_and_narrow_ones_the_activations() -> None:
 
 
 @needs_sm90
-@pytest.mark.parametrize(("density", "name"), [(0.1, "_128"), (0.25, "_128"), (0.5, "_64")])
-def test_small_square_blocks_take_the_steps_that_suit_their_density(density: float, name: str) -> None:
-    for shape, block, op in product(((14336, 4096), (4096, 14336), (5120, 1280)), (16, 32), (DDS_NT, DDS_NN)):
-        kernel = chosen(H200, (block, block), shape=shape, op=op, density=density)
-        assert kernel == "sm90_narrow_bf16" + name
+@pytest.mark.parametrize("density", [0.1, 0.25, 0.5])
+@pytest.mark.parametrize("block", [16, 32])
+def test_small_square_blocks_take_tiles_that_features_fill(block: int, density: float) -> None:
+    def tile(tokens: int, features: int, k: int) -> str:
+        return chosen(H200, (block, block), tokens=tokens, shape=(features, k), density=density)
+
+    if density > 0.1 or block == 16:  # otherwise blocks one by one take less
+        assert tile(3000, 1152, 4608) == "sm90_narrow_bf16_256x256"
+    assert tile(16384, 1280, 5120) == "sm90_narrow_bf16_256x256"
+    assert tile(8192, 14336, 4096) == "sm90_narrow_bf16_256x256"
+    assert tile(16384, 5120, 1280) == "sm90_narrow_bf16_128x512"
+    assert tile(8192, 3072, 768) == "sm90_narrow_bf16_128x512"
 
 
 @needs_sm90
 def test_long_blocks_take_the_kernels_of_square_ones_where_columns_are_slower() -> None:
     for block in ((32, 16), (64, 16), (128, 16)):
-        for density, name in ((0.1, "_128"), (0.25, "_128"), (0.5, "_64")):
-            assert chosen(H200, block, op=DDS_NN, density=density) == "sm90_narrow_bf16" + name
+        for density in (0.1, 0.25, 0.5):
+            assert chosen(H200, block, op=DDS_NN, density=density) == "sm90_narrow_bf16_256x256"
     for density in (0.1, 0.25):
-        assert chosen(H200, (32, 128), density=density).endswith("_256x256")
-        assert chosen(H200, (128, 32), op=DDS_NN, density=density).endswith("_256x256")
+        assert chosen(H200, (32, 128), density=density) == "sm90_dds_nt_bf16_256x256"
+        assert chosen(H200, (128, 32), op=DDS_NN, density=density) == "sm90_dds_nn_bf16_256x256"
 
 
 @needs_sm90
@@ -151,7 +158,7 @@ def test_estimates_know_which_weights_are_packed_in_a_call() -> None:
 
     def estimated(op: int, tokens: int, *, packed: bool = False) -> float:
         pattern = _C.Pattern(32, 32, 8192, 8192, 16384, 0, 0, 0)
-        kernel = 1 + [kernel.name for kernel in KERNELS].index("sm90_narrow_bf16_128")
+        kernel = 1 + [kernel.name for kernel in KERNELS].index("sm90_narrow_bf16_128x512")
         product = _C.Product(pattern, op, DTYPES[torch.bfloat16], CUDA, tokens, kernel=kernel)
         if packed:
             product.use_packed(256, 1 << 30, 0)
