@@ -82,6 +82,7 @@ double dds_time_of_some_tokens(const Kernel& kernel, const Problem& problem, con
 // --- narrow blocks ---
 
 constexpr double kNarrowResults = 512 * 128;  // features x tokens of a tile of any kernel for them
+constexpr double kNarrowFeatures = 256;       // of a CTA's tile
 
 double narrow_tiles(const Problem& problem, const PlanShape& plan) {
     return divide_up(static_cast<double>(problem.features()), plan.tile) *
@@ -103,8 +104,8 @@ double packing_time(const Problem& problem) {
 double block_time(const Problem& problem, const Device& device, const PlanShape& plan) {
     constexpr double kBlock = 0.025;
     const Pattern& pattern = problem.pattern;
-    const double blocks = static_cast<double>(problem.k_size()) / pattern.block_cols * plan.tile / kCluster /
-                          pattern.block_rows * pattern.density();  // that a CTA asks for
+    const double blocks = static_cast<double>(problem.k_size()) / pattern.block_cols * kNarrowFeatures /
+                          pattern.block_rows * pattern.density();
     return kBlock * blocks * narrow_rounds(problem, device, plan);
 }
 
