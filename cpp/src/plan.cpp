@@ -335,7 +335,7 @@ class AlignedPlanBuilder {
         std::vector<int32_t> squares;  // of a rank, by step
         for (const Group& group : groups)
             for (auto rank = group.begin(); rank != group.end(); rank += rank_rows_) {
-                squares.assign((view_.col_count * view_.col_block + step_ - 1) / step_, 0);
+                squares.assign((view_.col_count * view_.col_block - 1) / step_ + 1, 0);
                 for (const int32_t row : Group(rank, rank + rank_rows_)) {
                     if (row < 0) continue;
                     for (int32_t e = view_.rows.ptr[row]; e < view_.rows.ptr[row + 1]; ++e) {

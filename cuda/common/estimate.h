@@ -56,8 +56,7 @@ inline double dds_work(const Kernel& kernel, const Problem& problem, const Devic
     const double tiles = divide_up(static_cast<double>(problem.tokens), kernel.tile_tokens) * columns;
     // Evenly dealt, but a tile of aligned steps takes as long where features do not fill it.
     const bool aligned = kernel.plan.kind == PlanKind::aligned;
-    const double tile_features =
-        aligned ? kernel.tile_features : divide_up(features, std::max(columns, 1.0));
+    const double tile_features = aligned ? kernel.tile_features : divide_up(features, std::max(columns, 1.0));
     const double tile_work =
         kernel.tile_tokens * tile_features + kOperandWeight * (kernel.tile_tokens + tile_features);
     const double work = divide_up(tiles * cluster, multiprocessors(device)) * tile_work / cluster;

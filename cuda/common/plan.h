@@ -64,7 +64,7 @@ struct PlanHeader {
     int32_t slots_at;
     int32_t words;  // of the whole plan
     int32_t starts_at;
-    int32_t key;  // see plan_key
+    int32_t key;   // see plan_key
     int32_t fill;  // of plans by aligned steps: StepFill::percent of steps as wide as the shape says
     int32_t reserved[3];
 };

@@ -166,8 +166,8 @@ enum class PlanKind : int32_t { tiles = 0, aligned = 1, strips = 2, lists = 3 };
 
 // The geometry a plan is built for. Kernels of one shape share plans.
 // dds: macro-tiles of `tile` output features, walked in steps of `step` elements of k; `ranks` of them
-// are walked together. Steps are gathered from columns anywhere; or `aligned`, whole ones of k, where `tile`
-// counts the features of all ranks.
+// are walked together. Steps are gathered from columns anywhere; or `aligned`, whole ones of k or halves of
+// them, where `tile` counts the features of all ranks.
 // sdd: macro-tiles of `tile` features of y by `step` features of x; by strips that is half a tile, and
 // `ranks` counts the halves. By lists `tile` is a unit's features, and `step` those of all units of a tile.
 struct PlanShape {

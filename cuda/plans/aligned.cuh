@@ -27,15 +27,13 @@ struct AlignedShape {
     }
 };
 
-// Steps as wide as the plan's shape says, or half of it.
+// Steps as wide as the plan's shape says, or half of it: which of both is known once `fill` is measured.
 struct AlignedShapes {
     AlignedShape wide, narrow;
     StepFill* fill;  // of wide steps
 
     __device__ int places() const { return wide.rank_rows * wide.columns * wide.column_squares; }
-    __device__ AlignedShape chosen() const {
-        return fill->crowds(places(), wide.ranks) ? narrow : wide;
-    }
+    __device__ AlignedShape chosen() const { return fill->crowds(places(), wide.ranks) ? narrow : wide; }
 };
 
 // The squares of a block row in the step that begins at a k.
@@ -48,9 +46,10 @@ __device__ inline int count_squares(const View& view, const AlignedShape& shape,
 }
 
 // Counts squares in wide steps, from zero on. One block for each tile.
-static __global__ void __launch_bounds__(1024) measure_fill(View view, AlignedShapes shapes, const int* rows) {
+static __global__ void __launch_bounds__(1024)
+    measure_fill(View view, AlignedShapes shapes, const int* rows) {
     const AlignedShape& shape = shapes.wide;
-    const int lane = threadIdx.x % 32, steps = (view.cols * view.col_block + shape.step - 1) / shape.step;
+    const int lane = threadIdx.x % 32, steps = (view.cols * view.col_block - 1) / shape.step + 1;
     StepFill own;
     for (int i = threadIdx.x / 32; i < steps * shape.ranks; i += blockDim.x / 32) {
         const int* const rank_rows = rows + blockIdx.x * shape.group_rows + i % shape.ranks * shape.rank_rows;

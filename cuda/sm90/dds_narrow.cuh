@@ -12,8 +12,11 @@
 // order in which they are multiplied, transposed where need be, so that those of a step are one copy: by the
 // caller once for many calls, or by each call. With few tokens that may take as long as all else: then blocks
 // that need not be transposed are copied one by one from where they are. The two CTAs of a cluster compute
-// different features from the same activations, of which each loads one half for both; or, in other kernels, the same features of different
-// tokens, and each loads half of the weight. These fill the GPU better where features do not fill tiles of 512.
+// different features from the same activations, of which each loads one half for both; or the same features
+// of different tokens, each loading half of the weight: tiles that may fit features and tokens better.
+//
+// The plan says how wide steps are, since only who builds it sees how many blocks share one; rings are made
+// for either (see NarrowKinds).
 //
 // Where tiles are few, the steps of each are cut into parts, for which a cluster has two CTAs each. In the
 // end the CTAs of one part add up the sums of a warpgroup, which the others put into their shared memory.
@@ -128,8 +131,8 @@ class NarrowProducer {
         if (kRowMajorInput) {
             for (int i = 0; i < Traits::kLines; ++i)
                 load_box(&arguments_.input, full, to,
-                         stage + (i * Traits::kTileTokens + place) * Traits::kLine * 2,
-                         k + i * Traits::kLine, token);
+                         stage + (i * Traits::kTileTokens + place) * Traits::kLine * 2, k + i * Traits::kLine,
+                         token);
         } else {
             for (int i = 0; i < Traits::kRankTokens; i += Traits::kBoxTokens)
                 for (int j = 0; j < Traits::kStep; j += Traits::kLine)

@@ -44,7 +44,8 @@ struct NarrowCosts {
 // A cluster of two CTAs computes 512 features x 128 tokens, half of the features each, and shares the
 // activations; with two ranks of tokens 256 x 256, half of the tokens each, and shares the weight.
 //
-// Warpgroups with more blocks in a step than others fall behind by what shared memory holds beside the results.
+// Warpgroups with more blocks in a step than others fall behind by what shared memory holds beside the
+// results.
 template <class Math_, class Weight_, int kTokenRanks_, int kStep_, int kStages_, bool kSplits_ = false>
 struct NarrowTraits {
     using Math = Math_;
@@ -71,8 +72,8 @@ struct NarrowTraits {
     static constexpr int kTileTokens = 128;
     static constexpr int kRankTokens = kTileTokens / kRowRanks;  // of which a CTA loads the activations
     static constexpr int kBoxTokens = 64;  // of feature-major activations, those that lie side by side
-    static constexpr int kWarpgroups = 4;                        // warpgroups that multiply
-    static constexpr int kWarpgroupFeatures = 64;                // as many as wgmma has rows
+    static constexpr int kWarpgroups = 4;  // warpgroups that multiply
+    static constexpr int kWarpgroupFeatures = 64;  // as many as wgmma has rows
     static constexpr int kTileFeatures = kWarpgroups * kWarpgroupFeatures;
     static constexpr int kWarpFeatures = kWarpgroupFeatures / 4;  // of which one warp has the weight
     static constexpr int kBlockRows = kTileFeatures / kBlock;

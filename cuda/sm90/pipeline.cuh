@@ -93,7 +93,8 @@ __device__ inline void load_bytes(const void* from, const Barrier& barrier, Mult
             : "memory");
     else
         asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(at),
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                at),
             "l"(from), "r"(bytes), "r"(signal)
             : "memory");
 }

@@ -324,7 +324,9 @@ def fill_of(pattern: BlockPattern, rows: np.ndarray, step: int) -> tuple[float, 
 
 @needs_plans
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "density", "step"), [("random", 0.1, 128), ("random", 0.5, 64), ("banded", 0.1, 64)])
+@pytest.mark.parametrize(
+    ("name", "density", "step"), [("random", 0.1, 128), ("random", 0.5, 64), ("banded", 0.1, 64)]
+)
 def test_steps_are_narrow_where_blocks_crowd(name: str, density: float, step: int, device: str) -> None:
     pattern = BlockPattern.random((2048, 2048), block_shape=(16, 16), density=density, generator=seeded(0))
     if name == "banded":
