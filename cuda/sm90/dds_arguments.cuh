@@ -43,6 +43,24 @@ struct DdsArguments {
     const uint32_t* metadata;  // of compressed values
 };
 
+// The CTAs of a cluster, each of which computes a tile of so many tokens and some block rows. Those of
+// different tokens share the weight, those of different rows the activations.
+template <int kTokenRanks_, int kRowRanks_, int kTileTokens_>
+struct DdsRanks {
+    static constexpr int kTokenRanks = kTokenRanks_, kRowRanks = kRowRanks_, kTileTokens = kTileTokens_;
+    static constexpr int kRanks = kTokenRanks * kRowRanks;
+    static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
+
+    // Of a CTA of the cluster: its places along the block rows and along the tokens.
+    __device__ static int row_rank(int rank) { return kRowRanks > 1 ? rank : 0; }
+    __device__ static int token_rank(int rank) { return kTokenRanks > 1 ? rank : 0; }
+    // The place in the plan of what a CTA has of a tile or step.
+    __device__ static int plan_index(int index, int rank) { return index * kRowRanks + row_rank(rank); }
+    __device__ static int first_token(const Work& work, int rank) {
+        return (work.span * kTokenRanks + token_rank(rank)) * kTileTokens;
+    }
+};
+
 // Where a warpgroup's sums of a part of k lie among the partial sums.
 template <class Traits>
 __device__ int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank, int warpgroup) {

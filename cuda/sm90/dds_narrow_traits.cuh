@@ -46,30 +46,20 @@ struct NarrowCosts {
 //
 // Warpgroups with more blocks in a step than others fall behind by what shared memory holds beside the
 // results.
-template <class Math_, class Weight_, int kTokenRanks_, int kStep_, int kStages_, bool kSplits_ = false>
-struct NarrowTraits {
+template <class Math_, class Weight_, int kTokenRanks, int kStep_, int kStages_, bool kSplits_ = false>
+struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
+    using Ranks = DdsRanks<kTokenRanks, 2 / kTokenRanks, 128>;
     using Math = Math_;
     using Element = typename Math::Element;  // of activations and results
     using Weight = Weight_;                  // its format, see dds_narrow_weight.cuh
     static constexpr int kBlock = Weight::kBlock;
-    static constexpr int kRanks = 2;
-    static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
-    static constexpr int kTokenRanks = kTokenRanks_;
-    static constexpr int kRowRanks = kRanks / kTokenRanks;
-    // Of a CTA of the cluster: its places along the block rows and along the tokens.
-    __device__ static int row_rank(int rank) { return kRowRanks > 1 ? rank : 0; }
-    __device__ static int token_rank(int rank) { return kTokenRanks > 1 ? rank : 0; }
-    // The place in the plan of what a CTA has of a tile or step.
-    __device__ static int plan_index(int index, int rank) { return index * kRowRanks + row_rank(rank); }
-    __device__ static int first_token(const Work& work, int rank) {
-        return (work.span * kTokenRanks + token_rank(rank)) * kTileTokens;
-    }
+    using Ranks::kRowRanks, Ranks::kTileTokens;
+
     // The block rows of a CTA's tile.
     __device__ static const int* rows_of(const DdsPlan& plan, int tile, int rank) {
-        return plan.rows + plan_index(tile, rank) * kBlockRows;
+        return plan.rows + Ranks::plan_index(tile, rank) * kBlockRows;
     }
 
-    static constexpr int kTileTokens = 128;
     static constexpr int kRankTokens = kTileTokens / kRowRanks;  // of which a CTA loads the activations
     static constexpr int kBoxTokens = 64;  // of feature-major activations, those that lie side by side
     static constexpr int kWarpgroups = 4;  // warpgroups that multiply

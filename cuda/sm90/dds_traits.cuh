@@ -22,32 +22,18 @@ struct StepCosts {
 
 struct NoBarriers {};
 
-// A cluster computes kTokenRanks x kRowRanks tiles of 256, 128 or 64 tokens x 128 features, one of them a
-// CTA. With two ranks of tokens the CTAs share the weight, with two ranks of rows the activations.
-template <class Math_, class Weight_, int kTokenRanks_, int kRowRanks_, int kTileTokens_>
-struct DdsTraits {
+// A CTA computes a tile of 256, 128 or 64 tokens x 128 features.
+template <class Math_, class Weight_, int kTokenRanks, int kRowRanks, int kTileTokens>
+struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     using Math = Math_;
     using Element = typename Math::Element;  // of activations and results
     using Weight = Weight_;                  // its format, see dds_weight.cuh
-    static constexpr int kTokenRanks = kTokenRanks_;
-    static constexpr int kRowRanks = kRowRanks_;
-    static constexpr int kRanks = kTokenRanks * kRowRanks;
-    static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
-    // Of a CTA of the cluster: its places along the block rows and along the tokens.
-    __device__ static int row_rank(int rank) { return kRowRanks > 1 ? rank : 0; }
-    __device__ static int token_rank(int rank) { return kTokenRanks > 1 ? rank : 0; }
-    // The place in the plan of what a CTA has of a tile or step.
-    __device__ static int plan_index(int index, int rank) { return index * kRowRanks + row_rank(rank); }
-    __device__ static int first_token(const Work& work, int rank) {
-        return (work.span * kTokenRanks + token_rank(rank)) * kTileTokens;
-    }
 
     // The block rows of a CTA's tile.
     __device__ static const int* rows_of(const DdsPlan& plan, int tile, int rank) {
-        return plan.rows + plan_index(tile, rank) * plan.group_rows;
+        return plan.rows + DdsTraits::plan_index(tile, rank) * plan.group_rows;
     }
 
-    static constexpr int kTileTokens = kTileTokens_;
     static constexpr int kWarpgroups = 2;  // warpgroups that multiply, each 64 features
     static constexpr int kWarpgroupFeatures = Weight::kFeatures;
     static constexpr int kTileFeatures = kWarpgroups * kWarpgroupFeatures;
