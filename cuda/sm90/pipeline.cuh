@@ -84,19 +84,15 @@ __device__ inline void load_box(const void* map, const Barrier& barrier, Multica
 // Bytes that lie one after another, in multiples of 16.
 __device__ inline void load_bytes(const void* from, const Barrier& barrier, Multicast to, void* target,
                                   int bytes) {
-    const uint32_t signal = cute::cast_smem_ptr_to_uint(&barrier), at = cute::cast_smem_ptr_to_uint(target);
     if (to.many())
         asm volatile(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-            " [%0], [%1], %2, [%3], %4;" ::"r"(at),
-            "l"(from), "r"(bytes), "r"(signal), "h"(to.mask)
+            " [%0], [%1], %2, [%3], %4;" ::"r"(cute::cast_smem_ptr_to_uint(target)),
+            "l"(from), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(&barrier)), "h"(to.mask)
             : "memory");
     else
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                at),
-            "l"(from), "r"(bytes), "r"(signal)
-            : "memory");
+        cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(const_cast<Barrier*>(&barrier)),
+                                       target, bytes);
 }
 
 }  // namespace ts::sm90
