@@ -36,13 +36,16 @@ struct AlignedShapes {
     __device__ AlignedShape chosen() const { return fill->crowds(places(), wide.ranks) ? narrow : wide; }
 };
 
-// The squares of a block row in the step that begins at a k.
-__device__ inline int count_squares(const View& view, const AlignedShape& shape, int row, int step) {
+// Calls visit(entry, column in the step) for each block of a block row in the step that begins at a k.
+template <class Visit>
+__device__ inline void each_block(const View& view, const AlignedShape& shape, int row, int step,
+                                  Visit visit) {
     const int first = step / view.col_block, end = __ldg(view.blocks.ptr + row + 1);
-    int e = find_entry(view, row, first);
-    const int begin = e;
-    while (e < end && __ldg(view.blocks.idx + e) - first < shape.columns) ++e;
-    return (e - begin) * shape.column_squares;
+    for (int e = find_entry(view, row, first); e < end; ++e) {
+        const int column = __ldg(view.blocks.idx + e) - first;
+        if (column >= shape.columns) break;
+        visit(e, column);
+    }
 }
 
 // Counts squares in wide steps, from zero on. One block for each tile.
@@ -54,7 +57,10 @@ static __global__ void __launch_bounds__(1024)
     for (int i = threadIdx.x / 32; i < steps * shape.ranks; i += blockDim.x / 32) {
         const int* const rank_rows = rows + blockIdx.x * shape.group_rows + i % shape.ranks * shape.rank_rows;
         const int row = lane < shape.rank_rows ? rank_rows[lane] : -1;
-        const int squares = row < 0 ? 0 : count_squares(view, shape, row, i / shape.ranks * shape.step);
+        int squares = 0;
+        if (row >= 0)
+            each_block(view, shape, row, i / shape.ranks * shape.step,
+                       [&](int, int) { squares += shape.column_squares; });
         own.add(warp_scan(squares, lane));
     }
     if (lane < 31) return;  // which has all of them
@@ -92,13 +98,10 @@ __device__ inline void write_masks(const View& view, const AlignedShape& shape, 
     if (row >= 0) {
         const int width = shape.column_squares * view.row_block;
         const unsigned block = (strips == 1 ? 0x11111111u : 0x33333333u) >> (32 - width / 4);
-        const int first = step / view.col_block, end = __ldg(view.blocks.ptr + row + 1);
-        for (int e = find_entry(view, row, first); e < end; ++e) {
-            const int column = __ldg(view.blocks.idx + e) - first;
-            if (column >= shape.columns) break;
+        each_block(view, shape, row, step, [&](int, int column) {
             mask |= block << (column * view.col_block / 4 + strip % 4);
             own += shape.column_squares;
-        }
+        });
     }
     const int last = warp_scan(own, lane);
     if (lane == 31) *count = last;
@@ -173,14 +176,11 @@ static __global__ void __launch_bounds__(1024)
         const int strip = place % shape.rank_rows * strips;
         const unsigned firsts = plan.masks()[(index * words + strip / 4) * 2 + 1];
         int* slot = plan.slots() + plan.starts()[index] + (firsts >> 8 * (strip % 4) & 0xff);
-        const int k = plan.k()[step], column = k / view.col_block;
-        const int first_square = k % view.col_block / view.row_block;
-        const int end = __ldg(view.blocks.ptr + row + 1);
-        for (int e = find_entry(view, row, column); e < end; ++e) {
-            if (__ldg(view.blocks.idx + e) >= column + shape.columns) break;
+        const int k = plan.k()[step], first_square = k % view.col_block / view.row_block;
+        each_block(view, shape, row, k, [&](int e, int) {
             const int square = __ldg(view.blocks.slot + e) * shape.squares + first_square;
             for (int j = 0; j < shape.column_squares; ++j) *slot++ = square + j;
-        }
+        });
     }
 }
 
