@@ -34,10 +34,10 @@ SddTime sdd_time(int32_t block_rows) {
 
 // Of the kernels for few tokens, for several chunks of them.
 double chunks_time(const Problem& problem, const Device& device) {
-    constexpr double kBegin = 9.4, kRate = 3.3e6;
+    constexpr double kBegin = 7.7, kRate = 2.9e6;
     const int32_t rows = problem.row_block();
-    const double of_product = rows < 32 ? 3.5 : rows < 64 ? 1.25 : 0.9;  // picoseconds of a multiprocessor
-    const double of_result = rows == 32 ? 315 : 230;
+    const double of_product = rows < 32 ? 3.95 : rows < 64 ? 1.37 : 1.12;  // picoseconds of a multiprocessor
+    const double of_result = rows == 32 ? 270 : 160;
     const double tokens = divide_up(static_cast<double>(problem.tokens), kChunk) * kChunk;
     const double work = of_product * static_cast<double>(problem.pattern.value_count()) +
                         of_result * static_cast<double>(problem.features());
@@ -54,7 +54,7 @@ double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& 
     const double runs = problem.row_block() < 64 && kernel.tile_tokens > 128 ? kShortRuns : 1;
     const double storage = problem.values.is_compressed() ? kCompressed : 1;
     const double time = dds_time(kernel, problem, device, runs * storage * precision_factor(problem), 1);
-    return has_some_hundred_tokens(problem, device) ? kBesideNewer * time : time;
+    return has_few_tokens(problem) && has_some_thousand_tokens(problem, device) ? kBesideNewer * time : time;
 }
 
 // Tiles hold several block rows: wide ones share loads between the many rows of the smallest blocks and fit
@@ -75,7 +75,7 @@ double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& 
 }
 
 double estimate_decode(const Kernel&, const Problem& problem, const Device& device) {
-    if (has_some_hundred_tokens(problem, device)) return chunks_time(problem, device);
+    if (has_some_thousand_tokens(problem, device)) return chunks_time(problem, device);
     return kStart + std::hypot(streaming_time(problem, device), shared_time(problem, device));
 }
 

@@ -418,7 +418,6 @@ struct DdsNarrow {
     static constexpr int kClusterTokens = kTokenRanks * Common::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Common::kTileFeatures;
     static constexpr PlanShape kPlan = {kClusterFeatures, Common::kStep, kRowRanks, PlanKind::aligned};
-    static constexpr bool kSplits = narrow_splits(kPlan);
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Kinds<32, false>::kSharedBytes)) return reason;
@@ -447,12 +446,10 @@ struct DdsNarrow {
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         const bool wide = is_wide(problem);
-        if constexpr (kSplits) {
-            const int64_t parts = (wide ? parts_of<32> : parts_of<16>)(problem, device);
-            if (parts > 1)
-                return (wide ? launch_as<32, true> : launch_as<16, true>)(problem, device, parts, workspace,
-                                                                          stream);
-        }
+        const int64_t parts = (wide ? parts_of<32> : parts_of<16>)(problem, device);
+        if (parts > 1)
+            return (wide ? launch_as<32, true> : launch_as<16, true>)(problem, device, parts, workspace,
+                                                                      stream);
         return (wide ? launch_as<32, false> : launch_as<16, false>)(problem, device, 1, workspace, stream);
     }
 
@@ -470,7 +467,7 @@ struct DdsNarrow {
                    refuses,
                    workspace_size,
                    launch,
-                   kSplits,
+                   true,
                    Weight<Math, 32>::kStorages,
                    Weight<Math, 32>::kDTypes,
                    0,

@@ -47,36 +47,61 @@ double float_share(const Kernel& kernel) {
     return is_halved(kernel) ? 1.2 : 0.95;
 }
 
-// --- some hundred tokens ---
+// --- up to some thousand tokens ---
 
 double pairs(const Device& device) { return std::floor(multiprocessors(device) / kCluster); }
+
+// Of tiles or parts of them, one after another in a cluster. A last round in which clusters are idle takes
+// less, but for its share `whole`: the others have more of memory and of power.
+double rounds(double tiles, const Device& device, double whole) {
+    const double all = tiles / pairs(device);
+    return whole * std::ceil(all) + (1 - whole) * all;
+}
 
 // A step of 64 k of a CTA's tile of so many tokens and 128 features, by the narrowest side of a block.
 double dds_step_time(int tokens, int block, bool shares_weight) {
     const int place = block < 64 ? 0 : block == 64 ? 1 : 2;
-    constexpr double kSharedInput[3][3] = {{0.46, 0.195, 0.27}, {0.55, 0.28, 0.47}, {0.95, 0.46, 0.77}};
-    constexpr double kSharedWeight[2][3] = {{0.9, 0.30, 0.49}, {1.3, 0.475, 0.78}};
+    constexpr double kSharedInput[3][3] = {{0.44, 0.215, 0.265}, {0.55, 0.315, 0.435}, {0.75, 0.515, 0.645}};
+    constexpr double kSharedWeight[2][3] = {{0.755, 0.325, 0.46}, {0.945, 0.515, 0.64}};
     const double time = shares_weight ? kSharedWeight[tokens > 128][place]
                                       : kSharedInput[tokens > 128 ? 2 : tokens > 64][place];
     return block == 16 ? 3 * time : time;  // more copies
 }
 
+// Steps that a tile has in the mean, and how many more the longest one, of random patterns: as many as its
+// block columns with a block, which are distributed about normally.
+struct Steps {
+    double mean, more;
+};
+
+Steps dds_steps_of(const Kernel& kernel, const Problem& problem) {
+    constexpr double kTileFeatures = 128;  // that one CTA walks
+    const double of_block = static_cast<double>(problem.k_block()) / kernel.plan.step;
+    const double columns = static_cast<double>(problem.k_size()) / problem.k_block();
+    const double share = present(problem.pattern.density(), kTileFeatures / problem.row_block());
+    const double deviation = std::sqrt(columns * share * (1 - share));
+    const double tiles = divide_up(static_cast<double>(problem.features()), kTileFeatures);
+    return {of_block * columns * share, of_block * deviation * std::sqrt(2 * std::log(std::max(tiles, 1.0)))};
+}
+
 double dds_time_of_some_tokens(const Kernel& kernel, const Problem& problem, const Device& device) {
-    constexpr double kBegin = 10.75, kReduction = 4.2, kRate = 2.67e6;
-    const int tile_rows = 128 / problem.row_block();
-    const int64_t tiles =
-        static_cast<int64_t>(divide_up(static_cast<double>(problem.tokens), kernel.tile_tokens) *
-                             divide_up(static_cast<double>(problem.features()), kernel.tile_features));
+    constexpr double kBegin = 7.4, kRound = 0.75, kReduction = 4.8, kRate = 3.75e6;
+    constexpr double kWhole = 0.35, kLongest = 1.25;
+    const double tiles = divide_up(static_cast<double>(problem.tokens), kernel.tile_tokens) *
+                         divide_up(static_cast<double>(problem.features()), kernel.tile_features);
     const auto parts = static_cast<double>(
-        kernel.splits ? part_count(problem, tiles, device.multiprocessors / kCluster) : 1);
-    const double steps = static_cast<double>(problem.k_size()) / kernel.plan.step *
-                         present(problem.pattern.density(), tile_rows) / parts;
-    const double rounds = divide_up(static_cast<double>(tiles) * parts, pairs(device));
+        kernel.splits ? part_count(problem, static_cast<int64_t>(tiles), device.multiprocessors / kCluster)
+                      : 1);
+    const Steps steps = dds_steps_of(kernel, problem);
     const int tokens = shares_weight(kernel) ? kernel.tile_tokens / kCluster : kernel.tile_tokens;
     const double step =
         dds_step_time(tokens, std::min(problem.row_block(), problem.k_block()), shares_weight(kernel));
-    return kBegin + std::hypot(rounds * steps * step, memory_time(problem, kRate)) +
-           (parts > 1 ? kReduction : 0);
+    const double all = rounds(tiles * parts, device, 1);
+    const double of_tile = step / parts;
+    // With several rounds whoever had a long tile has a short one next.
+    const double work = of_tile * rounds(tiles * parts, device, kWhole) * steps.mean +
+                        of_tile * kLongest * steps.more / all + kRound * all;
+    return kBegin + std::hypot(work, memory_time(problem, kRate)) + (parts > 1 ? kReduction : 0);
 }
 
 // --- narrow blocks ---
@@ -89,39 +114,39 @@ double narrow_tiles(const Problem& problem, const PlanShape& plan) {
            divide_up(static_cast<double>(problem.tokens), kNarrowResults / plan.tile);
 }
 
-// Of all tiles that a cluster computes, likewise of parts of tiles.
-double narrow_rounds(const Problem& problem, const Device& device, const PlanShape& plan) {
+double narrow_rounds(const Problem& problem, const Device& device, const PlanShape& plan, double whole) {
     const auto parts = static_cast<double>(narrow_parts(problem, device, plan));
-    return divide_up(narrow_tiles(problem, plan) * parts, pairs(device)) / parts;
+    return rounds(narrow_tiles(problem, plan) * parts, device, whole);
 }
 
 double packing_time(const Problem& problem) {
-    constexpr double kLeast = 1, kRate = 4.2e6;
+    constexpr double kLeast = 1.3, kRate = 3.3e6;
     return std::max(kLeast, 2 * value_bytes(problem) / kRate);
 }
 
 // What it takes longer to read blocks one by one than to read them packed.
 double block_time(const Problem& problem, const Device& device, const PlanShape& plan) {
-    constexpr double kBlock = 0.025;
+    constexpr double kBlock = 0.032;
     const Pattern& pattern = problem.pattern;
     const double blocks = static_cast<double>(problem.k_size()) / pattern.block_cols * kNarrowFeatures /
                           pattern.block_rows * pattern.density();
-    return kBlock * blocks * narrow_rounds(problem, device, plan);
+    const auto parts = static_cast<double>(narrow_parts(problem, device, plan));
+    return kBlock * blocks * narrow_rounds(problem, device, plan, 1) / parts;
 }
 
-double narrow_time_of_some_tokens(const Problem& problem, const Device& device, const PlanShape& plan,
-                                  double factor) {
-    constexpr double kRate = 3.1e6;
+double narrow_time_of_some_tokens(const Problem& problem, const Device& device, const PlanShape& plan) {
+    constexpr double kBegin = 8.75, kRound = 1.6, kReduction = 5.5, kRate = 3.56e6, kWhole = 0.8;
     const bool wide = problem.row_block() == 32;
-    const double density = problem.pattern.density();
-    const double of_step = factor * (wide ? 0.305 + 1.40 * density : 0.43 + 1.52 * density);  // of 128 k
-    const double steps = static_cast<double>(problem.k_size()) / 128 * narrow_rounds(problem, device, plan);
-    const bool splits = narrow_parts(problem, device, plan) > 1;
+    const double density = problem.pattern.density(), k = static_cast<double>(problem.k_size());
+    const double shared = plan.ranks == 1 ? 1 + 41 / k : 1;  // the weight, of which there is more
+    const double step = shared * (wide ? 0.284 + 1.436 * density : 0.415 + 1.653 * density);  // of 128 k
+    const auto parts = static_cast<double>(narrow_parts(problem, device, plan));
+    const double work = step * k / 128 * narrow_rounds(problem, device, plan, kWhole) / parts +
+                        kRound * narrow_rounds(problem, device, plan, 1);
     const double weight = problem.packed != nullptr                    ? 0
                           : narrow_reads_blocks(problem, device, plan) ? block_time(problem, device, plan)
                                                                        : packing_time(problem);
-    return (wide ? 11.2 : 9.6) + std::hypot(steps * of_step, memory_time(problem, kRate)) +
-           (splits ? (wide ? 4.9 : 5.9) : 0) + weight;
+    return kBegin + std::hypot(work, memory_time(problem, kRate)) + (parts > 1 ? kReduction : 0) + weight;
 }
 
 // --- sdd and dense ---
@@ -158,7 +183,7 @@ double dense_rate(const Problem& problem) {
 }  // namespace
 
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (has_some_hundred_tokens(problem, device)) return dds_time_of_some_tokens(kernel, problem, device);
+    if (has_some_thousand_tokens(problem, device)) return dds_time_of_some_tokens(kernel, problem, device);
     return dds_time(kernel, problem, device, dds_share(kernel, problem), kCluster);
 }
 
@@ -174,10 +199,10 @@ double estimate_dds_float(const Kernel& kernel, const Problem& problem, const De
 // the faster ones for rows of unequal length. Packing is a part of what was fitted, but for few tokens and
 // long blocks.
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (has_some_thousand_tokens(problem, device))
+        return narrow_time_of_some_tokens(problem, device, kernel.plan);
     const double k = static_cast<double>(problem.k_size());
     const double factor = shares_weight(kernel) ? 1.06 * (1 + 50 / k) : 1;
-    if (has_some_hundred_tokens(problem, device))
-        return narrow_time_of_some_tokens(problem, device, kernel.plan, factor);
     const double share = small_block_cost(problem) / dds_cost(problem) * factor;
     const double time = dds_time(kernel, problem, device, share, kCluster);
     const bool packs = has_few_tokens(problem) && has_long_blocks(problem);
@@ -188,7 +213,6 @@ double estimate_narrow(const Kernel& kernel, const Problem& problem, const Devic
 int64_t narrow_parts(const Problem& problem, const Device& device, const PlanShape& plan) {
     constexpr int64_t kMost = 4;  // eight CTAs
     constexpr double kFilled = 0.92;
-    if (!narrow_splits(plan)) return 1;
     const auto tiles = static_cast<int64_t>(narrow_tiles(problem, plan));
     int64_t parts = std::min(part_count(problem, tiles, device.multiprocessors / kCluster), kMost);
     while (parts > 1 && static_cast<double>(tiles * parts) > kFilled * pairs(device)) --parts;

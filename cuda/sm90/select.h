@@ -17,10 +17,8 @@ double estimate_sdd_narrow(const Kernel& kernel, const Problem& problem, const D
 // Writing W out dense and leaving the product to cuBLAS, where it was measured on such a device.
 std::optional<double> estimate_dense(const Problem& problem, const Device& device);
 
-// Of the kernels for narrow blocks, by their plans: which of them may cut sums over k into parts; how many
-// these are, in a cluster of two CTAs each; and whether blocks are read where they are, for which no call
-// packs the weight.
-constexpr bool narrow_splits(const PlanShape& plan) { return plan.ranks == 2; }
+// Of the kernels for narrow blocks, by their plans: into how many parts sums over k are cut, in a cluster of
+// two CTAs each; and whether blocks are read where they are, for which no call packs the weight.
 int64_t narrow_parts(const Problem& problem, const Device& device, const PlanShape& plan);
 bool narrow_reads_blocks(const Problem& problem, const Device& device, const PlanShape& plan);
 
