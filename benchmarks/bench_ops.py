@@ -143,7 +143,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
             )
             return
         print(f"[{number}/{len(cases)}, {seconds:.0f} s] {case}", flush=True)
-        record = _description(case)
+        record = case.record()
         document["cases"].append(record)
         _measure_case(case, record, prepares, timer, arguments)
         write_json(arguments.output, document)
@@ -182,22 +182,6 @@ def _host_costs(prepares: dict[str, Prepare], timer: CudaTimer, seed: int) -> li
 
 def _prepare_dense(problem: Problem, timer: CudaTimer) -> Prepared:
     return Prepared(contenders.dense(problem), {})
-
-
-def _description(case: Case) -> dict[str, Any]:
-    return {
-        "op": case.op,
-        "dtype": case.precision,
-        "shape": case.shape.name,
-        "tokens": case.shape.tokens,
-        "out_features": case.shape.out_features,
-        "in_features": case.shape.in_features,
-        "block_shape": list(case.block_shape),
-        "requested_density": case.density,
-        "pattern": case.pattern,
-        "x_layout": case.x_layout,
-        "results": [],
-    }
 
 
 def _measure_case(

@@ -1,8 +1,9 @@
-"""Prints how far estimated times are from measured ones, by family of kernels. No GPU is needed.
+"""Prints how far estimated times are from measured ones, and what that costs. No GPU is needed.
 
 python benchmarks/check_estimates.py benchmarks/results/h200_*.json
 
-Results are those of bench_ops.py on one kind of GPU; estimates are what the library chooses kernels by.
+Estimates are what the library chooses kernels by. Errors are printed by family of kernels. Of results of
+bench_kernels.py, which have all kernels, choices are compared with the best ones, too.
 """
 
 from __future__ import annotations
@@ -29,14 +30,30 @@ KERNELS = {kernel.name: index for index, kernel in enumerate(_C.kernels())}
 class Pair(NamedTuple):
     """Microseconds of one case and kernel."""
 
-    family: str
+    kernel: str
     case: str
     measured: float
     estimated: float
 
     @property
+    def family(self) -> str:
+        """Kernels of one architecture and product differ in their tiles: sm90_dds_nt, sm80_decode."""
+        return re.split(r"_(?:f16|bf16|tf32|tf32x3)(?=_|$)", self.kernel)[0]
+
+    @property
     def error(self) -> float:
         return self.estimated / self.measured - 1
+
+
+class Choice(NamedTuple):
+    """Of several kernels for one case the one with the least estimate, and the fastest."""
+
+    chosen: Pair
+    best: Pair
+
+    @property
+    def loss(self) -> float:
+        return self.chosen.measured / self.best.measured - 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,11 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, nargs="+", help="of bench_ops.py")
+    parser.add_argument("results", type=Path, nargs="+", help="of bench_ops.py or bench_kernels.py")
     parser.add_argument("--worst", type=int, default=0, help="print so many of the worst cases, too")
     arguments = parser.parse_args(argv)
-    documents = [json.loads(path.read_text()) for path in arguments.results]
-    pairs = list(pairs_of(documents))
+    pairs = [list(pairs_of([json.loads(path.read_text())])) for path in arguments.results]
+    print_errors([pair for of_file in pairs for pair in of_file], arguments.worst)
+    if choices := [choice for of_file in pairs for choice in choices_of(of_file)]:
+        print_choices(choices, arguments.worst)
+    return 0
+
+
+def print_errors(pairs: Sequence[Pair], worst: int) -> None:
+    """A line for each family."""
     families: dict[str, list[float]] = defaultdict(list)
     for pair in pairs:
         families[pair.family].append(pair.error)
@@ -59,9 +83,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{family:24}{len(sizes):6}{statistics.median(errors):+8.1%}{statistics.median(sizes):14.1%}"
             f"{sizes[int(0.9 * (len(sizes) - 1))]:17.1%}"
         )
-    for pair in sorted(pairs, key=lambda pair: -abs(pair.error))[: arguments.worst]:
-        print(f"{pair.error:+7.0%}  {pair.measured:8.1f} us  {pair.family:24}{pair.case}")
-    return 0
+    for pair in sorted(pairs, key=lambda pair: -abs(pair.error))[:worst]:
+        print(f"{pair.error:+7.0%}  {pair.measured:8.1f} us  {pair.kernel:28}{pair.case}")
+
+
+def print_choices(choices: Sequence[Choice], worst: int) -> None:
+    """How much longer than the best kernel the chosen one takes."""
+    losses = [choice.loss for choice in choices]
+    over = [sum(loss > limit for loss in losses) for limit in (0.05, 0.1)]
+    print(
+        f"\nof {len(choices)} cases the chosen kernel takes {statistics.mean(losses):.1%} longer than the "
+        f"best in the mean, over 5 % longer in {over[0]}, over 10 % in {over[1]}"
+    )
+    for choice in sorted(choices, key=lambda choice: -choice.loss)[:worst]:
+        print(
+            f"{choice.loss:+7.0%}  {choice.chosen.kernel} {choice.chosen.measured:.1f} us, "
+            f"{choice.best.kernel} {choice.best.measured:.1f} us  {choice.best.case}"
+        )
 
 
 def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
@@ -74,7 +112,19 @@ def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
             if result.get("kernel") in KERNELS:
                 packed = result["contender"] == "packed"
                 estimated = estimate(case, KERNELS[result["kernel"]], device, packed=packed)
-                yield Pair(family_of(result["kernel"]), describe(case), result["t_us"], estimated)
+                yield Pair(result["kernel"], describe(case), result["t_us"], estimated)
+
+
+def choices_of(pairs: Sequence[Pair]) -> list[Choice]:
+    """Of one document, for those cases of which more than one kernel was measured."""
+    cases = defaultdict(list)
+    for pair in pairs:
+        cases[pair.case].append(pair)
+    return [
+        Choice(min(kernels, key=lambda pair: pair.estimated), min(kernels, key=lambda pair: pair.measured))
+        for kernels in cases.values()
+        if len({pair.kernel for pair in kernels}) > 1
+    ]
 
 
 def estimate(case: Mapping[str, Any], kernel: int, device: _C.DeviceInfo, *, packed: bool = False) -> float:
@@ -100,11 +150,6 @@ def estimate(case: Mapping[str, Any], kernel: int, device: _C.DeviceInfo, *, pac
     found = re.search(r"estimated ([0-9.]+) us", reason)
     assert found is not None, reason
     return float(found[1])
-
-
-def family_of(kernel: str) -> str:
-    """Kernels of one architecture and product differ in their tiles: sm90_dds_nt, sm80_decode."""
-    return re.split(r"_(?:f16|bf16|tf32|tf32x3)(?=_|$)", kernel)[0]
 
 
 def describe(case: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +79,22 @@ class Case:
             f"{self.op} {self.precision} {self.shape.name:16} {f'{bn}x{bk}':7} "
             f"{self.pattern} {self.density:<4g}{layout}"
         )
+
+    def record(self) -> dict[str, Any]:
+        """What is written of it, with results to come."""
+        return {
+            "op": self.op,
+            "dtype": self.precision,
+            "shape": self.shape.name,
+            "tokens": self.shape.tokens,
+            "out_features": self.shape.out_features,
+            "in_features": self.shape.in_features,
+            "block_shape": list(self.block_shape),
+            "requested_density": self.density,
+            "pattern": self.pattern,
+            "x_layout": self.x_layout,
+            "results": [],
+        }
 
 
 class Problem:

@@ -210,18 +210,23 @@ inline double slower_than_least(const Kernel& kernel, const Problem& problem, do
     return (kernel.plan.kind == PlanKind::aligned ? share : kColumnShare) / least_share(problem);
 }
 
-// Of a kernel that takes a share of dds_cost.
+// By its tiles, of a kernel that takes a share of dds_cost.
+inline double dds_time_of_tiles(const Kernel& kernel, const Problem& problem, const Device& device,
+                                double share, int cluster) {
+    return kStart + 1e-6 * share * dds_cost(problem) * dds_work(kernel, problem, device, cluster);
+}
+
 inline double dds_time(const Kernel& kernel, const Problem& problem, const Device& device, double share,
                        int cluster) {
-    const double work = 1e-6 * share * dds_cost(problem) * dds_work(kernel, problem, device, cluster);
-    if (!has_few_tokens(problem)) return kStart + work;
+    const double of_tiles = dds_time_of_tiles(kernel, problem, device, share, cluster);
+    if (!has_few_tokens(problem)) return of_tiles;
     constexpr double kPreference = 1e-6;  // only says which of them is best
     // Values are also loaded; with more tokens that is little.
     const double streaming = problem.tokens > kChunk ? 0 : streaming_time(problem, device);
     const double slower = slower_than_least(kernel, problem, share);
     const double time = walking_time(problem) * slower + streaming;
     const double shared = shared_time(problem, device) * slower;
-    return kStart + std::hypot(time, shared) + kPreference * (1 + work);
+    return kStart + std::hypot(time, shared) + kPreference * of_tiles;
 }
 
 }  // namespace ts

@@ -50,11 +50,11 @@ double chunks_time(const Problem& problem, const Device& device) {
 // latency the more numerous warps of a small tile hide better.
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr double kShortRuns = 1.33, kCompressed = 0.67;  // of 2:4
-    constexpr double kBesideNewer = 3;                       // where there are kernels with wgmma
     const double runs = problem.row_block() < 64 && kernel.tile_tokens > 128 ? kShortRuns : 1;
     const double storage = problem.values.is_compressed() ? kCompressed : 1;
-    const double time = dds_time(kernel, problem, device, runs * storage * precision_factor(problem), 1);
-    return has_few_tokens(problem) && has_some_thousand_tokens(problem, device) ? kBesideNewer * time : time;
+    const double share = runs * storage * precision_factor(problem);
+    return has_some_thousand_tokens(problem, device) ? dds_time_of_tiles(kernel, problem, device, share, 1)
+                                                     : dds_time(kernel, problem, device, share, 1);
 }
 
 // Tiles hold several block rows: wide ones share loads between the many rows of the smallest blocks and fit

@@ -353,6 +353,25 @@ def test_estimates_are_printed_by_family(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.startswith("family")
 
 
+@needs_sm90
+def test_choices_are_compared_with_the_best_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where all kernels of a case were measured; the fastest here is one that nothing would choose."""
+    document = json.loads((RESULTS / "h200_untuned.json").read_text())
+    case = next(case for case in document["cases"] if case["op"] == "dds_nt")
+    times = {"sm90_dds_nt_bf16_512x128": 100.0, "sm80_dds_nt_bf16_32x128": 50.0}
+    case["results"] = [
+        {"contender": "tilesparse", "kernel": kernel, "t_us": time} for kernel, time in times.items()
+    ]
+    path = tmp_path / "kernels.json"
+    path.write_text(json.dumps(document | {"cases": [case]}))
+    assert check_estimates.main([str(path), "--worst", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "of 1 cases the chosen kernel takes 100.0% longer than the best in the mean" in out
+    assert "+100%  sm90_dds_nt_bf16_512x128 100.0 us, sm80_dds_nt_bf16_32x128 50.0 us" in out
+
+
 SELECT = f"""
 import importlib.util, os, sys
 spec = importlib.util.spec_from_file_location("tilesparse._C", {_C.__file__!r})  # without PyTorch

@@ -1,0 +1,147 @@
+"""Times every kernel of the library that computes a product, for layers and tokens of many sizes.
+
+    python benchmarks/bench_kernels.py --output kernels.json
+    python benchmarks/check_estimates.py kernels.json
+
+The library chooses kernels by estimates, which are fitted to such results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import contenders
+import torch
+from harness import (
+    CudaTimer,
+    block_list,
+    density_list,
+    name_list,
+    poisoned,
+    positive,
+    recording,
+    relative_error,
+    run_benchmark,
+    subset,
+    warm_up,
+    write_json,
+)
+from problems import OPS, PRECISIONS, Case, Problem, Shape
+
+from tilesparse import prefer
+
+TOKENS = "128,200,256,512,768,1024,1500,2048,3000,4096,6144"
+LAYERS = "768x3072,3072x768,896x4864,1280x5120,5120x1280,3072x3072,4096x4096,2048x8192,14336x4096,4096x14336"
+DTYPE = "bf16"
+REPETITIONS = 9
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA device")
+    with torch.no_grad():
+        return run_benchmark(arguments, _run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("kernels.json"), help="as JSON (%(default)s)")
+    parser.add_argument(
+        "--budget", type=float, default=540.0, metavar="SECONDS", help="no case starts later (%(default)s)"
+    )
+    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    parser.add_argument("--ops", type=subset(OPS), default=("dds_nt",), help=f"of {','.join(OPS)} (dds_nt)")
+    parser.add_argument("--tokens", type=_tokens, default=_tokens(TOKENS), help=f"({TOKENS})")
+    parser.add_argument("--layers", type=_layers, default=_layers(LAYERS), help=f"out x in ({LAYERS})")
+    parser.add_argument(
+        "--blocks", type=block_list, default=block_list("32,64,128,16"), help="as 32 or 128x32 (32,64,128,16)"
+    )
+    parser.add_argument("--densities", type=density_list, default=(0.25, 0.1), help="(.25,.1)")
+    parser.add_argument("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
+    return parser
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    return tuple(map(positive, name_list(text)))
+
+
+def _layers(text: str) -> tuple[tuple[int, int], ...]:
+    return tuple(map(_layer, name_list(text)))
+
+
+def _layer(text: str) -> tuple[int, int]:
+    out_features, separator, in_features = text.partition("x")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text} is not out x in")
+    return positive(out_features), positive(in_features)
+
+
+def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+    start = time.monotonic()
+    timer = CudaTimer()
+    warm_up()
+    cases = _cases(arguments)
+    for number, case in enumerate(cases, 1):
+        if time.monotonic() - start > arguments.budget:
+            document["stopped"] = (
+                f"budget of {arguments.budget:g} s spent before case {number} of {len(cases)}"
+            )
+            break
+        record = case.record()
+        document["cases"].append(record)
+        with recording(record, "case"):
+            _measure(Problem(case, arguments.seed), record, timer)
+        _print(number, case, record)
+    write_json(arguments.output, document)
+
+
+def _cases(arguments: argparse.Namespace) -> list[Case]:
+    """Block and density vary fastest."""
+    shapes = [
+        Shape(f"{tokens}x{out_features}x{in_features}", tokens, out_features, in_features)
+        for tokens, (out_features, in_features) in product(arguments.tokens, arguments.layers)
+    ]
+    return [
+        Case(op, DTYPE, shape, block, density, "random", "row")
+        for op, shape, block, density in product(arguments.ops, shapes, arguments.blocks, arguments.densities)
+    ]
+
+
+def _measure(problem: Problem, record: dict[str, Any], timer: CudaTimer) -> None:
+    call = contenders.tilesparse_call(problem)
+    record |= {
+        "density": problem.pattern.density,
+        "dense_us": round(timer.microseconds(contenders.dense(problem), REPETITIONS), 2),
+    }
+    for name in contenders.kernels_for(problem):
+        result: dict[str, Any] = {"contender": "tilesparse", "kernel": name}
+        record["results"].append(result)
+        with recording(result, name), prefer(name):
+            error = relative_error(poisoned(call), problem.exact)
+            result |= {
+                "t_us": round(timer.microseconds(call, REPETITIONS), 2),
+                "error": error,
+                "wrong": error is None or error > PRECISIONS[DTYPE].tolerance,
+            }
+
+
+def _print(number: int, case: Case, record: dict[str, Any]) -> None:
+    times = {result["kernel"]: result["t_us"] for result in record["results"] if "t_us" in result}
+    if times:
+        best = min(times, key=lambda name: times[name])
+        print(f"[{number}] {case}  dense {record['dense_us']:.1f} us, {best} {times[best]:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
