@@ -30,7 +30,6 @@ from harness import (
     run_benchmark,
     subset,
     warm_up,
-    write_json,
 )
 from problems import OPS, PRECISIONS, Case, Problem, Shape
 
@@ -97,13 +96,15 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
             document["stopped"] = (
                 f"budget of {arguments.budget:g} s spent before case {number} of {len(cases)}"
             )
-            break
-        record = case.record()
+            return
+        record, result = case.record(), {"contender": "tilesparse"}
+        record["results"].append(result)
         document["cases"].append(record)
-        with recording(record, "case"):
-            _measure(Problem(case, arguments.seed), record, timer)
-        _print(number, case, record)
-    write_json(arguments.output, document)
+        with recording(result, str(case)):
+            problem = Problem(case, arguments.seed)
+            record["density"] = problem.pattern.density
+            result |= _measure(problem, timer)
+            _print(number, case, result)
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
@@ -118,29 +119,27 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def _measure(problem: Problem, record: dict[str, Any], timer: CudaTimer) -> None:
+def _measure(problem: Problem, timer: CudaTimer) -> dict[str, Any]:
+    """Microseconds of every kernel, and the largest of their errors."""
     call = contenders.tilesparse_call(problem)
-    record |= {
-        "density": problem.pattern.density,
-        "dense_us": round(timer.microseconds(contenders.dense(problem), REPETITIONS), 2),
-    }
+    times, errors = {}, []
     for name in contenders.kernels_for(problem):
-        result: dict[str, Any] = {"contender": "tilesparse", "kernel": name}
-        record["results"].append(result)
-        with recording(result, name), prefer(name):
-            error = relative_error(poisoned(call), problem.exact)
-            result |= {
-                "t_us": round(timer.microseconds(call, REPETITIONS), 2),
-                "error": error,
-                "wrong": error is None or error > PRECISIONS[DTYPE].tolerance,
-            }
+        with prefer(name):
+            errors.append(relative_error(poisoned(call), problem.exact))
+            times[name] = round(timer.microseconds(call, REPETITIONS), 2)
+    finite = [error for error in errors if error is not None]
+    return {
+        "dense_us": round(timer.microseconds(contenders.dense(problem), REPETITIONS), 2),
+        "kernels_us": times,
+        "error": max(finite, default=None),
+        "wrong": len(finite) < len(errors) or max(finite, default=0.0) > PRECISIONS[DTYPE].tolerance,
+    }
 
 
-def _print(number: int, case: Case, record: dict[str, Any]) -> None:
-    times = {result["kernel"]: result["t_us"] for result in record["results"] if "t_us" in result}
-    if times:
-        best = min(times, key=lambda name: times[name])
-        print(f"[{number}] {case}  dense {record['dense_us']:.1f} us, {best} {times[best]:.1f}", flush=True)
+def _print(number: int, case: Case, result: dict[str, Any]) -> None:
+    times = result["kernels_us"]
+    best = min(times, key=lambda name: times[name])
+    print(f"[{number}] {case}  dense {result['dense_us']:.1f} us, {best} {times[best]:.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -109,10 +109,11 @@ def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
         if device is None or "op" not in document["cases"][0]:
             continue
         for case, result in rows_of([document]):
-            if result.get("kernel") in KERNELS:
-                packed = result["contender"] == "packed"
-                estimated = estimate(case, KERNELS[result["kernel"]], device, packed=packed)
-                yield Pair(result["kernel"], describe(case), result["t_us"], estimated)
+            packed = result["contender"] == "packed"
+            times = result.get("kernels_us", {result.get("kernel"): result.get("t_us")})
+            for kernel in (name for name in times if name in KERNELS):
+                estimated = estimate(case, KERNELS[kernel], device, packed=packed)
+                yield Pair(kernel, describe(case), times[kernel], estimated)
 
 
 def choices_of(pairs: Sequence[Pair]) -> list[Choice]:

@@ -17,6 +17,13 @@ inline double present(double density, double rows) { return 1 - std::pow(1 - den
 
 inline double divide_up(double a, double b) { return std::ceil(a / b); }
 
+// Of pieces of work that each of the workers takes one after another. A last round in which workers are idle
+// takes less, but for its share `whole`: the others have more of memory and of power.
+inline double rounds(double pieces, double workers, double whole) {
+    const double all = pieces / workers;
+    return whole * std::ceil(all) + (1 - whole) * all;
+}
+
 inline double multiprocessors(const Device& device) { return std::max(device.multiprocessors, 1); }
 
 // Products of one token and one feature with another, of a dense weight.

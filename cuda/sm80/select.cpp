@@ -34,14 +34,16 @@ SddTime sdd_time(int32_t block_rows) {
 
 // Of the kernels for few tokens, for several chunks of them.
 double chunks_time(const Problem& problem, const Device& device) {
-    constexpr double kBegin = 7.7, kRate = 2.9e6;
-    const int32_t rows = problem.row_block();
-    const double of_product = rows < 32 ? 3.95 : rows < 64 ? 1.37 : 1.12;  // picoseconds of a multiprocessor
-    const double of_result = rows == 32 ? 270 : 160;
-    const double tokens = divide_up(static_cast<double>(problem.tokens), kChunk) * kChunk;
-    const double work = of_product * static_cast<double>(problem.pattern.value_count()) +
-                        of_result * static_cast<double>(problem.features());
-    return kBegin + std::hypot(1e-6 * tokens * work / multiprocessors(device), memory_time(problem, kRate));
+    constexpr double kBegin = 7, kRate = 2.67e6, kWhole = 0.43;
+    const int32_t rows = std::min(problem.row_block(), 64);            // that a CTA computes
+    const double of_product = rows < 32 ? 3.7 : rows < 64 ? 1.38 : 1;  // picoseconds of a multiprocessor
+    const double of_result = rows < 64 ? 295 : 248;
+    const double chunks = divide_up(static_cast<double>(problem.tokens), kChunk);
+    const double ctas = chunks * static_cast<double>(problem.features()) / rows;
+    const double products = problem.pattern.density() * static_cast<double>(problem.k_size());
+    const double of_cta = 1e-6 * kChunk * rows * (of_product * products + of_result);
+    const double work = rounds(ctas, multiprocessors(device), kWhole) * of_cta;
+    return kBegin + std::hypot(work, memory_time(problem, kRate));
 }
 
 }  // namespace

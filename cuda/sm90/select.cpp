@@ -51,13 +51,6 @@ double float_share(const Kernel& kernel) {
 
 double pairs(const Device& device) { return std::floor(multiprocessors(device) / kCluster); }
 
-// Of tiles or parts of them, one after another in a cluster. A last round in which clusters are idle takes
-// less, but for its share `whole`: the others have more of memory and of power.
-double rounds(double tiles, const Device& device, double whole) {
-    const double all = tiles / pairs(device);
-    return whole * std::ceil(all) + (1 - whole) * all;
-}
-
 // A step of 64 k of a CTA's tile of so many tokens and 128 features, by the narrowest side of a block.
 double dds_step_time(int tokens, int block, bool shares_weight) {
     const int place = block < 64 ? 0 : block == 64 ? 1 : 2;
@@ -96,10 +89,10 @@ double dds_time_of_some_tokens(const Kernel& kernel, const Problem& problem, con
     const int tokens = shares_weight(kernel) ? kernel.tile_tokens / kCluster : kernel.tile_tokens;
     const double step =
         dds_step_time(tokens, std::min(problem.row_block(), problem.k_block()), shares_weight(kernel));
-    const double all = rounds(tiles * parts, device, 1);
+    const double all = rounds(tiles * parts, pairs(device), 1);
     const double of_tile = step / parts;
     // With several rounds whoever had a long tile has a short one next.
-    const double work = of_tile * rounds(tiles * parts, device, kWhole) * steps.mean +
+    const double work = of_tile * rounds(tiles * parts, pairs(device), kWhole) * steps.mean +
                         of_tile * kLongest * steps.more / all + kRound * all;
     return kBegin + std::hypot(work, memory_time(problem, kRate)) + (parts > 1 ? kReduction : 0);
 }
@@ -116,7 +109,7 @@ double narrow_tiles(const Problem& problem, const PlanShape& plan) {
 
 double narrow_rounds(const Problem& problem, const Device& device, const PlanShape& plan, double whole) {
     const auto parts = static_cast<double>(narrow_parts(problem, device, plan));
-    return rounds(narrow_tiles(problem, plan) * parts, device, whole);
+    return rounds(narrow_tiles(problem, plan) * parts, pairs(device), whole);
 }
 
 double packing_time(const Problem& problem) {

@@ -145,8 +145,8 @@ def test_few_feature_major_tokens_take_small_tiles() -> None:
 @needs_sm90
 def test_few_tiles_are_halved() -> None:
     for op in (DDS_NT, DDS_NN):
-        assert chosen(H200, (128, 128), tokens=512, shape=(3072, 3072), op=op).endswith("_128x256")
-        assert chosen(H200, (128, 128), tokens=512, shape=(4096, 4096), op=op).endswith("_128x256")
+        assert chosen(H200, (128, 128), tokens=512, shape=(3072, 3072), op=op).endswith("_64x256")
+        assert chosen(H200, (128, 128), tokens=512, shape=(4096, 4096), op=op).endswith("_64x256")
         assert chosen(H200, (128, 128), tokens=4096, shape=(4096, 4096), op=op).endswith("_512x128")
         assert chosen(H200, (128, 128), tokens=256, shape=(4096, 4096), op=op).endswith("_64x256")
         assert chosen(H200, (16, 16), tokens=512, shape=(3072, 3072), op=op).startswith("sm90_narrow")
@@ -351,6 +351,15 @@ def test_estimates_are_close_to_what_was_measured() -> None:
 def test_estimates_are_printed_by_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_estimates.main([str(RESULTS / "h200_untuned.json"), "--worst", "1"]) == 0
     assert capsys.readouterr().out.startswith("family")
+
+
+@needs_sm90
+def test_choices_are_close_to_the_best_that_was_measured() -> None:
+    pairs = list(check_estimates.pairs_of([json.loads((RESULTS / "h200_kernels.json").read_text())]))
+    losses = [choice.loss for choice in check_estimates.choices_of(pairs)]
+    assert len(losses) > 800
+    assert statistics.mean(losses) < 0.02
+    assert statistics.quantiles(losses, n=20)[-1] < 0.1 and max(losses) < 0.3
 
 
 @needs_sm90
