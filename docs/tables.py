@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +199,18 @@ def packed() -> str:
     return _table(header, lines)
 
 
+def sizes() -> str:
+    """Forward products of 128 to 6144 tokens on an H200, by the time that dense takes."""
+    bounds = (0, 12, 24, 48, 96, math.inf)  # us
+    lines = []
+    for least, most in pairwise(bounds):
+        for density in DENSITIES[1:]:
+            cells = [_win(_fastest(density, block, least, most)) for block in BLOCKS]
+            name = f"up to {most} µs" if most < math.inf else f"more than {least} µs"
+            lines.append([name, _short(density), *cells])
+    return _table(["dense takes", "density", *(f"{block} × {block}" for block in BLOCKS)], lines)
+
+
 def captured() -> str:
     """Whole models on an H200 in CUDA graphs, as they are and compiled before that."""
     names = {
@@ -239,7 +253,10 @@ def quality() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (summary, tokens, products, cpu, models, efficiency, unequal, packed, captured, quality)
+    for table in (
+        *(summary, tokens, sizes, products, cpu, models),
+        *(efficiency, unequal, packed, captured, quality),
+    )
 }
 
 
@@ -296,6 +313,26 @@ def _h200(op: str, shapes: Iterable[str], density: float, block: int) -> Iterato
             continue
         if case["shape"] in shapes:
             yield from (one["speedup"] for one in case["results"] if one["contender"] == "tilesparse")
+
+
+def _fastest(density: float, block: int, least: float, most: float) -> list[float]:
+    """Speedups by the fastest kernel where dense takes between so many microseconds."""
+    results = [
+        case["results"][0]
+        for case in _cases("h200_kernels.json")
+        if (case["requested_density"], case["block_shape"]) == (density, [block, block])
+    ]
+    return [
+        one["dense_us"] / min(one["kernels_us"].values())
+        for one in results
+        if least < one["dense_us"] <= most
+    ]
+
+
+def _win(speedups: Sequence[float]) -> str:
+    """The median, and how many are faster than dense."""
+    faster = sum(speedup > 1 for speedup in speedups)
+    return f"{statistics.median(speedups):.1f}×, {faster} of {len(speedups)}"
 
 
 _large = partial(_h200, "dds_nt", LARGE)
