@@ -237,16 +237,18 @@ double estimate_sdd_narrow(const Kernel&, const Problem& problem, const Device& 
 }
 
 // cuBLAS is bound by products, by memory, or by both in turn; beside it, W is filled with zeros and the
-// blocks are copied (of sdd: the whole W is computed and its blocks are copied).
+// blocks are put into it, line by line (of sdd: the whole W is computed and its blocks are copied).
 std::optional<double> estimate_dense(const Problem& problem, const Device& device) {
     if (device.compute_capability != 90 || problem.dtype == DType::float64) return std::nullopt;
-    constexpr double kCopyStart = 5, kByte = 1 / 3.8e6;
+    constexpr double kPutStart = 3, kPutByte = 2.8e-6, kCopyStart = 5, kByte = 1 / 3.8e6;
     const Pattern& pattern = problem.pattern;
     const double weight_bytes = static_cast<double>(pattern.out_features) *
                                 static_cast<double>(pattern.in_features) * element_size(problem.dtype);
     const double products = 2e-6 * problem_size(problem) / dense_rate(problem);
     const double memory = kByte * (weight_bytes + activation_bytes(problem));
-    const double copies = kCopyStart + kByte * (weight_bytes + 2 * value_bytes(problem));
+    const double copies =
+        kByte * weight_bytes + (problem.op == Op::sdd_tn ? kCopyStart + 2 * kByte * value_bytes(problem)
+                                                         : kPutStart + kPutByte * value_bytes(problem));
     return kStart + std::hypot(products, memory) + copies;
 }
 
