@@ -89,11 +89,10 @@ double dds_time_of_some_tokens(const Kernel& kernel, const Problem& problem, con
     const int tokens = shares_weight(kernel) ? kernel.tile_tokens / kCluster : kernel.tile_tokens;
     const double step =
         dds_step_time(tokens, std::min(problem.row_block(), problem.k_block()), shares_weight(kernel));
-    const double all = rounds(tiles * parts, pairs(device), 1);
-    const double of_tile = step / parts;
-    // With several rounds whoever had a long tile has a short one next.
-    const double work = of_tile * rounds(tiles * parts, pairs(device), kWhole) * steps.mean +
-                        of_tile * kLongest * steps.more / all + kRound * all;
+    const double pieces = tiles * parts, all = std::max(rounds(pieces, pairs(device), 1), 1.0);
+    // In several rounds whoever had a long tile has a short one next.
+    const double walked = rounds(pieces, pairs(device), kWhole) * steps.mean + kLongest * steps.more / all;
+    const double work = step * walked / parts + kRound * all;
     return kBegin + std::hypot(work, memory_time(problem, kRate)) + (parts > 1 ? kReduction : 0);
 }
 
@@ -105,11 +104,6 @@ constexpr double kNarrowFeatures = 256;       // of a CTA's tile
 double narrow_tiles(const Problem& problem, const PlanShape& plan) {
     return divide_up(static_cast<double>(problem.features()), plan.tile) *
            divide_up(static_cast<double>(problem.tokens), kNarrowResults / plan.tile);
-}
-
-double narrow_rounds(const Problem& problem, const Device& device, const PlanShape& plan, double whole) {
-    const auto parts = static_cast<double>(narrow_parts(problem, device, plan));
-    return rounds(narrow_tiles(problem, plan) * parts, pairs(device), whole);
 }
 
 double packing_time(const Problem& problem) {
@@ -124,7 +118,7 @@ double block_time(const Problem& problem, const Device& device, const PlanShape&
     const double blocks = static_cast<double>(problem.k_size()) / pattern.block_cols * kNarrowFeatures /
                           pattern.block_rows * pattern.density();
     const auto parts = static_cast<double>(narrow_parts(problem, device, plan));
-    return kBlock * blocks * narrow_rounds(problem, device, plan, 1) / parts;
+    return kBlock * blocks * rounds(narrow_tiles(problem, plan) * parts, pairs(device), 1) / parts;
 }
 
 double narrow_time_of_some_tokens(const Problem& problem, const Device& device, const PlanShape& plan) {
@@ -134,8 +128,9 @@ double narrow_time_of_some_tokens(const Problem& problem, const Device& device, 
     const double shared = plan.ranks == 1 ? 1 + 41 / k : 1;  // the weight, of which there is more
     const double step = shared * (wide ? 0.284 + 1.436 * density : 0.415 + 1.653 * density);  // of 128 k
     const auto parts = static_cast<double>(narrow_parts(problem, device, plan));
-    const double work = step * k / 128 * narrow_rounds(problem, device, plan, kWhole) / parts +
-                        kRound * narrow_rounds(problem, device, plan, 1);
+    const double pieces = narrow_tiles(problem, plan) * parts;
+    const double work = step * k / 128 * rounds(pieces, pairs(device), kWhole) / parts +
+                        kRound * rounds(pieces, pairs(device), 1);
     const double weight = problem.packed != nullptr                    ? 0
                           : narrow_reads_blocks(problem, device, plan) ? block_time(problem, device, plan)
                                                                        : packing_time(problem);
