@@ -7,6 +7,8 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,22 @@ import bench_checkpoint
 import bench_cpu
 import bench_gradients
 import bench_host
+import bench_kernels
 import bench_models
 import bench_parallel
 import bench_pruning
 import bench_storages
 import bench_training
 import break_even
+import contenders
 import harness
 import models
+import problems
 import pytest
 import report
 import torch
 from models import MODELS, Architecture, Size
-from problems import Shape
+from problems import Case, Shape
 from torch import nn
 
 from tilesparse import _C, cli
@@ -354,3 +359,47 @@ def test_parallel_training_is_measured(tmp_path: Path) -> None:
             assert result["losses"] != [] and result["losses"] == pytest.approx(alone["losses"], rel=1e-2)
             assert (result["sent_bytes"] == {}) == (way == "one")
     assert cases["dense", "ddp"][0]["sent_bytes"] == {"all_reduce": 64 * 128 * 2 * 4}
+
+
+def test_times_of_all_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: products and times are made up, one product is wrong, one layer has no such blocks."""
+
+    class Made:
+        def __init__(self, case: Case, seed: int) -> None:
+            self.pattern = problems.make_pattern(case, torch.Generator().manual_seed(seed))
+            self.exact = torch.ones(2, 2)
+
+    class Timer:
+        def microseconds(self, call: Callable[[], torch.Tensor], repetitions: int) -> float:
+            return 12.5
+
+    results = {"one": torch.ones(2, 2), "other": torch.full((2, 2), 2.0)}
+    asked: list[str] = []
+
+    @contextmanager
+    def prefer(name: str) -> Iterator[None]:
+        asked.append(name)
+        yield
+
+    monkeypatch.setattr(bench_kernels, "Problem", Made)
+    monkeypatch.setattr(bench_kernels, "CudaTimer", Timer)
+    monkeypatch.setattr(bench_kernels, "warm_up", lambda: None)
+    monkeypatch.setattr(bench_kernels, "prefer", prefer)
+    monkeypatch.setattr(contenders, "kernels_for", lambda problem: ["one", "other"])
+    monkeypatch.setattr(contenders, "tilesparse_call", lambda problem: lambda: results[asked[-1]])
+    monkeypatch.setattr(contenders, "dense", lambda problem: None)
+    arguments = bench_kernels._parser().parse_args(
+        ["--tokens", "64", "--layers", "128x256,100x256", "--blocks", "32", "--densities", ".25"]
+    )
+    document: dict[str, Any] = {"cases": []}
+    bench_kernels._run(arguments, document)
+    fits, does_not = document["cases"]
+    assert (fits["tokens"], fits["out_features"], fits["in_features"]) == (64, 128, 256)
+    assert fits["density"] == 0.25
+    (result,) = fits["results"]
+    assert result["kernels_us"] == {"one": 12.5, "other": 12.5} and result["dense_us"] == 12.5
+    assert result["error"] == 1 and result["wrong"]
+    assert "multiple" in does_not["results"][0]["unavailable"]
+    for wrong in ("128", "128x", "0x64"):
+        with pytest.raises(SystemExit):
+            bench_kernels._parser().parse_args(["--layers", wrong])
