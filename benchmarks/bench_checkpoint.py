@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import positive, recording, run_benchmark
+from harness import parsed, positive, recording, run_benchmark
 from torch import nn
 
 import tilesparse
@@ -44,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
     parser.add_argument("--megabytes", type=positive, default=320, help="of all files, about (%(default)s)")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device")
+    arguments = parsed(parser, argv)
     return run_benchmark(arguments, _run)
 
 

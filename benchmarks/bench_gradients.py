@@ -20,6 +20,7 @@ from harness import (
     HostTimer,
     block_list,
     density_list,
+    parsed,
     positive,
     recording,
     relative_error,
@@ -51,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repetitions", type=positive, default=20, help="at least (%(default)s)")
     add("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
     add("--commit", help="of the sources (default: ask git)")
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device")
+    arguments = parsed(parser, argv)
     return run_benchmark(arguments, _run)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import host_batch, positive, recording, run_benchmark
+from harness import host_batch, parsed, positive, recording, run_benchmark
 from torch import Tensor, nn
 
 from tilesparse import BlockSparseLinear
@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive, default=25, help="turns of each layer (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, pattern and data (%(default)s)")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device")
+    arguments = parsed(parser, argv)
     return run_benchmark(arguments, _run)
 
 

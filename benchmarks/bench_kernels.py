@@ -9,11 +9,11 @@ The library chooses kernels by estimates, which are fitted to such results.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import contenders
@@ -21,8 +21,10 @@ import torch
 from harness import (
     CudaTimer,
     block_list,
+    budgeted_parser,
     density_list,
     name_list,
+    parsed,
     poisoned,
     positive,
     recording,
@@ -30,10 +32,11 @@ from harness import (
     run_benchmark,
     subset,
     warm_up,
+    within_budget,
 )
 from problems import OPS, PRECISIONS, Case, Problem, Shape
 
-from tilesparse import prefer
+from tilesparse import Product, choose, prefer, selection
 
 TOKENS = "128,200,256,512,768,1024,1500,2048,3000,4096,6144"
 LAYERS = "768x3072,3072x768,896x4864,1280x5120,5120x1280,3072x3072,4096x4096,2048x8192,14336x4096,4096x14336"
@@ -43,23 +46,13 @@ REPETITIONS = 9
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device")
+    arguments = parsed(_parser(), argv)
     with torch.no_grad():
         return run_benchmark(arguments, _run)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("kernels.json"), help="as JSON (%(default)s)")
-    parser.add_argument(
-        "--budget", type=float, default=540.0, metavar="SECONDS", help="no case starts later (%(default)s)"
-    )
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    parser = budgeted_parser(__doc__, "kernels.json", 540.0)
     parser.add_argument("--ops", type=subset(OPS), default=("dds_nt",), help=f"of {','.join(OPS)} (dds_nt)")
     parser.add_argument("--tokens", type=_tokens, default=_tokens(TOKENS), help=f"({TOKENS})")
     parser.add_argument("--layers", type=_layers, default=_layers(LAYERS), help=f"out x in ({LAYERS})")
@@ -90,13 +83,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     start = time.monotonic()
     timer = CudaTimer()
     warm_up()
-    cases = _cases(arguments)
-    for number, case in enumerate(cases, 1):
-        if time.monotonic() - start > arguments.budget:
-            document["stopped"] = (
-                f"budget of {arguments.budget:g} s spent before case {number} of {len(cases)}"
-            )
-            return
+    for case in within_budget(_cases(arguments), arguments, document, start):
         record, result = case.record(), {"contender": "tilesparse"}
         record["results"].append(result)
         document["cases"].append(record)
@@ -104,7 +91,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
             problem = Problem(case, arguments.seed)
             record["density"] = problem.pattern.density
             result |= _measure(problem, timer)
-            _print(number, case, result)
+            _print(result)
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
@@ -123,23 +110,39 @@ def _measure(problem: Problem, timer: CudaTimer) -> dict[str, Any]:
     """Microseconds of every kernel, and the largest of their errors."""
     call = contenders.tilesparse_call(problem)
     times, errors = {}, []
-    for name in contenders.kernels_for(problem):
+    for name in _kernels(problem):
         with prefer(name):
-            errors.append(relative_error(poisoned(call), problem.exact))
+            error = relative_error(poisoned(call), problem.exact)
+            errors.append(math.inf if error is None else error)
             times[name] = round(timer.microseconds(call, REPETITIONS), 2)
-    finite = [error for error in errors if error is not None]
+    largest = max(errors)
     return {
         "dense_us": round(timer.microseconds(contenders.dense(problem), REPETITIONS), 2),
         "kernels_us": times,
-        "error": max(finite, default=None),
-        "wrong": len(finite) < len(errors) or max(finite, default=0.0) > PRECISIONS[DTYPE].tolerance,
+        "error": largest if largest < math.inf else None,
+        "wrong": largest > PRECISIONS[DTYPE].tolerance,
     }
 
 
-def _print(number: int, case: Case, result: dict[str, Any]) -> None:
+def _kernels(problem: Problem) -> list[str]:
+    """Names of all that compute it on the GPU."""
+    case, shape = problem.case, problem.case.shape
+    asked = Product(
+        shape.in_features,
+        shape.out_features,
+        shape.tokens,
+        problem.pattern.density,
+        case.block_shape,
+        PRECISIONS[DTYPE].dtype,
+        selection.OPS[OPS.index(case.op)],
+    )
+    return [candidate.kernel for candidate in choose(asked, "cuda").candidates]
+
+
+def _print(result: dict[str, Any]) -> None:
     times = result["kernels_us"]
     best = min(times, key=lambda name: times[name])
-    print(f"[{number}] {case}  dense {result['dense_us']:.1f} us, {best} {times[best]:.1f}", flush=True)
+    print(f"  dense {result['dense_us']:.1f} us, {best} {times[best]:.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,9 @@ from harness import (
     Timer,
     Unavailable,
     block_list,
+    budgeted_parser,
     density_list,
+    parsed,
     positive,
     recording,
     relative_error,
@@ -186,27 +187,12 @@ def free_memory() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device")
+    arguments = parsed(_parser(), argv)
     return run_benchmark(arguments, _run)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("models.json"),
-        help="results as JSON, kept up to date (%(default)s)",
-    )
-    parser.add_argument(
-        "--budget", type=float, default=540.0, metavar="SECONDS", help="no case starts later (%(default)s)"
-    )
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    parser = budgeted_parser(__doc__, "models.json", 540.0)
     parser.add_argument(
         "--models", type=subset(MODELS), default=tuple(MODELS), help=f"of {','.join(MODELS)} (all)"
     )

@@ -12,7 +12,6 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import contenders
@@ -21,9 +20,11 @@ from contenders import Prepare, Prepared
 from harness import (
     CudaTimer,
     block_list,
+    budgeted_parser,
     density_list,
     host_microseconds,
     name_list,
+    parsed,
     poisoned,
     positive,
     recording,
@@ -32,6 +33,7 @@ from harness import (
     steady_times,
     subset,
     warm_up,
+    within_budget,
     write_json,
 )
 from problems import (
@@ -52,25 +54,13 @@ HOST_SHAPE = Shape("tiny", 16, 256, 256)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device")
+    arguments = parsed(_parser(), argv)
     with torch.no_grad():
         return run_benchmark(arguments, _run, host=[])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("ops.json"), help="results as JSON, kept up to date (%(default)s)"
-    )
-    parser.add_argument(
-        "--budget", type=float, default=540.0, metavar="SECONDS", help="no case starts later (%(default)s)"
-    )
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    parser = budgeted_parser(__doc__, "ops.json", 540.0)
     parser.add_argument("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
     parser.add_argument(
         "--dtypes", type=subset(PRECISIONS), default=("bf16",), help=f"of {','.join(PRECISIONS)} (bf16)"
@@ -134,15 +124,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     prepares = {name: contenders.CONTENDERS[name] for name in arguments.contenders}
     warm_up()
     document["host"] = _host_costs(prepares, timer, arguments.seed)
-    cases = _cases(arguments)
-    for number, case in enumerate(cases, 1):
-        seconds = time.monotonic() - start
-        if seconds > arguments.budget:
-            document["stopped"] = (
-                f"budget of {arguments.budget:g} s spent before case {number} of {len(cases)}"
-            )
-            return
-        print(f"[{number}/{len(cases)}, {seconds:.0f} s] {case}", flush=True)
+    for case in within_budget(_cases(arguments), arguments, document, start):
         record = case.record()
         document["cases"].append(record)
         _measure_case(case, record, prepares, timer, arguments)

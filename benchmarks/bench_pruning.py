@@ -19,6 +19,7 @@ import torch
 from harness import (
     CudaTimer,
     HostTimer,
+    parsed,
     positive,
     recording,
     run_benchmark,
@@ -67,9 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repetitions", type=positive, default=20, help="of a step (%(default)s)")
     add("--seed", type=int, default=0, help="of weights, patterns and data (%(default)s)")
     add("--commit", help="of the sources (default: ask git)")
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device")
+    arguments = parsed(parser, argv)
     return run_benchmark(arguments, _run)
 
 

@@ -15,7 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import problems
@@ -25,6 +24,8 @@ from harness import (
     HostTimer,
     Timer,
     Unavailable,
+    budgeted_parser,
+    parsed,
     poisoned,
     positive,
     recording,
@@ -33,6 +34,7 @@ from harness import (
     steady_times,
     subset,
     warm_up,
+    within_budget,
     write_json,
 )
 from problems import LAYERS, OPS, Shape
@@ -181,16 +183,7 @@ class Bench(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("storages.json"), help="as JSON, kept up to date (%(default)s)"
-    )
-    parser.add_argument(
-        "--budget", type=float, default=140.0, metavar="SECONDS", help="no case starts later (%(default)s)"
-    )
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    parser = budgeted_parser(__doc__, "storages.json", 140.0)
     parser.add_argument(
         "--sections", type=subset(SECTIONS), default=SECTIONS, help=f"of {','.join(SECTIONS)} (all)"
     )
@@ -202,9 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="cuda",
         help="cpu only tries the script (%(default)s)",
     )
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device")
+    arguments = parsed(parser, argv)
     with torch.no_grad():
         return run_benchmark(arguments, _run)
 
@@ -216,14 +207,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     start = time.monotonic()
     cases = [case for case in CASES if case.section in arguments.sections]
     layer_of = functools.lru_cache(1)(functools.partial(Layer, device=device, seed=arguments.seed))
-    for number, case in enumerate(cases, 1):
-        seconds = time.monotonic() - start
-        if seconds > arguments.budget:
-            document["stopped"] = (
-                f"budget of {arguments.budget:g} s spent before case {number} of {len(cases)}"
-            )
-            return
-        print(f"[{number}/{len(cases)}, {seconds:.0f} s] {case}", flush=True)
+    for case in within_budget(cases, arguments, document, start):
         record = _description(case)
         document["cases"].append(record)
         with recording(record, "case"):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from harness import positive, recording, run_benchmark, subset, write_json
+from harness import parsed, positive, recording, run_benchmark, subset, write_json
 from models import make_sparse
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -254,10 +254,7 @@ def measure(name: str, data: Data, arguments: argparse.Namespace, record: dict[s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if the GPU gave up."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device")
+    arguments = parsed(_parser(), argv)
     return run_benchmark(arguments, _run)
 
 

@@ -143,14 +143,12 @@ def estimate(case: Mapping[str, Any], kernel: int, device: _C.DeviceInfo, *, pac
         precision=int(precision.float32 == "high"),
         x_layout=layout if op != 1 else 0,
         y_layout=layout if op != 0 else 0,
-        kernel=kernel + 1,
     )
     if packed:
         product.use_packed(256, 1 << 40, 0)  # an address that nothing reads
-    _, reason = product.select(device)
-    found = re.search(r"estimated ([0-9.]+) us", reason)
-    assert found is not None, reason
-    return float(found[1])
+    microseconds = product.estimate(device, kernel)
+    assert microseconds > 0, f"no estimate of {describe(case)}"
+    return microseconds
 
 
 def describe(case: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ import importlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from problems import LAYOUTS, OPS, PRECISIONS, Problem
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilesparse import _C, BlockPattern, BlockSparseLinear, UnsupportedError, functional
+from tilesparse import _C, BlockPattern, BlockSparseLinear, functional
 from tilesparse._checks import DTYPES
 
 TUNING_REPETITIONS = 5
@@ -81,26 +80,10 @@ def _packed(problem: Problem, timer: CudaTimer) -> Prepared:
 
 
 def _chosen_kernel(problem: Problem) -> str:
-    return _C.kernels()[_product(problem).select(_C.device_info(1))[0]].name
-
-
-def kernels_for(problem: Problem) -> list[str]:
-    """Names of all kernels of this library that compute the problem on the GPU."""
-    device = _C.device_info(1)
-    names = []
-    for number, kernel in enumerate(_C.kernels(), 1):
-        with suppress(UnsupportedError):
-            _product(problem, number).select(device)
-            names.append(kernel.name)
-    return names
-
-
-def _product(problem: Problem, kernel: int = 0) -> _C.Product:
-    """Without data; by the kernel of that number, from 1 on, or the one that is chosen."""
     case = problem.case
     precision = PRECISIONS[case.precision]
     layout = LAYOUTS.index(case.x_layout)
-    return _C.Product(
+    product = _C.Product(
         _C.Pattern(*problem.pattern.block_shape, *problem.pattern.shape, problem.pattern.nnz, 0, 0, 0),
         OPS.index(case.op),
         DTYPES[precision.dtype],
@@ -109,8 +92,8 @@ def _product(problem: Problem, kernel: int = 0) -> _C.Product:
         precision=int(case.precision == "tf32"),
         x_layout=layout if case.op != "dds_nn" else 0,
         y_layout=layout if case.op != "dds_nt" else 0,
-        kernel=kernel,
     )
+    return _C.kernels()[product.select(_C.device_info(1))[0]].name
 
 
 def _triton(problem: Problem, timer: CudaTimer) -> Prepared:

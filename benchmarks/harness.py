@@ -13,10 +13,10 @@ import statistics
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ ATTEMPTS = 3  # at a steady measurement
 MOST_REPETITIONS = 100
 FILL_US = 20_000  # short calls are repeated more often, up to about this time
 WARM_UP_SECONDS = 1.0
+
+Item = TypeVar("Item")
 
 _cuda: Any = torch.cuda  # parts of it have no types
 
@@ -73,6 +75,42 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 class ContextLostError(Exception):
     """The GPU refuses all further work of this process."""
+
+
+def budgeted_parser(description: str | None, output: str, budget: float) -> argparse.ArgumentParser:
+    """What scripts that start no case after so many seconds have in common."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path(output), help="results as JSON (%(default)s)")
+    parser.add_argument(
+        "--budget", type=float, default=budget, metavar="SECONDS", help="no case starts later (%(default)s)"
+    )
+    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; exits where a GPU is needed, unless they name another device, and is not there."""
+    arguments = parser.parse_args(argv)
+    if getattr(arguments, "device", "cuda") == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA device")
+    return arguments
+
+
+def within_budget(
+    cases: Sequence[Item], arguments: argparse.Namespace, document: dict[str, Any], start: float
+) -> Iterator[Item]:
+    """The cases, each printed, until the budget is spent, which the document says; ``start``: monotonic."""
+    for number, case in enumerate(cases, 1):
+        seconds = time.monotonic() - start
+        if seconds > arguments.budget:
+            document["stopped"] = (
+                f"budget of {arguments.budget:g} s spent before case {number} of {len(cases)}"
+            )
+            return
+        print(f"[{number}/{len(cases)}, {seconds:.0f} s] {case}", flush=True)
+        yield case
 
 
 def run_benchmark(

@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -254,8 +254,17 @@ def quality() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
-        *(summary, tokens, sizes, products, cpu, models),
-        *(efficiency, unequal, packed, captured, quality),
+        summary,
+        tokens,
+        sizes,
+        products,
+        cpu,
+        models,
+        efficiency,
+        unequal,
+        packed,
+        captured,
+        quality,
     )
 }
 
@@ -301,6 +310,7 @@ def _captured(case: dict[str, Any]) -> tuple[str, str]:
     return f"{times[0]}, {sizes[0]}", f"{times[1]} ({sparse['speedup']:.2f}×), {sizes[1]}"
 
 
+@cache
 def _cases(file: str) -> list[dict[str, Any]]:
     cases: list[dict[str, Any]] = json.loads((RESULTS / file).read_text())["cases"]
     return cases

@@ -89,7 +89,7 @@ double dds_time_of_some_tokens(const Kernel& kernel, const Problem& problem, con
     const int tokens = shares_weight(kernel) ? kernel.tile_tokens / kCluster : kernel.tile_tokens;
     const double step =
         dds_step_time(tokens, std::min(problem.row_block(), problem.k_block()), shares_weight(kernel));
-    const double pieces = tiles * parts, all = std::max(rounds(pieces, pairs(device), 1), 1.0);
+    const double pieces = tiles * parts, all = std::max(divide_up(pieces, pairs(device)), 1.0);
     // In several rounds whoever had a long tile has a short one next.
     const double walked = rounds(pieces, pairs(device), kWhole) * steps.mean + kLongest * steps.more / all;
     const double work = step * walked / parts + kRound * all;
@@ -118,7 +118,7 @@ double block_time(const Problem& problem, const Device& device, const PlanShape&
     const double blocks = static_cast<double>(problem.k_size()) / pattern.block_cols * kNarrowFeatures /
                           pattern.block_rows * pattern.density();
     const auto parts = static_cast<double>(narrow_parts(problem, device, plan));
-    return kBlock * blocks * rounds(narrow_tiles(problem, plan) * parts, pairs(device), 1) / parts;
+    return kBlock * blocks * divide_up(narrow_tiles(problem, plan) * parts, pairs(device)) / parts;
 }
 
 double narrow_time_of_some_tokens(const Problem& problem, const Device& device, const PlanShape& plan) {
@@ -130,7 +130,7 @@ double narrow_time_of_some_tokens(const Problem& problem, const Device& device, 
     const auto parts = static_cast<double>(narrow_parts(problem, device, plan));
     const double pieces = narrow_tiles(problem, plan) * parts;
     const double work = step * k / 128 * rounds(pieces, pairs(device), kWhole) / parts +
-                        kRound * rounds(pieces, pairs(device), 1);
+                        kRound * divide_up(pieces, pairs(device));
     const double weight = problem.packed != nullptr                    ? 0
                           : narrow_reads_blocks(problem, device, plan) ? block_time(problem, device, plan)
                                                                        : packing_time(problem);

@@ -385,7 +385,7 @@ def test_times_of_all_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(bench_kernels, "CudaTimer", Timer)
     monkeypatch.setattr(bench_kernels, "warm_up", lambda: None)
     monkeypatch.setattr(bench_kernels, "prefer", prefer)
-    monkeypatch.setattr(contenders, "kernels_for", lambda problem: ["one", "other"])
+    monkeypatch.setattr(bench_kernels, "_kernels", lambda problem: ["one", "other"])
     monkeypatch.setattr(contenders, "tilesparse_call", lambda problem: lambda: results[asked[-1]])
     monkeypatch.setattr(contenders, "dense", lambda problem: None)
     arguments = bench_kernels._parser().parse_args(
