@@ -10,17 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._arguments import shown
 from ._checks import checked_device
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, InvalidTypeError
 
 
 def call(model: nn.Module, batch: Any, **options: Any) -> Any:
-    """``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, otherwise ``model(batch)``."""
-    if isinstance(batch, Mapping):
-        return model(**{**batch, **options})
-    if isinstance(batch, tuple | list):
-        return model(*batch, **options)
-    return model(batch, **options)
+    """``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, otherwise ``model(batch)``.
+
+    Raises:
+        InvalidTypeError: the model fails at a batch in which there is no tensor.
+    """
+    try:
+        if isinstance(batch, Mapping):
+            return model(**{**batch, **options})
+        if isinstance(batch, tuple | list):
+            return model(*batch, **options)
+        return model(batch, **options)
+    except Exception as error:
+        if next(tensors_in(batch), None) is None:
+            raise InvalidTypeError(
+                f"batches must be tensors, or mappings, tuples or lists of them, got {shown(batch)}: {error}"
+            ) from error
+        raise
 
 
 def check_batches(batches: object) -> None:

@@ -49,6 +49,12 @@ def check_module(model: object) -> None:
         raise InvalidArgumentError(f"model: a torch.nn.Module expected, got {type(model).__name__}")
 
 
+def check_content(name: str, tensor: Tensor) -> None:
+    """That its numbers can be read on the host."""
+    if tensor.is_meta:
+        raise InvalidArgumentError(f"{name} must be a tensor with content, got one on the meta device")
+
+
 def check_policy(policy: object) -> None:
     if policy not in POLICIES:
         raise InvalidArgumentError(f"policy: one of {list(POLICIES)} expected, got {policy!r}")
@@ -172,7 +178,7 @@ def check_dds(
 ) -> None:
     """Of x Wᵀ, where ``name`` is "x", or y W, where it is "y"."""
     out_features, in_features = index.shape
-    _check_activations(name, matrix, in_features if name == "x" else out_features)
+    check_activations(name, matrix, in_features if name == "x" else out_features)
     check_values("values", values, index, metadata, scales)
     if scales is None:
         _check_alike(name, matrix, "values", values)
@@ -209,8 +215,8 @@ def check_nothing_added(
 
 def check_sdd(y: Tensor, x: Tensor, index: Index, out: Tensor | None = None) -> None:
     """Of yᵀ x on the pattern, and of the values it is written to."""
-    _check_activations("x", x, index.shape[1])
-    _check_activations("y", y, index.shape[0])
+    check_activations("x", x, index.shape[1])
+    check_activations("y", y, index.shape[0])
     if y.shape[:-1] != x.shape[:-1]:
         raise InvalidArgumentError(
             f"y: the leading dimensions {tuple(x.shape[:-1])} of x expected, got {tuple(y.shape[:-1])}"
@@ -234,7 +240,7 @@ def check_separate(out: Tensor, y: Tensor, x: Tensor) -> None:
         raise InvalidArgumentError(f"out: must be aligned to {ALIGNMENT} bytes")
 
 
-def _check_activations(name: str, matrix: Tensor, features: int) -> None:
+def check_activations(name: str, matrix: Tensor, features: int) -> None:
     shape = matrix.shape
     if not shape or shape[-1] != features:
         raise InvalidArgumentError(f"{name}: last dimension {features} expected, got shape {tuple(shape)}")
@@ -336,6 +342,19 @@ def check_like_product(name: str, tensor: Tensor, y: Tensor) -> Tensor:
     """The tensor, if it can be combined with a product, element by element."""
     _check_added(name, tensor, y.shape, "the product", y)
     return tensor
+
+
+def check_factor(name: str, factor: Tensor, values: Tensor) -> None:
+    """That values can be multiplied by it in place."""
+    sides = zip(reversed(factor.shape), reversed(values.shape), strict=False)
+    if factor.dim() > values.dim() or any(side not in (1, whole) for side, whole in sides):
+        raise InvalidArgumentError(
+            f"{name} must have a shape that broadcasts to {list(values.shape)}, got {list(factor.shape)}"
+        )
+    if factor.is_complex():
+        raise InvalidArgumentError(f"{name} must be real, got {factor.dtype}")
+    if factor.dim():
+        _check_same_device(name, factor, "values", values)
 
 
 def is_misaligned(tensor: Tensor) -> bool:

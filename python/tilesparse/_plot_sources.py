@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ._arguments import checked
 from ._checks import as_integer
 from ._tensor_files import (
     StoredTensor,
@@ -212,6 +213,7 @@ def ages(name: str, steps: Sequence[int], history: Tensor) -> Map:
     return Map(name, caption, rows / cols, kept, shades, left=history.any(0) & ~kept)
 
 
+@checked
 def save_snapshots(path: str | os.PathLike[str], snapshots: Snapshots) -> None:
     """Writes snapshots as one safetensors file: a bool tensor [T, R, C] for each layer, and the steps.
 
@@ -229,6 +231,7 @@ def save_snapshots(path: str | os.PathLike[str], snapshots: Snapshots) -> None:
         raise InvalidArgumentError(f"path: {str(path)!r} cannot be written: {error}") from error
 
 
+@checked
 def load_snapshots(path: str | os.PathLike[str]) -> Snapshots:
     """What `save_snapshots` has written.
 

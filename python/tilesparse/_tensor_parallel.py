@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
+from torch.distributed.tensor.placement_types import Placement
 
+from ._arguments import checked
 from ._checks import Index, check_like_product
 from ._private import version
 from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
@@ -20,7 +22,6 @@ from .pattern import BlockPattern, _moved, _overwrite
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
 
 
 class ColwiseParallel(_Colwise):
@@ -42,6 +43,17 @@ class ColwiseParallel(_Colwise):
         UnsynchronizedPatternError: the processes have other numbers of blocks, or block shapes.
     """
 
+    @checked
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        layouts: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        super().__init__(**layouts, use_local_output=use_local_output)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, BlockSparseLinear):
             return super()._apply(module, device_mesh)
@@ -58,6 +70,17 @@ class RowwiseParallel(_Rowwise):
     Raises:
         InvalidArgumentError, InvalidPatternError, UnsupportedError: as `ColwiseParallel`, of columns.
     """
+
+    @checked
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        layouts: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        super().__init__(**layouts, use_local_output=use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, BlockSparseLinear):

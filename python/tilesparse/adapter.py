@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._arguments import checked
 from ._tensor_files import write_tensors
 from .errors import (
     CheckpointError,
@@ -46,6 +47,7 @@ class AdaptedLinear(nn.Module):
             storages than "plain" it can be multiplied and merged, but neither trained nor saved.
     """
 
+    @checked
     def __init__(self, base_layer: BlockSparseLinear, delta: BlockSparseLinear) -> None:
         super().__init__()
         self.base_layer = base_layer
@@ -125,6 +127,7 @@ class BlockSparseAdapter:
         >>> adapter.merge()
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -207,6 +210,7 @@ class BlockSparseAdapter:
         self.layers = {}
         return self.model
 
+    @checked
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the adapter alone to a safetensors file, which replaces one that is there once it is whole.
 
@@ -217,6 +221,7 @@ class BlockSparseAdapter:
 
         Raises:
             UnsupportedError: the storage of a Δ is not "plain", or the adapter was merged or removed.
+            InvalidArgumentError: the file cannot be written.
         """
         if not self.layers:
             raise UnsupportedError("save: an adapter in its model expected, got one merged or removed")
@@ -237,10 +242,14 @@ class BlockSparseAdapter:
         }
         about = {"version": _VERSION, "layers": shapes}
         part = Path(f"{os.fspath(path)}.part")
-        write_tensors(part, tensors, {"tilesparse_adapter": json.dumps(about)})
-        part.replace(path)
+        try:
+            write_tensors(part, tensors, {"tilesparse_adapter": json.dumps(about)})
+            part.replace(path)
+        except OSError as error:
+            raise InvalidArgumentError(f"path must be a file that can be written: {error}") from error
 
     @classmethod
+    @checked
     def load(cls, model: nn.Module, path: str | PathLike[str]) -> BlockSparseAdapter:
         """Adapts a model as a file says that `save` wrote.
 
@@ -418,7 +427,7 @@ def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"path: {os.fspath(path)} is missing") from error
-    except (SafetensorError, ValueError, RecursionError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"path: a safetensors file expected, got {os.fspath(path)}: {error}") from error
     if not isinstance(about, dict) or not isinstance(about.get("layers"), dict) or not about["layers"]:
         raise CheckpointError(f"path: a file of BlockSparseAdapter.save expected, got {os.fspath(path)}")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ._arguments import checked
 from ._checks import DTYPES, POLICIES, Index, check_block_shape, check_shapes, checked_device
 from ._tensor_files import (
     CONFIG,
@@ -123,6 +124,7 @@ def _entry(layer: BlockSparseLinear) -> dict[str, Any]:
     }
 
 
+@checked
 def save(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -172,6 +174,7 @@ def save(
         put_in_place(Path(temporary), folder, own["files"])
 
 
+@checked
 def load(
     model_or_class: _Model | Callable[[], _Model],
     path: str | os.PathLike[str],

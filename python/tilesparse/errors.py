@@ -17,6 +17,13 @@ class InvalidArgumentError(TileSparseError, ValueError):
     """
 
 
+class InvalidTypeError(InvalidArgumentError, TypeError):
+    """An argument has a type that is not allowed, such as a list for a tensor; the text names it.
+
+    Raised by all public functions, before anything is computed or changed.
+    """
+
+
 class InvalidPatternError(InvalidArgumentError):
     """The index arrays or the list of blocks given for a pattern break one of its invariants.
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import _launch
+from ._arguments import check_types, shown
 from ._autograd import call, is_plain, records_gradient
 from ._checks import (
     QUANTIZED,
@@ -111,9 +112,12 @@ def linear(
         [..., out_features].
     """
     check_policy(policy)
-    index = pattern.index_on(values.device)
-    stored = metadata, scales
-    return linear_on(x, values, index, bias, activation, residual, feature_major_output, policy, stored, gate)
+    try:
+        index, stored, layout = pattern.index_on(values.device), (metadata, scales), feature_major_output
+        return linear_on(x, values, index, bias, activation, residual, layout, policy, stored, gate)
+    except Exception:  # types are looked at only now, which takes calls that are right no time
+        check_types(linear, locals())
+        raise
 
 
 def linear_on(
@@ -211,11 +215,17 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
         InvalidArgumentError: another activation, a gate unlike y, or an odd number of features without one.
     """
     activation_code(activation)
-    if gate is not None:
-        check_like_product("gate", gate, y)
-    elif y.dim() == 0 or y.shape[-1] % 2:
-        raise InvalidArgumentError(f"y: last dimension of two halves expected, got shape {tuple(y.shape)}")
-    return _gated(y, gate, activation)
+    try:
+        if gate is not None:
+            check_like_product("gate", gate, y)
+        elif y.dim() == 0 or y.shape[-1] % 2:
+            raise InvalidArgumentError(
+                f"y: last dimension of two halves expected, got shape {tuple(y.shape)}"
+            )
+        return _gated(y, gate, activation)
+    except Exception:
+        check_types(gated, locals())
+        raise
 
 
 def _gated(y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
@@ -339,12 +349,12 @@ _GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def activation_code(activation: str) -> int:
     """Its number for operators."""
-    code = _launch.ACTIVATIONS.get(activation)
-    if code is None:
+    try:
+        return _launch.ACTIVATIONS[activation]
+    except (KeyError, TypeError):
         raise InvalidArgumentError(
-            f"activation: one of {list(_launch.ACTIVATIONS)} expected, got {activation!r}"
-        )
-    return code
+            f"activation: one of {list(_launch.ACTIVATIONS)} expected, got {shown(activation)}"
+        ) from None
 
 
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:
@@ -436,7 +446,13 @@ def dds(
         UnsupportedError: no kernel of the library computes it on that device.
         NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
-    return _dds(a, values, pattern, transpose, False, (metadata, scales))
+    try:
+        if not isinstance(transpose, bool):
+            check_types(dds, locals())
+        return _dds(a, values, pattern, transpose, False, (metadata, scales))
+    except Exception:
+        check_types(dds, locals())
+        raise
 
 
 def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = False) -> Tensor:
@@ -457,10 +473,16 @@ def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = F
         UnsupportedError: no kernel of the library computes it on that device.
         NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
-    if b.dim() != 2:
-        raise InvalidArgumentError(f"b: a 2-D tensor expected, got shape {tuple(b.shape)}")
-    # (W b)ᵀ = bᵀ Wᵀ, and the transpose of a row-major matrix is a feature-major one.
-    return _dds(b.t(), values, pattern, not transpose, feature_major=True).t()
+    try:
+        if not isinstance(transpose, bool):
+            check_types(dsd, locals())
+        if b.dim() != 2:
+            raise InvalidArgumentError(f"b: a 2-D tensor expected, got shape {tuple(b.shape)}")
+        # (W b)ᵀ = bᵀ Wᵀ, and the transpose of a row-major matrix is a feature-major one.
+        return _dds(b.t(), values, pattern, not transpose, feature_major=True).t()
+    except Exception:
+        check_types(dsd, locals())
+        raise
 
 
 def sdd(
@@ -487,19 +509,25 @@ def sdd(
         UnsupportedError: no kernel of the library computes it on that device.
         NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
-    if is_any_autocast_enabled():
-        y, x = autocast(y, x)
-    index = pattern.index_on(x.device)
-    if out is None:
-        if accumulate:
-            raise InvalidArgumentError("out: expected with accumulate=True, got None")
-        return call(SDD_TN, y, x, index)
-    if records_gradient((y, x, out)):
-        raise InvalidArgumentError(
-            "out: not differentiable, but an operand requires a gradient; use no_grad()"
-        )
-    SDD_TN_INTO(y, x, *index, out, accumulate)
-    return out
+    try:
+        if is_any_autocast_enabled():
+            y, x = autocast(y, x)
+        index = pattern.index_on(x.device)
+        if not isinstance(accumulate, bool):
+            check_types(sdd, locals())
+        if out is None:
+            if accumulate:
+                raise InvalidArgumentError("out: expected with accumulate=True, got None")
+            return call(SDD_TN, y, x, index)
+        if records_gradient((y, x, out)):
+            raise InvalidArgumentError(
+                "out: not differentiable, but an operand requires a gradient; use no_grad()"
+            )
+        SDD_TN_INTO(y, x, *index, out, accumulate)
+        return out
+    except Exception:
+        check_types(sdd, locals())
+        raise
 
 
 def _dds(

@@ -27,7 +27,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ._checks import DTYPES
+from ._arguments import checked
+from ._checks import DTYPES, check_module
 from ._tensor_files import StoredTensor, read_header
 from .checkpoint import METHOD, VERSION, check_section, prepare, section
 from .errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
@@ -180,6 +181,7 @@ class TileSparseHfQuantizer(HfQuantizer):
         return to_dense(model, dtype)
 
 
+@checked
 def follow(model: nn.Module) -> None:
     """Makes the configurations of Transformers' models say what their block-sparse layers are.
 
@@ -212,6 +214,7 @@ def follow(model: nn.Module) -> None:
 
 def check_can_follow(model: nn.Module) -> None:
     """Raises where `follow` would; nothing is changed."""
+    check_module(model)
     models: dict[int, Any] = {}  # by their configurations
     for pretrained in _pretrained(model):
         config = getattr(pretrained.config, "quantization_config", None)
@@ -233,6 +236,7 @@ def check_can_follow(model: nn.Module) -> None:
             )
 
 
+@checked
 def to_dense(model: Any, dtype: torch.dtype | None = None) -> Any:
     """Gives a model of Transformers its dense layers back, zero where no block was kept, in place.
 
@@ -271,6 +275,7 @@ def to_dense(model: Any, dtype: torch.dtype | None = None) -> Any:
     return model if dtype is None else model.to(dtype)
 
 
+@checked
 def model_card(model: Any, repository: str = "path/or/repository") -> str:
     """A README.md for the Hub: how to load the model, a check that it is sparse then, and its layers.
 
@@ -281,6 +286,7 @@ def model_card(model: Any, repository: str = "path/or/repository") -> str:
     Raises:
         InvalidArgumentError: no layer is block-sparse.
     """
+    check_module(model)
     layers = dict(_sparse(model))
     if not layers:
         raise InvalidArgumentError("model: one with block-sparse layers expected, got none")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ._arguments import check_types, checked, shown
 from ._autograd import records_gradient
 from ._checks import Index, check_block_shape, check_one, check_policy, check_shapes
 from ._launch import blocks_of, multiplies_compressed, prepared, update_of
@@ -113,8 +114,6 @@ class BlockSparseLinear(nn.Module):
             has another shape.
     """
 
-    in_features: int
-    out_features: int
     weight: nn.Parameter
     bias: nn.Parameter | None
     crow_indices: Tensor
@@ -128,6 +127,7 @@ class BlockSparseLinear(nn.Module):
     # Takes y and x of a call and gives y, whose gradient `tilesparse.train` sees so in steps that need it.
     _observe: Callable[[Tensor, Tensor], Tensor] | None = None
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -156,7 +156,7 @@ class BlockSparseLinear(nn.Module):
             raise InvalidArgumentError(
                 f"pattern: shape {(out_features, in_features)} expected, got {pattern.shape}"
             )
-        self.out_features, self.in_features = self._shape = pattern.shape
+        self._shape = pattern.shape
         self._block_shape = pattern.block_shape
         self.policy = policy
         check_nm_blocks(nm, transposable, self._block_shape)
@@ -175,6 +175,7 @@ class BlockSparseLinear(nn.Module):
         self.reset_parameters(generator)
 
     @classmethod
+    @checked
     def from_linear(
         cls,
         linear: nn.Module,
@@ -273,6 +274,30 @@ class BlockSparseLinear(nn.Module):
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise UnsupportedError(f"to_semi_structured: PyTorch refuses: {error}") from error
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)  # which nn.Module would take for a submodule
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def in_features(self) -> int:
+        """Size of the last dimension of x."""
+        return self._shape[1]
+
+    @in_features.setter
+    def in_features(self, value: int) -> None:
+        _check_size("in_features", value, self._shape[1])
+
+    @property
+    def out_features(self) -> int:
+        """Size of the last dimension of y."""
+        return self._shape[0]
+
+    @out_features.setter
+    def out_features(self, value: int) -> None:
+        _check_size("out_features", value, self._shape[0])
+
     @property
     def nm(self) -> tuple[int, int] | None:
         """(2, 4) where two of four weights in a block are multiplied, otherwise None."""
@@ -288,6 +313,7 @@ class BlockSparseLinear(nn.Module):
         """How the weight is stored: "plain", "compressed", "int8" or "float8_e4m3fn"."""
         return self._storage
 
+    @checked
     @torch.no_grad()
     def set_nm(
         self, nm: Sequence[int] | None, *, scores: Tensor | None = None, transposable: bool = False
@@ -315,6 +341,7 @@ class BlockSparseLinear(nn.Module):
         self._nm, self._transposable = _as_nm(nm), transposable
         return self
 
+    @checked
     @torch.no_grad()
     def update_mask_(self, scores: Tensor | None = None) -> BlockSparseLinear:
         """Chooses anew which two of four weights are multiplied. Nothing waits for a GPU.
@@ -353,6 +380,7 @@ class BlockSparseLinear(nn.Module):
             return weight.clone() if self.mask is None else torch.where(self.mask, weight, 0)
         return expand(self.weight, self.metadata, self.scales, self._dtype)
 
+    @checked
     @torch.no_grad()
     def to_storage(self, storage: str, *, per: str = "row") -> BlockSparseLinear:
         """Stores the weight in another way, in place.
@@ -498,6 +526,7 @@ class BlockSparseLinear(nn.Module):
         (out_features, in_features), (bn, bk) = self._shape, self._block_shape
         return self.col_indices.shape[0] * bn * bk / (out_features * in_features)
 
+    @checked
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws weight and bias anew, uniformly from ±1/√fan_in, and the pattern if there is none yet.
 
@@ -572,41 +601,47 @@ class BlockSparseLinear(nn.Module):
         Returns:
             y [..., out_features].
         """
-        if gate is not None or activation != "none":
-            activation_code(activation)
-            check_one(residual, gate)
-            if self._needs_own_product():
-                y = self.forward(x, feature_major_output=feature_major_output)
-                y, residual, gate = autocast(y, residual, gate)
-                return combined(y, activation, residual, gate)
-        if self._origin:
-            self._settle()
-        if self._part is not None:
-            return self._part.linear(self, x, residual)
-        parameters: dict[str, Any] = self._parameters
         try:
-            weight, bias = parameters["weight"], parameters["bias"]
-        except KeyError:  # parametrizations and the like put attributes in their places
-            weight, bias = self.weight, self.bias
-        index = self._index()
-        buffers: dict[str, Any] = self._buffers
-        mask = buffers["mask"]
-        beside = None  # the weight, and the bias, where gradients go to tensors beside them
-        if getattr(weight, "main_grad", None) is not None and records_gradient((weight,)):
-            x, cast_bias, residual = autocast(x, bias, residual)
-            beside = weight, bias if getattr(bias, "main_grad", None) is not None else cast_bias
-            weight, bias = weight.detach(), None if cast_bias is None else cast_bias.detach()
-        if mask is not None:
-            y = self._masked_linear(x, weight, mask, index, bias, residual, feature_major_output)
-        else:
-            stored, layout = (buffers["metadata"], buffers["scales"]), feature_major_output
-            y = linear_on(x, weight, index, bias, activation, residual, layout, self._policy, stored, gate)
-        if beside is not None:
-            # Only now: with it comes PyTorch's compiler, which takes long to import.
-            from ._main_grad import add_gradient, add_gradient_uncompiled
+            if gate is not None or activation != "none":
+                activation_code(activation)
+                check_one(residual, gate)
+                if self._needs_own_product():
+                    y = self.forward(x, feature_major_output=feature_major_output)
+                    y, residual, gate = autocast(y, residual, gate)
+                    return combined(y, activation, residual, gate)
+            if self._origin:
+                self._settle()
+            if self._part is not None:
+                return self._part.linear(self, x, residual)
+            parameters: dict[str, Any] = self._parameters
+            try:
+                weight, bias = parameters["weight"], parameters["bias"]
+            except KeyError:  # parametrizations and the like put attributes in their places
+                weight, bias = self.weight, self.bias
+            index = self._index()
+            buffers: dict[str, Any] = self._buffers
+            mask = buffers["mask"]
+            beside = None  # the weight, and the bias, where gradients go to tensors beside them
+            if getattr(weight, "main_grad", None) is not None and records_gradient((weight,)):
+                x, cast_bias, residual = autocast(x, bias, residual)
+                beside = weight, bias if getattr(bias, "main_grad", None) is not None else cast_bias
+                weight, bias = weight.detach(), None if cast_bias is None else cast_bias.detach()
+            if mask is not None:
+                y = self._masked_linear(x, weight, mask, index, bias, residual, feature_major_output)
+            else:
+                stored, layout = (buffers["metadata"], buffers["scales"]), feature_major_output
+                y = linear_on(
+                    x, weight, index, bias, activation, residual, layout, self._policy, stored, gate
+                )
+            if beside is not None:
+                # Only now: with it comes PyTorch's compiler, which takes long to import.
+                from ._main_grad import add_gradient, add_gradient_uncompiled
 
-            y = (add_gradient_uncompiled if is_compiling() else add_gradient)(y, x, *beside, index)
-        return y if self._observe is None else self._observe(y, x)
+                y = (add_gradient_uncompiled if is_compiling() else add_gradient)(y, x, *beside, index)
+            return y if self._observe is None else self._observe(y, x)
+        except Exception:  # types are looked at only now, which takes calls that are right no time
+            check_types(BlockSparseLinear.forward, locals())
+            raise
 
     def _needs_own_product(self) -> bool:
         """Whether something looks at the product itself, or at its gradient, before what is made of it."""
@@ -639,6 +674,7 @@ class BlockSparseLinear(nn.Module):
         kept = compressed, metadata, *transposed
         return linear_through(x, weight, index, bias, residual, kept, layout)
 
+    @checked
     def pack(self, enabled: bool = True) -> BlockSparseLinear:
         """Keeps a copy of the weight in the order in which kernels multiply it, for inference.
 
@@ -908,6 +944,13 @@ class BlockSparseLinear(nn.Module):
             return
         for name in _ARRAYS:  # all of them, so that graphs of autograd keep the pattern they were made with
             self._buffers[name] = self.get_buffer(name).new_empty(getattr(pattern, name).shape)
+
+
+def _check_size(name: str, value: object, size: int) -> None:
+    if not isinstance(value, int) or value != size:
+        raise InvalidArgumentError(
+            f"{name} must stay {size}, as weight and pattern have it, got {shown(value)}; make another layer"
+        )
 
 
 def _resize(parameter: nn.Parameter, data: Tensor) -> None:

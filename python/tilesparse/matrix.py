@@ -1,5 +1,6 @@
 """Block-sparse matrices: values and where they lie, with conversions and products."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,8 +8,9 @@ import torch
 from torch import Tensor
 
 from . import functional
+from ._arguments import checked
 from ._autograd import call
-from ._checks import check_values
+from ._checks import check_factor, check_like_product, check_values, checked_number
 from ._register import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
 from .pattern import BlockPattern, canonical_scipy
@@ -29,12 +31,14 @@ class BlockSparseMatrix:
         InvalidArgumentError: ``values`` does not fit ``pattern``.
     """
 
+    @checked
     def __init__(self, values: Tensor, pattern: BlockPattern) -> None:
         check_values("values", values, pattern.index_on(values.device))
         self.values = values
         self.pattern = pattern
 
     @classmethod
+    @checked
     def zeros(
         cls,
         pattern: BlockPattern,
@@ -52,6 +56,7 @@ class BlockSparseMatrix:
         return cls(torch.zeros(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
 
     @classmethod
+    @checked
     def ones(
         cls,
         pattern: BlockPattern,
@@ -69,6 +74,7 @@ class BlockSparseMatrix:
         return cls(torch.ones(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
 
     @classmethod
+    @checked
     def randn(
         cls,
         pattern: BlockPattern,
@@ -89,6 +95,7 @@ class BlockSparseMatrix:
         return cls(torch.randn(size, generator=generator, dtype=dtype, device=device), pattern)
 
     @classmethod
+    @checked
     def from_blocks(
         cls, blocks: Tensor | Sequence[tuple[int, int]], values: Tensor, *, shape: Sequence[int]
     ) -> "BlockSparseMatrix":
@@ -102,6 +109,7 @@ class BlockSparseMatrix:
         return cls(values, BlockPattern.from_blocks(blocks, shape=shape, block_shape=values.shape[1:]))
 
     @classmethod
+    @checked
     def from_dense(
         cls,
         dense: Tensor,
@@ -134,6 +142,7 @@ class BlockSparseMatrix:
         return cls(call(GATHER, dense, None, pattern.index_on(dense.device)), pattern)
 
     @classmethod
+    @checked
     def from_mask(cls, dense: Tensor, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockSparseMatrix":
         """The blocks of ``dense`` in which ``mask`` (same shape) has a nonzero, whole.
 
@@ -154,6 +163,7 @@ class BlockSparseMatrix:
         return cls(matrix.values().contiguous(), pattern)
 
     @classmethod
+    @checked
     def from_scipy(
         cls,
         matrix: Any,
@@ -172,6 +182,7 @@ class BlockSparseMatrix:
         return cls(torch.from_numpy(matrix.data).contiguous().to(device), BlockPattern.from_scipy(matrix))
 
     @classmethod
+    @checked
     def from_product(cls, y: Tensor, x: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
         """The kept blocks of yᵀ x; differentiable, see `functional.sdd`.
 
@@ -256,6 +267,7 @@ class BlockSparseMatrix:
         """The transposed matrix [in_features, out_features]; its values are a copy, differentiable."""
         return BlockSparseMatrix(self.values.transpose(1, 2).contiguous(), self.pattern.transpose())
 
+    @checked
     def matmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
         """W @ dense, or with ``transpose=True`` Wᵀ @ dense; differentiable, see `functional.dsd`.
 
@@ -268,6 +280,7 @@ class BlockSparseMatrix:
         """
         return functional.dsd(self.values, self.pattern, dense, transpose=transpose)
 
+    @checked
     def rmatmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
         """Dense @ W, or with ``transpose=True`` dense @ Wᵀ; differentiable, see `functional.dds`.
 
@@ -286,6 +299,7 @@ class BlockSparseMatrix:
     def __rmatmul__(self, dense: Tensor) -> Tensor:
         return self.rmatmul(dense)
 
+    @checked
     def add_product_(self, y: Tensor, x: Tensor) -> "BlockSparseMatrix":
         """Adds the kept blocks of yᵀ x to the values, in place and without a gradient; see `functional.sdd`.
 
@@ -299,24 +313,36 @@ class BlockSparseMatrix:
         functional.sdd(y, x, self.pattern, out=self.values, accumulate=True)
         return self
 
+    @checked
     def copy_from_dense_(self, dense: Tensor) -> "BlockSparseMatrix":
         """Overwrites the values with the same blocks of a dense matrix [out_features, in_features]."""
         with torch.no_grad():
             self.values.copy_(call(GATHER, dense, None, self.pattern.index_on(dense.device)))
         return self
 
+    @checked
     def mul_(self, factor: Tensor | float) -> "BlockSparseMatrix":
-        """Multiplies the values by a number, or a tensor that broadcasts to [nnz, bn, bk]."""
+        """Multiplies the values by a real number, or a tensor that broadcasts to [nnz, bn, bk].
+
+        Raises:
+            InvalidArgumentError: the tensor has another shape, device or a complex dtype.
+        """
+        if isinstance(factor, Tensor):
+            check_factor("factor", factor, self.values)
         with torch.no_grad():
             self.values.mul_(factor)
         return self
 
+    @checked
     def block_norm(self, p: float = 2) -> Tensor:
         """[nnz] the p-norm of every block, in slot order; half precision is summed in float32."""
+        if math.isnan(p):
+            raise InvalidArgumentError("p must be a number or infinite, got nan")
         dtype = torch.promote_types(self.dtype, torch.float32)
         norms: Tensor = torch.linalg.vector_norm(self.values, p, dim=(1, 2), dtype=dtype)
         return norms
 
+    @checked
     def move_blocks_(
         self, slots: Tensor | Sequence[int], blocks: Tensor | Sequence[tuple[int, int]]
     ) -> "BlockSparseMatrix":
@@ -335,6 +361,7 @@ class BlockSparseMatrix:
         self.pattern.move_blocks_(slots, blocks)
         return self
 
+    @checked
     def equal(self, other: "BlockSparseMatrix") -> bool:
         """Whether both store the same blocks with the same values, in whatever slots."""
         mine, theirs = (matrix.pattern.index_on(self.device) for matrix in (self, other))
@@ -345,8 +372,15 @@ class BlockSparseMatrix:
             and torch.equal(self._in_row_order(), other._in_row_order())
         )
 
+    @checked
     def allclose(self, dense: Tensor, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-        """Whether this matrix is close to a dense one, zeros outside the stored blocks included."""
+        """Whether this matrix is close to a dense one, zeros outside the stored blocks included.
+
+        Raises:
+            InvalidArgumentError: ``dense`` has another shape, dtype or device.
+        """
+        rtol, atol = checked_number("rtol", rtol), checked_number("atol", atol)
+        check_like_product("dense", dense, self.values.new_empty(()).expand(self.shape))
         return torch.allclose(self.to_dense(), dense, rtol=rtol, atol=atol)
 
     def _in_row_order(self) -> Tensor:

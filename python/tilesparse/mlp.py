@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ._arguments import check_types, checked
 from ._launch import ACTIVATIONS
 from .errors import InvalidArgumentError, UnsupportedError
 from .functional import combined, gated
@@ -61,6 +62,7 @@ class BlockSparseMLP(nn.Module):
     gated: bool
     activation_name: str | None
 
+    @checked
     def __init__(
         self,
         up: BlockSparseLinear | None,
@@ -88,6 +90,7 @@ class BlockSparseMLP(nn.Module):
                 self.add_module(self._names[role], part)
 
     @classmethod
+    @checked
     def from_module(cls, module: nn.Module) -> BlockSparseMLP:
         """The same function of the same layers, under the same names.
 
@@ -125,7 +128,12 @@ class BlockSparseMLP(nn.Module):
         Returns:
             y [..., out_features], without ``down`` [..., hidden_features].
         """
-        hidden, down, dropout = self._hidden(x), self._part("down"), self._part("dropout")
+        try:
+            hidden = self._hidden(x)
+        except Exception:  # types are looked at only now, which takes calls that are right no time
+            check_types(BlockSparseMLP.forward, locals())
+            raise
+        down, dropout = self._part("down"), self._part("dropout")
         hidden_dropout = self._part("hidden_dropout")
         if hidden_dropout is not None:
             hidden = hidden_dropout(hidden)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from ._checks import Index
-from .errors import InvalidPatternError, UnsynchronizedPatternError
+from ._arguments import checked
+from ._checks import Index, checked_count
+from .errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
 from .linear import _SHARED, BlockSparseLinear
 from .pattern import BlockPattern
 
@@ -28,6 +29,7 @@ def __getattr__(name: str) -> Any:
     return getattr(_tensor_parallel, name)
 
 
+@checked
 def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = None, src: int = 0) -> None:
     """Gives every `BlockSparseLinear` of a model the pattern that it has in one process.
 
@@ -44,7 +46,13 @@ def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = Non
         UnsynchronizedPatternError: the layers of the processes differ in more than where their blocks lie.
         InvalidPatternError: the process whose patterns are taken has a layer without one. Both are raised in
             all processes, before anything has changed.
+        InvalidArgumentError: there is no process group.
     """
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidArgumentError(
+            "group must be a process group, got none; call torch.distributed.init_process_group before"
+        )
+    checked_count("src", src, 0, dist.get_world_size() - 1)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
     for layer, pattern in zip(layers.values(), broadcast_patterns(layers, group, src), strict=True):
         layer.pattern = pattern

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from ._arguments import checked
 from ._checks import DTYPES, check_block_shape, check_policy
 from ._progress import Progress
 from ._transformers import check_can_follow, follow
@@ -226,6 +227,7 @@ class BlockSparseModelPatcher:
         self._rules: list[_Rule] = []
         self._originals: MutableMapping[nn.Module, dict[str, _Target]] = WeakKeyDictionary()
 
+    @checked
     def add_pattern(
         self, regex: str, options: Mapping[str, Any] | None = None, *, fullmatch: bool = False
     ) -> None:
@@ -259,6 +261,7 @@ class BlockSparseModelPatcher:
         compiled = _compiled(regex)
         self._rules.append(_Rule(compiled, fullmatch, _checked_options({} if options is None else options)))
 
+    @checked
     def is_patchable(self, name: str, module: nn.Module) -> bool:
         """Whether `new_child_module` can replace a module of this kind. Override to change it.
 
@@ -268,6 +271,7 @@ class BlockSparseModelPatcher:
         """
         return _is_linear(module)
 
+    @checked
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> _Replacement:
         """Makes the replacement of one layer. Override to change it.
 
@@ -293,10 +297,12 @@ class BlockSparseModelPatcher:
         )
         return PseudoBlockSparseLinear(layer) if options["pseudo_linear"] else layer
 
+    @checked
     def get_patchable_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         """The layers of `model` that patterns can apply to, by qualified name."""
         return {name: module for name, module in model.named_modules() if self.is_patchable(name, module)}
 
+    @checked
     def patch_model(self, model: nn.Module, *, dry_run: bool = False) -> PatchReport:
         """Replaces every layer that a pattern matches; on an error, none.
 
@@ -321,6 +327,7 @@ class BlockSparseModelPatcher:
             follow(model)
         return report
 
+    @checked
     def fuse_mlps(self, model: nn.Module, *, dry_run: bool = False) -> FuseReport:
         """Puts a `BlockSparseMLP` in the place of every MLP that it knows, see `BlockSparseMLP.from_module`.
 
@@ -346,6 +353,7 @@ class BlockSparseModelPatcher:
             self._replace(model, targets)
         return FuseReport([_fused(target) for target in targets], skipped)
 
+    @checked
     def undo(self, model: nn.Module) -> None:
         """Puts back the very modules that this patcher has replaced in `model`, with all hooks.
 

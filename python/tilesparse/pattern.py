@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from . import _launch
-from ._checks import INT32_MAX, Index, as_integer, check_block_shape, check_index, check_shapes
+from ._arguments import checked, shown
+from ._checks import INT32_MAX, Index, as_integer, check_block_shape, check_content, check_index, check_shapes
 from ._launch import blocks_of, update_of, validate
 from ._private import version
-from .errors import InvalidArgumentError, InvalidPatternError
+from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
 
 Device = torch.device | str | int | None
 
@@ -45,6 +46,7 @@ class BlockPattern:
         InvalidPatternError: the tensors do not describe a pattern of that shape.
     """
 
+    @checked
     def __init__(
         self,
         crow_indices: Tensor | Sequence[int],
@@ -73,6 +75,7 @@ class BlockPattern:
         return pattern
 
     @classmethod
+    @checked
     def random(
         cls,
         shape: Sequence[int],
@@ -110,6 +113,7 @@ class BlockPattern:
         return cls._from_sorted(chosen, shape, block_shape, device=device)
 
     @classmethod
+    @checked
     def full(
         cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
     ) -> BlockPattern:
@@ -128,6 +132,7 @@ class BlockPattern:
         return cls._from_sorted(chosen, shape, block_shape, device=device)
 
     @classmethod
+    @checked
     def from_blocks(
         cls,
         blocks: Tensor | Sequence[tuple[int, int]],
@@ -146,7 +151,10 @@ class BlockPattern:
             InvalidPatternError: a block lies outside the shape or is listed twice.
         """
         shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
-        device = blocks.device if isinstance(blocks, Tensor) else None
+        device = None
+        if isinstance(blocks, Tensor):
+            check_content("blocks", blocks)
+            device = blocks.device
         pairs = torch.as_tensor(blocks, device="cpu")
         if pairs.numel() == 0:
             pairs = torch.empty(0, 2, dtype=torch.int64, device="cpu")
@@ -168,6 +176,7 @@ class BlockPattern:
         return cls._from_sorted(chosen, shape, block_shape, slot, device)
 
     @classmethod
+    @checked
     def from_block_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
         """The blocks that are nonzero (True) in ``mask``.
 
@@ -185,6 +194,7 @@ class BlockPattern:
         return cls._from_sorted(chosen, shape, (bn, bk), device=mask.device)
 
     @classmethod
+    @checked
     def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
         """The blocks that hold at least one nonzero.
 
@@ -206,6 +216,8 @@ class BlockPattern:
         Raises:
             InvalidArgumentError: it is no such matrix, or its blocks have another shape than is allowed.
         """
+        if not isinstance(matrix, Tensor):
+            raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
         if matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
             raise InvalidArgumentError(
                 f"matrix: a 2-D sparse BSR tensor expected, got {matrix.dim()}-D {matrix.layout}"
@@ -218,6 +230,7 @@ class BlockPattern:
         )
 
     @classmethod
+    @checked
     def from_scipy(cls, matrix: Any, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
         """The blocks of a scipy.sparse matrix of any format.
 
@@ -237,6 +250,7 @@ class BlockPattern:
         )
 
     @classmethod
+    @checked
     def from_scores(
         cls,
         scores: Tensor,
@@ -259,6 +273,8 @@ class BlockPattern:
             InvalidArgumentError: as of `random`, or a score is NaN.
         """
         _check_matrix("scores", scores)
+        if scores.is_complex():
+            raise InvalidArgumentError(f"scores must be real numbers, got {scores.dtype}")
         bn, bk = check_block_shape(block_shape)
         flat = scores.detach().cpu().reshape(-1)
         if bool(flat.isnan().any()):
@@ -272,6 +288,7 @@ class BlockPattern:
         return cls._from_sorted(best, (grid[0] * bn, grid[1] * bk), (bn, bk), device=scores.device)
 
     @classmethod
+    @checked
     def from_dense(
         cls,
         dense: Tensor,
@@ -374,6 +391,7 @@ class BlockPattern:
         """[nnz] int32: position in the values of each entry's block."""
         return self._index.slot
 
+    @checked
     def to(self, device: torch.device | str | int) -> BlockPattern:
         """A copy on another device, or this pattern if it is there."""
         index = _moved(self._index, torch.device(device))
@@ -385,6 +403,8 @@ class BlockPattern:
             return self._index
         if torch.compiler.is_compiling():
             return _moved(self._index, device)
+        if not isinstance(device, torch.device):
+            raise InvalidTypeError(f"device must be a torch.device, got {shown(device)}")
         source = self._index
         state = tuple(map(version, source[:3]))
         copied = self._copies.get(device)
@@ -395,6 +415,7 @@ class BlockPattern:
             self._copies[device] = copied[0], state
         return copied[0]
 
+    @checked
     def update_(self, other: BlockPattern) -> BlockPattern:
         """Takes over the blocks of ``other``, a pattern of the same shape and block shape.
 
@@ -421,6 +442,7 @@ class BlockPattern:
             self._own(_moved(other._index, self.device, copy=True))
         return self
 
+    @checked
     def move_blocks_(
         self,
         slots: Tensor | Sequence[int],
@@ -441,12 +463,13 @@ class BlockPattern:
         Raises:
             InvalidPatternError: a place lies outside, or is taken. Nothing has changed then.
         """
-        chosen = torch.as_tensor(slots, device=self.device).long().reshape(-1)
-        places = torch.as_tensor(blocks, device=self.device).long().reshape(-1, 2)
-        if len(places) != len(chosen):
+        chosen = self._numbers("slots", slots).reshape(-1)
+        places = self._numbers("blocks", blocks)
+        if places.numel() != 2 * len(chosen):
             raise InvalidArgumentError(
-                f"blocks: {len(chosen)} places expected, one per slot, got {len(places)}"
+                f"blocks: {len(chosen)} places expected, one per slot, got shape {tuple(places.shape)}"
             )
+        places = places.reshape(-1, 2)
         if check:
             numbers = chosen.tolist()
             if len(set(numbers)) != len(numbers) or not all(0 <= slot < self.nnz for slot in numbers):
@@ -458,6 +481,15 @@ class BlockPattern:
                 BlockPattern.from_blocks(everywhere, shape=self.shape, block_shape=self.block_shape)
             )
         return self._take(index_of(everywhere[:, 0] * self.grid[1] + everywhere[:, 1], self._index))
+
+    def _numbers(self, name: str, given: Tensor | Sequence[Any]) -> Tensor:
+        """Integers on the pattern's device."""
+        if isinstance(given, Tensor):
+            check_content(name, given)
+        numbers = torch.as_tensor(given, device=self.device)
+        if numbers.numel() and not _is_integer(numbers):
+            raise InvalidArgumentError(f"{name} must be integers, got {numbers.dtype}")
+        return numbers.long()
 
     def _place(self, numbers: Tensor) -> None:
         """Gives all blocks new places, [nnz] int64 as block row times block columns plus block column."""
@@ -571,6 +603,8 @@ def index_of(numbers: Tensor, like: Index) -> Index:
 
 def canonical_scipy(matrix: Any, block_shape: int | Sequence[int] | None) -> Any:
     """A scipy BSR copy with sorted columns and no duplicates."""
+    if not hasattr(matrix, "tobsr"):
+        raise InvalidTypeError(f"matrix must be a scipy.sparse matrix or array, got {shown(matrix)}")
     if block_shape is None and matrix.format != "bsr":
         raise InvalidArgumentError(f"block_shape: needed for a scipy matrix of format {matrix.format!r}")
     if block_shape is not None:
@@ -597,6 +631,8 @@ def _is_integer(array: Tensor) -> bool:
 
 def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
     """A host int32 copy of an index array."""
+    if isinstance(array, Tensor):
+        check_content(name, array)
     given = torch.as_tensor(array, device="cpu")
     if given.numel() == 0:
         given = given.long()
@@ -618,6 +654,7 @@ def _check_matrix(name: str, matrix: Tensor) -> None:
         raise InvalidArgumentError(
             f"{name}: a dense 2-D tensor expected, got shape {tuple(matrix.shape)}, {matrix.layout}"
         )
+    check_content(name, matrix)
 
 
 def _chosen_blocks(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._arguments import checked
 from .errors import InvalidArgumentError, UnsupportedError
 from .functional import sdd
 from .linear import _ARRAYS, BlockSparseLinear
@@ -234,6 +235,7 @@ class LoraLinear(Linear):
         return layer.weight.device, layer._dtype
 
 
+@checked
 def merge_loss(model: nn.Module, adapter_names: list[str] | None = None) -> dict[str, float]:
     """What `merge_adapter` and `merge_and_unload` would lose of each block-sparse layer's adapters.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ._arguments import checked
 from ._plot_sources import (
     Map,
     Snapshots,
@@ -50,6 +51,7 @@ LEFT = "#f5c98c"  # places that blocks have left
 GREY = "#b0b0b0"
 
 
+@checked
 def patterns(source: nn.Module | str | os.PathLike[str], *, layers: str | None = None) -> list[Figure]:
     """Draws the kept blocks of each layer, shaded by the root mean square of their weights.
 
@@ -78,6 +80,7 @@ def patterns(source: nn.Module | str | os.PathLike[str], *, layers: str | None =
     return _pages(maps, "kept blocks", "root mean square of a block / largest of the layer", 1.0)
 
 
+@checked
 def evolution(snapshots: Snapshots, *, layers: str | None = None) -> list[Figure]:
     """Draws how patterns changed while they were trained.
 
@@ -109,6 +112,7 @@ def evolution(snapshots: Snapshots, *, layers: str | None = None) -> list[Figure
     return [_curves(steps, drawn), *pages]
 
 
+@checked
 def tradeoff(
     points: Iterable[Mapping[str, Any]], *, x: str, y: str, log_x: bool = False, log_y: bool = False
 ) -> Figure:
@@ -176,6 +180,7 @@ def tradeoff(
     return figure
 
 
+@checked
 def save(figures: Figure | Sequence[Figure], path: str | os.PathLike[str]) -> list[Path]:
     """Writes figures as PNG, SVG or PDF, whatever the name of the file ends in.
 

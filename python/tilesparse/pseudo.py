@@ -5,6 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ._arguments import checked
+from ._checks import check_activations
+from .errors import InvalidArgumentError
 from .linear import BlockSparseLinear, representation
 
 
@@ -29,6 +32,7 @@ class PseudoBlockSparseLinear(nn.Module):
     block_rows: Tensor
     block_cols: Tensor
 
+    @checked
     def __init__(self, layer: BlockSparseLinear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
@@ -44,6 +48,7 @@ class PseudoBlockSparseLinear(nn.Module):
             self.register_buffer(name, indices.to(layer.weight.device))
         self.train(layer.training)
 
+    @checked
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Computes y = x Wᵀ + bias with W written out.
 
@@ -54,9 +59,14 @@ class PseudoBlockSparseLinear(nn.Module):
         Returns:
             y [..., out_features].
         """
+        check_activations("x", x, self.in_features)
         blocks = self.weight.new_zeros(*self._grid, *self.block_shape)
         blocks = blocks.index_put((self.block_rows, self.block_cols), self.weight)
         y = F.linear(x, blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1), self.bias)
+        if residual is not None and residual.shape != y.shape:
+            raise InvalidArgumentError(
+                f"residual must have shape {tuple(y.shape)}, got {tuple(residual.shape)}"
+            )
         return y if residual is None else y + residual
 
     def extra_repr(self) -> str:

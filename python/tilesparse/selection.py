@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from . import _C, _launch
+from ._arguments import checked
 from ._checks import (
     DTYPES,
     POLICIES,
@@ -92,6 +93,7 @@ class Device:
             object.__setattr__(self, name, checked_count(name, getattr(self, name), least, most))
 
     @classmethod
+    @checked
     def find(cls, what: Device | torch.device | str | tuple[int, int] | None = None) -> Device:
         """The device that is meant.
 
@@ -222,6 +224,7 @@ class Product:
         object.__setattr__(self, "tf32", self.dtype == torch.float32 and tf32)
 
     @classmethod
+    @checked
     def of(cls, layer: BlockSparseLinear, *, tokens: int, op: str = "forward") -> Product:
         """What a layer does for so many tokens; while it trains with 2:4, its product with compressed values.
 
@@ -463,6 +466,7 @@ class KernelChoice:
         return "\n".join(lines)
 
 
+@checked
 def choose(
     product: Product,
     device: Device | torch.device | str | tuple[int, int] | None = None,
@@ -523,6 +527,7 @@ def _microseconds(time: float | None) -> str:
     return "no estimate" if time is None else f"estimated {time:.1f} us"
 
 
+@checked
 @contextmanager
 def prefer(kernel: str) -> Iterator[None]:
     """Within it products run on kernels with a certain name or beginning of one, where these compute them.

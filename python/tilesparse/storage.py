@@ -19,7 +19,8 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from ._checks import COMPRESSIBLE, QUANTIZED, check_compressible
+from ._arguments import checked, shown
+from ._checks import COMPRESSIBLE, QUANTIZED, check_compressible, check_content
 from ._register import COMPRESS, expand_values
 from .errors import InvalidArgumentError
 
@@ -29,6 +30,7 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _TILES_AT_A_TIME = 1 << 18  # of 4 x 4, whose scores for every mask take 180 MiB
 
 
+@checked
 def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
     """The two of each four neighbours with the highest scores.
 
@@ -97,6 +99,7 @@ def _masks(device: torch.device) -> Tensor:
         return torch.tensor(found, dtype=torch.bool, device=device).flatten(1)
 
 
+@checked
 def compress(values: Tensor, mask: Tensor, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
     """Plain values as 2:4 stores them, by one kernel.
 
@@ -117,6 +120,7 @@ def compress(values: Tensor, mask: Tensor, *, transposed: bool = False) -> tuple
     return compressed, metadata
 
 
+@checked
 def expand(
     values: Tensor,
     metadata: Tensor | None = None,
@@ -137,6 +141,7 @@ def expand(
     return expand_values(values.detach(), metadata, scales, torch.float32 if dtype is None else dtype)
 
 
+@checked
 def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[Tensor, Tensor]:
     """Values in 8 bits: rounded to the nearest, without calibration.
 
@@ -156,6 +161,11 @@ def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[T
         raise InvalidArgumentError(f"dtype: one of {list(_LARGEST)} expected, got {dtype}")
     if per not in ("row", "block"):
         raise InvalidArgumentError(f"per: 'row' or 'block' expected, got {per!r}")
+    check_content("values", values)
+    if values.dim() != 3 or values.is_complex():
+        raise InvalidArgumentError(
+            f"values must be a real tensor [nnz, bn, bk], got shape {list(values.shape)} of {values.dtype}"
+        )
     values = values.detach().float()
     if not bool(values.isfinite().all()):
         raise InvalidArgumentError("values: finite ones expected, as 8 bits have no others")
@@ -171,8 +181,8 @@ def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[T
 
 def check_nm(nm: object, transposable: bool = False) -> None:
     """Only 2:4 is there, and only that has transposable masks."""
-    if nm is not None and nm != (2, 4) and nm != [2, 4]:
-        raise InvalidArgumentError(f"nm: (2, 4) or None expected, got {nm!r}")
+    if nm is not None and (not isinstance(nm, tuple | list) or tuple(nm) != (2, 4)):
+        raise InvalidArgumentError(f"nm: (2, 4) or None expected, got {shown(nm)}")
     if transposable and nm is None:
         raise InvalidArgumentError("transposable: only masks of nm=(2, 4) are, got nm=None")
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import _C, _launch, checkpoint, functional
+from ._arguments import checked
 from ._checks import DTYPES, checked_count, checked_device, checked_number
 from ._timing import Call, medians, name_of_cpu, own_numbers
 from .errors import InvalidArgumentError, TileSparseError, TuneFileError
@@ -67,6 +68,7 @@ class Measurement:
 # ---- measuring ----
 
 
+@checked
 @torch.no_grad()
 def tune(
     products: Iterable[Product],
@@ -209,6 +211,7 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
     return sparse, dense
 
 
+@checked
 def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = OPS) -> list[Product]:
     """What the layers of a checkpoint do, for each number of tokens; no weight is read.
 
@@ -257,6 +260,7 @@ def _add(measurement: Measurement) -> None:
     )
 
 
+@checked
 def load(path: Path | None = None) -> tuple[list[Measurement], int]:
     """Has what a file says count in this process, in place of all that did.
 

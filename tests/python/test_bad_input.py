@@ -428,6 +428,7 @@ def test_errors_are_also_the_built_in_ones(name: str) -> None:
         "TileSparseError": Exception,
         "InvalidArgumentError": ValueError,
         "InvalidPatternError": ValueError,
+        "InvalidTypeError": TypeError,
         "UnsupportedError": NotImplementedError,
         "CheckpointError": ValueError,
         "CheckpointNotFoundError": FileNotFoundError,

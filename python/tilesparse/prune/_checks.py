@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from .._batches import check_batches
-from .._checks import as_number, check_block_shape, check_module, check_policy, checked_number
+from .._checks import check_module, check_policy, checked_number
 from ..errors import InvalidArgumentError
-from ..storage import check_nm, check_nm_blocks, check_storage
 from .calibration import Moments
 from .choice import Choice
 from .layer import METHODS
@@ -39,20 +38,7 @@ def checked_path(folder: object) -> Path:
 def checked_choice(choice: object, where: str) -> Choice:
     if not isinstance(choice, Choice):
         raise InvalidArgumentError(f"{where}a Choice expected, got {choice!r}")
-    density = as_number(choice.density)
-    if not 0 < density <= 1:
-        raise InvalidArgumentError(
-            f"{where}density: a number above 0 and at most 1 expected, got {choice.density!r}"
-        )
-    try:
-        block_shape = check_block_shape(choice.block_shape)
-        check_nm(choice.nm, False)
-        check_nm_blocks(choice.nm, False, block_shape)
-        check_storage(choice.storage, choice.nm)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{where}{error}") from error
-    nm = None if choice.nm is None else (choice.nm[0], choice.nm[1])
-    return Choice(density, block_shape, nm, choice.storage)
+    return choice
 
 
 def check_model(model: nn.Module) -> None:

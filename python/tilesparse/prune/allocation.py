@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from .._arguments import checked
 from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight
@@ -107,6 +108,7 @@ class Allocation(Mapping[str, "Choice | None"]):
         return f"{cost:.4f}" if self.unit == "ms" else f"{cost:,.0f}"
 
 
+@checked
 def uniform(
     model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
 ) -> dict[str, Choice]:
@@ -129,6 +131,7 @@ def uniform(
     }
 
 
+@checked
 def erk(
     model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
 ) -> dict[str, Choice]:
@@ -196,6 +199,7 @@ def _whole(shares: Sequence[float], totals: Sequence[int], budget: int) -> list[
     return kept
 
 
+@checked
 def allocate(
     curves: ErrorCurves,
     model: nn.Module,

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._arguments import checked
 from .._checks import check_shapes, checked_number
 from .._private import exact_float32
 from ..errors import InvalidArgumentError
@@ -188,6 +189,7 @@ def _take(matrix: Tensor, blocks: Tensor, dim: int, bk: int) -> Tensor:
     return matrix.view(rows, m, n // bk, bk).gather(2, index).view(rows, m, count * bk)
 
 
+@checked
 @torch.no_grad()
 def refit(
     weight: Tensor, second_moment: Tensor, pattern: BlockPattern, *, damping: float = DAMPING

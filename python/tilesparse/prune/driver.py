@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _progress
+from .._arguments import checked
 from .._batches import check_function, chosen_device, evaluating
 from .._transformers import check_can_follow
 from ..errors import InvalidArgumentError, TileSparseError
@@ -41,6 +42,7 @@ from .report import PrunedLayer, PruneReport
 from .resume import Progress
 
 
+@checked
 def prune_model(
     model: nn.Module,
     batches: Iterable[Any],
@@ -175,6 +177,7 @@ def prune_model(
     return _report(targets, solutions, skipped, calibration.stack, _method(method, patterns), done)
 
 
+@checked
 def measure_errors(
     model: nn.Module,
     batches: Iterable[Any],

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import as_integer, check_module
+from .._arguments import check_types, checked
+from .._checks import check_module, checked_count
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import dense_weight, is_conv1d
 
@@ -56,6 +57,9 @@ class Fold:
         units: how many may change places in each group.
         groups: how many groups there are.
         repeats: how often the consumer has each group.
+
+    Raises:
+        InvalidArgumentError: a name or a number is not one. That they fit the model is checked with it.
     """
 
     producers: tuple[str | Rows, ...]
@@ -64,12 +68,23 @@ class Fold:
     groups: int = 1
     repeats: int = 1
 
+    def __post_init__(self) -> None:
+        check_types(Fold.__init__, vars(self))
+        if not self.producers:
+            raise InvalidArgumentError("producers must be names of layers or Rows of them, got none")
+        for producer in self.producers:
+            if isinstance(producer, Rows):
+                check_types(Rows.__new__, producer._asdict())
+        for name in ("units", "groups", "repeats"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
+
     def layers(self) -> list[str]:
         """The names of the producers, each once, and of the consumer."""
         names = [producer.layer if isinstance(producer, Rows) else producer for producer in self.producers]
         return [*dict.fromkeys(names), self.consumer]
 
 
+@checked
 def find_folds(model: nn.Module) -> list[Fold]:
     """The folds that the names of a model's layers tell of.
 
@@ -90,6 +105,7 @@ def find_folds(model: nn.Module) -> list[Fold]:
     return folds
 
 
+@checked
 @torch.no_grad()
 def permute_(model: nn.Module, fold: Fold, order: Tensor) -> None:
     """Puts the units of a fold into another order, in place; the model's function stays what it was.
@@ -164,19 +180,6 @@ def parts_of(model: nn.Module, fold: Fold) -> list[Part]:
 
 def reason_against(model: nn.Module, fold: Fold) -> str | None:
     """Why a model does not have a fold, as far as shapes and owners of weights tell."""
-    if not isinstance(fold, Fold):
-        return f"a Fold expected, got {type(fold).__name__}"
-    if isinstance(fold.producers, str) or not fold.producers:
-        return f"a tuple of at least one producer expected, got {fold.producers!r}"
-    rows = [producer for producer in fold.producers if isinstance(producer, Rows)]
-    try:
-        sizes = [as_integer(size) for size in (fold.units, fold.groups, fold.repeats)]
-        for number in (number for _, *numbers in rows for number in numbers):
-            as_integer(number)
-    except TypeError as error:
-        return str(error)
-    if min(sizes) < 1:
-        return f"numbers of units, groups and repeats of at least 1 expected, got {fold}"
     modules = dict(model.named_modules(remove_duplicate=False))
     owners = [parameter for module in model.modules() for parameter in module.parameters(recurse=False)]
     for name in fold.layers():

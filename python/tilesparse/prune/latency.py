@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from .. import _C
+from .._arguments import checked, shown
 from .._checks import DTYPES, as_integer, as_number, check_module, checked_count, checked_device
 from .._progress import Progress
 from .._timing import medians, name_of, own_numbers
-from ..errors import InvalidArgumentError, TileSparseError
+from ..errors import CheckpointNotFoundError, InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, is_conv1d
 from ._checks import checked_choice
 from ._layers import (
@@ -53,6 +54,7 @@ class LatencyTable:
     versions: Mapping[str, str]
     times: Mapping[tuple[int, int], Mapping[Choice | None, float]]
 
+    @checked
     def milliseconds(self, shape: tuple[int, int], choice: Choice | None) -> float:
         """Of one call of a layer of this shape.
 
@@ -67,6 +69,9 @@ class LatencyTable:
         Raises:
             InvalidArgumentError: it was not measured, and is not between two that were; or it is no choice.
         """
+        if len(shape) != 2:
+            raise InvalidArgumentError(f"shape must be (out_features, in_features), got {shown(shape)}")
+        shape = as_integer(shape[0]), as_integer(shape[1])
         measured = self.times.get(shape, {})
         choice = None if choice is None else checked_choice(choice, "choice: ")
         if choice in measured:
@@ -94,6 +99,7 @@ class LatencyTable:
             return "the shapes " + ", ".join(f"{rows}x{columns}" for rows, columns in self.times)
         return ", ".join(" ".join(filter(None, described(choice))) for choice in self.times[shape])
 
+    @checked
     def total(self, model: nn.Module, choices: Mapping[str, Choice | None]) -> float:
         """Milliseconds of one call of each of these layers of a dense model, were they as chosen.
 
@@ -130,8 +136,13 @@ class LatencyTable:
                 lines.append(f"  {density:8}{block:>8}  {storage:18}{milliseconds:10.4f} ms")
         return "\n".join(lines)
 
+    @checked
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON, which `load` reads on any machine."""
+        """Writes it as JSON, which `load` reads on any machine.
+
+        Raises:
+            InvalidArgumentError: the file cannot be written.
+        """
         times = [
             {"shape": shape, "choice": None if choice is None else asdict(choice), "ms": milliseconds}
             for shape, of in self.times.items()
@@ -139,18 +150,26 @@ class LatencyTable:
         ]
         about = {"device": self.device, "tokens": self.tokens, "dtype": self.dtype}
         document = {"version": VERSION, **about, "versions": dict(self.versions), "times": times}
-        Path(path).write_text(json.dumps(document, indent=1) + "\n")
+        try:
+            Path(path).write_text(json.dumps(document, indent=1) + "\n")
+        except OSError as error:
+            raise InvalidArgumentError(f"path must be a file that can be written: {error}") from error
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> LatencyTable:
         """Reads what `save` wrote.
 
         Raises:
-            OSError: the file cannot be read.
+            CheckpointNotFoundError: the file cannot be read.
             InvalidArgumentError: it is no such table, or a newer one.
         """
         try:
-            document = json.loads(Path(path).read_text())
+            text = Path(path).read_text()
+        except OSError as error:
+            raise CheckpointNotFoundError(f"path must be a file that can be read: {error}") from error
+        try:
+            document = json.loads(text)
             if document["version"] != VERSION:
                 raise ValueError(f"version {VERSION} expected, got {document['version']!r}")
             times: dict[tuple[int, int], dict[Choice | None, float]] = {}
@@ -163,6 +182,7 @@ class LatencyTable:
             raise InvalidArgumentError(f"path: {path} is no table of latencies: {error!r}") from error
 
 
+@checked
 @torch.no_grad()
 def measure_latency(
     model: nn.Module,
@@ -218,6 +238,7 @@ def measure_latency(
     return LatencyTable(name_of(on), tokens, str(dtype).removeprefix("torch."), _versions(on), times)
 
 
+@checked
 @torch.no_grad()
 def time_layers(
     model: nn.Module, layers: Iterable[str], *, tokens: int, repetitions: int = 21

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._arguments import checked
 from .._batches import chosen_device, evaluating, tensors_in
 from .._progress import Progress
 from ..errors import InvalidArgumentError
@@ -56,6 +57,7 @@ class PermutationReport:
         return "\n".join([*aligned(rows), f"{taken} of {len(self.folds)} folds have another order"])
 
 
+@checked
 def permute_model(
     model: nn.Module,
     batches: Iterable[Any],

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._arguments import checked
 from .._checks import check_shapes
 from .._launch import blocks_of
 from ..errors import InvalidArgumentError
 
 
+@checked
 def magnitude(weight: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """The Frobenius norm of each block."""
     return _sums(weight.float().square(), block_shape).sqrt()
 
 
+@checked
 def wanda(weight: Tensor, input_norms: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """The sum of |W| · ‖X‖ over each block, with the norm of each input over the calibration data.
 
@@ -39,6 +42,7 @@ def wanda(weight: Tensor, input_norms: Tensor, block_shape: tuple[int, int]) -> 
     return _sums(weight.float().abs() * input_norms.float(), block_shape)
 
 
+@checked
 def movement(weight: Tensor, gradient: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """The sum of -W · ∂L/∂W over each block: high where a step down the gradient makes weights larger.
 
@@ -49,6 +53,7 @@ def movement(weight: Tensor, gradient: Tensor, block_shape: tuple[int, int]) -> 
     return _sums(-weight.float() * gradient.float(), block_shape)
 
 
+@checked
 def taylor(weight: Tensor, gradient: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """The sum of |W · ∂L/∂W| over each block: by how much the loss changes without it, to first order.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._arguments import checked
 from .._batches import evaluating
 from ..errors import InvalidArgumentError
 from ._checks import check_model, collected
@@ -17,6 +18,7 @@ from ._layers import dense_layers
 from .calibration import Forward, Loss, call_model, own_loss
 
 
+@checked
 def measure_sensitivity(
     model: nn.Module,
     batches: Iterable[Any],

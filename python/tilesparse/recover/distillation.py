@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._arguments import checked
 from .._batches import (
     call,
     check_batches,
@@ -45,6 +46,7 @@ class DistillationHistory:
     gradient_norm: list[float] = field(default_factory=list)
 
 
+@checked
 def distill(
     model: nn.Module,
     teacher: nn.Module | Callable[[Any], Any],

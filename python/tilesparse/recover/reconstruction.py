@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .._arguments import checked
 from .._batches import (
     call,
     check_batches,
@@ -83,6 +84,7 @@ class _Settings(NamedTuple):
     generator: torch.Generator
 
 
+@checked
 def reconstruct(
     model: nn.Module,
     teacher: nn.Module,

@@ -17,6 +17,7 @@ except ImportError as error:
         f"tilesparse.recover.trainer: Transformers and Accelerate expected (pip install accelerate): {error}"
     ) from error
 
+from .._arguments import checked
 from .._batches import check_distinct, device_of, mask_of, moved
 from ..errors import CheckpointError, InvalidArgumentError
 from .distillation import outputs_of
@@ -43,6 +44,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             another argument is not allowed.
     """
 
+    @checked
     def __init__(self, *args: Any, teacher: nn.Module, loss: DistillationLoss, **kwargs: Any) -> None:
         if not isinstance(teacher, nn.Module):
             raise InvalidArgumentError(f"teacher: a module expected, got {type(teacher).__name__}")
@@ -97,6 +99,7 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
             checkpoint is not the one that is resumed.
     """
 
+    @checked
     def __init__(
         self, schedule: Any, *, scheduler: Any = None, resume_from: str | Path | None = None
     ) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .._arguments import checked
 from .._checks import checked_fraction
 from ..errors import InvalidArgumentError
 from ._layers import check_trainable, checked_optimizer, some_sparse_layers
@@ -78,6 +79,7 @@ class BlockGates:
         >>> gates.compact(optimizer)
     """
 
+    @checked
     def __init__(self, model: nn.Module, *, keep: float = 0.9) -> None:
         if not 0 < checked_fraction("keep", keep) < 1:
             raise InvalidArgumentError(f"keep: a number between 0 and 1 expected, got {keep}")
@@ -106,6 +108,7 @@ class BlockGates:
         original: Tensor = parametrizations.weight.original
         return original
 
+    @checked
     @torch.no_grad()
     def compact(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
         """Ends the gates: weights are multiplied by them, and blocks removed whose gate is closed.

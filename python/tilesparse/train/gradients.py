@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import checked
 from .._checks import check_shapes
 from ..errors import InvalidArgumentError
 from ..linear import BlockSparseLinear
@@ -18,6 +19,7 @@ NORMS = (1, 2, math.inf)
 STRIP_BYTES = 64 << 20  # of the dense gradient that exist at once, unless one block row takes more
 
 
+@checked
 def block_gradient_norms(
     dy: Tensor, x: Tensor, block_shape: int | Sequence[int], *, norm: float = 1
 ) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._arguments import checked
 from .._checks import checked_count, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear, has_peers
@@ -75,6 +76,7 @@ class Gradual:
             too.
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -143,6 +145,7 @@ class Gradual:
         movement = {} if self._movement is None else self._movement.state_dict()
         return {"steps": self.steps, "first": dict(self._first), "movement": movement}
 
+    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`, bit for bit if model and optimizer are loaded, too, before it.
 
@@ -167,6 +170,7 @@ class Gradual:
         keep_slots(layer, self._optimizer, slots)
 
 
+@checked
 def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
     """Removes the blocks whose weights are all zero, as `GroupLasso` and `BlockGates` leave them.
 

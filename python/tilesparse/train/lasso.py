@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._arguments import checked
 from .._checks import checked_number
 from ._layers import (
     Uncopied,
@@ -46,6 +47,7 @@ class GroupLasso(Uncopied):
         UnsupportedError: a weight is sharded, parametrized or not stored plain.
     """
 
+    @checked
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, strength: float) -> None:
         optimizer = checked_optimizer(optimizer)
         self._strength = checked_number("strength", strength)

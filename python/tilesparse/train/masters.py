@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._arguments import checked
 from .._checks import check_module
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import has_peers
@@ -58,6 +59,7 @@ class MasterWeights(Uncopied):
         ...     optimizer.step(), optimizer.zero_grad()
     """
 
+    @checked
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         from .._main_grad import GradientOf  # and with it PyTorch's compiler, which takes long to import
 
@@ -94,6 +96,7 @@ class MasterWeights(Uncopied):
         """The masters by the names of parameters, beside the state dicts of model and optimizer."""
         return {name: master.detach() for name, master in self._masters.items()}
 
+    @checked
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes what `state_dict` has given; the model's parameters become the masters, rounded.

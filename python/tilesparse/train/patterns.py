@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._arguments import checked
 from .._checks import checked_count, checked_fraction, checked_number, checked_seed
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
 from ..linear import BlockSparseLinear, has_peers
@@ -33,6 +34,7 @@ GROWTHS = ("random", "gradient", "momentum")
 MOMENTS = ("zero", "keep")
 
 
+@checked
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """Where the blocks of every `BlockSparseLinear` are now, by the names of layers.
 
@@ -126,6 +128,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         ...     optimizer.step(), schedule.step(), fractions.step(), optimizer.zero_grad()
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -244,6 +247,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
             "averages": {name: average.clone() for name, average in self._averages.items()},
         }
 
+    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .._arguments import checked
 from .._checks import checked_fraction, checked_number
 from ..errors import InvalidArgumentError
 from ._layers import checked_choice, sparse_layers
@@ -21,6 +22,7 @@ def _fitted(density: float) -> float:
 RULES: Mapping[str, Callable[[float], float]] = {"fitted": _fitted, "mup": lambda density: 1 / density}
 
 
+@checked
 def learning_rate_factor(density: float, rule: str = "fitted") -> float:
     """By how much more than a dense weight one of this density is to learn.
 
@@ -41,6 +43,7 @@ def learning_rate_factor(density: float, rule: str = "fitted") -> float:
     return RULES[rule](density)
 
 
+@checked
 def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> list[dict[str, Any]]:
     """A model's parameters for an optimizer: weights of sparse layers learn faster, the sparser they are.
 

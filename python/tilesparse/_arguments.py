@@ -1,0 +1,204 @@
+"""Arguments of another type than a public function is annotated with, refused by name.
+
+The signature says what is allowed; `checked` holds callers to it. Values of the right type are the function's
+own to check (`_checks`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Number, Real
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from ._checks import as_integer
+from .errors import InvalidTypeError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Kind(NamedTuple):
+    """What one annotation allows."""
+
+    words: str
+    fits: Callable[[Any], bool]
+    items: tuple[Kind, ...] = ()  # what elements, or the values of a mapping, may be; empty: anything
+
+
+def checked(function: F) -> F:
+    """Raise `InvalidTypeError` for arguments of another type than they are annotated with.
+
+    It is for functions that are not called in every step: a call takes a few microseconds more.
+    """
+    code = inspect.unwrap(function).__code__
+    names = code.co_varnames[: code.co_argcount]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling():
+            check_types(function, {**dict(zip(names, args, strict=False)), **kwargs})
+        return function(*args, **kwargs)
+
+    return typing.cast(F, call)
+
+
+def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise `InvalidTypeError` for the first argument that its annotation in the function does not allow."""
+    kinds = _kinds_of(function)
+    for name, value in given.items():
+        if name in kinds:
+            _check(name, value, kinds[name])
+
+
+def shown(value: object) -> str:
+    """A value as messages have it: short ones as they are, of others the type."""
+    if value is None or isinstance(value, str | Number | torch.dtype | torch.device):
+        text = repr(value)
+        return text if len(text) <= 60 else text[:57] + "..."
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        return f"a {value.layout} tensor"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value)
+    return kind.__name__ if kind.__module__ in ("builtins", __name__) else f"{_module(kind)}{kind.__name__}"
+
+
+def _check(name: str, value: object, kinds: Sequence[Kind]) -> None:
+    fitting = [kind for kind in kinds if kind.fits(value)]
+    if not fitting:
+        allowed = " or ".join(kind.words for kind in kinds)
+        raise InvalidTypeError(f"{name} must be {allowed}, got {shown(value)}")
+    items = fitting[0].items
+    if items and isinstance(value, Mapping):
+        for key, item in value.items():
+            _check(f"{name}[{key!r}]", item, items)
+    elif items and not isinstance(value, Tensor) and _is_sequence(value):
+        for key, item in enumerate(
+            value if isinstance(value, list | tuple) else value[:1]
+        ):  # of an array one
+            _check(f"{name}[{key}]", item, items)
+
+
+@functools.cache
+def _kinds_of(function: Callable[..., Any]) -> dict[str, tuple[Kind, ...]]:
+    kinds, names = {}, inspect.unwrap(function).__globals__
+    for name, annotation in function.__annotations__.items():
+        allowed = tuple(_kinds(_evaluated(annotation, names)))
+        if allowed and name != "return":
+            kinds[name] = allowed
+    return kinds
+
+
+def _evaluated(annotation: object, names: dict[str, Any]) -> object:
+    """An annotation that is written as a string; names that only type checkers import allow anything."""
+    try:
+        return eval(annotation, names) if isinstance(annotation, str) else annotation
+    except NameError:
+        return Any
+
+
+def _kinds(annotation: Any) -> Iterator[Kind]:
+    """What an annotation allows, one by one; nothing where that is anything."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        members = [tuple(_kinds(argument)) for argument in arguments]
+        if torch.device in arguments and {*arguments} <= _OF_DEVICES:
+            yield _DEVICE_OR_NONE if type(None) in arguments else _DEVICE
+        elif all(members):
+            yield from (kind for member in members for kind in member)
+    elif isinstance(annotation, TypeVar):
+        yield from _kinds(annotation.__bound__) if annotation.__bound__ else ()
+    elif annotation in _KINDS:
+        yield _KINDS[annotation]
+    elif origin in _COLLECTIONS:
+        of = {*arguments} - {Ellipsis} if origin is tuple else {*arguments[-1:]}
+        yield _COLLECTIONS[origin]._replace(items=tuple(_kinds(*of)) if len(of) == 1 else ())
+    elif origin is os.PathLike:
+        yield Kind("a path", lambda value: isinstance(value, os.PathLike))
+    elif origin is Callable:
+        yield Kind("a function", callable)
+    elif isinstance(annotation, type) and annotation is not Any:
+        name = _module(annotation) + annotation.__name__
+        article = "an" if name[0] in "AEIOU" else "a"
+        yield Kind(f"{article} {name}", lambda value: isinstance(value, annotation))
+
+
+def _module(kind: type) -> str:
+    """The module that users know a class from, with a dot; of this package none."""
+    module = kind.__module__
+    if module.startswith("torch.nn."):
+        return "torch.nn."
+    return (
+        "" if module in ("builtins", "collections.abc") or module.startswith("tilesparse") else module + "."
+    )
+
+
+def is_tensor(value: object) -> bool:
+    """Whether it is a tensor with strides, as products and conversions want it."""
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # those of NumPy
+
+
+def _is_integer(value: object) -> bool:
+    try:
+        as_integer(value)
+    except (RuntimeError, TypeError):  # the first of tensors without elements
+        return False
+    return True
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not _is_flag(value)
+
+
+def _is_sequence(value: object) -> bool:
+    """Whether it has a length and elements with numbers: also an array or a tensor, but no text or model."""
+    if isinstance(value, Tensor):
+        return is_tensor(value) and not value.is_meta and not value.is_complex() and value.dim() > 0
+    has_elements = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return has_elements and not isinstance(value, str | bytes | Mapping | nn.Module)
+
+
+def _is_iterable(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Tensor | nn.Module)
+
+
+def _is_device(value: object) -> bool:
+    try:
+        torch.empty(0, device=value)  # type: ignore[call-overload]
+    except (AssertionError, RuntimeError, TypeError):  # the first of a PyTorch without that device
+        return False
+    return value is not None and not isinstance(value, bool)
+
+
+_KINDS: dict[Any, Kind] = {
+    type(None): Kind("None", lambda value: value is None),
+    bool: Kind("True or False", _is_flag),
+    int: Kind("an integer", _is_integer),
+    float: Kind("a number", _is_real),
+    str: Kind("a string", lambda value: isinstance(value, str)),
+    Tensor: Kind("a dense tensor", is_tensor),
+}
+_KINDS[tuple[int, int]] = Kind("a pair of integers", _is_sequence, (_KINDS[int],))
+_DEVICE = Kind("a device that PyTorch has here", _is_device)
+_DEVICE_OR_NONE = Kind(f"{_DEVICE.words}, or None", lambda value: value is None or _is_device(value))
+_OF_DEVICES = {torch.device, str, int, type(None)}
+_COLLECTIONS = {
+    Mapping: Kind("a mapping", lambda value: isinstance(value, Mapping)),
+    dict: Kind("a dict", lambda value: isinstance(value, dict)),
+    Sequence: Kind("a sequence", _is_sequence),
+    tuple: Kind("a tuple", _is_sequence),
+    list: Kind("a list", _is_sequence),
+    Iterable: Kind("an iterable", _is_iterable),
+}

@@ -1,0 +1,641 @@
+"""Every public function and class with arguments of every wrong kind: a typed error that names the argument.
+
+Public is what the pages of the reference in docs/api list. A function that is not in `CASES` fails the test.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tilesparse
+from tilesparse import (
+    BlockPattern,
+    BlockSparseLinear,
+    BlockSparseMatrix,
+    BlockSparseMLP,
+    BlockSparseModelPatcher,
+    Product,
+    PseudoBlockSparseLinear,
+    TileSparseError,
+    adapter,
+    plot,
+    prefer,
+    prune,
+    recover,
+    storage,
+    train,
+)
+
+API = Path(__file__).resolve().parents[2] / "docs/api"
+HOSTILE: dict[str, Any] = {
+    "none": None,
+    "text": "half",
+    "integer": 7,
+    "number": 2.5,
+    "negative": -1,
+    "nan": math.nan,
+    "list": [1.0],
+    "dict": {"a": 1.0},
+    "array": np.array([1.0]),
+    "module": nn.Linear(3, 3),
+    "object": object(),
+    "coo": torch.eye(4).to_sparse(),
+    "csr": torch.eye(4).to_sparse_csr(),
+    "bsr": torch.eye(32).to_sparse_bsr((16, 16)),
+    "complex": torch.zeros(2, 2, dtype=torch.complex64),
+    "meta": torch.empty(2, 2, device="meta"),
+}
+
+
+@cache
+def public() -> dict[str, Any]:
+    """What the reference lists, by name: functions, classes and the public methods of these."""
+    found = {}
+    pages = "\n".join(page.read_text() for page in sorted(API.glob("*.md")))
+    for name, options in re.findall(r"^::: tilesparse\.([\w.]+)\n((?:    .*\n)*)", pages, re.M):
+        for full, value in _listed(name, re.search(r"members: \[(.*)\]", options)):
+            found[full] = value
+            if inspect.isclass(value) and not issubclass(value, Exception):
+                found |= {f"{full}.{key}": method for key, method in _methods(value)}
+    return found
+
+
+def _listed(name: str, members: re.Match[str] | None) -> Iterator[tuple[str, Any]]:
+    try:
+        value: Any = importlib.import_module(f"tilesparse.{name}")
+    except ImportError:
+        module, _, attribute = f"tilesparse.{name}".rpartition(".")
+        yield name, getattr(importlib.import_module(module), attribute)
+        return
+    names = members[1].split(", ") if members else getattr(value, "__all__", [])
+    for member in names:
+        if not isinstance(getattr(value, member), ModuleType):
+            yield f"{name}.{member}", getattr(value, member)
+
+
+def _methods(value: type) -> Iterator[tuple[str, Any]]:
+    for key, method in vars(value).items():
+        if inspect.isfunction(method) or isinstance(method, classmethod | staticmethod):
+            function = getattr(value, key)
+            own = [name for name in inspect.signature(function).parameters if name != "self"]
+            if not key.startswith("_") and own:
+                yield key, function
+        elif isinstance(method, property) and method.fset is not None:
+            yield f"{key} =", method
+
+
+# What only this package makes, or others call: Transformers' Trainer, the patcher, optimizers, the native
+# module; what takes no arguments, or those of `torch.Tensor.to`; and a tuple that `Fold` checks.
+NOT_CALLED = {
+    "PatchReport",
+    "FuseReport",
+    "patch.FusedMLP",
+    "patch.PatchedLayer",
+    "patch.SkippedLayer",
+    "patch.Size",
+    "prune.AllocatedLayer",
+    "prune.Allocation",
+    "prune.ErrorCurves",
+    "prune.LatencyTable",
+    "prune.PermutationReport",
+    "prune.PermutedFold",
+    "prune.PruneReport",
+    "prune.PrunedLayer",
+    "recover.DistillationHistory",
+    "recover.FittedSubmodule",
+    "recover.ReconstructionReport",
+    "recover.SkippedSubmodule",
+    "recover.trainer.DistillationTrainer.compute_loss",
+    "recover.trainer.PatternCallback.on_optimizer_step",
+    "recover.trainer.PatternCallback.on_save",
+    "recover.trainer.PatternCallback.on_train_begin",
+    "KernelChoice",
+    "KernelInfo",
+    "Measurement",
+    "Device.of",
+    "Product.descriptor",
+    "kernels",
+    "tuning.status",
+    "tuning.file",
+    "BlockSparseMatrix.to",
+    "BlockSparseModelPatcher.new_child_module",
+    "train.PatternSchedule.add_param_group",
+    "prune.Rows",
+}
+BLOCK = (32, 32)
+
+
+def pattern() -> BlockPattern:
+    return BlockPattern.full((32, 64), block_shape=BLOCK)
+
+
+def gappy() -> BlockPattern:
+    return BlockPattern.from_blocks([(0, 0)], shape=(32, 64), block_shape=BLOCK)
+
+
+def values() -> torch.Tensor:
+    return torch.ones(2, *BLOCK)
+
+
+def matrix() -> BlockSparseMatrix:
+    return BlockSparseMatrix(values(), pattern())
+
+
+def layer(**options: Any) -> BlockSparseLinear:
+    return BlockSparseLinear(64, 32, pattern=pattern(), **options)
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(BlockSparseLinear(64, 64), nn.ReLU(), BlockSparseLinear(64, 32))
+
+
+def dense() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+
+
+class Lossy(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=super().forward(x).sum())
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def trained(model: nn.Module, **more: Any) -> dict[str, Any]:
+    return {"model": model, "optimizer": optimizer(model), **more}
+
+
+def of_two_of_four() -> nn.Module:
+    return nn.Sequential(layer(nm=(2, 4)))
+
+
+def batches() -> list[torch.Tensor]:
+    return [torch.randn(80, 64)]
+
+
+def mlp() -> BlockSparseMLP:
+    return BlockSparseMLP(BlockSparseLinear(32, 64), BlockSparseLinear(64, 32))
+
+
+def snapshots() -> list[tuple[int, dict[str, torch.Tensor]]]:
+    return [(step, {"a": torch.eye(2, dtype=torch.bool)}) for step in (0, 1)]
+
+
+@cache
+def figures() -> list[Any]:
+    return plot.patterns(layer())
+
+
+def saved() -> str:
+    if not Path("saved").exists():
+        tilesparse.save(layered(), "saved")
+    return "saved"
+
+
+def adapter_file() -> str:
+    adapter.BlockSparseAdapter(layered(), ".*").save("adapter.safetensors")
+    return "adapter.safetensors"
+
+
+def layered() -> nn.Module:
+    """With a pattern that is not drawn."""
+    return nn.Sequential(layer())
+
+
+def snapshot_file() -> str:
+    plot.save_snapshots("snapshots.safetensors", snapshots())
+    return "snapshots.safetensors"
+
+
+def table() -> prune.LatencyTable:
+    choice = prune.Choice(0.5, BLOCK)
+    return prune.LatencyTable("CPU", 8, "float32", {}, {(64, 64): {None: 1.0, choice: 0.5}})
+
+
+def table_file() -> str:
+    table().save("table.json")
+    return "table.json"
+
+
+def curves() -> dict[str, dict[prune.Choice, float]]:
+    return {"0": {prune.Choice(0.5, BLOCK): 0.1}}
+
+
+def schedule(make: Callable[..., Any], model: nn.Module | None = None, **options: Any) -> Any:
+    made = make(**trained(model or sparse(), **options))
+    name = next(iter(inspect.signature(made.load_state_dict).parameters))
+    return made.load_state_dict, {name: made.state_dict()}
+
+
+def callback() -> dict[str, Any]:
+    model = sparse()
+    return {"schedule": train.PatternSchedule(model, optimizer(model), every=2)}
+
+
+def llama() -> Any:
+    import transformers
+    from helpers import SIZES
+
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}))
+
+
+def sparse_llama() -> Any:
+    model = llama()
+    made = BlockSparseModelPatcher()
+    made.add_pattern(".*up_proj", {"density": 0.5, "block_shape": BLOCK})
+    made.patch_model(model)
+    return model
+
+
+def patcher() -> BlockSparseModelPatcher:
+    made = BlockSparseModelPatcher()
+    made.add_pattern(".*", {"density": 0.5, "block_shape": BLOCK})
+    return made
+
+
+def patched() -> tuple[Callable[..., Any], dict[str, Any]]:
+    made, model = patcher(), dense()
+    made.patch_model(model)
+    return made.undo, {"model": model}
+
+
+def of_schedule(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    made = callback()["schedule"]
+    return getattr(made, name), {}
+
+
+def assigned(name: str, make: Callable[[], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    owner = layer()
+    return lambda **given: setattr(owner, name, given[name]), {name: make()}
+
+
+def tokens(features: int = 64) -> torch.Tensor:
+    return torch.ones(3, features)
+
+
+SCORES = {"weight": lambda: torch.ones(64, 64), "block_shape": lambda: BLOCK}
+LAYER = {"in_features": 64, "out_features": 64}
+
+# By name: valid arguments, or of methods the bound one and its arguments.
+CASES: dict[str, Callable[[], Any]] = {
+    "save": lambda: {"model": sparse(), "path": "new"},
+    "load": lambda: {"model_or_class": layered(), "path": saved()},
+    "functional.linear": lambda: {"x": tokens(), "values": values(), "pattern": pattern()},
+    "functional.gated": lambda: {"y": tokens()},
+    "functional.dds": lambda: {"a": tokens(), "values": values(), "pattern": pattern()},
+    "functional.dsd": lambda: {"values": values(), "pattern": pattern(), "b": tokens().t()},
+    "functional.sdd": lambda: {"y": tokens(32), "x": tokens(), "pattern": pattern()},
+    "hf.follow": lambda: {"model": llama()},
+    "hf.to_dense": lambda: {"model": llama()},
+    "hf.model_card": lambda: {"model": sparse_llama()},
+    "peft.merge_loss": lambda: {"model": sparse()},
+    "adapter.BlockSparseAdapter": lambda: {"model": sparse(), "regex": ".*"},
+    "adapter.BlockSparseAdapter.save": lambda: (
+        adapter.BlockSparseAdapter(sparse(), ".*").save,
+        {"path": "new.safetensors"},
+    ),
+    "adapter.BlockSparseAdapter.load": lambda: {"model": layered(), "path": adapter_file()},
+    "adapter.AdaptedLinear": lambda: {"base_layer": layer(), "delta": layer(bias=False)},
+    "adapter.AdaptedLinear.forward": lambda: (
+        adapter.AdaptedLinear(layer(), layer(bias=False)).forward,
+        {"x": tokens()},
+    ),
+    "BlockSparseLinear": lambda: {**LAYER},
+    "BlockSparseLinear.from_linear": lambda: {"linear": nn.Linear(64, 32)},
+    "BlockSparseLinear.set_nm": lambda: (layer().set_nm, {"nm": (2, 4)}),
+    "BlockSparseLinear.update_mask_": lambda: (layer(nm=(2, 4)).update_mask_, {}),
+    "BlockSparseLinear.to_storage": lambda: (layer().to_storage, {"storage": "int8"}),
+    "BlockSparseLinear.pattern =": lambda: assigned("pattern", pattern),
+    "BlockSparseLinear.policy =": lambda: assigned("policy", lambda: "sparse"),
+    "BlockSparseLinear.in_features =": lambda: assigned("in_features", lambda: 64),
+    "BlockSparseLinear.out_features =": lambda: assigned("out_features", lambda: 32),
+    "BlockSparseLinear.reset_parameters": lambda: (layer().reset_parameters, {}),
+    "BlockSparseLinear.forward": lambda: (layer(), {"x": tokens()}),
+    "BlockSparseLinear.pack": lambda: (layer().pack, {}),
+    "BlockSparseMLP": lambda: {"up": BlockSparseLinear(32, 64), "down": BlockSparseLinear(64, 32)},
+    "BlockSparseMLP.from_module": lambda: {"module": nn.Sequential(mlp().up, nn.GELU(), mlp().down)},
+    "BlockSparseMLP.forward": lambda: (mlp(), {"x": tokens(32)}),
+    "PseudoBlockSparseLinear": lambda: {"layer": layer()},
+    "PseudoBlockSparseLinear.forward": lambda: (PseudoBlockSparseLinear(layer()), {"x": tokens()}),
+    "parallel.ColwiseParallel": dict,
+    "parallel.RowwiseParallel": dict,
+    "parallel.synchronize_patterns": lambda: {"model": nn.Sequential()},
+    "BlockSparseModelPatcher": dict,
+    "BlockSparseModelPatcher.add_pattern": lambda: (patcher().add_pattern, {"regex": ".*"}),
+    "BlockSparseModelPatcher.is_patchable": lambda: (
+        patcher().is_patchable,
+        {"name": "a", "module": nn.Linear(64, 32)},
+    ),
+    "BlockSparseModelPatcher.get_patchable_layers": lambda: (
+        patcher().get_patchable_layers,
+        {"model": dense()},
+    ),
+    "BlockSparseModelPatcher.patch_model": lambda: (patcher().patch_model, {"model": dense()}),
+    "BlockSparseModelPatcher.fuse_mlps": lambda: (patcher().fuse_mlps, {"model": mlp()}),
+    "BlockSparseModelPatcher.undo": patched,
+    "BlockPattern": lambda: {
+        "crow_indices": [0, 2],
+        "col_indices": [0, 1],
+        "shape": (32, 64),
+        "block_shape": BLOCK,
+    },
+    "BlockPattern.random": lambda: {"shape": (32, 64), "block_shape": BLOCK, "density": 0.5},
+    "BlockPattern.full": lambda: {"shape": (32, 64), "block_shape": BLOCK},
+    "BlockPattern.from_blocks": lambda: {"blocks": [(0, 0)], "shape": (32, 64), "block_shape": BLOCK},
+    "BlockPattern.from_block_mask": lambda: {"mask": torch.ones(1, 2), "block_shape": BLOCK},
+    "BlockPattern.from_mask": lambda: {"mask": torch.ones(32, 64), "block_shape": BLOCK},
+    "BlockPattern.from_bsr": lambda: {"matrix": torch.ones(32, 64).to_sparse_bsr(BLOCK)},
+    "BlockPattern.from_scipy": lambda: {"matrix": scipy.sparse.eye_array(64), "block_shape": BLOCK},
+    "BlockPattern.from_scores": lambda: {"scores": torch.ones(1, 2), "block_shape": BLOCK, "nnz": 1},
+    "BlockPattern.from_dense": lambda: {"dense": torch.ones(32, 64), "block_shape": BLOCK, "nnz": 1},
+    "BlockPattern.to": lambda: (pattern().to, {"device": "cpu"}),
+    "BlockPattern.index_on": lambda: (pattern().index_on, {"device": torch.device("cpu")}),
+    "BlockPattern.update_": lambda: (pattern().update_, {"other": pattern()}),
+    "BlockPattern.move_blocks_": lambda: (gappy().move_blocks_, {"slots": [0], "blocks": [(0, 1)]}),
+    "BlockSparseMatrix": lambda: {"values": values(), "pattern": pattern()},
+    "BlockSparseMatrix.zeros": lambda: {"pattern": pattern()},
+    "BlockSparseMatrix.ones": lambda: {"pattern": pattern()},
+    "BlockSparseMatrix.randn": lambda: {"pattern": pattern()},
+    "BlockSparseMatrix.from_blocks": lambda: {
+        "blocks": [(0, 0), (0, 1)],
+        "values": values(),
+        "shape": (32, 64),
+    },
+    "BlockSparseMatrix.from_dense": lambda: {"dense": torch.ones(32, 64), "block_shape": BLOCK},
+    "BlockSparseMatrix.from_mask": lambda: {
+        "dense": torch.ones(32, 64),
+        "mask": torch.ones(32, 64),
+        "block_shape": BLOCK,
+    },
+    "BlockSparseMatrix.from_bsr": lambda: {"matrix": torch.ones(32, 64).to_sparse_bsr(BLOCK)},
+    "BlockSparseMatrix.from_scipy": lambda: {"matrix": scipy.sparse.eye_array(64), "block_shape": BLOCK},
+    "BlockSparseMatrix.from_product": lambda: {"y": tokens(32), "x": tokens(), "pattern": pattern()},
+    "BlockSparseMatrix.matmul": lambda: (matrix().matmul, {"dense": tokens().t()}),
+    "BlockSparseMatrix.rmatmul": lambda: (matrix().rmatmul, {"dense": tokens(32)}),
+    "BlockSparseMatrix.add_product_": lambda: (matrix().add_product_, {"y": tokens(32), "x": tokens()}),
+    "BlockSparseMatrix.copy_from_dense_": lambda: (
+        matrix().copy_from_dense_,
+        {"dense": torch.ones(32, 64)},
+    ),
+    "BlockSparseMatrix.mul_": lambda: (matrix().mul_, {"factor": 2.0}),
+    "BlockSparseMatrix.block_norm": lambda: (matrix().block_norm, {}),
+    "BlockSparseMatrix.move_blocks_": lambda: (
+        BlockSparseMatrix(torch.ones(1, *BLOCK), gappy()).move_blocks_,
+        {"slots": [0], "blocks": [(0, 1)]},
+    ),
+    "BlockSparseMatrix.equal": lambda: (matrix().equal, {"other": matrix()}),
+    "BlockSparseMatrix.allclose": lambda: (matrix().allclose, {"dense": torch.ones(32, 64)}),
+    "plot.evolution": lambda: {"snapshots": snapshots()},
+    "plot.load_snapshots": lambda: {"path": snapshot_file()},
+    "plot.patterns": lambda: {"source": sparse()},
+    "plot.save": lambda: {"figures": figures(), "path": "new.svg"},
+    "plot.save_snapshots": lambda: {"path": "new.safetensors", "snapshots": snapshots()},
+    "plot.tradeoff": lambda: {"points": [{"label": "a", "x": 1.0, "y": 2.0}], "x": "x", "y": "y"},
+    "prune.Choice": lambda: {"density": 0.5, "block_shape": BLOCK},
+    "prune.Fold": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
+    "prune.LatencyTable.milliseconds": lambda: (
+        table().milliseconds,
+        {"shape": (64, 64), "choice": prune.Choice(0.5, BLOCK)},
+    ),
+    "prune.LatencyTable.total": lambda: (table().total, {"model": dense(), "choices": {"0": None}}),
+    "prune.LatencyTable.save": lambda: (table().save, {"path": "new.json"}),
+    "prune.LatencyTable.load": lambda: {"path": table_file()},
+    "prune.allocate": lambda: {"curves": curves(), "model": dense(), "parameters": 10**6},
+    "prune.erk": lambda: {"model": dense(), "layers": ["0"], "density": 0.5, "block_shape": 32},
+    "prune.find_folds": lambda: {"model": dense()},
+    "prune.measure_errors": lambda: {
+        "model": dense(),
+        "batches": batches(),
+        "choices": [prune.Choice(0.5, BLOCK)],
+        "layers": "0",
+    },
+    "prune.measure_latency": lambda: {
+        "model": dense(),
+        "choices": {"0": [prune.Choice(0.5, BLOCK)]},
+        "tokens": 8,
+        "repetitions": 1,
+    },
+    "prune.measure_sensitivity": lambda: {
+        "model": Lossy(*dense()),
+        "batches": batches(),
+        "layers": ["0"],
+    },
+    "prune.permute_": lambda: {
+        "model": dense(),
+        "fold": prune.Fold(("0",), "2", 64),
+        "order": torch.arange(64),
+    },
+    "prune.permute_model": lambda: {
+        "model": dense(),
+        "batches": batches(),
+        "choice": prune.Choice(0.5, BLOCK),
+        "folds": [prune.Fold(("0",), "2", 64)],
+    },
+    "prune.prune_model": lambda: {
+        "model": dense(),
+        "batches": batches(),
+        "block_shape": 32,
+        "layers": "0",
+    },
+    "prune.refit": lambda: {
+        "weight": torch.ones(32, 64),
+        "second_moment": torch.eye(64),
+        "pattern": pattern(),
+    },
+    "prune.time_layers": lambda: {"model": dense(), "layers": ["0"], "tokens": 8, "repetitions": 1},
+    "prune.uniform": lambda: {"model": dense(), "layers": ["0"], "density": 1.0},
+    "recover.DistillationLoss": lambda: {"logits": 1.0},
+    "recover.DistillationLoss.terms": lambda: (
+        recover.DistillationLoss(logits=1.0).terms,
+        {"student": tokens(), "teacher": tokens()},
+    ),
+    "recover.DistillationLoss.total": lambda: (
+        recover.DistillationLoss(logits=1.0).total,
+        {"terms": {"logits": torch.ones(())}},
+    ),
+    "recover.distill": lambda: trained(
+        sparse(),
+        teacher=dense(),
+        batches=batches(),
+        loss=recover.DistillationLoss(logits=1.0),
+        steps=1,
+    ),
+    "recover.reconstruct": lambda: {
+        "model": sparse(),
+        "teacher": dense(),
+        "batches": [*batches(), *batches()],
+        "submodules": ["0"],
+        "epochs": 1,
+    },
+    "recover.trainer.DistillationTrainer": lambda: {
+        "teacher": dense(),
+        "loss": recover.DistillationLoss(logits=1.0),
+        "model": sparse(),
+    },
+    "recover.trainer.PatternCallback": callback,
+    "choose": lambda: {"product": Product(64, 64, 8)},
+    "Product": lambda: {**LAYER, "tokens": 8},
+    "Product.of": lambda: {"layer": layer(), "tokens": 8},
+    "Device": lambda: {"name": "a", "compute_capability": (9, 0), "multiprocessors": 8},
+    "Device.find": lambda: {"what": "cpu"},
+    "prefer": lambda: (lambda kernel: prefer(kernel).__enter__(), {"kernel": "cpu"}),
+    "tune": lambda: {"products": [Product(64, 64, 8)], "candidates": 1, "repetitions": 1},
+    "tuning.products_of": lambda: {"folder": saved(), "tokens": [8]},
+    "tuning.load": dict,
+    "storage.two_of_four": lambda: {"scores": values()},
+    "storage.compress": lambda: {"values": values(), "mask": storage.two_of_four(values())},
+    "storage.expand": lambda: {"values": values()},
+    "storage.quantize": lambda: {"values": values(), "dtype": torch.int8},
+    "train.BlockGates": lambda: {"model": sparse()},
+    "train.BlockGates.compact": lambda: (train.BlockGates(sparse()).compact, {}),
+    "train.Gradual": lambda: trained(sparse(), density=0.5, steps=10),
+    "train.Gradual.load_state_dict": lambda: schedule(train.Gradual, density=0.5, steps=10),
+    "train.GroupLasso": lambda: trained(sparse(), strength=0.1),
+    "train.MaskSchedule": lambda: trained(of_two_of_four(), every=2, decay=0.1),
+    "train.MaskSchedule.load_state_dict": lambda: schedule(
+        train.MaskSchedule, of_two_of_four(), every=2, decay=0.1
+    ),
+    "train.MasterWeights": lambda: trained(sparse().bfloat16()),
+    "train.MasterWeights.load_state_dict": lambda: schedule(train.MasterWeights, sparse().bfloat16()),
+    "train.PatternSchedule": lambda: trained(sparse(), every=2),
+    "train.PatternSchedule.step": lambda: of_schedule("step"),
+    "train.PatternSchedule.load_state_dict": lambda: schedule(train.PatternSchedule, every=2),
+    "train.block_gradient_norms": lambda: {"dy": tokens(32), "x": tokens(), "block_shape": BLOCK},
+    "train.compact": lambda: {"model": sparse()},
+    "train.learning_rate_factor": lambda: {"density": 0.5},
+    "train.parameter_groups": lambda: {"model": sparse(), "lr": 0.1},
+    "train.set_nm": lambda: {"model": sparse(), "nm": (2, 4)},
+    "train.snapshot": lambda: {"model": sparse()},
+}
+
+
+# Aliases in annotations, and what of an annotation makes a value of `HOSTILE` one of the right type.
+ALIASES = {"Forward": "Callable", "Loss": "Callable", "Timer": "Callable", "_Model": "Module", "Figure": ""}
+ALIASES |= {"Snapshots": "Sequence", "ErrorCurves": "Mapping", "Device": "None"}
+RIGHT = {
+    "none": {"None"},
+    "text": {"str"},
+    "integer": {"int", "float"},
+    "number": {"float"},
+    "negative": {"int", "float"},
+    "nan": {"float"},
+    "list": {"list", "Sequence", "Iterable", "tuple"},
+    "dict": {"dict", "Mapping", "Iterable"},
+    "array": {"list", "Sequence", "Iterable", "tuple"},
+    "module": {"Module", "Callable"},
+    "complex": {"Tensor"},
+    "meta": {"Tensor"},
+}
+# Strings that may be any, such as names and expressions, and numbers that may be negative.
+FREE = {
+    "path",
+    "folder",
+    "resume_from",
+    "source",
+    "what",
+    "regex",
+    "name",
+    "repository",
+    "consumer",
+    "x",
+    "y",
+}
+SIGNED = {"seed", "factor", "p"}
+
+
+def call_of(name: str, value: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    case = CASES[name]()
+    return case if isinstance(case, tuple) else (value, case)
+
+
+def parameters(name: str, value: Any) -> dict[str, str]:
+    """Annotations by the names of parameters."""
+    if isinstance(value, property):
+        own: Any = inspect.signature(value.fset).parameters  # type: ignore[arg-type]
+        return {name.split(".")[-1].removesuffix(" ="): str([*own.values()][1].annotation)}
+    return {
+        parameter.name: str(parameter.annotation)
+        for parameter in inspect.signature(value).parameters.values()
+        if parameter.name != "self"
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+
+
+def is_right(annotation: str, kind: str) -> bool:
+    """Whether a value of a kind has a type that the annotation allows, whatever its content."""
+    while "[" in annotation:
+        annotation = re.sub(r"\[[^\[\]]*\]", "", annotation)
+    if annotation.removeprefix("typing.") == "Any":
+        return True
+    words = {ALIASES.get(word, word) for word in re.findall(r"\w+", annotation)}
+    return not words.isdisjoint(RIGHT.get(kind, ()))
+
+
+def complaint(name: str, value: Any, parameter: str, annotation: str, kind: str) -> str | None:
+    """What is wrong with how a function takes a hostile argument."""
+    function, arguments = call_of(name, value)
+    arguments[parameter] = HOSTILE[kind]
+    right = is_right(annotation, kind)
+    try:
+        function(**arguments)
+    except TileSparseError as error:
+        named = right or re.search(rf"\b{parameter}\b", str(error))
+        return None if named else f"not named: {type(error).__name__}: {error}"
+    except Exception as error:
+        if kind == "module" and right:  # is called as the model or the function that it is
+            return None
+        return f"{type(error).__name__}: {error}"
+    if name.endswith("from_bsr") and kind == "bsr":
+        return None
+    if kind in ("nan", "negative") and parameter not in SIGNED and annotation not in ("Any", "typing.Any"):
+        return "accepted"
+    if not right or (kind == "text" and parameter not in FREE and "Any" not in annotation):
+        return "accepted"
+    return None
+
+
+def test_every_public_function_has_a_case() -> None:
+    assert public().keys() - NOT_CALLED == CASES.keys()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_arguments(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name.startswith("parallel."):
+        request.getfixturevalue("group")
+    value = public()[name]
+    function, arguments = call_of(name, value)
+    function(**arguments)  # so that what is refused below is the hostile argument
+    found = {
+        f"{parameter}: {annotation}, given {kind}": complaint(name, value, parameter, annotation, kind)
+        for parameter, annotation in parameters(name, value).items()
+        for kind in HOSTILE
+    }
+    assert {what: said for what, said in found.items() if said} == {}
