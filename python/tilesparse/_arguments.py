@@ -31,6 +31,7 @@ class Kind(NamedTuple):
     words: str
     fits: Callable[[Any], bool]
     items: tuple[Kind, ...] = ()  # what elements, or the values of a mapping, may be; empty: anything
+    of_values: bool = False
 
 
 def checked(function: F) -> F:
@@ -60,7 +61,7 @@ def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
 
 def shown(value: object) -> str:
     """A value as messages have it: short ones as they are, of others the type."""
-    if value is None or isinstance(value, str | Number | torch.dtype | torch.device):
+    if _is_short(value) or (isinstance(value, list | tuple) and all(map(_is_short, value))):
         text = repr(value)
         return text if len(text) <= 60 else text[:57] + "..."
     if isinstance(value, Tensor) and value.layout != torch.strided:
@@ -71,13 +72,17 @@ def shown(value: object) -> str:
     return kind.__name__ if kind.__module__ in ("builtins", __name__) else f"{_module(kind)}{kind.__name__}"
 
 
-def _check(name: str, value: object, kinds: Sequence[Kind]) -> None:
+def _is_short(value: object) -> bool:
+    return value is None or isinstance(value, str | Number | torch.dtype | torch.device)
+
+
+def _check(name: str, value: Any, kinds: Sequence[Kind]) -> None:
     fitting = [kind for kind in kinds if kind.fits(value)]
     if not fitting:
         allowed = " or ".join(kind.words for kind in kinds)
         raise InvalidTypeError(f"{name} must be {allowed}, got {shown(value)}")
     items = fitting[0].items
-    if items and isinstance(value, Mapping):
+    if items and fitting[0].of_values:
         for key, item in value.items():
             _check(f"{name}[{key!r}]", item, items)
     elif items and not isinstance(value, Tensor) and _is_sequence(value):
@@ -195,8 +200,8 @@ _DEVICE = Kind("a device that PyTorch has here", _is_device)
 _DEVICE_OR_NONE = Kind(f"{_DEVICE.words}, or None", lambda value: value is None or _is_device(value))
 _OF_DEVICES = {torch.device, str, int, type(None)}
 _COLLECTIONS = {
-    Mapping: Kind("a mapping", lambda value: isinstance(value, Mapping)),
-    dict: Kind("a dict", lambda value: isinstance(value, dict)),
+    Mapping: Kind("a mapping", lambda value: isinstance(value, Mapping), of_values=True),
+    dict: Kind("a dict", lambda value: isinstance(value, dict), of_values=True),
     Sequence: Kind("a sequence", _is_sequence),
     tuple: Kind("a tuple", _is_sequence),
     list: Kind("a list", _is_sequence),

@@ -4,6 +4,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from . import _interrupt  # noqa: F401  # before PyTorch, which takes seconds
+
 VERSION = "0.1.0"  # of these Python files; that of the library is in tilesparse.h
 
 _AGAIN = "install the package again: pip install --force-reinstall --no-deps tilesparse"

@@ -1,8 +1,10 @@
 """What arguments must be: checked before anything is computed; operands of products also of fake tensors."""
 
 import math
+import tempfile
 from collections.abc import Sequence
 from numbers import Real
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -120,6 +122,22 @@ def checked_device(device: object) -> torch.device:
     if found.type == "meta":
         raise InvalidArgumentError("device: one with memory expected, got meta")
     return found  # type: ignore[no-any-return]
+
+
+def check_writable(name: str, path: Path) -> None:
+    """That a file or folder can be made or changed there, before what is to be written is computed."""
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        if place.is_dir():
+            tempfile.TemporaryFile(dir=place).close()
+        elif place == path:
+            place.open("ab").close()
+        else:
+            raise NotADirectoryError(f"{str(place)!r} is a file")
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{name} must be a path that can be written, got {str(path)!r}: {error}"
+        ) from error
 
 
 def check_shapes(

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import _C, _checks, _plot_command, demo, functional, tuning
+from . import _C, _checks, _interrupt, _plot_command, demo, functional, tuning
 from ._checks import BLOCK_SIZES
+from ._progress import Progress
 from .errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from .linear import BlockSparseLinear
 from .pattern import BlockPattern
@@ -36,6 +37,7 @@ STORED = (
     )
 )
 BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
+UNWRITABLE = 1  # the status of the system's own commands where stdout is full or closed
 BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends, in a shell
 TUNED_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
 ROUNDS = 9
@@ -45,16 +47,24 @@ ROUND_SECONDS = 0.01
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status.
 
-    That is 0, 2 for bad input, 130 when interrupted, or 141 when nobody reads the output any more.
+    That is 0, 1 when the output cannot be written, 2 for bad input, 130 when interrupted, or 141 when nobody
+    reads the output any more.
     """
+    if sys.stdout is None:  # closed, and the first file that is opened would take its place
+        print("tilesparse: stdout must be open, got a closed one", file=sys.stderr)
+        return UNWRITABLE
     try:
         try:
             return _run(_parser().parse_args(argv))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
+    except KeyboardInterrupt:
+        return _interrupt.say()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"tilesparse: stdout cannot be written: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
-        return BROKEN_PIPE
+        return BROKEN_PIPE if isinstance(error, BrokenPipeError) else UNWRITABLE
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -62,12 +72,11 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.device = _default_device()
     try:
         arguments.run(arguments)
-    except TileSparseError as error:
+    except (TileSparseError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None and not isinstance(error, TileSparseError):
+            raise  # that of stdout
         print(f"tilesparse {arguments.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
     return 0
 
 
@@ -218,7 +227,8 @@ def _tune(arguments: argparse.Namespace) -> None:
             )
     device = arguments.device
     print(f"{len(products)} products, on {Device.find(device)}")
-    for product in products:
+    progress = Progress(len(products))
+    for done, product in enumerate(products, 1):
         (measurement,) = tuning.tune(
             [product],
             device,
@@ -226,6 +236,7 @@ def _tune(arguments: argparse.Namespace) -> None:
             repetitions=arguments.repetitions,
         )
         print(measurement, flush=True)
+        progress.show(done, "products measured")
     print(tuning.status())
 
 

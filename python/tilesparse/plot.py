@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import checked
+from ._checks import check_writable
 from ._plot_sources import (
     Map,
     Snapshots,
@@ -237,6 +238,9 @@ def check_file(path: str | os.PathLike[str]) -> Path:
         )
     if not checked.parent.is_dir():
         raise InvalidArgumentError(f"path: there is no folder {str(checked.parent)!r}")
+    if checked.is_dir():
+        raise InvalidArgumentError(f"path must be a file, got the folder {str(path)!r}")
+    check_writable("path", checked if checked.exists() else checked.parent)
     return checked
 
 

@@ -221,10 +221,7 @@ ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no layer": ({"bytes": 500_000, "curves": {"in": {}}}, "curves: .*'in', got no layer"),
     "not dense": ({"bytes": 500_000, "curves": {"": {}}}, "curves: .*got Layers"),
     "nan error": ({"bytes": 500_000, "curves": {"up": {PLAIN[0]: math.nan}}}, "curves: .*'up'"),
-    "blocks": ({"bytes": 500_000, "curves": {"up": {Choice(0.5, (48, 48)): 0.1}}}, "curves: .*'up'.*block"),
     "none kept": ({"bytes": 500_000, "curves": {"up": {Choice(0.01, (64, 64)): 0.1}}}, "'up': density"),
-    "density 0": ({"bytes": 500_000, "curves": {"up": {Choice(0.0, (64, 64)): 0.1}}}, "'up': density"),
-    "storage": ({"bytes": 1, "curves": {"up": {Choice(0.5, (64, 64), None, "x"): 0.1}}}, "'up': storage"),
     "no time": (
         {"milliseconds": 9.0, "table": table_of(times={(256, 128): {None: 1.0}})},
         "table: has no time of 256x128 0.25 32x32",
@@ -310,6 +307,24 @@ def test_what_is_measured_is_what_curves_have(device: str, tmp_path: Path) -> No
     assert "does not have" not in table.where() and "256x128" in str(table)
     table.save(tmp_path / "table.json")
     assert LatencyTable.load(tmp_path / "table.json") == table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((2, (64, 64)), "density must be a number above 0 and at most 1, got 2"),
+        ((0.0, (64, 64)), "density must"),
+        (("half", (64, 64)), "density must .* got 'half'"),
+        ((0.5, (48, 64)), "block_shape: .* got \\(48, 64\\)"),
+        ((0.5, (64, 64), (1, 4)), "nm: "),
+        ((0.5, (16, 16), (2, 4)), "nm: 2:4"),
+        ((0.5, (64, 64), None, "x"), "storage: .* got 'x'"),
+        ((0.5, (64, 64), None, "compressed"), "storage: 'compressed' is for 2:4"),
+    ],
+)
+def test_choices_are_refused_where_they_are_made(arguments: Any, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        Choice(*arguments)
 
 
 def test_choices_as_a_program_has_them(tmp_path: Path) -> None:
@@ -415,7 +430,6 @@ def test_other_files_and_none(tmp_path: Path) -> None:
         ({"device": None}, "device: one with memory expected"),
         ({"device": "nowhere"}, "device: "),
         ({"dtype": torch.int8}, "dtype: "),
-        ({"choices": {"up": [Choice(0.5, (48, 64))]}}, "choices: layer 'up': block_shape"),
         ({"choices": {"nothing": []}}, "choices: .*'nothing'"),
         ({"choices": {"up": PLAIN[0]}}, "choices: layer 'up': several choices expected"),
         ({"choices": ["up"]}, "choices: a mapping"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilesparse import _C, Device, Product, choose, cli, tuning
+from tilesparse import _C, Device, Product, _progress, choose, cli, tuning
 
 LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16"]
 
@@ -247,3 +248,93 @@ def test_a_reader_may_leave(unbuffered: str) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+def run_in_shell(arguments: str, redirection: str, **options: str) -> subprocess.CompletedProcess[str]:
+    command = f"{sys.executable} -m tilesparse {arguments} {redirection}"
+    return subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, env={**os.environ, **options}
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("redirection", "said"),
+    [(">/dev/full", "stdout cannot be written: No space left"), (">&-", "stdout must be open")],
+)
+def test_an_output_that_takes_nothing_is_one_line_and_status_one(
+    redirection: str, said: str, unbuffered: str
+) -> None:
+    run = run_in_shell("info", redirection, PYTHONUNBUFFERED=unbuffered)
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"tilesparse: {said}") and run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["-m", "tilesparse"], ["tilesparse"]])
+def test_an_interrupt_while_importing_is_one_line(command: list[str], tmp_path: Path) -> None:
+    """Of the module, and of a script as it is installed; PyTorch is replaced by one that never ends."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    script = tmp_path / "tilesparse"
+    script.write_text("import sys\nfrom tilesparse.cli import main\nsys.exit(main())\n")
+    paths = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[1])])
+    arguments = [sys.executable, *command] if len(command) > 1 else [sys.executable, str(script)]
+    with subprocess.Popen(
+        [*arguments, "info"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+        cwd=tmp_path / "..",
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "\ninterrupted\n"
+    assert process.returncode == 130
+
+
+def test_an_interrupt_before_the_command_runs_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_default_device", interrupt)
+    assert cli.main(["bench"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_outputs_that_cannot_be_written_are_found_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("text")
+    prune = ["prune", "no/such/model", "--text", str(file), "--device", "cpu"]
+    for arguments, said in (
+        ([*prune, "/proc/none"], "tilesparse prune: output must be a path that can be written"),
+        ([*prune, str(file / "below")], "tilesparse prune: output must be a path that can be written"),
+        ([*prune, str(tmp_path / "new"), "--resume", "/proc/none"], "tilesparse prune: --resume must be"),
+        (["plot", "patterns", "nothing", "-o", "/proc/a.svg"], "tilesparse plot: path must be a path"),
+        (["plot", "patterns", "nothing", "-o", str(tmp_path / "a.txt")], "tilesparse plot: path: a name"),
+    ):
+        assert cli.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(said) and error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_progress_says_how_long_it_will_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(_progress.time, "monotonic", lambda: now[0])
+    progress = _progress.Progress(8)
+    progress.skip(2)  # done by an earlier run
+    now[0] = 40.0
+    progress.show(4, "layers pruned")
+    now[0] = 80.0
+    progress.show(8, "layers pruned")
+    assert capsys.readouterr().err == "4/8  layers pruned, about 1 min left\n8/8  layers pruned\n"
+    assert [_progress.duration(seconds) for seconds in (0.2, 59, 61, 3599, 7800)] == [
+        *("1 s", "59 s", "1 min", "1 h 0 min", "2 h 10 min")
+    ]

@@ -140,14 +140,24 @@ WRONG = {
     "no layer": Fold(("nothing",), "second", 32),
     "a module": Fold(("",), "second", 32),
     "sizes": Fold(("first",), "second", 5),
-    "no units": Fold(("first",), "second", 0),
     "rows": Fold((Rows("first", 40, 72),), "second", 32),
-    "rows of parts": Fold((Rows("first", 0.0, 32.0),), "second", 32),  # type: ignore[arg-type]
-    "no producer": Fold((), "second", 32),
-    "a name alone": Fold("first", "second", 32),  # type: ignore[arg-type]
     "rows twice": Fold((Rows("first", 0, 32), Rows("first", 16, 48)), "second", 32),
     "itself": Fold(("second",), "second", 32),
 }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((("first",), "second", 0), "units: an integer of at least 1"),
+        (((Rows("first", 0.0, 32.0),), "second", 32), "start must be an integer, got 0.0"),  # type: ignore[arg-type]
+        (((), "second", 32), "producers must be names of layers or Rows"),
+        (("first", "second", 32), "producers must be a tuple, got 'first'"),
+    ],
+)
+def test_folds_that_are_none_are_refused_where_they_are_made(arguments: Any, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        Fold(*arguments)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -350,9 +360,8 @@ def test_outputs_are_compared_where_a_loss_comes_first() -> None:
         ({"folds": MIXED}, "folds: several"),
         ({"damping": -1.0}, "damping: "),
         ({"damping": "much"}, "damping: "),
-        ({"folds": ["0"]}, "folds: a Fold expected, got str"),
+        ({"folds": ["0"]}, r"folds\[0\] must be a Fold, got '0'"),
         ({"folds": [Fold(("0",), "2", 100)]}, "folds: 128 features"),
-        ({"choice": Choice(0.5, (48, 16))}, "choice: block_shape"),
         ({"choice": Choice(0.5, (128, 16))}, "choice: layer '2': out_features"),
         ({"batches": []}, "batches: at least one"),
         ({"batches": [torch.full((4, 64), torch.nan)]}, "batches: batch 0.*layer '0'"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import check_writable
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..storage import STORAGES
 from .driver import prune_model
@@ -58,6 +59,9 @@ def run(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InvalidArgumentError(f"output: a folder that is empty or does not exist expected, got {output}")
+    check_writable("output", output)
+    if arguments.resume is not None:
+        check_writable("--resume", arguments.resume)
     try:
         text = arguments.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -86,9 +90,14 @@ def run(arguments: argparse.Namespace) -> None:
         device=arguments.device,
         folder=arguments.resume,
     )
-    print(report)
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    try:
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"output must be a folder that can be written, got {output}: {error}"
+        ) from error
+    print(report)  # only now: where nobody reads it the model is not lost
     print(f"saved to {output}")
 
 

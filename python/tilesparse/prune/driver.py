@@ -302,6 +302,7 @@ class _Run:
             if solution is not None:
                 found[name] = solution
         self._done += len(found)
+        self._said.skip(len(found))
         return found
 
     def _of(
