@@ -1,7 +1,7 @@
 """Arguments of another type than a public function is annotated with, refused by name.
 
-The signature says what is allowed; `checked` holds callers to it. Values of the right type are the function's
-own to check (`_checks`).
+The signature says what is allowed; `checked` holds callers to it. Numbers and strings are the function's own
+to check (`_checks`), which knows their range or the names there are, as are values of the right type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ._checks import as_integer
+from ._checks import as_integer, is_sequence, is_tensor
 from .errors import InvalidTypeError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -82,14 +82,14 @@ def _check(name: str, value: Any, kinds: Sequence[Kind]) -> None:
         allowed = " or ".join(kind.words for kind in kinds)
         raise InvalidTypeError(f"{name} must be {allowed}, got {shown(value)}")
     items = fitting[0].items
-    if items and fitting[0].of_values:
+    if all(map(_is_left, items)):
+        return
+    if fitting[0].of_values:
         for key, item in value.items():
             _check(f"{name}[{key!r}]", item, items)
-    elif items and not isinstance(value, Tensor) and _is_sequence(value):
-        for key, item in enumerate(
-            value if isinstance(value, list | tuple) else value[:1]
-        ):  # of an array one
-            _check(f"{name}[{key}]", item, items)
+    elif not isinstance(value, Tensor) and is_sequence(value):
+        for number, item in enumerate(value):
+            _check(f"{name}[{number}]", item, items)
 
 
 @functools.cache
@@ -97,9 +97,15 @@ def _kinds_of(function: Callable[..., Any]) -> dict[str, tuple[Kind, ...]]:
     kinds, names = {}, inspect.unwrap(function).__globals__
     for name, annotation in function.__annotations__.items():
         allowed = tuple(_kinds(_evaluated(annotation, names)))
-        if allowed and name != "return":
+        if not all(map(_is_left, allowed)) and name != "return":
             kinds[name] = allowed
     return kinds
+
+
+def _is_left(kind: Kind) -> bool:
+    """Whether functions check it themselves: numbers, strings, and sequences of numbers such as shapes."""
+    of_numbers = kind.fits is is_sequence and kind.items == (_KINDS[int],)
+    return of_numbers or kind in (_KINDS[int], _KINDS[float], _KINDS[str], _KINDS[type(None)])
 
 
 def _evaluated(annotation: object, names: dict[str, Any]) -> object:
@@ -138,17 +144,11 @@ def _kinds(annotation: Any) -> Iterator[Kind]:
 
 def _module(kind: type) -> str:
     """The module that users know a class from, with a dot; of this package none."""
-    module = kind.__module__
-    if module.startswith("torch.nn."):
-        return "torch.nn."
-    return (
-        "" if module in ("builtins", "collections.abc") or module.startswith("tilesparse") else module + "."
-    )
-
-
-def is_tensor(value: object) -> bool:
-    """Whether it is a tensor with strides, as products and conversions want it."""
-    return isinstance(value, Tensor) and value.layout == torch.strided
+    for package in ("torch.nn.", "torch.optim."):
+        if kind.__module__.startswith(package):
+            return package
+    own = kind.__module__.split(".")[0] in ("builtins", "collections", __package__)
+    return "" if own else f"{kind.__module__}."
 
 
 def _is_flag(value: object) -> bool:
@@ -165,14 +165,6 @@ def _is_integer(value: object) -> bool:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not _is_flag(value)
-
-
-def _is_sequence(value: object) -> bool:
-    """Whether it has a length and elements with numbers: also an array or a tensor, but no text or model."""
-    if isinstance(value, Tensor):
-        return is_tensor(value) and not value.is_meta and not value.is_complex() and value.dim() > 0
-    has_elements = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    return has_elements and not isinstance(value, str | bytes | Mapping | nn.Module)
 
 
 def _is_iterable(value: object) -> bool:
@@ -195,15 +187,14 @@ _KINDS: dict[Any, Kind] = {
     str: Kind("a string", lambda value: isinstance(value, str)),
     Tensor: Kind("a dense tensor", is_tensor),
 }
-_KINDS[tuple[int, int]] = Kind("a pair of integers", _is_sequence, (_KINDS[int],))
 _DEVICE = Kind("a device that PyTorch has here", _is_device)
 _DEVICE_OR_NONE = Kind(f"{_DEVICE.words}, or None", lambda value: value is None or _is_device(value))
 _OF_DEVICES = {torch.device, str, int, type(None)}
 _COLLECTIONS = {
     Mapping: Kind("a mapping", lambda value: isinstance(value, Mapping), of_values=True),
     dict: Kind("a dict", lambda value: isinstance(value, dict), of_values=True),
-    Sequence: Kind("a sequence", _is_sequence),
-    tuple: Kind("a tuple", _is_sequence),
-    list: Kind("a list", _is_sequence),
-    Iterable: Kind("an iterable", _is_iterable),
+    Sequence: Kind("a sequence", is_sequence),
+    tuple: Kind("a tuple", is_sequence),
+    list: Kind("a list", is_sequence),
+    Iterable: Kind("an iterable, such as a list", _is_iterable),
 }

@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
+from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
 
 BLOCK_SIZES = (16, 32, 64, 128)
 INT32_MAX = 2**31 - 1
@@ -57,6 +57,11 @@ def check_content(name: str, tensor: Tensor) -> None:
         raise InvalidArgumentError(f"{name} must be a tensor with content, got one on the meta device")
 
 
+def check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidTypeError(f"{name} must be a string, got {type(text).__name__}")
+
+
 def check_policy(policy: object) -> None:
     if policy not in POLICIES:
         raise InvalidArgumentError(f"policy: one of {list(POLICIES)} expected, got {policy!r}")
@@ -67,6 +72,19 @@ def as_integer(number: object) -> int:
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise TypeError(f"an integer expected, got {number!r}")
     return int(number.__index__())
+
+
+def is_tensor(value: object) -> bool:
+    """Whether it is a tensor with strides, as products and conversions want it."""
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def is_sequence(value: object) -> bool:
+    """Whether it has a length and elements with numbers: also an array or a tensor, but no text or model."""
+    if isinstance(value, Tensor):
+        return is_tensor(value) and not value.is_meta and not value.is_complex() and value.dim() > 0
+    has_elements = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return has_elements and not isinstance(value, str | bytes | Mapping | nn.Module)
 
 
 def checked_count(name: str, count: object, least: int = 1, most: int | None = None) -> int:
@@ -145,8 +163,8 @@ def check_shapes(
 ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
     """Checked (shape, block_shape, grid)."""
     bn, bk = check_block_shape(block_shape)
-    if len(shape) != 2:
-        raise InvalidArgumentError(f"shape: (out_features, in_features) expected, got {tuple(shape)}")
+    if not is_sequence(shape) or len(shape) != 2:
+        raise InvalidArgumentError(f"shape: (out_features, in_features) expected, got {shape!r}")
     features = []
     for name, size, block in (("out_features", shape[0], bn), ("in_features", shape[1], bk)):
         try:

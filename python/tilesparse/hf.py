@@ -28,7 +28,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._arguments import checked
-from ._checks import DTYPES, check_module
+from ._checks import DTYPES, check_module, check_text
 from ._tensor_files import StoredTensor, read_header
 from .checkpoint import METHOD, VERSION, check_section, prepare, section
 from .errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
@@ -287,6 +287,7 @@ def model_card(model: Any, repository: str = "path/or/repository") -> str:
         InvalidArgumentError: no layer is block-sparse.
     """
     check_module(model)
+    check_text("repository", repository)
     layers = dict(_sparse(model))
     if not layers:
         raise InvalidArgumentError("model: one with block-sparse layers expected, got none")

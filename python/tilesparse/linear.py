@@ -633,15 +633,15 @@ class BlockSparseLinear(nn.Module):
                 y = linear_on(
                     x, weight, index, bias, activation, residual, layout, self._policy, stored, gate
                 )
-            if beside is not None:
-                # Only now: with it comes PyTorch's compiler, which takes long to import.
-                from ._main_grad import add_gradient, add_gradient_uncompiled
-
-                y = (add_gradient_uncompiled if is_compiling() else add_gradient)(y, x, *beside, index)
-            return y if self._observe is None else self._observe(y, x)
         except Exception:  # types are looked at only now, which takes calls that are right no time
             check_types(BlockSparseLinear.forward, locals())
             raise
+        if beside is not None:
+            # Only now: with it comes PyTorch's compiler, which takes long to import.
+            from ._main_grad import add_gradient, add_gradient_uncompiled
+
+            y = (add_gradient_uncompiled if is_compiling() else add_gradient)(y, x, *beside, index)
+        return y if self._observe is None else self._observe(y, x)
 
     def _needs_own_product(self) -> bool:
         """Whether something looks at the product itself, or at its gradient, before what is made of it."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from . import functional
-from ._arguments import checked
+from ._arguments import checked, shown
 from ._autograd import call
-from ._checks import check_factor, check_like_product, check_values, checked_number
+from ._checks import as_number, check_factor, check_like_product, check_values, checked_number
 from ._register import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
 from .pattern import BlockPattern, canonical_scipy
@@ -336,8 +336,8 @@ class BlockSparseMatrix:
     @checked
     def block_norm(self, p: float = 2) -> Tensor:
         """[nnz] the p-norm of every block, in slot order; half precision is summed in float32."""
-        if math.isnan(p):
-            raise InvalidArgumentError("p must be a number or infinite, got nan")
+        if math.isnan(as_number(p)):
+            raise InvalidArgumentError(f"p must be a number or infinite, got {shown(p)}")
         dtype = torch.promote_types(self.dtype, torch.float32)
         norms: Tensor = torch.linalg.vector_norm(self.values, p, dim=(1, 2), dtype=dtype)
         return norms

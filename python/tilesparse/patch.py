@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._arguments import checked
-from ._checks import DTYPES, check_block_shape, check_policy
+from ._checks import DTYPES, check_block_shape, check_policy, check_text
 from ._progress import Progress
 from ._transformers import check_can_follow, follow
 from .errors import InvalidArgumentError, TileSparseError
@@ -269,6 +269,7 @@ class BlockSparseModelPatcher:
             name: its qualified name in the model.
             module: the module.
         """
+        check_text("name", name)
         return _is_linear(module)
 
     @checked

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from . import _launch
 from ._arguments import checked, shown
-from ._checks import INT32_MAX, Index, as_integer, check_block_shape, check_content, check_index, check_shapes
+from ._checks import (
+    INT32_MAX,
+    Index,
+    as_integer,
+    check_block_shape,
+    check_content,
+    check_index,
+    check_shapes,
+    checked_count,
+    checked_fraction,
+)
 from ._launch import blocks_of, update_of, validate
 from ._private import version
 from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
@@ -707,14 +717,10 @@ def _kept_blocks(total: int, density: float | None, nnz: int | None) -> int:
     if (density is None) == (nnz is None):
         raise InvalidArgumentError("density, nnz: exactly one of them expected")
     if density is not None:
-        if not 0 <= density <= 1:
-            raise InvalidArgumentError(f"density: a number from 0 to 1 expected, got {density}")
-        kept = round(float(density) * total)
+        kept = round(checked_fraction("density", density) * total)
         if kept == 0 and density > 0:
             raise InvalidArgumentError(
                 f"density: {density} of {total} blocks rounds to none; give 0 or at least {1 / total:.3g}"
             )
         return kept
-    if nnz is not None and not isinstance(nnz, bool) and hasattr(nnz, "__index__") and 0 <= nnz <= total:
-        return as_integer(nnz)
-    raise InvalidArgumentError(f"nnz: a number from 0 to {total} expected, got {nnz}")
+    return checked_count("nnz", nnz, 0, total)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import checked
-from ._checks import check_writable
+from ._checks import check_text, check_writable
 from ._plot_sources import (
     Map,
     Snapshots,
@@ -132,6 +132,8 @@ def tradeoff(
             above 0 on a logarithmic axis; or there are more than 35 labels.
         UnsupportedError: matplotlib is missing.
     """
+    check_text("x", x)
+    check_text("y", y)
     _check_matplotlib()
     from ._figure import ShownFigure
 

@@ -271,7 +271,10 @@ def test_what_is_no_adapter_file_is_refused(tmp_path: Path, content: bytes) -> N
         ({"density": True}, "density: a number above 0 and at most 1 expected, got True"),
         ({"density": "0.1"}, "density: a number above 0 and at most 1 expected, got '0.1'"),
         ({"density": None}, "density: a number above 0 and at most 1 expected, got None"),
-        ({"scores": {"0": [1.0] * 6, "2": torch.ones(3)}}, "scores: a tensor expected for '0', got list"),
+        (
+            {"scores": {"0": [1.0] * 6, "2": torch.ones(3)}},
+            r"scores\['0'\] must be a dense tensor, got \[1.0, 1.0, 1.0, 1.0, 1.0, 1.0\]",
+        ),
         ({"scores": {"0": torch.ones(6)}}, r"scores: .*\['2'\]"),
         ({"scores": {"0": torch.ones(5), "2": torch.ones(3)}}, r"scores: shape \(6,\) expected for '0'"),
         ({"scores": {"0": torch.full((6,), torch.nan), "2": torch.ones(3)}}, "scores: NaN"),

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.sparse
 import torch
@@ -418,6 +419,43 @@ def test_operators_between_values_and_dense_matrices() -> None:
         ops.expand(call.values[1:], *index)
     with pytest.raises(InvalidArgumentError, match=r"dense.*\(48, 128\).*\(128, 48\)"):
         ops.gather(torch.ones(128, 48), *index)
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        ([1.0], r"x must be a dense tensor, got \[1.0\]"),
+        (None, "x must be a dense tensor, got None"),
+        (np.ones(32, np.float32), "x must be a dense tensor, got numpy.ndarray"),
+        (torch.eye(32).to_sparse(), "x must be a dense tensor, got a torch.sparse_coo tensor"),
+        (torch.eye(32).to_sparse_csr(), "x must be a dense tensor, got a torch.sparse_csr tensor"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["sparse", "auto", "dense"])
+@pytest.mark.parametrize("nm", [None, (2, 4)])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_layers_name_what_is_no_tensor(x: Any, said: str, policy: str, nm: Any) -> None:
+    """However they compute; the error is the one of Python for wrong types, and for wrong values."""
+    layer = tilesparse.BlockSparseLinear(32, 32, density=1.0, policy=policy, nm=nm)
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            for error in (TypeError, ValueError, tilesparse.InvalidTypeError):
+                with pytest.raises(error, match=said):
+                    layer(x)
+
+
+def test_sizes_of_layers_stay() -> None:
+    layer = tilesparse.BlockSparseLinear(64, 32)
+    layer.in_features, layer.out_features = 64, 32  # as they are
+    with pytest.raises(InvalidArgumentError, match="in_features must stay 64, .* got 32; make another layer"):
+        layer.in_features = 32
+    with pytest.raises(InvalidArgumentError, match="out_features must stay 32"):
+        layer.out_features = torch.tensor(32)  # type: ignore[assignment]
+    assert (layer.in_features, layer.out_features) == (64, 32)
+    for name in ("pattern", "policy"):
+        with pytest.raises(InvalidArgumentError, match=name):
+            setattr(layer, name, torch.nn.Linear(64, 32))
+    assert not list(layer.children())
 
 
 @pytest.mark.parametrize("name", [name for name in tilesparse.__all__ if name.endswith("Error")])

@@ -215,9 +215,15 @@ ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown weight": ({"bytes": 500_000, "weights": {"in": 1.0}}, "weights: .*'in'"),
     "bad weight": ({"bytes": 500_000, "weights": {"up": -1.0}}, "weights: .*'up'"),
     "no curves": ({"bytes": 500_000, "curves": {}}, "curves: at least one"),
-    "curves of no names": ({"bytes": 500_000, "curves": ["up"]}, "curves: a mapping"),
-    "curves of no errors": ({"bytes": 500_000, "curves": {"up": PLAIN}}, "curves: layer 'up': a mapping"),
-    "weights of no names": ({"bytes": 500_000, "weights": [1.0]}, "weights: a mapping"),
+    "curves of no names": ({"bytes": 500_000, "curves": ["up"]}, r"curves must be a mapping, got \['up'\]"),
+    "curves of no errors": (
+        {"bytes": 500_000, "curves": {"up": PLAIN}},
+        r"curves\['up'\] must be a mapping, got list",
+    ),
+    "weights of no names": (
+        {"bytes": 500_000, "weights": [1.0]},
+        r"weights must be a mapping or None, got \[1.0\]",
+    ),
     "no layer": ({"bytes": 500_000, "curves": {"in": {}}}, "curves: .*'in', got no layer"),
     "not dense": ({"bytes": 500_000, "curves": {"": {}}}, "curves: .*got Layers"),
     "nan error": ({"bytes": 500_000, "curves": {"up": {PLAIN[0]: math.nan}}}, "curves: .*'up'"),
@@ -366,7 +372,7 @@ def test_layers_are_timed_as_they_are(device: str) -> None:
         with pytest.raises(InvalidArgumentError, match=f"layers: .*{text}"):
             time_layers(model, names, tokens=8)
     wrong: Any
-    for wrong, text in ((3, ["0"]), "model: "), ((model, None), "layers: names"):
+    for wrong, text in ((3, ["0"]), "model(: | must )"), ((model, None), "layers must be an iterable"):
         with pytest.raises(InvalidArgumentError, match=text):
             time_layers(*wrong, tokens=8)
     with pytest.raises(InvalidArgumentError, match="device: one with memory expected"):
@@ -428,11 +434,11 @@ def test_other_files_and_none(tmp_path: Path) -> None:
         ({"tokens": 0}, "tokens: "),
         ({"repetitions": 1.5}, "repetitions: "),
         ({"device": None}, "device: one with memory expected"),
-        ({"device": "nowhere"}, "device: "),
+        ({"device": "nowhere"}, "device(: | must )"),
         ({"dtype": torch.int8}, "dtype: "),
         ({"choices": {"nothing": []}}, "choices: .*'nothing'"),
-        ({"choices": {"up": PLAIN[0]}}, "choices: layer 'up': several choices expected"),
-        ({"choices": ["up"]}, "choices: a mapping"),
+        ({"choices": {"up": PLAIN[0]}}, r"choices\['up'\] must be an iterable, such as a list, got Choice"),
+        ({"choices": ["up"]}, r"choices must be a mapping, got \['up'\]"),
     ],
 )
 def test_what_measure_latency_refuses(options: dict[str, Any], text: str) -> None:

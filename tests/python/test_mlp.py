@@ -239,19 +239,19 @@ def test_autocast() -> None:
 def test_bad_arguments() -> None:
     up, down = layer(64, 96), layer(96, 64)
     for match, arguments, options in (
-        ("up: BlockSparseLinear", (nn.Linear(64, 96), down), {}),
-        ("down: BlockSparseLinear", (up, nn.Linear(96, 64)), {}),
+        ("up must be a BlockSparseLinear or None, got torch.nn.Linear", (nn.Linear(64, 96), down), {}),
+        ("down must be a BlockSparseLinear or None, got torch.nn.Linear", (up, nn.Linear(96, 64)), {}),
         ("down: in_features 96", (up, up), {}),
         (r"gate: shape \(96, 64\)", (up, down, down), {}),
         ("up: BlockSparseLinear", (None, down), {}),
-        ("gate_up: BlockSparseLinear", (None, down), {"gate_up": nn.Linear(64, 192)}),
+        ("gate_up must be a BlockSparseLinear or None", (None, down), {"gate_up": nn.Linear(64, 192)}),
         ("gate_up: neither up nor gate", (up, down), {"gate_up": layer(64, 192)}),
         ("gate_up: neither up nor gate", (None, down, up), {"gate_up": layer(64, 192)}),
         ("down: in_features 48, half the out", (None, down), {"gate_up": up}),
         ("activation: one of", (up, down), {"activation": "swish"}),
-        ("activation: one of", (up, down), {"activation": torch.relu}),
-        ("dropout: torch.nn.Dropout", (up, down), {"dropout": 0.1}),
-        ("hidden_dropout: torch.nn.Dropout", (up, down), {"hidden_dropout": 0.1}),
+        ("activation must be a string or a torch.nn.Module", (up, down), {"activation": torch.relu}),
+        ("dropout must be a torch.nn.Dropout or None", (up, down), {"dropout": 0.1}),
+        ("hidden_dropout must be a torch.nn.Dropout or None", (up, down), {"hidden_dropout": 0.1}),
         ("names: keys from", (up, down), {"names": {"left": "right"}}),
         ("names: different ones", (up, down), {"names": {"up": "down"}}),
     ):

@@ -270,7 +270,7 @@ def test_parts_have_equally_many_blocks(parts: tuple[int, int]) -> None:
     [
         ({"parts": (3, 1)}, "parts: divisors of the 8 x 12 blocks of the shape expected, got \\(3, 1\\)"),
         ({"parts": (0, 1)}, "parts: \\(r, c\\), two positive integers, expected, got \\(0, 1\\)"),
-        ({"parts": 2}, "parts must be a pair of integers, got 2"),
+        ({"parts": 2}, "parts: .* got 2"),
         ({"parts": (2, 1), "density": None, "nnz": 3}, "nnz: a multiple of the 2 parts expected, got 3"),
     ],
 )

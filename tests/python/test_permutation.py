@@ -150,7 +150,7 @@ WRONG = {
     ("arguments", "text"),
     [
         ((("first",), "second", 0), "units: an integer of at least 1"),
-        (((Rows("first", 0.0, 32.0),), "second", 32), "start must be an integer, got 0.0"),  # type: ignore[arg-type]
+        (((Rows("first", 0.0, 32.0),), "second", 32), "start: an integer of at least 0 expected, got 0.0"),  # type: ignore[arg-type]
         (((), "second", 32), "producers must be names of layers or Rows"),
         (("first", "second", 32), "producers must be a tuple, got 'first'"),
     ],
@@ -208,7 +208,7 @@ def test_orders_where_tensors_are_made_elsewhere() -> None:
 
 def test_no_models() -> None:
     for call in (find_folds, lambda model: permute_(model, MIXED, torch.arange(128))):
-        with pytest.raises(InvalidArgumentError, match=r"model: a torch\.nn\.Module"):
+        with pytest.raises(InvalidArgumentError, match=r"model must be a torch.nn.Module, got 3"):
             call(3)  # type: ignore[arg-type]
 
 
@@ -357,7 +357,7 @@ def test_outputs_are_compared_where_a_loss_comes_first() -> None:
     ("options", "text"),
     [
         ({"folds": []}, "folds: at least one"),
-        ({"folds": MIXED}, "folds: several"),
+        ({"folds": MIXED}, "folds must be a sequence or None, got Fold"),
         ({"damping": -1.0}, "damping: "),
         ({"damping": "much"}, "damping: "),
         ({"folds": ["0"]}, r"folds\[0\] must be a Fold, got '0'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -213,7 +214,7 @@ def test_refit_is_for_finite_weights_and_has_no_gradient() -> None:
             refit(weight, second, pattern, damping=damping)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="weight: finite"):
         refit(weight / 0, second, pattern)
-    with pytest.raises(InvalidArgumentError, match="pattern: a BlockPattern"):
+    with pytest.raises(InvalidArgumentError, match=r"pattern must be a BlockPattern, got None"):
         refit(weight, second, None)  # type: ignore[arg-type]
 
 
@@ -598,6 +599,19 @@ def test_the_command_prunes_and_saves(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--text" in capsys.readouterr().err
 
 
+def test_the_command_saves_the_model_where_nobody_reads_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output, text = tmp_path / "dense", tmp_path / "sparse", tmp_path / "text"
+    saved_with_tokenizer(source)
+    text.write_text(" ".join(f"w{number % 95 + 1}" for number in range(500)))
+    command = ["prune", str(source), str(output), "--text", str(text), "--block", "16", "--device", "cpu"]
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert cli.main([*command, "--method", "magnitude", "--length", "32"]) == 1
+    assert LlamaForCausalLM.from_pretrained(output).model.layers[1].mlp.down_proj.density == 0.5
+
+
 @pytest.mark.parametrize(
     ("template", "around"), [("$A [E]", (0, 1)), ("[B] $A", (1, 0)), ("[B] $A [E]", (1, 1))]
 )
@@ -794,9 +808,13 @@ class Idle(nn.Module):
 
 BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no batches": (vectors, {"batches": []}, "batches: at least one"),
-    "one batch": (vectors, {"batches": torch.randn(4, 64)}, "batches: an iterable"),
+    "one batch": (
+        vectors,
+        {"batches": torch.randn(4, 64)},
+        "batches must be an iterable, .* got torch.Tensor",
+    ),
     "method": (vectors, {"method": "best"}, "method: one of"),
-    "density": (vectors, {"density": 0}, "density: a number above 0"),
+    "density": (vectors, {"density": 0}, "density must be a number above 0 and at most 1"),
     "no block": (vectors, {"density": 0.001}, "rounds to none"),
     "damping": (vectors, {"damping": -1}, "damping"),
     "refit": (vectors, {"refit": 1}, "refit"),
@@ -812,27 +830,35 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "choices and layers": (vectors, {"choices": {}, "layers": "0"}, "layers"),
     "choices of nothing": (vectors, {"choices": {"9": None}}, "choices: names"),
     "choices of others": (vectors, {"choices": {"1": Choice(0.5, (16, 16))}}, "choices: layer '1'"),
-    "no choice": (vectors, {"choices": {"0": 0.5}}, "a Choice expected"),
-    "no pattern": (vectors, {"patterns": {"0": 3}}, "patterns: a BlockPattern"),
+    "no choice": (vectors, {"choices": {"0": 0.5}}, r"choices\['0'\] must be a Choice or None, got 0.5"),
+    "no pattern": (vectors, {"patterns": {"0": 3}}, r"patterns\['0'\] must be a BlockPattern, got 3"),
     "other pattern": (
         vectors,
         {"patterns": {"0": BlockPattern.full((64, 64), block_shape=16)}},
         "patterns: layer '0'",
     ),
     "damping beyond all floats": (vectors, {"damping": 10**400}, "damping: a finite number"),
-    "density beyond all floats": (vectors, {"density": 10**400}, "density: a number above 0"),
-    "choices in a list": (vectors, {"choices": [Choice(0.5, (16, 16))]}, "choices: a mapping"),
-    "patterns in a list": (vectors, {"patterns": []}, "patterns: a mapping"),
-    "no regex": (vectors, {"layers": 3}, "layers: one or several"),
-    "forward": (vectors, {"forward": 3}, "forward: a function"),
-    "loss": (vectors, {"loss": 3}, "loss: a function"),
+    "density beyond all floats": (
+        vectors,
+        {"density": 10**400},
+        "density must be a number above 0 and at most 1",
+    ),
+    "choices in a list": (
+        vectors,
+        {"choices": [Choice(0.5, (16, 16))]},
+        "choices must be a mapping or None, got list",
+    ),
+    "patterns in a list": (vectors, {"patterns": []}, r"patterns must be a mapping or None, got \[\]"),
+    "no regex": (vectors, {"layers": 3}, "layers must be a string or a sequence or None, got 3"),
+    "forward": (vectors, {"forward": 3}, "forward must be a function or None, got 3"),
+    "loss": (vectors, {"loss": 3}, "loss must be a function or None, got 3"),
     "loss of many": (vectors, {"method": "taylor", "loss": lambda m, b: m(b)}, "loss: a tensor with one"),
     "loss of none": (
         vectors,
         {"method": "taylor", "loss": lambda m, b: m(b).sum().detach()},
         "loss: a tensor with one",
     ),
-    "folder": (vectors, {"folder": 3}, "folder: a path"),
+    "folder": (vectors, {"folder": 3}, "folder must be a string or a path or None, got 3"),
     "file": (vectors, {"folder": __file__}, "folder: a folder"),
     "meta device": (vectors, {"device": "meta"}, "device: one"),
     "other batches": (lambda: [torch.randn(4, 32)], {}, "mat1"),
@@ -879,7 +905,7 @@ def test_activations_that_are_not_finite_are_named(value: float) -> None:
 def test_models_without_weights_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="meta"):
         prune_model(mlp().to("meta"), vectors(), block_shape=16)
-    with pytest.raises(InvalidArgumentError, match="model: a torch"):
+    with pytest.raises(InvalidArgumentError, match=r"model must be a torch.nn.Module, got 3"):
         prune_model(3, vectors())  # type: ignore[arg-type]
 
 

@@ -501,26 +501,31 @@ def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], 
         "seed": 0.5,
         "forward": 3,
     }.items():
-        yield name, wrong, f"{name}: ", lambda model, teacher, name=name, given=given: {name: given}
+        yield name, wrong, f"{name}(: | must )", lambda model, teacher, name=name, given=given: {name: given}
     yield "float16", UnsupportedError, "autocast: torch.bfloat16", lambda m, t: {"autocast": torch.float16}
     yield "one batch", wrong, "batches: two at least", lambda m, t: {"batches": texts(1)}
-    yield "no batches", wrong, "batches: an iterable", lambda m, t: {"batches": 3}
+    yield "no batches", wrong, "batches must be an iterable", lambda m, t: {"batches": 3}
     yield (
         "a batch",
         wrong,
         "batches: an iterable of batches.* got dict",
         lambda m, t: {"batches": texts(1)[0]},
     )
-    yield "its tensor", wrong, "batches: .* got Tensor", lambda m, t: {"batches": texts(1)[0]["input_ids"]}
+    yield (
+        "its tensor",
+        wrong,
+        "batches must be an iterable, .* got torch.Tensor",
+        lambda m, t: {"batches": texts(1)[0]["input_ids"]},
+    )
     yield (
         "device",
         wrong,
-        "device: one that PyTorch has expected, got 'abacus'",
+        "device must be a device that PyTorch has here, or None, got 'abacus'",
         lambda m, t: {"device": "abacus"},
     )
     yield "no device", wrong, "device: one with memory", lambda m, t: {"device": "meta"}
     yield "unknown", wrong, "'mlp' is none", lambda m, t: {"submodules": ["mlp"]}
-    yield "no module", wrong, "teacher: a module expected", lambda m, t: {"teacher": None}
+    yield "no module", wrong, "teacher must be a torch.nn.Module, got None", lambda m, t: {"teacher": None}
     yield "dense", wrong, "model: no BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}
     yield "itself", wrong, "teacher: parameters of its own", lambda m, t: {"teacher": m}
     yield "other teacher", wrong, "names in the teacher", lambda m, t: {"teacher": dense("gpt2")}
@@ -788,19 +793,19 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
     masks = MaskSchedule(masked, adam(masked), every=1, decay=0.0)
     for change, message in [
         ({"teacher": model}, "teacher: parameters of its own"),
-        ({"teacher": None}, "teacher: a module or a function"),
+        ({"teacher": None}, "teacher must be a torch.nn.Module or a function, got None"),
         ({"teacher": larger}, f"classes of the student's expected, {VOCABULARY}, got {VOCABULARY + 32}"),
         ({"teacher": deeper}, "as many hidden_states as the student has expected, 3, got 4"),
         ({"optimizer": old}, "optimizer: the weight of layer 'model.layers.0.self_attn.q_proj'"),
         ({"optimizer": partial}, "optimizer: the weight of layer"),
-        ({"optimizer": None}, "optimizer: a torch.optim.Optimizer"),
+        ({"optimizer": None}, "optimizer must be a torch.optim.Optimizer, got None"),
         ({"batches": []}, "batches: at least one expected"),
-        ({"batches": 3}, "batches: an iterable of batches"),
+        ({"batches": 3}, "batches must be an iterable"),
         ({"batches": texts(1)[0]}, "batches: an iterable of batches.* got dict"),
-        ({"model": None}, "model: a module expected, got NoneType"),
-        ({"forward": 3}, "forward: a function"),
-        ({"callback": 3}, "callback: a function"),
-        ({"loss": None}, "loss: a DistillationLoss"),
+        ({"model": None}, "model must be a torch.nn.Module, got None"),
+        ({"forward": 3}, "forward must be a function or None, got 3"),
+        ({"callback": 3}, "callback must be a function or None, got 3"),
+        ({"loss": None}, "loss must be a DistillationLoss, got None"),
         ({"accumulate": 0}, "accumulate: an integer of at least 1 expected, got 0"),
         ({"steps": 1.5}, "steps: an integer"),
         ({"clip": -1}, "clip: a finite number above 0"),
@@ -967,8 +972,11 @@ def test_callbacks_and_trainers_check_what_they_are_given(tmp_path: Path) -> Non
     with pytest.raises(InvalidArgumentError, match="scheduler: an object with state_dict"):
         PatternCallback(Mover(model), scheduler=3)
     for given, message in [
-        ({"teacher": None, "loss": DistillationLoss(logits=1.0)}, "teacher: a module expected"),
-        ({"teacher": teacher, "loss": 1.0}, "loss: a DistillationLoss"),
+        (
+            {"teacher": None, "loss": DistillationLoss(logits=1.0)},
+            "teacher must be a torch.nn.Module, got None",
+        ),
+        ({"teacher": teacher, "loss": 1.0}, "loss must be a DistillationLoss, got 1.0"),
         ({"teacher": model, "loss": DistillationLoss(logits=1.0)}, "teacher: parameters of its own"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):

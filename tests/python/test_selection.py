@@ -276,9 +276,9 @@ def test_a_product_is_that_of_a_layer() -> None:
     assert Product.of(masked, tokens=1, op="wgrad").storage == "plain"
     masked.to_storage("int8")
     assert (Product.of(masked, tokens=1).storage, Product.of(masked, tokens=1).nm) == ("int8", (2, 4))
-    with pytest.raises(InvalidArgumentError, match="layer: a BlockSparseLinear expected, got Linear"):
+    with pytest.raises(InvalidArgumentError, match=r"layer must be a BlockSparseLinear, got torch.nn.Linear"):
         Product.of(torch.nn.Linear(16, 16), tokens=1)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"product: a tilesparse.Product expected"):
+    with pytest.raises(InvalidArgumentError, match=r"product must be a Product, got BlockSparseLinear"):
         tilesparse.choose(layer)  # type: ignore[arg-type]
 
 

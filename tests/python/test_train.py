@@ -343,7 +343,7 @@ def test_layers_that_cannot_change_leave_all_as_they_are() -> None:
         ({"model": make(nm=None)}, r"^model: a BlockSparseLinear with nm"),
         ({"model": make(storage="compressed")}, r"^model: a BlockSparseLinear with nm"),
         ({"model": make()}, r"^optimizer: the weight of layer '0'"),
-        ({"optimizer": make()}, r"^optimizer: a torch.optim.Optimizer expected, got Sequential"),
+        ({"optimizer": make()}, "^optimizer must be a torch.optim.Optimizer, got torch.nn.Sequential"),
         ({"every": 0}, r"^every: "),
         ({"every": 2.0}, r"^every: "),
         ({"every": True}, r"^every: "),

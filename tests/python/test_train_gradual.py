@@ -212,7 +212,7 @@ def test_blocks_may_move_while_others_go() -> None:
         ({"steps": 0}, r"^steps: "),
         ({"score": "beauty"}, r"^score: "),
         ({"norm": 0}, r"^norm: "),
-        ({"optimizer": None}, r"^optimizer: "),
+        ({"optimizer": None}, "^optimizer(: | must )"),
         ({"model": nn.Tanh()}, r"^model: "),
     ],
 )
@@ -232,7 +232,7 @@ def test_states_that_nobody_understands_stop_it_before_anything_has_changed() ->
     for key, value in (("first", None), ("movement", {"0": torch.ones(3)}), ("steps", None)):
         with pytest.raises(InvalidArgumentError, match=f"^state_dict: {key}"):
             schedule.load_state_dict(schedule.state_dict() | {key: value})
-    with pytest.raises(InvalidArgumentError, match=r"^state_dict: "):
+    with pytest.raises(InvalidArgumentError, match=r"^state_dict(: | must )"):
         schedule.load_state_dict(None)  # type: ignore[arg-type]
     for attempt in (schedule.step, lambda: compact(model, optimizer)):
         with pytest.raises(UnsupportedError, match=r"state 'secret' of the weight of layer '2'"):
@@ -309,7 +309,7 @@ def test_gates_end_in_a_smaller_model() -> None:
     x = randn(4, IN, dtype=torch.float32)
     y = model(x).detach()
     model.train()
-    with pytest.raises(InvalidArgumentError, match=r"^optimizer: "):
+    with pytest.raises(InvalidArgumentError, match=r"^optimizer(: | must )"):
         gates.compact("AdamW")  # type: ignore[arg-type]
     removed = gates.compact(optimizer)
     with pytest.raises(InvalidArgumentError, match=r"^model: layers with gates expected"):

@@ -635,9 +635,9 @@ def test_a_weight_that_was_replaced_is_named() -> None:
     ("changed", "error", "text"),
     [
         ({"model": nn.Linear(4, 4)}, InvalidArgumentError, r"^model: no BlockSparseLinear"),
-        ({"model": 3}, InvalidArgumentError, r"^model: a torch.nn.Module"),
+        ({"model": 3}, InvalidArgumentError, "^model must be a torch.nn.Module, got 3"),
         ({"model": make()}, InvalidArgumentError, r"^optimizer: the weight of layer '0'"),
-        ({"optimizer": 3}, InvalidArgumentError, r"^optimizer: a torch.optim.Optimizer expected, got int"),
+        ({"optimizer": 3}, InvalidArgumentError, "^optimizer must be a torch.optim.Optimizer, got 3"),
         ({"every": 0}, InvalidArgumentError, r"^every: "),
         ({"sample_every": 1.5}, InvalidArgumentError, r"^sample_every: "),
         ({"fraction": 1.1}, InvalidArgumentError, r"^fraction: "),

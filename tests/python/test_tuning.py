@@ -412,7 +412,7 @@ def test_the_file_is_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"products": [3]}, "products: of tilesparse.Product expected, got int"),
+        ({"products": [3]}, r"products\[0\] must be a Product, got 3"),
         ({"products": [Product(64, 64, 1, storage="int8", feature_major=True)]}, "storage 'plain' expected"),
         ({"candidates": 0}, "candidates"),
         ({"repetitions": 1.5}, "repetitions"),

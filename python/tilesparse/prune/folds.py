@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import check_types, checked
-from .._checks import check_module, checked_count
+from .._checks import check_module, check_text, checked_count
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import dense_weight, is_conv1d
 
@@ -70,11 +70,13 @@ class Fold:
 
     def __post_init__(self) -> None:
         check_types(Fold.__init__, vars(self))
+        check_text("consumer", self.consumer)
         if not self.producers:
             raise InvalidArgumentError("producers must be names of layers or Rows of them, got none")
         for producer in self.producers:
             if isinstance(producer, Rows):
-                check_types(Rows.__new__, producer._asdict())
+                checked_count("start", producer.start, 0)
+                checked_count("stop", producer.stop)
         for name in ("units", "groups", "repeats"):
             object.__setattr__(self, name, checked_count(name, getattr(self, name)))
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import _C
 from .._arguments import checked, shown
-from .._checks import DTYPES, as_integer, as_number, check_module, checked_count, checked_device
+from .._checks import DTYPES, as_integer, as_number, check_module, checked_count, checked_device, is_sequence
 from .._progress import Progress
 from .._timing import medians, name_of, own_numbers
 from ..errors import CheckpointNotFoundError, InvalidArgumentError, TileSparseError
@@ -69,7 +69,7 @@ class LatencyTable:
         Raises:
             InvalidArgumentError: it was not measured, and is not between two that were; or it is no choice.
         """
-        if len(shape) != 2:
+        if not is_sequence(shape) or len(shape) != 2:
             raise InvalidArgumentError(f"shape must be (out_features, in_features), got {shown(shape)}")
         shape = as_integer(shape[0]), as_integer(shape[1])
         measured = self.times.get(shape, {})
