@@ -15,6 +15,7 @@ from ._checks import Index, check_block_shape, check_one, check_policy, check_sh
 from ._launch import blocks_of, multiplies_compressed, prepared, update_of
 from ._private import constant_when_compiled, transforms_active, version
 from ._register import COMPRESS
+from ._resized import watch
 from .errors import (
     InvalidArgumentError,
     InvalidPatternError,
@@ -66,8 +67,8 @@ class BlockSparseLinear(nn.Module):
 
     The int32 buffers `crow_indices`, `col_indices` and `slot` are the pattern, see `BlockPattern`;
     `layer.pattern` is a view of them, whose `update_` changes them in place. A state_dict with another
-    pattern, even of other size or block shape, can be loaded: `weight` then changes its shape, and
-    optimizers that already saw it have to be built again.
+    pattern, even of other size or block shape, can be loaded: `weight` then changes its shape, and the next
+    step of an optimizer that keeps states of another number of blocks raises `PatternChangedError`.
 
     Where processes train one model together, all must have one pattern. DistributedDataParallel sees to it
     with its default arguments, otherwise `tilesparse.parallel.synchronize_patterns` does: the first training
@@ -916,6 +917,7 @@ def _resize(parameter: nn.Parameter, data: Tensor) -> None:
     As long as a graph lives that was recorded before, such as that of the last step's loss, PyTorch takes
     gradients for the shape of that time. It forgets this shape where the dtype changes.
     """
+    watch(parameter)
     parameter.grad = None
     other = torch.float16 if data.dtype != torch.float16 else torch.float32
     parameter.data = data.new_empty(0, dtype=other)

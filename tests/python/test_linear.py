@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
 from tilesparse._launch import prepared
-from tilesparse.errors import InvalidArgumentError, InvalidPatternError
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError
 
 IN, OUT = 128, 96
 CPU_AND_CUDA = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -226,6 +226,37 @@ def test_a_state_dict_brings_its_pattern(other: dict[str, Any], assign: bool) ->
     x = randn(3, IN)
     assert torch.equal(layer(x), saved(x))
     layer(x).sum().backward()
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}])
+@pytest.mark.parametrize(("before", "now"), [(0.25, 0.75), (0.75, 0.25)])
+def test_an_optimizer_with_states_of_another_number_of_blocks_is_refused(
+    before: float, now: float, options: dict[str, bool]
+) -> None:
+    layer, other = make(seed=1, density=before), make(seed=2, density=now)
+    x = randn(4, IN)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+
+    optimizer, fresh = (torch.optim.AdamW(layer.parameters(), lr=0.1, **options) for _ in range(2))
+    step(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    layer.load_state_dict(other.state_dict())
+    weights = copy.deepcopy(layer.state_dict())
+    with pytest.raises(
+        PatternChangedError, match=r"AdamW keeps 'exp_avg' of shape .* number of blocks changed"
+    ):
+        step(optimizer)
+    torch.testing.assert_close(dict(layer.state_dict()), dict(weights), rtol=0, atol=0)
+    step(fresh)  # has no states yet
+    optimizer.load_state_dict(fresh.state_dict())
+    step(optimizer)  # has states of the new size
+    optimizer.load_state_dict(saved)
+    with pytest.raises(PatternChangedError, match="AdamW keeps"):
+        step(optimizer)
 
 
 def test_loading_into_a_layer_leaves_others_with_the_same_pattern_alone() -> None:
