@@ -121,6 +121,11 @@ State = tuple[int, ...]
 _lock = RLock()
 
 
+def exclusive() -> AbstractContextManager[object]:
+    """Return what keeps other threads from updating patterns and from looking at their tensors."""
+    return _lock
+
+
 def _renew_lock() -> None:
     """Free the lock in a forked process, where the thread that may have held it does not exist."""
     global _lock
@@ -198,7 +203,7 @@ class Prepared:
 
     def launching(self) -> AbstractContextManager[object]:
         """Return what is held from settling a product's operands until it is launched."""
-        return nullcontext() if self.device.type == "cpu" else _lock
+        return nullcontext() if self.device.type == "cpu" else exclusive()
 
     def index(self) -> Index:
         """The pattern as kernels read it: copies of the tensors it was made of."""
@@ -443,6 +448,12 @@ def prepared(index: Index) -> Prepared:
     """What is kept of a pattern, as its tensors are now."""
     entry: Prepared | None = KNOWN.find(index)
     return _looked_up(index) if entry is None else entry
+
+
+def content_of(index: Index) -> tuple[object, int]:
+    """Return what is equal for as long as a pattern's tensors hold what they do now."""
+    entry = prepared(index)
+    return entry, entry.generation
 
 
 def _looked_up(index: Index) -> Prepared:

@@ -72,7 +72,7 @@ def crc32(data: bytes) -> str:
 def checksum(tensor: Tensor) -> str:
     """Of the bytes of a tensor."""
     found = 0
-    for chunk in _chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
+    for chunk in chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
         found = zlib.crc32(chunk, found)
     return f"{found:08x}"
 
@@ -117,14 +117,14 @@ def _write(file: Path, start: int, tensor: Tensor) -> str:
     checksum = 0
     with file.open("r+b", buffering=0) as stream:
         stream.seek(start)
-        for chunk in _chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
+        for chunk in chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
             checksum = zlib.crc32(chunk, checksum)
             while chunk:
                 chunk = chunk[stream.write(chunk) :]
     return f"{checksum:08x}"
 
 
-def _chunks(tensor: Tensor) -> Iterable[memoryview]:
+def chunks(tensor: Tensor) -> Iterable[memoryview]:
     """The memory of a contiguous tensor on the host."""
     if tensor.numel() == 0:
         return
@@ -169,7 +169,7 @@ def read_tensor(stored: StoredTensor) -> Tensor:
     checksum = 0
     with opened(stored.file) as stream:
         stream.seek(stored.start)
-        for chunk in _chunks(tensor):
+        for chunk in chunks(tensor):
             if stream.readinto(chunk) != len(chunk):
                 raise CheckpointError(f"{file}: {name!r}: the file ends within it")
             if stored.checksum is not None:

@@ -20,7 +20,6 @@ from .errors import (
     InvalidArgumentError,
     InvalidPatternError,
     UnsupportedError,
-    UnsynchronizedPatternError,
 )
 from .functional import (
     activation_code,
@@ -55,9 +54,9 @@ _FORM = (
     *("_parameters", "_buffers", "_non_persistent_buffers_set", "_origin", "_marked"),
 )
 
-# Where a layer's pattern comes from: a file or another process; this process, so that others may have another
-# one; or nowhere yet.
-_SHARED, _OWN, _MISSING = range(3)
+# Where a layer's pattern comes from: all processes are known to have it, or there is one; this process, so
+# that others may have another one; nowhere yet; a file or another process, of which others are to be told.
+_SHARED, _OWN, _MISSING, _LOADED = range(4)
 
 
 class BlockSparseLinear(nn.Module):
@@ -685,15 +684,20 @@ class BlockSparseLinear(nn.Module):
     def _mark(self, origin: int) -> None:
         arrays = (self.get_buffer(name) for name in _ARRAYS)
         self._origin, self._marked = origin, [(array, version(array)) for array in arrays]
-        if self._part is not None:
-            self._part.forget()
+
+    def _mark_loaded(self) -> None:
+        self._mark(_LOADED if has_peers() else _SHARED)
 
     def _is_without_pattern(self) -> bool:
-        return self._origin == _MISSING and (self.col_indices.is_meta or self._is_as_marked())
+        return self._origin == _MISSING and (self.col_indices.is_meta or self._is_blank())
+
+    def _is_blank(self) -> bool:
+        """Whether the buffers hold the zeros with which a layer leaves the meta device; waits for a GPU."""
+        return self.col_indices.shape[0] > 0 and not self.crow_indices.any()
 
     def _updated(self) -> None:
         """What this process writes is its own, unless the others are known to have had the same before."""
-        self._mark(_SHARED if self._origin == _SHARED else _OWN)
+        self._mark(_OWN if self._origin == _MISSING else self._origin)
 
     def _is_as_marked(self) -> bool:
         arrays = (self._buffers[name] for name in _ARRAYS)
@@ -706,28 +710,29 @@ class BlockSparseLinear(nn.Module):
         """Raises where a step would go wrong because the pattern is missing, or others may have another."""
         if self._origin == _MISSING and not self.col_indices.is_meta:
             self._check_filled()
-        elif self._origin == _OWN and self.training and torch.is_grad_enabled() and has_peers():
+        elif self._origin != _MISSING and self.training and torch.is_grad_enabled() and has_peers():
             self._check_shared()
 
     @constant_when_compiled
     def _check_filled(self) -> None:
-        if self._is_as_marked():
+        if transforms_active():  # within them nothing has a content to check
+            return
+        if self._is_blank():
             raise InvalidPatternError(
                 "pattern: missing, because the layer left the meta device empty; call load_state_dict or "
                 "reset_parameters, or assign layer.pattern"
             )
-        if not transforms_active():  # within them nothing has a content to check
-            self._check_arrays({name: self.get_buffer(name) for name in _ARRAYS}, self._block_shape)
-            self._mark(_SHARED)
+        self._check_arrays({name: self.get_buffer(name) for name in _ARRAYS}, self._block_shape)
+        self._mark_loaded()
 
     @constant_when_compiled
     def _check_shared(self) -> None:
-        if self._is_as_marked():
-            raise UnsynchronizedPatternError(
-                "pattern: made by this process alone, while others train with it and may have another; call "
-                "tilesparse.parallel.synchronize_patterns(model) before, or let "
-                "DistributedDataParallel broadcast buffers"
-            )
+        from . import _agreement
+
+        if self._origin == _OWN and self._is_as_marked():
+            _agreement.check(self._index())
+        else:  # written by a broadcast or from a file; processes that were not may want to know
+            _agreement.publish(self._index())
         self._mark(_SHARED)
 
     @torch.no_grad()
@@ -826,7 +831,7 @@ class BlockSparseLinear(nn.Module):
             for name in _ARRAYS:  # those assigned may have another dtype
                 if self.get_buffer(name).dtype != torch.int32:
                     self._buffers[name] = getattr(pattern, name).to(self.slot.device)
-            self._mark(_SHARED)
+            self._mark_loaded()
 
     def _checked_pattern(self, state: Mapping[str, Any]) -> BlockPattern | None:
         """The pattern of a saved layer, once everything saved is known to fit together; None without one."""

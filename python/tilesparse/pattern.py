@@ -11,7 +11,6 @@ from torch import Tensor
 from . import _launch
 from ._checks import INT32_MAX, Index, as_integer, check_block_shape, check_index, check_shapes
 from ._launch import blocks_of, update_of, validate
-from ._private import version
 from .errors import InvalidArgumentError, InvalidPatternError
 
 Device = torch.device | str | int | None
@@ -60,7 +59,7 @@ class BlockPattern:
 
     def _own(self, index: Index) -> None:
         self._index = index
-        self._copies: dict[torch.device, tuple[Index, tuple[int, ...]]] = {}
+        self._copies: dict[torch.device, tuple[Index, tuple[object, int]]] = {}
         self._after_update: Callable[[], None] | None = None
 
     @classmethod
@@ -385,15 +384,14 @@ class BlockPattern:
             return self._index
         if torch.compiler.is_compiling():
             return _moved(self._index, device)
-        source = self._index
-        state = tuple(map(version, source[:3]))
-        copied = self._copies.get(device)
-        if copied is None:
-            copied = self._copies[device] = _moved(source, device), state
-        elif copied[1] != state:
-            _overwrite(copied[0], source)
-            self._copies[device] = copied[0], state
-        return copied[0]
+        with _launch.exclusive():  # so that threads get one copy
+            content, copied = _launch.content_of(self._index), self._copies.get(device)
+            if copied is None:
+                copied = _moved(self._index, device), content
+            elif copied[1] != content:
+                _overwrite(copied[0], self._index)
+            self._copies[device] = copied[0], content
+            return copied[0]
 
     def update_(self, other: BlockPattern) -> BlockPattern:
         """Takes over the blocks of ``other``, a pattern of the same shape and block shape.
@@ -464,10 +462,11 @@ class BlockPattern:
         self._take(index_of(numbers, self._index))
 
     def _take(self, other: Index) -> BlockPattern:
-        _overwrite(self._index, other)
-        for device, (copied, _) in self._copies.items():
-            _overwrite(copied, self._index)
-            self._copies[device] = copied, tuple(map(version, self._index[:3]))
+        with _launch.exclusive():
+            _overwrite(self._index, other)
+            for device, (copied, _) in self._copies.items():
+                _overwrite(copied, self._index)
+                self._copies[device] = copied, _launch.content_of(self._index)
         if self._after_update is not None:
             self._after_update()
         return self

@@ -72,7 +72,7 @@ def test_threads_may_use_a_layer_first_at_the_same_time(device: str) -> None:
             (gradient,) = torch.autograd.grad(y.sum(), own)
             results.append((y, gradient))
 
-        in_threads([lambda use=use: on_a_stream(device, use)] * 4)  # type: ignore[misc]
+        in_threads([lambda use=use: on_a_stream(device, use)] * 4)
         for y, gradient in results:
             assert torch.equal(y, results[0][0]) and torch.equal(gradient, results[0][1])
 

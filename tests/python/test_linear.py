@@ -231,7 +231,7 @@ def test_a_state_dict_brings_its_pattern(other: dict[str, Any], assign: bool) ->
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}])
 @pytest.mark.parametrize(("before", "now"), [(0.25, 0.75), (0.75, 0.25)])
 def test_an_optimizer_with_states_of_another_number_of_blocks_is_refused(
-    before: float, now: float, options: dict[str, bool]
+    before: float, now: float, options: dict[str, Any]
 ) -> None:
     layer, other = make(seed=1, density=before), make(seed=2, density=now)
     x = randn(4, IN)

@@ -111,12 +111,12 @@ def test_swapping_memory_back_and_forth_leaves_nothing_behind() -> None:
     layer, x = make(1), randn(5, IN, dtype=torch.float32)
     layer(x)
     memories = [[make(seed).get_buffer(name) for name in ARRAYS] for seed in (1, 2)]
-    finalizers, entries = len(weakref.finalize._registry), len(_launch._entries)  # type: ignore[attr-defined]
+    finalizers, entries = len(weakref.finalize._registry), len(_launch._entries)
     for turn in range(10):
         for name, memory in zip(ARRAYS, memories[turn % 2], strict=True):
             layer.get_buffer(name).data = memory
         assert_right(layer, layer(x), x)
-    assert len(weakref.finalize._registry) == finalizers  # type: ignore[attr-defined]
+    assert len(weakref.finalize._registry) == finalizers
     assert len(_launch._entries) == entries
 
 
