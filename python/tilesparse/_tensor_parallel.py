@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 
+from ._autocast import autocast
 from ._checks import Index, check_like_product
 from ._launch import content_of, exclusive
 from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
-from .functional import autocast, linear_on, straight_through
+from .functional import linear_on, straight_through
 from .linear import _SHARED, _STORED, BlockSparseLinear
 from .pattern import BlockPattern, _moved, _overwrite
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ._autocast import autocast
 from ._autograd import records_gradient
 from ._checks import Index, check_block_shape, check_one, check_policy, check_shapes
 from ._launch import blocks_of, multiplies_compressed, prepared, update_of
@@ -23,7 +24,6 @@ from .errors import (
 )
 from .functional import (
     activation_code,
-    autocast,
     combined,
     linear_on,
     linear_through,

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -387,6 +388,40 @@ def test_autocast_computes_in_its_dtype_and_keeps_gradients_in_that_of_the_param
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_autocast_casts_parameters_once_in_a_region(mode: Callable[[], Any]) -> None:
+    layer, x = make(), randn(4, IN, dtype=torch.bfloat16)
+    cast, to = list[Tensor](), Tensor.to
+
+    def counted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if tensor.dtype != dtype:
+            cast.append(tensor)
+        return to(tensor, dtype)
+
+    with mock.patch.object(Tensor, "to", counted):
+        for _ in range(2):
+            cast.clear()
+            with mode(), torch.autocast("cpu", torch.bfloat16):
+                y = layer(x)
+                assert torch.equal(layer(x), y) and len(cast) == 2  # weight and bias
+                with torch.autocast("cpu", torch.float16):
+                    assert layer(x).dtype == torch.float16
+                with torch.no_grad():
+                    layer.weight.mul_(2)  # PyTorch's own cache would not see it
+                assert not torch.equal(layer(x), y)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            layer(x)
+        y = layer(x).float().sum() + layer(x).float().sum()
+    y.backward()
+    once = copy.deepcopy(layer)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        y = once(x).float().sum() + once(x).float().sum()
+    once.zero_grad()
+    y.backward()
+    torch.testing.assert_close(layer.weight.grad, once.weight.grad, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
