@@ -581,6 +581,22 @@ class BlockSparseLinear(nn.Module):
                 return combined(y, activation, residual, gate)
         if self._origin:
             self._settle()
+        try:
+            return self._product(x, residual, gate, activation, feature_major_output)
+        except InvalidPatternError as error:
+            raise InvalidPatternError(
+                f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}), "
+                "as averages and conversions of all buffers do"
+            ) from error
+
+    def _product(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        gate: Tensor | None,
+        activation: str,
+        feature_major_output: bool,
+    ) -> Tensor:
         if self._part is not None:
             return self._part.linear(self, x, residual)
         parameters: dict[str, Any] = self._parameters
