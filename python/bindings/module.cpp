@@ -128,6 +128,11 @@ bool pattern_holds(const ts_pattern& pattern, uintptr_t row_ptr, uintptr_t col_i
            same(pattern.col_idx, col_idx, pattern.nnz) && same(pattern.row_slot, row_slot, pattern.nnz);
 }
 
+// `pairs`: the address of ts_array_pairs in pinned memory.
+void arrays_compare(uintptr_t pairs, int32_t count, int64_t mark, uintptr_t stream) {
+    check(ts_arrays_compare(pointer<ts_array_pair>(pairs), count, mark, pointer<CUstream_st>(stream)));
+}
+
 void pattern_transpose(const ts_pattern& pattern, uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot) {
     check(ts_pattern_transpose(&pattern, pointer<int32_t>(col_ptr), pointer<int32_t>(row_idx),
                                pointer<int32_t>(col_slot)));
@@ -409,12 +414,12 @@ class Tensors {
         return tensor.device_type == dlpack::cpu || tensor.device_type == dlpack::cuda;
     }
 
-    // False for a tensor without one.
-    bool read_version(nb::handle tensor, uint64_t& version) const {
+    // How often a tensor was written to, as far as PyTorch counts; 0 where it does not.
+    uint64_t read_version(nb::handle tensor) const {
         PyObject* number = PyObject_GetAttr(tensor.ptr(), version_.ptr());
-        version = number == nullptr ? 0 : nb::cast<uint64_t>(nb::steal(number));
+        const uint64_t version = number == nullptr ? 0 : nb::cast<uint64_t>(nb::steal(number));
         PyErr_Clear();
-        return number != nullptr;
+        return version;
     }
 
     uintptr_t current_stream(const dlpack::Tensor& tensor) const {
@@ -483,6 +488,11 @@ struct KeyHash {
     size_t operator()(const Key& key) const { return key.hash(); }
 };
 
+// How often the patterns of a device were looked at for writes that PyTorch does not count.
+struct Looks {
+    uint64_t count = 0;
+};
+
 // The objects made for patterns, given as (crow_indices, col_indices, slot, shape, block_shape): on CUDA
 // devices for as long as these tensors lie where they did and are not written to, on the CPU for as long as
 // they hold what the object has copies of, which does not depend on who writes to them, and how.
@@ -490,22 +500,27 @@ class Known {
   public:
     explicit Known(const Tensors& tensors) : tensors_(tensors) {}
 
-    // What is kept for a pattern, or None.
-    std::optional<nb::any> find(const AnyTuple& index) const {
+    // What is kept for a pattern, or None. With `looking` also where it was found so since the last look at
+    // the patterns of its device: then it is time for another one.
+    std::optional<nb::any> find(const AnyTuple& index, bool looking) {
         const auto found = objects_.find(key(index));
         State now;
-        if (found == objects_.end() || !read(index, now) || !found->second.state.is_same(now))
+        if (found == objects_.end() || !read(index, now)) return std::nullopt;
+        auto& [object, state, looks, seen] = found->second;
+        if (!state.is_same(now)) return std::nullopt;
+        if (looking && looks != nullptr && std::exchange(seen, looks->count) == looks->count)
             return std::nullopt;
-        return found->second.object;
+        return object;
     }
 
-    // `copies`: the addresses of the three copies that an object has on the CPU.
-    void keep(const AnyTuple& index, nb::any object, std::optional<std::array<uintptr_t, 3>> copies) {
+    // `copies`: the addresses of the three copies that an object has on the CPU. `looks`: at its device.
+    void keep(const AnyTuple& index, nb::any object, std::optional<std::array<uintptr_t, 3>> copies,
+              const Looks* looks) {
         State state;
         forget(index);
         if (!read(index, state) || copies.has_value() != state.on_cpu) return;
         if (copies) state.at = *copies;
-        objects_.emplace(key(index), Object{std::move(object), state});
+        objects_.emplace(key(index), Object{std::move(object), state, looks, looks ? looks->count : 0});
     }
 
     // To be called when one of the tensors is gone, with their `id` in place of them.
@@ -534,6 +549,8 @@ class Known {
     struct Object {
         nb::any object;
         State state;
+        const Looks* looks;  // of the object's device; null on the CPU
+        uint64_t seen;       // looks when the object was found last
     };
 
     static Key key(const AnyTuple& index) {
@@ -551,8 +568,7 @@ class Known {
         return key;
     }
 
-    // False for what is no index, and on CUDA devices where writes are not counted, as of tensors made in
-    // inference mode.
+    // False for what is no index. Of tensors made in inference mode writes are not counted.
     bool read(const AnyTuple& index, State& state) const {
         state = {};
         for (size_t i = 0; i < 3; ++i) {
@@ -564,7 +580,7 @@ class Known {
             state.on_cpu = tensor.device_type == dlpack::cpu;
             state.at[i] = address(tensor);
             state.sizes[i] = tensor.sizes[0];
-            if (!state.on_cpu && !tensors_.read_version(object, state.versions[i])) return false;
+            if (!state.on_cpu) state.versions[i] = tensors_.read_version(object);
         }
         return true;
     }
@@ -820,10 +836,13 @@ NB_MODULE(_C, m) {
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), "exchange"_a.none(),
              "tensor_type"_a, "parameter_type"_a, "current_device"_a.none(), "tf32"_a);
 
+    nb::class_<Looks>(m, "Looks").def(nb::init<>()).def("add", [](Looks& self) { ++self.count; });
+
     nb::class_<Known>(m, "Known")
         .def(nb::init<const Tensors&>(), nb::keep_alive<1, 2>(), "tensors"_a)
-        .def("find", &Known::find, "index"_a)
-        .def("keep", &Known::keep, "index"_a, "object"_a, "copies"_a.none())
+        .def("find", &Known::find, "index"_a, "looking"_a)
+        .def("keep", &Known::keep, "index"_a, "object"_a, "copies"_a.none(), "looks"_a.none(),
+             nb::keep_alive<1, 5>())
         .def("forget", &Known::forget, "ids"_a);
 
     nb::class_<Calls>(m, "Calls")
@@ -867,6 +886,7 @@ NB_MODULE(_C, m) {
     m.def(
         "pattern_validate", [](const ts_pattern& pattern) { check(ts_pattern_validate(&pattern)); },
         "pattern"_a);
+    m.def("arrays_compare", &arrays_compare, "pairs"_a, "count"_a, "mark"_a, "stream"_a);
     m.def("pattern_holds", &pattern_holds, "pattern"_a, "row_ptr"_a, "col_idx"_a, "row_slot"_a);
     m.def("pattern_transpose", &pattern_transpose, "pattern"_a, "col_ptr"_a, "row_idx"_a, "col_slot"_a);
     m.def("values_compress", &values_compress, "pattern"_a, "device"_a, "dtype"_a, "values"_a, "mask"_a,

@@ -57,6 +57,7 @@ from ._private import (
     tf32_allowed,
     version,
 )
+from ._writes import watch
 from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
@@ -160,10 +161,11 @@ class Prepared:
             ordinary (see `_C.Calls`).
         find: the call that was kept under a key, or None.
         packs: whether values are kept packed from call to call; see `BlockSparseLinear.pack`.
+        watch: what looks for writes that PyTorch does not count; None on the CPU and for tensors of its own.
     """
 
     @torch.inference_mode(False)  # what is made in it could not be written outside of it
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, watched: bool = True) -> None:
         check_index(index)
         shape, (bn, bk), nnz = index.shape, index.block_shape, index.col_indices.shape[0]
         self.shape, self.block_shape, self.values_shape = shape, (bn, bk), (nnz, bn, bk)
@@ -187,6 +189,9 @@ class Prepared:
         self.find: Callable[[Hashable], Call | None] = self._calls.get
         self._kept = _C.Calls(TENSORS)
         self.run: Callable[..., Tensor | None] = self._kept.run
+        self.watch = watch(self.device) if self.device.type == "cuda" and watched else None
+        self._place = -1 if self.watch is None else self.watch.add(self)
+        self._memory: list[torch.UntypedStorage] = []  # which is looked at, and stays while it is
         self._write(index)
 
     def is_of(self, index: Index) -> bool:
@@ -219,7 +224,7 @@ class Prepared:
         """The pattern of the transposed weight, whose values have the same slots."""
         with _lock:
             if self._transposed is None:
-                self._transposed = Prepared(self._transposed_index())
+                self._transposed = Prepared(self._transposed_index(), watched=False)
             return self._transposed
 
     def _transposed_index(self) -> Index:
@@ -288,7 +293,7 @@ class Prepared:
         )
         for entry, index in written:
             if same or all(map(torch.equal, index[:3], entry._snapshot)):
-                entry.state = _state(index)
+                entry._note(index)
             elif entry is self:
                 validate(index)
                 entry.rewrite(index)
@@ -328,13 +333,32 @@ class Prepared:
         self._calls.clear()
         self._kept.clear()
 
-    def _written(self) -> Index | None:
-        """The tensors this was made of, if they may hold something else by now."""
+    def follow_writes(self) -> bool:
+        """Follow tensors on a CUDA device that were written to; return False if they were not."""
+        index = self._held()
+        if index is None or all(map(torch.equal, index[:3], self._snapshot)):
+            return False
+        validate(index)
+        self.rewrite(index)
+        return True
+
+    def forget(self) -> None:
+        """Look at the tensors no more: they are gone, or somebody else's."""
+        if self.watch is not None:
+            self.watch.remove(self._place)
+
+    def _held(self) -> Index | None:
+        """The tensors this was made of, if they are still there, and of the same size."""
         crow, col, slot = (reference() for reference in self._tensors)
         if crow is None or col is None or slot is None:
             return None
         index = Index(crow, col, slot, self.shape, self.block_shape)
-        return index if _state(index) != self.state and self.is_of(index) else None
+        return index if self.is_of(index) else None
+
+    def _written(self) -> Index | None:
+        """The tensors this was made of, if they may hold something else by now."""
+        index = self._held()
+        return None if index is None or _state(index) == self.state else index
 
     def _write(self, index: Index) -> None:
         """Writes copies, the transpose and all plans on the current stream."""
@@ -359,7 +383,15 @@ class Prepared:
                     self._write_places(self._places)
                 self._arrivals.clear()
                 self._record()
+        self._note(index)
+
+    def _note(self, index: Index) -> None:
+        """Note that these tensors hold what was copied."""
         self.state = _state(index)
+        if self.watch is not None:
+            memory = [tensor.untyped_storage() for tensor in index[:3]]
+            self.watch.point(self._place, index, self.index())
+            self._memory = memory
 
     def _copy(self, index: Index) -> None:
         for snapshot, tensor in zip(self._snapshot, index[:3], strict=True):
@@ -444,10 +476,16 @@ _Key = tuple[int, int, int, tuple[int, int], tuple[int, int]]
 _entries: dict[_Key, Prepared] = {}
 
 
-def prepared(index: Index) -> Prepared:
-    """What is kept of a pattern, as its tensors are now."""
-    entry: Prepared | None = KNOWN.find(index)
-    return _looked_up(index) if entry is None else entry
+def prepared(index: Index, looking: bool = False) -> Prepared:
+    """What is kept of a pattern, as its tensors are now.
+
+    Args:
+        index: the pattern.
+        looking: whether to find writes on CUDA devices that PyTorch does not count, too, see `_writes`: for
+            forward products, as gradients are those of the pattern that these have read.
+    """
+    entry: Prepared | None = KNOWN.find(index, looking)
+    return _looked_up(index, looking) if entry is None else entry
 
 
 def content_of(index: Index) -> tuple[object, int]:
@@ -456,7 +494,7 @@ def content_of(index: Index) -> tuple[object, int]:
     return entry, entry.generation
 
 
-def _looked_up(index: Index) -> Prepared:
+def _looked_up(index: Index, looking: bool) -> Prepared:
     check_index(index)
     with _lock:
         entry = _entries.get(_key(index))
@@ -464,7 +502,9 @@ def _looked_up(index: Index) -> Prepared:
             entry = _prepare(index, entry)
         elif entry.device.type == "cuda" and entry.state != _state(index):
             entry.follow()
-        KNOWN.keep(index, entry, entry.snapshot())
+        elif looking and entry.watch is not None and not torch.cuda.is_current_stream_capturing():
+            entry.watch.look()
+        KNOWN.keep(index, entry, entry.snapshot(), None if entry.watch is None else entry.watch.looks)
         return entry
 
 
@@ -475,6 +515,7 @@ def _prepare(index: Index, before: Prepared | None) -> Prepared:
             weakref.finalize(tensor, _forget, key).atexit = False
     else:
         entry.packs = before.packs
+        before.forget()
     _entries[key] = entry
     return entry
 
@@ -485,7 +526,9 @@ def _key(index: Index) -> _Key:
 
 
 def _forget(key: _Key) -> None:
-    _entries.pop(key, None)
+    entry = _entries.pop(key, None)
+    if entry is not None:
+        entry.forget()
     KNOWN.forget(key)
 
 
