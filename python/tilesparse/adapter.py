@@ -216,6 +216,7 @@ class BlockSparseAdapter:
         name, ``shape`` [out_features, in_features].
 
         Raises:
+            InvalidArgumentError: the path is that of a folder.
             UnsupportedError: the storage of a Δ is not "plain", or the adapter was merged or removed.
         """
         if not self.layers:
@@ -236,6 +237,8 @@ class BlockSparseAdapter:
             for name, layer in self.layers.items()
         }
         about = {"version": _VERSION, "layers": shapes}
+        if Path(path).is_dir():
+            raise InvalidArgumentError(f"path must be the path of a file, got the folder {os.fspath(path)!r}")
         part = Path(f"{os.fspath(path)}.part")
         write_tensors(part, tensors, {"tilesparse_adapter": json.dumps(about)})
         part.replace(path)
@@ -418,7 +421,7 @@ def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"path: {os.fspath(path)} is missing") from error
-    except (SafetensorError, ValueError, RecursionError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"path: a safetensors file expected, got {os.fspath(path)}: {error}") from error
     if not isinstance(about, dict) or not isinstance(about.get("layers"), dict) or not about["layers"]:
         raise CheckpointError(f"path: a file of BlockSparseAdapter.save expected, got {os.fspath(path)}")

@@ -6,7 +6,6 @@ docs/checkpoints.md has the format.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +28,7 @@ from ._tensor_files import (
     read_json,
     read_tensor,
     shown,
+    staging,
     write_files,
     write_json,
 )
@@ -134,8 +134,8 @@ def save(
 
     They hold all parameters and persistent buffers under the names of ``state_dict()``. A tensor that has
     several names is stored once. In a folder that exists the checkpoint is replaced, other keys of its
-    ``config.json`` and other files stay. Until everything is written the former checkpoint stays, too, and
-    what is left of a save that was killed does not load.
+    ``config.json`` and other files stay. Wherever a save fails or is killed, what the folder loads is the
+    former checkpoint or the new one, whole.
 
     Args:
         model: of any kind, also one `BlockSparseLinear`; the module itself and not a wrapper, whose prefix
@@ -148,28 +148,29 @@ def save(
     Raises:
         CheckpointError: the model has what cannot be stored: tensors on the meta device, DTensors, an extra
             state, a parametrized sparse layer; the text names it.
-        InvalidArgumentError: another argument is wrong.
+        InvalidArgumentError: another argument is wrong, such as the path of a file.
         OSError: writing fails.
     """
-    limit = byte_limit(max_shard_size)
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    folder, limit = _folder(path), byte_limit(max_shard_size)
     if state_dict is not None and not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict: a mapping expected, got {type(state_dict).__name__}")
     tensors, ties = _to_save(model, state_dict)
     own: dict[str, Any] = section(model)
     if ties:
         own["ties"] = ties
-    folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     config = read_json(folder / CONFIG)[0] if (folder / CONFIG).exists() else {}
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
-        own["files"] = write_files(Path(temporary), tensors, limit)
+    with staging(folder) as temporary:
+        own["files"] = write_files(temporary, tensors, limit)
         if _is_method(config.get("quantization_config")):
             config["quantization_config"] = {"quant_method": METHOD, **own}
             config.pop(METHOD, None)  # of an earlier save
         else:
             config[METHOD] = own
-        write_json(Path(temporary, CONFIG), config)
-        put_in_place(Path(temporary), folder, own["files"])
+        write_json(temporary / CONFIG, config)
+        put_in_place(temporary, folder, own["files"])
 
 
 def load(
@@ -203,7 +204,7 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise InvalidArgumentError(f"dtype: one of {list(DTYPES)} or None expected, got {dtype}")
-    folder = Path(path)
+    folder = _folder(path)
     forms, ties, files = _read_section(folder)
     stored = read_headers(folder, files)
     model = _built(model_or_class)
@@ -429,6 +430,19 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _joined(prefix: str, attribute: str) -> str:
     return f"{prefix}.{attribute}" if prefix else attribute
+
+
+def _folder(path: object) -> Path:
+    """What is given as the path of a checkpoint, which may be missing yet."""
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidArgumentError(f"path must be the path of a folder, got {shown(path)}")
+    folder = Path(path)
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise InvalidArgumentError(
+                f"path must be the path of a folder, got {str(folder)!r}, where {str(place)!r} is a file"
+            )
+    return folder
 
 
 # Saving.

@@ -36,7 +36,7 @@ class CheckpointError(InvalidArgumentError):
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """A file of a checkpoint is missing.
 
-    Raised by `tilesparse.load`, also for what is left of a save that was killed while it replaced files.
+    Raised by `tilesparse.load`.
     """
 
 

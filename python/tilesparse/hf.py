@@ -154,10 +154,12 @@ class TileSparseHfQuantizer(HfQuantizer):
                 "distributed_config, tp_plan: Transformers cannot split block-sparse layers; load the model "
                 "without, and see tilesparse.parallel"
             )
-        layers = _named_as_in(model, self.quantization_config.to_dict()["layers"])
+        given = self.quantization_config.to_dict()
+        layers = _named_as_in(model, given["layers"])
         prepare(model, {"version": VERSION, "layers": {own: entry for own, (_, entry) in layers.items()}})
         self._empty = {own: model.get_submodule(own) for own in layers}
-        _check_files({name: self._empty[own] for own, (name, _) in layers.items()}, checkpoint_files or ())
+        sparse = {name: self._empty[own] for own, (name, _) in layers.items()}
+        _check_files(sparse, checkpoint_files or (), given.get("files", {}))
         self._shapes = {name: tensor.shape for name, tensor in _tensors(model)}
         # Transformers then casts floating tensors to the dtypes of the model, and only those. Before it had
         # get_new_dtype, it left tensors whose names change, as with another head, in the dtype of the file.
@@ -480,15 +482,21 @@ def _named_as_in(model: Any, layers: Mapping[str, Any]) -> dict[str, tuple[str, 
     return found
 
 
-def _check_files(layers: Mapping[str, nn.Module], files: Sequence[str]) -> None:
-    """That files hold what layers need, before anything is read.
+def _check_files(layers: Mapping[str, nn.Module], files: Sequence[str], checksums: Mapping[str, str]) -> None:
+    """That files hold what layers need, before anything is read, and belong to the configuration.
 
     Layers that Transformers stores under other names are only checked once they are loaded.
     """
     stored: dict[str, StoredTensor] = {}
-    for file in files:
-        if file.endswith(".safetensors"):
-            stored |= read_header(Path(file))[0]
+    for file in map(Path, files):
+        if file.suffix == ".safetensors":
+            tensors, checksum = read_header(file)
+            if checksums and checksums.get(file.name) != checksum:  # as where tilesparse.save was cut off
+                raise CheckpointError(
+                    f"{file.name} does not belong to config.json; where tilesparse.save was cut off, "
+                    "tilesparse.load reads the checkpoint, and saving it again makes it whole"
+                )
+            stored |= tensors
     for name, layer in layers.items():
         given = {own: stored[f"{name}.{own}"] for own in _OWN if f"{name}.{own}" in stored}
         if given:

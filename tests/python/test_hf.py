@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, init_empty_weights
 from helpers import SIZES
 from huggingface_hub import ModelCard, PyTorchModelHubMixin
 from safetensors.torch import load_file, save_file
@@ -437,6 +437,32 @@ def test_transformers_and_tilesparse_load_what_the_other_has_saved(tmp_path: Pat
     loaded.save_pretrained(tmp_path)
     tilesparse.save(loaded, tmp_path)
     assert_same(GPT2LMHeadModel.from_pretrained(tmp_path), model)
+
+
+def test_a_save_that_was_cut_off_is_refused_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would read the new configuration and the old weights. `tilesparse.load` finds the new ones."""
+
+    def fail(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(28, "No space left on device")
+
+    old, new = patched("llama"), patched("llama")
+    new.model.layers[0].mlp.up_proj.reset_parameters()
+    old.save_pretrained(tmp_path)
+    tilesparse.save(old, tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), old)
+    with monkeypatch.context() as patching:
+        patching.setattr(tilesparse._tensor_files, "_sync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            tilesparse.save(new, tmp_path)
+    with pytest.raises(CheckpointError, match=r"^model\.safetensors does not belong to .* cut off"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    with init_empty_weights():
+        empty = llama()
+    tilesparse.save(tilesparse.load(empty, tmp_path), tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), new)
 
 
 def test_models_that_are_made_of_a_configuration_are_dense(tmp_path: Path) -> None:
