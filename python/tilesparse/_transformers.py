@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 
 from torch import nn
 
@@ -16,7 +15,11 @@ _HF = f"{__package__}.hf"
 
 def register() -> None:
     """Makes Transformers know `tilesparse.hf`, now or as soon as it is imported."""
-    when_imported(_METHODS, lambda module: _import_hf())
+    when_imported(
+        _METHODS,
+        lambda module: _import_hf(),
+        "from_pretrained will not load block-sparse layers, and save_pretrained will not describe them",
+    )
 
 
 def check_can_follow(model: nn.Module) -> None:
@@ -31,7 +34,4 @@ def follow(model: nn.Module) -> None:
 
 
 def _import_hf() -> None:
-    try:
-        importlib.import_module(_HF)
-    except ImportError as error:  # Transformers works all the same
-        warnings.warn(f"from_pretrained will not load block-sparse layers: {error}", stacklevel=2)
+    importlib.import_module(_HF)

@@ -23,7 +23,12 @@ except ImportError as error:
     raise ImportError("tilesparse.hf: Transformers 5.17 or newer expected, got none") from error
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
     raise ImportError(f"tilesparse.hf: Transformers 5.17 or newer expected, got {transformers.__version__}")
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -34,6 +39,12 @@ from .errors import CheckpointError, InvalidArgumentError, InvalidPatternError, 
 from .linear import _ARRAYS, _STORED, BlockSparseLinear, is_conv1d
 from .patch import _set_submodule, _share_hooks
 from .storage import QUANTIZED_BY_NAME
+
+for _name in ("_process_model_before_weight_loading", "_process_model_after_weight_loading", "_dequantize"):
+    if not hasattr(HfQuantizer, _name):
+        raise ImportError(
+            f"tilesparse.hf: Transformers with HfQuantizer.{_name} expected, got {transformers.__version__}"
+        )
 
 TAGS = ("tilesparse", "block-sparse")
 _OWN = ("weight", "bias", *_ARRAYS, *_STORED)  # names of a layer's tensors
@@ -180,6 +191,15 @@ class TileSparseHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         return to_dense(model, dtype)
+
+
+def unregister() -> None:
+    """Make Transformers forget the method "tilesparse", so that `from_pretrained` refuses such checkpoints.
+
+    Models that are there keep their configurations. ``import tilesparse`` in a new process registers again.
+    """
+    AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
+    AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
 
 
 def follow(model: nn.Module) -> None:

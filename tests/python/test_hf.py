@@ -234,6 +234,47 @@ def test_importing_tilesparse_first_suffices_in_a_fresh_process(tmp_path: Path) 
     assert torch.equal(torch.load(tmp_path / "logits"), logits(model))
 
 
+RENAMED = """
+import sys, warnings
+import transformers.quantizers.auto, transformers.quantizers.base
+del transformers.quantizers.{name}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import tilesparse
+print(*(str(warning.message) for warning in caught))
+assert len(caught) == 1 and tilesparse.BlockSparseLinear(64, 64)
+"""
+
+
+@pytest.mark.parametrize("name", ["auto.register_quantizer", "base.HfQuantizer._dequantize"])
+def test_another_transformers_without_these_names_costs_a_warning(name: str) -> None:
+    done = run(RENAMED.format(name=name))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tilesparse does not know this release of transformers.quantizers.auto: ")
+    assert "from_pretrained will not load block-sparse layers" in done.stdout
+    assert name.rpartition(".")[2] in done.stdout
+
+
+FORGOTTEN = """
+import sys, tilesparse, tilesparse.hf
+from transformers import LlamaForCausalLM
+LlamaForCausalLM.from_pretrained(sys.argv[1])
+tilesparse.hf.unregister()
+try:
+    LlamaForCausalLM.from_pretrained(sys.argv[1])
+except (RuntimeError, ValueError) as error:
+    print(type(error).__name__)
+"""
+
+
+def test_transformers_can_forget_the_method(tmp_path: Path) -> None:
+    patched("llama", storage="int8").save_pretrained(tmp_path)
+    done = run(FORGOTTEN, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["RuntimeError"]
+    assert "Unknown quantization type, got tilesparse" in done.stderr
+
+
 WITHOUT_TILESPARSE = """
 import sys
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, pipeline
