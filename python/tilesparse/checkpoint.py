@@ -6,12 +6,16 @@ docs/checkpoints.md has the format.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ._checks import DTYPES, POLICIES, Index, check_block_shape, check_shapes, checked_device
 from ._tensor_files import (
@@ -188,7 +192,7 @@ def load(
 
     Args:
         model_or_class: a model, on the meta device or not; or what makes one when it is called without
-            arguments, which is done on the meta device, so that no other weights ever exist.
+            arguments, whose parameters are on the meta device then, so that no other weights ever exist.
         path: of the folder.
         device: of all tensors; None leaves each where the model has it, and on the CPU if that is nowhere.
         dtype: what floating tensors are cast to, but for values in 8 bits and scales; None keeps those of the
@@ -535,11 +539,35 @@ def _built(model_or_class: _Model | Callable[[], _Model]) -> _Model:
         raise InvalidArgumentError(
             f"model_or_class: a module, or what makes one, expected, got {type(model_or_class).__name__}"
         )
-    with torch.device("meta"):
+    with torch.device("cpu"), _parameters_on_meta():
         model = model_or_class()
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model_or_class: it has made a {type(model).__name__}, no module")
     return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Has modules that this thread makes keep their parameters on the meta device, and all else where it is.
+
+    What becomes of other tensors no checkpoint says, so they need contents. A parameter moves when its module
+    gets it, before anything has been written to the memory of most, and what is one parameter stays one.
+    """
+    thread = threading.get_ident()
+    moved = WeakIdKeyDictionary()
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if threading.get_ident() != thread or type(parameter) is not nn.Parameter or not parameter.is_cpu:
+            return None
+        if parameter not in moved:
+            moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return moved[parameter]
+
+    hook = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _places(
@@ -586,8 +614,8 @@ def _check_buffers(model: nn.Module, places: Mapping[str, _Place]) -> None:
     empty = [name for name, _, _, buffer in _non_persistent(model) if buffer.is_meta and buffer not in saved]
     if empty:
         raise CheckpointError(
-            f"model: {few(empty)}: buffers without contents, which no checkpoint has; make the model within "
-            f"accelerate.init_empty_weights() instead of on the meta device, or give one with contents"
+            f"model: {few(empty)}: buffers without contents, which no checkpoint has; give load what makes "
+            f"the model, whose buffers have contents then, in place of a model on the meta device"
         )
 
 

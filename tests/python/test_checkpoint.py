@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -719,16 +720,68 @@ def test_buffers_of_no_file(tmp_path: Path) -> None:
 
     model, saved = Rotary(), sparse_net()
     tilesparse.save(saved, tmp_path)
-    with pytest.raises(CheckpointError, match=r"'angles': buffers without contents.*init_empty_weights"):
-        tilesparse.load(Rotary, tmp_path)
+    with torch.device("meta"):
+        nowhere = Rotary()
+    with pytest.raises(CheckpointError, match=r"'angles': buffers without contents.*give load what makes"):
+        tilesparse.load(nowhere, tmp_path)
     with init_empty_weights():
         empty = Rotary()
         empty.masked = BlockSparseLinear(64, 64, density=1)
     assert empty.state_dict()["masked.weight"].is_meta  # but not its pattern
-    for given in (model, empty):
+    for given in (model, empty, Rotary):
         loaded: Any = tilesparse.load(given, tmp_path)
         assert torch.equal(loaded.angles, torch.arange(4.0))
-        assert_same(given, saved)
+        assert_same(loaded, saved)
+
+
+class Made(nn.Module):
+    """With tensors of all kinds that are made in ``__init__``."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        shared = nn.Parameter(torch.ones(4))
+        self.first, self.second = nn.Linear(4, 64), nn.Linear(4, 64)
+        self.first.weight = self.second.weight
+        self.scales = nn.ParameterList([shared, nn.Parameter(torch.zeros(2))])
+        self.shared = shared
+        self.steps = [value.item() for value in torch.linspace(0, 1, 3)]
+        self.table = torch.arange(3.0)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("angles", self.table.cos(), persistent=False)
+        self.attention = nn.MultiheadAttention(64, 2)
+        self.memory = nn.LSTM(4, 8)
+        self.sparse: nn.Module = BlockSparseLinear(64, 64)
+        seen += [name for name, parameter in self.named_parameters() if not parameter.is_meta]
+        seen += [name for name, buffer in self.named_buffers() if buffer.is_meta]
+
+
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_only_parameters_are_made_on_the_meta_device(default: str, tmp_path: Path) -> None:
+    """In the thread that loads; and what was one parameter stays one."""
+    saved = Made([])
+    for parameter in saved.parameters():
+        nn.init.normal_(parameter)
+    tilesparse.save(saved, tmp_path)
+    others: list[nn.Linear] = []
+    wrong: list[str] = []
+
+    def build() -> Made:
+        thread = threading.Thread(target=lambda: others.append(nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+        return Made(wrong)
+
+    with torch.device(default):
+        loaded = tilesparse.load(build, tmp_path)
+    assert wrong == [] and not others[0].weight.is_meta and not nn.Linear(2, 2).weight.is_meta
+    assert_same(loaded, saved)
+    assert loaded.first.weight is loaded.second.weight and loaded.scales[0] is loaded.shared
+    assert loaded.steps == [0, 0.5, 1] and torch.equal(loaded.table, saved.table)
+    assert torch.equal(loaded.get_buffer("angles"), saved.get_buffer("angles"))
+    x = torch.randn(3, 4)
+    for kind, output in zip(("memory", "first"), (loaded.memory(x)[0], loaded.first(x)), strict=True):
+        found = getattr(saved, kind)(x)
+        torch.testing.assert_close(output, found[0] if kind == "memory" else found, rtol=0, atol=0)
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator, init_empty_weights
+from accelerate import Accelerator
 from helpers import SIZES
 from huggingface_hub import ModelCard, PyTorchModelHubMixin
 from safetensors.torch import load_file, save_file
@@ -26,22 +26,32 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
+    SwinConfig,
+    SwinForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
     pipeline,
 )
 from transformers.utils import logging
@@ -480,6 +490,37 @@ def test_transformers_and_tilesparse_load_what_the_other_has_saved(tmp_path: Pat
     assert_same(GPT2LMHeadModel.from_pretrained(tmp_path), model)
 
 
+SOUND = {"conv_dim": (32,), "conv_stride": (4,), "conv_kernel": (8,), "num_feat_extract_layers": 1}
+WINDOWS = {"patch_size": 2, "embed_dim": 32, "depths": [2, 1], "num_heads": [2, 2], "window_size": 4}
+HEADS = {"head_dim": 32, "num_key_value_heads": 1}
+WITH_BUFFERS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, **TOKENS)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, **HEADS)),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **HEADS)),
+    "gpt2": (GPT2LMHeadModel, GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=96)),
+    "modernbert": (ModernBertForMaskedLM, ModernBertConfig(**SIZES, **TOKENS)),
+    "swin": (SwinForImageClassification, SwinConfig(image_size=16, **WINDOWS)),
+    "wav2vec2": (Wav2Vec2ForCTC, Wav2Vec2Config(**SIZES, **SOUND)),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_BUFFERS)
+def test_what_makes_a_model_is_loaded_into(kind: str, tmp_path: Path) -> None:
+    """Also where it has tensors that no checkpoint has."""
+    build, config = WITH_BUFFERS[kind]
+    sound = {"input_values": torch.randn(2, 400, generator=torch.Generator().manual_seed(0))}
+    given = sound if kind == "wav2vec2" else inputs("vit" if kind == "swin" else "llama")
+    model = build(config).eval()
+    patch(model, r".*(mlp|feed_forward)")
+    tilesparse.save(model, tmp_path)
+    loaded = tilesparse.load(lambda: build(config), tmp_path).eval()
+    assert_same(loaded, model)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, loaded.get_buffer(name)), name
+    with torch.no_grad():
+        assert torch.equal(loaded(**given).logits, model(**given).logits)
+
+
 def test_a_save_that_was_cut_off_is_refused_by_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,9 +541,7 @@ def test_a_save_that_was_cut_off_is_refused_by_transformers(
             tilesparse.save(new, tmp_path)
     with pytest.raises(CheckpointError, match=r"^model\.safetensors does not belong to .* cut off"):
         LlamaForCausalLM.from_pretrained(tmp_path)
-    with init_empty_weights():
-        empty = llama()
-    tilesparse.save(tilesparse.load(empty, tmp_path), tmp_path)
+    tilesparse.save(tilesparse.load(llama, tmp_path), tmp_path)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), new)
 
 
