@@ -33,7 +33,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._checks import DTYPES
+from ._hooks import revert
 from ._tensor_files import StoredTensor, read_header
+from ._transformers import LIBRARY
 from .checkpoint import METHOD, VERSION, check_section, prepare, section
 from .errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
 from .linear import _ARRAYS, _STORED, BlockSparseLinear, is_conv1d
@@ -72,6 +74,7 @@ class TileSparseConfig(QuantizationConfigMixin):
         self._section = section
         self._model: Callable[[], nn.Module | None] = _nobody
         self.untied: dict[str, str] = {}  # pairs that the model has shared before
+        self.instead_of: Any = None  # the configuration that the model had before, others may have it still
 
     @classmethod
     def of(cls, model: nn.Module) -> TileSparseConfig:
@@ -200,6 +203,7 @@ def unregister() -> None:
     """
     AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
     AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
+    revert(LIBRARY)
 
 
 def follow(model: nn.Module) -> None:
@@ -207,47 +211,58 @@ def follow(model: nn.Module) -> None:
 
     The patcher and `from_pretrained` call it. Call it yourself after you have put `BlockSparseLinear` into a
     model by other means, or have changed storages, by which the Trainer decides what may be trained. What
-    `save_pretrained` writes follows the layers from then on. Other models are left alone.
+    `save_pretrained` writes follows the layers from then on. A model with such layers gets a configuration of
+    its own, also in its submodules, so that others that were made of the same one stay as they are.
 
     Args:
         model: a ``PreTrainedModel``, or a module that holds some; each describes its own layers.
 
     Raises:
-        UnsupportedError: a model is quantised by another method, or has its configuration in common with
-            another model; a configuration holds one method and describes one model alone.
+        UnsupportedError: a model is quantised by another method, since a configuration holds one.
     """
     check_can_follow(model)
     for pretrained in _pretrained(model):
         layers = [name for name, _ in _sparse(pretrained)]
         before = getattr(pretrained.config, "quantization_config", None)
+        owner = _owner(before)
+        if owner not in (None, pretrained) and pretrained in owner.modules():
+            continue  # its configuration is that of the whole, which describes its layers, too
+        if owner is not pretrained and (layers or before is not None):
+            shared = _give_own_config(pretrained)
+        else:
+            shared = None if before is None else before.instead_of
         if layers:
             config = TileSparseConfig.of(pretrained)
             config.untied = _retie(pretrained, before) or _untie(pretrained, layers)
+            config.instead_of = shared
             pretrained.config.quantization_config = config
             # What `tilesparse.save` has written to the file it was read from.
             vars(pretrained.config).pop(METHOD, None)
             pretrained.add_model_tags(list(TAGS))
             _tell_trainer(pretrained, config)
-        elif before is not None and _owner(before) in (None, pretrained):
+        elif before is not None:
             _forget(pretrained, before)
+
+
+def follow_to_save(model: Any) -> None:
+    """Makes the configuration of a model that is about to be saved its own, and right, where it is neither.
+
+    Its layers may have been patched as a part of it, put in by hand or unpickled, or it is dense and made of
+    the configuration of a sparse one.
+    """
+    config = getattr(model.config, "quantization_config", None)
+    owner = _owner(config)
+    described = owner is not None and model in owner.modules()
+    if not described and (_method(config) == METHOD or any(_sparse(model))):
+        follow(model)
 
 
 def check_can_follow(model: nn.Module) -> None:
     """Raises where `follow` would; nothing is changed."""
-    models: dict[int, Any] = {}  # by their configurations
     for pretrained in _pretrained(model):
         config = getattr(pretrained.config, "quantization_config", None)
-        other = models.setdefault(id(pretrained.config), _owner(config) or pretrained)
-        if other not in pretrained.modules() and pretrained not in other.modules():
-            raise UnsupportedError(
-                f"model: its configuration is also that of another {type(other).__name__}, and can describe "
-                "the layers of one alone; make each model of its own copy.deepcopy(config)"
-            )
-        if isinstance(config, Mapping):  # of a model that was not made by from_pretrained
-            method = config.get("quant_method")
-        else:
-            method = METHOD if config is None else config.quant_method
-        if method != METHOD:
+        method = _method(config)
+        if config is not None and method != METHOD:
             raise UnsupportedError(
                 f"model: quantised by {method!s}, beside which its configuration can hold no other method; "
                 "where its layers are dense again, as those of GGUF files are on the CPU, call "
@@ -435,6 +450,29 @@ def _tell_trainer(model: Any, config: TileSparseConfig) -> None:
         model.hf_quantizer, model.quantization_method = TileSparseHfQuantizer(config), METHOD
     else:
         _drop_quantizer(model)
+
+
+def _method(config: Any) -> Any:
+    if isinstance(config, Mapping):  # of a model that was not made by from_pretrained
+        return config.get("quant_method")
+    return None if config is None else config.quant_method
+
+
+def _give_own_config(model: Any) -> Any:
+    """Copies the configuration of a model, which others may have, for all its modules; returns the former.
+
+    A module may have a part of it, as of the text; one that was patched before the whole has a copy already.
+    """
+    from transformers import PreTrainedConfig
+
+    shared, own = model.config, {}
+    copy.deepcopy(shared, own)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                before = getattr(getattr(value, "quantization_config", None), "instead_of", None)
+                vars(module)[name] = own.get(id(value), own.get(id(before), value))
+    return shared
 
 
 def _owner(config: Any) -> nn.Module | None:

@@ -26,6 +26,8 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
+    CLIPConfig,
+    CLIPModel,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -149,7 +151,8 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
         assert tensor.dtype == theirs[name].dtype, name
-        assert torch.equal(tensor.cpu().view(torch.uint8), theirs[name].cpu().view(torch.uint8)), name
+        both = (state[name].cpu().reshape(-1).view(torch.uint8) for state in (mine, theirs))
+        assert torch.equal(*both), name
     assert tilesparse.checkpoint.section(model) == tilesparse.checkpoint.section(expected)
 
 
@@ -269,7 +272,9 @@ FORGOTTEN = """
 import sys, tilesparse, tilesparse.hf
 from transformers import LlamaForCausalLM
 LlamaForCausalLM.from_pretrained(sys.argv[1])
+wrapped = LlamaForCausalLM.save_pretrained
 tilesparse.hf.unregister()
+assert LlamaForCausalLM.save_pretrained is wrapped.__wrapped__
 try:
     LlamaForCausalLM.from_pretrained(sys.argv[1])
 except (RuntimeError, ValueError) as error:
@@ -348,10 +353,6 @@ def test_pickles_hold_what_they_were(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
     model.model.layers[0].mlp.up_proj.to_storage("int8")
-    model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"up_proj\.scales: there, but not in the form"):
-        LlamaForCausalLM.from_pretrained(tmp_path)
-    follow(model)
     model.save_pretrained(tmp_path)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
 
@@ -454,30 +455,78 @@ def test_output_embeddings_that_become_dense_have_a_weight_of_their_own(tmp_path
     assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
-def test_models_that_have_one_configuration_object_are_refused() -> None:
-    model = patched("llama")
-    twin = LlamaForCausalLM(model.config)
-    for refused in (twin, nn.ModuleList([llama(), twin])):
-        with pytest.raises(UnsupportedError, match="its configuration is also that of another LlamaForCaus"):
-            patch(refused, r".*layers")
-        assert not sparse_layers(refused)
-    assert len(model.config.quantization_config.get("layers")) == LAYERS["llama"]
+def assert_saved(model: Any, folder: Path) -> None:
+    """What is written is what the model is, dense or sparse."""
+    model.save_pretrained(folder)
+    assert ("quantization_config" in written(folder)) == bool(sparse_layers(model))
+    assert_same(type(model).from_pretrained(folder), model)
+
+
+def configs(model: nn.Module) -> set[int]:
+    found = [value for module in model.modules() for value in vars(module).values()]
+    return {id(value) for value in found if isinstance(value, transformers.PreTrainedConfig)}
+
+
+@pytest.mark.parametrize("order", ["dense first", "sparse first", "of the sparse one"])
+def test_models_of_one_configuration_object_stay_apart(order: str, tmp_path: Path) -> None:
     config = llama().config
-    with pytest.raises(UnsupportedError, match=r"copy\.deepcopy\(config\)"):
-        patch(nn.ModuleList([LlamaForCausalLM(config), LlamaForCausalLM(config)]), r".*layers")
-    follow(model.model)  # which is a part of the one that the configuration describes
+    teacher = None if order == "of the sparse one" else LlamaForCausalLM(config)
+    student: Any = LlamaForCausalLM(config)
+    patcher = patch(student, r"model\.layers", storage="int8")
+    teacher = LlamaForCausalLM(student.config) if teacher is None else teacher
+    both = [("teacher", teacher), ("student", student)]
+    for name, model in both[:: -1 if order == "sparse first" else 1]:
+        assert_saved(model, tmp_path / name)
+    assert not configs(student) & configs(teacher) and not hasattr(config, "quantization_config")
+    assert configs(student) == {id(student.config)} and student.is_quantized
+    patch(teacher, r"model\.layers\.0")
+    assert_saved(teacher, tmp_path / "patched")
+    patcher.undo(student)
+    for name, model in both:
+        assert_saved(model, tmp_path / f"{name} undone")
 
 
-def test_layers_put_in_by_hand_are_refused_until_the_configuration_follows(tmp_path: Path) -> None:
+def test_models_of_one_configuration_object_in_one_module(tmp_path: Path) -> None:
+    config = llama().config
+    pair: Any = nn.ModuleList([LlamaForCausalLM(config), LlamaForCausalLM(config)])
+    patch(pair, r"0\.model\.layers")
+    for number in (0, 1):
+        assert_saved(pair[number], tmp_path / str(number))
+    patch(pair, r"1\.model\.layers\.1")
+    for number in (0, 1):
+        assert_saved(pair[number], tmp_path / str(number))
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_a_model_of_which_a_part_was_patched(described: bool, tmp_path: Path) -> None:
+    model = llama()
+    patch(model.model, r"layers")
+    if described:
+        follow(model)
+        assert configs(model) == {id(model.config)}
+    follow(model.model)
+    assert_saved(model, tmp_path / "whole")
+    assert_saved(model.model, tmp_path / "part")
+
+
+def test_modules_have_their_part_of_the_configuration(tmp_path: Path) -> None:
+    """Those of text and of images in CLIP have configurations within that of the model."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPConfig(text_config={**sizes, "vocab_size": 96}, vision_config={**sizes, **IMAGES})
+    sparse, dense = CLIPModel(config), CLIPModel(config)
+    patch(sparse, r".*mlp")
+    assert not configs(sparse) & configs(dense)
+    parts = {id(sparse.config), id(sparse.config.text_config), id(sparse.config.vision_config)}
+    assert configs(sparse) <= parts and sparse.vision_model.config is sparse.config.vision_config
+    for name, model in (("sparse", sparse), ("dense", dense)):
+        assert_saved(model, tmp_path / name)
+
+
+def test_layers_put_in_by_hand_are_described(tmp_path: Path) -> None:
     model = llama()
     mlp = model.model.layers[0].mlp
     mlp.up_proj = BlockSparseLinear.from_linear(mlp.up_proj, block_shape=16)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        LlamaForCausalLM.from_pretrained(tmp_path)
-    follow(model)
-    model.save_pretrained(tmp_path)
-    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
+    assert_saved(model, tmp_path)
 
 
 def test_transformers_and_tilesparse_load_what_the_other_has_saved(tmp_path: Path) -> None:
@@ -548,10 +597,7 @@ def test_a_save_that_was_cut_off_is_refused_by_transformers(
 def test_models_that_are_made_of_a_configuration_are_dense(tmp_path: Path) -> None:
     model = patched("llama")
     model.save_pretrained(tmp_path)
-    dense = LlamaForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path))
-    follow(dense)
-    dense.save_pretrained(tmp_path)
-    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), dense)
+    assert_saved(LlamaForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path)), tmp_path)
 
 
 def test_models_within_other_modules_are_described(tmp_path: Path) -> None:
