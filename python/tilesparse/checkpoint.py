@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._checks import DTYPES, POLICIES, Index, check_block_shape, check_shapes, checked_device
@@ -260,10 +261,10 @@ def check_section(section: object) -> None:
 def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
     """Gives a model the layers that a section describes, empty on the meta device, to be loaded into.
 
-    A `torch.nn.Linear`, Transformers' ``Conv1D`` or `BlockSparseLinear` of the same shape becomes a
-    `BlockSparseLinear` with the block shape, number of blocks and storage of the section, whose weight, bias
-    and pattern have sizes only. It has a bias where the layer had one, and keeps its hooks, its mode and
-    ``requires_grad``. A `BlockSparseLinear` stays the same object.
+    A `torch.nn.Linear`, also of a subclass, Transformers' ``Conv1D`` or `BlockSparseLinear` of the same shape
+    becomes a `BlockSparseLinear` with the block shape, number of blocks and storage of the section, whose
+    weight, bias and pattern have sizes only. It has a bias where the layer had one, and keeps its hooks, its
+    mode and ``requires_grad``. A `BlockSparseLinear` stays the same object.
 
     Args:
         model: changed in place, once all is checked.
@@ -363,7 +364,9 @@ def _replacements(model: nn.Module, forms: Mapping[str, _Form]) -> list[_Replace
 def _reason_not_replaceable(
     model: nn.Module, module: nn.Module, aliases: list[str], form: _Form
 ) -> str | None:
-    if not isinstance(module, BlockSparseLinear) and type(module) is not nn.Linear and not is_conv1d(module):
+    # Also of classes that only a patcher of the user's own replaces: the checkpoint says that it did.
+    is_linear = isinstance(module, BlockSparseLinear | nn.Linear) or is_conv1d(module)
+    if not is_linear or is_parametrized(module):
         return f"a linear layer expected, got {type(module).__name__}"
     if type(module._parameters.get("weight")) is not nn.Parameter:
         return (

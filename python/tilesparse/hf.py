@@ -498,9 +498,11 @@ def _as_dense(layer: BlockSparseLinear, there: Any) -> Any:
     linear = layer.to_linear()
     if layer.storage != "plain":  # whose values cannot be trained, but those of dense layers can
         linear.weight.requires_grad_(True)
-    if there is None or not is_conv1d(there):
+    if not is_conv1d(there) and (type(there) is nn.Linear or not isinstance(there, nn.Linear)):
         return linear
-    there.weight = nn.Parameter(linear.weight.detach().T.contiguous(), linear.weight.requires_grad)
+    weight = linear.weight.detach()
+    weight = weight.T.contiguous() if is_conv1d(there) else weight
+    there.weight = nn.Parameter(weight, linear.weight.requires_grad)
     there.bias = linear.bias
     there.train(linear.training)
     return there

@@ -363,6 +363,34 @@ def test_layers_of_other_kinds(tmp_path: Path) -> None:
         tilesparse.load(nn.ModuleList([Conv1D(64, 128), nn.LSTM(8, 8)]), tmp_path)
 
 
+class OwnLinear(nn.Linear):
+    """As Falcon's, which computes the same in its own way."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = input @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class OwnPatcher(BlockSparseModelPatcher):
+    def is_patchable(self, name: str, module: nn.Module) -> bool:
+        return isinstance(module, OwnLinear) or super().is_patchable(name, module)
+
+
+def test_subclasses_that_a_patcher_converts(tmp_path: Path) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(OwnLinear(64, 64), nn.ReLU(), OwnLinear(64, 64, bias=False), nn.Linear(64, 64))
+
+    model, x = build(), torch.randn(3, 64)
+    patcher = OwnPatcher()
+    patcher.add_pattern(".*", {"density": 0.5})
+    assert len(patcher.patch_model(model).layers) == 3
+    tilesparse.save(model, tmp_path)
+    for target in (build, build()):
+        loaded = tilesparse.load(target, tmp_path)
+        assert_same(loaded, model)
+        assert torch.equal(loaded(x), model(x)) and type(loaded[0]) is BlockSparseLinear
+
+
 CALLS = [
     *((Path, name) for name in ("open", "rename", "replace", "unlink", "write_bytes", "chmod")),
     *((os, name) for name in ("fsync", "rename", "replace")),

@@ -28,6 +28,8 @@ from transformers import (
     BartForConditionalGeneration,
     CLIPConfig,
     CLIPModel,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -453,6 +455,39 @@ def test_output_embeddings_that_become_dense_have_a_weight_of_their_own(tmp_path
     torch.testing.assert_close(logits(model), sparse)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+class FalconPatcher(BlockSparseModelPatcher):
+    def is_patchable(self, name: str, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear) or super().is_patchable(name, module)
+
+
+def test_falcon_is_converted_by_a_patcher_of_ones_own(tmp_path: Path) -> None:
+    """Its linear layers are of a class of its own."""
+
+    def build() -> FalconForCausalLM:
+        sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 96}
+        return FalconForCausalLM(FalconConfig(**sizes, **TOKENS)).eval()
+
+    model = build()
+    patcher = FalconPatcher()
+    patcher.add_pattern(r"transformer\.h", {"density": 0.5, "block_shape": (16, 32)})
+    assert {layer.name.rpartition(".")[2] for layer in patcher.patch_model(model).layers} == {
+        "query_key_value",
+        "dense",
+        "dense_h_to_4h",
+        "dense_4h_to_h",
+    }
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    loaded: Any
+    for loaded in (FalconForCausalLM.from_pretrained(tmp_path), tilesparse.load(build, tmp_path)):
+        assert_same(loaded, model)
+        assert torch.equal(logits(loaded), expected)
+    dense = to_dense(loaded)
+    assert type(dense.transformer.h[0].mlp.dense_h_to_4h) is type(build().transformer.h[0].mlp.dense_h_to_4h)
+    torch.testing.assert_close(logits(dense), expected)
+    assert_saved(dense, tmp_path / "dense")
 
 
 def assert_saved(model: Any, folder: Path) -> None:
