@@ -343,6 +343,18 @@ def _standing(folder: Path, name: str, saved: Iterable[Path], expected: Mapping[
     return folder / name
 
 
+def check_belongs(name: str, checksum: str, expected: Mapping[str, str] | None) -> None:
+    """Checks that a file, which others read from its place, was not left there by a save that was cut off.
+
+    ``expected`` has the checksums of the checkpoint's files; None and nothing are as good.
+    """
+    if expected and expected.get(name) != checksum:
+        raise CheckpointError(
+            f"{name} does not belong to {CONFIG}; where tilesparse.save was cut off, tilesparse.load reads "
+            "the checkpoint, and saving it again makes it whole"
+        )
+
+
 # What errors say.
 
 

@@ -21,14 +21,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ._checks import DTYPES, POLICIES, Index, check_block_shape, check_shapes, checked_device
 from ._tensor_files import (
     CONFIG,
+    INDEX,
     STORABLE,
     StoredTensor,
     byte_limit,
+    check_belongs,
     checked_texts,
     few,
     in_threads,
     named,
     put_in_place,
+    read_header,
     read_headers,
     read_json,
     read_tensor,
@@ -38,7 +41,7 @@ from ._tensor_files import (
     write_json,
 )
 from ._transformers import check_can_follow, follow
-from .errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
+from .errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from .linear import _ARRAYS, _SHARED, _STORED, BlockSparseLinear, _is_sharded, is_conv1d
 from .patch import (
     _names_of_modules,
@@ -278,6 +281,40 @@ def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
             shape there, or is block-sparse there and not in the section. The model is as it was.
     """
     replacements = _replacements(model, _forms(section))
+    _install(model, replacements)
+    return [replacement.names[0] for replacement in replacements]
+
+
+def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[str]:
+    """Prepares a model for the checkpoint of a folder, which another library loads.
+
+    Args:
+        model: changed in place, once all is checked.
+        folder: with a ``config.json``.
+        dtype: what the other library casts all floating tensors to, if it does.
+
+    Returns:
+        The names of the layers; none if the checkpoint has none.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or was cut off, or does not fit the model.
+        UnsupportedError: scales would be rounded. The model is as it was.
+    """
+    config = read_json(folder / CONFIG)[0]
+    if METHOD not in config and not _is_method(config.get("quantization_config")):
+        return []
+    forms, _, files = _read_section(folder)
+    scaled = [name for name, form in forms.items() if form.scales is not None]
+    if scaled and dtype not in (None, torch.float32):
+        raise UnsupportedError(
+            f"dtype must be None or torch.float32, got {dtype}: layer {scaled[0]!r} has 8 bits, whose "
+            "scales it would round"
+        )
+    for name in files or ():
+        read = read_json if name == INDEX else read_header
+        check_belongs(name, read(folder / name)[1], files)
+    with named(CONFIG):
+        replacements = _replacements(model, forms)
     _install(model, replacements)
     return [replacement.names[0] for replacement in replacements]
 

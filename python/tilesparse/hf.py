@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._checks import DTYPES
 from ._hooks import revert
-from ._tensor_files import StoredTensor, read_header
+from ._tensor_files import StoredTensor, check_belongs, read_header
 from ._transformers import LIBRARY
 from .checkpoint import METHOD, VERSION, check_section, prepare, section
 from .errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
@@ -551,11 +551,7 @@ def _check_files(layers: Mapping[str, nn.Module], files: Sequence[str], checksum
     for file in map(Path, files):
         if file.suffix == ".safetensors":
             tensors, checksum = read_header(file)
-            if checksums and checksums.get(file.name) != checksum:  # as where tilesparse.save was cut off
-                raise CheckpointError(
-                    f"{file.name} does not belong to config.json; where tilesparse.save was cut off, "
-                    "tilesparse.load reads the checkpoint, and saving it again makes it whole"
-                )
+            check_belongs(file.name, checksum, checksums)
             stored |= tensors
     for name, layer in layers.items():
         given = {own: stored[f"{name}.{own}"] for own in _OWN if f"{name}.{own}" in stored}

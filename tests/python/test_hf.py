@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
 from helpers import SIZES
 from huggingface_hub import ModelCard, PyTorchModelHubMixin
 from safetensors.torch import load_file, save_file
@@ -761,6 +761,45 @@ def test_layers_are_offloaded_to_disk(tmp_path: Path, storage: str, offload_buff
         loaded.model.layers[1].mlp.up_proj.to_storage("plain" if "float8" in storage else "int8")
     loaded.save_pretrained(tmp_path / "again")
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "again"), model)
+
+
+ON_DISK = {
+    **dict.fromkeys(
+        ["model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.0", "lm_head"], "cpu"
+    ),
+    "model.layers.1": "disk",
+}
+
+
+@pytest.mark.parametrize("storage", ["plain", "2:4 float8"])
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}, ON_DISK], ids=["auto", "cpu", "disk"])
+def test_accelerate_dispatches_into_dense_skeletons(device_map: Any, storage: str, tmp_path: Path) -> None:
+    model = patched("llama", **STORAGES[storage])
+    model.save_pretrained(tmp_path / "model")
+    with init_empty_weights():
+        empty = llama()
+    folders = {"offload_folder": tmp_path / "disk", "offload_buffers": True}
+    loaded: Any = load_checkpoint_and_dispatch(empty, tmp_path / "model", device_map, **folders)
+    assert torch.equal(logits(loaded), logits(model)) and len(sparse_layers(loaded)) == LAYERS["llama"]
+    if device_map != ON_DISK:
+        assert_saved(loaded, tmp_path / "again")
+
+
+def test_what_accelerate_cannot_dispatch_is_refused_by_name(tmp_path: Path) -> None:
+    patched("llama", storage="int8").save_pretrained(tmp_path)
+    for build, options, error, text in (
+        (llama, {"dtype": torch.bfloat16}, UnsupportedError, r"^dtype must be None or torch\.float32, got"),
+        (gpt2, {}, CheckpointError, r"layers: 'model\.layers\.0.*': missing in the model"),
+    ):
+        with init_empty_weights():
+            empty = build()
+        with pytest.raises(error, match=text):
+            load_checkpoint_and_dispatch(empty, tmp_path, "auto", **options)
+        assert not sparse_layers(empty)
+    llama().save_pretrained(tmp_path / "dense")  # of which nothing is asked
+    with init_empty_weights():
+        empty = llama()
+    assert not sparse_layers(load_checkpoint_and_dispatch(empty, tmp_path / "dense", "auto"))
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
