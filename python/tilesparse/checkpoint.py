@@ -594,9 +594,9 @@ def _parameters_on_meta() -> Iterator[None]:
     gets it, before anything has been written to the memory of most, and what is one parameter stays one.
     """
     thread = threading.get_ident()
-    moved = WeakIdKeyDictionary()
+    moved: Any = WeakIdKeyDictionary()
 
-    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
         if threading.get_ident() != thread or type(parameter) is not nn.Parameter or not parameter.is_cpu:
             return None
         if parameter not in moved:

@@ -465,7 +465,8 @@ def _give_own_config(model: Any) -> Any:
     """
     from transformers import PreTrainedConfig
 
-    shared, own = model.config, {}
+    shared: Any = model.config
+    own: dict[int, Any] = {}
     copy.deepcopy(shared, own)
     for module in model.modules():
         for name, value in vars(module).items():
