@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from ._checks import DTYPES, check_block_shape, check_policy
 from ._progress import Progress
+from ._reports import aligned
 from ._transformers import check_can_follow, follow
 from .errors import InvalidArgumentError, TileSparseError
 from .linear import BlockSparseLinear, dense_weight, is_conv1d
@@ -682,12 +683,3 @@ def by_reason(skipped: Iterable[SkippedLayer]) -> Iterator[str]:
             text = ", ".join(f"{count} {kind}" for kind, count in counts.items())
             text += f" ({first.name}, …)" if len(counts) == 1 else ""
         yield f"{text}: {reason}"
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The lines of a table, whose first column is text."""
-    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return [
-        name.ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for name, *cells in rows
-    ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..patch import Size, SkippedLayer, aligned, by_reason
+from .._reports import aligned
+from ..patch import Size, SkippedLayer, by_reason
 from .choice import Choice
 
 
