@@ -88,7 +88,7 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
 
 
 def stacks(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Names of modules that may be stacks of blocks: those first that share most layers out among their items.
+    """Names of modules that may be stacks: first those that share most layers out among their items.
 
     Args:
         model: any.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from ._checks import Index, check_block_shape, check_one, check_policy, check_sh
 from ._launch import blocks_of, multiplies_compressed, prepared, update_of
 from ._private import constant_when_compiled, transforms_active, version
 from ._register import COMPRESS
+from ._reports import empty_of
 from ._resized import watch
 from .errors import (
     InvalidArgumentError,
@@ -191,7 +193,8 @@ class BlockSparseLinear(nn.Module):
     ) -> BlockSparseLinear:
         """A layer with the best blocks of a dense one: same values, dtype, device and mode.
 
-        Nothing is rescaled. Parameters are copied, with their ``requires_grad``.
+        Nothing is rescaled. Parameters are copied, with their ``requires_grad``. A warning says how many
+        block rows and columns are left empty, unless `pattern` is given.
 
         Args:
             linear: a `torch.nn.Linear`, or Transformers' ``Conv1D``, whose weight is the transpose of W.
@@ -222,6 +225,13 @@ class BlockSparseLinear(nn.Module):
         parts = check_parts_beside(pattern, parts)
         if pattern is None:
             pattern = _best_blocks(weight, scores, density, check_block_shape(block_shape), parts)
+            rows, columns = empty_of(pattern.block_indices(), pattern.shape, pattern.block_shape)
+            if pattern.nnz and (rows or columns):
+                warnings.warn(
+                    f"the blocks that were chosen leave {rows} block rows (outputs that are the bias alone) "
+                    f"and {columns} block columns (inputs that nothing reads) empty",
+                    stacklevel=2,
+                )
         check_nm(nm, transposable)
         check_storage(storage, nm)
         layer = cls(
