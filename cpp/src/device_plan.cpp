@@ -5,6 +5,7 @@
 
 #ifdef TILESPARSE_CUDA
 
+#include <cstddef>
 #include <limits>
 
 #include "device.h"
@@ -83,6 +84,17 @@ void transpose_on_device(const Pattern& pattern, int32_t* col_ptr, int32_t* row_
                  "transposing a pattern");
 }
 
+void compare_arrays(ts_array_pair* pairs, int32_t count, int64_t mark, void* stream) {
+    static_assert(sizeof(ts_array_pair) == sizeof(plans::ArrayPair) &&
+                  offsetof(ts_array_pair, differs) == offsetof(plans::ArrayPair, differs));
+    if (count == 0) return;
+    check_aligned(pairs, alignof(ts_array_pair), "pairs");
+    require(plans::is_shared_with_host(pairs), "pairs is at address ", static_cast<const void*>(pairs),
+            ", which is not in pinned memory of the host");
+    check_launch(plans::compare(reinterpret_cast<plans::ArrayPair*>(pairs), count, mark, stream),
+                 "comparing arrays");
+}
+
 }  // namespace ts
 
 #else
@@ -92,7 +104,7 @@ namespace {
 
 [[noreturn]] void refuse() {
     fail(TS_UNSUPPORTED,
-         "this library was built without CUDA and makes plans and transposes on the host only");
+         "this library was built without CUDA; plans and transposes are made on the host only");
 }
 
 }  // namespace
@@ -101,6 +113,7 @@ DevicePlanBytes device_plan_bytes(const Pattern&, Op, const Kernel&) { refuse();
 void build_device_plan(const Pattern&, Op, const Kernel&, void*, size_t, void*, size_t, void*) { refuse(); }
 size_t device_transpose_bytes(const Pattern&) { refuse(); }
 void transpose_on_device(const Pattern&, int32_t*, int32_t*, int32_t*, void*, size_t, void*) { refuse(); }
+void compare_arrays(ts_array_pair*, int32_t, int64_t, void*) { refuse(); }
 
 }  // namespace ts
 

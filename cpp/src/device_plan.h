@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "common/problem.h"
+#include "tilesparse/tilesparse.h"
 
 namespace ts {
 
@@ -22,5 +23,9 @@ size_t device_transpose_bytes(const Pattern& pattern);
 
 void transpose_on_device(const Pattern& pattern, int32_t* col_ptr, int32_t* row_idx, int32_t* col_slot,
                          void* workspace, size_t workspace_bytes, void* stream);
+
+constexpr int32_t kMaxPairs = 1 << 24;  // that are compared at once
+
+void compare_arrays(ts_array_pair* pairs, int32_t count, int64_t mark, void* stream);
 
 }  // namespace ts

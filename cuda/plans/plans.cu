@@ -2,6 +2,7 @@
 
 #include "plans/aligned.cuh"
 #include "plans/blocks.cuh"
+#include "plans/compare.cuh"
 #include "plans/lists.cuh"
 #include "plans/strips.cuh"
 #include "plans/tiles.cuh"
@@ -71,10 +72,22 @@ int32_t transpose(const Pattern& pattern, int32_t* col_ptr, int32_t* row_idx, in
     return enqueued.error;
 }
 
+int32_t compare(ArrayPair* pairs, int32_t count, int64_t mark, void* stream) {
+    Stream enqueued{static_cast<cudaStream_t>(stream)};
+    launch(compare_arrays, int64_t{kComparers} * count * 256, 256, enqueued, pairs, mark);
+    return enqueued.error;
+}
+
 bool is_on_device(const void* address) {
     cudaPointerAttributes attributes{};
     if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) return false;
     return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
+}
+
+bool is_shared_with_host(const void* address) {
+    cudaPointerAttributes attributes{};
+    if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) return false;
+    return attributes.type == cudaMemoryTypeHost && attributes.devicePointer == address;
 }
 
 }  // namespace ts::plans

@@ -26,7 +26,21 @@ size_t transpose_workspace(const Pattern& pattern);
 int32_t transpose(const Pattern& pattern, int32_t* col_ptr, int32_t* row_idx, int32_t* col_slot,
                   void* workspace, void* stream);
 
+// As ts_array_pair.
+struct ArrayPair {
+    const int32_t* first;
+    const int32_t* second;
+    int64_t count;
+    int64_t differs;
+};
+
+// Marks the pairs that differ and have no mark.
+int32_t compare(ArrayPair* pairs, int32_t count, int64_t mark, void* stream);
+
 // Whether an address is in memory of a GPU.
 bool is_on_device(const void* address);
+
+// Whether a GPU and the host reach memory by the same address.
+bool is_shared_with_host(const void* address);
 
 }  // namespace ts::plans

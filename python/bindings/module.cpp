@@ -2,6 +2,7 @@
 // and `Calls` know tensors, through DLPack. Errors are raised as the classes of tilesparse.errors.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -116,6 +117,20 @@ std::vector<ts_kernel_info> kernels() {
     std::vector<ts_kernel_info> all(ts_kernel_count(), make<ts_kernel_info>());
     for (size_t i = 0; i < all.size(); ++i) check(ts_kernel_get(static_cast<int32_t>(i), &all[i]));
     return all;
+}
+
+// Whether arrays in host memory hold what the pattern's own do.
+bool pattern_holds(const ts_pattern& pattern, uintptr_t row_ptr, uintptr_t col_idx, uintptr_t row_slot) {
+    const auto same = [](const int32_t* own, uintptr_t other, int64_t count) {
+        return std::equal(own, own + count, pointer<int32_t>(other));
+    };
+    return same(pattern.row_ptr, row_ptr, pattern.out_features / pattern.block_rows + 1) &&
+           same(pattern.col_idx, col_idx, pattern.nnz) && same(pattern.row_slot, row_slot, pattern.nnz);
+}
+
+// `pairs`: the address of ts_array_pairs in pinned memory.
+void arrays_compare(uintptr_t pairs, int32_t count, int64_t mark, uintptr_t stream) {
+    check(ts_arrays_compare(pointer<ts_array_pair>(pairs), count, mark, pointer<CUstream_st>(stream)));
 }
 
 void pattern_transpose(const ts_pattern& pattern, uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot) {
@@ -399,12 +414,12 @@ class Tensors {
         return tensor.device_type == dlpack::cpu || tensor.device_type == dlpack::cuda;
     }
 
-    // False for a tensor without one.
-    bool read_version(nb::handle tensor, uint64_t& version) const {
+    // How often a tensor was written to, as far as PyTorch counts; 0 where it does not.
+    uint64_t read_version(nb::handle tensor) const {
         PyObject* number = PyObject_GetAttr(tensor.ptr(), version_.ptr());
-        version = number == nullptr ? 0 : nb::cast<uint64_t>(nb::steal(number));
+        const uint64_t version = number == nullptr ? 0 : nb::cast<uint64_t>(nb::steal(number));
         PyErr_Clear();
-        return number != nullptr;
+        return version;
     }
 
     uintptr_t current_stream(const dlpack::Tensor& tensor) const {
@@ -473,25 +488,39 @@ struct KeyHash {
     size_t operator()(const Key& key) const { return key.hash(); }
 };
 
-// The objects made for patterns, given as (crow_indices, col_indices, slot, shape, block_shape), each for as
-// long as these tensors lie where they did and are not written to.
+// How often the patterns of a device were looked at for writes that PyTorch does not count.
+struct Looks {
+    uint64_t count = 0;
+};
+
+// The objects made for patterns, given as (crow_indices, col_indices, slot, shape, block_shape): on CUDA
+// devices for as long as these tensors lie where they did and are not written to, on the CPU for as long as
+// they hold what the object has copies of, which does not depend on who writes to them, and how.
 class Known {
   public:
     explicit Known(const Tensors& tensors) : tensors_(tensors) {}
 
-    // What is kept for a pattern, or None.
-    std::optional<nb::any> find(const AnyTuple& index) const {
+    // What is kept for a pattern, or None. With `looking` also where it was found so since the last look at
+    // the patterns of its device: then it is time for another one.
+    std::optional<nb::any> find(const AnyTuple& index, bool looking) {
         const auto found = objects_.find(key(index));
         State now;
-        if (found == objects_.end() || !read(index, now) || now != found->second.state) return std::nullopt;
-        return found->second.object;
+        if (found == objects_.end() || !read(index, now)) return std::nullopt;
+        auto& [object, state, looks, seen] = found->second;
+        if (!state.is_same(now)) return std::nullopt;
+        if (looking && looks != nullptr && std::exchange(seen, looks->count) == looks->count)
+            return std::nullopt;
+        return object;
     }
 
-    void keep(const AnyTuple& index, nb::any object) {
-        State now;
-        if (!read(index, now)) return;
+    // `copies`: the addresses of the three copies that an object has on the CPU. `looks`: at its device.
+    void keep(const AnyTuple& index, nb::any object, std::optional<std::array<uintptr_t, 3>> copies,
+              const Looks* looks) {
+        State state;
         forget(index);
-        objects_.emplace(key(index), Object{std::move(object), now});
+        if (!read(index, state) || copies.has_value() != state.on_cpu) return;
+        if (copies) state.at = *copies;
+        objects_.emplace(key(index), Object{std::move(object), state, looks, looks ? looks->count : 0});
     }
 
     // To be called when one of the tensors is gone, with their `id` in place of them.
@@ -500,11 +529,28 @@ class Known {
     }
 
   private:
-    using State = std::array<uint64_t, 6>;  // three addresses, and how often each tensor was written to
+    struct State {
+        std::array<uintptr_t, 3> at;  // where the tensors lie, or the copies on the CPU
+        std::array<int64_t, 3> sizes;
+        std::array<uint64_t, 3> versions;  // how often each was written to; not read on the CPU
+        bool on_cpu;
+
+        bool is_same(const State& now) const {
+            if (sizes != now.sizes || on_cpu != now.on_cpu) return false;
+            if (!on_cpu) return at == now.at && versions == now.versions;
+            for (size_t i = 0; i < 3; ++i)
+                if (!std::equal(pointer<int32_t>(at[i]), pointer<int32_t>(at[i]) + sizes[i],
+                                pointer<int32_t>(now.at[i])))
+                    return false;
+            return true;
+        }
+    };
 
     struct Object {
         nb::any object;
         State state;
+        const Looks* looks;  // of the object's device; null on the CPU
+        uint64_t seen;       // looks when the object was found last
     };
 
     static Key key(const AnyTuple& index) {
@@ -522,13 +568,19 @@ class Known {
         return key;
     }
 
-    // False where writes are not counted, as of tensors made in inference mode.
+    // False for what is no index. Of tensors made in inference mode writes are not counted.
     bool read(const AnyTuple& index, State& state) const {
+        state = {};
         for (size_t i = 0; i < 3; ++i) {
             const nb::handle object = index[i];
             dlpack::Tensor tensor;
-            if (!tensors_.read(object, tensor) || !tensors_.read_version(object, state[3 + i])) return false;
-            state[i] = address(tensor);
+            if (!tensors_.read(object, tensor) || tensor.dims != 1 || tensor.strides[0] != 1 ||
+                tensor.dtype.bits != 32)
+                return false;
+            state.on_cpu = tensor.device_type == dlpack::cpu;
+            state.at[i] = address(tensor);
+            state.sizes[i] = tensor.sizes[0];
+            if (!state.on_cpu) state.versions[i] = tensors_.read_version(object);
         }
         return true;
     }
@@ -631,9 +683,12 @@ class Calls {
         const auto found = calls_.find(operands.key);
         if (found == calls_.end()) return std::nullopt;
         const std::shared_ptr<const Call> call = found->second;  // others may drop it while this runs
+        const uint64_t cleared = cleared_;
         auto result = nb::borrow<nb::any>(call->result(request.first));
         const nb::object workspace = call->workspace(request.first);
         const uintptr_t result_at = at(result), workspace_at = workspace.is_valid() ? at(workspace) : 0;
+        // Another thread may have run meanwhile. If it has, the pattern is being updated.
+        if (cleared != cleared_) return std::nullopt;
         const auto& [key, first, second, bias, residual, metadata, scales, stream] = operands;
         if (request.op == TS_DDS_NT)
             call->product.run(first, result_at, second, bias, residual, workspace_at, stream, metadata,
@@ -652,7 +707,10 @@ class Calls {
         calls_[operands.key] = std::make_shared<Call>(Call{product, std::move(result), std::move(workspace)});
     }
 
-    void clear() { calls_.clear(); }
+    void clear() {
+        ++cleared_;
+        calls_.clear();
+    }
     size_t size() const { return calls_.size(); }
 
   private:
@@ -669,6 +727,7 @@ class Calls {
 
     const Tensors& tensors_;
     std::unordered_map<Key, std::shared_ptr<const Call>, KeyHash> calls_;
+    uint64_t cleared_ = 0;  // how often
 };
 
 // The files of all libtilesparse that this process has loaded.
@@ -777,10 +836,13 @@ NB_MODULE(_C, m) {
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), "exchange"_a.none(),
              "tensor_type"_a, "parameter_type"_a, "current_device"_a.none(), "tf32"_a);
 
+    nb::class_<Looks>(m, "Looks").def(nb::init<>()).def("add", [](Looks& self) { ++self.count; });
+
     nb::class_<Known>(m, "Known")
         .def(nb::init<const Tensors&>(), nb::keep_alive<1, 2>(), "tensors"_a)
-        .def("find", &Known::find, "index"_a)
-        .def("keep", &Known::keep, "index"_a, "object"_a)
+        .def("find", &Known::find, "index"_a, "looking"_a)
+        .def("keep", &Known::keep, "index"_a, "object"_a, "copies"_a.none(), "looks"_a.none(),
+             nb::keep_alive<1, 5>())
         .def("forget", &Known::forget, "ids"_a);
 
     nb::class_<Calls>(m, "Calls")
@@ -824,6 +886,8 @@ NB_MODULE(_C, m) {
     m.def(
         "pattern_validate", [](const ts_pattern& pattern) { check(ts_pattern_validate(&pattern)); },
         "pattern"_a);
+    m.def("arrays_compare", &arrays_compare, "pairs"_a, "count"_a, "mark"_a, "stream"_a);
+    m.def("pattern_holds", &pattern_holds, "pattern"_a, "row_ptr"_a, "col_idx"_a, "row_slot"_a);
     m.def("pattern_transpose", &pattern_transpose, "pattern"_a, "col_ptr"_a, "row_idx"_a, "col_slot"_a);
     m.def("values_compress", &values_compress, "pattern"_a, "device"_a, "dtype"_a, "values"_a, "mask"_a,
           "transposed"_a, "compressed"_a, "metadata"_a, "stream"_a);

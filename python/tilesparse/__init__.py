@@ -3,6 +3,7 @@
 from . import _belongs  # isort: split
 
 from . import (
+    _accelerate,
     _peft,
     _transformers,
     checkpoint,
@@ -44,6 +45,7 @@ from .tuning import Measurement, tune
 __version__ = _belongs.VERSION
 
 tuning.load_on_import()
+_accelerate.register()
 _peft.register()
 _transformers.register()
 

@@ -39,6 +39,7 @@ class Product(NamedTuple):
         gradients: of the arguments that are tensors but extras, from that of the result and the factors, each
             of which is there if it is needed, and from the extras.
         transformed: the operator for the transforms of ``torch.func``.
+        looks: whether it is what a forward pass begins with, see `_launch.prepared`.
     """
 
     op: Callable[..., Tensor]
@@ -46,6 +47,7 @@ class Product(NamedTuple):
     kernel: Callable[..., Tensor]
     gradients: Gradients
     transformed: Callable[..., Tensor]
+    looks: bool
 
 
 def call(
@@ -70,7 +72,7 @@ def call(
         op = product.transformed if transforms_active() else product.op
         rest: tuple[Any, ...] = bias, residual, activation, feature_major, *extras
         return op(*factors, *index, *rest[product.rest])
-    pattern = prepared(index)
+    pattern = prepared(index, product.looks)
     if records_gradient(tensors):
         return _record((product, pattern, index, activation, feature_major, extras), *tensors)
     return product.kernel(first, second, pattern, bias, residual, activation, feature_major, *extras)

@@ -1,8 +1,9 @@
-"""Batches of any form, and models that are run on them for a while."""
+"""Batches of any form, models that are run on them for a while, and their stacks of blocks."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -96,6 +97,24 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
     if tensor is not None:
         return tensor.device
     return torch.device("cpu") if default is None else default
+
+
+def stacks(model: nn.Module, layers: Iterable[str]) -> list[str]:
+    """Names of modules that may be stacks: first those that share most layers out among their items.
+
+    Args:
+        model: any.
+        layers: names of its layers.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            prefix = f"{name}." if name else ""
+            inside = [layer.removeprefix(prefix) for layer in layers if layer.startswith(prefix)]
+            items = Counter(layer.partition(".")[0] for layer in inside)
+            if len(items) > 1:
+                found.append((len(inside) - max(items.values()), name))
+    return [name for _, name in sorted(found, key=lambda stack: -stack[0])]
 
 
 def chosen_device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:

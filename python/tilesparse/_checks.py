@@ -280,6 +280,8 @@ def check_activations(name: str, matrix: Tensor, features: int) -> None:
     shape = matrix.shape
     if not shape or shape[-1] != features:
         raise InvalidArgumentError(f"{name}: last dimension {features} expected, got shape {tuple(shape)}")
+    if matrix.layout != torch.strided:
+        raise InvalidTypeError(f"{name} must be a dense tensor, got a {matrix.layout} tensor")
     if matrix.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise InvalidArgumentError(f"{name}: dtype {names} expected, got {matrix.dtype}")

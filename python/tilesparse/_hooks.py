@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any, NamedTuple
 
 Callback = Callable[[ModuleType], None]
 
 
-def when_imported(name: str, callback: Callback) -> None:
+def when_imported(name: str, callback: Callback, otherwise: str) -> None:
     """Calls ``callback(module)`` once the module of this full name has been imported: now, if it is already.
 
-    What the callback raises goes to whoever imports the module, so it should raise for nothing but mistakes.
+    Whoever imports the module never sees an error of the callback: a warning says what follows from it, which
+    is the clause ``otherwise``.
     """
     module = sys.modules.get(name)
     if module is not None:
-        callback(module)
+        _call(callback, module, otherwise)
         return
-    _WATCHED.setdefault(name, []).append(callback)
+    _WATCHED.setdefault(name, []).append((callback, otherwise))
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+
+
+def adapt(library: str, owner: Any, name: str, adaptation: Callable[[Any], Any]) -> None:
+    """Puts ``adaptation(function)`` in the place of a function of a module or class, until `revert`.
+
+    Raises:
+        AttributeError: there is none of that name.
+    """
+    before = inspect.getattr_static(owner, name)
+    after = adaptation(getattr(owner, name))
+    after = staticmethod(after) if isinstance(before, staticmethod) else after
+    setattr(owner, name, after)
+    _ADAPTED.setdefault(library, []).append(_Adaptation(owner, name, before, after))
+
+
+def revert(library: str) -> None:
+    """Undoes what `adapt` has done to a library, but for what others have replaced since."""
+    for owner, name, before, after in reversed(_ADAPTED.pop(library, [])):
+        if inspect.getattr_static(owner, name, None) is after:
+            delattr(owner, name)
+            if inspect.getattr_static(owner, name, None) is not before:  # which a class may inherit
+                setattr(owner, name, before)
+
+
+class _Adaptation(NamedTuple):
+    owner: Any
+    name: str
+    before: Any
+    after: Any
 
 
 class _Finder(MetaPathFinder):
@@ -33,8 +66,9 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _WATCHED:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        # importlib, too, skips finders that have none.
+        found = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
+        specs = (find(fullname, path, target) for find in found if find is not None)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             _call_after(spec)
@@ -47,19 +81,35 @@ def _call_after(spec: ModuleSpec) -> None:
     The loader stays the same object, since resources and sources are asked of it later, and is as it was once
     the module is there. Some are shared by modules, and some specs are only looked at: hence the name.
     """
-    loader = spec.loader
-    assert loader is not None
-    execute = loader.exec_module
+    loader: Any = spec.loader
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
         if module.__name__ == spec.name:
             loader.__dict__.pop("exec_module", None)
-            for callback in _WATCHED.pop(spec.name, ()):
-                callback(sys.modules[spec.name])  # some modules put another one in their place
+            for callback, otherwise in _WATCHED.pop(spec.name, ()):
+                # Some modules put another one in their place.
+                _call(callback, sys.modules[spec.name], otherwise)
 
-    loader.exec_module = exec_module  # type: ignore[method-assign]
+    try:
+        execute = loader.exec_module
+        loader.exec_module = exec_module
+    except AttributeError as error:  # a loader of the old kind, or one without attributes of its own
+        for _, otherwise in _WATCHED.pop(spec.name, ()):
+            _warn(spec.name, error, otherwise)
 
 
-_WATCHED: dict[str, list[Callback]] = {}
+def _call(callback: Callback, module: ModuleType, otherwise: str) -> None:
+    try:
+        callback(module)
+    except Exception as error:  # which library and release it is decides what may be missing
+        _warn(module.__name__, error, otherwise)
+
+
+def _warn(name: str, error: Exception, otherwise: str) -> None:
+    warnings.warn(f"tilesparse does not know this release of {name}: {otherwise} ({error})", stacklevel=2)
+
+
+_WATCHED: dict[str, list[tuple[Callback, str]]] = {}
+_ADAPTED: dict[str, list[_Adaptation]] = {}
 _FINDER = _Finder()

@@ -1,15 +1,21 @@
 """Patterns and products as the native library takes them: transposes, plans, kernels that were chosen.
 
-All that is derived from a pattern is kept by the identity of its index tensors, and made anew, in the same
-memory, when they were written to: graphs that were captured follow a pattern that is updated.
+All that is derived from a pattern is kept by the identity of its index tensors. Kernels read that alone,
+never the tensors themselves, so a product sees one pattern from its first block to its last, whoever writes
+to them meanwhile.
+
+On the CPU what was derived is never written to again: every call compares the tensors with the copy that it
+was made of, and where they differ it is made anew. On CUDA devices it is written again in the same memory,
+behind what other streams still read, so that graphs that were captured follow a pattern that is updated.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +57,7 @@ from ._private import (
     tf32_allowed,
     version,
 )
+from ._writes import watch
 from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
@@ -109,8 +116,28 @@ class Plan(NamedTuple):
 State = tuple[int, ...]
 
 
+# Held while something is derived from a pattern or its tensors are written to here, and, on CUDA devices,
+# from where a kernel's operands are settled until it is launched. So a thread sees the pattern from before an
+# update or from after it. Finalizers, which may run anywhere, do not take it.
+_lock = RLock()
+
+
+def exclusive() -> AbstractContextManager[object]:
+    """Return what keeps other threads from updating patterns and from looking at their tensors."""
+    return _lock
+
+
+def _renew_lock() -> None:
+    """Free the lock in a forked process, where the thread that may have held it does not exist."""
+    global _lock
+    _lock = RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 def _state(index: Index) -> State:
-    """What changes when a pattern's tensors are written to or moved.
+    """What changes when the tensors of a pattern on a CUDA device are written to or moved.
 
     Tensors made in inference mode count no writes: of these only `BlockPattern.update_` is noticed.
     """
@@ -129,15 +156,16 @@ class Prepared:
     """A pattern in every form that was asked for so far.
 
     Attributes:
-        generation: how often its contents have changed.
+        generation: how often its contents have changed: never on the CPU, where each has its own object.
         run: a product like one that has run before, and its result; None for any other, or one out of the
             ordinary (see `_C.Calls`).
         find: the call that was kept under a key, or None.
         packs: whether values are kept packed from call to call; see `BlockSparseLinear.pack`.
+        watch: what looks for writes that PyTorch does not count; None on the CPU and for tensors of its own.
     """
 
     @torch.inference_mode(False)  # what is made in it could not be written outside of it
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, watched: bool = True) -> None:
         check_index(index)
         shape, (bn, bk), nnz = index.shape, index.block_shape, index.col_indices.shape[0]
         self.shape, self.block_shape, self.values_shape = shape, (bn, bk), (nnz, bn, bk)
@@ -150,7 +178,7 @@ class Prepared:
         sizes = shape[0] // bn + 1, nnz, nnz, shape[1] // bk + 1, nnz, nnz
         memory = [area.view(torch.int32) for area in _allocate((4 * size for size in sizes), self.device)]
         self._snapshot, self._columns = memory[:3], memory[3:]
-        pointers = (tensor.data_ptr() for tensor in (*index[:3], *self._columns))
+        pointers = (tensor.data_ptr() for tensor in memory)
         self.descriptor = _C.Pattern(bn, bk, *shape, nnz, *pointers)
         self._plans: dict[tuple[int, int], Plan] = {}
         self._streams: dict[int, torch.cuda.Stream] = {}  # that may be reading
@@ -161,14 +189,30 @@ class Prepared:
         self.find: Callable[[Hashable], Call | None] = self._calls.get
         self._kept = _C.Calls(TENSORS)
         self.run: Callable[..., Tensor | None] = self._kept.run
-        if self.device.type == "cpu":
-            validate(index)
+        self.watch = watch(self.device) if self.device.type == "cuda" and watched else None
+        self._place = -1 if self.watch is None else self.watch.add(self)
+        self._memory: list[torch.UntypedStorage] = []  # which is looked at, and stays while it is
         self._write(index)
 
+    def is_of(self, index: Index) -> bool:
+        """Return True if it was made of these tensors as they are; on CUDA, of tensors of this size."""
+        if index.col_indices.device != self.device or index.col_indices.shape[0] != self.values_shape[0]:
+            return False
+        on_cpu = self.device.type == "cpu"
+        return not on_cpu or _C.pattern_holds(self.descriptor, *(tensor.data_ptr() for tensor in index[:3]))
+
+    def snapshot(self) -> tuple[int, int, int] | None:
+        """Return where the copies of the tensors lie on the CPU, None on a CUDA device."""
+        crow, col, slot = (tensor.data_ptr() for tensor in self._snapshot)
+        return (crow, col, slot) if self.device.type == "cpu" else None
+
+    def launching(self) -> AbstractContextManager[object]:
+        """Return what is held from settling a product's operands until it is launched."""
+        return nullcontext() if self.device.type == "cpu" else exclusive()
+
     def index(self) -> Index:
-        """The pattern's tensors, which somebody else holds."""
-        crow, col, slot = (reference() for reference in self._tensors)
-        assert crow is not None and col is not None and slot is not None
+        """The pattern as kernels read it: copies of the tensors it was made of."""
+        crow, col, slot = self._snapshot
         return Index(crow, col, slot, self.shape, self.block_shape)
 
     def columns(self) -> list[Tensor]:
@@ -178,9 +222,10 @@ class Prepared:
 
     def transposed(self) -> "Prepared":
         """The pattern of the transposed weight, whose values have the same slots."""
-        if self._transposed is None:
-            self._transposed = Prepared(self._transposed_index())
-        return self._transposed
+        with _lock:
+            if self._transposed is None:
+                self._transposed = Prepared(self._transposed_index(), watched=False)
+            return self._transposed
 
     def _transposed_index(self) -> Index:
         col_ptr, row_idx, col_slot = self.columns()
@@ -189,22 +234,34 @@ class Prepared:
     @torch.inference_mode(False)
     def block_indices(self) -> tuple[Tensor, Tensor]:
         """(rows, cols), each [nnz] int64: where the block at every slot lies."""
+        with _lock:
+            return self._block_indices()
+
+    def _block_indices(self) -> tuple[Tensor, Tensor]:
         if self._places is None:
             (memory,) = _allocate((16 * self._snapshot[1].shape[0],), self.device)
             self._wait()
-            self._places = memory.view(torch.int64).view(2, -1)
-            self._write_places()
+            places = memory.view(torch.int64).view(2, -1)
+            self._write_places(places)
+            self._places = places
             self._record()
         elif self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
             self._wait()
-            self._places.record_stream(torch.cuda.current_stream(self.device))
+            self._streams[stream.cuda_stream] = stream
+            self._places.record_stream(stream)
         return self._places[0], self._places[1]
+
+    def stop(self) -> None:
+        """Have calls that are made from now on wait for what is written next, and that for those before."""
+        self._forget_calls()
+        self.wait_for_readers()
 
     @torch.inference_mode(False)
     def rewrite(self, index: Index) -> None:
-        """Follows changed contents: everything derived is written anew, where it is."""
+        """Follow changed contents on a CUDA device: everything derived is written anew, where it is."""
         self.generation += 1
-        self._forget_calls()  # a stream that has called before must wait for what is written now
+        self.stop()
         self._write(index)
         if self._transposed is not None:
             self._transposed.rewrite(self._transposed_index())
@@ -216,16 +273,15 @@ class Prepared:
             if stream != current:
                 current.wait_stream(stream)
         if self._transposed is not None:
-            self._transposed.wait_for_readers()
+            self._transposed.stop()
 
     def follow(self) -> None:
-        """Looks whether tensors that were written to hold something else.
+        """Look whether tensors on a CUDA device that were written to hold something else.
 
         DistributedDataParallel writes all buffers of a model before every forward pass, in general with
         what they hold. So all patterns of the device are looked at together, and the host waits once.
         """
-        if self.device.type == "cuda":
-            _refuse_capture()
+        _refuse_capture()
         written = [
             (entry, index)
             for entry in list(_entries.values())
@@ -237,14 +293,14 @@ class Prepared:
         )
         for entry, index in written:
             if same or all(map(torch.equal, index[:3], entry._snapshot)):
-                entry.state = _state(index)
+                entry._note(index)
             elif entry is self:
                 validate(index)
                 entry.rewrite(index)
 
     def call(self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form) -> Call:
         """How to run the product on the current device and stream, kept under the key."""
-        with _on(self.device):
+        with _lock, _on(self.device):
             kernel, plan_id = product.resolve()
             plan_key = _C.plan_key(self.descriptor, kernel, op)
             if plan_id:
@@ -277,13 +333,32 @@ class Prepared:
         self._calls.clear()
         self._kept.clear()
 
+    def follow_writes(self) -> bool:
+        """Follow tensors on a CUDA device that were written to; return False if they were not."""
+        index = self._held()
+        if index is None or all(map(torch.equal, index[:3], self._snapshot)):
+            return False
+        validate(index)
+        self.rewrite(index)
+        return True
+
+    def forget(self) -> None:
+        """Look at the tensors no more: they are gone, or somebody else's."""
+        if self.watch is not None:
+            self.watch.remove(self._place)
+
+    def _held(self) -> Index | None:
+        """The tensors this was made of, if they are still there, and of the same size."""
+        crow, col, slot = (reference() for reference in self._tensors)
+        if crow is None or col is None or slot is None:
+            return None
+        index = Index(crow, col, slot, self.shape, self.block_shape)
+        return index if self.is_of(index) else None
+
     def _written(self) -> Index | None:
         """The tensors this was made of, if they may hold something else by now."""
-        if any(reference() is None for reference in self._tensors):
-            return None
-        index = self.index()
-        state = _state(index)
-        return index if state != self.state and state[:3] == self.state[:3] else None
+        index = self._held()
+        return None if index is None or _state(index) == self.state else index
 
     def _write(self, index: Index) -> None:
         """Writes copies, the transpose and all plans on the current stream."""
@@ -291,12 +366,11 @@ class Prepared:
         columns = col_ptr.data_ptr(), row_idx.data_ptr(), col_slot.data_ptr()
         if self.device.type == "cpu":
             self._copy(index)
+            validate(self.index())  # the copy: others may write to the tensors at any time
             _C.pattern_transpose(self.descriptor, *columns)
-            self._write_places()
         else:
             _refuse_capture()
             with _on(self.device):
-                self.wait_for_readers()
                 self._copy(index)
                 workspace = self._scratch(_C.pattern_device_transpose_size(self.descriptor))
                 stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -305,21 +379,27 @@ class Prepared:
                 )
                 for (op, _), plan in self._plans.items():
                     self._build(op, plan)
-                self._write_places()
+                if self._places is not None:
+                    self._write_places(self._places)
                 self._arrivals.clear()
                 self._record()
+        self._note(index)
+
+    def _note(self, index: Index) -> None:
+        """Note that these tensors hold what was copied."""
         self.state = _state(index)
+        if self.watch is not None:
+            memory = [tensor.untyped_storage() for tensor in index[:3]]
+            self.watch.point(self._place, index, self.index())
+            self._memory = memory
 
     def _copy(self, index: Index) -> None:
         for snapshot, tensor in zip(self._snapshot, index[:3], strict=True):
             snapshot.copy_(tensor)
 
-    def _write_places(self) -> None:
-        if self._places is not None:
-            crow, col, slot = self._snapshot
-            index = Index(crow, col, slot, self.shape, self.block_shape)
-            for place, indices in zip(self._places, block_indices(index), strict=True):
-                place.copy_(indices)
+    def _write_places(self, places: Tensor) -> None:
+        for place, indices in zip(places, block_indices(self.index()), strict=True):
+            place.copy_(indices)
 
     def _record(self) -> None:
         """Notes that the current stream was asked to write something."""
@@ -378,7 +458,7 @@ class Prepared:
         """Makes what was written safe to read on a stream, also after this object is gone."""
         self._wait()
         self._streams[stream.cuda_stream] = stream
-        for tensor in (*self.index()[:3], *self._columns, *(plan.memory for plan in self._plans.values())):
+        for tensor in (*self._snapshot, *self._columns, *(plan.memory for plan in self._plans.values())):
             tensor.record_stream(stream)
 
     def _wait(self) -> None:
@@ -396,29 +476,47 @@ _Key = tuple[int, int, int, tuple[int, int], tuple[int, int]]
 _entries: dict[_Key, Prepared] = {}
 
 
-def prepared(index: Index) -> Prepared:
-    """What is kept of a pattern, as its tensors are now."""
-    entry: Prepared | None = KNOWN.find(index)
-    if entry is None:
-        entry = _looked_up(index)
-        KNOWN.keep(index, entry)
-    return entry
+def prepared(index: Index, looking: bool = False) -> Prepared:
+    """What is kept of a pattern, as its tensors are now.
+
+    Args:
+        index: the pattern.
+        looking: whether to find writes on CUDA devices that PyTorch does not count, too, see `_writes`: for
+            forward products, as gradients are those of the pattern that these have read.
+    """
+    entry: Prepared | None = KNOWN.find(index, looking)
+    return _looked_up(index, looking) if entry is None else entry
 
 
-def _looked_up(index: Index) -> Prepared:
-    entry, state = _entries.get(_key(index)), _state(index)
-    if entry is None or entry.state[:3] != state[:3]:  # moved, as by tensor.data = other
-        return _prepare(index)
-    if entry.state != state:
-        entry.follow()
-    return entry
+def content_of(index: Index) -> tuple[object, int]:
+    """Return what is equal for as long as a pattern's tensors hold what they do now."""
+    entry = prepared(index)
+    return entry, entry.generation
 
 
-def _prepare(index: Index) -> Prepared:
-    key = _key(index)
-    entry = _entries[key] = Prepared(index)
-    for tensor in index[:3]:
-        weakref.finalize(tensor, _forget, key).atexit = False
+def _looked_up(index: Index, looking: bool) -> Prepared:
+    check_index(index)
+    with _lock:
+        entry = _entries.get(_key(index))
+        if entry is None or not entry.is_of(index):
+            entry = _prepare(index, entry)
+        elif entry.device.type == "cuda" and entry.state != _state(index):
+            entry.follow()
+        elif looking and entry.watch is not None and not torch.cuda.is_current_stream_capturing():
+            entry.watch.look()
+        KNOWN.keep(index, entry, entry.snapshot(), None if entry.watch is None else entry.watch.looks)
+        return entry
+
+
+def _prepare(index: Index, before: Prepared | None) -> Prepared:
+    key, entry = _key(index), Prepared(index)
+    if before is None:
+        for tensor in index[:3]:
+            weakref.finalize(tensor, _forget, key).atexit = False
+    else:
+        entry.packs = before.packs
+        before.forget()
+    _entries[key] = entry
     return entry
 
 
@@ -428,22 +526,26 @@ def _key(index: Index) -> _Key:
 
 
 def _forget(key: _Key) -> None:
-    _entries.pop(key, None)
+    entry = _entries.pop(key, None)
+    if entry is not None:
+        entry.forget()
     KNOWN.forget(key)
 
 
 @contextmanager
 def update_of(index: Index) -> Iterator[None]:
     """Within it a pattern may be given other contents. What is derived from them follows, without a wait."""
-    entry = _entries.get(_key(index))
-    if entry is None or entry.state[:3] != _state(index)[:3]:
-        yield
-        return
-    if entry.device.type == "cuda":
+    with _lock:
+        key = _key(index)
+        entry = _entries.get(key)
+        if entry is None or entry.device.type == "cpu" or not entry.is_of(index):
+            yield  # calls find out by themselves
+            return
         _refuse_capture()
-        entry.wait_for_readers()
-    yield
-    entry.rewrite(index)
+        KNOWN.forget(key)  # so that calls of other threads wait for the lock
+        entry.stop()
+        yield
+        entry.rewrite(index)
 
 
 # ---- products ----
@@ -551,6 +653,13 @@ def dds(
     result = pattern.run(*request)
     if result is not None:
         return result
+    with pattern.launching():
+        return _dds(request, pattern)
+
+
+def _dds(request: Request, pattern: Prepared) -> Tensor:
+    """The product that is asked for, which `Prepared.run` does not know."""
+    op, source, values, bias, other, activation, feature_major, metadata, scales, _, gated = request
     context = _context(source)
     key: Hashable = (
         op,
@@ -581,6 +690,7 @@ def dds(
     addresses = source_at | values_at | other_at | metadata_at
     if call is None or (addresses % ALIGNMENT and source.is_cuda):
         name, index = "x" if op == DDS_NT else "y", pattern.index()
+        residual, gate = (None, other) if gated else (other, None)
         check_dds(name, source, values, index, bias, residual, metadata, scales, gate)
         (operand, lines), weight = usable(name, source), aligned(values)
         kept = None if metadata is None else aligned(metadata)
@@ -740,6 +850,19 @@ def write_sdd(
 
     ``of_bias``: [out_features] for the sums over tokens of y, likewise, or None.
     """
+    with pattern.launching():
+        _write_sdd(y, x, out, pattern, accumulate, of_bias, accumulate_bias)
+
+
+def _write_sdd(
+    y: Tensor,
+    x: Tensor,
+    out: Tensor,
+    pattern: Prepared,
+    accumulate: bool,
+    of_bias: Tensor | None,
+    accumulate_bias: bool,
+) -> None:
     context = _context(x)
     sums_y = None if of_bias is None else (of_bias.dtype, accumulate_bias)
     key = (SDD_TN, _form(y), _form(x), accumulate, sums_y, out.dtype, context)
@@ -749,7 +872,7 @@ def write_sdd(
         check_sdd(y, x, pattern.index(), out)
         (usable_y, y_lines), (usable_x, x_lines) = usable("y", y), usable("x", x)
         if usable_y is not y or usable_x is not x:
-            return write_sdd(usable_y, usable_x, out, pattern, accumulate, of_bias, accumulate_bias)
+            return _write_sdd(usable_y, usable_x, out, pattern, accumulate, of_bias, accumulate_bias)
         result_dtype = -1 if out.dtype == x.dtype else DTYPES[out.dtype]
         bias_dtype = -1 if of_bias is None or of_bias.dtype == x.dtype else DTYPES[of_bias.dtype]
         product = _product(
@@ -779,14 +902,16 @@ def expand(values: Tensor, pattern: Prepared) -> Tensor:
     check_values("values", values, pattern.index())
     dense = values.new_zeros(pattern.shape)
     # Written through a view: building the blocks and then transposing them takes twice as long.
-    blocks_of(dense, pattern.block_shape)[pattern.block_indices()] = values
+    with pattern.launching():
+        blocks_of(dense, pattern.block_shape)[pattern.block_indices()] = values
     return dense
 
 
 def gather(dense: Tensor, pattern: Prepared) -> Tensor:
     """The values of a dense W."""
     check_dense(dense, pattern.index())
-    return blocks_of(dense, pattern.block_shape)[pattern.block_indices()].contiguous()
+    with pattern.launching():
+        return blocks_of(dense, pattern.block_shape)[pattern.block_indices()].contiguous()
 
 
 def expand_values(

@@ -7,64 +7,74 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from ._hooks import when_imported
+from ._hooks import adapt, when_imported
 from .adapter import AdaptedLinear
 from .errors import InvalidArgumentError
 from .linear import BlockSparseLinear
 
+LIBRARY = "peft"
+
 
 def register() -> None:
     """Makes LoRA of PEFT know `tilesparse.peft`, now or as soon as it is imported."""
-    when_imported("peft.tuners.lora.config", _register_layer)
-    when_imported("peft.tuners.tuners_utils", _include_in_all_linear)
-    when_imported("peft.tuners.lora.model", _check_before_merging)
+    for name, callback, otherwise in (
+        ("lora.model", _adapt_layers, "LoRA of block-sparse layers will be refused"),
+        ("tuners_utils", _include_in_all_linear, 'target_modules="all-linear" will pass over them'),
+        ("lora.model", _check_before_merging, "merging may end between two block-sparse layers"),
+    ):
+        when_imported(f"peft.tuners.{name}", callback, otherwise)
 
 
-def _register_layer(module: Any) -> None:
-    """Every LoraConfig, also one read from a file, comes with the class for block-sparse layers.
+def _adapt_layers(module: Any) -> None:
+    """LoRA on a block-sparse layer has a class of its own, unless its config names another one.
 
-    PEFT keeps such classes with each config alone, and does not save them.
+    The config does not name this one, since it would have to be unpickled where PEFT is alone.
     """
-    made = module.LoraConfig.__post_init__
 
-    @wraps(made)
-    def __post_init__(self: Any) -> None:
-        made(self)
-        self._register_custom_module({BlockSparseLinear: _lora_linear})
+    def adapted(create: Any) -> Any:
+        @wraps(create)
+        def create_new_module(lora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
+            base = target.get_base_layer() if isinstance(target, layer_class) else target
+            named = tuple(getattr(lora_config, "_custom_modules", None) or ())
+            if isinstance(base, BlockSparseLinear) and not isinstance(base, named):
+                from .peft import LoraLinear  # where a model has such layers, whatever others ask of PEFT
 
-    module.LoraConfig.__post_init__ = __post_init__
+                return LoraLinear(target, adapter_name, config=lora_config, **kwargs)
+            return create(lora_config, adapter_name, target, **kwargs)
 
+        return create_new_module
 
-def _lora_linear(*args: Any, **kwargs: Any) -> Any:
-    """Imports the class where a model has such layers, whatever other models ask of PEFT."""
-    from .peft import LoraLinear
-
-    return LoraLinear(*args, **kwargs)
+    layer_class = module.BaseTunerLayer
+    adapt(LIBRARY, module.LoraModel, "_create_new_module", adapted)
 
 
 def _include_in_all_linear(module: Any) -> None:
     """target_modules="all-linear" would pass over block-sparse layers in silence."""
-    include = module._maybe_include_all_linear_layers
 
-    @wraps(include)
-    def include_block_sparse(peft_config: Any, model: Any) -> Any:
-        targets = getattr(peft_config, "target_modules", None)
-        peft_config = include(peft_config, model)
-        if isinstance(targets, str) and targets.lower() == "all-linear":
-            peft_config.target_modules = {*peft_config.target_modules, *_block_sparse_layers(module, model)}
-        return peft_config
+    def adapted(include: Any) -> Any:
+        @wraps(include)
+        def include_block_sparse(peft_config: Any, model: Any) -> Any:
+            targets = getattr(peft_config, "target_modules", None)
+            peft_config = include(peft_config, model)
+            if isinstance(targets, str) and targets.lower() == "all-linear":
+                names = _block_sparse_layers(layer_class, model)
+                peft_config.target_modules = {*peft_config.target_modules, *names}
+            return peft_config
 
-    module._maybe_include_all_linear_layers = include_block_sparse
+        return include_block_sparse
+
+    layer_class = module.BaseTunerLayer
+    adapt(LIBRARY, module, "_maybe_include_all_linear_layers", adapted)
 
 
-def _block_sparse_layers(module: Any, model: Any) -> set[str]:
+def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
     """Names of the layers, without the output embedding, as PEFT has it, and what has an adapter already."""
     get_output = getattr(model, "get_output_embeddings", None)
     output = None if get_output is None else get_output()
     names: set[str] = set()
     adapted: tuple[str, ...] = ()
     for name, layer in model.named_modules():  # parents come first
-        if isinstance(layer, module.BaseTunerLayer | AdaptedLinear):
+        if isinstance(layer, tuner_layer | AdaptedLinear):
             adapted = (*adapted, f"{name}.")
         elif isinstance(layer, BlockSparseLinear) and layer is not output and not name.startswith(adapted):
             names.add(name)
@@ -80,7 +90,7 @@ def _check_before_merging(module: Any) -> None:
             names = signature(merge).bind(self, *args, **kwargs).arguments.get("adapter_names")
             owners = Counter(p for layer in self.modules() for p in layer.parameters(recurse=False))
             for name, layer in self.named_modules():
-                base = layer.get_base_layer() if isinstance(layer, module.LoraLayer) else None
+                base = layer.get_base_layer() if isinstance(layer, layer_class) else None
                 if isinstance(base, BlockSparseLinear):
                     layer.check_mergeable(names)
                     if owners[base.weight] > 1:
@@ -92,5 +102,6 @@ def _check_before_merging(module: Any) -> None:
 
         return merge_checked
 
+    layer_class = module.LoraLayer
     for name in ("merge_adapter", "merge_and_unload"):
-        setattr(module.LoraModel, name, checked(getattr(module.LoraModel, name)))
+        adapt(LIBRARY, module.LoraModel, name, checked)

@@ -130,6 +130,12 @@ def is_leaf_added_to(node: Any) -> bool | None:
         return None
 
 
+def default_store() -> Any:
+    """The store of the default process group, or None where PyTorch does not tell."""
+    ask = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    return None if ask is None else ask()
+
+
 # Whether torch.export is at work, in PyTorch 2.7 and later.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 

@@ -305,11 +305,13 @@ def _register(
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
     absent: tuple[Any, ...] = (),
+    looks: bool = False,
 ) -> Any:
+    pattern_of = partial(prepared, looking=looks)
     checked_fake = _rebundled(fake, factors, _checked, absent)
     torch.library.register_fake(f"tilesparse::{name}", checked_fake, lib=LIB)
     for device in ("CPU", "CUDA"):
-        LIB.impl(name, _rebundled(kernel, factors, prepared, absent), device)
+        LIB.impl(name, _rebundled(kernel, factors, pattern_of, absent), device)
     return getattr(torch.ops.tilesparse, name).default
 
 
@@ -322,22 +324,23 @@ def _differentiable(
     functions: tuple[Any, Any, Any],
     optional: int = 0,
     options: int = 0,
+    looks: bool = False,
 ) -> Product:
     kernel, fake, gradients = functions
     absent = _REST[: len(_REST) - optional - options]
-    op = _register(name, factors, kernel, fake, absent)
+    op = _register(name, factors, kernel, fake, absent, looks)
     backward, setup_context = autograd_of(gradients, factors, optional, options)
     torch.library.register_autograd(f"tilesparse::{name}", backward, setup_context=setup_context, lib=LIB)
     rest = slice(len(absent), None)
-    return Product(op, rest, kernel, gradients, transformable(op, backward, setup_context))
+    return Product(op, rest, kernel, gradients, transformable(op, backward, setup_context), looks)
 
 
-DDS_NT = _differentiable("dds_nt", 2, (_dds_nt, _dds_nt_fake, _dds_nt_gradients), 2, 2)
+DDS_NT = _differentiable("dds_nt", 2, (_dds_nt, _dds_nt_fake, _dds_nt_gradients), 2, 2, looks=True)
 DDS_NN = _differentiable("dds_nn", 2, (_dds_nn, _dds_nn_fake, _dds_nn_gradients), 0, 1)
 _THROUGH = _dds_nt_through, _dds_nt_through_fake, _dds_nt_through_gradients
-DDS_NT_THROUGH = _differentiable("dds_nt_through", 2, _THROUGH, 2, 2)
+DDS_NT_THROUGH = _differentiable("dds_nt_through", 2, _THROUGH, 2, 2, looks=True)
 SDD_TN = _differentiable("sdd_tn", 2, (_sdd_tn, _sdd_tn_fake, _sdd_tn_gradients))
-EXPAND = _differentiable("expand", 1, (_expand, _expand_fake, _expand_gradients))
+EXPAND = _differentiable("expand", 1, (_expand, _expand_fake, _expand_gradients), looks=True)
 GATHER = _differentiable("gather", 1, (_gather, _gather_fake, _gather_gradients))
 SDD_TN_WITH_BIAS = _register("sdd_tn_with_bias", 2, _sdd_tn_with_bias, _sdd_tn_with_bias_fake)
 SDD_TN_INTO = _register("sdd_tn_into", 2, _sdd_tn_into, _sdd_tn_into_fake)

@@ -6,10 +6,12 @@ import ctypes
 import json
 import os
 import re
+import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +40,7 @@ _NAMES = {dtype: name for name, dtype in STORABLE.items()}
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _SHARD = "model-{:05}-of-{:05}.safetensors"
 _OWN_FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
+_SAVING, _SAVED = ".saving-", ".saved-"  # folders inside: of a save under way, and of one that stands
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _CHECKSUM = "crc32:"  # in front of a tensor's name: the key of its checksum in the metadata of the file
 _UNKNOWN = "0" * 8
@@ -72,7 +75,7 @@ def crc32(data: bytes) -> str:
 def checksum(tensor: Tensor) -> str:
     """Of the bytes of a tensor."""
     found = 0
-    for chunk in _chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
+    for chunk in chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
         found = zlib.crc32(chunk, found)
     return f"{found:08x}"
 
@@ -117,14 +120,14 @@ def _write(file: Path, start: int, tensor: Tensor) -> str:
     checksum = 0
     with file.open("r+b", buffering=0) as stream:
         stream.seek(start)
-        for chunk in _chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
+        for chunk in chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
             checksum = zlib.crc32(chunk, checksum)
             while chunk:
                 chunk = chunk[stream.write(chunk) :]
     return f"{checksum:08x}"
 
 
-def _chunks(tensor: Tensor) -> Iterable[memoryview]:
+def chunks(tensor: Tensor) -> Iterable[memoryview]:
     """The memory of a contiguous tensor on the host."""
     if tensor.numel() == 0:
         return
@@ -169,7 +172,7 @@ def read_tensor(stored: StoredTensor) -> Tensor:
     checksum = 0
     with opened(stored.file) as stream:
         stream.seek(stored.start)
-        for chunk in _chunks(tensor):
+        for chunk in chunks(tensor):
             if stream.readinto(chunk) != len(chunk):
                 raise CheckpointError(f"{file}: {name!r}: the file ends within it")
             if stored.checksum is not None:
@@ -224,6 +227,13 @@ def write_json(file: Path, content: Mapping[str, Any]) -> str:
 # Folders.
 
 
+@contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """A new folder inside of another, for `put_in_place`; it is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix=_SAVING, dir=folder) as temporary:
+        yield Path(temporary)
+
+
 def byte_limit(size: object) -> int:
     """The bytes that a size of shards says, as Transformers writes them."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
@@ -254,17 +264,37 @@ def write_files(folder: Path, tensors: Mapping[str, Tensor], limit: int) -> dict
 
 
 def put_in_place(temporary: Path, folder: Path, files: Iterable[str]) -> None:
-    """Replaces the checkpoint of a folder; ``config.json``, without which nothing loads, goes first."""
+    """Replaces the checkpoint of a folder, in one moment: when ``config.json`` is renamed.
+
+    Before, the former checkpoint stands. Afterwards the new one does, whose files `read_headers` finds in
+    ``.saved-…`` until they are moved as well, since ``config.json`` has their checksums.
+    """
     former = [old for old in folder.iterdir() if _OWN_FILES.fullmatch(old.name) or old.name == CONFIG]
     for old in former:
         if old.is_dir():
             raise IsADirectoryError(f"path: a file expected as {str(old)!r}, got a folder")
-    (folder / CONFIG).unlink(missing_ok=True)
+    temporary.chmod(folder.stat().st_mode)  # who may read the folder may read what is not moved yet
+    _sync(temporary)
+    saved = temporary.rename(folder / temporary.name.replace(_SAVING, _SAVED))
+    try:
+        (saved / CONFIG).replace(folder / CONFIG)
+    except BaseException:
+        if (saved / CONFIG).exists():
+            saved.rename(temporary)  # which its owner removes
+        raise
+    _sync(folder)
+    for name in files:
+        (saved / name).replace(folder / name)
+    _sync(folder)
     for old in former:
         if old.name not in (*files, CONFIG):
             old.unlink()
-    for name in (*files, CONFIG):
-        (temporary / name).replace(folder / name)
+    for left in folder.glob(f"{_SAVED}*"):  # of earlier saves, too, that were killed
+        shutil.rmtree(left)
+
+
+def _sync(folder: Path) -> None:
+    """Has the disk know the names in a folder, before anything that relies on them."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -276,10 +306,12 @@ def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, 
     """All tensors of the checkpoint; ``expected`` has the checksums of its files."""
     checksums: dict[str, str] = {}
     places: dict[str, str] | None = None
-    if (folder / WEIGHTS).exists():
+    # Where a save was cut off, files of the former one may lie beside these.
+    saved = [] if expected is None else sorted(folder.glob(f"{_SAVED}*"))
+    if WEIGHTS in expected if expected and saved else (folder / WEIGHTS).exists():
         shards = [WEIGHTS]
     else:
-        index, checksums[INDEX] = read_json(folder / INDEX)
+        index, checksums[INDEX] = read_json(_standing(folder, INDEX, saved, expected))
         with named(INDEX):
             places = checked_texts("weight_map", index.get("weight_map"))
         shards = sorted(set(places.values()))
@@ -290,7 +322,7 @@ def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, 
                 )
     stored: dict[str, StoredTensor] = {}
     for shard in shards:
-        tensors, checksums[shard] = read_header(folder / shard)
+        tensors, checksums[shard] = read_header(_standing(folder, shard, saved, expected))
         if places is not None and set(tensors) != {name for name in places if places[name] == shard}:
             raise CheckpointError(f"{INDEX}: other tensors expected in {shard} than there are")
         stored |= tensors
@@ -299,6 +331,28 @@ def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, 
         if checksums.get(name) != expected.get(name):
             raise CheckpointError(f"{CONFIG}: does not belong to {shown(name)}, or that is damaged")
     return stored
+
+
+def _standing(folder: Path, name: str, saved: Iterable[Path], expected: Mapping[str, str] | None) -> Path:
+    """Where a file of the checkpoint lies: a save that was cut off may not have moved it to its place."""
+    for file in (place / name for place in saved):
+        with suppress(CheckpointError):
+            checksum = read_json(file)[1] if name == INDEX else read_header(file)[1]
+            if expected and checksum == expected.get(name):
+                return file
+    return folder / name
+
+
+def check_belongs(name: str, checksum: str, expected: Mapping[str, str] | None) -> None:
+    """Checks that a file, which others read from its place, was not left there by a save that was cut off.
+
+    ``expected`` has the checksums of the checkpoint's files; None and nothing are as good.
+    """
+    if expected and expected.get(name) != checksum:
+        raise CheckpointError(
+            f"{name} does not belong to {CONFIG}; where tilesparse.save was cut off, tilesparse.load reads "
+            "the checkpoint, and saving it again makes it whole"
+        )
 
 
 # What errors say.

@@ -13,11 +13,12 @@ from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.placement_types import Placement
 
 from ._arguments import checked
+from ._autocast import autocast
 from ._checks import Index, check_like_product
-from ._private import version
+from ._launch import content_of, exclusive
 from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
-from .functional import autocast, linear_on, straight_through
-from .linear import _ARRAYS, _SHARED, _STORED, BlockSparseLinear
+from .functional import linear_on, straight_through
+from .linear import _SHARED, _STORED, BlockSparseLinear
 from .pattern import BlockPattern, _moved, _overwrite
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Part:
         self._input_layouts, self._output_layouts = style.input_layouts, style.output_layouts
         self._use_local_output = style.use_local_output
         self._index: Index | None = None
-        self._seen: list[tuple[Tensor, int, int]] = []  # the buffers it was made of, versions and addresses
+        self._seen: tuple[object, int] | None = None  # what the layer's buffers held when it was made
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -143,26 +144,15 @@ class Part:
             )
         )
 
-    def forget(self) -> None:
-        """Looks at the buffers anew: writes to those made in inference mode are not counted."""
-        self._seen = []
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # else it would be what it was when traced
     def index(self, layer: BlockSparseLinear) -> Index:
         """The pattern of the blocks that this process has, which follows that of the layer."""
-        arrays = (layer.get_buffer(name) for name in _ARRAYS)
-        seen = [(array, version(array), array.data_ptr()) for array in arrays]
-        if (
-            self._index is None
-            or not self._seen
-            or not all(
-                now[0] is before[0] and now[1:] == before[1:]
-                for now, before in zip(seen, self._seen, strict=True)
-            )
-        ):
-            self._index = self._followed(layer._index())
-            self._seen = seen
-        return self._index
+        whole = layer._index()
+        with exclusive():
+            seen = content_of(whole)
+            if self._index is None or self._seen != seen:
+                self._index, self._seen = self._followed(whole), seen
+            return self._index
 
     def _followed(self, index: Index) -> Index:
         pattern, device = BlockPattern._of(index).to("cpu"), index.col_indices.device

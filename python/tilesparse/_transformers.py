@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
+from functools import wraps
+from typing import Any
 
 from torch import nn
 
-from ._hooks import when_imported
+from ._hooks import adapt, when_imported
 
+LIBRARY = "transformers"
 _METHODS = "transformers.quantizers.auto"  # where Transformers keeps them
 _HF = f"{__package__}.hf"
 
 
 def register() -> None:
     """Makes Transformers know `tilesparse.hf`, now or as soon as it is imported."""
-    when_imported(_METHODS, lambda module: _import_hf())
+    when_imported(
+        _METHODS,
+        lambda module: _import_hf(),
+        "from_pretrained will not load block-sparse layers, and save_pretrained will not describe them",
+    )
+    when_imported(
+        "transformers.modeling_utils",
+        _describe_before_saving,
+        "call tilesparse.hf.follow(model) before save_pretrained if layers were not put in by the patcher",
+    )
 
 
 def check_can_follow(model: nn.Module) -> None:
@@ -30,8 +41,18 @@ def follow(model: nn.Module) -> None:
         sys.modules[_HF].follow(model)
 
 
+def _describe_before_saving(module: Any) -> None:
+    def describing(save: Any) -> Any:
+        @wraps(save)
+        def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _HF in sys.modules:
+                sys.modules[_HF].follow_to_save(self)
+            return save(self, *args, **kwargs)
+
+        return save_pretrained
+
+    adapt(LIBRARY, module.PreTrainedModel, "save_pretrained", describing)
+
+
 def _import_hf() -> None:
-    try:
-        importlib.import_module(_HF)
-    except ImportError as error:  # Transformers works all the same
-        warnings.warn(f"from_pretrained will not load block-sparse layers: {error}", stacklevel=2)
+    importlib.import_module(_HF)

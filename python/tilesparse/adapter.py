@@ -220,6 +220,7 @@ class BlockSparseAdapter:
         name, ``shape`` [out_features, in_features].
 
         Raises:
+            InvalidArgumentError: the path is that of a folder.
             UnsupportedError: the storage of a Δ is not "plain", or the adapter was merged or removed.
             InvalidArgumentError: the file cannot be written.
         """
@@ -241,6 +242,8 @@ class BlockSparseAdapter:
             for name, layer in self.layers.items()
         }
         about = {"version": _VERSION, "layers": shapes}
+        if Path(path).is_dir():
+            raise InvalidArgumentError(f"path must be the path of a file, got the folder {os.fspath(path)!r}")
         part = Path(f"{os.fspath(path)}.part")
         try:
             write_tensors(part, tensors, {"tilesparse_adapter": json.dumps(about)})

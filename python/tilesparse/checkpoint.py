@@ -6,35 +6,43 @@ docs/checkpoints.md has the format.
 from __future__ import annotations
 
 import os
-import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ._arguments import checked
 from ._checks import DTYPES, POLICIES, Index, check_block_shape, check_shapes, checked_device
 from ._tensor_files import (
     CONFIG,
+    INDEX,
     STORABLE,
     StoredTensor,
     byte_limit,
+    check_belongs,
     checked_texts,
     few,
     in_threads,
     named,
     put_in_place,
+    read_header,
     read_headers,
     read_json,
     read_tensor,
     shown,
+    staging,
     write_files,
     write_json,
 )
 from ._transformers import check_can_follow, follow
-from .errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
+from .errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from .linear import _ARRAYS, _SHARED, _STORED, BlockSparseLinear, _is_sharded, is_conv1d
 from .patch import (
     _names_of_modules,
@@ -136,8 +144,8 @@ def save(
 
     They hold all parameters and persistent buffers under the names of ``state_dict()``. A tensor that has
     several names is stored once. In a folder that exists the checkpoint is replaced, other keys of its
-    ``config.json`` and other files stay. Until everything is written the former checkpoint stays, too, and
-    what is left of a save that was killed does not load.
+    ``config.json`` and other files stay. Wherever a save fails or is killed, what the folder loads is the
+    former checkpoint or the new one, whole.
 
     Args:
         model: of any kind, also one `BlockSparseLinear`; the module itself and not a wrapper, whose prefix
@@ -150,28 +158,29 @@ def save(
     Raises:
         CheckpointError: the model has what cannot be stored: tensors on the meta device, DTensors, an extra
             state, a parametrized sparse layer; the text names it.
-        InvalidArgumentError: another argument is wrong.
+        InvalidArgumentError: another argument is wrong, such as the path of a file.
         OSError: writing fails.
     """
-    limit = byte_limit(max_shard_size)
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    folder, limit = _folder(path), byte_limit(max_shard_size)
     if state_dict is not None and not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict: a mapping expected, got {type(state_dict).__name__}")
     tensors, ties = _to_save(model, state_dict)
     own: dict[str, Any] = section(model)
     if ties:
         own["ties"] = ties
-    folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     config = read_json(folder / CONFIG)[0] if (folder / CONFIG).exists() else {}
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
-        own["files"] = write_files(Path(temporary), tensors, limit)
+    with staging(folder) as temporary:
+        own["files"] = write_files(temporary, tensors, limit)
         if _is_method(config.get("quantization_config")):
             config["quantization_config"] = {"quant_method": METHOD, **own}
             config.pop(METHOD, None)  # of an earlier save
         else:
             config[METHOD] = own
-        write_json(Path(temporary, CONFIG), config)
-        put_in_place(Path(temporary), folder, own["files"])
+        write_json(temporary / CONFIG, config)
+        put_in_place(temporary, folder, own["files"])
 
 
 @checked
@@ -190,7 +199,7 @@ def load(
 
     Args:
         model_or_class: a model, on the meta device or not; or what makes one when it is called without
-            arguments, which is done on the meta device, so that no other weights ever exist.
+            arguments, whose parameters are on the meta device then, so that no other weights ever exist.
         path: of the folder.
         device: of all tensors; None leaves each where the model has it, and on the CPU if that is nowhere.
         dtype: what floating tensors are cast to, but for values in 8 bits and scales; None keeps those of the
@@ -206,7 +215,7 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise InvalidArgumentError(f"dtype: one of {list(DTYPES)} or None expected, got {dtype}")
-    folder = Path(path)
+    folder = _folder(path)
     forms, ties, files = _read_section(folder)
     stored = read_headers(folder, files)
     model = _built(model_or_class)
@@ -258,10 +267,10 @@ def check_section(section: object) -> None:
 def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
     """Gives a model the layers that a section describes, empty on the meta device, to be loaded into.
 
-    A `torch.nn.Linear`, Transformers' ``Conv1D`` or `BlockSparseLinear` of the same shape becomes a
-    `BlockSparseLinear` with the block shape, number of blocks and storage of the section, whose weight, bias
-    and pattern have sizes only. It has a bias where the layer had one, and keeps its hooks, its mode and
-    ``requires_grad``. A `BlockSparseLinear` stays the same object.
+    A `torch.nn.Linear`, also of a subclass, Transformers' ``Conv1D`` or `BlockSparseLinear` of the same shape
+    becomes a `BlockSparseLinear` with the block shape, number of blocks and storage of the section, whose
+    weight, bias and pattern have sizes only. It has a bias where the layer had one, and keeps its hooks, its
+    mode and ``requires_grad``. A `BlockSparseLinear` stays the same object.
 
     Args:
         model: changed in place, once all is checked.
@@ -275,6 +284,40 @@ def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
             shape there, or is block-sparse there and not in the section. The model is as it was.
     """
     replacements = _replacements(model, _forms(section))
+    _install(model, replacements)
+    return [replacement.names[0] for replacement in replacements]
+
+
+def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[str]:
+    """Prepares a model for the checkpoint of a folder, which another library loads.
+
+    Args:
+        model: changed in place, once all is checked.
+        folder: with a ``config.json``.
+        dtype: what the other library casts all floating tensors to, if it does.
+
+    Returns:
+        The names of the layers; none if the checkpoint has none.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or was cut off, or does not fit the model.
+        UnsupportedError: scales would be rounded. The model is as it was.
+    """
+    config = read_json(folder / CONFIG)[0]
+    if METHOD not in config and not _is_method(config.get("quantization_config")):
+        return []
+    forms, _, files = _read_section(folder)
+    scaled = [name for name, form in forms.items() if form.scales is not None]
+    if scaled and dtype not in (None, torch.float32):
+        raise UnsupportedError(
+            f"dtype must be None or torch.float32, got {dtype}: layer {scaled[0]!r} has 8 bits, whose "
+            "scales it would round"
+        )
+    for name in files or ():
+        read = read_json if name == INDEX else read_header
+        check_belongs(name, read(folder / name)[1], files)
+    with named(CONFIG):
+        replacements = _replacements(model, forms)
     _install(model, replacements)
     return [replacement.names[0] for replacement in replacements]
 
@@ -361,7 +404,9 @@ def _replacements(model: nn.Module, forms: Mapping[str, _Form]) -> list[_Replace
 def _reason_not_replaceable(
     model: nn.Module, module: nn.Module, aliases: list[str], form: _Form
 ) -> str | None:
-    if not isinstance(module, BlockSparseLinear) and type(module) is not nn.Linear and not is_conv1d(module):
+    # Also of classes that only a patcher of the user's own replaces: the checkpoint says that it did.
+    is_linear = isinstance(module, BlockSparseLinear | nn.Linear) or is_conv1d(module)
+    if not is_linear or is_parametrized(module):
         return f"a linear layer expected, got {type(module).__name__}"
     if type(module._parameters.get("weight")) is not nn.Parameter:
         return (
@@ -432,6 +477,19 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _joined(prefix: str, attribute: str) -> str:
     return f"{prefix}.{attribute}" if prefix else attribute
+
+
+def _folder(path: object) -> Path:
+    """What is given as the path of a checkpoint, which may be missing yet."""
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidArgumentError(f"path must be the path of a folder, got {shown(path)}")
+    folder = Path(path)
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise InvalidArgumentError(
+                f"path must be the path of a folder, got {str(folder)!r}, where {str(place)!r} is a file"
+            )
+    return folder
 
 
 # Saving.
@@ -524,11 +582,35 @@ def _built(model_or_class: _Model | Callable[[], _Model]) -> _Model:
         raise InvalidArgumentError(
             f"model_or_class: a module, or what makes one, expected, got {type(model_or_class).__name__}"
         )
-    with torch.device("meta"):
+    with torch.device("cpu"), _parameters_on_meta():
         model = model_or_class()
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model_or_class: it has made a {type(model).__name__}, no module")
     return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Has modules that this thread makes keep their parameters on the meta device, and all else where it is.
+
+    What becomes of other tensors no checkpoint says, so they need contents. A parameter moves when its module
+    gets it, before anything has been written to the memory of most, and what is one parameter stays one.
+    """
+    thread = threading.get_ident()
+    moved: Any = WeakIdKeyDictionary()
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        if threading.get_ident() != thread or type(parameter) is not nn.Parameter or not parameter.is_cpu:
+            return None
+        if parameter not in moved:
+            moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return moved[parameter]
+
+    hook = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _places(
@@ -575,8 +657,8 @@ def _check_buffers(model: nn.Module, places: Mapping[str, _Place]) -> None:
     empty = [name for name, _, _, buffer in _non_persistent(model) if buffer.is_meta and buffer not in saved]
     if empty:
         raise CheckpointError(
-            f"model: {few(empty)}: buffers without contents, which no checkpoint has; make the model within "
-            f"accelerate.init_empty_weights() instead of on the meta device, or give one with contents"
+            f"model: {few(empty)}: buffers without contents, which no checkpoint has; give load what makes "
+            f"the model, whose buffers have contents then, in place of a model on the meta device"
         )
 
 

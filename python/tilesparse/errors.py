@@ -43,7 +43,7 @@ class CheckpointError(InvalidArgumentError):
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """A file of a checkpoint is missing.
 
-    Raised by `tilesparse.load`, also for what is left of a save that was killed while it replaced files.
+    Raised by `tilesparse.load`.
     """
 
 
@@ -79,9 +79,10 @@ class TuneFileError(TileSparseError, OSError):
 
 
 class PatternChangedError(TileSparseError, RuntimeError):
-    """A pattern was updated between a forward pass and its backward pass.
+    """A pattern was updated where something still belongs to the blocks of before.
 
-    Raised by the backward pass, which would compute with other blocks than the forward pass did.
+    Raised by a backward pass, which would compute with other blocks than its forward pass did, and by the
+    step of an optimizer that keeps states for another number of blocks than a weight now has.
     """
 
 

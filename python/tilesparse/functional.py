@@ -26,7 +26,7 @@ the pattern: it follows `BlockPattern.update_`, and the pattern must not be drop
 """
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ from torch.compiler import is_compiling
 
 from . import _launch
 from ._arguments import check_types, shown
+from ._autocast import autocast
 from ._autograd import call, is_plain, records_gradient
 from ._checks import (
-    QUANTIZED,
     Index,
     check_dds,
     check_like_product,
@@ -555,22 +555,3 @@ def _expanded_linear(
     columns = x.reshape(-1, index.shape[1]).t()
     y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
     return y.t().reshape(*x.shape[:-1], index.shape[0])
-
-
-def autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """The tensors as autocast wants them on the device of the first."""
-    tensors = (first, *others)
-    device = first.device.type
-    if not is_any_autocast_enabled() or device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor.to(dtype) if _is_castable(tensor) else tensor for tensor in tensors)
-
-
-def _is_castable(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    return (
-        tensor is not None
-        and tensor.is_floating_point()
-        and tensor.dtype != torch.float64
-        and tensor.dtype not in QUANTIZED
-    )

@@ -23,18 +23,31 @@ except ImportError as error:
     raise ImportError("tilesparse.hf: Transformers 5.17 or newer expected, got none") from error
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
     raise ImportError(f"tilesparse.hf: Transformers 5.17 or newer expected, got {transformers.__version__}")
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._arguments import checked
 from ._checks import DTYPES, check_module, check_text
-from ._tensor_files import StoredTensor, read_header
+from ._hooks import revert
+from ._tensor_files import StoredTensor, check_belongs, read_header
+from ._transformers import LIBRARY
 from .checkpoint import METHOD, VERSION, check_section, prepare, section
 from .errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
 from .linear import _ARRAYS, _STORED, BlockSparseLinear, is_conv1d
 from .patch import _set_submodule, _share_hooks
 from .storage import QUANTIZED_BY_NAME
+
+for _name in ("_process_model_before_weight_loading", "_process_model_after_weight_loading", "_dequantize"):
+    if not hasattr(HfQuantizer, _name):
+        raise ImportError(
+            f"tilesparse.hf: Transformers with HfQuantizer.{_name} expected, got {transformers.__version__}"
+        )
 
 TAGS = ("tilesparse", "block-sparse")
 _OWN = ("weight", "bias", *_ARRAYS, *_STORED)  # names of a layer's tensors
@@ -62,6 +75,7 @@ class TileSparseConfig(QuantizationConfigMixin):
         self._section = section
         self._model: Callable[[], nn.Module | None] = _nobody
         self.untied: dict[str, str] = {}  # pairs that the model has shared before
+        self.instead_of: Any = None  # the configuration that the model had before, others may have it still
 
     @classmethod
     def of(cls, model: nn.Module) -> TileSparseConfig:
@@ -155,10 +169,12 @@ class TileSparseHfQuantizer(HfQuantizer):
                 "distributed_config, tp_plan: Transformers cannot split block-sparse layers; load the model "
                 "without, and see tilesparse.parallel"
             )
-        layers = _named_as_in(model, self.quantization_config.to_dict()["layers"])
+        given = self.quantization_config.to_dict()
+        layers = _named_as_in(model, given["layers"])
         prepare(model, {"version": VERSION, "layers": {own: entry for own, (_, entry) in layers.items()}})
         self._empty = {own: model.get_submodule(own) for own in layers}
-        _check_files({name: self._empty[own] for own, (name, _) in layers.items()}, checkpoint_files or ())
+        sparse = {name: self._empty[own] for own, (name, _) in layers.items()}
+        _check_files(sparse, checkpoint_files or (), given.get("files", {}))
         self._shapes = {name: tensor.shape for name, tensor in _tensors(model)}
         # Transformers then casts floating tensors to the dtypes of the model, and only those. Before it had
         # get_new_dtype, it left tensors whose names change, as with another head, in the dtype of the file.
@@ -181,54 +197,75 @@ class TileSparseHfQuantizer(HfQuantizer):
         return to_dense(model, dtype)
 
 
+def unregister() -> None:
+    """Make Transformers forget the method "tilesparse", so that `from_pretrained` refuses such checkpoints.
+
+    Models that are there keep their configurations. ``import tilesparse`` in a new process registers again.
+    """
+    AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
+    AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
+    revert(LIBRARY)
+
+
 @checked
 def follow(model: nn.Module) -> None:
     """Makes the configurations of Transformers' models say what their block-sparse layers are.
 
     The patcher and `from_pretrained` call it. Call it yourself after you have put `BlockSparseLinear` into a
     model by other means, or have changed storages, by which the Trainer decides what may be trained. What
-    `save_pretrained` writes follows the layers from then on. Other models are left alone.
+    `save_pretrained` writes follows the layers from then on. A model with such layers gets a configuration of
+    its own, also in its submodules, so that others that were made of the same one stay as they are.
 
     Args:
         model: a ``PreTrainedModel``, or a module that holds some; each describes its own layers.
 
     Raises:
-        UnsupportedError: a model is quantised by another method, or has its configuration in common with
-            another model; a configuration holds one method and describes one model alone.
+        UnsupportedError: a model is quantised by another method, since a configuration holds one.
     """
     check_can_follow(model)
     for pretrained in _pretrained(model):
         layers = [name for name, _ in _sparse(pretrained)]
         before = getattr(pretrained.config, "quantization_config", None)
+        owner = _owner(before)
+        if owner not in (None, pretrained) and pretrained in owner.modules():
+            continue  # its configuration is that of the whole, which describes its layers, too
+        if owner is not pretrained and (layers or before is not None):
+            shared = _give_own_config(pretrained)
+        else:
+            shared = None if before is None else before.instead_of
         if layers:
             config = TileSparseConfig.of(pretrained)
             config.untied = _retie(pretrained, before) or _untie(pretrained, layers)
+            config.instead_of = shared
             pretrained.config.quantization_config = config
             # What `tilesparse.save` has written to the file it was read from.
             vars(pretrained.config).pop(METHOD, None)
             pretrained.add_model_tags(list(TAGS))
             _tell_trainer(pretrained, config)
-        elif before is not None and _owner(before) in (None, pretrained):
+        elif before is not None:
             _forget(pretrained, before)
+
+
+def follow_to_save(model: Any) -> None:
+    """Makes the configuration of a model that is about to be saved its own, and right, where it is neither.
+
+    Its layers may have been patched as a part of it, put in by hand or unpickled, or it is dense and made of
+    the configuration of a sparse one.
+    """
+    config = getattr(model.config, "quantization_config", None)
+    owner = _owner(config)
+    described = owner is not None and model in owner.modules()
+    if not described and (_method(config) == METHOD or any(_sparse(model))):
+        follow(model)
 
 
 def check_can_follow(model: nn.Module) -> None:
     """Raises where `follow` would; nothing is changed."""
     check_module(model)
-    models: dict[int, Any] = {}  # by their configurations
     for pretrained in _pretrained(model):
         config = getattr(pretrained.config, "quantization_config", None)
-        other = models.setdefault(id(pretrained.config), _owner(config) or pretrained)
-        if other not in pretrained.modules() and pretrained not in other.modules():
-            raise UnsupportedError(
-                f"model: its configuration is also that of another {type(other).__name__}, and can describe "
-                "the layers of one alone; make each model of its own copy.deepcopy(config)"
-            )
-        if isinstance(config, Mapping):  # of a model that was not made by from_pretrained
-            method = config.get("quant_method")
-        else:
-            method = METHOD if config is None else config.quant_method
-        if method != METHOD:
+        method = _method(config)
+        if config is not None and method != METHOD:
             raise UnsupportedError(
                 f"model: quantised by {method!s}, beside which its configuration can hold no other method; "
                 "where its layers are dense again, as those of GGUF files are on the CPU, call "
@@ -422,6 +459,30 @@ def _tell_trainer(model: Any, config: TileSparseConfig) -> None:
         _drop_quantizer(model)
 
 
+def _method(config: Any) -> Any:
+    if isinstance(config, Mapping):  # of a model that was not made by from_pretrained
+        return config.get("quant_method")
+    return None if config is None else config.quant_method
+
+
+def _give_own_config(model: Any) -> Any:
+    """Copies the configuration of a model, which others may have, for all its modules; returns the former.
+
+    A module may have a part of it, as of the text; one that was patched before the whole has a copy already.
+    """
+    from transformers import PreTrainedConfig
+
+    shared: Any = model.config
+    own: dict[int, Any] = {}
+    copy.deepcopy(shared, own)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                before = getattr(getattr(value, "quantization_config", None), "instead_of", None)
+                vars(module)[name] = own.get(id(value), own.get(id(before), value))
+    return shared
+
+
 def _owner(config: Any) -> nn.Module | None:
     """The model that a configuration follows; another one may hold the same."""
     return config._model() if isinstance(config, TileSparseConfig) else None
@@ -445,9 +506,11 @@ def _as_dense(layer: BlockSparseLinear, there: Any) -> Any:
     linear = layer.to_linear()
     if layer.storage != "plain":  # whose values cannot be trained, but those of dense layers can
         linear.weight.requires_grad_(True)
-    if there is None or not is_conv1d(there):
+    if not is_conv1d(there) and (type(there) is nn.Linear or not isinstance(there, nn.Linear)):
         return linear
-    there.weight = nn.Parameter(linear.weight.detach().T.contiguous(), linear.weight.requires_grad)
+    weight = linear.weight.detach()
+    weight = weight.T.contiguous() if is_conv1d(there) else weight
+    there.weight = nn.Parameter(weight, linear.weight.requires_grad)
     there.bias = linear.bias
     there.train(linear.training)
     return there
@@ -487,15 +550,17 @@ def _named_as_in(model: Any, layers: Mapping[str, Any]) -> dict[str, tuple[str, 
     return found
 
 
-def _check_files(layers: Mapping[str, nn.Module], files: Sequence[str]) -> None:
-    """That files hold what layers need, before anything is read.
+def _check_files(layers: Mapping[str, nn.Module], files: Sequence[str], checksums: Mapping[str, str]) -> None:
+    """That files hold what layers need, before anything is read, and belong to the configuration.
 
     Layers that Transformers stores under other names are only checked once they are loaded.
     """
     stored: dict[str, StoredTensor] = {}
-    for file in files:
-        if file.endswith(".safetensors"):
-            stored |= read_header(Path(file))[0]
+    for file in map(Path, files):
+        if file.suffix == ".safetensors":
+            tensors, checksum = read_header(file)
+            check_belongs(file.name, checksum, checksums)
+            stored |= tensors
     for name, layer in layers.items():
         given = {own: stored[f"{name}.{own}"] for own in _OWN if f"{name}.{own}" in stored}
         if given:

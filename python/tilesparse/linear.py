@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -11,20 +12,21 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ._arguments import check_types, checked, shown
+from ._autocast import autocast
 from ._autograd import records_gradient
 from ._checks import Index, check_block_shape, check_one, check_policy, check_shapes
 from ._launch import blocks_of, multiplies_compressed, prepared, update_of
 from ._private import constant_when_compiled, transforms_active, version
 from ._register import COMPRESS
+from ._reports import empty_of
+from ._resized import watch
 from .errors import (
     InvalidArgumentError,
     InvalidPatternError,
     UnsupportedError,
-    UnsynchronizedPatternError,
 )
 from .functional import (
     activation_code,
-    autocast,
     combined,
     linear_on,
     linear_through,
@@ -55,9 +57,9 @@ _FORM = (
     *("_parameters", "_buffers", "_non_persistent_buffers_set", "_origin", "_marked"),
 )
 
-# Where a layer's pattern comes from: a file or another process; this process, so that others may have another
-# one; or nowhere yet.
-_SHARED, _OWN, _MISSING = range(3)
+# Where a layer's pattern comes from: all processes are known to have it, or there is one; this process, so
+# that others may have another one; nowhere yet; a file or another process, of which others are to be told.
+_SHARED, _OWN, _MISSING, _LOADED = range(4)
 
 
 class BlockSparseLinear(nn.Module):
@@ -67,8 +69,8 @@ class BlockSparseLinear(nn.Module):
 
     The int32 buffers `crow_indices`, `col_indices` and `slot` are the pattern, see `BlockPattern`;
     `layer.pattern` is a view of them, whose `update_` changes them in place. A state_dict with another
-    pattern, even of other size or block shape, can be loaded: `weight` then changes its shape, and
-    optimizers that already saw it have to be built again.
+    pattern, even of other size or block shape, can be loaded: `weight` then changes its shape, and the next
+    step of an optimizer that keeps states of another number of blocks raises `PatternChangedError`.
 
     Where processes train one model together, all must have one pattern. DistributedDataParallel sees to it
     with its default arguments, otherwise `tilesparse.parallel.synchronize_patterns` does: the first training
@@ -192,7 +194,8 @@ class BlockSparseLinear(nn.Module):
     ) -> BlockSparseLinear:
         """A layer with the best blocks of a dense one: same values, dtype, device and mode.
 
-        Nothing is rescaled. Parameters are copied, with their ``requires_grad``.
+        Nothing is rescaled. Parameters are copied, with their ``requires_grad``. A warning says how many
+        block rows and columns are left empty, unless `pattern` is given.
 
         Args:
             linear: a `torch.nn.Linear`, or Transformers' ``Conv1D``, whose weight is the transpose of W.
@@ -223,6 +226,13 @@ class BlockSparseLinear(nn.Module):
         parts = check_parts_beside(pattern, parts)
         if pattern is None:
             pattern = _best_blocks(weight, scores, density, check_block_shape(block_shape), parts)
+            rows, columns = empty_of(pattern.block_indices(), pattern.shape, pattern.block_shape)
+            if pattern.nnz and (rows or columns):
+                warnings.warn(
+                    f"the blocks that were chosen leave {rows} block rows (outputs that are the bias alone) "
+                    f"and {columns} block columns (inputs that nothing reads) empty",
+                    stacklevel=3,
+                )
         check_nm(nm, transposable)
         check_storage(storage, nm)
         layer = cls(
@@ -601,41 +611,54 @@ class BlockSparseLinear(nn.Module):
         Returns:
             y [..., out_features].
         """
+        if self._origin:
+            self._settle()
         try:
             if gate is not None or activation != "none":
                 activation_code(activation)
                 check_one(residual, gate)
                 if self._needs_own_product():
-                    y = self.forward(x, feature_major_output=feature_major_output)
+                    y = self._product(x, None, None, "none", feature_major_output)
                     y, residual, gate = autocast(y, residual, gate)
                     return combined(y, activation, residual, gate)
-            if self._origin:
-                self._settle()
-            if self._part is not None:
-                return self._part.linear(self, x, residual)
-            parameters: dict[str, Any] = self._parameters
-            try:
-                weight, bias = parameters["weight"], parameters["bias"]
-            except KeyError:  # parametrizations and the like put attributes in their places
-                weight, bias = self.weight, self.bias
-            index = self._index()
-            buffers: dict[str, Any] = self._buffers
-            mask = buffers["mask"]
-            beside = None  # the weight, and the bias, where gradients go to tensors beside them
-            if getattr(weight, "main_grad", None) is not None and records_gradient((weight,)):
-                x, cast_bias, residual = autocast(x, bias, residual)
-                beside = weight, bias if getattr(bias, "main_grad", None) is not None else cast_bias
-                weight, bias = weight.detach(), None if cast_bias is None else cast_bias.detach()
-            if mask is not None:
-                y = self._masked_linear(x, weight, mask, index, bias, residual, feature_major_output)
-            else:
-                stored, layout = (buffers["metadata"], buffers["scales"]), feature_major_output
-                y = linear_on(
-                    x, weight, index, bias, activation, residual, layout, self._policy, stored, gate
-                )
+            return self._product(x, residual, gate, activation, feature_major_output)
+        except InvalidPatternError as error:
+            raise InvalidPatternError(
+                f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}), "
+                "as averages and conversions of all buffers do"
+            ) from error
         except Exception:  # types are looked at only now, which takes calls that are right no time
             check_types(BlockSparseLinear.forward, locals())
             raise
+
+    def _product(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        gate: Tensor | None,
+        activation: str,
+        feature_major_output: bool,
+    ) -> Tensor:
+        if self._part is not None:
+            return self._part.linear(self, x, residual)
+        parameters: dict[str, Any] = self._parameters
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # parametrizations and the like put attributes in their places
+            weight, bias = self.weight, self.bias
+        index = self._index()
+        buffers: dict[str, Any] = self._buffers
+        mask = buffers["mask"]
+        beside = None  # the weight, and the bias, where gradients go to tensors beside them
+        if getattr(weight, "main_grad", None) is not None and records_gradient((weight,)):
+            x, cast_bias, residual = autocast(x, bias, residual)
+            beside = weight, bias if getattr(bias, "main_grad", None) is not None else cast_bias
+            weight, bias = weight.detach(), None if cast_bias is None else cast_bias.detach()
+        if mask is not None:
+            y = self._masked_linear(x, weight, mask, index, bias, residual, feature_major_output)
+        else:
+            stored, layout = (buffers["metadata"], buffers["scales"]), feature_major_output
+            y = linear_on(x, weight, index, bias, activation, residual, layout, self._policy, stored, gate)
         if beside is not None:
             # Only now: with it comes PyTorch's compiler, which takes long to import.
             from ._main_grad import add_gradient, add_gradient_uncompiled
@@ -720,15 +743,20 @@ class BlockSparseLinear(nn.Module):
     def _mark(self, origin: int) -> None:
         arrays = (self.get_buffer(name) for name in _ARRAYS)
         self._origin, self._marked = origin, [(array, version(array)) for array in arrays]
-        if self._part is not None:
-            self._part.forget()
+
+    def _mark_loaded(self) -> None:
+        self._mark(_LOADED if has_peers() else _SHARED)
 
     def _is_without_pattern(self) -> bool:
-        return self._origin == _MISSING and (self.col_indices.is_meta or self._is_as_marked())
+        return self._origin == _MISSING and (self.col_indices.is_meta or self._is_blank())
+
+    def _is_blank(self) -> bool:
+        """Whether the buffers hold the zeros with which a layer leaves the meta device; waits for a GPU."""
+        return self.col_indices.shape[0] > 0 and not self.crow_indices.any()
 
     def _updated(self) -> None:
         """What this process writes is its own, unless the others are known to have had the same before."""
-        self._mark(_SHARED if self._origin == _SHARED else _OWN)
+        self._mark(_OWN if self._origin == _MISSING else self._origin)
 
     def _is_as_marked(self) -> bool:
         arrays = (self._buffers[name] for name in _ARRAYS)
@@ -741,28 +769,29 @@ class BlockSparseLinear(nn.Module):
         """Raises where a step would go wrong because the pattern is missing, or others may have another."""
         if self._origin == _MISSING and not self.col_indices.is_meta:
             self._check_filled()
-        elif self._origin == _OWN and self.training and torch.is_grad_enabled() and has_peers():
+        elif self._origin != _MISSING and self.training and torch.is_grad_enabled() and has_peers():
             self._check_shared()
 
     @constant_when_compiled
     def _check_filled(self) -> None:
-        if self._is_as_marked():
+        if transforms_active():  # within them nothing has a content to check
+            return
+        if self._is_blank():
             raise InvalidPatternError(
                 "pattern: missing, because the layer left the meta device empty; call load_state_dict or "
                 "reset_parameters, or assign layer.pattern"
             )
-        if not transforms_active():  # within them nothing has a content to check
-            self._check_arrays({name: self.get_buffer(name) for name in _ARRAYS}, self._block_shape)
-            self._mark(_SHARED)
+        self._check_arrays({name: self.get_buffer(name) for name in _ARRAYS}, self._block_shape)
+        self._mark_loaded()
 
     @constant_when_compiled
     def _check_shared(self) -> None:
-        if self._is_as_marked():
-            raise UnsynchronizedPatternError(
-                "pattern: made by this process alone, while others train with it and may have another; call "
-                "tilesparse.parallel.synchronize_patterns(model) before, or let "
-                "DistributedDataParallel broadcast buffers"
-            )
+        from . import _agreement
+
+        if self._origin == _OWN and self._is_as_marked():
+            _agreement.check(self._index())
+        else:  # written by a broadcast or from a file; processes that were not may want to know
+            _agreement.publish(self._index())
         self._mark(_SHARED)
 
     @torch.no_grad()
@@ -861,7 +890,7 @@ class BlockSparseLinear(nn.Module):
             for name in _ARRAYS:  # those assigned may have another dtype
                 if self.get_buffer(name).dtype != torch.int32:
                     self._buffers[name] = getattr(pattern, name).to(self.slot.device)
-            self._mark(_SHARED)
+            self._mark_loaded()
 
     def _checked_pattern(self, state: Mapping[str, Any]) -> BlockPattern | None:
         """The pattern of a saved layer, once everything saved is known to fit together; None without one."""
@@ -959,6 +988,7 @@ def _resize(parameter: nn.Parameter, data: Tensor) -> None:
     As long as a graph lives that was recorded before, such as that of the last step's loss, PyTorch takes
     gradients for the shape of that time. It forgets this shape where the dtype changes.
     """
+    watch(parameter)
     parameter.grad = None
     other = torch.float16 if data.dtype != torch.float16 else torch.float32
     parameter.data = data.new_empty(0, dtype=other)

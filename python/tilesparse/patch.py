@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,9 +19,11 @@ from torch.nn.utils import parametrize
 from ._arguments import checked
 from ._checks import DTYPES, check_block_shape, check_policy, check_text
 from ._progress import Progress
+from ._reports import aligned, empty_of, empty_texts, listed, without_numbers
 from ._transformers import check_can_follow, follow
+from ._weight_reads import Read, weight_reads
 from .errors import InvalidArgumentError, TileSparseError
-from .linear import BlockSparseLinear, dense_weight, is_conv1d
+from .linear import BlockSparseLinear, _best_blocks, dense_weight, is_conv1d
 from .mlp import BlockSparseMLP, is_known, reason_not_known
 from .pattern import BlockPattern, check_parts_beside
 from .pseudo import PseudoBlockSparseLinear
@@ -79,6 +82,7 @@ class PatchedLayer:
     `shape` is (out_features, in_features). `policy`, `nm` and `storage` are those of the `BlockSparseLinear`;
     for a `PseudoBlockSparseLinear`, whose weight is plain, `policy` is "pseudo". `error` is the layer's
     `storage_error`: what 8 bits have changed of the weights that are kept, and not what was left out.
+    `empty_rows` and `empty_columns` count block rows and columns without a block, but on the meta device.
     """
 
     name: str
@@ -91,6 +95,8 @@ class PatchedLayer:
     error: float
     before: Size
     after: Size
+    empty_rows: int
+    empty_columns: int
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,18 @@ class SkippedLayer:
 
 
 @dataclass(frozen=True)
+class DenseParameter:
+    """A parameter of two dimensions or more that is no block-sparse weight.
+
+    `share` is its fraction of all parameters that the model had before.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    share: float
+
+
+@dataclass(frozen=True)
 class PatchReport:
     """What `BlockSparseModelPatcher.patch_model` did, or would do; ``str()`` makes a table of it.
 
@@ -112,6 +130,7 @@ class PatchReport:
         unmatched: the regular expressions that no name of the model matches.
         before: the size of the whole model.
         after: its size with the replaced layers.
+        dense: all parameters of two dimensions or more that stay dense, also those of other modules.
     """
 
     layers: list[PatchedLayer]
@@ -119,6 +138,7 @@ class PatchReport:
     unmatched: list[str]
     before: Size
     after: Size
+    dense: list[DenseParameter]
 
     def __str__(self) -> str:
         choices = ("shape", "block", "density", "storage", "error", "policy")
@@ -132,7 +152,7 @@ class PatchReport:
         lines = aligned(rows)
         lines += [f"skipped {text}" for text in by_reason(self.skipped)]
         lines += [f"no layer matches {regex!r}" for regex in self.unmatched]
-        return "\n".join(lines)
+        return "\n".join([*lines, *empty_texts(self.layers), *dense_lines(self.dense)])
 
 
 @dataclass(frozen=True)
@@ -185,11 +205,25 @@ class _Rule:
 
 @dataclass(frozen=True)
 class _Target:
-    """A module to replace, all names it is registered under, and its replacement."""
+    """A module to replace, all its names, its replacement, and whether blocks were chosen for that."""
 
     names: list[str]
     module: nn.Module
     replacement: nn.Module
+    chosen: bool = False
+
+
+class _Match(NamedTuple):
+    """A layer to replace, all its names, the options for it, and whether a pattern writes its name out."""
+
+    module: nn.Module
+    names: list[str]
+    options: dict[str, Any]
+    named: bool
+
+
+class _CannotBeCutError(InvalidArgumentError):
+    """A weight's shape is no multiple of the block shape."""
 
 
 class BlockSparseModelPatcher:
@@ -200,7 +234,9 @@ class BlockSparseModelPatcher:
     the optimizer after patching: the layers have new parameters.
 
     Replaced are `torch.nn.Linear` itself and Transformers' ``Conv1D``, which stores the transposed weight.
-    Subclasses are reported as skipped; override `is_patchable` and `new_child_module` to handle them. Where
+    Subclasses are reported as skipped; override `is_patchable` and `new_child_module` to handle them. So are
+    layers whose weight another module reads itself instead of calling them, as Mamba does, and those that
+    cannot be cut into blocks; where a pattern writes out the last part of their name that is an error. Where
     one layer computes several things, such as q, k and v, their features stay in their places; blocks are
     ranked among all of them together, so that one may keep fewer than another, unless a ``pattern`` says
     otherwise. Skipped are also layers of which something would get lost: parametrizations, parameters or
@@ -281,16 +317,20 @@ class BlockSparseModelPatcher:
             module: the dense layer, which stays as it is.
             options: those of `add_pattern`, with a value for every one.
         """
+        pattern, parts = options["pattern"], options["parts"]
         if isinstance(module, nn.Linear) or is_conv1d(module):
-            if options["pattern"] is None:
+            if pattern is None:  # chosen here, as the report names what that leaves empty
                 _check_blocks_can_be_chosen(module, options["block_shape"])
+                weight = dense_weight(module)
+                pattern = _best_blocks(weight, None, options["density"], options["block_shape"], parts)
+                parts = (1, 1)
             _check_can_be_stored(module, options["storage"])
         layer = BlockSparseLinear.from_linear(
             module,
             options["density"],
             block_shape=options["block_shape"],
-            pattern=options["pattern"],
-            parts=options["parts"],
+            pattern=pattern,
+            parts=parts,
             policy=options["policy"],
             nm=options["nm"],
             transposable=options["transposable"],
@@ -304,28 +344,39 @@ class BlockSparseModelPatcher:
         return {name: module for name, module in model.named_modules() if self.is_patchable(name, module)}
 
     @checked
-    def patch_model(self, model: nn.Module, *, dry_run: bool = False) -> PatchReport:
+    def patch_model(self, model: nn.Module, *, dry_run: bool = False, strict: bool = True) -> PatchReport:
         """Replaces every layer that a pattern matches; on an error, none.
 
-        A module registered under several names is replaced by one module under all of them.
+        A module registered under several names is replaced by one module under all of them. A warning names
+        layers of which blocks were chosen so that block rows or columns are empty, and those that another
+        module also reads the weight of, in some of its branches.
 
         Args:
             model: changed in place.
             dry_run: only report what would be done.
+            strict: raise where there is no pattern, or where one makes no layer block-sparse; layers that are
+                block-sparse already count. False leaves that to the report.
 
         Raises:
-            InvalidArgumentError: a matched layer cannot be cut into blocks of its ``block_shape``, does
-                not have the shape of its ``pattern``, has NaN in its weight, or infinities where that is to
-                be stored in 8 bits, or is on the meta device without a ``pattern``.
+            InvalidArgumentError: see ``strict``; or a layer that a pattern names cannot be cut into blocks of
+                its ``block_shape``; or a matched one does not have the shape of its ``pattern``, has NaN in
+                its weight, or infinities where that is to be stored in 8 bits, or is on the meta device
+                without a ``pattern``.
         """
         names = _names_of_modules(model)
-        targets, skipped = self._plan(model, names)
+        reads = weight_reads(model)
+        targets, skipped = self._plan(model, names, reads)
+        if strict:
+            self._check_rules(names, {target.module for target in targets}, skipped)
         unmatched = [rule.regex.pattern for rule in self._rules if not any(map(rule.matches, names.values()))]
         report = _report(names, targets, skipped, unmatched)
         if not dry_run:
             check_can_follow(model)
             self._replace(model, targets)
             follow(model)
+        _warn_of_reads(targets, reads)
+        chosen = {target.names[0] for target in targets if target.chosen}
+        warn_of_empty(layer for layer in report.layers if layer.name in chosen and layer.density)
         return report
 
     @checked
@@ -381,39 +432,77 @@ class BlockSparseModelPatcher:
         follow(model)
 
     def _plan(
-        self, model: nn.Module, names: Mapping[nn.Module, list[str]]
+        self, model: nn.Module, names: Mapping[nn.Module, list[str]], reads: Mapping[nn.Module, Read]
     ) -> tuple[list[_Target], list[SkippedLayer]]:
         """Everything that can fail; the model is only read."""
-        matched, skipped = self._match(model, names)
+        matched, skipped = self._match(model, names, reads)
         progress, targets = Progress(len(matched)), []
-        for done, (module, aliases, options) in enumerate(matched, 1):
-            targets.append(_Target(aliases, module, self._build(aliases[0], module, options)))
+        for done, (module, aliases, options, named) in enumerate(matched, 1):
+            try:
+                replacement = self._build(aliases[0], module, options)
+            except _CannotBeCutError as error:
+                if named:
+                    raise InvalidArgumentError(f"layer {aliases[0]!r}: {error}") from error
+                skipped.append(SkippedLayer(aliases[0], type(module).__name__, str(error)))
+            else:
+                targets.append(_Target(aliases, module, replacement, options["pattern"] is None))
             progress.show(done, f"layers made block-sparse, {aliases[0]} the last")
         return targets, skipped
 
     def _match(
-        self, model: nn.Module, names: Mapping[nn.Module, list[str]]
-    ) -> tuple[list[tuple[nn.Module, list[str], dict[str, Any]]], list[SkippedLayer]]:
+        self,
+        model: nn.Module,
+        names: Mapping[nn.Module, list[str]],
+        reads: Mapping[nn.Module, Read],
+    ) -> tuple[list[_Match], list[SkippedLayer]]:
         """Which layers are replaced, with their names and options, and which are not."""
         owners, outputs = _owners_of_parameters(names), _output_embeddings(names)
-        matched: list[tuple[nn.Module, list[str], dict[str, Any]]] = []
+        matched: list[_Match] = []
         skipped: list[SkippedLayer] = []
         for module, aliases in names.items():
             rules = [rule for rule in self._rules if rule.matches(aliases)]
             naming = [rule for rule in rules if rule.spells(aliases)] if module in outputs else rules
             if not rules:
                 continue
-            options = (naming or rules)[0].options
-            reason = self._reason_to_skip(model, module, aliases, options)
+            rule = (naming or rules)[0]
+            reason = self._reason_to_skip(model, module, aliases, rule.options)
             if reason is None and not naming:
                 reason = "output embedding; a pattern that names it patches it"
-            if reason is None and not options["untie"]:
+            if reason is None and not rule.options["untie"]:
                 reason = _tie(module, names, owners)
+            read = reads.get(module)
+            if read is not None and not read.called and isinstance(module, nn.Linear):
+                reason = f"{read.reader} reads its weight itself and never calls it"
             if reason is None:
-                matched.append((module, aliases, options))
+                matched.append(_Match(module, aliases, rule.options, rule.spells(aliases)))
             else:
                 skipped.append(SkippedLayer(aliases[0], type(module).__name__, reason))
         return matched, skipped
+
+    def _check_rules(
+        self,
+        names: Mapping[nn.Module, list[str]],
+        converted: Container[nn.Module],
+        skipped: Iterable[SkippedLayer],
+    ) -> None:
+        """Raises for patterns by which no layer is block-sparse."""
+        if not self._rules:
+            raise InvalidArgumentError("patterns must be added before a model is patched, got none")
+        sparse = [
+            aliases
+            for module, aliases in names.items()
+            if module in converted or isinstance(module, _Replacement)
+        ]
+        for rule in self._rules:
+            if any(map(rule.matches, sparse)):
+                continue
+            own = [layer for layer in skipped if rule.matches([layer.name])]
+            own = [layer for layer in own if layer.reason != _NOT_LINEAR] or own
+            why = "; ".join([*by_reason(own)][:3]) or "it matches no name"
+            raise InvalidArgumentError(
+                f"patterns must each make a layer block-sparse, got {rule.regex.pattern!r} ({why}); "
+                "strict=False goes on without"
+            )
 
     def _reason_to_skip(
         self, model: nn.Module, module: nn.Module, aliases: list[str], options: Mapping[str, Any]
@@ -432,6 +521,8 @@ class BlockSparseModelPatcher:
     def _build(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> _Replacement:
         try:
             return self.new_child_module(name, module, options)
+        except _CannotBeCutError:
+            raise
         except TileSparseError as error:
             raise type(error)(f"layer {name!r}: {error}") from error
 
@@ -532,6 +623,9 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or is_conv1d(module)
 
 
+_NOT_LINEAR = "not nn.Linear"
+
+
 def _reason_not_patchable(module: nn.Module) -> str:
     if _is_linear(module):
         return "is_patchable refuses it"
@@ -539,7 +633,9 @@ def _reason_not_patchable(module: nn.Module) -> str:
         return "not initialised yet; pass a batch through the model first"
     if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
         return "parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
-    return "not nn.Linear"
+    if isinstance(module, nn.Linear):
+        return "a subclass of nn.Linear, which may compute something else; override is_patchable to patch it"
+    return _NOT_LINEAR
 
 
 def _reason_from_parents(model: nn.Module, aliases: Iterable[str]) -> str | None:
@@ -590,7 +686,7 @@ def _check_blocks_can_be_chosen(module: Any, block_shape: Sequence[int]) -> None
     sizes = zip(("out_features", "in_features"), dense_weight(module).shape, strict=True)
     for (name, size), block in zip(sizes, block_shape, strict=True):
         if size % block:
-            raise InvalidArgumentError(
+            raise _CannotBeCutError(
                 f"block_shape: {tuple(block_shape)} does not fit, {name} is {size}, no multiple of {block}"
             )
     if module.weight.is_meta:
@@ -651,8 +747,56 @@ def _report(
 ) -> PatchReport:
     replaced = {target.module: target.replacement for target in targets}
     layers = [_patched(target) for target in targets]
-    after = _size(replaced.get(module, module) for module in names)
-    return PatchReport(layers, skipped, unmatched, _size(names), after)
+    before, after = _size(names), _size(replaced.get(module, module) for module in names)
+    left = {module: aliases for module, aliases in names.items() if module not in replaced}
+    dense = _dense_parameters(left, before.parameters)
+    return PatchReport(layers, skipped, unmatched, before, after, dense)
+
+
+def _dense_parameters(names: Mapping[nn.Module, list[str]], whole: int) -> list[DenseParameter]:
+    """Those of modules that are not block-sparse, the largest share first; a shared one is there once."""
+    found: dict[nn.Parameter, DenseParameter] = {}
+    for module, aliases in names.items():
+        if isinstance(module, _Replacement):
+            continue
+        for own, parameter in module.named_parameters(recurse=False):
+            if not is_lazy(parameter) and parameter.dim() > 1:
+                name = f"{aliases[0]}.{own}".removeprefix(".")
+                shape, share = tuple(parameter.shape), parameter.numel() / max(1, whole)
+                found.setdefault(parameter, DenseParameter(name, shape, share))
+    return sorted(found.values(), key=lambda one: -one.share)
+
+
+def dense_lines(parameters: Sequence[DenseParameter]) -> list[str]:
+    """A table of parameters that stay dense, in which those that differ in numbers of their names are one."""
+    groups: dict[tuple[str, tuple[int, ...]], list[DenseParameter]] = {}
+    for one in parameters:
+        groups.setdefault((without_numbers(one.name), one.shape), []).append(one)
+    rows: list[tuple[str, ...]] = [("stays dense", "count", "shape", "of the model")]
+    for (name, shape), own in sorted(groups.items(), key=lambda group: -sum(one.share for one in group[1])):
+        share = f"{sum(one.share for one in own):.1%}"
+        rows.append((own[0].name if len(own) == 1 else name, str(len(own)), "x".join(map(str, shape)), share))
+    return aligned(rows) if len(rows) > 1 else []
+
+
+def warn_of_empty(layers: Iterable[Any]) -> None:
+    """Says which layers have outputs that are their bias alone, or inputs that nothing reads."""
+    texts = empty_texts(layers)
+    if texts:
+        warnings.warn(f"the blocks that were chosen leave {'; '.join(texts)}", stacklevel=4)
+
+
+def _warn_of_reads(targets: Sequence[_Target], reads: Mapping[nn.Module, Read]) -> None:
+    readers: dict[str, list[str]] = {}
+    for target in targets:
+        if target.module in reads:
+            readers.setdefault(reads[target.module].reader, []).append(target.names[0])
+    for reader, layers in readers.items():
+        warnings.warn(
+            f"{reader} calls block-sparse layers, but also reads their weight itself in some branches, which "
+            f"fail from now on (such as fused kernels for training): {listed(layers)}",
+            stacklevel=4,
+        )
 
 
 def _patched(target: _Target) -> PatchedLayer:
@@ -663,7 +807,14 @@ def _patched(target: _Target) -> PatchedLayer:
         choices = new.policy, new.nm, new.storage
     sizes = _size([module]), _size([new])
     shape = new.out_features, new.in_features
-    return PatchedLayer(name, shape, new.block_shape, new.density, *choices, new.storage_error, *sizes)
+    if isinstance(new, PseudoBlockSparseLinear):
+        places = new.block_rows, new.block_cols
+    else:
+        places = new.pattern.block_indices()
+    empty = empty_of(places, shape, new.block_shape)
+    return PatchedLayer(
+        name, shape, new.block_shape, new.density, *choices, new.storage_error, *sizes, *empty
+    )
 
 
 def _storage(layer: PatchedLayer) -> str:
@@ -691,12 +842,3 @@ def by_reason(skipped: Iterable[SkippedLayer]) -> Iterator[str]:
             text = ", ".join(f"{count} {kind}" for kind, count in counts.items())
             text += f" ({first.name}, …)" if len(counts) == 1 else ""
         yield f"{text}: {reason}"
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The lines of a table, whose first column is text."""
-    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return [
-        name.ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for name, *cells in rows
-    ]

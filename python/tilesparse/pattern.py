@@ -22,7 +22,6 @@ from ._checks import (
     checked_fraction,
 )
 from ._launch import blocks_of, update_of, validate
-from ._private import version
 from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
 
 Device = torch.device | str | int | None
@@ -72,7 +71,7 @@ class BlockPattern:
 
     def _own(self, index: Index) -> None:
         self._index = index
-        self._copies: dict[torch.device, tuple[Index, tuple[int, ...]]] = {}
+        self._copies: dict[torch.device, tuple[Index, tuple[object, int]]] = {}
         self._after_update: Callable[[], None] | None = None
 
     @classmethod
@@ -415,15 +414,14 @@ class BlockPattern:
             return _moved(self._index, device)
         if not isinstance(device, torch.device):
             raise InvalidTypeError(f"device must be a torch.device, got {shown(device)}")
-        source = self._index
-        state = tuple(map(version, source[:3]))
-        copied = self._copies.get(device)
-        if copied is None:
-            copied = self._copies[device] = _moved(source, device), state
-        elif copied[1] != state:
-            _overwrite(copied[0], source)
-            self._copies[device] = copied[0], state
-        return copied[0]
+        with _launch.exclusive():  # so that threads get one copy
+            content, copied = _launch.content_of(self._index), self._copies.get(device)
+            if copied is None:
+                copied = _moved(self._index, device), content
+            elif copied[1] != content:
+                _overwrite(copied[0], self._index)
+            self._copies[device] = copied[0], content
+            return copied[0]
 
     @checked
     def update_(self, other: BlockPattern) -> BlockPattern:
@@ -506,10 +504,11 @@ class BlockPattern:
         self._take(index_of(numbers, self._index))
 
     def _take(self, other: Index) -> BlockPattern:
-        _overwrite(self._index, other)
-        for device, (copied, _) in self._copies.items():
-            _overwrite(copied, self._index)
-            self._copies[device] = copied, tuple(map(version, self._index[:3]))
+        with _launch.exclusive():
+            _overwrite(self._index, other)
+            for device, (copied, _) in self._copies.items():
+                _overwrite(copied, self._index)
+                self._copies[device] = copied, _launch.content_of(self._index)
         if self._after_update is not None:
             self._after_update()
         return self

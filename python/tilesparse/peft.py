@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import _hooks, _peft
 from ._arguments import checked
 from .errors import InvalidArgumentError, UnsupportedError
 from .functional import sdd
@@ -28,6 +29,9 @@ except ImportError as error:
     raise ImportError(f"tilesparse.peft: PEFT 0.20 or newer expected (pip install peft): {error}") from error
 if tuple(map(int, peft_version.split(".")[:2])) < (0, 20):  # older ones do not say what a variant of LoRA is
     raise ImportError(f"tilesparse.peft: PEFT 0.20 or newer expected, got {peft_version}")
+for _name in ("_get_in_out_features", "_get_base_layer_device_and_dtype"):
+    if not hasattr(Linear, _name):  # what replaces it would read a block-sparse weight as a dense one
+        raise ImportError(f"tilesparse.peft: PEFT with lora.Linear.{_name} expected, got {peft_version}")
 
 # Those that do not read the weight: the others take it for a dense matrix.
 _INITS = (True, False, "gaussian", "eva")
@@ -233,6 +237,14 @@ class LoraLinear(Linear):
         """Where adapters begin: 8 bits are no dtype for them."""
         layer: Any = base_layer
         return layer.weight.device, layer._dtype
+
+
+def unregister() -> None:
+    """Give PEFT its own functions back, so that it refuses LoRA of block-sparse layers again.
+
+    Models that have adapters keep them. ``import tilesparse`` in a new process registers again.
+    """
+    _hooks.revert(_peft.LIBRARY)
 
 
 @checked

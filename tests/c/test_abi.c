@@ -1118,6 +1118,13 @@ static void test_plans_on_the_device(void) {
     FAILS(ts_plan_device_size(&pattern, 0, TS_DDS_NT, NULL, &workspace), TS_INVALID_ARGUMENT, "plan_bytes");
     FAILS(ts_plan_device_size(&pattern, 0, TS_DDS_NT, &plan, NULL), TS_INVALID_ARGUMENT, "workspace_bytes");
     FAILS(ts_pattern_device_transpose_size(&pattern, NULL), TS_INVALID_ARGUMENT, "workspace_bytes");
+    ts_array_pair pair = {.first = col_ptr, .second = row_idx, .count = 1};
+    FAILS(ts_arrays_compare(NULL, 1, 1, NULL), TS_INVALID_ARGUMENT, "pairs is null");
+    FAILS(ts_arrays_compare(&pair, -1, 1, NULL), TS_INVALID_ARGUMENT, "count is -1");
+    FAILS(ts_arrays_compare(&pair, 1, 0, NULL), TS_INVALID_ARGUMENT, "mark is 0");
+    FAILS(ts_arrays_compare(&pair, 1, 1, NULL), has_cuda ? TS_INVALID_ARGUMENT : TS_UNSUPPORTED,
+          has_cuda ? "not in pinned memory" : "CUDA");
+    CHECK(pair.differs == 0, "the pair has the mark %d", (int)pair.differs);
     if (!has_cuda) {
         FAILS(ts_plan_device_size(&pattern, 0, TS_DDS_NT, &plan, &workspace), TS_UNSUPPORTED, "CUDA");
         FAILS(ts_plan_device_build(&pattern, 0, TS_DDS_NT, memory, 16, memory, 16, NULL), TS_UNSUPPORTED,

@@ -261,6 +261,15 @@ def test_what_is_no_adapter_file_is_refused(tmp_path: Path, content: bytes) -> N
         BlockSparseAdapter.load(network(), tmp_path / "none")
 
 
+def test_a_folder_is_no_adapter_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InvalidArgumentError, match=r"^path must be the path of a file, got the folder '"):
+        BlockSparseAdapter(network(), ".*", density=0.5).save(tmp_path / "folder")
+    assert [file.name for file in tmp_path.rglob("*")] == ["folder"]
+    with pytest.raises(CheckpointError, match="path: a safetensors file expected"):
+        BlockSparseAdapter.load(network(), tmp_path / "folder")
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

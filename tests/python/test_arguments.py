@@ -136,6 +136,9 @@ NOT_CALLED = {
     "BlockSparseModelPatcher.new_child_module",
     "train.PatternSchedule.add_param_group",
     "prune.Rows",
+    "hf.unregister",
+    "patch.DenseParameter",
+    "peft.unregister",
 }
 BLOCK = (32, 32)
 
@@ -169,8 +172,10 @@ def dense() -> nn.Sequential:
 
 
 class Lossy(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> SimpleNamespace:
-        return SimpleNamespace(loss=super().forward(x).sum())
+    def forward(self, x: Any) -> SimpleNamespace:
+        for module in self:
+            x = module(x)
+        return SimpleNamespace(loss=x.sum())
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -329,7 +334,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "BlockSparseLinear.forward": lambda: (layer(), {"x": tokens()}),
     "BlockSparseLinear.pack": lambda: (layer().pack, {}),
     "BlockSparseMLP": lambda: {"up": BlockSparseLinear(32, 64), "down": BlockSparseLinear(64, 32)},
-    "BlockSparseMLP.from_module": lambda: {"module": nn.Sequential(mlp().up, nn.GELU(), mlp().down)},
+    "BlockSparseMLP.from_module": lambda: {
+        "module": nn.Sequential(BlockSparseLinear(32, 64), nn.GELU(), BlockSparseLinear(64, 32))
+    },
     "BlockSparseMLP.forward": lambda: (mlp(), {"x": tokens(32)}),
     "PseudoBlockSparseLinear": lambda: {"layer": layer()},
     "PseudoBlockSparseLinear.forward": lambda: (PseudoBlockSparseLinear(layer()), {"x": tokens()}),
@@ -502,6 +509,11 @@ CASES: dict[str, Callable[[], Any]] = {
     "storage.compress": lambda: {"values": values(), "mask": storage.two_of_four(values())},
     "storage.expand": lambda: {"values": values()},
     "storage.quantize": lambda: {"values": values(), "dtype": torch.int8},
+    "train.AveragedModel": lambda: {"model": layered()},
+    "train.AveragedModel.update_parameters": lambda: (
+        train.AveragedModel(layered()).update_parameters,
+        {"model": layered()},
+    ),
     "train.BlockGates": lambda: {"model": sparse()},
     "train.BlockGates.compact": lambda: (train.BlockGates(sparse()).compact, {}),
     "train.Gradual": lambda: trained(sparse(), density=0.5, steps=10),
@@ -615,9 +627,9 @@ def test_every_public_function_has_a_case() -> None:
 
 
 @pytest.fixture
-def group() -> Iterator[None]:
+def group(tmp_path: Path) -> Iterator[None]:
     """Of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

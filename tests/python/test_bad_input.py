@@ -447,7 +447,7 @@ def test_layers_name_what_is_no_tensor(x: Any, said: str, policy: str, nm: Any) 
 def test_sizes_of_layers_stay() -> None:
     layer = tilesparse.BlockSparseLinear(64, 32)
     layer.in_features, layer.out_features = 64, 32  # as they are
-    with pytest.raises(InvalidArgumentError, match="in_features must stay 64, .* got 32; make another layer"):
+    with pytest.raises(InvalidArgumentError, match=r"in_features must stay 64, .* got 32"):
         layer.in_features = 32
     with pytest.raises(InvalidArgumentError, match="out_features must stay 32"):
         layer.out_features = torch.tensor(32)  # type: ignore[assignment]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,6 @@ from tilesparse import (
     BlockSparseLinear,
     BlockSparseModelPatcher,
     CheckpointError,
-    CheckpointNotFoundError,
     InvalidArgumentError,
     checkpoint,
 )
@@ -362,50 +363,182 @@ def test_layers_of_other_kinds(tmp_path: Path) -> None:
         tilesparse.load(nn.ModuleList([Conv1D(64, 128), nn.LSTM(8, 8)]), tmp_path)
 
 
+class OwnLinear(nn.Linear):
+    """As Falcon's, which computes the same in its own way."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = input @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class OwnPatcher(BlockSparseModelPatcher):
+    def is_patchable(self, name: str, module: nn.Module) -> bool:
+        return isinstance(module, OwnLinear) or super().is_patchable(name, module)
+
+
+def test_subclasses_that_a_patcher_converts(tmp_path: Path) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(OwnLinear(64, 64), nn.ReLU(), OwnLinear(64, 64, bias=False), nn.Linear(64, 64))
+
+    model, x = build(), torch.randn(3, 64)
+    patcher = OwnPatcher()
+    patcher.add_pattern(".*", {"density": 0.5})
+    assert len(patcher.patch_model(model).layers) == 3
+    tilesparse.save(model, tmp_path)
+    for target in (build, build()):
+        loaded = tilesparse.load(target, tmp_path)
+        assert_same(loaded, model)
+        assert torch.equal(loaded(x), model(x)) and type(loaded[0]) is BlockSparseLinear
+
+
+CALLS = [
+    *((Path, name) for name in ("open", "rename", "replace", "unlink", "write_bytes", "chmod")),
+    *((os, name) for name in ("fsync", "rename", "replace")),
+    (shutil, "rmtree"),
+]
+
+
 @pytest.mark.parametrize("size", ["20KB", "5GB"])
-def test_interrupted_saves(size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a save ends, what is there is the old checkpoint, the new one, or nothing that loads."""
+@pytest.mark.parametrize("again", [True, False], ids=["all fail from then on", "one fails"])
+def test_saves_that_fail(again: bool, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a save ends, what is there is the old checkpoint or the new one, and what the user has."""
     old, new = sparse_net(seed=1), sparse_net(seed=2)
     outcomes: list[str] = []
-    for steps in range(100):
-        if "well: new" in outcomes:
-            break
+    for steps in range(200):
         folder = tmp_path / str(steps)
+        folder.mkdir()
+        (folder / CONFIG).write_text('{"hidden": 64}')
         tilesparse.save(old, folder, max_shard_size="20KB")
         left = [steps]
         with monkeypatch.context() as patch:
-            for name in ("open", "replace", "unlink", "write_bytes"):
-                _fail_after(patch, name, left)
+            for owner, name in CALLS:
+                patch.setattr(owner, name, _failing(getattr(owner, name), left, again))
             try:
                 tilesparse.save(new, folder, max_shard_size=size)
             except (OSError, CheckpointError):
                 ended = "early"
             else:
                 ended = "well"
-        try:
-            loaded: Any = tilesparse.load(Net, folder)
-        except CheckpointNotFoundError as error:
-            outcomes.append(f"{ended}: none")
-            assert str(error).startswith(CONFIG)
-        else:
-            is_new = torch.equal(*(net.get_parameter("sparse.weight") for net in (loaded, new)))
-            outcomes.append(f"{ended}: {'new' if is_new else 'old'}")
-            assert_same(loaded, new if is_new else old)
-        assert not [file for file in folder.iterdir() if file.is_dir()]  # nothing temporary is left
-    assert list(dict.fromkeys(outcomes)) == ["early: old", "early: none", "well: new"]
+        outcomes.append(f"{ended}: {_which(folder, old, new)}")
+        if left[0] >= 0:
+            break
+        tilesparse.save(new, folder, max_shard_size=size)
+        assert _which(folder, old, new) == "new"
+        assert not list(folder.glob(".saved-*")) and (again or not list(folder.glob(".saving-*")))
+    assert list(dict.fromkeys(outcomes)) == ["early: old", "early: new", "well: new"]
 
 
-def _fail_after(patch: pytest.MonkeyPatch, name: str, left: list[int]) -> None:
-    """Lets a method of paths raise as on a full disk when so many calls have been made."""
-    method = getattr(Path, name)
+def _failing(function: Callable[..., Any], left: list[int], again: bool) -> Callable[..., Any]:
+    """Raises as on a full disk when so many calls have been made: then, or from then on."""
 
-    def failing(self: Path, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
-        if left[0] < 0:
+        if left[0] < 0 and (again or left[0] == -1):
             raise OSError(28, "No space left on device")
-        return method(self, *args, **kwargs)
+        return function(*args, **kwargs)
 
-    patch.setattr(Path, name, failing)
+    return call
+
+
+def _which(folder: Path, old: Net, new: Net) -> str:
+    """Which of two a folder loads, bit for bit; the user's own key is there in either case."""
+    assert json.loads((folder / CONFIG).read_text())["hidden"] == 64
+    loaded: Any = tilesparse.load(Net, folder)
+    is_new = torch.equal(*(net.get_parameter("sparse.weight") for net in (loaded, new)))
+    assert_same(loaded, new if is_new else old)
+    return "new" if is_new else "old"
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from torch import nn
+import tilesparse
+
+folder, size = sys.argv[1:]
+new = nn.Sequential(nn.Linear(64, 64), tilesparse.BlockSparseLinear(64, 64, density=1))
+for parameter in new.parameters():
+    nn.init.constant_(parameter, 2)
+for step in range(1000):
+    def traced(event, arguments, left=[step]):
+        if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.chmod"):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        sys.addaudithook(traced)
+        tilesparse.save(new, f"{folder}/{step}", max_shard_size=size)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        print(step)
+        break
+"""
+
+
+@pytest.mark.parametrize("size", ["10KB", "5GB"])
+def test_saves_that_are_killed(size: str, tmp_path: Path) -> None:
+    """At every file that is opened, renamed or removed."""
+
+    def build(value: float = 0.0) -> nn.Module:
+        model = nn.Sequential(nn.Linear(64, 64), BlockSparseLinear(64, 64, density=1))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, value)
+        return model
+
+    tilesparse.save(build(1.0), tmp_path / "old", max_shard_size="10KB" if size == "5GB" else "5GB")
+    for step in range(100):
+        shutil.copytree(tmp_path / "old", tmp_path / str(step))
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), size],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"PYTHONPATH": str(Path(tilesparse.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    steps = int(done.stdout)
+    found = []
+    for step in range(steps + 1):
+        loaded = tilesparse.load(build, tmp_path / str(step))
+        (value,) = {float(value) for tensor in loaded.parameters() for value in tensor.detach().unique()}
+        found.append(value)
+    assert found == sorted(found) and set(found) == {1.0, 2.0} and steps > 10
+    tilesparse.save(build(3.0), tmp_path / str(steps - 1))
+    assert {WEIGHTS, CONFIG} <= contents(tmp_path / str(steps - 1)).keys()
+
+
+def test_a_save_over_one_that_was_cut_off_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where others have written it, who do not know of the files that were not moved."""
+    first, second, third = (sparse_net(seed=seed) for seed in (1, 2, 3))
+    tilesparse.save(first, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(tilesparse._tensor_files, "_sync", _failing(tilesparse._tensor_files._sync, [1], True))
+        with pytest.raises(OSError, match="No space left"):
+            tilesparse.save(second, tmp_path)
+    assert_same(tilesparse.load(Net, tmp_path), second)
+    state = {name: tensor.clone() for name, tensor in third.state_dict().items()}
+    save_file(state, tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_text(json.dumps({"tilesparse": checkpoint.section(third)}))
+    assert_same(tilesparse.load(Net, tmp_path), third)
+
+
+@pytest.mark.parametrize("path", ["file", "file/inside/folder", None, 5, b"folder", ["folder"]])
+def test_paths_that_are_no_folders(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    for call in (lambda: tilesparse.save(sparse_net(), path), lambda: tilesparse.load(Net, path)):
+        with pytest.raises(InvalidArgumentError, match=r"^path must be the path of a folder, got "):
+            call()
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+@pytest.mark.parametrize("model", ["folder", {}, None, Net], ids=str)
+def test_only_modules_are_saved(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^model must be a torch\.nn\.Module, got "):
+        tilesparse.save(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def _with_extra_state() -> nn.Module:
@@ -615,16 +748,68 @@ def test_buffers_of_no_file(tmp_path: Path) -> None:
 
     model, saved = Rotary(), sparse_net()
     tilesparse.save(saved, tmp_path)
-    with pytest.raises(CheckpointError, match=r"'angles': buffers without contents.*init_empty_weights"):
-        tilesparse.load(Rotary, tmp_path)
+    with torch.device("meta"):
+        nowhere = Rotary()
+    with pytest.raises(CheckpointError, match=r"'angles': buffers without contents.*give load what makes"):
+        tilesparse.load(nowhere, tmp_path)
     with init_empty_weights():
         empty = Rotary()
         empty.masked = BlockSparseLinear(64, 64, density=1)
     assert empty.state_dict()["masked.weight"].is_meta  # but not its pattern
-    for given in (model, empty):
+    for given in (model, empty, Rotary):
         loaded: Any = tilesparse.load(given, tmp_path)
         assert torch.equal(loaded.angles, torch.arange(4.0))
-        assert_same(given, saved)
+        assert_same(loaded, saved)
+
+
+class Made(nn.Module):
+    """With tensors of all kinds that are made in ``__init__``."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        shared = nn.Parameter(torch.ones(4))
+        self.first, self.second = nn.Linear(4, 64), nn.Linear(4, 64)
+        self.first.weight = self.second.weight
+        self.scales = nn.ParameterList([shared, nn.Parameter(torch.zeros(2))])
+        self.shared = shared
+        self.steps = [value.item() for value in torch.linspace(0, 1, 3)]
+        self.table = torch.arange(3.0)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("angles", self.table.cos(), persistent=False)
+        self.attention = nn.MultiheadAttention(64, 2)
+        self.memory = nn.LSTM(4, 8)
+        self.sparse: nn.Module = BlockSparseLinear(64, 64)
+        seen += [name for name, parameter in self.named_parameters() if not parameter.is_meta]
+        seen += [name for name, buffer in self.named_buffers() if buffer.is_meta]
+
+
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_only_parameters_are_made_on_the_meta_device(default: str, tmp_path: Path) -> None:
+    """In the thread that loads; and what was one parameter stays one."""
+    saved = Made([])
+    for parameter in saved.parameters():
+        nn.init.normal_(parameter)
+    tilesparse.save(saved, tmp_path)
+    others: list[nn.Linear] = []
+    wrong: list[str] = []
+
+    def build() -> Made:
+        thread = threading.Thread(target=lambda: others.append(nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+        return Made(wrong)
+
+    with torch.device(default):
+        loaded = tilesparse.load(build, tmp_path)
+    assert wrong == [] and not others[0].weight.is_meta and not nn.Linear(2, 2).weight.is_meta
+    assert_same(loaded, saved)
+    assert loaded.first.weight is loaded.second.weight and loaded.scales[0] is loaded.shared
+    assert loaded.steps == [0, 0.5, 1] and torch.equal(loaded.table, saved.table)
+    assert torch.equal(loaded.get_buffer("angles"), saved.get_buffer("angles"))
+    x = torch.randn(3, 4)
+    for kind, output in zip(("memory", "first"), (loaded.memory(x)[0], loaded.first(x)), strict=True):
+        found = getattr(saved, kind)(x)
+        torch.testing.assert_close(output, found[0] if kind == "memory" else found, rtol=0, atol=0)
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

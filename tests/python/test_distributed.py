@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tilesparse import BlockSparseLinear, UnsupportedError, UnsynchronizedPatternError, _launch
+from tilesparse import BlockSparseLinear, UnsupportedError, UnsynchronizedPatternError, _agreement, _launch
 from tilesparse.parallel import synchronize_patterns
 from tilesparse.train import MaskSchedule
 
@@ -127,6 +128,43 @@ def loaded(rank: int) -> None:
     assert patterns_agree(model)
 
 
+def broadcast_by_hand(rank: int) -> None:
+    for frozen in (False, True):
+        model = make(rank)
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, 0)
+        if frozen:
+            model[0].requires_grad_(False)
+        train(model)  # by itself: what is compared are patterns
+    model = make(0)
+    if rank == 0:  # the only one to read the file
+        model.load_state_dict(make(7).state_dict())
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
+    train(model)
+    for first in (0, 1):  # one array alone
+        model = make(rank)
+        for layer in sparse_layers(model)[first:]:
+            for name in ("crow_indices", "col_indices", "slot"):
+                dist.broadcast(layer.state_dict()[name], 0)
+        if first == 0:
+            train(model)
+        else:
+            with pytest.raises(
+                UnsynchronizedPatternError, match=rf"processes \[{1 - rank}\] have another one"
+            ):
+                train(model)
+
+
+def of_a_silent_process(rank: int) -> None:
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_agreement, "PATIENCE", datetime.timedelta(seconds=0.5))
+            with pytest.raises(UnsynchronizedPatternError, match=r"processes \[1\] have not said"):
+                train(make(rank))
+    dist.barrier()
+
+
 def of_other_sizes(rank: int) -> None:
     with pytest.raises(UnsynchronizedPatternError, match="the same layers"):
         synchronize_patterns(make(0, density=(0.5, 0.25)[rank]))
@@ -199,11 +237,13 @@ SCENES: tuple[Callable[[int], None], ...] = (
     without_broadcasts,
     without_broadcasts_synchronized,
     loaded,
+    broadcast_by_hand,
     of_other_sizes,
     from_meta,
     sharded,
     flattened,
     masked,
+    of_a_silent_process,  # the last one: the others are a layer behind from here on
 )
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub import RepoCard
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 import tilesparse
 from tilesparse import _C, BlockSparseLinear, Product, TileSparseError, cli, errors, tuning
@@ -107,7 +108,8 @@ def test_serving_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["../README.md", "layers.md", "models.md", "storages.md", "choosing.md", "compile.md"]
+    "page",
+    ["../README.md", "layers.md", "models.md", "storages.md", "choosing.md", "compile.md", "checkpoints.md"],
 )
 def test_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -117,21 +119,16 @@ def test_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_page_on_hugging_face_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it but what writes to the Hub."""
+    """Without a network: what is pushed to the Hub is only noted."""
+    pushed: list[tuple[str, str]] = []
+    for kind in (PreTrainedModel, RepoCard):
+        monkeypatch.setattr(
+            kind, "push_to_hub", lambda self, name: pushed.append((type(self).__name__, name))
+        )
     monkeypatch.chdir(tmp_path)
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 96}
-    config = LlamaConfig(hidden_size=128, intermediate_size=256, **sizes)
-    LlamaForCausalLM(config).save_pretrained("dense-model")
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=96))
-    names: dict[str, Any] = {"gpt2": gpt2, "batch": {"input_ids": torch.randint(96, (2, 8))}}
-    for snippet in snippets_of("huggingface.md"):
-        if "me/sparse-model" in snippet:
-            continue
-        if "BlockSparseAdapter(" in snippet:  # of a model without the adapters of the section before
-            names["model"] = LlamaForCausalLM.from_pretrained("sparse-model")
-        exec(compile(snippet, "huggingface.md", "exec"), names)
-    names["patcher"].patch_model(gpt2)
-    counts = gpt2.transformer.h[0].attn.c_attn.pattern.crow_indices.diff().view(3, -1).sum(1)
+    names = executed("huggingface.md")
+    assert pushed == [(kind, "me/sparse-model") for kind in ("LlamaForCausalLM", "ModelCard")]
+    counts = names["gpt2"].transformer.h[0].attn.c_attn.pattern.crow_indices.diff().view(3, -1).sum(1)
     assert counts.tolist() == [8, 8, 4]
     assert len(names["scores"]) == 6 and names["adapter"].parameters()
 

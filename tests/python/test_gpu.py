@@ -31,6 +31,7 @@ from tilesparse import (
     BlockSparseLinear,
     InvalidArgumentError,
     InvalidPatternError,
+    PatternChangedError,
     UnsupportedError,
     functional,
 )
@@ -652,6 +653,63 @@ def test_compiled_graphs_follow_updates_without_compiling_again(training: bool) 
         for seed in range(4):
             layers[1].pattern.update_(make_layer(384, 384, generator=seeded(10 + seed)).pattern)
             torch.testing.assert_close(results(compiled), results(model), rtol=2e-2, atol=5e-2)
+
+
+def write_uncounted(layer: Any, pattern: BlockPattern) -> None:
+    for name in ("crow_indices", "col_indices", "slot"):
+        layer.get_buffer(name).data.copy_(getattr(pattern, name))
+
+
+def another(layer: Any, seed: int) -> BlockPattern:
+    index = layer.pattern
+    return BlockPattern.random(
+        index.shape, block_shape=index.block_shape, nnz=index.nnz, generator=seeded(seed), device="cuda"
+    )
+
+
+def twin(layer: Any, pattern: BlockPattern) -> Any:
+    """A layer with the same weight and that pattern."""
+    made = make_layer(pattern=pattern)
+    with torch.no_grad():
+        made.weight.copy_(layer.weight)
+        made.bias.copy_(layer.bias)
+    return made
+
+
+def test_a_write_that_is_not_counted_is_followed_in_every_layer() -> None:
+    x = randn(64, 256, dtype=BF16, device="cuda")
+    layers = [make_layer() for _ in range(40)]  # more than there is room for at first
+    for turn in range(3):
+        for layer in layers:
+            layer(x)
+        patterns = [another(layer, 100 * turn + i) for i, layer in enumerate(layers)]
+        for layer, pattern in zip(layers, patterns, strict=True):
+            write_uncounted(layer, pattern)
+        results = [layer(x) for layer in layers]
+        for layer, pattern, y in zip(layers, patterns, results, strict=True):
+            assert torch.equal(y, twin(layer, pattern)(x))
+        del layers[1::2], layer
+        torch.cuda.empty_cache()
+
+
+def test_a_write_that_is_seen_late_raises_and_is_followed() -> None:
+    layer, x = make_layer(), randn(64, 256, dtype=BF16, device="cuda")
+    before, pattern = layer(x), another(layer, 7)
+    torch.cuda._sleep(SLEEP)
+    write_uncounted(layer, pattern)
+    assert torch.equal(layer(x), before)  # the host has not waited
+    torch.cuda.synchronize()
+    with pytest.raises(PatternChangedError, match="products have read the former one since"):
+        layer(x)
+    assert torch.equal(layer(x), twin(layer, pattern)(x))
+    layer.slot.data.fill_(10**6)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        with pytest.raises(PatternChangedError, match=r"\[384, 256\] .*what is there now is none: slot"):
+            layer(x)
+    write_uncounted(layer, pattern)
+    torch.cuda.synchronize()
+    assert torch.equal(layer(x), twin(layer, pattern)(x))
 
 
 def test_rewiring_does_not_wait_for_the_gpu(sync_is_an_error: Callable[[], None]) -> None:

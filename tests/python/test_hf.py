@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
 from helpers import SIZES
 from huggingface_hub import ModelCard, PyTorchModelHubMixin
 from safetensors.torch import load_file, save_file
@@ -26,22 +26,36 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
+    CLIPConfig,
+    CLIPModel,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
+    SwinConfig,
+    SwinForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
     pipeline,
 )
 from transformers.utils import logging
@@ -139,7 +153,8 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
         assert tensor.dtype == theirs[name].dtype, name
-        assert torch.equal(tensor.cpu().view(torch.uint8), theirs[name].cpu().view(torch.uint8)), name
+        both = (state[name].cpu().reshape(-1).view(torch.uint8) for state in (mine, theirs))
+        assert torch.equal(*both), name
     assert tilesparse.checkpoint.section(model) == tilesparse.checkpoint.section(expected)
 
 
@@ -234,6 +249,49 @@ def test_importing_tilesparse_first_suffices_in_a_fresh_process(tmp_path: Path) 
     assert torch.equal(torch.load(tmp_path / "logits"), logits(model))
 
 
+RENAMED = """
+import sys, warnings
+import transformers.quantizers.auto, transformers.quantizers.base
+del transformers.quantizers.{name}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import tilesparse
+print(*(str(warning.message) for warning in caught))
+assert len(caught) == 1 and tilesparse.BlockSparseLinear(64, 64)
+"""
+
+
+@pytest.mark.parametrize("name", ["auto.register_quantizer", "base.HfQuantizer._dequantize"])
+def test_another_transformers_without_these_names_costs_a_warning(name: str) -> None:
+    done = run(RENAMED.format(name=name))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tilesparse does not know this release of transformers.quantizers.auto: ")
+    assert "from_pretrained will not load block-sparse layers" in done.stdout
+    assert name.rpartition(".")[2] in done.stdout
+
+
+FORGOTTEN = """
+import sys, tilesparse, tilesparse.hf
+from transformers import LlamaForCausalLM
+LlamaForCausalLM.from_pretrained(sys.argv[1])
+wrapped = LlamaForCausalLM.save_pretrained
+tilesparse.hf.unregister()
+assert LlamaForCausalLM.save_pretrained is wrapped.__wrapped__
+try:
+    LlamaForCausalLM.from_pretrained(sys.argv[1])
+except (RuntimeError, ValueError) as error:
+    print(type(error).__name__)
+"""
+
+
+def test_transformers_can_forget_the_method(tmp_path: Path) -> None:
+    patched("llama", storage="int8").save_pretrained(tmp_path)
+    done = run(FORGOTTEN, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["RuntimeError"]
+    assert "Unknown quantization type, got tilesparse" in done.stderr
+
+
 WITHOUT_TILESPARSE = """
 import sys
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, pipeline
@@ -297,10 +355,6 @@ def test_pickles_hold_what_they_were(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
     model.model.layers[0].mlp.up_proj.to_storage("int8")
-    model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"up_proj\.scales: there, but not in the form"):
-        LlamaForCausalLM.from_pretrained(tmp_path)
-    follow(model)
     model.save_pretrained(tmp_path)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
 
@@ -403,30 +457,111 @@ def test_output_embeddings_that_become_dense_have_a_weight_of_their_own(tmp_path
     assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
-def test_models_that_have_one_configuration_object_are_refused() -> None:
-    model = patched("llama")
-    twin = LlamaForCausalLM(model.config)
-    for refused in (twin, nn.ModuleList([llama(), twin])):
-        with pytest.raises(UnsupportedError, match="its configuration is also that of another LlamaForCaus"):
-            patch(refused, r".*layers")
-        assert not sparse_layers(refused)
-    assert len(model.config.quantization_config.get("layers")) == LAYERS["llama"]
+class FalconPatcher(BlockSparseModelPatcher):
+    def is_patchable(self, name: str, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear) or super().is_patchable(name, module)
+
+
+def test_falcon_is_converted_by_a_patcher_of_ones_own(tmp_path: Path) -> None:
+    """Its linear layers are of a class of its own."""
+
+    def build() -> FalconForCausalLM:
+        sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 96}
+        return FalconForCausalLM(FalconConfig(**sizes, **TOKENS)).eval()
+
+    model = build()
+    patcher = FalconPatcher()
+    patcher.add_pattern(r"transformer\.h", {"density": 0.5, "block_shape": (16, 32)})
+    assert {layer.name.rpartition(".")[2] for layer in patcher.patch_model(model).layers} == {
+        "query_key_value",
+        "dense",
+        "dense_h_to_4h",
+        "dense_4h_to_h",
+    }
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    loaded: Any
+    for loaded in (FalconForCausalLM.from_pretrained(tmp_path), tilesparse.load(build, tmp_path)):
+        assert_same(loaded, model)
+        assert torch.equal(logits(loaded), expected)
+    dense = to_dense(loaded)
+    assert type(dense.transformer.h[0].mlp.dense_h_to_4h) is type(build().transformer.h[0].mlp.dense_h_to_4h)
+    torch.testing.assert_close(logits(dense), expected)
+    assert_saved(dense, tmp_path / "dense")
+
+
+def assert_saved(model: Any, folder: Path) -> None:
+    """What is written is what the model is, dense or sparse."""
+    model.save_pretrained(folder)
+    assert ("quantization_config" in written(folder)) == bool(sparse_layers(model))
+    assert_same(type(model).from_pretrained(folder), model)
+
+
+def configs(model: nn.Module) -> set[int]:
+    found = [value for module in model.modules() for value in vars(module).values()]
+    return {id(value) for value in found if isinstance(value, transformers.PreTrainedConfig)}
+
+
+@pytest.mark.parametrize("order", ["dense first", "sparse first", "of the sparse one"])
+def test_models_of_one_configuration_object_stay_apart(order: str, tmp_path: Path) -> None:
     config = llama().config
-    with pytest.raises(UnsupportedError, match=r"copy\.deepcopy\(config\)"):
-        patch(nn.ModuleList([LlamaForCausalLM(config), LlamaForCausalLM(config)]), r".*layers")
-    follow(model.model)  # which is a part of the one that the configuration describes
+    teacher = None if order == "of the sparse one" else LlamaForCausalLM(config)
+    student: Any = LlamaForCausalLM(config)
+    patcher = patch(student, r"model\.layers", storage="int8")
+    teacher = LlamaForCausalLM(student.config) if teacher is None else teacher
+    both = [("teacher", teacher), ("student", student)]
+    for name, model in both[:: -1 if order == "sparse first" else 1]:
+        assert_saved(model, tmp_path / name)
+    assert not configs(student) & configs(teacher) and not hasattr(config, "quantization_config")
+    assert configs(student) == {id(student.config)} and student.is_quantized
+    patch(teacher, r"model\.layers\.0")
+    assert_saved(teacher, tmp_path / "patched")
+    patcher.undo(student)
+    for name, model in both:
+        assert_saved(model, tmp_path / f"{name} undone")
 
 
-def test_layers_put_in_by_hand_are_refused_until_the_configuration_follows(tmp_path: Path) -> None:
+def test_models_of_one_configuration_object_in_one_module(tmp_path: Path) -> None:
+    config = llama().config
+    pair: Any = nn.ModuleList([LlamaForCausalLM(config), LlamaForCausalLM(config)])
+    patch(pair, r"0\.model\.layers")
+    for number in (0, 1):
+        assert_saved(pair[number], tmp_path / str(number))
+    patch(pair, r"1\.model\.layers\.1")
+    for number in (0, 1):
+        assert_saved(pair[number], tmp_path / str(number))
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_a_model_of_which_a_part_was_patched(described: bool, tmp_path: Path) -> None:
+    model = llama()
+    patch(model.model, r"layers")
+    if described:
+        follow(model)
+        assert configs(model) == {id(model.config)}
+    follow(model.model)
+    assert_saved(model, tmp_path / "whole")
+    assert_saved(model.model, tmp_path / "part")
+
+
+def test_modules_have_their_part_of_the_configuration(tmp_path: Path) -> None:
+    """Those of text and of images in CLIP have configurations within that of the model."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPConfig(text_config={**sizes, "vocab_size": 96}, vision_config={**sizes, **IMAGES})
+    sparse, dense = CLIPModel(config), CLIPModel(config)
+    patch(sparse, r".*mlp")
+    assert not configs(sparse) & configs(dense)
+    parts = {id(sparse.config), id(sparse.config.text_config), id(sparse.config.vision_config)}
+    assert configs(sparse) <= parts and sparse.vision_model.config is sparse.config.vision_config
+    for name, model in (("sparse", sparse), ("dense", dense)):
+        assert_saved(model, tmp_path / name)
+
+
+def test_layers_put_in_by_hand_are_described(tmp_path: Path) -> None:
     model = llama()
     mlp = model.model.layers[0].mlp
     mlp.up_proj = BlockSparseLinear.from_linear(mlp.up_proj, block_shape=16)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        LlamaForCausalLM.from_pretrained(tmp_path)
-    follow(model)
-    model.save_pretrained(tmp_path)
-    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
+    assert_saved(model, tmp_path)
 
 
 def test_transformers_and_tilesparse_load_what_the_other_has_saved(tmp_path: Path) -> None:
@@ -439,13 +574,65 @@ def test_transformers_and_tilesparse_load_what_the_other_has_saved(tmp_path: Pat
     assert_same(GPT2LMHeadModel.from_pretrained(tmp_path), model)
 
 
+SOUND = {"conv_dim": (32,), "conv_stride": (4,), "conv_kernel": (8,), "num_feat_extract_layers": 1}
+WINDOWS = {"patch_size": 2, "embed_dim": 32, "depths": [2, 1], "num_heads": [2, 2], "window_size": 4}
+HEADS = {"head_dim": 32, "num_key_value_heads": 1}
+WITH_BUFFERS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, **TOKENS)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, **HEADS)),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **HEADS)),
+    "gpt2": (GPT2LMHeadModel, GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=96)),
+    "modernbert": (ModernBertForMaskedLM, ModernBertConfig(**SIZES, **TOKENS)),
+    "swin": (SwinForImageClassification, SwinConfig(image_size=16, **WINDOWS)),
+    "wav2vec2": (Wav2Vec2ForCTC, Wav2Vec2Config(**SIZES, **SOUND)),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_BUFFERS)
+def test_what_makes_a_model_is_loaded_into(kind: str, tmp_path: Path) -> None:
+    """Also where it has tensors that no checkpoint has."""
+    build, config = WITH_BUFFERS[kind]
+    sound = {"input_values": torch.randn(2, 400, generator=torch.Generator().manual_seed(0))}
+    given = sound if kind == "wav2vec2" else inputs("vit" if kind == "swin" else "llama")
+    model = build(config).eval()
+    patch(model, r".*(mlp|feed_forward)")
+    tilesparse.save(model, tmp_path)
+    loaded = tilesparse.load(lambda: build(config), tmp_path).eval()
+    assert_same(loaded, model)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, loaded.get_buffer(name)), name
+    with torch.no_grad():
+        assert torch.equal(loaded(**given).logits, model(**given).logits)
+
+
+def test_a_save_that_was_cut_off_is_refused_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would read the new configuration and the old weights. `tilesparse.load` finds the new ones."""
+
+    def fail(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(28, "No space left on device")
+
+    old, new = patched("llama"), patched("llama")
+    new.model.layers[0].mlp.up_proj.reset_parameters()
+    old.save_pretrained(tmp_path)
+    tilesparse.save(old, tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), old)
+    with monkeypatch.context() as patching:
+        patching.setattr(tilesparse._tensor_files, "_sync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            tilesparse.save(new, tmp_path)
+    with pytest.raises(CheckpointError, match=r"^model\.safetensors does not belong to .* cut off"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    tilesparse.save(tilesparse.load(llama, tmp_path), tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), new)
+
+
 def test_models_that_are_made_of_a_configuration_are_dense(tmp_path: Path) -> None:
     model = patched("llama")
     model.save_pretrained(tmp_path)
-    dense = LlamaForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path))
-    follow(dense)
-    dense.save_pretrained(tmp_path)
-    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), dense)
+    assert_saved(LlamaForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path)), tmp_path)
 
 
 def test_models_within_other_modules_are_described(tmp_path: Path) -> None:
@@ -574,6 +761,45 @@ def test_layers_are_offloaded_to_disk(tmp_path: Path, storage: str, offload_buff
         loaded.model.layers[1].mlp.up_proj.to_storage("plain" if "float8" in storage else "int8")
     loaded.save_pretrained(tmp_path / "again")
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "again"), model)
+
+
+ON_DISK = {
+    **dict.fromkeys(
+        ["model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.0", "lm_head"], "cpu"
+    ),
+    "model.layers.1": "disk",
+}
+
+
+@pytest.mark.parametrize("storage", ["plain", "2:4 float8"])
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}, ON_DISK], ids=["auto", "cpu", "disk"])
+def test_accelerate_dispatches_into_dense_skeletons(device_map: Any, storage: str, tmp_path: Path) -> None:
+    model = patched("llama", **STORAGES[storage])
+    model.save_pretrained(tmp_path / "model")
+    with init_empty_weights():
+        empty = llama()
+    folders = {"offload_folder": tmp_path / "disk", "offload_buffers": True}
+    loaded: Any = load_checkpoint_and_dispatch(empty, tmp_path / "model", device_map, **folders)
+    assert torch.equal(logits(loaded), logits(model)) and len(sparse_layers(loaded)) == LAYERS["llama"]
+    if device_map != ON_DISK:
+        assert_saved(loaded, tmp_path / "again")
+
+
+def test_what_accelerate_cannot_dispatch_is_refused_by_name(tmp_path: Path) -> None:
+    patched("llama", storage="int8").save_pretrained(tmp_path)
+    for build, options, error, text in (
+        (llama, {"dtype": torch.bfloat16}, UnsupportedError, r"^dtype must be None or torch\.float32, got"),
+        (gpt2, {}, CheckpointError, r"layers: 'model\.layers\.0.*': missing in the model"),
+    ):
+        with init_empty_weights():
+            empty = build()
+        with pytest.raises(error, match=text):
+            load_checkpoint_and_dispatch(empty, tmp_path, "auto", **options)
+        assert not sparse_layers(empty)
+    llama().save_pretrained(tmp_path / "dense")  # of which nothing is asked
+    with init_empty_weights():
+        empty = llama()
+    assert not sparse_layers(load_checkpoint_and_dispatch(empty, tmp_path / "dense", "auto"))
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from tilesparse._hooks import when_imported
+from tilesparse._hooks import adapt, revert, when_imported
 
 
 @pytest.fixture
@@ -28,15 +31,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_module_that_is_there_is_called_back_at_once() -> None:
     seen: list[ModuleType] = []
-    when_imported("json", seen.append)
+    when_imported("json", seen.append, "nothing")
     assert seen == [sys.modules["json"]]
 
 
 def test_callbacks_come_once_after_the_import(folder: Path) -> None:
     (folder / "later.py").write_text("value = 1")
     seen: list[int] = []
-    when_imported("later", lambda module: seen.append(module.value))
-    when_imported("later", lambda module: seen.append(module.value + 1))
+    when_imported("later", lambda module: seen.append(module.value), "nothing")
+    when_imported("later", lambda module: seen.append(module.value + 1), "nothing")
     assert importlib.util.find_spec("later") is not None and seen == []
     module = importlib.import_module("later")
     assert seen == [1, 2]
@@ -46,7 +49,7 @@ def test_callbacks_come_once_after_the_import(folder: Path) -> None:
 
 def test_an_import_that_fails_is_awaited_again(folder: Path) -> None:
     seen: list[ModuleType] = []
-    when_imported("broken_at_first", seen.append)
+    when_imported("broken_at_first", seen.append, "nothing")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("broken_at_first")
     importlib.invalidate_caches()
@@ -64,12 +67,96 @@ def test_modules_of_one_loader_are_told_apart(folder: Path, monkeypatch: pytest.
         archive.writestr("packed_second.py", "import sys; sys.modules[__name__] = sys")
     monkeypatch.syspath_prepend(str(folder / "packed.zip"))
     seen: list[ModuleType] = []
-    when_imported("packed_second", seen.append)
+    when_imported("packed_second", seen.append, "nothing")
     assert importlib.util.find_spec("packed_second") is not None
     importlib.import_module("packed_first")
     assert seen == []
     importlib.import_module("packed_second")
     assert seen == [sys]
+
+
+class OldFinder:
+    """Of Python before 3.4."""
+
+    def find_module(self, fullname: str, path: Any = None) -> None:
+        return None
+
+
+def test_finders_without_find_spec_are_skipped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [OldFinder(), *sys.meta_path])
+    (folder / "found_later.py").write_text("")
+    seen: list[ModuleType] = []
+    when_imported("found_later", seen.append, "nothing")
+    assert seen == [importlib.import_module("found_later")]
+
+
+class SlottedLoader:
+    """Takes no attributes."""
+
+    __slots__ = ()
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["value"] = 1
+
+
+def test_modules_of_loaders_that_cannot_call_back_are_imported_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Finder:
+        def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+            return ModuleSpec(fullname, SlottedLoader()) if fullname == "slotted" else None  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    when_imported("slotted", lambda module: None, "nothing is adapted")
+    with pytest.warns(UserWarning, match="release of slotted: nothing is adapted") as caught:
+        assert importlib.import_module("slotted").value == 1
+    assert len(caught) == 1
+    del sys.modules["slotted"]
+
+
+def test_errors_of_callbacks_are_warnings(folder: Path) -> None:
+    (folder / "renamed.py").write_text("")
+    seen: list[ModuleType] = []
+    when_imported("renamed", lambda module: module.old_name, "this is missing")
+    when_imported("renamed", seen.append, "nothing")
+    with pytest.warns(UserWarning, match=r"renamed: this is missing \(.*no attribute 'old_name'") as caught:
+        module = importlib.import_module("renamed")
+    assert seen == [module] and len(caught) == 1
+    with pytest.warns(UserWarning, match="this is missing"):
+        when_imported("renamed", lambda module: module.old_name, "this is missing")
+
+
+def test_adaptations_are_undone() -> None:
+    class Base:
+        def inherited(self) -> str:
+            return "theirs"
+
+        @staticmethod
+        def fixed() -> str:
+            return "theirs"
+
+    class Model(Base):
+        fixed = staticmethod(Base.fixed)
+
+        def replaced(self) -> str:
+            return "theirs"
+
+    before = {name: inspect.getattr_static(Model, name) for name in ("inherited", "fixed", "replaced")}
+    for name in before:
+        adapt("some", Model, name, lambda function: lambda *arguments: "ours, " + function(*arguments))
+        assert getattr(Model(), name)() == "ours, theirs"
+    Model.replaced = lambda self: "of others"  # type: ignore[method-assign]
+    with pytest.raises(AttributeError):
+        adapt("some", Model, "missing", lambda function: function)
+    for _ in range(2):
+        revert("some")
+    assert {name: inspect.getattr_static(Model, name) for name in ("inherited", "fixed")} == {
+        name: before[name] for name in ("inherited", "fixed")
+    }
+    assert "inherited" not in vars(Model) and Model().replaced() == "of others"
 
 
 def test_what_takes_long_is_imported_by_who_needs_it() -> None:

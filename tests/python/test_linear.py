@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
 from tilesparse._launch import prepared
-from tilesparse.errors import InvalidArgumentError, InvalidPatternError
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError
 
 IN, OUT = 128, 96
 CPU_AND_CUDA = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -228,6 +229,37 @@ def test_a_state_dict_brings_its_pattern(other: dict[str, Any], assign: bool) ->
     layer(x).sum().backward()
 
 
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}])
+@pytest.mark.parametrize(("before", "now"), [(0.25, 0.75), (0.75, 0.25)])
+def test_an_optimizer_with_states_of_another_number_of_blocks_is_refused(
+    before: float, now: float, options: dict[str, Any]
+) -> None:
+    layer, other = make(seed=1, density=before), make(seed=2, density=now)
+    x = randn(4, IN)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+
+    optimizer, fresh = (torch.optim.AdamW(layer.parameters(), lr=0.1, **options) for _ in range(2))
+    step(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    layer.load_state_dict(other.state_dict())
+    weights = copy.deepcopy(layer.state_dict())
+    with pytest.raises(
+        PatternChangedError, match=r"AdamW keeps 'exp_avg' of shape .* number of blocks changed"
+    ):
+        step(optimizer)
+    torch.testing.assert_close(dict(layer.state_dict()), dict(weights), rtol=0, atol=0)
+    step(fresh)  # has no states yet
+    optimizer.load_state_dict(fresh.state_dict())
+    step(optimizer)  # has states of the new size
+    optimizer.load_state_dict(saved)
+    with pytest.raises(PatternChangedError, match="AdamW keeps"):
+        step(optimizer)
+
+
 def test_loading_into_a_layer_leaves_others_with_the_same_pattern_alone() -> None:
     layer = make()
     sibling = BlockSparseLinear(IN, OUT, pattern=layer.pattern)
@@ -356,6 +388,40 @@ def test_autocast_computes_in_its_dtype_and_keeps_gradients_in_that_of_the_param
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_autocast_casts_parameters_once_in_a_region(mode: Callable[[], Any]) -> None:
+    layer, x = make(), randn(4, IN, dtype=torch.bfloat16)
+    cast, to = list[Tensor](), Tensor.to
+
+    def counted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if tensor.dtype != dtype:
+            cast.append(tensor)
+        return to(tensor, dtype)
+
+    with mock.patch.object(Tensor, "to", counted):
+        for _ in range(2):
+            cast.clear()
+            with mode(), torch.autocast("cpu", torch.bfloat16):
+                y = layer(x)
+                assert torch.equal(layer(x), y) and len(cast) == 2  # weight and bias
+                with torch.autocast("cpu", torch.float16):
+                    assert layer(x).dtype == torch.float16
+                with torch.no_grad():
+                    layer.weight.mul_(2)  # PyTorch's own cache would not see it
+                assert not torch.equal(layer(x), y)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            layer(x)
+        y = layer(x).float().sum() + layer(x).float().sum()
+    y.backward()
+    once = copy.deepcopy(layer)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        y = once(x).float().sum() + once(x).float().sum()
+    once.zero_grad()
+    y.backward()
+    torch.testing.assert_close(layer.weight.grad, once.weight.grad, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("policy", ["sparse", "dense"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import warnings
@@ -164,6 +166,89 @@ import peft, peft.tuners.lora.config as config
 loader = config.__loader__
 assert "exec_module" not in vars(loader) and loader.get_source(config.__name__)
 assert peft.LoraConfig(target_modules=["a"]) and "tilesparse.peft" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+RENAMED = """
+import importlib.machinery, sys, warnings
+
+class Finder:  # PEFT of another release, which has none of the names
+    names = ["peft", "peft.tuners", "peft.tuners.tuners_utils", "peft.tuners.lora", "peft.tuners.lora.model"]
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.names:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        if module.__name__ == "peft.tuners.lora.model":
+            module.LoraModel = type("LoraModel", (), {"merge_adapter": None})
+
+sys.meta_path.insert(0, Finder())
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import ORDER
+    import peft.tuners.lora.model, peft.tuners.tuners_utils, tilesparse
+print(*(str(warning.message) for warning in caught), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("first", ["tilesparse", "peft.tuners.lora.model, peft.tuners.tuners_utils"])
+def test_another_peft_without_these_names_is_imported_with_warnings(first: str) -> None:
+    program = RENAMED.replace("ORDER", first)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    text = done.stdout.splitlines()
+    assert len(text) == 3 and all("tilesparse does not know this release of peft" in line for line in text)
+    for consequence in ("LoRA of block-sparse layers will be refused", '"all-linear"', "merging may end"):
+        assert consequence in done.stdout
+
+
+def test_pickled_configs_are_of_peft_alone() -> None:
+    """Before and after they were used for a model, dense or sparse."""
+    for model in (nn.Sequential(nn.Linear(8, 8)), nn.Sequential(BlockSparseLinear(64, 64))):
+        config = LoraConfig(r=4, target_modules=["0"])
+        for _ in range(2):
+            assert b"tilesparse" not in pickle.dumps(config)
+            adapter = get_peft_model(copy.deepcopy(model), pickle.loads(pickle.dumps(config)))
+            config = adapter.peft_config["default"]
+        assert isinstance(adapter.base_model.model[0], LoraLinear) == isinstance(model[0], BlockSparseLinear)
+
+
+def test_a_class_that_a_config_names_comes_first() -> None:
+    class Own(LoraLinear):
+        pass
+
+    config = LoraConfig(r=4, target_modules=["0"])
+    config._register_custom_module({BlockSparseLinear: Own})
+    model = get_peft_model(nn.Sequential(BlockSparseLinear(64, 64)), config)
+    assert type(model.base_model.model[0]) is Own
+
+
+def test_peft_gets_its_functions_back() -> None:
+    program = """
+import peft, torch
+from peft.tuners import tuners_utils
+from peft.tuners.lora.model import LoraModel
+
+def functions():
+    return (LoraModel._create_new_module, LoraModel.merge_adapter, LoraModel.merge_and_unload,
+            tuners_utils._maybe_include_all_linear_layers)
+
+before = functions()
+import tilesparse, tilesparse.peft
+assert not any(map(lambda a, b: a is b, before, functions()))
+tilesparse.peft.unregister()
+assert functions() == before
+try:
+    model = torch.nn.Sequential(tilesparse.BlockSparseLinear(64, 64))
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
+except ValueError as error:
+    assert "is not supported" in str(error)
+else:
+    raise AssertionError
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

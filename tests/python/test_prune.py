@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,10 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     T5Config,
     T5Model,
@@ -568,14 +574,14 @@ def test_saved_and_loaded_as_transformers_do(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(**case.batches[0]).logits, case.outputs()[0])
 
 
-def saved_with_tokenizer(folder: Path) -> LlamaForCausalLM:
+def saved_with_tokenizer(folder: Path, make: Callable[[], Any] = llama) -> Any:
     """A model whose tokens are words."""
     words = {f"w{number}": number for number in range(96)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
     torch.manual_seed(0)
-    model = llama()
+    model = make()
     model.save_pretrained(folder)
     return model
 
@@ -915,3 +921,140 @@ def test_output_embeddings_and_ties_stay_and_are_reported() -> None:
     (skipped,) = report.skipped
     assert skipped.name == "lm_head" and type(case.model.lm_head) is nn.Linear
     assert isinstance(report, PruneReport) and "skipped lm_head" in str(report)
+
+
+# What is said of what was left, and of data that are too few.
+
+
+def mixtral() -> MixtralForCausalLM:
+    return MixtralForCausalLM(MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=24))
+
+
+def messages(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    assert all(one.filename == __file__ for one in caught if issubclass(one.category, UserWarning))
+    return result, [str(one.message) for one in caught]
+
+
+def test_experts_that_stay_dense_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case(mixtral, tokens(), "model.layers")
+    whole = sum(parameter.numel() for parameter in case.model.parameters())
+    experts = sum(p.numel() for name, p in case.model.named_parameters() if ".experts." in name)
+    assert experts > 0.9 * whole
+    report, said = messages(lambda: prune_model(case.model, case.batches, block_shape=16))
+    assert all("self_attn" in layer.name for layer in report.layers)
+    found = sum(one.share for one in report.dense if ".experts." in one.name)
+    assert found == pytest.approx(experts / whole)
+    assert "model.layers.*.mlp.experts.gate_up_proj" in str(report)
+    (dense,) = [one for one in said if "are in no linear layer and stay dense" in one]
+    assert "model.layers.*.mlp.experts.down_proj (2)" in dense
+    _, said = messages(lambda: prune_model(CASES["bert"]().model, CASES["bert"]().batches, block_shape=32))
+    assert not any("stay dense" in one for one in said)
+
+    source, text = tmp_path / "dense", tmp_path / "text"
+    saved_with_tokenizer(source, mixtral)
+    text.write_text(" ".join(f"w{int(t)}" for t in torch.randint(1, 96, (600,), generator=seeded())))
+    with pytest.warns(UserWarning, match="stay dense: "):
+        assert (
+            cli.main(["prune", str(source), str(tmp_path / "sparse"), "--text", str(text), "--block", "32"])
+            == 0
+        )
+    assert "model.layers.*.mlp.experts.gate_up_proj      2" in capsys.readouterr().out
+
+
+def test_expressions_that_prune_nothing_raise() -> None:
+    model = mlp()
+    before = state(model)
+    for layers in (["0$", "decoder"], ["0$", "1$"], ["decoder"]):
+        with pytest.raises(InvalidArgumentError, match=f"{re.escape(layers[-1])}|no layer is left"):
+            prune_model(model, vectors(), block_shape=16, layers=layers)
+        assert unchanged(model, before)
+    report = prune_model(model, vectors(), block_shape=16, layers=["decoder"], strict=False)
+    assert not report.layers and unchanged(model, before)
+    report = prune_model(model, vectors(), block_shape=16, layers=["0$", "decoder"], strict=False)
+    assert [layer.name for layer in report.layers] == ["0"]
+
+
+def test_layers_that_cannot_be_cut_are_skipped_unless_named() -> None:
+    """As the patcher does."""
+    model = nn.ModuleDict({"body": nn.Linear(64, 64), "classifier": nn.Linear(64, 2)})
+    options: dict[str, Any] = {"block_shape": 16, "forward": lambda m, x: m["classifier"](m["body"](x))}
+    for layers in (None, ".*"):
+        report = prune_model(copy.deepcopy(model), vectors(), layers=layers, **options)
+        assert [layer.name for layer in report.layers] == ["body"]
+        assert [layer.name for layer in report.skipped] == ["classifier"]
+        assert "out_features is 2, no multiple of 16" in report.skipped[0].reason
+    with pytest.raises(InvalidArgumentError, match="layer 'classifier': block_shape: "):
+        prune_model(model, vectors(), layers="body|classifier", **options)
+
+
+def test_a_density_beside_choices_is_refused() -> None:
+    model = mlp()
+    before = state(model)
+    pattern = BlockPattern.full((128, 64), block_shape=16)
+    for name, given in (("choices", {"0": Choice(0.25, (16, 16))}), ("patterns", {"0": pattern})):
+        with pytest.raises(InvalidArgumentError, match=f"density must be None beside {name}.*got 0.5"):
+            prune_model(model, vectors(), density=0.5, **{name: given})  # type: ignore[arg-type]
+    assert unchanged(model, before)
+    assert {layer.density for layer in prune_model(model, vectors(), block_shape=16).layers} == {0.5}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_too_few_tokens_are_named_with_those_that_are_needed(bias: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 64, bias=bias), nn.Tanh(), nn.Linear(64, 64, bias=bias))
+    for met, short in ((3, True), (511 + bias, True), (512 + bias, False)):
+        batches = [inputs(met, 512).float()]
+        report, said = messages(lambda: prune_model(copy.deepcopy(model), batches, block_shape=16))  # noqa: B023
+        said = [one for one in said if one.startswith("batches must give a layer at least as many tokens")]
+        assert bool(said) == short
+        if short:
+            assert f"{met} of {512 + bias} at 0" in said[0]
+            assert (f"{met} of {64 + bias} at 2" in said[0]) == (met == 3)
+        if met == 3:
+            assert report.layers[0].error < 1e-4  # which is what the warning is about
+            _, said = messages(lambda: measure_errors(model, batches, [Choice(0.5, (16, 16))]))  # noqa: B023
+            assert f"3 of {512 + bias} at 0" in said[0]
+        if met == 3:  # magnitude asks nothing of the data
+            options: dict[str, Any] = {"method": "magnitude", "refit": False, "block_shape": 16}
+            _, said = messages(lambda: prune_model(copy.deepcopy(model), batches, **options))  # noqa: B023
+            assert not any("tokens" in one for one in said)
+
+
+def test_empty_block_rows_and_columns_are_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64))
+    with torch.no_grad():
+        model[0].weight[:16] += 10
+    report, said = messages(lambda: prune_model(model, vectors(), block_shape=16, density=0.25))
+    (layer,) = report.layers
+    mask = model[0].pattern.to_block_mask()
+    assert layer.empty_rows == int((~mask.any(1)).sum()) == 3
+    assert layer.empty_columns == int((~mask.any(0)).sum()) == 0
+    assert "empty block rows, whose outputs are the bias alone: 3 in 0" in said[0] and said[0][-5:] in str(
+        report
+    )
+    pattern = BlockPattern.from_blocks([(0, 0)], shape=(64, 64), block_shape=16)
+    model = nn.Sequential(nn.Linear(64, 64))
+    report, said = messages(lambda: prune_model(model, vectors(), patterns={"0": pattern}))
+    assert (report.layers[0].empty_rows, report.layers[0].empty_columns) == (3, 3) and not said
+
+
+def test_layers_whose_weight_a_module_reads_stay_dense() -> None:
+    def mamba() -> MambaModel:
+        sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
+        return MambaModel(MambaConfig(**sizes, time_step_rank=32))
+
+    case = Case(mamba, tokens(), "layers")
+    with pytest.warns(UserWarning, match=r"MambaMixer calls .*layers\.\*\.mixer\.out_proj \(2\)"):
+        report = prune_model(case.model, case.batches, block_shape=16)
+    assert [layer.name for layer in report.skipped] == [f"layers.{i}.mixer.dt_proj" for i in (0, 1)]
+    assert all("MambaMixer reads its weight itself" in layer.reason for layer in report.skipped)
+    assert len(report.layers) == 6 and all(y.isfinite().all() for y in case.outputs())
+    with pytest.raises(
+        InvalidArgumentError, match=r"'layers.0.mixer.dt_proj' cannot be pruned: MambaMixer reads"
+    ):
+        choices = {"layers.0.mixer.dt_proj": Choice(0.5, (16, 16))}
+        prune_model(Case(mamba, [], "").model, case.batches, choices=choices)

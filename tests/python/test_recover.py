@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +17,23 @@ from test_docs import executed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    BartConfig,
+    BartModel,
     BertConfig,
     BertModel,
+    CLIPVisionConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     T5Config,
     T5EncoderModel,
+    T5Model,
     TrainingArguments,
+    WhisperConfig,
+    WhisperModel,
 )
 from transformers.utils import logging
 
@@ -396,7 +405,8 @@ def test_layers_outside_of_the_stack_are_reported_and_can_be_named() -> None:
     patcher.add_pattern(r"encoder\.layer\.1|pooler", {"block_shape": (16, 16)})
     patcher.patch_model(model)
     before = tensors_of(model)
-    report = reconstruct(model, teacher, texts(4), epochs=1)
+    with pytest.warns(UserWarning, match=r"did not fit pooler\.dense \(outside of the stack"):
+        report = reconstruct(model, teacher, texts(4), epochs=1)
     assert len(report.submodules) == 3
     assert [one.name for one in report.skipped] == ["pooler.dense"] and "skipped pooler.dense" in str(report)
     assert torch.equal(model.pooler.dense.weight, before["pooler.dense.weight"])
@@ -411,11 +421,190 @@ def test_what_cannot_be_trained_is_reported() -> None:
     model.model.layers[0].mlp.requires_grad_(False)
     for layer in sparse(model.model.layers[1].self_attn):
         layer.to_storage("int8")
-    report = reconstruct(model, teacher, texts(3), epochs=1, lr=1e-3)
+    with pytest.warns(
+        UserWarning, match=r"model\.layers\.0\.mlp, model\.layers\.1\.self_attn \(no parameter"
+    ):
+        report = reconstruct(model, teacher, texts(3), epochs=1, lr=1e-3)
     assert [one.name for one in report.skipped] == ["model.layers.0.mlp", "model.layers.1.self_attn"]
     assert len(report.submodules) == 2 and "skipped model.layers.0.mlp: no parameter" in str(report)
     with pytest.raises(InvalidArgumentError, match="submodules: one with parameters to train"):
         reconstruct(model, teacher, texts(3), submodules=["model.layers.0.mlp"])
+
+
+class TwoTowers(nn.Module):
+    """A stack whose blocks have longer ones in them, a stack behind it, and a layer between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))) for _ in range(2))
+        self.between = nn.Linear(64, 64)
+        self.second = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.first:
+            x = block(x)
+        x = torch.tanh(self.between(x))
+        for block in self.second:
+            x = block(x)
+        return x
+
+
+def texts_to_text(count: int) -> list[dict[str, Tensor]]:
+    return [batch | {"decoder_input_ids": batch["input_ids"].roll(1, 1)} for batch in texts(count)]
+
+
+def sounds(count: int) -> list[dict[str, Tensor]]:
+    return [
+        {
+            "input_features": randn(2, 8, 32, dtype=torch.float32, seed=seed),
+            "decoder_input_ids": torch.randint(3, VOCABULARY, (2, TOKENS), generator=seeded(seed)),
+        }
+        for seed in range(count)
+    ]
+
+
+def pictures(count: int) -> list[dict[str, Tensor]]:
+    """Of four patches, which stand for tokens 1."""
+    batches = []
+    for seed in range(count):
+        tokens = torch.randint(3, VOCABULARY, (2, TOKENS), generator=seeded(seed))
+        tokens[:, :4] = 1
+        pixels = randn(2, 3, 16, 16, dtype=torch.float32, seed=seed)
+        batches.append({"input_ids": tokens, "pixel_values": pixels})
+    return batches
+
+
+def llava() -> Any:
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision, image_size=16, patch_size=8),
+        text_config=LlamaConfig(**SIZES),
+        image_token_index=1,
+        vision_feature_layer=-1,
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def bart() -> Any:
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return BartModel(
+        BartConfig(vocab_size=VOCABULARY, d_model=64, max_position_embeddings=32, **layers, **heads)
+    )
+
+
+def whisper() -> Any:
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {"vocab_size": VOCABULARY, "num_mel_bins": 8, "max_source_positions": 16, "d_model": 64}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return WhisperModel(WhisperConfig(**sizes, **tokens, **layers, **heads, max_target_positions=16))
+
+
+def t5() -> Any:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_heads": 2}
+    return T5Model(T5Config(**sizes, num_layers=2, num_decoder_layers=3))
+
+
+# Where the data go through, and what is fitted on the way.
+STACKS: dict[str, tuple[Callable[[], Any], Callable[[int], list[Any]], str, list[str], list[str]]] = {
+    "t5": (
+        t5,
+        texts_to_text,
+        r".*\.block\.",
+        [""],
+        [f"encoder.block.{b}.layer.{i}" for b in (0, 1) for i in (0, 1)]
+        + [f"decoder.block.{b}.layer.{i}" for b in (0, 1, 2) for i in (0, 1, 2)],
+    ),
+    "bart": (
+        bart,
+        texts_to_text,
+        r".*layers",
+        [f"{side}.layers.{b}" for side in ("encoder", "decoder") for b in (0, 1)],
+        [
+            f"{side}.layers.{b}.{part}"
+            for side in ("encoder", "decoder")
+            for b in (0, 1)
+            for part in ("self_attn", *["encoder_attn"] * (side == "decoder"), "fc1", "fc2")
+        ],
+    ),
+    "whisper": (
+        whisper,
+        sounds,
+        r".*layers",
+        [f"{side}.layers.{b}" for side in ("encoder", "decoder") for b in (0, 1)],
+        [
+            f"{side}.layers.{b}.{part}"
+            for side in ("encoder", "decoder")
+            for b in (0, 1)
+            for part in ("self_attn", *["encoder_attn"] * (side == "decoder"), "fc1", "fc2")
+        ],
+    ),
+    "llava": (
+        llava,
+        pictures,
+        r".*layers",
+        [f"model.vision_tower.encoder.layers.{b}" for b in (0, 1, 2)]
+        + [f"model.language_model.layers.{b}" for b in (0, 1)],
+        [f"model.vision_tower.encoder.layers.{b}.{part}" for b in (0, 1, 2) for part in ("self_attn", "mlp")]
+        + [f"model.language_model.layers.{b}.{part}" for b in (0, 1) for part in ("self_attn", "mlp")],
+    ),
+    "custom": (
+        TwoTowers,
+        vectors,
+        "first|second",
+        ["first.0", "first.1", "second.0", "second.1"],
+        [f"first.{b}.{i}" for b in (0, 1) for i in (0, 1, 2)] + ["second.0.0", "second.1.0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_all_stacks_are_fitted_in_the_order_in_which_they_run(name: str) -> None:
+    make, batches, regex, blocks, submodules = STACKS[name]
+    torch.manual_seed(0)
+    teacher = make().eval()
+    model = pruned(teacher, regex)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        report = reconstruct(model, teacher, batches(3), epochs=1)
+    assert report.blocks == blocks and not report.skipped
+    assert [one.name for one in report.submodules] == submodules
+
+
+def test_what_does_not_run_is_named() -> None:
+    torch.manual_seed(0)
+    teacher = llava().eval()
+    model = pruned(teacher, r".*layers")
+    with pytest.warns(UserWarning, match=r"vision_tower\.encoder\.layers\.\*\.self_attn \(3\).*does not run"):
+        report = reconstruct(model, teacher, texts(3, padded=False), epochs=1)
+    assert {one.name.split(".")[1] for one in report.submodules} == {"language_model"}
+    assert len(report.skipped) == 6
+    before = tensors_of(model)
+    with pytest.raises(InvalidArgumentError, match="does not run"):
+        names = ["model.vision_tower.encoder.layers.0.mlp", "model.language_model.layers.0.mlp"]
+        reconstruct(model, teacher, texts(3, padded=False), epochs=1, submodules=names)
+    assert same(tensors_of(model), before)
+
+
+def test_a_stack_that_holds_less_than_half_is_none() -> None:
+    """An inner Sequential beside layers that are in no container."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.after(torch.tanh(self.inner(torch.tanh(self.before(x)))))
+            return y
+
+    teacher = Inner()
+    model = pruned(teacher, ".")
+    report = reconstruct(model, teacher, vectors(3), epochs=1)
+    assert report.blocks == [""]
+    assert [one.name for one in report.submodules] == ["before", "inner", "after"]
 
 
 class Tree(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from tilesparse import (
 )
 
 IN, OUT = 96, 64
+ARRAYS = ("crow_indices", "col_indices", "slot")
 
 
 def make(seed: int = 0, **options: Any) -> Any:
@@ -68,6 +70,57 @@ def test_products_follow_buffers_changed_in_place(device: str) -> None:
         weight = dense_weight(layer.weight, layer.pattern)
         torch.testing.assert_close(gradient.double().cpu(), weight.sum(0).expand(5, -1), rtol=1e-5, atol=1e-5)
     assert layer.pattern == make(2).pattern
+
+
+UNCOUNTED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    ".data": lambda buffer, value: buffer.data.copy_(value),
+    "state_dict": lambda buffer, value: buffer.detach().data.copy_(value),
+    "storage": lambda buffer, value: buffer.untyped_storage().copy_(value.untyped_storage()),
+}
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_follow_writes_that_pytorch_does_not_count(device: str, policy: str, name: str) -> None:
+    options: dict[str, Any] = {"policy": policy, "device": device}
+    layer, x = make(1, **options), randn(5, IN, dtype=torch.float32, device=device).requires_grad_()
+    with torch.inference_mode():
+        frozen = make(1, **options)
+    for seed in (2, 3):
+        before = layer(x)
+        versions = [layer.get_buffer(array)._version for array in ARRAYS]
+        for changed in (layer, frozen):
+            with torch.no_grad():
+                changed(x)
+            for array in ARRAYS:
+                UNCOUNTED[name](changed.get_buffer(array), make(seed).get_buffer(array))
+            with torch.no_grad():
+                assert_right(changed, changed(x), x)
+        assert versions == [layer.get_buffer(array)._version for array in ARRAYS]
+        if policy == "sparse":
+            with pytest.raises(PatternChangedError, match="pattern"):
+                before.sum().backward()
+        (gradient,) = torch.autograd.grad(layer(x).sum(), x)
+        weight = dense_weight(layer.weight, layer.pattern)
+        torch.testing.assert_close(gradient.double().cpu(), weight.sum(0).expand(5, -1), rtol=1e-5, atol=1e-5)
+    layer.slot.data.fill_(7)
+    with pytest.raises((InvalidPatternError, PatternChangedError), match="slot"):
+        layer(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_swapping_memory_back_and_forth_leaves_nothing_behind(device: str) -> None:
+    layer, x = make(1, device=device), randn(5, IN, dtype=torch.float32, device=device)
+    layer(x)
+    memories = [[make(seed, device=device).get_buffer(name) for name in ARRAYS] for seed in (1, 2)]
+    finalizers, entries = len(weakref.finalize._registry), len(_launch._entries)
+    for turn in range(10):
+        for name, memory in zip(ARRAYS, memories[turn % 2], strict=True):
+            layer.get_buffer(name).data = memory
+        assert_right(layer, layer(x), x)
+    assert len(weakref.finalize._registry) == finalizers
+    assert len(_launch._entries) == entries
 
 
 @pytest.mark.parametrize("device", DEVICES)

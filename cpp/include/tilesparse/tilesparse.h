@@ -335,6 +335,20 @@ TS_API ts_status_t ts_pattern_device_transpose(const ts_pattern* pattern, int32_
                                                int32_t* col_slot, void* workspace, size_t workspace_bytes,
                                                ts_stream_t stream);
 
+/* Two arrays in memory of a CUDA device, and whether they were found to differ. */
+typedef struct ts_array_pair {
+    const int32_t* first;
+    const int32_t* second;
+    int64_t count;   /* of elements; of 0 the arrays are not read */
+    int64_t differs; /* 0, or what ts_arrays_compare wrote */
+} ts_array_pair;
+
+/* Has the current device compare pairs of arrays, such as those of a pattern with copies of them, and write
+ * `mark`, which is not 0, to `differs` of the pairs that differ, unless there is another mark. Nothing waits
+ * for the GPU. The pairs lie in pinned memory of the host, where they can be read and changed at any time.
+ * TS_UNSUPPORTED: the library was built without CUDA. */
+TS_API ts_status_t ts_arrays_compare(ts_array_pair* pairs, int32_t count, int64_t mark, ts_stream_t stream);
+
 /* Microseconds that a kernel (index for ts_kernel_get), or TS_EXPAND_AND_RUN_DENSE, is estimated to take for
  * a product on that device; 0 where there is no estimate. Estimates were fitted on one GPU, an H200. They
  * read what ts_matmul_select reads, and neither desc->kernel, prefer and policy nor measurements.

@@ -11,9 +11,9 @@ from torch import nn
 
 from .._arguments import checked
 from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
+from .._reports import aligned
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight
-from ..patch import aligned
 from ..storage import forms_of
 from ._layers import (
     check_mapping,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .._batches import call, device_of, mapped, mask_of, moved
+from .._batches import call, device_of, mapped, mask_of, moved, stacks
 from ..errors import InvalidArgumentError
 from .compensation import exact_products
 
@@ -197,7 +196,7 @@ class Calibration:
         self._calls: list[list[_Call]] = []  # of each batch: of each block, or one for all of them
         self._hidden: list[Tensor] = []  # of each batch: what the next block takes
         self._dense: list[Tensor] = []  # likewise, in the dense model
-        self.stack = next((name for name in _stacks(model, layers) if self._reach(name)), None)
+        self.stack = next((name for name in stacks(model, layers) if self._reach(name)), None)
         self._layers = layers
 
     def units(self) -> list[Unit]:
@@ -378,19 +377,6 @@ def own_loss(output: Any) -> Tensor:
             "batch has labels"
         )
     return value
-
-
-def _stacks(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """Names of modules that may be stacks: those first that share most layers out among their items."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            prefix = f"{name}." if name else ""
-            inside = [layer.removeprefix(prefix) for layer in layers if layer.startswith(prefix)]
-            items = Counter(layer.partition(".")[0] for layer in inside)
-            if len(items) > 1:
-                found.append((len(inside) - max(items.values()), name))
-    return [name for _, name in sorted(found, key=lambda stack: -stack[0])]
 
 
 def _kept_tokens(batch: Any) -> Tensor | None:

@@ -14,15 +14,19 @@ from torch import Tensor, nn
 from .. import _progress
 from .._arguments import checked
 from .._batches import check_function, chosen_device, evaluating
+from .._reports import empty_of
 from .._transformers import check_can_follow
+from .._weight_reads import Read, weight_reads
 from ..errors import InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, dense_weight, is_conv1d
 from ..patch import (
     BlockSparseModelPatcher,
     PatchReport,
     SkippedLayer,
+    _CannotBeCutError,
     _check_blocks_can_be_chosen,
     _names_of_modules,
+    warn_of_empty,
 )
 from ..pattern import BlockPattern
 from ._checks import (
@@ -38,7 +42,7 @@ from .calibration import Calibration, Forward, Loss, Unit, call_model, own_loss
 from .choice import Choice, ErrorCurves
 from .compensation import DAMPING
 from .layer import GRADIENT_METHODS, Pruner, Solution, built, dense_parameters
-from .report import PrunedLayer, PruneReport
+from .report import PrunedLayer, PruneReport, warn_of_dense, warn_of_few_tokens
 from .resume import Progress
 
 
@@ -47,7 +51,7 @@ def prune_model(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    density: float = 0.5,
+    density: float | None = None,
     block_shape: int | Sequence[int] = 64,
     method: str = "obs",
     layers: str | Sequence[str] | None = None,
@@ -62,6 +66,7 @@ def prune_model(
     loss: Loss | None = None,
     device: torch.device | str | int | None = None,
     folder: str | os.PathLike[str] | None = None,
+    strict: bool = True,
 ) -> PruneReport:
     """Makes the linear layers of a trained model block-sparse, in place, so that their outputs change least.
 
@@ -81,14 +86,16 @@ def prune_model(
         batches: calibration data: an iterable, gone through once and kept in memory. A mapping gives keyword
             arguments of the model, a tuple or list positional ones, anything else is its one argument. Where
             a mapping has a two-dimensional ``attention_mask``, tokens that it masks do not count.
-        density: kept fraction of the blocks of every layer, above 0 and at most 1.
+        density: kept fraction of the blocks of every layer, above 0 and at most 1; 0.5 where neither it nor
+            ``choices`` nor ``patterns`` is given, which it cannot stand beside.
         block_shape: (bn, bk), or one number for both.
         method: how blocks are chosen. "obs" by what their removal costs when the others make up for it, one
             after the other; "wanda", "magnitude", "taylor" and "movement" by scores, see
             `tilesparse.prune.scores`, the last two by gradients of ``loss``.
         layers: regular expressions, matched against the start of names of layers. None is every linear layer
             that `BlockSparseModelPatcher` takes and that can be cut into such blocks: output embeddings and
-            tied layers stay dense, and the report says so.
+            tied layers stay dense, and the report says so. A layer that cannot be cut is an error where one
+            writes out the last part of its name.
         nm: (2, 4) for 2:4 inside the blocks, or None. The two of four are chosen after the blocks, by what
             each alone costs, and the refit is exact for them as well.
         storage: "plain", "compressed" (of 2:4 alone), "int8" or "float8_e4m3fn".
@@ -106,6 +113,14 @@ def prune_model(
             parameter. What is outside the stack runs where it is.
         folder: for progress: layers that are done are kept there, and a run with the same model, data and
             arguments goes on behind them. On one CPU the result is the same bit for bit. Delete it yourself.
+        strict: raise where an expression of ``layers`` prunes no layer, or all of them none. False leaves
+            that to the report.
+
+    Warns:
+        UserWarning: layers have met fewer tokens than they have inputs (and one more with a bias), without
+            which XᵀX cannot have full rank, so that weights fit these tokens alone and errors are too small;
+            or chosen blocks leave block rows or columns of layers empty; or with ``layers=None`` most
+            parameters are in no linear layer and stay dense.
 
     Raises:
         InvalidArgumentError: an argument is not allowed, no layer is left to prune, one that was asked for
@@ -125,20 +140,28 @@ def prune_model(
     for argument, mapping in (("choices", choices), ("patterns", patterns)):
         if mapping is not None:
             check_mapping(argument, mapping)
+            if density is not None:
+                raise InvalidArgumentError(
+                    f"density must be None beside {argument}, which say it for each layer, got {density!r}"
+                )
     check_function("loss", loss)
     check_function("forward", forward)
     check_model(model)
     if choices is None and patterns is None:
-        uniform = checked_choice(Choice(density, block_shape, nm, storage), "")  # type: ignore[arg-type]
-        targets, skipped = _matched(model, layers, uniform)
+        uniform = checked_choice(
+            Choice(0.5 if density is None else density, block_shape, nm, storage),  # type: ignore[arg-type]
+            "",
+        )
+        targets, skipped = _matched(model, layers, uniform, strict)
     elif patterns is None:
         targets, skipped = _named(model, choices or {}, "choices")
     else:
         named = {name: _choice_of(name, pattern, nm, storage) for name, pattern in patterns.items()}
         targets, skipped = _named(model, named, "patterns")
         _check_shapes_of(model, patterns)
-    if not targets and choices:  # None for every layer: a plan that has found room for all of them
-        unchanged = _Replacer({}).patch_model(model, dry_run=True)
+    # With choices all are None: a plan that has found room for all layers.
+    if not targets and (choices or not strict):
+        unchanged = _Replacer({}).patch_model(model, dry_run=True, strict=False)
         return _report({}, {}, skipped, None, method, unchanged)
     if not targets:
         raise InvalidArgumentError(f"model: no layer is left to prune; {_why(skipped)}")
@@ -174,7 +197,14 @@ def prune_model(
         solutions = run.solutions(solution)
     made = {name: built(run.layer(name), found, targets[name], policy) for name, found in solutions.items()}
     done = _Replacer(made).patch_model(model)
-    return _report(targets, solutions, skipped, calibration.stack, _method(method, patterns), done)
+    report = _report(targets, solutions, skipped, calibration.stack, _method(method, patterns), done)
+    if refit or (method == "obs" and patterns is None):
+        warn_of_few_tokens(model, {layer.name: layer.tokens for layer in report.layers})
+    if patterns is None:
+        warn_of_empty(report.layers)
+    if layers is None and choices is None and patterns is None:
+        warn_of_dense(model, report.dense)
+    return report
 
 
 @checked
@@ -210,6 +240,9 @@ def measure_errors(
     Returns:
         By layer and choice ‖y - ŷ‖² / ‖X Wᵀ‖², of the layer as it would be stored.
 
+    Warns:
+        UserWarning: of too few tokens, as `prune_model`.
+
     Raises:
         InvalidArgumentError: as of `prune_model`.
     """
@@ -226,7 +259,7 @@ def measure_errors(
     fitting: dict[str, list[Choice]] = {}
     reasons: list[SkippedLayer] = []
     for choice in dict.fromkeys(checked):
-        targets, skipped = _matched(model, layers, choice, strict=False)
+        targets, skipped = _matched(model, layers, choice, strict=False, cut=False)
         reasons += skipped
         for name in targets:
             fitting.setdefault(name, []).append(choice)
@@ -235,13 +268,17 @@ def measure_errors(
     order = [name for name, _ in model.named_modules() if name in fitting]
     data, device = collected(batches), chosen_device(model, device)
     curves: dict[str, dict[Choice, float]] = {}
+    tokens: dict[str, int] = {}
     with evaluating(model):
         calibration = Calibration(model, data, forward or call_model, order, device, compare=False)
         run = _Run(model, calibration, fitting, damping)
         for name, pruner in run.pruners():
+            tokens[name] = pruner.tokens
             curves[name] = {
                 choice: pruner.prune(choice, method, refit=refit)[0].error for choice in fitting[name]
             }
+    if refit or method == "obs":
+        warn_of_few_tokens(model, tokens)
     return curves
 
 
@@ -353,11 +390,22 @@ class _Replacer(BlockSparseModelPatcher):
 
 
 def _matched(
-    model: nn.Module, layers: str | Sequence[str] | None, choice: Choice, strict: bool = True
+    model: nn.Module,
+    layers: str | Sequence[str] | None,
+    choice: Choice,
+    strict: bool = True,
+    cut: bool = True,
+    reads: Mapping[nn.Module, Read] | None = None,
 ) -> tuple[dict[str, Choice], list[SkippedLayer]]:
     """Layers that a choice is for, and linear ones that stay dense.
 
-    Where ``layers`` asks for one that cannot be cut into such blocks, that is an error.
+    Args:
+        model: only read.
+        layers: regular expressions, or None for all.
+        choice: for all of them.
+        strict: each expression has to find a layer.
+        cut: one that is named has to fit the blocks.
+        reads: `weight_reads` of the model, where it is known.
     """
     patcher = BlockSparseModelPatcher()
     if layers is not None and not isinstance(layers, Iterable):
@@ -369,19 +417,21 @@ def _matched(
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"layers: {error}") from error
     names = _names_of_modules(model)
-    matched, others = patcher._match(model, names)
-    skipped = [layer for layer in others if _is_linear(model, layer.name)]
+    matched, others = patcher._match(model, names, weight_reads(model) if reads is None else reads)
     targets: dict[str, Choice] = {}
-    for module, aliases, _ in matched:
+    for module, aliases, _, named in matched:
         try:
-            _check_blocks_can_be_chosen(module, choice.block_shape)
-        except InvalidArgumentError as error:
-            if strict and layers is not None:
-                raise InvalidArgumentError(f"layer {aliases[0]!r}: {error}") from error
-            skipped.append(SkippedLayer(aliases[0], type(module).__name__, str(error)))
+            with _about(aliases[0]):
+                _check_blocks_can_be_chosen(module, choice.block_shape)
+        except _CannotBeCutError as error:
+            if cut and named:
+                raise
+            others.append(SkippedLayer(aliases[0], type(module).__name__, str(error.__cause__)))
         else:
             targets[aliases[0]] = choice
-    return targets, skipped
+    if strict and layers is not None and targets:
+        patcher._check_rules(names, {model.get_submodule(name) for name in targets}, others)
+    return targets, [layer for layer in others if _is_linear(model, layer.name)]
 
 
 def _named(
@@ -389,6 +439,7 @@ def _named(
 ) -> tuple[dict[str, Choice], list[SkippedLayer]]:
     """Layers with a choice each, in the order of the model."""
     modules = dict(model.named_modules(remove_duplicate=False))
+    reads = weight_reads(model)
     targets: dict[str, Choice] = {}
     skipped: list[SkippedLayer] = []
     for name, choice in choices.items():
@@ -398,7 +449,7 @@ def _named(
             skipped.append(SkippedLayer(name, type(modules[name]).__name__, "choices say None"))
             continue
         choice = checked_choice(choice, f"{argument}: layer {name!r}: ")
-        found, refused = _matched(model, f"{re.escape(name)}$", choice)
+        found, refused = _matched(model, f"{re.escape(name)}$", choice, strict=False, reads=reads)
         if not found:
             reason = refused[0].reason if refused else "not nn.Linear"
             raise InvalidArgumentError(f"{argument}: layer {name!r} cannot be pruned: {reason}")
@@ -524,7 +575,8 @@ def _report(
             found.error,
             found.damping,
             found.tokens,
+            *empty_of(found.pattern.block_indices(), found.pattern.shape, found.pattern.block_shape),
         )
         for name, found in solutions.items()
     ]
-    return PruneReport(layers, skipped, stack, method, done.before, done.after)
+    return PruneReport(layers, skipped, stack, method, done.before, done.after, done.dense)

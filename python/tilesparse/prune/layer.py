@@ -58,7 +58,7 @@ class Pruner:
     """
 
     def __init__(self, linear: Any, moments: Moments, damping: float) -> None:
-        self._linear, self._tokens = linear, moments.tokens()
+        self._linear, self.tokens = linear, moments.tokens()
         self._second, self._mean = moments.second(), moments.mean()
         self._device = self._second.device
         self._dense = dense_weight(linear).to(self._device)
@@ -121,7 +121,7 @@ class Pruner:
             before,
             0.0,
             self._moment.damping,
-            self._tokens,
+            self.tokens,
         )
         layer = built(self._linear, solution, choice)
         stored = layer.to_linear().weight.detach().to(self._device)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ..patch import Size, SkippedLayer, aligned, by_reason
+from torch import nn
+
+from .._reports import MOST, aligned, empty_texts, listed
+from ..linear import dense_weight
+from ..patch import DenseParameter, Size, SkippedLayer, by_reason, dense_lines
 from .choice import Choice
 
 
@@ -24,6 +31,8 @@ class PrunedLayer:
         damping: what the second moment of the inputs was damped by, over the mean of its diagonal: as given,
             or more where that was too weak.
         tokens: of the calibration data that the layer has met.
+        empty_rows: block rows without a block, whose outputs are the bias alone.
+        empty_columns: block columns without a block, whose inputs nothing reads.
     """
 
     name: str
@@ -34,6 +43,8 @@ class PrunedLayer:
     error: float
     damping: float
     tokens: int
+    empty_rows: int
+    empty_columns: int
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class PruneReport:
         method: how blocks were chosen.
         before: size of the whole model.
         after: likewise.
+        dense: all parameters of two dimensions or more that stay dense, also those of other modules.
     """
 
     layers: list[PrunedLayer]
@@ -55,6 +67,7 @@ class PruneReport:
     method: str
     before: Size
     after: Size
+    dense: list[DenseParameter]
 
     def __str__(self) -> str:
         rows = [
@@ -78,4 +91,36 @@ class PruneReport:
         order = f"block by block of {self.stack!r}" if self.stack is not None else "all layers at once"
         sizes = f"{self.before.parameters:,} → {self.after.parameters:,} parameters"
         lines = [*aligned(rows), f"{order}, by {self.method}; {sizes}"]
-        return "\n".join(lines + [f"skipped {text}" for text in by_reason(self.skipped)])
+        lines += [f"skipped {text}" for text in by_reason(self.skipped)]
+        return "\n".join([*lines, *empty_texts(self.layers), *dense_lines(self.dense)])
+
+
+def warn_of_few_tokens(model: nn.Module, tokens: Mapping[str, int]) -> None:
+    """Names layers whose XᵀX cannot have full rank, with how many tokens they have met and need at least."""
+    short: dict[tuple[int, int], list[str]] = {}
+    for name, met in tokens.items():
+        layer: Any = model.get_submodule(name)
+        in_features = layer.in_features if hasattr(layer, "in_features") else dense_weight(layer).shape[1]
+        needed = in_features + (layer.bias is not None)  # the mean takes one
+        if met < needed:
+            short.setdefault((met, needed), []).append(name)
+    if short:
+        texts = [f"{met} of {needed} at {listed(names)}" for (met, needed), names in short.items()]
+        warnings.warn(
+            "batches must give a layer at least as many tokens as it has inputs, and one more for a bias, or "
+            f"its weights fit these tokens alone and its error is too small, got {'; '.join(texts[:MOST])}",
+            stacklevel=4,
+        )
+
+
+def warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:
+    """Says that most of a model is no linear layer, as where experts are stacked in one parameter."""
+    usual = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+    others = [one for one in dense if not isinstance(model.get_submodule(one.name.rpartition(".")[0]), usual)]
+    share = sum(one.share for one in others)
+    if share > 0.5:
+        warnings.warn(
+            f"{share:.0%} of the parameters are in no linear layer and stay dense: "
+            f"{listed(one.name for one in others)}",
+            stacklevel=4,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,13 +22,14 @@ from .._batches import (
     chosen_device,
     evaluating,
     mask_of,
+    stacks,
     without_labels,
 )
 from .._checks import checked_count, checked_number, checked_seed
 from .._progress import Progress
+from .._reports import aligned, listed
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..linear import BlockSparseLinear
-from ..patch import aligned
+from ..linear import BlockSparseLinear, is_conv1d
 from ._replay import Call, Stream, placed, tensor_of
 from .distillation import Forward, autocasting, check_autocast
 
@@ -108,12 +110,13 @@ def reconstruct(
     epoch with the least error on held-out batches are kept, if that error is less than before. Parameters
     are written in place, so optimizers may go on; patterns and masks of 2:4 stay.
 
-    Blocks are the items of the `torch.nn.ModuleList` or `torch.nn.Sequential` with most items that have
-    block-sparse layers, such as decoder layers, if each takes as its first argument what the one before it
-    gave, and nothing else that a block gave; otherwise the whole model is one block. One block of each model
-    is on ``device`` at a time, so that models may be larger than it. Inputs and outputs of one block for all
-    batches are kept where the models are. Several processes that hold one model each give all of them the
-    same batches.
+    Blocks are the items of a `torch.nn.ModuleList` or `torch.nn.Sequential`, such as decoder layers, found as
+    by `prune_model`; where there are several such stacks, as an encoder and a decoder, they are gone through
+    in the order in which they run. Where blocks do not take as their first argument what the one before them
+    gave, or take something else that a block gave, or where stacks hold no more than half of the block-sparse
+    layers, the whole model is one block. One block of each model is on ``device`` at a time, so that models
+    may be larger than it. Inputs and outputs of one block for all batches are kept where the models are.
+    Several processes that hold one model each give all of them the same batches.
 
     Args:
         model: the sparse one; in evaluation mode while this runs, and then as it was.
@@ -121,8 +124,8 @@ def reconstruct(
         batches: as of `distill`, without their ``labels``; all are kept. Where the output of a submodule is
             [batch, tokens, …], tokens count that an ``attention_mask`` of the batch does not leave out.
         submodules: names; None takes the children of every block that have block-sparse layers, or the block
-            where it has no such child, and reports other block-sparse layers as skipped. They may not lie
-            within each other.
+            where it has no such child. A warning names other block-sparse layers, as it does what has no
+            parameter to train or does not run. They may not lie within each other.
         epochs: passes over the batches, for each submodule.
         lr: learning rate at first.
         held_out: fraction of the batches, the last ones, that are not trained on; at least one.
@@ -174,8 +177,24 @@ def reconstruct(
         generator,
     )
     with evaluating(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
-        blocks, fitted = _reconstruct(model, teacher, batches, names, forward or _call, settings)
+        run = forward or _call
+        pieces = _in_order(model, _pieces(model, names), batches[0], run, home)
+        idle = [name for name in names if not any(name in piece.names for piece in pieces)]
+        if idle and (submodules is not None or not pieces):
+            _check_running(idle, [])
+        blocks, fitted = _reconstruct(model, teacher, batches, pieces, run, settings)
+    skipped += [SkippedSubmodule(name, "does not run in a forward pass") for name in idle]
+    _warn(skipped)
     return ReconstructionReport(fitted, skipped, blocks)
+
+
+def _warn(skipped: Sequence[SkippedSubmodule]) -> None:
+    reasons = dict.fromkeys(one.reason for one in skipped)
+    texts = [
+        f"{listed(one.name for one in skipped if one.reason == reason)} ({reason})" for reason in reasons
+    ]
+    if texts:
+        warnings.warn(f"reconstruct did not fit {'; '.join(texts)}", stacklevel=4)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -187,30 +206,33 @@ def _reconstruct(
     model: nn.Module,
     teacher: nn.Module,
     batches: Sequence[Any],
-    names: Sequence[str],
+    pieces: Sequence[_Piece],
     run: Forward,
     settings: _Settings,
 ) -> tuple[list[str], list[FittedSubmodule]]:
-    streams = _streams(model, teacher, batches, names, run, settings)
-    ours, theirs = streams
-    _check_running(names, ours.order)
-    progress, fitted = Progress(len(names)), []
-    for block in ours.order:
-        parts = {name: model.get_submodule(name) for name in names if _is_within(name, block)}
-        dense = {name: teacher.get_submodule(name) for name in parts}
-        with (
-            placed((model.get_submodule(block), teacher.get_submodule(block)), settings.device),
-            autocasting(settings.device, settings.autocast),
-        ):
-            targets = theirs.outputs(block, dense)
-            _check_runs(parts, targets, len(batches))
-            for name in list(targets):  # in the order in which they run
-                calls = ours.capture(block, {name: parts[name]})
-                _check_runs([name], calls, len(batches))
-                fitted.append(_fit(name, parts[name], calls[name], targets.pop(name), settings))
-                progress.show(len(fitted), f"submodules reconstructed, {name} the last")
-            ours.outputs(block, {})
-    return ours.order, fitted
+    progress = Progress(sum(len(piece.names) for piece in pieces))
+    fitted: list[FittedSubmodule] = []
+    done: list[str] = []
+    for piece in pieces:
+        ours, theirs = _streams(model, teacher, batches, piece.blocks, run, settings)
+        _check_running(piece.names, ours.order)
+        done += ours.order
+        for block in ours.order:
+            parts = {name: model.get_submodule(name) for name in piece.names if _is_within(name, block)}
+            dense = {name: teacher.get_submodule(name) for name in parts}
+            with (
+                placed((model.get_submodule(block), teacher.get_submodule(block)), settings.device),
+                autocasting(settings.device, settings.autocast),
+            ):
+                targets = theirs.outputs(block, dense)
+                _check_runs(parts, targets, len(batches))
+                for name in list(targets):  # in the order in which they run
+                    calls = ours.capture(block, {name: parts[name]})
+                    _check_runs([name], calls, len(batches))
+                    fitted.append(_fit(name, parts[name], calls[name], targets.pop(name), settings))
+                    progress.show(len(fitted), f"submodules reconstructed, {name} the last")
+                ours.outputs(block, {})
+    return list(dict.fromkeys(done)), fitted
 
 
 def _fit(
@@ -306,37 +328,73 @@ def _streams(
     model: nn.Module,
     teacher: nn.Module,
     batches: Sequence[Any],
-    names: Sequence[str],
+    blocks: Sequence[str],
     run: Forward,
     settings: _Settings,
 ) -> tuple[Stream, Stream]:
-    """Of both models, through the blocks of the stack, or through the whole model where that is none."""
+    """Of both models, through the blocks of a stack, or through the whole model where they are no chain."""
 
     def through(blocks: Sequence[str]) -> tuple[Stream, Stream]:
         ours, theirs = (Stream(one, blocks, batches, run, settings.device) for one in (model, teacher))
         return ours, theirs
 
-    blocks = _stack(model, names)
-    if blocks and {name for name, _ in teacher.named_modules(remove_duplicate=False)}.issuperset(blocks):
+    if {name for name, _ in teacher.named_modules(remove_duplicate=False)}.issuperset(blocks):
         ours, theirs = through(blocks)
         if ours.is_chain and theirs.is_chain and ours.order == theirs.order:
             return ours, theirs
     return through([""])
 
 
-def _stack(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """The items of the container that holds most of the sparse ones, if all these submodules lie in them."""
-    best: list[str] = []
-    most = 0
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
+class _Piece(NamedTuple):
+    """Blocks that data go through one by one, and the submodules in them that are fitted."""
+
+    blocks: list[str]
+    names: list[str]
+
+
+def _stacks(model: nn.Module) -> list[list[str]]:
+    """The blocks of all stacks that have block-sparse layers; none where most of these lie outside."""
+    modules = dict(model.named_modules())
+    sparse = [name for name, module in modules.items() if isinstance(module, BlockSparseLinear)]
+    linear = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear | BlockSparseLinear) or is_conv1d(module)
+    ]
+    found: list[list[str]] = []
+    held = 0
+    for stack in stacks(model, linear):
+        container: Any = modules[stack]
+        blocks = [_join(stack, key) for key, _ in container.named_children()]
+        others = [block for other in found for block in other]
+        if any(_is_within(a, b) or _is_within(b, a) for a in blocks for b in others):
             continue
-        items = [_join(name, key) for key, _ in module.named_children()]
-        sparse = sum(_has_sparse(child) for child in module.children())
-        inside = all(any(_is_within(one, item) for item in items) for one in names)
-        if inside and sparse > most and len(items) == len(module):
-            best, most = items, sparse
-    return best
+        inside = sum(any(_is_within(layer, block) for block in blocks) for layer in sparse)
+        if inside and len(blocks) == len(container):  # none is there twice
+            found.append(blocks)
+            held += inside
+    return found if 2 * held > len(sparse) else []
+
+
+def _pieces(model: nn.Module, names: Sequence[str]) -> list[_Piece]:
+    """The whole model is one block where a submodule lies in none of a stack."""
+    pieces = [
+        _Piece(blocks, [name for name in names if any(_is_within(name, block) for block in blocks)])
+        for blocks in _stacks(model)
+    ]
+    if sum(len(piece.names) for piece in pieces) < len(names):
+        return [_Piece([""], list(names))]
+    return [piece for piece in pieces if piece.names]
+
+
+def _in_order(
+    model: nn.Module, pieces: list[_Piece], batch: Any, run: Forward, device: torch.device
+) -> list[_Piece]:
+    """As they run in a forward pass, without those that do not."""
+    if len(pieces) == 1:
+        return pieces
+    by_head = {piece.blocks[0]: piece for piece in pieces}
+    return [by_head[name] for name in Stream(model, list(by_head), [batch], run, device).order]
 
 
 def _checked_names(model: nn.Module, teacher: nn.Module, submodules: Sequence[str] | None) -> list[str]:
@@ -364,7 +422,7 @@ def _checked_names(model: nn.Module, teacher: nn.Module, submodules: Sequence[st
 
 def _default_names(model: nn.Module) -> list[str]:
     names = []
-    for block in _stack(model, []) or [""]:
+    for block in (block for blocks in _stacks(model) or [[""]] for block in blocks):
         module = model.get_submodule(block)
         names += _parts(block, module) or ([block] if _has_sparse(module) else [])
     return names

@@ -1,5 +1,6 @@
-"""Training of sparse layers: patterns that move or shrink, gates, penalties, masks of 2:4, master weights."""
+"""Training of sparse layers: patterns that move or shrink, gates, penalties, 2:4 masks, averages, masters."""
 
+from .averaging import AveragedModel
 from .gates import BlockGates
 from .gradients import block_gradient_norms
 from .gradual import Gradual, compact
@@ -10,6 +11,7 @@ from .patterns import PatternSchedule, snapshot
 from .scaling import learning_rate_factor, parameter_groups
 
 __all__ = [
+    "AveragedModel",
     "BlockGates",
     "Gradual",
     "GroupLasso",

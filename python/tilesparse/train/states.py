@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from .._resized import has_slots
 from ..errors import UnsupportedError
 
 
@@ -35,7 +36,7 @@ def check_states(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]
 def states_by_slot(optimizer: torch.optim.Optimizer, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The states that have one part for each slot, by their names."""
     for name, state in list(optimizer.state.get(weight, {}).items()):
-        if isinstance(state, Tensor) and _has_slots(state, weight):
+        if isinstance(state, Tensor) and has_slots(state, weight):
             yield name, state
 
 
@@ -47,11 +48,5 @@ def narrow_states(optimizer: torch.optim.Optimizer, weight: Tensor, slots: Tenso
 
 def _is_known(state: object, weight: Tensor) -> bool:
     if isinstance(state, Tensor):
-        return type(state) is Tensor and (state.dim() == 0 or _has_slots(state, weight) or state.numel() == 1)
+        return type(state) is Tensor and (state.dim() == 0 or has_slots(state, weight) or state.numel() == 1)
     return state is None or isinstance(state, bool | int | float | str)
-
-
-def _has_slots(state: Tensor, weight: Tensor) -> bool:
-    nnz, bn, bk = weight.shape
-    factored = {(nnz, bn, 1), (nnz, 1, bk), (nnz, 1, 1), (nnz, bn), (nnz, bk), (nnz,)}
-    return state.shape == weight.shape or tuple(state.shape) in factored

@@ -1,0 +1,62 @@
+"""Text of reports and warnings: tables, and names of many modules in few words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+MOST = 8  # groups of names in a warning
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table, whose first column is text."""
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [
+        name.ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, *cells in rows
+    ]
+
+
+def without_numbers(name: str) -> str:
+    """A name as "model.layers.*.mlp", which it has in common with those of other layers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names as "model.layers.*.mlp.up_proj (32), pooler.dense, …": those that differ in numbers are one."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(without_numbers(name), []).append(name or "the model")
+    texts = [own[0] if len(own) == 1 else f"{group} ({len(own)})" for group, own in groups.items()]
+    return ", ".join(texts[:MOST] + ["…"] * (len(texts) > MOST))
+
+
+def empty_of(
+    places: tuple[Tensor, Tensor], shape: tuple[int, int], block_shape: tuple[int, int]
+) -> tuple[int, int]:
+    """How many block rows and columns of a weight have none of the blocks at these; 0 on the meta device."""
+    if places[0].is_meta:
+        return 0, 0
+    rows, columns = (
+        int(at.bincount(minlength=size // block).eq(0).sum())
+        for at, size, block in zip(places, shape, block_shape, strict=True)
+    )
+    return rows, columns
+
+
+def empty_texts(layers: Iterable[Any]) -> list[str]:
+    """Which layers of a report have block rows or columns without a block, if any."""
+    layers = list(layers)
+    kinds = {
+        "empty_rows": "empty block rows, whose outputs are the bias alone",
+        "empty_columns": "empty block columns, whose inputs nothing reads",
+    }
+    texts = []
+    for attribute, what in kinds.items():
+        counts = {layer.name: getattr(layer, attribute) for layer in layers}
+        own = [name for name, count in counts.items() if count]
+        if own:
+            texts.append(f"{what}: {sum(counts.values())} in {listed(own)}")
+    return texts

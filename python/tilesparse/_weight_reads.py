@@ -1,0 +1,249 @@
+"""Linear layers whose weight the modules around them read, in place of calling the layer.
+
+Such a module, as Mamba's mixer with ``self.dt_proj.weight @ x``, cannot compute with blocks. What it reads is
+found in the source of its ``forward`` and of the methods that this uses, without branches that its attributes
+exclude, as ``if self.pretraining_tp > 1``. Where there is no source nothing is found.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from types import CodeType
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+_Path: TypeAlias = tuple[str, ...]  # ("layers", "*", "fc") of self.layers[i].fc
+_ANY = "*"
+_HARMLESS = {"device", "dtype", "grad", "is_cuda", "is_meta", "requires_grad"}  # alike in sparse weights
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_CALLS = {"getattr": getattr, "hasattr": hasattr}  # in conditions that are evaluated
+# They read weights in their fast path for inference alone, which patching asks for by itself.
+_EXCEPTIONS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
+class Read(NamedTuple):
+    """Who reads a layer's weight, and whether the layer is called as well, in other branches."""
+
+    reader: str
+    called: bool
+
+
+def weight_reads(model: nn.Module) -> dict[nn.Module, Read]:
+    """The modules of a model whose ``weight`` others read in their forward pass."""
+    readers: dict[nn.Module, str] = {}
+    for module in model.modules():
+        if isinstance(module, _EXCEPTIONS):
+            continue
+        for use in _uses(type(module)).weights:
+            for found, rest in _resolved(module, use):
+                if not rest and found is not module:
+                    readers.setdefault(found, type(module).__name__)
+    called = _called(model) if readers else set()
+    return {module: Read(reader, module in called) for module, reader in readers.items()}
+
+
+def _called(model: nn.Module) -> set[nn.Module]:
+    """What may be called: modules that a forward pass mentions otherwise than by an attribute of them."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        for use in _uses(type(module)).mentions:
+            for one, rest in _resolved(module, use):
+                if one is not module and (not rest or rest[0] in ("forward", "__call__")):
+                    found.add(one)
+        if isinstance(module, nn.Sequential) or (isinstance(module, _CONTAINERS) and module in found):
+            found.update(module.children())
+    return found
+
+
+class _Use(NamedTuple):
+    """A path from ``self`` in a forward pass, and the conditions of its branch with what they must be."""
+
+    path: _Path
+    conditions: tuple[tuple[CodeType, bool], ...]
+
+
+class _Uses(NamedTuple):
+    """Those in the forward pass of a class of which the weight is read, and all others."""
+
+    weights: set[_Use]
+    mentions: set[_Use]
+
+
+def _resolved(module: nn.Module, use: _Use) -> Iterator[tuple[nn.Module, _Path]]:
+    """The modules that a path leads to, each with what of the path is none; nothing where it is not gone."""
+    for condition, wanted in use.conditions:
+        try:
+            found = bool(eval(condition, {"__builtins__": _CALLS}, {"self": module}))
+        except Exception:  # it depends on more than the module
+            continue
+        if found is not wanted:
+            return
+    yield from _followed(module, use.path)
+
+
+def _followed(module: nn.Module, path: _Path) -> Iterator[tuple[nn.Module, _Path]]:
+    first, rest = path[:1], path[1:]
+    if first == (_ANY,) and isinstance(module, _CONTAINERS):
+        inner = list(module.children())
+    else:
+        inner = [child for child in map(module._modules.get, first) if child is not None]
+    if not inner:
+        yield module, path
+    for child in inner:
+        yield from _followed(child, rest)
+
+
+_KNOWN: MutableMapping[type[nn.Module], _Uses] = WeakKeyDictionary()
+
+
+def _uses(cls: type[nn.Module]) -> _Uses:
+    if cls not in _KNOWN:
+        _KNOWN[cls] = _read(cls)
+    return _KNOWN[cls]
+
+
+def _read(cls: type[nn.Module]) -> _Uses:
+    reader, done = _Reader(), set()
+    waiting = ["forward"]
+    while waiting:
+        name = waiting.pop()
+        for function in _functions(cls, name):
+            if function in done:
+                continue
+            done.add(function)
+            reader.read(function)
+            waiting += [use.path[0] for use in reader.uses.mentions if use.path]
+    return reader.uses
+
+
+def _functions(cls: type[nn.Module], name: str) -> Iterator[Callable[..., Any]]:
+    """The method or property of a name, and those that it takes the place of where it uses ``super``."""
+    for owner in cls.__mro__:
+        if owner is nn.Module:
+            return
+        found = vars(owner).get(name)
+        if isinstance(found, property):
+            found = found.fget
+        if not inspect.isfunction(found):
+            continue
+        function = inspect.unwrap(found)
+        yield function
+        if "super" not in function.__code__.co_names:
+            return
+
+
+class _Reader(ast.NodeVisitor):
+    """Gathers the uses of functions."""
+
+    def __init__(self) -> None:
+        self.uses = _Uses(set(), set())
+        self._aliases: dict[str, _Path] = {}
+        self._conditions: tuple[tuple[CodeType, bool], ...] = ()
+
+    def read(self, function: Callable[..., Any]) -> None:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):  # there is none, as in an interactive session
+            return
+        (definition,) = tree.body
+        if isinstance(definition, ast.FunctionDef) and definition.args.args:
+            self._aliases = {definition.args.args[0].arg: ()}
+            for statement in definition.body:
+                self.visit(statement)
+
+    def visit_If(self, node: ast.If) -> None:
+        self._branch(node.test, node.body, node.orelse)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self._branch(node.test, [node.body], [node.orelse])
+
+    def _branch(self, test: ast.expr, body: Sequence[ast.AST], orelse: Sequence[ast.AST]) -> None:
+        self.visit(test)
+        before, condition = self._conditions, _condition(test)
+        for branch, wanted in ((body, True), (orelse, False)):
+            self._conditions = before if condition is None else (*before, (condition, wanted))
+            for node in branch:
+                self.visit(node)
+        self._conditions = before
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self._bind(node.targets[0], node.value)
+
+    def visit_For(self, node: ast.For) -> None:
+        self._bind(node.target, ast.Subscript(node.iter, ast.Constant(0), ast.Load()))
+        for statement in (*node.body, *node.orelse):
+            self.visit(statement)
+
+    def _bind(self, target: ast.expr, value: ast.expr) -> None:
+        """Follows another name for a module; anything else is looked into."""
+        path = self._path(value)
+        if isinstance(target, ast.Name):
+            self._aliases.pop(target.id, None)
+            if path and "weight" not in path:
+                self._aliases[target.id] = path
+                return
+        self.visit(value)
+        self.visit(target)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "hasattr"):
+            return
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        if not all(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops):
+            self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self._use(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self._use(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        self._use(node)
+
+    def _use(self, node: ast.Name | ast.Attribute | ast.Subscript) -> None:
+        path = self._path(node)
+        if path is None:
+            self.generic_visit(node)
+            return
+        inner: ast.expr = node
+        while isinstance(inner, ast.Attribute | ast.Subscript):
+            if isinstance(inner, ast.Subscript):
+                self.visit(inner.slice)
+            inner = inner.value
+        if "weight" not in path:
+            self.uses.mentions.add(_Use(path, self._conditions))
+            return
+        at = path.index("weight")
+        rest = path[at + 1 :]
+        if isinstance(node.ctx, ast.Load) and not (rest and rest[0] in _HARMLESS):
+            self.uses.weights.add(_Use(path[:at], self._conditions))
+
+    def _path(self, node: ast.expr) -> _Path | None:
+        """From ``self``; None for anything else."""
+        if isinstance(node, ast.Name):
+            return self._aliases.get(node.id)
+        if isinstance(node, ast.Attribute):
+            inner = self._path(node.value)
+            return None if inner is None else (*inner, node.attr)
+        if isinstance(node, ast.Subscript):
+            inner = self._path(node.value)
+            return None if inner is None else (*inner, _ANY)
+        return None
+
+
+def _condition(test: ast.expr) -> CodeType | None:
+    """What can be evaluated for a module without side effects, and does not change with its mode."""
+    for node in ast.walk(test):
+        if isinstance(node, ast.Attribute) and node.attr == "training":
+            return None
+        if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in _CALLS):
+            return None
+    return compile(ast.Expression(test), "<condition>", "eval")

@@ -1,0 +1,122 @@
+"""Averages of weights belong to the blocks whose weights they are, wherever these lie."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, randn, seeded
+from torch import Tensor, nn
+from torch.optim import swa_utils
+
+from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, InvalidPatternError
+from tilesparse.train import AveragedModel, Gradual
+
+IN, OUT = 96, 64
+DECAY = 0.9
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(DECAY)},
+    "ema one by one": {"avg_fn": swa_utils.get_ema_avg_fn(DECAY)},
+}
+
+
+def make(seed: int = 0, density: float = 0.5, **options: Any) -> Any:
+    return nn.Sequential(
+        BlockSparseLinear(
+            IN, OUT, density=density, block_shape=16, generator=seeded(seed), dtype=torch.float64, **options
+        ),
+        nn.BatchNorm1d(OUT, dtype=torch.float64, device=options.get("device")),
+    )
+
+
+def dense(layer: Any) -> tuple[Tensor, Tensor]:
+    return layer.to_linear().weight.detach().clone(), layer.pattern.to_mask()
+
+
+def write(layer: Any, seed: int) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(
+            randn(*layer.weight.shape, dtype=torch.float64, device=layer.weight.device, seed=seed)
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_block_keeps_its_average_and_a_new_one_starts_from_its_weight(
+    name: str, use_buffers: bool, device: str
+) -> None:
+    model = make(device=device)
+    layer, average = model[0], AveragedModel(model, use_buffers=use_buffers, **FUNCTIONS[name])
+    averaged: Any = average.module[0]
+    wanted, kept = dense(layer)
+    for step, pattern in enumerate(
+        [None, None, make(1)[0].pattern, make(2)[0].pattern, None, make(1)[0].pattern]
+    ):
+        write(layer, step)
+        if pattern is not None:
+            layer.pattern = pattern
+        average.update_parameters(model)
+        now, there = dense(layer)
+        rate = 1 - DECAY if name != "mean" else 1 / (step + 1)
+        rate = 1 if step == 0 else rate
+        wanted = torch.where(kept, wanted + rate * (now - wanted), now) * there
+        kept = there
+        assert averaged.pattern == layer.pattern
+        torch.testing.assert_close(dense(averaged)[0], wanted)
+    x = randn(5, IN, dtype=torch.float64, device=device)
+    torch.testing.assert_close(averaged(x), nn.functional.linear(x, wanted, averaged.bias))
+
+
+def test_blocks_that_go_leave_the_average_and_those_that_come_join_it() -> None:
+    model = make(density=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradual = Gradual(model, optimizer, density=0.25, steps=4, begin=0, end=1, events=4)
+    average = AveragedModel(model, **FUNCTIONS["ema"])
+    averaged: Any = average.module[0]
+    wanted = dense(model[0])[0]
+    for step in range(4):
+        write(model[0], step)
+        gradual.step()
+        average.update_parameters(model)
+        now, there = dense(model[0])
+        wanted = (now if step == 0 else wanted + (1 - DECAY) * (now - wanted)) * there
+        torch.testing.assert_close(dense(averaged)[0], wanted)
+    assert averaged.density == 0.25
+    before = copy.deepcopy(averaged)
+    model.load_state_dict(make(3, density=0.75).state_dict())
+    average.update_parameters(model)
+    stays = before.pattern.to_mask() & model[0].pattern.to_mask()
+    now = dense(model[0])[0]
+    wanted = torch.where(stays, DECAY * dense(before)[0] + (1 - DECAY) * now, now)
+    torch.testing.assert_close(dense(averaged)[0], wanted)
+
+
+def test_averaged_indices_are_refused_with_the_layer() -> None:
+    model = make()
+    layer = model[0]
+    layer.col_indices.copy_(layer.col_indices * 0.999)  # as an average of all buffers gives
+    layer.slot.copy_(layer.slot * 0.999)
+    with pytest.raises(InvalidPatternError, match=r"BlockSparseLinear\(in_features=96, .* as averages"):
+        model(randn(5, IN, dtype=torch.float64))
+
+
+def test_one_function_at_most() -> None:
+    both = FUNCTIONS["ema"] | FUNCTIONS["ema one by one"]
+    with pytest.raises(InvalidArgumentError, match="avg_fn and multi_avg_fn must not both be given"):
+        AveragedModel(make(), **both)
+
+
+def test_an_empty_pattern_is_averaged() -> None:
+    empty = BlockPattern.random((OUT, IN), block_shape=16, density=0)
+    model = nn.Sequential(BlockSparseLinear(IN, OUT, pattern=empty))
+    average = AveragedModel(model)
+    model.load_state_dict(
+        nn.Sequential(BlockSparseLinear(IN, OUT, density=0.25, block_shape=16)).state_dict()
+    )
+    average.update_parameters(model)
+    averaged: Any = average.module[0]
+    assert torch.equal(averaged.weight, model[0].weight)  # type: ignore[arg-type]
