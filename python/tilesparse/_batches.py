@@ -38,16 +38,10 @@ def call(model: nn.Module, batch: Any, **options: Any) -> Any:
 
 def check_batches(batches: object) -> None:
     """That they are several, and not one batch: its rows or keys would be taken for batches."""
-    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+    if isinstance(batches, Mapping):
         raise InvalidArgumentError(
             f"batches: an iterable of batches, such as a list, expected, got {type(batches).__name__}"
         )
-
-
-def check_function(name: str, function: object) -> None:
-    """Of an argument that may be None."""
-    if function is not None and not callable(function):
-        raise InvalidArgumentError(f"{name}: a function or None expected, got {type(function).__name__}")
 
 
 def without_labels(batch: Any) -> Any:

@@ -164,8 +164,6 @@ def save(
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     folder, limit = _folder(path), byte_limit(max_shard_size)
-    if state_dict is not None and not isinstance(state_dict, Mapping):
-        raise InvalidArgumentError(f"state_dict: a mapping expected, got {type(state_dict).__name__}")
     tensors, ties = _to_save(model, state_dict)
     own: dict[str, Any] = section(model)
     if ties:

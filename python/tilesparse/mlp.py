@@ -81,9 +81,6 @@ class BlockSparseMLP(nn.Module):
         self.gated = gate is not None or gate_up is not None
         self.activation_name = _name_of(activation)
         self._features = 0 if gate_up is None else gate_up.out_features // 2  # of either half
-        for name, module in (("dropout", dropout), ("hidden_dropout", hidden_dropout)):
-            if not isinstance(module, nn.Dropout | None):
-                raise InvalidArgumentError(f"{name}: torch.nn.Dropout expected, got {type(module).__name__}")
         parts = up, down, gate, gate_up, activation, dropout, hidden_dropout
         for role, part in zip(_ROLES, parts, strict=True):
             if isinstance(part, nn.Module):

@@ -236,8 +236,6 @@ class Product:
         Raises:
             InvalidArgumentError: no BlockSparseLinear, no such op, or another argument is not allowed.
         """
-        if not isinstance(layer, BlockSparseLinear):
-            raise InvalidArgumentError(f"layer: a BlockSparseLinear expected, got {type(layer).__name__}")
         bn, bk = layer.block_shape
         blocks = layer.out_features // bn * (layer.in_features // bk)
         storage, nm = multiplied(op, layer.storage, layer.nm)
@@ -486,8 +484,6 @@ def choose(
         UnsupportedError: no kernel computes the product there, and why.
         NoDeviceError: the device "cuda" is not there.
     """
-    if not isinstance(product, Product):
-        raise InvalidArgumentError(f"product: a tilesparse.Product expected, got {type(product).__name__}")
     check_policy(policy)
     on = Device.find(device)
     info, names = on.info(), [kernel.name for kernel in kernels()]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .._batches import check_batches
-from .._checks import check_module, check_policy, checked_number
+from .._checks import check_policy, checked_number
 from ..errors import InvalidArgumentError
 from .calibration import Moments
 from .choice import Choice
@@ -42,7 +42,6 @@ def checked_choice(choice: object, where: str) -> Choice:
 
 
 def check_model(model: nn.Module) -> None:
-    check_module(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InvalidArgumentError("model: has parameters on the meta device, so there is nothing to prune")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from .._checks import check_module, check_shapes
+from .._checks import check_shapes
 from ..errors import InvalidArgumentError
 from ..linear import dense_weight, is_conv1d
 from ._checks import checked_choice
@@ -21,7 +21,6 @@ def check_names(argument: str, names: object) -> None:
 
 def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
     """The dense linear layers of these names, each under one of them; `argument` is what gave the names."""
-    check_module(model)
     check_names(argument, names)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Any] = {}
@@ -57,17 +56,10 @@ def kept_blocks(choice: Choice, shape: tuple[int, int]) -> int:
     return kept
 
 
-def check_mapping(argument: str, given: object) -> None:
-    if not isinstance(given, Mapping):
-        raise InvalidArgumentError(f"{argument}: a mapping expected, got {type(given).__name__}")
-
-
 def checked_choices(
     argument: str, name: str, choices: Iterable[Choice], shape: tuple[int, int]
 ) -> list[Choice]:
     """The choices as numbers and tuples of Python, all of which a layer of this shape can become."""
-    if not isinstance(choices, Iterable):
-        raise InvalidArgumentError(f"{argument}: layer {name!r}: several choices expected, got {choices!r}")
     try:
         checked = [checked_choice(choice, "") for choice in choices]
         for choice in checked:

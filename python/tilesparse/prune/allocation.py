@@ -16,7 +16,6 @@ from ..errors import InvalidArgumentError
 from ..linear import dense_weight
 from ..storage import forms_of
 from ._layers import (
-    check_mapping,
     checked_choices,
     dense_layers,
     described,
@@ -236,7 +235,6 @@ def allocate(
             lacks a time; an error is not a finite number of at least 0; or another argument is not allowed.
     """
     unit, budget = _budget(parameters, bytes, milliseconds, table)
-    check_mapping("curves", curves)
     layers = dense_layers("curves", model, curves)
     factors = _factors(weights, layers)
     options: dict[str, list[Choice | None]] = {}
@@ -244,7 +242,6 @@ def allocate(
     errors: list[list[float]] = []
     cost_of = _cost_of(unit, table)
     for name, layer in layers.items():
-        check_mapping(f"curves: layer {name!r}", curves[name])
         options[name] = [None, *checked_choices("curves", name, curves[name], shape_of(layer))]
         costs.append([float(cost_of(layer, choice)) for choice in options[name]])
         errors.append([0.0, *(factors[name] * _error(name, error) for error in curves[name].values())])
@@ -325,7 +322,6 @@ def _error(name: str, error: object) -> float:
 
 def _factors(weights: Mapping[str, float] | None, layers: Mapping[str, Any]) -> dict[str, float]:
     given = {} if weights is None else weights
-    check_mapping("weights", given)
     for name, weight in given.items():
         if name not in layers:
             raise InvalidArgumentError(f"weights: names of layers in the curves expected, got {name!r}")

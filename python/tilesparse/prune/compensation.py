@@ -216,8 +216,6 @@ def refit(
         >>> x, w = torch.randn(1000, 64), torch.randn(32, 64)
         >>> refit(w, x.T @ x / len(x), BlockPattern.random((32, 64), block_shape=16, density=0.5))
     """
-    if not isinstance(pattern, BlockPattern):
-        raise InvalidArgumentError(f"pattern: a BlockPattern expected, got {type(pattern).__name__}")
     if weight.shape != pattern.shape or second_moment.shape[:1] != weight.shape[1:]:
         raise InvalidArgumentError(
             f"pattern, second_moment: those of a weight of shape {tuple(weight.shape)} expected, got "

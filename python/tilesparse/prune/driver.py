@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import _progress
 from .._arguments import checked
-from .._batches import check_function, chosen_device, evaluating
+from .._batches import chosen_device, evaluating
 from .._reports import empty_of
 from .._transformers import check_can_follow
 from .._weight_reads import Read, weight_reads
@@ -37,7 +37,6 @@ from ._checks import (
     checked_path,
     collected,
 )
-from ._layers import check_mapping
 from .calibration import Calibration, Forward, Loss, Unit, call_model, own_loss
 from .choice import Choice, ErrorCurves
 from .compensation import DAMPING
@@ -137,21 +136,14 @@ def prune_model(
         raise InvalidArgumentError("choices, patterns: at most one of them expected")
     if layers is not None and (choices is not None or patterns is not None):
         raise InvalidArgumentError("layers: None expected beside choices or patterns, which name the layers")
-    for argument, mapping in (("choices", choices), ("patterns", patterns)):
-        if mapping is not None:
-            check_mapping(argument, mapping)
-            if density is not None:
-                raise InvalidArgumentError(
-                    f"density must be None beside {argument}, which say it for each layer, got {density!r}"
-                )
-    check_function("loss", loss)
-    check_function("forward", forward)
+    if density is not None and (choices is not None or patterns is not None):
+        argument = "patterns" if choices is None else "choices"
+        raise InvalidArgumentError(
+            f"density must be None beside {argument}, which say it for each layer, got {density!r}"
+        )
     check_model(model)
     if choices is None and patterns is None:
-        uniform = checked_choice(
-            Choice(0.5 if density is None else density, block_shape, nm, storage),  # type: ignore[arg-type]
-            "",
-        )
+        uniform = Choice(0.5 if density is None else density, block_shape, nm, storage)  # type: ignore[arg-type]
         targets, skipped = _matched(model, layers, uniform, strict)
     elif patterns is None:
         targets, skipped = _named(model, choices or {}, "choices")
@@ -249,7 +241,6 @@ def measure_errors(
     check_numbers(method, damping, refit, "sparse")
     if method in GRADIENT_METHODS:
         raise InvalidArgumentError(f"method: one that needs no gradient expected, got {method!r}")
-    check_function("forward", forward)
     if not isinstance(choices, Iterable):
         raise InvalidArgumentError(f"choices: a list of Choice expected, got {choices!r}")
     checked = [checked_choice(choice, "choices: ") for choice in choices]
@@ -408,8 +399,6 @@ def _matched(
         reads: `weight_reads` of the model, where it is known.
     """
     patcher = BlockSparseModelPatcher()
-    if layers is not None and not isinstance(layers, Iterable):
-        raise InvalidArgumentError(f"layers: one or several regular expressions expected, got {layers!r}")
     regexes = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
     for regex in regexes:
         try:
@@ -474,8 +463,8 @@ def _is_linear(model: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear | BlockSparseLinear) or is_conv1d(module)
 
 
-def _choice_of(name: str, pattern: object, nm: Any, storage: str) -> Choice:
-    if not isinstance(pattern, BlockPattern) or pattern.nnz == 0:
+def _choice_of(name: str, pattern: BlockPattern, nm: Any, storage: str) -> Choice:
+    if pattern.nnz == 0:
         raise InvalidArgumentError(
             f"patterns: a BlockPattern with blocks expected for {name!r}, got {pattern!r}"
         )

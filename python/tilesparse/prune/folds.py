@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import check_types, checked
-from .._checks import check_module, check_text, checked_count
+from .._checks import check_text, checked_count
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import dense_weight, is_conv1d
 
@@ -97,7 +97,6 @@ def find_folds(model: nn.Module) -> list[Fold]:
     heads, such as a norm over all heads or a bias for each, and layers that share a weight. What else the
     code of a model does with features is not seen; `permute_model` compares outputs.
     """
-    check_module(model)
     folds = []
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -122,7 +121,6 @@ def permute_(model: nn.Module, fold: Fold, order: Tensor) -> None:
         InvalidArgumentError: the fold does not fit the model, or the order is none. Nothing has changed.
         UnsupportedError: a weight is sharded. Nothing has changed.
     """
-    check_module(model)
     reason = reason_against(model, fold)
     if reason is not None:
         raise InvalidArgumentError(f"fold: {reason}")

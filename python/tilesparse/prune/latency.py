@@ -17,14 +17,13 @@ from torch import nn
 
 from .. import _C
 from .._arguments import checked, shown
-from .._checks import DTYPES, as_integer, as_number, check_module, checked_count, checked_device, is_sequence
+from .._checks import DTYPES, as_integer, as_number, checked_count, checked_device, is_sequence
 from .._progress import Progress
 from .._timing import medians, name_of, own_numbers
 from ..errors import CheckpointNotFoundError, InvalidArgumentError, TileSparseError
 from ..linear import BlockSparseLinear, is_conv1d
 from ._checks import checked_choice
 from ._layers import (
-    check_mapping,
     check_names,
     checked_choices,
     dense_layers,
@@ -110,7 +109,6 @@ class LatencyTable:
         Raises:
             InvalidArgumentError: a name is not that of a dense linear layer, or a time is missing.
         """
-        check_mapping("choices", choices)
         layers = dense_layers("choices", model, choices)
         return sum(self.milliseconds(shape_of(layer), choices[name]) for name, layer in layers.items())
 
@@ -216,7 +214,6 @@ def measure_latency(
             another argument is not allowed.
         UnsupportedError: there is no kernel for one of the choices.
     """
-    check_mapping("choices", choices)
     layers = dense_layers("choices", model, choices)
     by_shape: dict[tuple[int, int], dict[Choice | None, None]] = {}
     for name, layer in layers.items():
@@ -257,7 +254,6 @@ def time_layers(
     Raises:
         InvalidArgumentError: a name is not that of such a layer, or another argument is not allowed.
     """
-    check_module(model)
     check_names("layers", layers)
     tokens, repetitions = checked_count("tokens", tokens), checked_count("repetitions", repetitions)
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -93,8 +93,6 @@ def permute_model(
     check_model(model)
     check_numbers("obs", damping, True, "sparse")
     choice = checked_choice(choice, "choice: ")
-    if folds is not None and not isinstance(folds, Iterable):
-        raise InvalidArgumentError(f"folds: several of them expected, got {type(folds).__name__}")
     found = find_folds(model) if folds is None else list(folds)
     if not found:
         raise InvalidArgumentError("folds: at least one expected, none is known of this model")

@@ -16,7 +16,6 @@ from .._batches import (
     call,
     check_batches,
     check_distinct,
-    check_function,
     device_of,
     evaluating,
     mask_of,
@@ -106,14 +105,10 @@ def distill(
     steps = None if steps is None else checked_count("steps", steps)
     clip = None if clip is None else checked_number("clip", clip, above_zero=True)
     check_batches(batches)
-    check_function("forward", forward)
-    check_function("callback", callback)
     schedulers = _schedulers(scheduler)
     if schedule is not None and not callable(getattr(schedule, "step", None)):
         raise InvalidArgumentError(f"schedule: an object with step() expected, got {type(schedule).__name__}")
     check_autocast(autocast)
-    if not isinstance(loss, DistillationLoss):
-        raise InvalidArgumentError(f"loss: a DistillationLoss expected, got {type(loss).__name__}")
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     seen: list[dict[str, Tensor]] = []
@@ -221,18 +216,8 @@ def _history(seen: Sequence[Mapping[str, Tensor]]) -> DistillationHistory:
 
 
 def _check_models(model: nn.Module, teacher: object, optimizer: torch.optim.Optimizer) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidArgumentError(f"model: a module expected, got {type(model).__name__}")
     if isinstance(teacher, nn.Module):
         check_distinct(model, teacher)
-    elif not callable(teacher):
-        raise InvalidArgumentError(
-            f"teacher: a module or a function of a batch expected, got {type(teacher).__name__}"
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidArgumentError(
-            f"optimizer: a torch.optim.Optimizer expected, got {type(optimizer).__name__}"
-        )
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, module in model.named_modules():
         if not isinstance(module, BlockSparseLinear) or not module.weight.requires_grad:

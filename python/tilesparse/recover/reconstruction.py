@@ -18,7 +18,6 @@ from .._batches import (
     call,
     check_batches,
     check_distinct,
-    check_function,
     chosen_device,
     evaluating,
     mask_of,
@@ -141,14 +140,10 @@ def reconstruct(
         UnsupportedError: a block or a submodule runs more than once in a forward pass, or two submodules
             share a parameter. After any error or interruption the parameters are as they were.
     """
-    for whose, one in (("model", model), ("teacher", teacher)):
-        if not isinstance(one, nn.Module):
-            raise InvalidArgumentError(f"{whose}: a module expected, got {type(one).__name__}")
     check_distinct(model, teacher)
     epochs = checked_count("epochs", epochs)
     lr = checked_number("lr", lr, above_zero=True)
     check_autocast(autocast)
-    check_function("forward", forward)
     generator = torch.Generator().manual_seed(checked_seed(seed))
     home = chosen_device(model, device)
     batches = _checked_batches(batches)

@@ -46,10 +46,6 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
     @checked
     def __init__(self, *args: Any, teacher: nn.Module, loss: DistillationLoss, **kwargs: Any) -> None:
-        if not isinstance(teacher, nn.Module):
-            raise InvalidArgumentError(f"teacher: a module expected, got {type(teacher).__name__}")
-        if not isinstance(loss, DistillationLoss):
-            raise InvalidArgumentError(f"loss: a DistillationLoss expected, got {type(loss).__name__}")
         if kwargs.get("compute_loss_func") is not None:
             raise InvalidArgumentError("compute_loss_func: None expected beside a teacher")
         super().__init__(*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_module, checked_fraction
+from .._checks import checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import BlockSparseLinear
 
@@ -19,7 +19,6 @@ Layers: TypeAlias = Mapping[str, BlockSparseLinear]
 
 def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     """By their qualified names; a layer that has several is there once, under the first."""
-    check_module(model)
     return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import checked
-from .._checks import check_module
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..linear import has_peers
 from ._layers import (
@@ -63,7 +62,6 @@ class MasterWeights(Uncopied):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         from .._main_grad import GradientOf  # and with it PyTorch's compiler, which takes long to import
 
-        check_module(model)
         if has_peers():
             raise UnsupportedError("model: one process expected; gradients of masters are not averaged")
         self._model, self._optimizer = model, checked_optimizer(optimizer)
