@@ -183,7 +183,7 @@ namespace {
 // Where there is no device, `cuda_device` says so.
 void expand_on_device(const Problem& problem, void* plain, void* stream) {
     cuda_device(-1);
-    check_launch(values::expand(problem, plain, stream), "expanding values");
+    launch_checked("expanding values", [&] { return values::expand(problem, plain, stream); });
 }
 
 void compress_on_device(const Compression& c, void* stream) {
@@ -197,7 +197,7 @@ void compress_on_device(const Compression& c, void* stream) {
                                           c.mask,
                                           c.compressed,
                                           c.metadata};
-    check_launch(values::compress(compression, stream), "compressing values");
+    launch_checked("compressing values", [&] { return values::compress(compression, stream); });
 }
 
 }  // namespace

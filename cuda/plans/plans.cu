@@ -80,7 +80,10 @@ int32_t compare(ArrayPair* pairs, int32_t count, int64_t mark, void* stream) {
 
 bool is_on_device(const void* address) {
     cudaPointerAttributes attributes{};
-    if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) return false;
+    if (const cudaError_t error = cudaPointerGetAttributes(&attributes, address)) {
+        if (cudaPeekAtLastError() == error) cudaGetLastError();  // which is reported in other words
+        return false;
+    }
     return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
 }
 
