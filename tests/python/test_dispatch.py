@@ -236,8 +236,8 @@ def test_what_no_kernel_can_number_is_refused_with_a_sentence() -> None:
 
 @needs_sm90
 def test_tokens_that_a_schedule_of_gradients_cannot_count_take_other_kernels() -> None:
-    assert chosen(H200, (64, 64), tokens=2**28, op=SDD_TN, shape=(64, 64)).startswith("sm90_sdd")
-    assert chosen(H200, (64, 64), tokens=2**30, op=SDD_TN, shape=(64, 64)).startswith("sm80_sdd")
+    assert chosen(H200, (64, 64), tokens=2**28, op=SDD_TN, shape=(64, 64), density=1).startswith("sm90_sdd")
+    assert chosen(H200, (64, 64), tokens=2**30, op=SDD_TN, shape=(64, 64), density=1).startswith("sm80_sdd")
 
 
 def selection(
