@@ -718,8 +718,8 @@ class BlockSparseLinear(nn.Module):
         return self._origin == _MISSING and (self.col_indices.is_meta or self._is_blank())
 
     def _is_blank(self) -> bool:
-        """Whether the buffers hold the zeros with which a layer leaves the meta device; waits for a GPU."""
-        return self.col_indices.shape[0] > 0 and not self.crow_indices.any()
+        """Whether the buffers are the zeros with which a layer leaves the meta device; waits for a GPU."""
+        return self._is_as_marked() and self.col_indices.shape[0] > 0 and not self.crow_indices.any()
 
     def _updated(self) -> None:
         """What this process writes is its own, unless the others are known to have had the same before."""
