@@ -89,7 +89,8 @@ class BlockSparseLinear(nn.Module):
         in_features: size of the last dimension of x, a multiple of bk.
         out_features: size of the last dimension of y, a multiple of bn.
         bias: whether to add a learned bias [out_features].
-        density: fraction of the blocks to keep, drawn at random.
+        density: fraction of the blocks to keep, drawn at random by `BlockPattern.random`: every block row and
+            column gets a block where there are enough.
         block_shape: (bn, bk), rows (out) and columns (in) of a block, each 16, 32, 64 or 128; or one number
             for both.
         pattern: the blocks to keep, copied; `density` and `block_shape` are then taken from it.
