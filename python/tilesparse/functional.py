@@ -375,6 +375,18 @@ def linear_through(
     return call(DDS_NT_THROUGH, x, values, index, bias, residual, 0, feature_major, kept)
 
 
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by their bytes
+
+
+def masked(weight: Tensor, mask: Tensor) -> Tensor:
+    """The weight with zeros where the mask has them, whatever is there."""
+    if not (weight.is_cpu and is_plain((weight, mask))):
+        return torch.where(mask, weight, 0)
+    # On the CPU `where` takes fifteen times as long.
+    word = _WORDS[weight.itemsize]
+    return mask.to(word).neg_().bitwise_and_(weight.view(word)).view(weight.dtype)
+
+
 class _StraightThrough(torch.autograd.Function):
     """The weight with zeros where a mask has them, and its gradient as if it had none."""
 
@@ -382,7 +394,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(weight: Tensor, mask: Tensor) -> Tensor:
-        return torch.where(mask, weight, 0)
+        return masked(weight, mask)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

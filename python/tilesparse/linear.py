@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ._autocast import autocast
-from ._autograd import records_gradient
+from ._autograd import is_plain, records_gradient
 from ._checks import Index, check_block_shape, check_one, check_policy, check_shapes
 from ._launch import blocks_of, multiplies_compressed, prepared, update_of
 from ._private import constant_when_compiled, transforms_active, version
@@ -29,6 +29,7 @@ from .functional import (
     combined,
     linear_on,
     linear_through,
+    masked,
     straight_through,
 )
 from .matrix import BlockSparseMatrix
@@ -361,7 +362,7 @@ class BlockSparseLinear(nn.Module):
         self._check_whole("plain_values")
         if self._storage == "plain":
             weight = self.weight.detach()
-            return weight.clone() if self.mask is None else torch.where(self.mask, weight, 0)
+            return weight.clone() if self.mask is None else masked(weight, self.mask)
         return expand(self.weight, self.metadata, self.scales, self._dtype)
 
     @torch.no_grad()
@@ -651,11 +652,16 @@ class BlockSparseLinear(nn.Module):
         residual: Tensor | None,
         layout: bool = False,
     ) -> Tensor:
-        """Of plain 2:4. Compressed in every call: what is written to a weight is not always seen."""
+        """Of plain 2:4. Masked anew in every call, but for `pack`: what is written is not always seen."""
+        if is_plain((x, weight, mask)) and weight.is_cpu and not records_gradient((weight,)):
+            pattern = prepared(index)
+            if pattern.packs:
+                kept = pattern.plain.follow(masked, weight, mask)
+                return linear_on(x, kept, index, bias, "none", residual, layout, self._policy)
         x, weight, bias, residual = autocast(x, weight, bias, residual)
         if self._policy != "sparse" or not multiplies_compressed(x, index):
-            masked = straight_through(weight, mask)
-            return linear_on(x, masked, index, bias, "none", residual, layout, self._policy)
+            zeroed = straight_through(weight, mask)
+            return linear_on(x, zeroed, index, bias, "none", residual, layout, self._policy)
         compressed, metadata = COMPRESS(weight.detach(), mask, False)
         if not records_gradient((weight,)):
             stored = metadata, None
@@ -667,15 +673,19 @@ class BlockSparseLinear(nn.Module):
         return linear_through(x, weight, index, bias, residual, kept, layout)
 
     def pack(self, enabled: bool = True) -> BlockSparseLinear:
-        """Keeps a copy of the weight in the order in which kernels multiply it, for inference.
+        """Keeps a copy of the weight in the form in which kernels multiply it, for inference.
 
         On CUDA devices kernels for blocks of 16 and 32 copy the weight so in every call, or read it block by
         block where tokens are few, which takes less; the others have no use for it. The copy takes as much
-        memory as the weight, one for each stream. It is made in the next call, and anew after every change of
-        weight or pattern that PyTorch counts, which those through ``weight.data`` are not: call this again
-        then. Of a weight that was made in inference mode it counts none, so the copy is made in every call;
-        nothing is gained then, nor in calls that a CUDA graph captures. The copy is not part of
-        ``state_dict()``, and a moved or copied layer does not have it.
+        memory as the weight, one for each stream. On the CPU it is the plain weight, in the dtype of the
+        activations, of one that is 2:4 or stored in fewer bytes, which otherwise is made in every call (see
+        docs/storages.md); a plain one needs none. Calls that record a gradient of the weight do not use it.
+
+        The copy is made in the next call, and anew after every change of weight, mask or pattern that PyTorch
+        counts, which those through ``weight.data`` are not: call this again then. Of a weight that was made
+        in inference mode it counts none, so the copy is made in every call; nothing is gained then, nor in
+        calls that a CUDA graph captures. The copy is not part of ``state_dict()``, and a moved or copied
+        layer does not have it.
 
         Args:
             enabled: False drops the copy.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesparse import (
+    BlockPattern,
     BlockSparseLinear,
     InvalidArgumentError,
     PatternChangedError,
