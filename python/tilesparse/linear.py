@@ -424,6 +424,7 @@ class BlockSparseLinear(nn.Module):
         return expand(ones, self.metadata) != 0
 
     def _check_whole(self, method: str) -> None:
+        _refuse_norms(self)
         if _is_sharded(self.weight):
             raise UnsupportedError(
                 f"{method}: a whole weight expected, got one that several processes have parts of; call it "
@@ -615,6 +616,7 @@ class BlockSparseLinear(nn.Module):
         try:
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # parametrizations and the like put attributes in their places
+            _refuse_norms(self)
             weight, bias = self.weight, self.bias
         index = self._index()
         buffers: dict[str, Any] = self._buffers
@@ -969,6 +971,34 @@ def _resize(parameter: nn.Parameter, data: Tensor) -> None:
 def _as_before(new: Tensor, old: Tensor) -> Tensor:
     """What was moved, with the contents and the dtype it had; zeros, which are no pattern, from meta."""
     return torch.zeros_like(new, dtype=old.dtype) if old.is_meta else old.to(new.device, copy=True)
+
+
+def _refuse_norms(layer: nn.Module) -> None:
+    """Raise for what PyTorch hangs on a weight and takes its blocks [nnz, bn, bk] for the matrix W."""
+    if "weight" in layer._parameters:
+        return
+    of_weight: Any = getattr(layer, "parametrizations", {})
+    acting = [*of_weight["weight"]] if "weight" in of_weight else []
+    for hook in layer._forward_pre_hooks.values():
+        if "weight" in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None)):
+            acting += [hook, *getattr(hook, "_pruning_methods", ())]
+    for one in acting:
+        name = f"{type(one).__module__}.{type(one).__name__}"
+        # The norm of all blocks at once is that of W.
+        if name.startswith(_OF_MATRICES) and not ("WeightNorm" in name and getattr(one, "dim", 0) == -1):
+            raise UnsupportedError(
+                f"weight must not be under {name}, which takes the kept blocks [nnz, bn, bk] for the matrix "
+                "[out_features, in_features]; remove it, or register a parametrization of blocks"
+            )
+
+
+_OF_MATRICES = (
+    "torch.nn.utils.parametrizations.",  # spectral_norm, weight_norm, orthogonal
+    "torch.nn.utils.spectral_norm.",
+    "torch.nn.utils.weight_norm.",
+    "torch.nn.utils.prune.RandomStructured",
+    "torch.nn.utils.prune.LnStructured",
+)
 
 
 def is_conv1d(module: nn.Module) -> bool:
