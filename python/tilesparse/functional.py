@@ -56,7 +56,7 @@ from ._register import (
     expand_values,
     refuse_gradient,
 )
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, UnsupportedError
 from .pattern import BlockPattern
 
 _DIFFERENTIABLE = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
@@ -340,6 +340,11 @@ _GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def activation_code(activation: str) -> int:
     """Its number for operators."""
     code = _launch.ACTIVATIONS.get(activation)
+    if isinstance(activation, torch.fx.Proxy):
+        raise UnsupportedError(
+            "activation must be known when torch.fx.symbolic_trace traces a layer by itself: trace a module "
+            "that contains it, or give concrete_args for all arguments but x"
+        )
     if code is None:
         raise InvalidArgumentError(
             f"activation: one of {list(_launch.ACTIVATIONS)} expected, got {activation!r}"

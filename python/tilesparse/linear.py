@@ -15,7 +15,7 @@ from ._autocast import autocast
 from ._autograd import is_plain, records_gradient
 from ._checks import Index, check_block_shape, check_one, check_policy, check_shapes
 from ._launch import blocks_of, multiplies_compressed, prepared, update_of
-from ._private import constant_when_compiled, transforms_active, version
+from ._private import constant_when_compiled, refuse_fakes, transforms_active, version
 from ._register import COMPRESS
 from ._reports import empty_of
 from ._resized import watch
@@ -150,6 +150,7 @@ class BlockSparseLinear(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        refuse_fakes("a layer")
         check_nm(nm, transposable)
         check_storage(storage, nm)
         if pattern is None:
@@ -219,6 +220,7 @@ class BlockSparseLinear(nn.Module):
                 weight holds NaN, `scores` has another shape, `parts` are given beside `pattern`, or there is
                 nothing to score because `linear` is on the meta device.
         """
+        refuse_fakes("a layer")
         if not isinstance(linear, nn.Linear) and not is_conv1d(linear):
             raise InvalidArgumentError(f"linear: torch.nn.Linear expected, got {type(linear).__name__}")
         dense: Any = linear
@@ -658,8 +660,8 @@ class BlockSparseLinear(nn.Module):
         if is_plain((x, weight, mask)) and weight.is_cpu and not records_gradient((weight,)):
             pattern = prepared(index)
             if pattern.packs:
-                kept = pattern.plain.follow(masked, weight, mask)
-                return linear_on(x, kept, index, bias, "none", residual, layout, self._policy)
+                packed = pattern.plain.follow(masked, weight, mask)
+                return linear_on(x, packed, index, bias, "none", residual, layout, self._policy)
         x, weight, bias, residual = autocast(x, weight, bias, residual)
         if self._policy != "sparse" or not multiplies_compressed(x, index):
             zeroed = straight_through(weight, mask)

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import _launch
 from ._checks import INT32_MAX, Index, as_integer, check_block_shape, check_index, check_shapes
 from ._launch import blocks_of, update_of, validate
+from ._private import refuse_fakes
 from .errors import InvalidArgumentError, InvalidPatternError
 
 Device = torch.device | str | int | None
@@ -54,6 +55,7 @@ class BlockPattern:
         slot: Tensor | Sequence[int] | None = None,
         device: Device = None,
     ) -> None:
+        refuse_fakes("a pattern")
         with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
             self._own(_checked(crow_indices, col_indices, shape, block_shape, slot, device))
 
@@ -111,6 +113,7 @@ class BlockPattern:
                 that is not 0 and rounds to no block, or blocks that cannot be cut into such parts, or a
                 ``cover`` that is no bool.
         """
+        refuse_fakes("a pattern")
         shape, block_shape, grid = check_shapes(shape, block_shape)
         if not isinstance(cover, bool):
             raise InvalidArgumentError(f"cover must be True or False, got {cover!r}")

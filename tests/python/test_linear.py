@@ -555,7 +555,7 @@ def test_what_is_hung_on_single_weights_is_not_refused() -> None:
     assert not torch.equal(layer(x), y)
     assert torch.allclose(layer(x), layer.to_linear()(x), atol=1e-6)
     layer = BlockSparseLinear(128, 96, generator=seeded())
-    PARAMETRIZATIONS.weight_norm(layer, dim=None)  # by the norm of W, which is that of its blocks
+    PARAMETRIZATIONS.weight_norm(layer, dim=-1)  # by the norm of W, which is that of its blocks
     assert torch.allclose(layer(x), y, atol=1e-6)
     PARAMETRIZATIONS.weight_norm(layer, "bias")
     assert torch.allclose(layer(x), y, atol=1e-6)

@@ -723,9 +723,9 @@ def test_a_packed_layer_gives_the_same_and_follows_changes(name: str, dtype: tor
     def choose_others_(layer: BlockSparseLinear) -> None:
         if layer.mask is not None:
             layer.mask.logical_not_()
-        elif layer.metadata is not None:
+        elif layer.metadata is not None and other.metadata is not None:
             layer.metadata.copy_(other.metadata)
-        else:
+        elif layer.scales is not None:
             layer.scales.mul_(2)
 
     changes: list[Callable[[BlockSparseLinear], Any]] = [
