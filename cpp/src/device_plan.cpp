@@ -105,8 +105,9 @@ void compare_arrays(ts_array_pair* pairs, int32_t count, int64_t mark, void* str
     check_aligned(pairs, alignof(ts_array_pair), "pairs");
     require(plans::is_shared_with_host(pairs), "pairs is at address ", static_cast<const void*>(pairs),
             ", which is not in pinned memory of the host");
-    check_launch(plans::compare(reinterpret_cast<plans::ArrayPair*>(pairs), count, mark, stream),
-                 "comparing arrays");
+    launch_checked("comparing arrays", [&] {
+        return plans::compare(reinterpret_cast<plans::ArrayPair*>(pairs), count, mark, stream);
+    });
 }
 
 }  // namespace ts

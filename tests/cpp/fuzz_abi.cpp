@@ -537,6 +537,11 @@ void call_device_plan() {
                                                                      array, memory.data, claimed, nullptr));
     memory.check_untouched("functions of the device", false);
     check("ts_pattern_device_transpose", !transposed);
+    ts_array_pair pair{array, array, wild_number(), 0};
+    const auto count = static_cast<int32_t>(wild_number());
+    const bool compared = check_status(
+        "ts_arrays_compare", ts_arrays_compare(chance(10) ? nullptr : &pair, count, wild_number(), nullptr));
+    check("ts_arrays_compare", !compared || count == 0);
 }
 
 // A product whose memory is there, or null: a caller that knows less of the structure would claim other

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -762,29 +761,3 @@ def test_a_packed_layer_trains_and_is_followed() -> None:
         with torch.no_grad():
             assert torch.equal(layer(x), twin(x))
     assert torch.equal(layer.weight, twin.weight)
-
-
-@pytest.mark.parametrize("name", MASKED + STORED)
-def test_few_tokens_take_no_multiple_of_what_the_page_says(name: str) -> None:
-    """On the CPU 2:4 took 20 times as long as a dense layer once, and float8 48 times."""
-    layer = BlockSparseLinear(1024, 1024, density=0.5, block_shape=32, **LAYERS[name])
-    dense, x = torch.nn.Linear(1024, 1024), torch.randn(1, 1024)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            assert least_time(lambda: layer(x)) < 9 * least_time(lambda: dense(x))
-        with torch.no_grad():
-            layer.pack()
-            assert least_time(lambda: layer(x)) < 3 * least_time(lambda: dense(x))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def least_time(function: Callable[[], object]) -> float:
-    times = []
-    for _ in range(40):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
