@@ -4,7 +4,7 @@
     python tests/python/run_zoo.py llama t5 --steps patch,lora --verbose
 
 Each architecture runs in a process of its own, so that one that crashes or hangs does not take others with
-it. A step is right, or it is refused where the zoo says that it is, by a sentence that names the reason. Anything
+it. A step is right, or it is refused where the zoo says so, by a sentence that names the reason. Anything
 else is a defect, and the exit status is 1 then. `test_zoo.py` has the cheap steps.
 """
 
@@ -42,7 +42,7 @@ from tilesparse.peft import merge_loss
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, reconstruct
 
-OPTIONS = {"density": 0.5, "block_shape": BLOCK}
+OPTIONS: dict[str, Any] = {"density": 0.5, "block_shape": BLOCK}
 
 
 # Models and what is compared.
@@ -123,12 +123,19 @@ def check_dense(kind: Kind, model: nn.Module, skipped: Sequence[Any]) -> None:
 
 
 def check_listed(model: nn.Module, report: Any) -> None:
-    """That a report names every weight that is dense."""
-    sparse, text = sparse_layers(model), str(report)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and name.removesuffix(".weight") not in sparse:
-            named = name in text or name.removesuffix(".weight") in text
-            check(named, f"{name} {tuple(parameter.shape)} stays dense, and the report does not list it")
+    """That a report names every weight that stays dense, with its share of the model."""
+    sparse = sparse_layers(model)
+    dense = {
+        name: parameter.numel() / report.before.parameters
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and name.removesuffix(".weight") not in sparse
+    }
+    named = {one.name: one.share for one in report.dense}
+    check(
+        named.keys() == dense.keys(), f"dense, and not in the report: {sorted(dense.keys() ^ named.keys())}"
+    )
+    wrong = [name for name, share in dense.items() if abs(named[name] - share) > 1e-9]
+    check(not wrong, f"other shares than the report says: {wrong}")
 
 
 # The steps. Each raises where something is wrong.
@@ -402,7 +409,9 @@ def reconstruction(kind: Kind) -> None:
         inside = any(name == one or name.startswith(f"{one}.") or not one for one in fitted)
         check(inside or name in said, f"{name} is not fitted, and no warning says so")
     for one in report.submodules:
-        check(one.kept == (one.after < one.before), f"{one.name}: {one.before} to {one.after}, kept {one.kept}")
+        check(
+            one.kept == (one.after < one.before), f"{one.name}: {one.before} to {one.after}, kept {one.kept}"
+        )
     with torch.no_grad():
         after = outputs(kind, model)
         assert_close(after, outputs(kind, densified(kind, model)))
@@ -466,7 +475,7 @@ def run_apart(name: str, steps: Sequence[str], limit: float) -> dict[str, tuple[
     command = [sys.executable, __file__, name, "--steps", ",".join(steps), "--here"]
     start = time.perf_counter()
     try:
-        run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=limit, check=False)
+        run = subprocess.run(command, capture_output=True, timeout=limit, check=False)
         printed, fate = run.stdout, f"ended with {run.returncode}: {run.stderr.decode()[-1000:]}"
     except subprocess.TimeoutExpired as expired:
         printed, fate = expired.stdout or b"", f"took more than {limit:.0f} s"
@@ -487,11 +496,15 @@ def table(results: dict[str, dict[str, tuple[str, float]]], steps: Sequence[str]
         cells = [words[found[step][0].split(":")[0].split(" ")[0]] for step in steps]
         rows.append([name, *cells, f"{sum(seconds for _, seconds in found.values()):.1f}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kinds", nargs="*", metavar="architecture", help=f"some of {', '.join(ZOO)}; all")
     parser.add_argument("--steps", default=",".join(STEPS), help="all")
     parser.add_argument("--limit", type=float, default=300, help="seconds that an architecture may take")

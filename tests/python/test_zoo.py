@@ -12,7 +12,7 @@ from zoo import ZOO
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 STEPS = ["patch", "listed", "forward", "fuse", "generate", "train", "lora", "distil", "reconstruct"]
 CASES = [(name, step) for name, kind in ZOO.items() for step in STEPS if applies(step, kind)]

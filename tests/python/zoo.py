@@ -1,11 +1,11 @@
 """A zoo of Transformers' architectures: small models with random weights, their inputs, and what stays dense.
 
-`test_zoo.py` takes all of them through the cheap steps, `run_zoo.py` through all steps, each in its own process.
+`test_zoo.py` takes them through the cheap steps, `run_zoo.py` through all, each in its own process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,12 +116,13 @@ class Kind:
         return getattr(transformers, self.model)(self.config())
 
     def make(self) -> Any:
-        """The model in evaluation mode. Biases are not 0, and weights large enough for tokens to differ."""
-        model, generator = self.skeleton().eval(), seeded(7)
-        with torch.no_grad():
+        """The same model each time, in evaluation mode. Biases are not 0, and tokens make a difference."""
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(7)
+            model = self.skeleton().eval()
             for parameter in model.parameters():
                 if parameter.dim() > 1 or not bool(parameter.any()):
-                    parameter.normal_(0, 0.1, generator=generator)
+                    parameter.normal_(0, 0.1)
         return model
 
 
@@ -148,38 +149,50 @@ def _encoder(name: str, options: Config, head: str, **others: Any) -> Kind:
     return Kind(f"{name}ForMaskedLM", _config(name, options), dense={head: "output embedding"}, **others)
 
 
-def _kinds() -> Iterator[tuple[str, Kind]]:
-    yield "llama", _decoder("Llama", GROUPED, fused=2, compiled=True)
-    yield "qwen2", _decoder("Qwen2", GROUPED, fused=2)
-    yield "qwen3", _decoder("Qwen3", GROUPED | {"head_dim": 32}, fused=2)
+def _kinds() -> dict[str, Kind]:
+    zoo: dict[str, Kind] = {}
+    zoo["llama"] = _decoder("Llama", GROUPED, fused=2, compiled=True)
+    zoo["qwen2"] = _decoder("Qwen2", GROUPED, fused=2)
+    zoo["qwen3"] = _decoder("Qwen3", GROUPED | {"head_dim": 32}, fused=2)
     gemma = GROUPED | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
-    yield "gemma3", Kind("Gemma3ForCausalLM", _config("Gemma3Text", gemma), dense={"lm_head": "output"}, fused=2)
-    yield "mistral", _decoder("Mistral", GROUPED | {"sliding_window": 8}, fused=2)
-    yield "mixtral", _decoder("Mixtral", GROUPED | {"num_local_experts": 4})
+    zoo["gemma3"] = Kind(
+        "Gemma3ForCausalLM", _config("Gemma3Text", gemma), dense={"lm_head": "output"}, fused=2
+    )
+    zoo["mistral"] = _decoder("Mistral", GROUPED | {"sliding_window": 8}, fused=2)
+    zoo["mixtral"] = _decoder("Mixtral", GROUPED | {"num_local_experts": 4})
     qwen = GROUPED | EXPERTS | {"head_dim": 32, "num_experts": 4}
-    yield "qwen3_moe", _decoder("Qwen3Moe", qwen)
-    ranks = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    zoo["qwen3_moe"] = _decoder("Qwen3Moe", qwen)
+    ranks = {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+    }
     groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    yield "deepseek_v3", _decoder("DeepseekV3", TEXT | EXPERTS | ranks | groups, fused=2)
+    zoo["deepseek_v3"] = _decoder("DeepseekV3", TEXT | EXPERTS | ranks | groups, fused=2)
     oss = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-    yield "gpt_oss", _decoder("GptOss", GROUPED | oss)
-    yield "phi3", _decoder("Phi3", GROUPED, fused=2)
+    zoo["gpt_oss"] = _decoder("GptOss", GROUPED | oss)
+    zoo["phi3"] = _decoder("Phi3", GROUPED, fused=2)
     gpt2 = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    yield (
-        "gpt2",
-        Kind("GPT2LMHeadModel", _config("GPT2", gpt2 | IDS), dense={"lm_head": "output"}, fused=2, compiled=True),
+    zoo["gpt2"] = Kind(
+        "GPT2LMHeadModel",
+        _config("GPT2", gpt2 | IDS),
+        dense={"lm_head": "output"},
+        fused=2,
+        compiled=True,
     )
     opt = TEXT | {"ffn_dim": 128, "word_embed_proj_dim": 64}
-    yield "opt", _decoder("OPT", opt)
-    yield "gpt_neox", _decoder("GPTNeoX", TEXT)
-    yield "falcon", _decoder(
+    zoo["opt"] = _decoder("OPT", opt)
+    zoo["gpt_neox"] = _decoder("GPTNeoX", TEXT)
+    zoo["falcon"] = _decoder(
         "Falcon",
         TEXT | {"ffn_hidden_size": 128},
         subclasses=True,
         refused={"prune": "no layer is left to prune; .*(FalconLinear|subclass)"},
     )
-    yield "bert", _encoder("Bert", TEXT, r"cls\.predictions\.decoder", fused=2, compiled=True)
-    yield "roberta", _encoder("Roberta", TEXT, r"lm_head\.decoder", fused=2)
+    zoo["bert"] = _encoder("Bert", TEXT, r"cls\.predictions\.decoder", fused=2, compiled=True)
+    zoo["roberta"] = _encoder("Roberta", TEXT, r"lm_head\.decoder", fused=2)
     distilbert = {
         "vocab_size": VOCABULARY,
         "dim": 64,
@@ -188,9 +201,9 @@ def _kinds() -> Iterator[tuple[str, Kind]]:
         "hidden_dim": 128,
         "max_position_embeddings": 64,
     }
-    yield "distilbert", _encoder("DistilBert", distilbert, "vocab_projector")
+    zoo["distilbert"] = _encoder("DistilBert", distilbert, "vocab_projector")
     modern = {"cls_token_id": 3, "sep_token_id": 4, "local_attention": 8, "global_attn_every_n_layers": 2}
-    yield "modernbert", _encoder("ModernBert", TEXT | modern, "decoder", fused=2)
+    zoo["modernbert"] = _encoder("ModernBert", TEXT | modern, "decoder", fused=2)
     t5 = {
         "vocab_size": VOCABULARY,
         "d_model": 64,
@@ -200,48 +213,52 @@ def _kinds() -> Iterator[tuple[str, Kind]]:
         "num_heads": 2,
         "decoder_start_token_id": 0,
     }
-    yield (
-        "t5",
-        Kind(
-            "T5ForConditionalGeneration",
-            _config("T5", t5),
-            text_to_text,
-            dense={"lm_head": "output"},
-            compiled=True,
-        ),
+    zoo["t5"] = Kind(
+        "T5ForConditionalGeneration",
+        _config("T5", t5),
+        text_to_text,
+        dense={"lm_head": "output"},
+        compiled=True,
     )
-    bart = TWO_STACKS | {"max_position_embeddings": 64, "decoder_start_token_id": 3, "forced_eos_token_id": None}
-    yield (
-        "bart",
-        Kind("BartForConditionalGeneration", _config("Bart", bart), text_to_text, dense={"lm_head": "output"}),
+    bart = TWO_STACKS | {
+        "max_position_embeddings": 64,
+        "decoder_start_token_id": 3,
+        "forced_eos_token_id": None,
+    }
+    zoo["bart"] = Kind(
+        "BartForConditionalGeneration", _config("Bart", bart), text_to_text, dense={"lm_head": "output"}
     )
-    yield (
-        "vit",
-        Kind(
-            "ViTForImageClassification",
-            _config("ViT", IMAGES),
-            images(16, 4 * ROWS),
-            dense={"classifier": "multiple of 16"},
-            fused=2,
-            compiled=True,
-        ),
+    zoo["vit"] = Kind(
+        "ViTForImageClassification",
+        _config("ViT", IMAGES),
+        images(16, 4 * ROWS),
+        dense={"classifier": "multiple of 16"},
+        fused=2,
+        compiled=True,
     )
     # 24 and 48 features: only what has 48 and 96 or more on both sides can be cut.
-    swin = {"image_size": 32, "patch_size": 4, "embed_dim": 24, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4}
-    yield (
-        "swin",
-        Kind(
-            "SwinForImageClassification",
-            _config("Swin", swin),
-            images(32),
-            dense={r"swin\.encoder\.layers\.0\.blocks.*|classifier": "multiple of 16"},
-            fused=2,
-        ),
+    swin = {
+        "image_size": 32,
+        "patch_size": 4,
+        "embed_dim": 24,
+        "depths": [1, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+    }
+    zoo["swin"] = Kind(
+        "SwinForImageClassification",
+        _config("Swin", swin),
+        images(32),
+        dense={r"swin\.encoder\.layers\.0\.blocks.*|classifier": "multiple of 16"},
+        fused=2,
     )
-    clip = {"text_config": dict(TEXT | {"eos_token_id": VOCABULARY - 1}), "vision_config": IMAGES, "projection_dim": 64}
-    yield (
-        "clip",
-        Kind("CLIPModel", _config("CLIP", clip), text_and_images, fused=4, output="logits_per_image"),
+    clip = {
+        "text_config": dict(TEXT | {"eos_token_id": VOCABULARY - 1}),
+        "vision_config": IMAGES,
+        "projection_dim": 64,
+    }
+    zoo["clip"] = Kind(
+        "CLIPModel", _config("CLIP", clip), text_and_images, fused=4, output="logits_per_image"
     )
     whisper = TWO_STACKS | {
         "num_mel_bins": 16,
@@ -251,14 +268,11 @@ def _kinds() -> Iterator[tuple[str, Kind]]:
         "suppress_tokens": None,
         "begin_suppress_tokens": None,
     }
-    yield (
-        "whisper",
-        Kind(
-            "WhisperForConditionalGeneration",
-            _config("Whisper", whisper),
-            sound_to_text,
-            dense={"proj_out": "output"},
-        ),
+    zoo["whisper"] = Kind(
+        "WhisperForConditionalGeneration",
+        _config("Whisper", whisper),
+        sound_to_text,
+        dense={"proj_out": "output"},
     )
     wav2vec2 = VISION | {
         "vocab_size": 32,
@@ -269,16 +283,25 @@ def _kinds() -> Iterator[tuple[str, Kind]]:
         "num_conv_pos_embedding_groups": 4,
         "apply_spec_augment": False,
     }
-    yield "wav2vec2", Kind("Wav2Vec2ForCTC", _config("Wav2Vec2", wav2vec2), sound, dense={"lm_head": "output"}, adapted=r".*\.([qv]_proj|output_dense)")
-    mamba = {"vocab_size": VOCABULARY, "hidden_size": 64, "state_size": 16, "num_hidden_layers": 2, "time_step_rank": 16}
-    yield (
-        "mamba",
-        _decoder(
-            "Mamba",
-            mamba | IDS,
-            dense={r".*\.dt_proj": "weight"},  # which the mixer reads without calling the layer
-            adapted=r".*\.(in|x)_proj",
-        ),
+    zoo["wav2vec2"] = Kind(
+        "Wav2Vec2ForCTC",
+        _config("Wav2Vec2", wav2vec2),
+        sound,
+        dense={"lm_head": "output"},
+        adapted=r".*\.([qv]_proj|output_dense)",
+    )
+    mamba = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "state_size": 16,
+        "num_hidden_layers": 2,
+        "time_step_rank": 16,
+    }
+    zoo["mamba"] = _decoder(
+        "Mamba",
+        mamba | IDS,
+        dense={r".*\.dt_proj": "weight"},  # which the mixer reads without calling the layer
+        adapted=r".*\.(in|x)_proj",
     )
     smolvlm = {
         "text_config": GROUPED | {"model_type": "llama"},
@@ -287,19 +310,17 @@ def _kinds() -> Iterator[tuple[str, Kind]]:
         "image_token_id": IMAGE_TOKEN,
         "pad_token_id": 2,
     }
-    yield (
-        "smolvlm",
-        Kind(
-            "SmolVLMForConditionalGeneration",
-            _config("SmolVLM", smolvlm),
-            text_with_images,
-            dense={"lm_head": "output"},
-            fused=4,
-        ),
+    zoo["smolvlm"] = Kind(
+        "SmolVLMForConditionalGeneration",
+        _config("SmolVLM", smolvlm),
+        text_with_images,
+        dense={"lm_head": "output"},
+        fused=4,
     )
+    return zoo
 
 
-ZOO = dict(_kinds())
+ZOO = _kinds()
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
