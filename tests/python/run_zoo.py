@@ -154,8 +154,8 @@ def patch(kind: Kind) -> None:
         check(
             torch.equal(layer.weight, blocks_of_dense(weight, layer.pattern)), f"{name}: blocks have changed"
         )
-        kept = layer.pattern.nnz / layer.pattern.to_block_mask().numel()
-        check(abs(kept - OPTIONS["density"]) < 0.05, f"{name}: density {kept}")
+        blocks = layer.pattern.to_block_mask().numel()
+        check(abs(layer.pattern.nnz - OPTIONS["density"] * blocks) <= 0.5, f"{name}: density {layer.density}")
 
 
 def listed(kind: Kind) -> None:
@@ -373,7 +373,7 @@ def recover(kind: Kind) -> None:
     """Distillation: the loss at first is its formula, with the dense twin as the student, and falls."""
     teacher, model = kind.make(), patched(kind)
     twin = densified(kind, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     patterns = {name: layer.pattern.to_block_mask() for name, layer in sparse_layers(model).items()}
     batches = [kind.batch(0)] * 6
     options: dict[str, Any] = {}
@@ -395,28 +395,27 @@ def recover(kind: Kind) -> None:
 
 
 def reconstruction(kind: Kind) -> None:
-    """Every layer is fitted, or a warning names it; what is kept has come closer, and so has the model."""
+    """Every layer is fitted, or a warning names it; only what has come closer has changed."""
     teacher, model = kind.make(), patched(kind)
+    before = copy.deepcopy(model.state_dict())
     batches = [kind.batch(seed) for seed in range(4)]
-    with torch.no_grad():
-        target, before = outputs(kind, teacher), outputs(kind, model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = reconstruct(model, teacher, batches, epochs=3, lr=3e-3)
-    fitted = [one.name for one in report.submodules]
+        report = reconstruct(model, teacher, batches, epochs=3, lr=1e-3)
+    kept = {one.name: one.kept for one in report.submodules}
     said = " ".join(str(one.message) for one in caught)
-    for name in sparse_layers(model):
-        inside = any(name == one or name.startswith(f"{one}.") or not one for one in fitted)
-        check(inside or name in said, f"{name} is not fitted, and no warning says so")
     for one in report.submodules:
         check(
             one.kept == (one.after < one.before), f"{one.name}: {one.before} to {one.after}, kept {one.kept}"
         )
+    check(any(kept.values()), "no submodule has come closer")
+    for name, layer in sparse_layers(model).items():
+        inside = [one for one in kept if not one or name == one or name.startswith(f"{one}.")]
+        check(inside or name in said, f"{name} is not fitted, and no warning says so")
+        changed = not torch.equal(layer.weight, before[f"{name}.weight"])
+        check(changed == any(kept[one] for one in inside), f"{name}: changed is {changed}, kept {inside}")
     with torch.no_grad():
-        after = outputs(kind, model)
-        assert_close(after, outputs(kind, densified(kind, model)))
-    errors = [float((output - target).norm() / target.norm()) for output in (before, after)]
-    check(errors[1] < errors[0], "error {:.3f} before and {:.3f} after".format(*errors))
+        assert_close(outputs(kind, model), outputs(kind, densified(kind, model)))
 
 
 STEPS: dict[str, Callable[[Kind], None]] = {
