@@ -199,8 +199,13 @@ def save_for_loading(kind: Kind, folder: Path) -> None:
     model = patched(kind)
     model.save_pretrained(folder / "pretrained")
     tilesparse.save(model, folder / "saved")
-    with torch.no_grad():
-        torch.save(outputs(kind, model), folder / "outputs.pt")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the process that loads: sums depend on it
+    try:
+        with torch.no_grad():
+            torch.save(outputs(kind, model), folder / "outputs.pt")
+    finally:
+        torch.set_num_threads(threads)
 
 
 def loaded_elsewhere(folders: Sequence[Path], kinds: Sequence[Kind]) -> list[dict[str, str]]:
