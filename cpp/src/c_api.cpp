@@ -1,6 +1,7 @@
 // The public functions: each is one guard around calls into the library.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -15,6 +16,7 @@
 #include "error.h"
 #include "gate.h"
 #include "measurements.h"
+#include "operands.h"
 #include "pattern.h"
 #include "plan.h"
 #include "problem.h"
@@ -99,21 +101,15 @@ std::vector<int32_t> plan_of(const ts_pattern* source, int32_t index, int32_t op
     return build_plan(pattern, static_cast<Op>(op), kernel.plan);
 }
 
-// A kernel without a plan finds blocks by the pattern's arrays: by column for dds_nn, otherwise by row.
+// A kernel without a plan finds blocks by the pattern's arrays.
 void check_arrays(const Problem& problem, const Kernel& kernel) {
-    static constexpr const char* kNames[2][3] = {{"row_ptr", "col_idx", "row_slot"},
-                                                 {"col_ptr", "row_idx", "col_slot"}};
-    const bool by_column = problem.op == Op::dds_nn;
-    const Pattern& pattern = problem.pattern;
-    const Adjacency& lines = by_column ? pattern.cols : pattern.rows;
-    const int32_t* const arrays[] = {lines.ptr, lines.idx, lines.slot};
-    for (int i = 0; i < (pattern.nnz > 0 ? 3 : 1); ++i) {
-        const char* const name = kNames[by_column][i];
-        require(arrays[i] != nullptr, "pattern.", name, " is null; kernel ", kernel.name, " reads it");
-        require(is_aligned(arrays[i], sizeof(int32_t)), "pattern.", name, " is at address ", arrays[i],
-                ", not aligned to ", sizeof(int32_t), " bytes");
+    const std::array<Operand, 3> arrays = arrays_of(problem.pattern, problem.op);
+    for (int i = 0; i < (problem.pattern.nnz > 0 ? 3 : 1); ++i) {
+        const auto& [name, span] = arrays[i];
+        require(span.begin != 0, name, " is null; kernel ", kernel.name, " reads it");
+        check_aligned(reinterpret_cast<const void*>(span.begin), sizeof(int32_t), name);
     }
-    if (kernel.device == DeviceType::cpu) check_bounds(pattern, by_column);
+    if (kernel.device == DeviceType::cpu) check_bounds(problem.pattern, problem.op == Op::dds_nn);
 }
 
 // The plan, or what a kernel without one reads in its place.
@@ -176,7 +172,7 @@ Problem given_to_kernel(const Problem& problem, const Device& device, const Choi
     return given;
 }
 
-// What is summed apart is done with its memory before the kernel begins.
+// The kernel is done with its memory before what is summed apart begins.
 size_t workspace_size(const Problem& problem, const Device& device, const Choice& choice) {
     const Problem given = given_to_kernel(problem, device, choice, nullptr);
     const size_t bytes = expansion_bytes(problem, choice) + choice.kernel->workspace_size(given, device);
@@ -184,36 +180,49 @@ size_t workspace_size(const Problem& problem, const Device& device, const Choice
     return apart ? std::max(bytes, sums_workspace_size(problem, device)) : bytes;
 }
 
-int32_t launch(const Problem& problem, const Device& device, const Choice& choice, void* workspace,
-               void* stream) {
-    if (sums_apart(problem, device, *choice.kernel)) sum_y(problem, device, workspace, stream);
+// Kernels still ask the CUDA runtime for what they need, such as room for clusters, before they write
+// results. So what is summed apart comes last.
+void launch(const Problem& problem, const Device& device, const Choice& choice, void* workspace,
+            void* stream) {
+    const Kernel& kernel = *choice.kernel;
     if (choice.expands) expand_values(problem, workspace, stream);
     void* const rest = static_cast<std::byte*>(workspace) + expansion_bytes(problem, choice);
-    return choice.kernel->launch(given_to_kernel(problem, device, choice, workspace), device, rest, stream);
+    const Problem given = given_to_kernel(problem, device, choice, workspace);
+    const auto run = [&] { return kernel.launch(given, device, rest, stream); };
+    if (kernel.device == DeviceType::cpu)
+        run();
+    else
+        launch_checked(kernel.name, run);
+    if (sums_apart(problem, device, kernel)) sum_y(problem, device, workspace, stream);
 }
 
 void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* stream) {
-    const Problem problem = check_problem(desc, true);
+    const Problem problem = check_problem(desc);
+    Operands operands(problem, desc);
     const NamedDevice& device = device_of(problem);
     const Choice choice = choose(problem, device, wish_of(desc));
     const Kernel& kernel = *choice.kernel;
+    const size_t needed = workspace_size(problem, device.properties, choice);
     check_plan(desc, problem, kernel);
     check_packed(desc, problem, choice);
-    check_area(workspace, bytes, workspace_size(problem, device.properties, choice), "workspace", kernel);
+    check_area(workspace, bytes, needed, "workspace", kernel);
+    operands.add_workspace(workspace, needed);
+    if (kernel.plan.tile == 0)
+        for (const Operand& array : arrays_of(problem.pattern, problem.op)) operands.check_read(array);
     log_choice(problem, device, choice);
-    check_launch(launch(problem, device.properties, choice, workspace, stream), kernel.name);
+    launch(problem, device.properties, choice, workspace, stream);
 }
 
 void pack_values(const ts_matmul_desc& desc, void* packed, size_t bytes, void* stream) {
-    const Problem problem = check_problem(desc, false);
+    const Problem problem = check_problem(desc);
     const Choice choice = choose(problem, device_of(problem), wish_of(desc));
     const Kernel& kernel = *choice.kernel;
     const size_t needed = packed_size(problem, choice);
     if (needed == 0) return;
     check_plan(desc, problem, kernel);
     check_area(packed, bytes, needed, "packed", kernel);
-    check_packing(problem, packed, needed);
-    check_launch(kernel.pack(problem, packed, stream), kernel.name);
+    check_packing(problem, desc.plan_bytes, packed, needed);
+    launch_checked(kernel.name, [&] { return kernel.pack(problem, packed, stream); });
 }
 
 }  // namespace
@@ -294,6 +303,7 @@ ts_status_t ts_device_get(int32_t device, int32_t ordinal, ts_device_info* info)
         result.compute_capability = found.properties.compute_capability;
         result.multiprocessors = found.properties.multiprocessors;
         result.shared_memory = found.properties.shared_memory;
+        result.max_cluster = found.properties.max_cluster;
         copy_name(result.name, found.name);
         write_struct(result, info);
     });
@@ -319,7 +329,7 @@ ts_status_t ts_matmul_select(const ts_matmul_desc* source, const ts_device_info*
     return guard([&] {
         const ts_matmul_desc desc = read_struct(source, "desc");
         check_pointer(kernel, "kernel");
-        const Problem problem = check_problem(desc, false);
+        const Problem problem = check_problem(desc);
         const NamedDevice device = described_device(info, problem);
         const Choice choice =
             choose(problem, device, {desc.kernel, desc.prefer, static_cast<Policy>(desc.policy)});
@@ -363,7 +373,7 @@ ts_status_t ts_values_packed_size(const ts_matmul_desc* source, size_t* bytes) {
     return guard([&] {
         const ts_matmul_desc desc = read_struct(source, "desc");
         check_pointer(bytes, "bytes");
-        const Problem problem = check_problem(desc, false);
+        const Problem problem = check_problem(desc);
         *bytes = packed_size(problem, choose(problem, device_of(problem), wish_of(desc)));
     });
 }
@@ -377,7 +387,7 @@ ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* source, size_t* bytes
     return guard([&] {
         const ts_matmul_desc desc = read_struct(source, "desc");
         check_pointer(bytes, "bytes");
-        const Problem problem = check_problem(desc, false);
+        const Problem problem = check_problem(desc);
         const NamedDevice& device = device_of(problem);
         *bytes = workspace_size(problem, device.properties, choose(problem, device, wish_of(desc)));
     });
@@ -386,7 +396,7 @@ ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* source, size_t* bytes
 ts_status_t ts_values_expand(const ts_matmul_desc* source, void* plain, size_t plain_bytes,
                              ts_stream_t stream) {
     return guard([&] {
-        const Problem problem = check_problem(read_struct(source, "desc"), false);
+        const Problem problem = check_problem(read_struct(source, "desc"));
         require(problem.op != Op::sdd_tn, "op is ", TS_SDD_TN, "; the values are those of dds_nt or dds_nn");
         check_expansion(problem, plain, plain_bytes);
         expand_values(problem, plain, stream);
@@ -436,6 +446,7 @@ ts_status_t ts_activation_gradient(int32_t dtype, int32_t activation, int64_t to
             fail(TS_WORKSPACE_TOO_SMALL, "workspace_bytes is ", workspace_bytes, "; ", needed, " are needed");
         require(needed == 0 || workspace != nullptr, "workspace is null");
         check_aligned(workspace, kDeviceAreaAlignment, "workspace");
+        check_workspace(of, workspace, needed);
         activation_gradient(of, device, workspace, stream);
     });
 }
@@ -526,7 +537,7 @@ ts_status_t ts_matmul_estimate(const ts_matmul_desc* source, const ts_device_inf
     return guard([&] {
         const ts_matmul_desc desc = read_struct(source, "desc");
         check_pointer(microseconds, "microseconds");
-        const Problem problem = check_problem(desc, false);
+        const Problem problem = check_problem(desc);
         const NamedDevice device = described_device(info, problem);
         if (kernel != TS_EXPAND_AND_RUN_DENSE) kernel_at(kernel);
         *microseconds = estimate(problem, device.properties, kernel).value_or(0);
@@ -537,7 +548,7 @@ ts_status_t ts_measurement_add(const ts_matmul_desc* source, const ts_device_inf
                                double microseconds, double dense_microseconds) {
     return guard([&] {
         const ts_matmul_desc desc = read_struct(source, "desc");
-        const Problem problem = check_problem(desc, false);
+        const Problem problem = check_problem(desc);
         const NamedDevice device = described_device(info, problem);
         kernel_at(kernel);
         require(microseconds > 0 && std::isfinite(microseconds), "microseconds is ", microseconds,

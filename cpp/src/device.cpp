@@ -23,13 +23,6 @@ const NamedDevice& cpu_device() {
 
 namespace {
 
-constexpr int32_t kMaxDevices = 64;
-
-// An error that is reported here must not surface in a later call; one of the caller's own must.
-void forget(cudaError_t code) {
-    if (cudaPeekAtLastError() == code) cudaGetLastError();
-}
-
 std::string version_text(int version) {
     return std::to_string(version / 1000) + '.' + std::to_string(version % 1000 / 10);
 }
@@ -66,36 +59,63 @@ std::string advice(cudaError_t code) {
     }
 }
 
-void check_device_call(cudaError_t code) {
+void check_device_call(cudaError_t code, const LastError& last_error) {
     if (code == cudaSuccess) return;
-    forget(code);
+    last_error.forget(code);
     fail(TS_NO_DEVICE, "no usable CUDA device: ", cudaGetErrorString(code), advice(code));
 }
 
-NamedDevice query_device(int32_t ordinal) {
+NamedDevice query_device(int32_t ordinal, const LastError& last_error) {
     cudaDeviceProp properties;
-    check_device_call(cudaGetDeviceProperties(&properties, ordinal));
+    check_device_call(cudaGetDeviceProperties(&properties, ordinal), last_error);
     return {{DeviceType::cuda, properties.major * 10 + properties.minor, properties.multiProcessorCount,
              static_cast<int32_t>(properties.sharedMemPerBlockOptin)},
             properties.name};
 }
 
+// The same, with which clusters the current device has room for. Every kernel that launches some takes a
+// multiprocessor for each thread block, so that one speaks for all.
+NamedDevice with_clusters(NamedDevice device, const LastError& last_error) {
+    for (const Kernel* kernel : registry()) {
+        if (kernel->clusters == nullptr) continue;
+        if (kernel->min_compute_capability != device.properties.compute_capability) continue;
+        int32_t count = 0;
+        check_device_call(static_cast<cudaError_t>(kernel->clusters(count)), last_error);
+        device.properties.max_cluster = count > 0 ? 2 : 1;
+        break;
+    }
+    return device;
+}
+
 }  // namespace
 
 const NamedDevice& cuda_device(int32_t ordinal) {
-    static std::array<NamedDevice, kMaxDevices> devices;
-    static std::array<std::once_flag, kMaxDevices> known;
+    static std::array<NamedDevice, kMaxDevices> devices, current_devices;
+    static std::array<std::once_flag, kMaxDevices> known, known_as_current;
     require(ordinal >= -1 && ordinal < kMaxDevices, "ordinal is ", ordinal, "; allowed are -1 to ",
             kMaxDevices - 1);
-    if (ordinal < 0) check_device_call(cudaGetDevice(&ordinal));
-    std::call_once(known[ordinal], [&] { devices[ordinal] = query_device(ordinal); });
-    return devices[ordinal];
+    const LastError last_error;
+    int current = 0;
+    check_device_call(cudaGetDevice(&current), last_error);
+    if (ordinal < 0) ordinal = current;
+    require(ordinal < kMaxDevices, "the current device is ", ordinal, "; allowed are 0 to ", kMaxDevices - 1);
+    std::call_once(known[ordinal], [&] { devices[ordinal] = query_device(ordinal, last_error); });
+    if (ordinal != current) return devices[ordinal];
+    std::call_once(known_as_current[ordinal],
+                   [&] { current_devices[ordinal] = with_clusters(devices[ordinal], last_error); });
+    return current_devices[ordinal];
 }
 
-void check_launch(int32_t code, const char* kernel) {
+LastError::LastError() : before_(cudaPeekAtLastError()) {}
+
+void LastError::forget(int32_t code) const {
+    if (before_ != code && cudaPeekAtLastError() == code) cudaGetLastError();
+}
+
+void check_launch(int32_t code, const char* kernel, const LastError& last_error) {
     const auto error = static_cast<cudaError_t>(code);
     if (error == cudaSuccess) return;
-    forget(error);
+    last_error.forget(code);
     fail(TS_CUDA_ERROR, kernel, ": ", cudaGetErrorString(error), advice(error));
 }
 
@@ -103,7 +123,10 @@ void check_launch(int32_t code, const char* kernel) {
 
 const NamedDevice& cuda_device(int32_t) { fail(TS_NO_DEVICE, "this library was built without CUDA"); }
 
-void check_launch(int32_t code, const char* kernel) {
+LastError::LastError() : before_(0) {}
+void LastError::forget(int32_t) const {}
+
+void check_launch(int32_t code, const char* kernel, const LastError&) {
     if (code != 0) fail(TS_INTERNAL_ERROR, kernel, ": code ", code);
 }
 

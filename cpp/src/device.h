@@ -14,11 +14,31 @@ struct NamedDevice {
 
 const NamedDevice& cpu_device();
 
-// Properties of a CUDA device, -1 for the current one; read once per device. Throws TS_NO_DEVICE
-// where there is no driver, no such device or no CUDA in the library.
+// Properties of a CUDA device, -1 for the current one; read once per device. Of the current one also which
+// clusters it has room for, of which only it can be asked. Throws TS_NO_DEVICE where there is no driver, no
+// such device or no CUDA in the library.
 const NamedDevice& cuda_device(int32_t ordinal);
 
+// Errors of the CUDA runtime stay with the thread until it asks for the last one. What is reported here must
+// not surface in a later call; an error that was there before is the caller's and must.
+class LastError {
+  public:
+    LastError();  // before the first call
+    // An error that one has returned since.
+    void forget(int32_t code) const;
+
+  private:
+    int32_t before_;
+};
+
 // Throws TS_CUDA_ERROR unless the code of a launch is 0.
-void check_launch(int32_t code, const char* kernel);
+void check_launch(int32_t code, const char* kernel, const LastError& last_error);
+
+// Calls launch() for its code.
+template <class Launch>
+void launch_checked(const char* kernel, Launch launch) {
+    const LastError last_error;
+    check_launch(launch(), kernel, last_error);
+}
 
 }  // namespace ts

@@ -9,6 +9,8 @@
 #include <limits>
 
 #include "device.h"
+#include "operands.h"
+#include "pattern.h"
 #include "plan.h"
 #include "plans/plans.h"
 #include "problem.h"
@@ -66,7 +68,13 @@ void build_device_plan(const Pattern& pattern, Op op, const Kernel& kernel, void
         check_arrays(pattern.rows, pattern.nnz, "pattern.row_ptr", "pattern.col_idx", "pattern.row_slot");
     check_area(plan, plan_bytes, needed.plan, "plan", kDeviceAlignment);
     check_area(workspace, workspace_bytes, needed.workspace, "workspace", kDeviceAreaAlignment);
-    check_launch(plans::build(pattern, op, kernel.plan, plan, workspace, stream), "building a plan");
+    const Operand written = area("plan", plan, needed.plan),
+                  scratch = area("workspace", workspace, needed.workspace);
+    check_apart(written, scratch);
+    for (const Operand& array : arrays_of(pattern, op))
+        check_apart(array, written), check_apart(array, scratch);
+    launch_checked("building a plan",
+                   [&] { return plans::build(pattern, op, kernel.plan, plan, workspace, stream); });
 }
 
 size_t device_transpose_bytes(const Pattern& pattern) {
@@ -79,9 +87,15 @@ void transpose_on_device(const Pattern& pattern, int32_t* col_ptr, int32_t* row_
     const size_t needed = device_transpose_bytes(pattern);
     check_arrays(pattern.rows, pattern.nnz, "pattern.row_ptr", "pattern.col_idx", "pattern.row_slot");
     check_arrays({col_ptr, row_idx, col_slot}, pattern.nnz, "col_ptr", "row_idx", "col_slot");
+    check_transpose(pattern, {col_ptr, row_idx, col_slot});
     if (needed > 0) check_area(workspace, workspace_bytes, needed, "workspace", kDeviceAreaAlignment);
-    check_launch(plans::transpose(pattern, col_ptr, row_idx, col_slot, workspace, stream),
-                 "transposing a pattern");
+    Pattern both = pattern;
+    both.cols = {col_ptr, row_idx, col_slot};
+    const Operand scratch = area("workspace", workspace, needed);
+    for (const Op op : {Op::dds_nt, Op::dds_nn})
+        for (const Operand& array : arrays_of(both, op)) check_apart(array, scratch);
+    launch_checked("transposing a pattern",
+                   [&] { return plans::transpose(pattern, col_ptr, row_idx, col_slot, workspace, stream); });
 }
 
 void compare_arrays(ts_array_pair* pairs, int32_t count, int64_t mark, void* stream) {
@@ -91,8 +105,9 @@ void compare_arrays(ts_array_pair* pairs, int32_t count, int64_t mark, void* str
     check_aligned(pairs, alignof(ts_array_pair), "pairs");
     require(plans::is_shared_with_host(pairs), "pairs is at address ", static_cast<const void*>(pairs),
             ", which is not in pinned memory of the host");
-    check_launch(plans::compare(reinterpret_cast<plans::ArrayPair*>(pairs), count, mark, stream),
-                 "comparing arrays");
+    launch_checked("comparing arrays", [&] {
+        return plans::compare(reinterpret_cast<plans::ArrayPair*>(pairs), count, mark, stream);
+    });
 }
 
 }  // namespace ts

@@ -7,10 +7,12 @@ namespace ts {
 
 #ifdef TILESPARSE_CUDA
 
-void multiply_by_gate(const Gate& gate, void* stream) { check_launch(gate::multiply(gate, stream), "gate"); }
+void multiply_by_gate(const Gate& gate, void* stream) {
+    launch_checked("gate", [&] { return gate::multiply(gate, stream); });
+}
 
 void differentiate_gate(const Gate& gate, void* stream) {
-    check_launch(gate::differentiate(gate, stream), "gate_gradient");
+    launch_checked("gate_gradient", [&] { return gate::differentiate(gate, stream); });
 }
 
 #else

@@ -14,41 +14,23 @@ namespace ts {
 // Checks the shapes of a pattern. The arrays are not read.
 Pattern check_pattern(const ts_pattern* source);
 
-// Checks everything that can be known without following a pointer to operands. With `operands`,
-// also the operands' pointers, leading dimensions, alignment and overlap.
-Problem check_problem(const ts_matmul_desc& desc, bool operands);
+// Checks everything that can be known without following a pointer to operands; for these see operands.h.
+Problem check_problem(const ts_matmul_desc& desc);
 
-// Checks where values and plan of a problem lie, for packing the values into other memory than theirs.
-void check_packing(const Problem& problem, const void* packed, size_t bytes);
-
-// Checks memory for the expansion of the values, and where these lie.
-void check_expansion(const Problem& problem, const void* plain, size_t bytes);
-
-// Plain values that are to be compressed, see ts_values_compress.
-struct Compression {
-    Pattern pattern;
-    DeviceType device;
-    DType dtype;
-    bool transposed;
-    const void* values;
-    const uint8_t* mask;
-    void* compressed;
-    uint32_t* metadata;
-};
-void check_compression(const Compression& compression);
 DeviceType check_device_type(int32_t device);
+DType check_value_dtype(int32_t dtype);
 
-// Checks what ts_activation_gradient is told, and then its operands.
+// Checks the side of a block along which it is cut into groups of four.
+void check_compressed(int32_t side, const char* name);
+
+// Checks what ts_activation_gradient is told.
 ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens,
                                              int64_t features);
-void check_operands(const ActivationGradient& gradient);
 
 // The same for ts_gate and ts_gate_gradient with what both read, and for another matrix of them.
 Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, const ts_matrix* gate,
                 const ts_matrix* factor);
 Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name);
-void check_operands(const Gate& gate, bool gradients);
-DType check_value_dtype(int32_t dtype);
 
 // What kernels are chosen by, as a caller describes it.
 NamedDevice check_device(const ts_device_info& info);

@@ -95,7 +95,7 @@ size_t sums_workspace_size(const Problem& problem, const Device& device) {
 
 void sum_y(const Problem& problem, const Device& device, void* workspace, void* stream) {
     if (problem.device == DeviceType::cpu) return sum_on_host(problem);
-    check_launch(sums::sum(problem, device, workspace, stream), "sums");
+    launch_checked("sums", [&] { return sums::sum(problem, device, workspace, stream); });
 }
 
 size_t activation_gradient_workspace_size(const ActivationGradient& gradient, const Device& device) {
@@ -104,7 +104,8 @@ size_t activation_gradient_workspace_size(const ActivationGradient& gradient, co
 
 void activation_gradient(const ActivationGradient& gradient, const Device& device, void* workspace,
                          void* stream) {
-    check_launch(sums::activate_backward(gradient, device, workspace, stream), "activation_gradient");
+    launch_checked("activation_gradient",
+                   [&] { return sums::activate_backward(gradient, device, workspace, stream); });
 }
 
 #else

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 #include <barrier>
+#include <exception>
 #include <latch>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -82,7 +82,7 @@ void run_own_threads(int threads, Region& region) {
     try {
         others.reserve(threads - 1);
         for (int thread = 1; thread < threads; ++thread) others.emplace_back(run, thread);
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {  // there is no memory for more, or the system starts none
     }
     std::barrier<> barrier(others.size() + 1);
     region.team.barrier = &barrier;

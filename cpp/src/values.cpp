@@ -42,42 +42,32 @@ Pair pair_of(const bool (&mask)[kGroup]) {
 
 // ---- expansion ----
 
+// Of each four bits of metadata: which of four words are the first and the second that is kept.
+template <class Word>
+struct Places {
+    Word first[16][kGroup] = {}, second[16][kGroup] = {};
+
+    constexpr Places() {
+        for (int bits = 0; bits < 16; ++bits) {
+            first[bits][bits & 3] = static_cast<Word>(-1);
+            first[bits][bits >> 2] = 0;
+            second[bits][bits >> 2] = static_cast<Word>(-1);
+        }
+    }
+};
+
 template <class Word>
 void scatter_row(const Word* compressed, const uint32_t* metadata, int rows, int row, int columns,
-                 Word* plain) {
-    std::memset(plain, 0, columns * sizeof(Word));
+                 std::byte* plain) {
+    static constexpr Places<Word> places;
     for (int half = 0; half < columns; half += kHalf) {
         uint32_t bits = read_half(metadata, half_index(rows, row, half));
         for (int column = half; column < half + kHalf; column += kGroup, bits >>= 4) {
-            plain[column + (bits & 3)] = compressed[column / 2];
-            plain[column + (bits >> 2 & 3)] = compressed[column / 2 + 1];
-        }
-    }
-}
-
-float decode_float8(uint8_t bits) {
-    const int exponent = bits >> 3 & 15, fraction = bits & 7;
-    const float sign = bits & 0x80 ? -1.0f : 1.0f;
-    if (exponent == 15 && fraction == 7) return sign * __builtin_nanf("");
-    if (exponent == 0) return sign * static_cast<float>(fraction) * 0x1p-9f;
-    return sign * static_cast<float>(8 + fraction) * static_cast<float>(1 << exponent) * 0x1p-10f;
-}
-
-template <DType kDType>
-void scale_row(const uint8_t* row, DType from, float scale, int columns, void* plain) {
-    using Codec = cpu::Codec<kDType == DType::float64 ? DType::float32 : kDType, 16>;
-    constexpr int kLanes = cpu::lanes_of<typename Codec::V>;
-    for (int column = 0; column < columns; column += kLanes) {
-        typename Codec::V weights;
-        for (int i = 0; i < kLanes; ++i) {
-            const uint8_t bits = row[column + i];
-            weights[i] = scale * (from == DType::int8 ? static_cast<float>(static_cast<int8_t>(bits))
-                                                      : decode_float8(bits));
-        }
-        if constexpr (kDType == DType::float64) {
-            for (int i = 0; i < kLanes; ++i) static_cast<double*>(plain)[column + i] = weights[i];
-        } else {
-            cpu::store(static_cast<typename Codec::Stored*>(plain) + column, Codec::encode(weights));
+            const Word first = compressed[column / 2], second = compressed[column / 2 + 1];
+            Word four[kGroup];
+            for (int i = 0; i < kGroup; ++i)
+                four[i] = (first & places.first[bits & 15][i]) | (second & places.second[bits & 15][i]);
+            std::memcpy(plain + column * sizeof(Word), four, sizeof four);
         }
     }
 }
@@ -89,53 +79,57 @@ class Expansion {
         : values_(problem.values),
           rows_(problem.pattern.block_rows),
           columns_(problem.pattern.block_cols),
-          dtype_(problem.dtype),
+          element_(element_size(problem.dtype)),
+          steps_(cpu::widest().steps[static_cast<int>(problem.dtype)]),
           plain_(static_cast<std::byte*>(plain)) {}
 
-    // A row of all blocks.
-    void expand_row(int64_t index) const {
-        alignas(64) Word row[kMostColumns];
-        const auto* from = static_cast<const Word*>(values_.data) + index * columns_;
-        if (values_.is_compressed()) {
-            const int64_t block = index / rows_, words = int64_t{rows_} * columns_ / 32;
-            from = static_cast<const Word*>(values_.data) + index * (columns_ / 2);
-            scatter_row(from, values_.metadata + block * words, rows_, static_cast<int>(index % rows_),
-                        columns_, row);
-            from = row;
+    void expand_block(int64_t block) const {
+        const int64_t size = int64_t{rows_} * columns_;
+        std::byte* const to = plain_ + block * size * element_;
+        if (!values_.is_compressed()) {
+            const auto* from = static_cast<const Word*>(values_.data) + block * size;
+            return put(from, block, 0, rows_, to);
         }
-        void* const to = plain_ + index * columns_ * element_size(dtype_);
-        if constexpr (sizeof(Word) == 1)
-            scale(from, index, to);
-        else
-            std::memcpy(to, from, columns_ * sizeof(Word));
+        const auto* from = static_cast<const Word*>(values_.data) + block * size / 2;
+        const uint32_t* const metadata = values_.metadata + block * size / 32;
+        for (int row = 0; row < rows_; ++row, from += columns_ / 2) {
+            std::byte* const row_to = to + row * columns_ * element_;
+            if constexpr (sizeof(Word) == 1) {
+                alignas(64) Word plain[kMostColumns];
+                scatter_row(from, metadata, rows_, row, columns_, reinterpret_cast<std::byte*>(plain));
+                put(plain, block, row, 1, row_to);
+            } else {
+                scatter_row(from, metadata, rows_, row, columns_, row_to);
+            }
+        }
     }
 
   private:
-    void scale(const uint8_t* row, int64_t index, void* to) const {
-        const float scale = values_.scales[values_.row_scales ? index : index / rows_];
-        switch (dtype_) {
-            case DType::float64:
-                return scale_row<DType::float64>(row, values_.dtype, scale, columns_, to);
-            case DType::float32:
-                return scale_row<DType::float32>(row, values_.dtype, scale, columns_, to);
-            case DType::float16:
-                return scale_row<DType::float16>(row, values_.dtype, scale, columns_, to);
-            default:
-                return scale_row<DType::bfloat16>(row, values_.dtype, scale, columns_, to);
+    // Writes some rows of a block that are whole.
+    void put(const Word* from, int64_t block, int first, int rows, std::byte* to) const {
+        const int64_t count = int64_t{rows} * columns_;
+        if constexpr (sizeof(Word) > 1) {
+            std::memcpy(to, from, count * sizeof(Word));
+        } else {
+            const bool is_float8 = values_.dtype == DType::float8_e4m3fn;
+            if (!values_.row_scales) return steps_.scale({from, is_float8, values_.scales[block], count, to});
+            const float* const scales = values_.scales + block * rows_ + first;
+            for (int row = 0; row < rows; ++row)
+                steps_.scale({from + row * columns_, is_float8, scales[row], columns_,
+                              to + row * columns_ * element_});
         }
     }
 
     const Values& values_;
-    int rows_, columns_;
-    DType dtype_;
+    int rows_, columns_, element_;
+    const cpu::Steps& steps_;
     std::byte* plain_;
 };
 
 template <class Word>
 void expand_on_host(const Problem& problem, void* plain) {
     const Expansion<Word> expansion(problem, plain);
-    const int64_t rows = problem.pattern.nnz * problem.pattern.block_rows;
-    for_each(rows, [&](int64_t row) { expansion.expand_row(row); });
+    for_each(problem.pattern.nnz, [&](int64_t block) { expansion.expand_block(block); });
 }
 
 // ---- compression ----
@@ -183,7 +177,7 @@ namespace {
 // Where there is no device, `cuda_device` says so.
 void expand_on_device(const Problem& problem, void* plain, void* stream) {
     cuda_device(-1);
-    check_launch(values::expand(problem, plain, stream), "expanding values");
+    launch_checked("expanding values", [&] { return values::expand(problem, plain, stream); });
 }
 
 void compress_on_device(const Compression& c, void* stream) {
@@ -197,7 +191,7 @@ void compress_on_device(const Compression& c, void* stream) {
                                           c.mask,
                                           c.compressed,
                                           c.metadata};
-    check_launch(values::compress(compression, stream), "compressing values");
+    launch_checked("compressing values", [&] { return values::compress(compression, stream); });
 }
 
 }  // namespace

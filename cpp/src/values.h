@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/problem.h"
-#include "problem.h"
+#include "operands.h"
 
 namespace ts {
 

@@ -136,7 +136,10 @@ struct Device {
     int32_t compute_capability;  // major * 10 + minor
     int32_t multiprocessors;     // cores on the CPU
     int32_t shared_memory;       // bytes a thread block may use
+    int32_t max_cluster = 0;     // see ts_device_info
 };
+
+constexpr int kMaxDevices = 64;  // CUDA devices of a process
 
 // Steps of so many k, of those k in which 64 features of the result of dds have a block if it is a random
 // pattern.
@@ -208,6 +211,9 @@ struct Kernel {
     // bytes, and how it is made. nullptr where the kernel reads values as they are.
     size_t (*packed_size)(const Problem&) = nullptr;
     int32_t (*pack)(const Problem&, void* packed, void* stream) = nullptr;
+    // How many of its clusters of two thread blocks the current device holds at a time, or the CUDA error of
+    // asking. nullptr for kernels that need none, and for those that others of their architecture speak for.
+    int32_t (*clusters)(int32_t& count) = nullptr;
 
     bool covers(Op op) const { return ops >> static_cast<int>(op) & 1; }
     bool covers(DType dtype) const { return dtypes >> static_cast<int>(dtype) & 1; }

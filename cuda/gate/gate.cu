@@ -8,6 +8,7 @@
 
 #include "common/derivatives.cuh"
 #include "common/epilogue.cuh"
+#include "common/launch.cuh"
 
 namespace ts::gate {
 namespace {
@@ -132,9 +133,8 @@ int32_t launch(const Gate& gate, bool gradients, void* stream) {
                                                      : kernel_of<__nv_bfloat16>;
     const int64_t threads =
         (gate.tokens + kLines - 1) / kLines * (gate.features * element_size(gate.dtype) / 16);
-    const auto blocks = static_cast<unsigned>((threads + kThreads - 1) / kThreads);
-    find(gate.activation, gradients)<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(gate);
-    return cudaGetLastError();
+    return launch_kernel(find(gate.activation, gradients), (threads + kThreads - 1) / kThreads, kThreads,
+                         stream, gate);
 }
 
 }  // namespace

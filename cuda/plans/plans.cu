@@ -42,6 +42,16 @@ void with_builder(Arena& arena, const Pattern& pattern, Op op, PlanShape shape, 
     }
 }
 
+// Of memory that CUDA does not know those of the host's own.
+cudaPointerAttributes attributes_of(const void* address) {
+    cudaPointerAttributes attributes{};
+    if (const cudaError_t error = cudaPointerGetAttributes(&attributes, address)) {
+        if (cudaPeekAtLastError() == error) cudaGetLastError();  // which is reported in other words
+        return {};
+    }
+    return attributes;
+}
+
 }  // namespace
 
 Bytes bytes_of(const Pattern& pattern, Op op, PlanShape shape) {
@@ -79,14 +89,12 @@ int32_t compare(ArrayPair* pairs, int32_t count, int64_t mark, void* stream) {
 }
 
 bool is_on_device(const void* address) {
-    cudaPointerAttributes attributes{};
-    if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) return false;
+    const cudaPointerAttributes attributes = attributes_of(address);
     return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
 }
 
 bool is_shared_with_host(const void* address) {
-    cudaPointerAttributes attributes{};
-    if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) return false;
+    const cudaPointerAttributes attributes = attributes_of(address);
     return attributes.type == cudaMemoryTypeHost && attributes.devicePointer == address;
 }
 

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 
+#include "common/launch.cuh"
 #include "common/plan.h"
 #include "common/problem.h"
 
@@ -208,20 +209,13 @@ struct Stream {
     cudaError_t error = cudaSuccess;
 };
 
-template <class T>
-struct Same {
-    using Type = T;
-};
-
 // A kernel of at least `threads` threads in all, which it checks for itself.
 template <class... Parameters>
 void launch(void (*kernel)(Parameters...), int64_t threads, int block, Stream& stream,
             typename Same<Parameters>::Type... arguments) {
     if (stream.error != cudaSuccess) return;
     const int64_t blocks = threads == 0 ? 1 : (threads + block - 1) / block;
-    void* parameters[] = {&arguments...};
-    stream.error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(blocks),
-                                    block, parameters, 0, stream.handle);
+    stream.error = launch_kernel(kernel, blocks, block, stream.handle, arguments...);
 }
 
 inline void fill(void* memory, int byte, size_t bytes, Stream& stream) {

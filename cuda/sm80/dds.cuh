@@ -114,6 +114,10 @@ struct Dds {
     static const char* refuses(const Problem& problem, const Device& device) {
         if (problem.pattern.value_count() / Traits::kChunk > UINT32_MAX)
             return "values of more than 64 GiB are out of its reach";
+        if (problem.input().layout == Layout::row_major &&
+            problem.k_size() * element_size(problem.dtype) > INT32_MAX)
+            return "activations of 2 GiB for a token are out of its reach";
+        if (row_tiles(problem) * token_tiles(problem) > kMaxTiles) return "so much work is out of its reach";
         return occupancy(device).resident == 0 ? "the device has too little shared memory" : nullptr;
     }
 
@@ -121,11 +125,7 @@ struct Dds {
 
     static int32_t launch(const Problem& problem, const Device& device, void*, void* stream) {
         const Matrix &input = problem.input(), &output = problem.output();
-        const int row_block = problem.row_block();
-        const int64_t block_rows = problem.features() / row_block;
-        const int group_rows = kTileFeatures / row_block;
-        const auto row_tiles = static_cast<int>((block_rows + group_rows - 1) / group_rows);
-        const int64_t tiles = row_tiles * ((problem.tokens + kTileTokens - 1) / kTileTokens);
+        const int64_t tiles = row_tiles(problem) * token_tiles(problem);
         if (tiles == 0) return cudaSuccess;
         const Occupancy fit = occupancy(device);
         const DdsArguments arguments{input.data,
@@ -142,8 +142,8 @@ struct Dds {
                                      problem.gate_activation,
                                      problem.gated,
                                      static_cast<int>(problem.tokens),
-                                     row_tiles,
-                                     log2_of_block(row_block),
+                                     static_cast<int>(row_tiles(problem)),
+                                     log2_of_block(problem.row_block()),
                                      log2_of_block(problem.k_block()),
                                      fit.stages,
                                      lookahead(fit.stages),
@@ -177,6 +177,17 @@ struct Dds {
                    Weight::kDTypes};
         row.estimate = estimate_dds;
         return row;
+    }
+
+  private:
+    static constexpr int64_t kMaxTiles = 1 << 30;  // numbered in 32 bits
+
+    static int64_t row_tiles(const Problem& problem) {
+        const int group_rows = kTileFeatures / problem.row_block();
+        return (problem.features() / problem.row_block() + group_rows - 1) / group_rows;
+    }
+    static int64_t token_tiles(const Problem& problem) {
+        return (problem.tokens + kTileTokens - 1) / kTileTokens;
     }
 };
 

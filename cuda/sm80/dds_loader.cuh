@@ -189,7 +189,7 @@ class DdsLoader {
                 if (InputTile::kPanelExtent > Traits::kTileTokens && within >= Traits::kTileTokens) continue;
                 const int token = cursor_.first_token() + within;
                 const int bytes =
-                    min(max((arguments_.tokens - token) * static_cast<int>(sizeof(Element)), 0), kChunkBytes);
+                    min(max(arguments_.tokens - token, 0), kChunk) * static_cast<int>(sizeof(Element));
                 const uint32_t target = tile + panel * InputTile::kPanelBytes +
                                         InputTile::offset(line_ + i * kLinesAtOnce, chunk_);
                 copy_async_if(line_k_[i] >= 0 && bytes > 0, target,

@@ -327,6 +327,8 @@ struct Decode {
     static const char* refuses(const Problem& problem, const Device& device) {
         if (problem.input().layout == Layout::feature_major) return "its activations are feature-major";
         if (const char* reason = Formats::refuses(problem)) return reason;
+        if (problem.features() / 16 * ((problem.tokens + 63) / 64) > kMaxCtas)
+            return "so many results are out of its reach";
         return device.shared_memory < kSharedBytes ? "the device has too little shared memory" : nullptr;
     }
 
@@ -368,6 +370,7 @@ struct Decode {
   private:
     static constexpr int kSharedBytes = 96 << 10;  // of a CTA, at most: two of them on large devices
     static constexpr int kReserved = 1 << 10;      // of shared memory, by each CTA
+    static constexpr int64_t kMaxCtas = 1 << 30;
 
     template <class Traits>
     static int32_t start(const Problem& problem, const Device& device, void* stream) {
@@ -394,8 +397,12 @@ struct Decode {
                                         values.scales,
                                         values.row_scales,
                                         chunks};
-        const int teams = Traits::Weight::kFewBytes ? teams_at_once<Traits>(problem, device, blocks * chunks)
-                                                    : teams_of<Traits>(problem, device, blocks * chunks);
+        int warps = 0;  // of a multiprocessor, where how many teams there are depends on them
+        if constexpr (Traits::Weight::kFewBytes || Traits::kTeam > 1)
+            if (const cudaError_t error = warps_of_multiprocessor<Traits>(warps)) return error;
+        const int teams = Traits::Weight::kFewBytes
+                              ? teams_at_once<Traits>(problem, device, blocks * chunks, warps)
+                              : teams_of<Traits>(problem, device, blocks * chunks, warps);
         return ts::sm80::launch<decode_kernel<Traits>>(arguments, dim3(blocks * chunks),
                                                        32 * Traits::kTeam * teams, teams * Traits::kRingBytes,
                                                        kSharedBytes, stream);
@@ -405,7 +412,7 @@ struct Decode {
     // H200); where there are few CTAs, one slice. Fewer where a second round of CTAs would be short: then
     // most of them run at a time.
     template <class Traits>
-    static int teams_of(const Problem& problem, const Device& device, int ctas) {
+    static int teams_of(const Problem& problem, const Device& device, int ctas, int warps) {
         const bool few_blocks = ctas < 2 * device.multiprocessors;
         const int64_t slices = problem.pattern.value_count() / problem.features() / Traits::kSlice;
         const int64_t most = few_blocks ? 2 * slices - 1 : slices / (Traits::kTeam == 1 ? 3 : 8);
@@ -414,7 +421,6 @@ struct Decode {
                2 * teams * Traits::kRingBytes <= kSharedBytes)
             teams *= 2;
         if (Traits::kTeam == 1 || teams == 1) return teams;
-        const int warps = warps_of_multiprocessor<Traits>();
         const int at_once = std::min(warps / (Traits::kTeam * teams),
                                      device.shared_memory / (teams * Traits::kRingBytes + kReserved));
         const int round = at_once * device.multiprocessors;
@@ -423,24 +429,21 @@ struct Decode {
 
     // That its registers suffice for, each of which takes them in multiples of 256.
     template <class Traits>
-    static int warps_of_multiprocessor() {
+    static cudaError_t warps_of_multiprocessor(int& warps) {
         constexpr int kRegisters = 65536, kMultiple = 256;
-        static const int warps = [] {
-            const auto kernel = reinterpret_cast<const void*>(decode_kernel<Traits>);
-            cudaFuncAttributes attributes{};
-            if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
-                return 1;  // as the launch will say
-            return kRegisters / ((32 * attributes.numRegs + kMultiple - 1) / kMultiple * kMultiple);
-        }();
-        return warps;
+        static std::array<std::atomic<int>, kMaxDevices> known{};
+        int registers = 0;
+        const auto kernel = reinterpret_cast<const void*>(decode_kernel<Traits>);
+        if (const cudaError_t error = registers_of(kernel, known, registers)) return error;
+        warps = kRegisters / ((32 * registers + kMultiple - 1) / kMultiple * kMultiple);
+        return cudaSuccess;
     }
 
     // So many that all CTAs run at a time, or in as few rounds as leave room for two, each with slices to
     // keep its ring full for a while; where there are few CTAs, with one slice.
     template <class Traits>
-    static int teams_at_once(const Problem& problem, const Device& device, int ctas) {
+    static int teams_at_once(const Problem& problem, const Device& device, int ctas, int warps) {
         constexpr int kMost = std::min(kMaxDecodeWarps / Traits::kTeam, kSharedBytes / Traits::kRingBytes);
-        const int warps = warps_of_multiprocessor<Traits>();
         const auto fit = [&](int at_once) {
             return std::min(warps / Traits::kTeam / at_once,
                             (device.shared_memory / at_once - kReserved) / Traits::kRingBytes);

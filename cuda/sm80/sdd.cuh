@@ -415,7 +415,8 @@ struct Sdd {
         const double tiles = expected_tiles(problem.pattern);
         int best = 1;
         double least = 0;
-        for (int count = 1; count == 1 || (count <= kMaxParts && count * kMinStepsOfPart <= steps); ++count) {
+        const int64_t most = std::min({kMaxParts, steps / kMinStepsOfPart, kMaxWork / problem.pattern.nnz});
+        for (int count = 1; count == 1 || count <= most; ++count) {
             const auto waves =
                 (static_cast<int64_t>(tiles * count) + device.multiprocessors) / device.multiprocessors;
             const double reduction =
@@ -498,8 +499,9 @@ struct Sdd {
             arguments, 8 * device.multiprocessors, kReduceThreads, 0, 0, stream);
     }
 
-    static constexpr int kMaxParts = 16;
-    static constexpr int kMinStepsOfPart = 8;
+    static constexpr int64_t kMaxParts = 16;
+    static constexpr int64_t kMinStepsOfPart = 8;
+    static constexpr int64_t kMaxWork = 1 << 30;  // tiles of all parts, which 32 bits number
 };
 
 }  // namespace ts::sm80

@@ -16,6 +16,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "sm90/chunks.cuh"
 #include "sm90/dds_epilogue.cuh"
 #include "sm90/dds_producer.cuh"
 #include "sm90/dds_reduce.cuh"
@@ -242,14 +243,12 @@ struct Dds {
     static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (const char* reason = sm90::refuses(device, Traits::kSharedBytes)) return reason;
+        if (const char* reason = sm90::refuses(device, Traits::kSharedBytes, Traits::kRanks)) return reason;
         if constexpr (Weight::kInRegisters)
             if (const char* reason = Weight::refuses(problem)) return reason;
         if (Weight::value_rows(problem.pattern) > INT32_MAX - 128)
             return "values of 2^31 rows or more are out of its reach";
-        if (!Traits::Schedule::can_hold(tile_count(problem), span_count(problem),
-                                        problem.k_size() / Traits::kStep + 1, device.multiprocessors))
-            return "so much work is out of its reach";
+        if (most_spans(problem, device) <= 0) return "so large a weight is out of its reach";
         return refuses_results(problem.output(), problem.tokens);
     }
 
@@ -259,17 +258,9 @@ struct Dds {
     }
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
-        const int64_t tiles = tile_count(problem), spans = span_count(problem);
-        if (tiles * spans == 0) return cudaSuccess;
         const int64_t parts = parts_of(problem, device);
-        DdsArguments arguments{};
-        if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
-        if constexpr (Traits::kSplits)
-            if (parts > 1) {
-                arguments.partial = static_cast<float4*>(workspace);
-                return multiply_parts(arguments, problem, tiles * spans, stream);
-            }
-        return multiply(arguments, problem, tiles * spans, stream);
+        return in_chunks(problem, kSpanTokens, most_spans(problem, device),
+                         [&](const Problem& chunk) { return launch_chunk(chunk, parts, workspace, stream); });
     }
 
     static constexpr Kernel row(const char* name) {
@@ -290,10 +281,24 @@ struct Dds {
                    Weight::kStorages,
                    Weight::kDTypes};
         row.estimate = Weight::kEstimate;
+        row.clusters = count_clusters<dds_kernel<Traits, true>, DdsArguments, Traits>;
         return row;
     }
 
   private:
+    static cudaError_t launch_chunk(const Problem& problem, int64_t parts, void* workspace, void* stream) {
+        const int64_t tiles = tile_count(problem), spans = span_count(problem);
+        if (tiles * spans == 0) return cudaSuccess;
+        DdsArguments arguments{};
+        if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
+        if constexpr (Traits::kSplits)
+            if (parts > 1) {
+                arguments.partial = static_cast<float4*>(workspace);
+                return multiply_parts(arguments, problem, tiles * spans, stream);
+            }
+        return multiply(arguments, problem, tiles * spans, stream);
+    }
+
     static int64_t parts_of(const Problem& problem, const Device& device) {
         if (!Traits::kSplits) return 1;
         return part_count(problem, tile_count(problem) * span_count(problem),
@@ -327,6 +332,11 @@ struct Dds {
         return (problem.tokens + kSpanTokens - 1) / kSpanTokens;
     }
 
+    static int64_t most_spans(const Problem& problem, const Device& device) {
+        return Traits::Schedule::most_spans(tile_count(problem), problem.k_size() / Traits::kStep + 1,
+                                            device.multiprocessors);
+    }
+
     static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t spans,
                                 int64_t parts) {
         const Pattern& pattern = problem.pattern;
@@ -342,7 +352,7 @@ struct Dds {
         if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
         if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
         if constexpr (!Weight::kInRegisters) arguments.weight = Weight::operand(arguments);
-        arguments.tokens_by_k = describe_input(arguments, problem.input().layout);
+        arguments.tokens_by_k = describe_input<Traits>(arguments, problem.input().layout);
         if (const cudaError_t error = map_input(arguments, problem)) return error;
         return Weight::map(arguments, problem);
     }
@@ -355,25 +365,9 @@ struct Dds {
         return static_cast<int>(std::max<int64_t>(2, kPanelBytes / bytes));
     }
 
-    static int k_width(const DdsArguments& arguments) { return std::min(arguments.k_block, Traits::kStep); }
-
-    // How the pieces of a step follow one another in shared memory.
-    static Operand describe_input(const DdsArguments& arguments, Layout layout) {
-        constexpr int kBytes = Traits::kElementBytes, kProduct = 32 / kBytes;  // of k
-        const int width = k_width(arguments);
-        const bool row_major = layout == Layout::row_major;
-        Operand tokens = row_major ? operand(kBytes * width, 0) : operand(128, 128 * width);
-        for (int i = 0; i < 4; ++i) {
-            const int piece = kProduct * i / width, within = kProduct * i % width;
-            const int offset = piece * width * Traits::kTokenBytes + within * (row_major ? kBytes : 128);
-            tokens.step[i] = static_cast<uint32_t>(offset / 16);
-        }
-        return tokens;
-    }
-
     static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {
         const Matrix& matrix = problem.input();
-        const int width = k_width(arguments);
+        const int width = k_width<Traits>(arguments);
         const int64_t k_size = arguments.k_size, tokens = problem.tokens;
         if (matrix.layout == Layout::row_major)
             return encode(arguments.input, Math::kMapType, matrix.data,

@@ -24,6 +24,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "sm90/chunks.cuh"
 #include "sm90/dds_epilogue.cuh"
 #include "sm90/dds_narrow_pack.cuh"
 #include "sm90/dds_narrow_traits.cuh"
@@ -420,12 +421,12 @@ struct DdsNarrow {
     static constexpr PlanShape kPlan = {kClusterFeatures, Common::kStep, kRowRanks, PlanKind::aligned};
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (const char* reason = sm90::refuses(device, Kinds<32, false>::kSharedBytes)) return reason;
+        if (const char* reason = sm90::refuses(device, Kinds<32, false>::kSharedBytes, Common::kRanks))
+            return reason;
         if (problem.row_block() > 32 || problem.row_block() > problem.k_block())
             return "its blocks have 16 or 32 features of the result and at least as many of k";
-        if (!Common::Schedule::can_hold(tile_count(problem), span_count(problem),
-                                        problem.k_size() / Common::kStep + 1, device.multiprocessors))
-            return "so much work is out of its reach";
+        if (most_spans(problem, device) <= 0 || square_count(problem) > INT32_MAX)
+            return "so large a weight is out of its reach";
         return refuses_results(problem.output(), problem.tokens);
     }
 
@@ -446,11 +447,20 @@ struct DdsNarrow {
 
     static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
         const bool wide = is_wide(problem);
-        const int64_t parts = (wide ? parts_of<32> : parts_of<16>)(problem, device);
-        if (parts > 1)
-            return (wide ? launch_as<32, true> : launch_as<16, true>)(problem, device, parts, workspace,
-                                                                      stream);
-        return (wide ? launch_as<32, false> : launch_as<16, false>)(problem, device, 1, workspace, stream);
+        int64_t parts = 1;
+        if (const cudaError_t error = (wide ? find_parts<32> : find_parts<16>)(problem, device, parts))
+            return error;
+        const auto start = parts > 1 ? (wide ? launch_as<32, true> : launch_as<16, true>)
+                                     : (wide ? launch_as<32, false> : launch_as<16, false>);
+        const int64_t most = most_spans(problem, device);
+        if (span_count(problem) <= most) return start(problem, device, parts, workspace, stream);
+        Problem packed = problem;  // once for all chunks
+        if (packs_itself(problem, device)) {
+            packed.packed = workspace;
+            if (const int32_t error = pack(problem, workspace, stream)) return error;
+        }
+        return in_chunks(packed, kClusterTokens, most,
+                         [&](const Problem& chunk) { return start(chunk, device, parts, nullptr, stream); });
     }
 
     static constexpr Kernel row(const char* name) {
@@ -482,16 +492,19 @@ struct DdsNarrow {
   private:
     // So many that all clusters are there at a time.
     template <int kBlock>
-    static int64_t parts_of(const Problem& problem, const Device& device) {
+    static cudaError_t find_parts(const Problem& problem, const Device& device, int64_t& parts) {
         using Split = Kinds<kBlock, true>;
         const int64_t items = tile_count(problem) * span_count(problem);
-        int64_t parts = narrow_parts(problem, device, kPlan);
-        const auto resident = [](int64_t parts) {
-            return ClusterLauncher<dds_narrow_kernel<Split, true>, DdsArguments>::resident(
-                static_cast<int>(parts) * Split::kRanks, Split::kThreads, Split::kSharedBytes);
-        };
-        while (parts > 1 && resident(parts) < items) --parts;
-        return parts;
+        for (parts = narrow_parts(problem, device, kPlan); parts > 1; --parts) {
+            int resident = 0;
+            if (const cudaError_t error =
+                    ClusterLauncher<dds_narrow_kernel<Split, true>, DdsArguments>::resident(
+                        static_cast<int>(parts) * Split::kRanks, Split::kThreads, Split::kSharedBytes,
+                        resident))
+                return error;
+            if (resident >= items) break;
+        }
+        return cudaSuccess;
     }
     static bool is_wide(const Problem& problem) { return problem.row_block() == 32; }
     static int64_t square_count(const Problem& problem) {
@@ -507,6 +520,10 @@ struct DdsNarrow {
     }
     static int64_t span_count(const Problem& problem) {
         return (problem.tokens + kClusterTokens - 1) / kClusterTokens;
+    }
+    static int64_t most_spans(const Problem& problem, const Device& device) {
+        return Common::Schedule::most_spans(tile_count(problem), problem.k_size() / Common::kStep + 1,
+                                            device.multiprocessors);
     }
 
     template <int kBlock, bool kInParts>

@@ -1,6 +1,7 @@
 // What follows from the tile of a dds kernel.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "sm90/dds_arguments.cuh"
@@ -74,5 +75,26 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= 227 * 1024);
 };
+
+// Host side: of k that lie in one block, those of a step.
+template <class Traits>
+int k_width(const DdsArguments& arguments) {
+    return std::min(arguments.k_block, Traits::kStep);
+}
+
+// How the pieces of a step follow one another in shared memory.
+template <class Traits>
+Operand describe_input(const DdsArguments& arguments, Layout layout) {
+    constexpr int kBytes = Traits::kElementBytes, kProduct = 32 / kBytes;  // of k
+    const int width = k_width<Traits>(arguments);
+    const bool row_major = layout == Layout::row_major;
+    Operand tokens = row_major ? operand(kBytes * width, 0) : operand(128, 128 * width);
+    for (int i = 0; i < 4; ++i) {
+        const int piece = kProduct * i / width, within = kProduct * i % width;
+        const int offset = piece * width * Traits::kTokenBytes + within * (row_major ? kBytes : 128);
+        tokens.step[i] = static_cast<uint32_t>(offset / 16);
+    }
+    return tokens;
+}
 
 }  // namespace ts::sm90

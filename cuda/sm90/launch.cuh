@@ -9,8 +9,11 @@
 namespace ts::sm90 {
 
 // Why a device cannot run a kernel of this architecture, or nullptr. Native code for 9.0 runs nowhere else.
-inline const char* refuses(const Device& device, int shared_bytes) {
+// `cluster`: thread blocks of a cluster, of which the device has to hold one.
+inline const char* refuses(const Device& device, int shared_bytes, int cluster) {
     if (device.compute_capability != 90) return "its code is for compute capability 9.0 alone";
+    if (device.max_cluster != 0 && device.max_cluster < cluster)
+        return "the device has no room for clusters of thread blocks";
     return device.shared_memory < shared_bytes ? "the device has too little shared memory" : nullptr;
 }
 
@@ -42,8 +45,8 @@ class ClusterLauncher {
         return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), parameters);
     }
 
-    // How many clusters the device holds at a time; 0 if that cannot be found out.
-    static int resident(int cluster_size, int threads, int shared_bytes) {
+    // How many clusters the device holds at a time.
+    static cudaError_t resident(int cluster_size, int threads, int shared_bytes, int& count) {
         cudaLaunchAttribute attribute;
         attribute.id = cudaLaunchAttributeClusterDimension;
         attribute.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
@@ -53,14 +56,13 @@ class ClusterLauncher {
         config.dynamicSmemBytes = shared_bytes;
         config.attrs = &attribute;
         config.numAttrs = 1;
-        int count = 0;
-        return resident_clusters(config, cluster_size, count) == cudaSuccess ? count : 0;
+        return resident_clusters(config, cluster_size, count);
     }
 
   private:
     // Asked once for each device and size of clusters, when the kernel's limit of shared memory is raised.
     static cudaError_t resident_clusters(const cudaLaunchConfig_t& config, int cluster_size, int& count) {
-        constexpr int kMaxDevices = 64, kMaxSize = 8;
+        constexpr int kMaxSize = 8;
         static std::array<std::atomic<int>, kMaxDevices * kMaxSize> known{};  // one more than the number
         int device = 0;
         if (const cudaError_t error = cudaGetDevice(&device)) return error;
@@ -77,6 +79,13 @@ class ClusterLauncher {
         return cudaSuccess;
     }
 };
+
+// See Kernel::clusters.
+template <auto kKernel, class Arguments, class Traits>
+int32_t count_clusters(int32_t& count) {
+    return ClusterLauncher<kKernel, Arguments>::resident(Traits::kRanks, Traits::kThreads,
+                                                         Traits::kSharedBytes, count);
+}
 
 // Launches a kernel while the one before it still runs, for which it waits by itself.
 template <auto kKernel, int kSharedBytes, class Arguments>

@@ -67,12 +67,12 @@ class Schedule {
     static constexpr int kMaxClusters = 128;
     static constexpr int kQueue = 4;
 
-    // Whether the numbers of all work, and of what a cluster's steps cost, fit into 32 bits.
-    static bool can_hold(int64_t tiles, int64_t spans, int64_t steps, int multiprocessors) {
+    // So many spans that the numbers of all work, and of what a cluster's steps cost, fit into 32 bits.
+    static int64_t most_spans(int64_t tiles, int64_t steps, int multiprocessors) {
         const int64_t clusters = std::max(multiprocessors / 4, 1);  // there are at least so many
         const int64_t cost = steps * Costs::kMostOfStep + Costs::kTile;
-        return tiles * spans < int64_t{1} << 30 && cost < kMostCost &&
-               (tiles * spans / clusters + 1) * cost < kLast / kPlaces;
+        const int64_t rounds = cost < kMostCost ? (kLast / kPlaces - 1) / cost : 0;
+        return std::min((int64_t{1} << 30) - 1, rounds * clusters - 1) / std::max<int64_t>(tiles, 1);
     }
 
     // `readers`: warps that take work.

@@ -247,8 +247,9 @@ struct Sdd {
     using WideTraits = SddTraits<Math, float>;
     static constexpr PlanShape kPlan = {Traits::kStrip, Traits::kWindow, Traits::kHalves, PlanKind::strips};
 
-    static const char* refuses(const Problem&, const Device& device) {
-        return sm90::refuses(device, Traits::kSharedBytes);
+    static const char* refuses(const Problem& problem, const Device& device) {
+        if (const char* reason = sm90::refuses(device, Traits::kSharedBytes, 1)) return reason;
+        return sdd_fits(problem, device) ? nullptr : "so many tokens are out of its reach";
     }
 
     // Beside products, which take most of what L2 gives, the warps that load nothing read so many bytes in a
@@ -316,7 +317,8 @@ struct Sdd {
     }
 
     static int team_size(const Problem& problem, const Device& device) {
-        return are_wide_blocks(problem.pattern) && device.multiprocessors > 1 ? 2 : 1;
+        const bool pairs = device.multiprocessors > 1 && device.max_cluster != 1;
+        return are_wide_blocks(problem.pattern) && pairs ? 2 : 1;
     }
 
     // The number of tiles is on the device. That of wide blocks is nearly known, though: most are in pairs.

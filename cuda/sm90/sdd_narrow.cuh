@@ -438,7 +438,8 @@ struct SddNarrow {
     using Common = SddNarrowTraits<Math, float>;  // for what is the same for all
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (const char* reason = sm90::refuses(device, Common::kSharedBytes)) return reason;
+        if (const char* reason = sm90::refuses(device, Common::kSharedBytes, 1)) return reason;
+        if (!sdd_fits(problem, device)) return "so many tokens are out of its reach";
         return are_listed_blocks(problem.pattern) ? nullptr : "its blocks are 16 x 16";
     }
 

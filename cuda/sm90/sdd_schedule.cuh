@@ -206,6 +206,11 @@ inline int sdd_steps(const Problem& problem) {
     return static_cast<int>((problem.tokens + kSddStep - 1) / kSddStep);
 }
 
+// Whether what SddSchedule multiplies fits into 32 bits: steps of all teams, twice.
+inline bool sdd_fits(const Problem& problem, const Device& device) {
+    return 2 * (int64_t{sdd_steps(problem)} + 8) * device.multiprocessors <= INT32_MAX;
+}
+
 // Whether each multiprocessor gets a tile of so many values at most, and some get more.
 inline bool fills(const Problem& problem, const Device& device, int64_t tile_values) {
     return problem.pattern.value_count() > device.multiprocessors * tile_values;

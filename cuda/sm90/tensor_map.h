@@ -4,6 +4,7 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -20,21 +21,25 @@ struct Extent {
 };
 
 // cuTensorMapEncodeTiled of the driver, which is not linked so that the library loads without one.
-inline PFN_cuTensorMapEncodeTiled_v12000 encoder() {
-    static const auto function = [] {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found{};
+using Encoder = PFN_cuTensorMapEncodeTiled_v12000;
+inline cudaError_t find_encoder(Encoder& encoder) {
+    static std::atomic<Encoder> known{nullptr};
+    encoder = known.load(std::memory_order_relaxed);
+    if (encoder != nullptr) return cudaSuccess;
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found{};
 #if CUDART_VERSION >= 12050
-        const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                                                   cudaEnableDefault, &found);
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
 #else
-        const cudaError_t error =
-            cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
 #endif
-        if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) entry = nullptr;
-        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
-    }();
-    return function;
+    if (error != cudaSuccess) return error;
+    if (found != cudaDriverEntryPointSuccess || entry == nullptr) return cudaErrorNotSupported;
+    encoder = reinterpret_cast<Encoder>(entry);
+    known.store(encoder, std::memory_order_relaxed);
+    return cudaSuccess;
 }
 
 inline CUtensorMapSwizzle swizzle_of(int bytes) {
@@ -69,8 +74,8 @@ struct Tensor {
 static_assert(sizeof(Tensor) == 8 * sizeof(uint64_t));  // no padding: compared and hashed byte by byte
 
 inline cudaError_t encode_tiled(CUtensorMap& map, const Tensor& tensor) {
-    const auto encode = encoder();
-    if (encode == nullptr) return cudaErrorNotSupported;
+    Encoder encode = nullptr;
+    if (const cudaError_t error = find_encoder(encode)) return error;
     constexpr cuuint32_t kSteps[kMaxDimensions] = {1, 1, 1};
     const auto type = static_cast<CUtensorMapDataType>(tensor.type);
     const CUresult result =

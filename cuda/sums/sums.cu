@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "common/derivatives.cuh"
+#include "common/launch.cuh"
 #include "common/sums.cuh"
 
 namespace ts::sums {
@@ -116,10 +117,8 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class Sum, class Result>
 cudaError_t add_as(const BiasGradient& gradient, const Sums& sums, cudaStream_t stream) {
-    const auto blocks = static_cast<unsigned>((sums.features + 31) / 32);
-    add_kernel<Sum>
-        <<<blocks, kThreads, 0, stream>>>(sums, static_cast<Result*>(gradient.data), gradient.accumulate);
-    return cudaGetLastError();
+    return launch_kernel(add_kernel<Sum, Result>, (sums.features + 31) / 32, kThreads, stream, sums,
+                         static_cast<Result*>(gradient.data), gradient.accumulate);
 }
 
 cudaError_t add(const BiasGradient& gradient, const Sums& sums, cudaStream_t stream) {
@@ -142,27 +141,24 @@ int64_t blocks_of(const Device& device) {
 int64_t warps_of(const Device& device) { return blocks_of(device) * kWarps; }
 
 // For items of a block or of a warp each.
-unsigned block_count(const Sums& sums, const Device& device, int items_of_block) {
+int64_t block_count(const Sums& sums, const Device& device, int items_of_block) {
     const int64_t blocks = (int64_t{sums.pieces} * sums.parts + items_of_block - 1) / items_of_block;
-    return static_cast<unsigned>(std::min(blocks, blocks_of(device)));
+    return std::min(blocks, blocks_of(device));
 }
 
 template <class Element>
 cudaError_t sum_as(const Sums& sums, const Device& device, cudaStream_t stream) {
-    if (sums.row_major)
-        sum_rows_kernel<Element><<<block_count(sums, device, 1), kThreads, 0, stream>>>(sums);
-    else
-        sum_lines_kernel<Element><<<block_count(sums, device, kWarps), kThreads, 0, stream>>>(sums);
-    return cudaGetLastError();
+    const auto kernel = sums.row_major ? sum_rows_kernel<Element> : sum_lines_kernel<Element>;
+    return launch_kernel(kernel, block_count(sums, device, sums.row_major ? 1 : kWarps), kThreads, stream,
+                         sums);
 }
 
 template <class Element, Activation kActivation>
 cudaError_t activate_by(const ActivationGradient& of, const Sums& sums, const Device& device,
                         cudaStream_t stream) {
-    activation_kernel<Element, kActivation><<<block_count(sums, device, kWarps), kThreads, 0, stream>>>(
-        sums, static_cast<const Element*>(of.z), static_cast<const Element*>(of.gradient),
-        static_cast<Element*>(of.result));
-    return cudaGetLastError();
+    return launch_kernel(activation_kernel<Element, kActivation>, block_count(sums, device, kWarps), kThreads,
+                         stream, sums, static_cast<const Element*>(of.z),
+                         static_cast<const Element*>(of.gradient), static_cast<Element*>(of.result));
 }
 
 template <class Element>

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "common/launch.cuh"
 #include "values/metadata.h"
 
 namespace ts::values {
@@ -149,10 +150,7 @@ __global__ void __launch_bounds__(kThreads) compress_kernel(const __grid_constan
 template <class Arguments>
 int32_t launch(void (*kernel)(Arguments), Arguments arguments, int64_t threads, void* stream) {
     if (threads == 0) return cudaSuccess;
-    void* parameters[] = {&arguments};
-    return cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
-                            dim3(static_cast<unsigned>((threads + kThreads - 1) / kThreads)), kThreads,
-                            parameters, 0, static_cast<cudaStream_t>(stream));
+    return launch_kernel(kernel, (threads + kThreads - 1) / kThreads, kThreads, stream, arguments);
 }
 
 auto expand_kernel_for(const Problem& problem) -> void (*)(ExpandArguments) {

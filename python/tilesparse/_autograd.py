@@ -12,7 +12,7 @@ would act on a product, these are called right away: the other route.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -222,6 +222,7 @@ def transformable(op: Callable[..., Tensor], backward: Any, setup_context: Any) 
         "forward": staticmethod(op),
         "setup_context": staticmethod(setup_context),
         "backward": staticmethod(backward),
+        "jvp": staticmethod(_refuse_forward_mode),
     }
     function: Any = type("_Transformed", (torch.autograd.Function,), members)
     apply: Callable[..., Tensor] = function.apply
@@ -235,4 +236,11 @@ def _refuse_tangents(tensors: Tensors) -> None:
     unpack_dual: Callable[..., Any] = forward_ad.unpack_dual
     for tensor in tensors:
         if tensor is not None and unpack_dual(tensor).tangent is not None:
-            raise UnsupportedError("forward-mode differentiation of block-sparse products is not supported")
+            _refuse_forward_mode()
+
+
+def _refuse_forward_mode(*_: Any) -> NoReturn:
+    raise UnsupportedError(
+        "forward-mode differentiation of block-sparse products is not supported; "
+        "torch.func.hessian needs it, and jacrev(jacrev(f)) gives the same"
+    )

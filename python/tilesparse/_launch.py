@@ -35,6 +35,7 @@ from ._checks import (
     check_one,
     check_sdd,
     check_separate,
+    check_stored,
     check_values,
 )
 from ._layout import (
@@ -97,6 +98,30 @@ class Packed:
                 return
             self._of, self._values = of, weakref.ref(values)
         self.product.pack(values.data_ptr(), self.memory.data_ptr(), self.memory.numel(), stream)
+
+
+class Expanded:
+    """Plain values made of others, on the CPU, and anew once one of these has changed."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Hashable, list[weakref.ref[Tensor]], Tensor] | None = None
+
+    def follow(self, make: Callable[..., Tensor], *sources: Any) -> Tensor:
+        """What ``make`` gives for these, of which some are tensors."""
+        tensors = [source for source in sources if isinstance(source, Tensor)]
+        if any(tensor.is_inference() for tensor in tensors):  # whose changes are not counted
+            return make(*sources)
+        state = tuple(
+            (source.data_ptr(), source._version) if isinstance(source, Tensor) else source
+            for source in sources
+        )
+        kept = self._kept
+        if kept is not None and kept[0] == state and [id(one()) for one in kept[1]] == list(map(id, tensors)):
+            return kept[2]
+        with torch.inference_mode(False):  # autograd may keep it
+            made = make(*sources)
+        self._kept = state, [weakref.ref(tensor) for tensor in tensors], made
+        return made
 
 
 class Call(NamedTuple):
@@ -162,6 +187,7 @@ class Prepared:
         find: the call that was kept under a key, or None.
         packs: whether values are kept packed from call to call; see `BlockSparseLinear.pack`.
         watch: what looks for writes that PyTorch does not count; None on the CPU and for tensors of its own.
+        plain: those that are kept on the CPU.
     """
 
     @torch.inference_mode(False)  # what is made in it could not be written outside of it
@@ -172,6 +198,7 @@ class Prepared:
         self.device = index.col_indices.device
         self.generation = 0
         self.packs = False
+        self.plain = Expanded()
         self._packed: dict[tuple[int, int, int], Packed] = {}
         self.state: State = ()
         self._tensors = tuple(weakref.ref(tensor) for tensor in index[:3])
@@ -322,10 +349,12 @@ class Prepared:
         self.packs = keep
         self._forget_calls()
         self._packed.clear()
+        self.plain = Expanded()
 
     def keep(self, request: Request, product: _C.Product, call: Call) -> None:
         """Lets `run` do the same from now on."""
-        if not self.packs:  # which may pack, but not in a graph that is being captured
+        # On a GPU it may pack, but not in a graph that is being captured.
+        if not self.packs or self.device.type == "cpu":
             workspace = (Tensor.new_empty, (call.workspace,)) if call.workspace else None
             self._kept.keep(*request, product, allocation(call.form), workspace)
 
@@ -634,6 +663,9 @@ def dds(
     if transposed:
         check_nothing_added(bias, residual, activation, gate)
         pattern, op = pattern.transposed(), DDS_NN - op
+    if pattern.packs and source.is_cpu and not (metadata is None and scales is None):
+        values = pattern.plain.follow(_expanded, values, metadata, scales, source.dtype)
+        metadata = scales = None
     # Either of the two takes the same way.
     other = check_one(residual, gate)
     gated = gate is not None
@@ -939,6 +971,13 @@ def expand_values(
         scales_at = 0 if scales is None else scales.data_ptr()
         product.expand(values.data_ptr(), metadata_at, scales_at, plain.data_ptr(), plain.nbytes, stream)
     return plain
+
+
+def _expanded(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"x must have one of the dtypes {list(DTYPES)}, got {dtype}")
+    check_stored(values, metadata, scales)
+    return expand_values(values, metadata, scales, dtype)
 
 
 def compress(values: Tensor, mask: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import forward_ad, profiler
 
+from .errors import UnsupportedError
+
 
 def _of_pytorch(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     found: Callable[..., Any] = getattr(torch._C, name, otherwise)
@@ -93,6 +95,15 @@ _CAN_TELL = all(
         (profiler, "_is_profiler_enabled"),
     )
 )
+
+
+def refuse_fakes(name: str) -> None:
+    """Raise where FakeTensorMode is active: what it makes has no contents, and patterns do."""
+    if type(torch.empty(0, device="cpu")).__name__ == "FakeTensor":
+        raise UnsupportedError(
+            f"{name} must not be made under FakeTensorMode, where a pattern would have no contents; make it "
+            "before the mode is entered, and convert its tensors by mode.from_tensor where it needs fake ones"
+        )
 
 
 def version(tensor: torch.Tensor) -> int:

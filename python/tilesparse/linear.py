@@ -13,23 +13,20 @@ from torch.compiler import is_compiling
 
 from ._arguments import check_types, checked, shown
 from ._autocast import autocast
-from ._autograd import records_gradient
+from ._autograd import is_plain, records_gradient
 from ._checks import Index, check_block_shape, check_one, check_policy, check_shapes
 from ._launch import blocks_of, multiplies_compressed, prepared, update_of
-from ._private import constant_when_compiled, transforms_active, version
+from ._private import constant_when_compiled, refuse_fakes, transforms_active, version
 from ._register import COMPRESS
 from ._reports import empty_of
 from ._resized import watch
-from .errors import (
-    InvalidArgumentError,
-    InvalidPatternError,
-    UnsupportedError,
-)
+from .errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from .functional import (
     activation_code,
     combined,
     linear_on,
     linear_through,
+    masked,
     straight_through,
 )
 from .matrix import BlockSparseMatrix
@@ -90,7 +87,8 @@ class BlockSparseLinear(nn.Module):
         in_features: size of the last dimension of x, a multiple of bk.
         out_features: size of the last dimension of y, a multiple of bn.
         bias: whether to add a learned bias [out_features].
-        density: fraction of the blocks to keep, drawn at random.
+        density: fraction of the blocks to keep, drawn at random by `BlockPattern.random`: every block row and
+            column gets a block where there are enough.
         block_shape: (bn, bk), rows (out) and columns (in) of a block, each 16, 32, 64 or 128; or one number
             for both.
         pattern: the blocks to keep, copied; `density` and `block_shape` are then taken from it.
@@ -148,6 +146,7 @@ class BlockSparseLinear(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        refuse_fakes("a layer")
         check_nm(nm, transposable)
         check_storage(storage, nm)
         if pattern is None:
@@ -218,6 +217,7 @@ class BlockSparseLinear(nn.Module):
                 weight holds NaN, `scores` has another shape, `parts` are given beside `pattern`, or there is
                 nothing to score because `linear` is on the meta device.
         """
+        refuse_fakes("a layer")
         if not isinstance(linear, nn.Linear) and not is_conv1d(linear):
             raise InvalidArgumentError(f"linear: torch.nn.Linear expected, got {type(linear).__name__}")
         dense: Any = linear
@@ -387,7 +387,7 @@ class BlockSparseLinear(nn.Module):
         self._check_whole("plain_values")
         if self._storage == "plain":
             weight = self.weight.detach()
-            return weight.clone() if self.mask is None else torch.where(self.mask, weight, 0)
+            return weight.clone() if self.mask is None else masked(weight, self.mask)
         return expand(self.weight, self.metadata, self.scales, self._dtype)
 
     @checked
@@ -450,6 +450,7 @@ class BlockSparseLinear(nn.Module):
         return expand(ones, self.metadata) != 0
 
     def _check_whole(self, method: str) -> None:
+        _refuse_norms(self)
         if _is_sharded(self.weight):
             raise UnsupportedError(
                 f"{method}: a whole weight expected, got one that several processes have parts of; call it "
@@ -627,6 +628,8 @@ class BlockSparseLinear(nn.Module):
                 f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}), "
                 "as averages and conversions of all buffers do"
             ) from error
+        except UnsupportedError:
+            raise
         except Exception:  # types are looked at only now, which takes calls that are right no time
             check_types(BlockSparseLinear.forward, locals())
             raise
@@ -645,6 +648,7 @@ class BlockSparseLinear(nn.Module):
         try:
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # parametrizations and the like put attributes in their places
+            _refuse_norms(self)
             weight, bias = self.weight, self.bias
         index = self._index()
         buffers: dict[str, Any] = self._buffers
@@ -682,11 +686,16 @@ class BlockSparseLinear(nn.Module):
         residual: Tensor | None,
         layout: bool = False,
     ) -> Tensor:
-        """Of plain 2:4. Compressed in every call: what is written to a weight is not always seen."""
+        """Of plain 2:4. Masked anew in every call, but for `pack`: what is written is not always seen."""
+        if is_plain((x, weight, mask)) and weight.is_cpu and not records_gradient((weight,)):
+            pattern = prepared(index)
+            if pattern.packs:
+                packed = pattern.plain.follow(masked, weight, mask)
+                return linear_on(x, packed, index, bias, "none", residual, layout, self._policy)
         x, weight, bias, residual = autocast(x, weight, bias, residual)
         if self._policy != "sparse" or not multiplies_compressed(x, index):
-            masked = straight_through(weight, mask)
-            return linear_on(x, masked, index, bias, "none", residual, layout, self._policy)
+            zeroed = straight_through(weight, mask)
+            return linear_on(x, zeroed, index, bias, "none", residual, layout, self._policy)
         compressed, metadata = COMPRESS(weight.detach(), mask, False)
         if not records_gradient((weight,)):
             stored = metadata, None
@@ -699,15 +708,19 @@ class BlockSparseLinear(nn.Module):
 
     @checked
     def pack(self, enabled: bool = True) -> BlockSparseLinear:
-        """Keeps a copy of the weight in the order in which kernels multiply it, for inference.
+        """Keeps a copy of the weight in the form in which kernels multiply it, for inference.
 
         On CUDA devices kernels for blocks of 16 and 32 copy the weight so in every call, or read it block by
         block where tokens are few, which takes less; the others have no use for it. The copy takes as much
-        memory as the weight, one for each stream. It is made in the next call, and anew after every change of
-        weight or pattern that PyTorch counts, which those through ``weight.data`` are not: call this again
-        then. Of a weight that was made in inference mode it counts none, so the copy is made in every call;
-        nothing is gained then, nor in calls that a CUDA graph captures. The copy is not part of
-        ``state_dict()``, and a moved or copied layer does not have it.
+        memory as the weight, one for each stream. On the CPU it is the plain weight, in the dtype of the
+        activations, of one that is 2:4 or stored in fewer bytes, which otherwise is made in every call (see
+        docs/storages.md); a plain one needs none. Calls that record a gradient of the weight do not use it.
+
+        The copy is made in the next call, and anew after every change of weight, mask or pattern that PyTorch
+        counts, which those through ``weight.data`` are not: call this again then. Of a weight that was made
+        in inference mode it counts none, so the copy is made in every call; nothing is gained then, nor in
+        calls that a CUDA graph captures. The copy is not part of ``state_dict()``, and a moved or copied
+        layer does not have it.
 
         Args:
             enabled: False drops the copy.
@@ -751,8 +764,8 @@ class BlockSparseLinear(nn.Module):
         return self._origin == _MISSING and (self.col_indices.is_meta or self._is_blank())
 
     def _is_blank(self) -> bool:
-        """Whether the buffers hold the zeros with which a layer leaves the meta device; waits for a GPU."""
-        return self.col_indices.shape[0] > 0 and not self.crow_indices.any()
+        """Whether the buffers are the zeros with which a layer leaves the meta device; waits for a GPU."""
+        return self._is_as_marked() and self.col_indices.shape[0] > 0 and not self.crow_indices.any()
 
     def _updated(self) -> None:
         """What this process writes is its own, unless the others are known to have had the same before."""
@@ -998,6 +1011,34 @@ def _resize(parameter: nn.Parameter, data: Tensor) -> None:
 def _as_before(new: Tensor, old: Tensor) -> Tensor:
     """What was moved, with the contents and the dtype it had; zeros, which are no pattern, from meta."""
     return torch.zeros_like(new, dtype=old.dtype) if old.is_meta else old.to(new.device, copy=True)
+
+
+def _refuse_norms(layer: nn.Module) -> None:
+    """Raise for what PyTorch hangs on a weight and takes its blocks [nnz, bn, bk] for the matrix W."""
+    if "weight" in layer._parameters:
+        return
+    of_weight: Any = getattr(layer, "parametrizations", {})
+    acting = [*of_weight["weight"]] if "weight" in of_weight else []
+    for hook in layer._forward_pre_hooks.values():
+        if "weight" in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None)):
+            acting += [hook, *getattr(hook, "_pruning_methods", ())]
+    for one in acting:
+        name = f"{type(one).__module__}.{type(one).__name__}"
+        # The norm of all blocks at once is that of W.
+        if name.startswith(_OF_MATRICES) and not ("WeightNorm" in name and getattr(one, "dim", 0) == -1):
+            raise UnsupportedError(
+                f"weight must not be under {name}, which takes the kept blocks [nnz, bn, bk] for the matrix "
+                "[out_features, in_features]; remove it, or register a parametrization of blocks"
+            )
+
+
+_OF_MATRICES = (
+    "torch.nn.utils.parametrizations.",  # spectral_norm, weight_norm, orthogonal
+    "torch.nn.utils.spectral_norm.",
+    "torch.nn.utils.weight_norm.",
+    "torch.nn.utils.prune.RandomStructured",
+    "torch.nn.utils.prune.LnStructured",
+)
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -127,6 +127,8 @@ class BlockSparseMLP(nn.Module):
         """
         try:
             hidden = self._hidden(x)
+        except UnsupportedError:
+            raise
         except Exception:  # types are looked at only now, which takes calls that are right no time
             check_types(BlockSparseMLP.forward, locals())
             raise

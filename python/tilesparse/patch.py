@@ -676,8 +676,9 @@ def _reason_not_sparse(module: Any, options: Mapping[str, Any]) -> str | None:
         return "its weight is empty"
     (bn, bk), density = options["block_shape"], options["density"]
     out_features, in_features = dense_weight(module).shape
+    fits = out_features % bn == 0 and in_features % bk == 0  # another reason otherwise, which comes later
     blocks = (out_features // bn) * (in_features // bk)
-    if options["pattern"] is None and blocks and density > 0 and round(density * blocks) == 0:
+    if options["pattern"] is None and fits and density > 0 and round(density * blocks) == 0:
         return f"density {density:g} of its {blocks} blocks in {bn}x{bk} rounds to none"
     return None
 

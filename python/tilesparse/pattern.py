@@ -22,6 +22,7 @@ from ._checks import (
     checked_fraction,
 )
 from ._launch import blocks_of, update_of, validate
+from ._private import refuse_fakes
 from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
 
 Device = torch.device | str | int | None
@@ -66,6 +67,7 @@ class BlockPattern:
         slot: Tensor | Sequence[int] | None = None,
         device: Device = None,
     ) -> None:
+        refuse_fakes("a pattern")
         with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
             self._own(_checked(crow_indices, col_indices, shape, block_shape, slot, device))
 
@@ -93,10 +95,17 @@ class BlockPattern:
         density: float | None = None,
         nnz: int | None = None,
         parts: tuple[int, int] = (1, 1),
+        cover: bool = True,
         generator: torch.Generator | None = None,
         device: Device = None,
     ) -> BlockPattern:
-        """Blocks drawn uniformly without replacement.
+        """Draw blocks at random, so that no block row or column stays empty where the count allows.
+
+        The first max(R, C) blocks pair the block rows with the block columns, both in random order, the
+        shorter of the two lists again and again: each member of the longer one gets one block, and those of
+        the shorter one as equally many as possible. All other blocks are drawn uniformly, without
+        replacement, from what is left. With fewer than max(R, C) blocks the pairing is cut short, so that as
+        many rows and as many columns as possible have a block. Every block is equally likely to be kept.
 
         Args:
             shape: (out_features, in_features), multiples of the block shape.
@@ -105,21 +114,29 @@ class BlockPattern:
             nnz: how many blocks, in place of a density.
             parts: (r, c): block rows are cut into r equal parts and block columns into c, and as many blocks
                 are drawn from each of the r * c parts, density or nnz / (r * c) of it. Tensor parallelism
-                over r processes by rows, or c by columns, needs such a balance.
+                over r processes by rows, or c by columns, needs such a balance. The rows and columns that
+                are covered are those of the whole weight.
+            cover: False draws all blocks uniformly, without replacement. At low densities that leaves block
+                rows empty, whose outputs are the bias alone, and block columns, whose inputs do not count.
             generator: a CPU generator; None is PyTorch's default one.
             device: of the pattern; None is the CPU.
 
         Raises:
             InvalidArgumentError: not exactly one of density and nnz, or one out of range, or a density
-                that is not 0 and rounds to no block, or blocks that cannot be cut into such parts.
+                that is not 0 and rounds to no block, or blocks that cannot be cut into such parts, or a
+                ``cover`` that is no bool.
         """
+        refuse_fakes("a pattern")
         shape, block_shape, grid = check_shapes(shape, block_shape)
-
-        def draw(numbers: Tensor) -> Tensor:
-            return torch.randperm(len(numbers), generator=generator, device="cpu")
-
-        chosen = _chosen_blocks(grid, parts, density, nnz, draw)
-        return cls._from_sorted(chosen, shape, block_shape, device=device)
+        if not isinstance(cover, bool):
+            raise InvalidArgumentError(f"cover must be True or False, got {cover!r}")
+        of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
+        covering = _covering(grid, check_parts(parts), kept if cover else 0, generator)
+        chosen = [
+            numbers[_drawn(len(numbers), first, kept, generator)]
+            for numbers, first in zip(of_parts, covering, strict=True)
+        ]
+        return cls._from_sorted(torch.cat(chosen).sort().values, shape, block_shape, device=device)
 
     @classmethod
     @checked
@@ -289,12 +306,10 @@ class BlockPattern:
         if bool(flat.isnan().any()):
             raise InvalidArgumentError("scores: NaN cannot be ranked")
         grid = scores.shape[0], scores.shape[1]
-
-        def rank(numbers: Tensor) -> Tensor:
-            return flat[numbers].sort(descending=True, stable=True).indices
-
-        best = _chosen_blocks(grid, parts, density, nnz, rank)
-        return cls._from_sorted(best, (grid[0] * bn, grid[1] * bk), (bn, bk), device=scores.device)
+        of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
+        best = flat[of_parts].sort(dim=1, descending=True, stable=True).indices[:, :kept]
+        chosen = of_parts.gather(1, best).flatten().sort().values
+        return cls._from_sorted(chosen, (grid[0] * bn, grid[1] * bk), (bn, bk), device=scores.device)
 
     @classmethod
     @checked
@@ -666,14 +681,10 @@ def _check_matrix(name: str, matrix: Tensor) -> None:
     check_content(name, matrix)
 
 
-def _chosen_blocks(
-    grid: tuple[int, int],
-    parts: Sequence[int],
-    density: float | None,
-    nnz: int | None,
-    order: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Ascending numbers row * C + col of the first blocks, in the order that is asked for, of every part."""
+def _blocks_of_parts(
+    grid: tuple[int, int], parts: Sequence[int], density: float | None, nnz: int | None
+) -> tuple[Tensor, int]:
+    """Ascending numbers row * C + col of all blocks, [r * c, blocks of a part], and how many a part keeps."""
     (rows, cols), (r, c) = grid, check_parts(parts)
     if rows % r or cols % c:
         raise InvalidArgumentError(
@@ -686,8 +697,37 @@ def _chosen_blocks(
         if left:
             raise InvalidArgumentError(f"nnz: a multiple of the {r * c} parts expected, got {nnz}")
     numbers = torch.arange(rows * cols, device="cpu").view(r, rows // r, c, cols // c)
-    of_parts = numbers.transpose(1, 2).reshape(r * c, -1)
-    return torch.cat([part[order(part)[:kept]] for part in of_parts]).sort().values
+    return numbers.transpose(1, 2).reshape(r * c, -1), kept
+
+
+def _covering(
+    grid: tuple[int, int], parts: tuple[int, int], kept: int, generator: torch.Generator | None
+) -> Tensor:
+    """[r * c, n <= kept] places in each part, which cover as many block rows and columns as they can.
+
+    Parts side by side share an order of their block rows, and take turns in it; likewise for columns.
+    """
+    (r, c), (rows, cols) = parts, (grid[0] // parts[0], grid[1] // parts[1])
+    count = min(kept, max(-(-rows // c), -(-cols // r)))
+    if count == 0:
+        return torch.empty(r * c, 0, dtype=torch.int64, device="cpu")
+
+    def orders(length: int, number: int) -> Tensor:
+        each = [torch.randperm(length, generator=generator, device="cpu") for _ in range(number)]
+        return torch.stack(each)
+
+    of_rows, of_cols = orders(rows, r), orders(cols, c)
+    i, j, turn = (torch.arange(length, device="cpu") for length in (r, c, count))
+    row = of_rows[i[:, None, None], (j[:, None] * count + turn) % rows]
+    col = of_cols[j[:, None], (i[:, None, None] * count + turn) % cols]
+    return (row * cols + col).view(r * c, count)
+
+
+def _drawn(size: int, first: Tensor, kept: int, generator: torch.Generator | None) -> Tensor:
+    """Different places below ``size``: these first ones, and others at random."""
+    order = torch.randperm(size, generator=generator, device="cpu")
+    others = torch.ones(size, dtype=torch.bool, device="cpu").index_fill_(0, first, False)
+    return torch.cat((first, order[others[order]]))[:kept]
 
 
 def check_parts(parts: Sequence[int]) -> tuple[int, int]:

@@ -344,6 +344,29 @@ static void test_bad_gradients_of_activations(void) {
     FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 64, z + 100, workspace,
                                  sizeof workspace, NULL),
           TS_INVALID_ARGUMENT, "gradient and bias_gradient overlap");
+    const int64_t most = (INT64_C(1) << 31) - (1 << 16), many = INT64_C(1) << 30;
+    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, most + 1, 16, &bytes), TS_INVALID_ARGUMENT,
+          "tokens is 2147418113; allowed are 0 to 2147418112 on a CUDA device");
+    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, most + 16, &bytes), TS_INVALID_ARGUMENT,
+          "features is 2147418128");
+    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, most, most, &bytes), TS_INVALID_ARGUMENT,
+          "z has 2147418112 tokens of 2147418112 features; at most 140737488355328 elements are allowed");
+    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, most, most, z, z + 64, z + 64, z + 128, workspace,
+                                 sizeof workspace, NULL),
+          TS_INVALID_ARGUMENT, "elements");
+    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, many, 4096, z, z, z, z + 128, workspace,
+                                 sizeof workspace, NULL),
+          TS_INVALID_ARGUMENT, "z has 17592186044416 bytes; at most 4398046511104");
+    ts_device_info info = {.struct_size = sizeof info};
+    if (ts_device_get(TS_CUDA, -1, &info) != TS_SUCCESS) return;
+    static _Alignas(256) float scratch[1 << 16]; /* refused before the device sees any of this */
+    for (int operand = 0; operand < 4; ++operand) {
+        float* operands[] = {z, z + 64, z + 128, z + 192};
+        operands[operand] = scratch + 16;
+        FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, operands[0], operands[1], operands[2],
+                                     operands[3], scratch, sizeof scratch, NULL),
+              TS_INVALID_ARGUMENT, "and workspace overlap");
+    }
 }
 
 static void test_bad_gates(void) {
@@ -547,6 +570,12 @@ static void test_bad_operands(void) {
     REFUSES(TS_DDS_NT,
             (o.desc.device = TS_CUDA, o.desc.packed = (char*)0x1010, o.desc.x.ld = IN, o.desc.y.ld = OUT),
             TS_INVALID_ARGUMENT, "packed is at address");
+    REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.tokens = INT32_MAX), TS_INVALID_ARGUMENT,
+            "tokens is 2147483647; allowed are 0 to 2147418112 on a CUDA device");
+    REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.pattern.out_features = INT32_MAX / BN * BN),
+            TS_INVALID_ARGUMENT, "pattern.out_features is");
+    REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.tokens = 1 << 20, o.desc.x.ld = 1 << 24),
+            TS_INVALID_ARGUMENT, "bytes; at most 4398046511104 are allowed on a CUDA device");
     /* On CUDA 16 bytes of alignment are asked for; this is found before any device is looked for. */
     REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.x.data = (char*)o.memory[0] + 4), TS_INVALID_ARGUMENT,
             "x");
@@ -613,6 +642,35 @@ static void test_small_workspace(void) {
         CHECK(memcmp(before.memory, o.memory, sizeof o.memory) == 0, "op %d: written", (int)op);
         free(workspace);
     }
+}
+
+/* Scratch memory is written, and so is nothing that is read. */
+static void test_overlapping_workspace(void) {
+    static _Alignas(256) char workspace[1 << 19];
+    static operands o;
+    for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op) {
+        size_t bytes = 0;
+        for (int which = 0; which < 4; ++which) {
+            init_operands(&o, op, TS_FLOAT32, TS_FEATURE_MAJOR, TS_FEATURE_MAJOR);
+            SUCCEEDS(ts_matmul_workspace_size(&o.desc, &bytes));
+            if (which == 0) o.desc.x.data = workspace;
+            if (which == 1) o.desc.y.data = workspace;
+            if (which == 2) o.desc.values = workspace;
+            if (which == 3)
+                *(op == TS_DDS_NN ? &o.pattern.row_idx : &o.pattern.col_idx) =
+                    memcpy(workspace, op == TS_DDS_NN ? o.pattern.row_idx : o.pattern.col_idx,
+                           (size_t)o.pattern.nnz * sizeof(int32_t));
+            if (bytes == 0)
+                SUCCEEDS(ts_matmul(&o.desc, workspace, sizeof workspace, NULL));
+            else
+                FAILS(ts_matmul(&o.desc, workspace, sizeof workspace, NULL), TS_INVALID_ARGUMENT,
+                      "and workspace overlap in memory");
+        }
+    }
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    o.pattern.row_ptr = memcpy(o.desc.y.data, o.pattern.row_ptr, (OUT / BN + 1) * sizeof(int32_t));
+    FAILS(ts_matmul(&o.desc, workspace, sizeof workspace, NULL), TS_INVALID_ARGUMENT,
+          "pattern.row_ptr and y overlap in memory");
 }
 
 /* --- Patterns --------------------------------------------------------------------------------------- */
@@ -712,6 +770,12 @@ static void test_devices(void) {
     ts_device_info info = {.struct_size = sizeof info};
     SUCCEEDS(ts_device_get(TS_CPU, -1, &info));
     CHECK(info.device == TS_CPU && info.multiprocessors > 0 && info.name[0] != '\0', "%s", info.name);
+    CHECK(info.max_cluster == 0, "%d", (int)info.max_cluster);
+    ts_device_info gpu = {.struct_size = sizeof gpu};
+    if (strstr(ts_architectures(), "sm_90") != NULL && ts_device_get(TS_CUDA, -1, &gpu) == TS_SUCCESS) {
+        const int has_clusters = gpu.compute_capability == 90;
+        CHECK(has_clusters == (gpu.max_cluster > 0), "%s: %d", gpu.name, (int)gpu.max_cluster);
+    }
     FAILS(ts_device_get(TS_CPU, -1, NULL), TS_INVALID_ARGUMENT, "info");
     FAILS(ts_device_get(2, -1, &info), TS_INVALID_ARGUMENT, "device");
     CHECK(ts_device_get(TS_CUDA, 1000, &info) != TS_SUCCESS, "there is a device 1000");
@@ -785,6 +849,31 @@ static int32_t portable_kernel(void) {
     for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel)
         if (strcmp(kernel_name(kernel), "cpu_portable") == 0) return kernel;
     return -1;
+}
+
+/* Some slices of a GPU have no room for clusters of thread blocks. */
+static void test_select_without_clusters(void) {
+    if (strstr(ts_architectures(), "sm_90") == NULL || strstr(ts_architectures(), "sm_80") == NULL) return;
+    static operands o;
+    for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op) {
+        init_operands(&o, op, TS_BFLOAT16, TS_ROW_MAJOR, TS_ROW_MAJOR);
+        o.desc.device = TS_CUDA;
+        o.desc.tokens = 4096;
+        ts_device_info gpu = h100();
+        int32_t with = -1, without = -1;
+        SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &with, NULL, 0));
+        gpu.max_cluster = 2;
+        SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &without, NULL, 0));
+        CHECK(with == without, "op %d: %d and %d", (int)op, (int)with, (int)without);
+        CHECK(strncmp(kernel_name(with), "sm90_", 5) == 0, "op %d: %s", (int)op, kernel_name(with));
+        gpu.max_cluster = 1;
+        SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &without, NULL, 0));
+        if (op == TS_SDD_TN) continue; /* which can do without */
+        CHECK(strncmp(kernel_name(without), "sm80_", 5) == 0, "op %d: %s", (int)op, kernel_name(without));
+        o.desc.kernel = with + 1;
+        FAILS(ts_matmul_select(&o.desc, &gpu, &without, NULL, 0), TS_UNSUPPORTED,
+              "the device has no room for clusters of thread blocks");
+    }
 }
 
 static void test_preferences(void) {
@@ -943,6 +1032,8 @@ static void test_bad_devices(void) {
     REFUSES_DEVICE(device.compute_capability = -90, "device.compute_capability");
     REFUSES_DEVICE(device.compute_capability = INT32_MAX, "device.compute_capability");
     REFUSES_DEVICE(device.reserved = 1, "device.reserved");
+    REFUSES_DEVICE(device.max_cluster = -1, "device.max_cluster is -1; allowed are 0 to 16");
+    REFUSES_DEVICE(device.max_cluster = 17, "device.max_cluster");
     REFUSES_DEVICE(device.device = 2, "device.device");
     REFUSES_DEVICE((device.device = TS_CPU, o.desc.device = TS_CPU), "device.compute_capability");
     REFUSES_DEVICE((device = (ts_device_info){.struct_size = sizeof device}, o.desc.device = TS_CPU),
@@ -1477,7 +1568,9 @@ int main(void) {
     test_missing_arrays();
     test_wild_arrays();
     test_small_workspace();
+    test_overlapping_workspace();
     test_select();
+    test_select_without_clusters();
     test_preferences();
     test_estimates();
     test_measurements();

@@ -2,7 +2,9 @@
 // some are then replaced: wild numbers, missing and misaligned memory, structures too short and too long,
 // broken patterns. Memory has exactly the size that the arguments claim, so that a sanitizer sees every
 // access beyond it; where they claim too much it is null. What must hold: the status is one that fits, with a
-// sentence if it is an error, and then no result was written.
+// sentence if it is an error, and then no result was written. All memory is that of the host. So calls for a
+// CUDA device must end in an error where there is none; where there is one, what they would write lies at odd
+// addresses, which have to be refused before anything is launched.
 #include <stdlib.h>
 #include <tilesparse/tilesparse.h>
 
@@ -119,6 +121,12 @@ bool is_untouched(const void* data) {
             return std::all_of(block.data, block.data + block.bytes,
                                [](unsigned char byte) { return byte == kUntouched; });
     return data == nullptr;
+}
+
+size_t held_at(const void* data) {
+    for (const Block& block : blocks)
+        if (block.data == data) return block.bytes;
+    return 0;
 }
 
 // A structure as a caller of some version has it: of the size it says, or a size that is refused unread.
@@ -286,7 +294,7 @@ ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     desc.struct_size = sizeof desc;
     desc.op = static_cast<int32_t>(draw(0, 2));
     desc.dtype = static_cast<int32_t>(draw(0, 3));
-    desc.device = chance(followed ? 95 : 40) ? TS_CPU : TS_CUDA;
+    desc.device = chance(followed ? 85 : 40) ? TS_CPU : TS_CUDA;
     desc.tokens = draw(0, 40);
     desc.x.layout = static_cast<int32_t>(draw(0, 1));
     desc.y.layout = desc.residual.layout = desc.gate.layout = static_cast<int32_t>(draw(0, 1));
@@ -358,10 +366,18 @@ int32_t some_op() { return static_cast<int32_t>(chance(95) ? draw(0, 2) : wild_n
 
 // ---- What must hold ----
 
-bool has_gpu() {
+bool find_gpu() {
     ts_device_info info{};
     info.struct_size = sizeof info;
     return ts_device_get(TS_CUDA, -1, &info) == TS_SUCCESS;
+}
+const bool has_gpu = find_gpu();
+
+// The same memory, or on a machine with a GPU an address at which nothing may be written there.
+template <class T>
+T* for_device(T* memory) {
+    return has_gpu && memory != nullptr ? reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(memory) | 1)
+                                        : memory;
 }
 
 // The name of the call that broke a rule, or null.
@@ -375,6 +391,12 @@ bool check_status(const char* call, ts_status_t status) {
     check(call, status >= TS_SUCCESS && status <= TS_OUT_OF_MEMORY && status != TS_CUDA_ERROR);
     check(call, status == TS_SUCCESS || ts_last_error()[0] != '\0');
     return status == TS_SUCCESS;
+}
+
+// A product on a CUDA device needs one.
+void check_without_gpu(const char* call, const ts_matmul_desc* desc, bool succeeded) {
+    if (desc == nullptr || has_gpu || !succeeded) return;
+    check(call, desc->device != TS_CUDA);
 }
 
 // A result of that many bytes is written by a call that succeeds and by no other.
@@ -392,7 +414,14 @@ struct Result {
 
 // ---- Calls ----
 
+void call_constants() {
+    check("ts_abi_version", ts_abi_version() == TS_ABI_VERSION);
+    check("ts_version", std::strcmp(ts_version(), TS_VERSION) == 0);
+    check("ts_architectures", std::strncmp(ts_architectures(), "cpu", 3) == 0);
+}
+
 void call_get() {
+    call_constants();
     // Longer ones are filled up with zeros, so that all of it must be there.
     ts_kernel_info* const kernel = as_caller_has_it(ts_kernel_info{});
     check_status("ts_kernel_get", ts_kernel_get(some_kernel(), kernel));
@@ -508,6 +537,11 @@ void call_device_plan() {
                                                                      array, memory.data, claimed, nullptr));
     memory.check_untouched("functions of the device", false);
     check("ts_pattern_device_transpose", !transposed);
+    ts_array_pair pair{array, array, wild_number(), 0};
+    const auto count = static_cast<int32_t>(wild_number());
+    const bool compared = check_status(
+        "ts_arrays_compare", ts_arrays_compare(chance(10) ? nullptr : &pair, count, wild_number(), nullptr));
+    check("ts_arrays_compare", !compared || count == 0);
 }
 
 // A product whose memory is there, or null: a caller that knows less of the structure would claim other
@@ -521,42 +555,53 @@ const ts_matmul_desc* followed_product(ts_matmul_desc& desc, const ts_pattern& p
     return is_plain || size >= sizeof desc ? given : nullptr;
 }
 
-void call_matmul(bool with_gpu) {
+void call_matmul() {
     const ts_pattern pattern = some_pattern();
     ts_matmul_desc desc = some_product(pattern, true);
-    if (with_gpu && desc.device == TS_CUDA) return;  // to which this memory would be wild
+    const ts_matmul_desc operands = desc;
+    if (desc.device == TS_CUDA) {
+        desc.x.data = for_device(desc.x.data);
+        desc.y.data = for_device(desc.y.data);
+        desc.values = for_device(desc.values);
+        desc.bias_gradient = for_device(desc.bias_gradient);
+    }
     const ts_matmul_desc* const given = followed_product(desc, pattern);
     size_t bytes = 0;
     check_status("ts_matmul_workspace_size", ts_matmul_workspace_size(given, &bytes));
     if (chance(5)) bytes = static_cast<size_t>(draw(0, 4096));
     const Result workspace(bytes);
-    const bool done = check_status("ts_matmul", ts_matmul(given, workspace.data, bytes, nullptr));
+    unsigned char* scratch = workspace.data;
+    if (const size_t held = held_at(operands.values); chance(5) && held >= bytes)
+        scratch = static_cast<unsigned char*>(operands.values);
+    const bool done = check_status("ts_matmul", ts_matmul(given, scratch, bytes, nullptr));
     workspace.check_untouched("ts_matmul", done);
-    for (const void* operand : {desc.x.data, desc.y.data, desc.values})
+    for (const void* operand : {operands.x.data, operands.y.data, operands.values})
         check("ts_matmul", done || is_untouched(operand));
-    check_status("ts_values_pack", ts_values_pack(given, workspace.data, bytes, nullptr));
+    check("ts_matmul", done || desc.bias_gradient == nullptr || is_untouched(operands.bias_gradient));
+    const bool packed = check_status("ts_values_pack", ts_values_pack(given, workspace.data, bytes, nullptr));
+    check_without_gpu("ts_matmul", given, done);
+    check_without_gpu("ts_values_pack", given, packed);
 }
 
-void call_expand(bool with_gpu) {
+void call_expand() {
     const ts_pattern pattern = some_pattern();
     ts_matmul_desc desc = some_product(pattern, true);
-    if (with_gpu && desc.device == TS_CUDA) return;
     const wide count = wide(bounded(pattern.nnz)) * pattern.block_rows * pattern.block_cols;
     wide bytes = std::clamp<wide>(count * size_of(desc.dtype), 0, kMostBytes + 1);
     if (chance(5)) bytes = draw(0, 4096);
     const Result plain(static_cast<size_t>(bytes));
     if (chance(5)) desc.values = plain.data;
+    if (desc.device == TS_CUDA) desc.values = for_device(desc.values);
     const ts_matmul_desc* const given = followed_product(desc, pattern);
-    plain.check_untouched(
-        "ts_values_expand",
-        check_status("ts_values_expand",
-                     ts_values_expand(given, plain.data, static_cast<size_t>(bytes), nullptr)));
+    const bool done = check_status("ts_values_expand",
+                                   ts_values_expand(given, plain.data, static_cast<size_t>(bytes), nullptr));
+    plain.check_untouched("ts_values_expand", done);
+    check_without_gpu("ts_values_expand", given, done);
 }
 
-void call_compress(bool with_gpu) {
+void call_compress() {
     const ts_pattern pattern = some_pattern();
-    const auto device = static_cast<int32_t>(chance(90) ? 0 : draw(-1, 2));
-    if (with_gpu && device == TS_CUDA) return;
+    const auto device = static_cast<int32_t>(chance(80) ? 0 : draw(-1, 2));
     const auto dtype = static_cast<int32_t>(chance(97) ? draw(0, 5) : wild_number());
     const auto transposed = static_cast<int32_t>(chance(97) ? draw(0, 1) : wild_number());
     const wide count = wide(bounded(pattern.nnz)) * pattern.block_rows * pattern.block_cols;
@@ -566,16 +611,88 @@ void call_compress(bool with_gpu) {
     for (int64_t i = 0; mask != nullptr && i < static_cast<int64_t>(count); ++i) mask[i] = chance(50);
     if (chance(3)) compressed = values;
     if (chance(3)) metadata = compressed;
+    const bool on_device = device == TS_CUDA;
+    unsigned char* const to = on_device ? for_device(compressed) : compressed;
     const bool done =
         check_status("ts_values_compress",
                      ts_values_compress(as_caller_has_it(pattern), device, dtype, values, mask, transposed,
-                                        compressed, reinterpret_cast<uint32_t*>(metadata), nullptr));
+                                        to, reinterpret_cast<uint32_t*>(metadata), nullptr));
+    check("ts_values_compress", !done || !on_device || has_gpu);
     check("ts_values_compress", done || (is_untouched(compressed) && is_untouched(metadata)));
     check("ts_values_compress", is_untouched(values));
 }
 
-void call_any(bool with_gpu) {
-    switch (draw(0, 12)) {
+// Tokens or features, as they are or near the end of what fits.
+int64_t some_extent(int64_t most, int64_t multiple) {
+    static constexpr int64_t kLarge[] = {INT32_MAX, 1ll << 30, (1ll << 31) - (1 << 16), 1ll << 31, 1ll << 24};
+    if (chance(85)) return multiple * draw(0, most);
+    return chance(50) ? one_of(kLarge) / multiple * multiple : wild_number();
+}
+
+wide bytes_of(int64_t lines, int64_t line, int32_t dtype) {
+    return wide(bounded(lines)) * bounded(line) * size_of(dtype);
+}
+
+int32_t some_dtype() { return static_cast<int32_t>(chance(90) ? draw(1, 3) : wild_number()); }
+int32_t some_activation() { return static_cast<int32_t>(chance(90) ? draw(0, 3) : wild_number()); }
+
+void call_activation_gradient() {
+    const int32_t dtype = some_dtype(), activation = some_activation();
+    const int64_t tokens = some_extent(40, 1), features = some_extent(8, 16);
+    const Result size(8);
+    const bool sized =
+        check_status("ts_activation_gradient_workspace_size",
+                     ts_activation_gradient_workspace_size(dtype, tokens, features, size.as<size_t>()));
+    size.check_untouched("ts_activation_gradient_workspace_size", sized);
+    const wide bytes = bytes_of(tokens, features, dtype);
+    const Result result(static_cast<size_t>(std::clamp<wide>(bytes, 0, kMostBytes + 1)));
+    unsigned char *const z = take_some(bytes), *const gradient = chance(80) ? take_some(bytes) : result.data,
+                         *const of_bias = take_some(bytes_of(1, features, dtype));
+    const auto workspace_bytes = static_cast<size_t>(chance(80) ? 1 << 16 : draw(0, 256));
+    unsigned char* const workspace = chance(80) ? take_some(wide(workspace_bytes)) : z;
+    const bool done =
+        check_status("ts_activation_gradient",
+                     ts_activation_gradient(dtype, activation, tokens, features, z, gradient, result.data,
+                                            for_device(of_bias), workspace, workspace_bytes, nullptr));
+    result.check_untouched("ts_activation_gradient", done);
+    check("ts_activation_gradient", is_untouched(of_bias) && (!done || has_gpu));
+    check("ts_activation_gradient_workspace_size", !sized || has_gpu);
+}
+
+// One of those of a gate.
+ts_matrix some_matrix(int32_t dtype, int64_t tokens, int64_t features) {
+    ts_matrix matrix{};
+    matrix.ld = chance(90) ? bounded(features) + 8 * draw(0, 2) : wild_number();
+    if (chance(3)) matrix.layout = static_cast<int32_t>(wild_number());
+    if (chance(3)) matrix.reserved = static_cast<int32_t>(wild_number());
+    const bool empty = tokens <= 0 || features <= 0;
+    matrix.data =
+        take_some(empty ? 0 : bytes_of(tokens - 1, matrix.ld, dtype) + bytes_of(1, features, dtype));
+    return matrix;
+}
+
+void call_gate() {
+    const int32_t dtype = some_dtype(), activation = some_activation();
+    const int64_t tokens = some_extent(40, 1), features = some_extent(8, 16);
+    ts_matrix read[3], written[2];
+    for (ts_matrix& matrix : read) matrix = some_matrix(dtype, tokens, features);
+    for (ts_matrix& matrix : written) matrix = some_matrix(dtype, tokens, features);
+    if (chance(5)) written[1] = read[0];
+    const void* const results[] = {written[0].data, written[1].data};
+    for (ts_matrix& matrix : written) matrix.data = for_device(matrix.data);
+    const auto given = [](const ts_matrix& matrix) { return chance(2) ? nullptr : &matrix; };
+    const bool done = check_status("ts_gate", ts_gate(dtype, activation, tokens, features, given(read[0]),
+                                                      given(read[1]), given(written[0]), nullptr));
+    const bool differentiated =
+        check_status("ts_gate_gradient",
+                     ts_gate_gradient(dtype, activation, tokens, features, given(read[0]), given(read[1]),
+                                      given(read[2]), given(written[0]), given(written[1]), nullptr));
+    check("ts_gate", is_untouched(results[0]) && (!done || has_gpu));
+    check("ts_gate_gradient", is_untouched(results[1]) && (!differentiated || has_gpu));
+}
+
+void call_any() {
+    switch (draw(0, 14)) {
         case 0:
             return call_get();
         case 1:
@@ -590,13 +707,17 @@ void call_any(bool with_gpu) {
         case 6:
             return call_device_plan();
         case 7:
-            return call_expand(with_gpu);
+            return call_expand();
         case 8:
-            return call_compress(with_gpu);
+            return call_compress();
         case 9:
             return call_estimate();
+        case 10:
+            return call_activation_gradient();
+        case 11:
+            return call_gate();
         default:
-            return call_matmul(with_gpu);
+            return call_matmul();
     }
 }
 
@@ -605,11 +726,10 @@ void call_any(bool with_gpu) {
 int main(int argc, char** argv) {
     const long calls = argc > 1 ? strtol(argv[1], nullptr, 10) : 10000;
     const unsigned long long seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1;
-    const bool with_gpu = has_gpu();
     for (long i = 0; i < calls && broken == nullptr; ++i) {
         // Of itself alone, so that `fuzz_abi 1 seed` repeats a call by the number that is printed.
         state = (seed + static_cast<uint64_t>(i)) * 0x2545f4914f6cdd1du;
-        call_any(with_gpu);
+        call_any();
         if (broken != nullptr)
             std::printf("%s, seed %llu: %s\n", broken, seed + static_cast<uint64_t>(i), ts_last_error());
         for (const Block& block : blocks) free(block.memory);

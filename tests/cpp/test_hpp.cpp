@@ -334,7 +334,7 @@ void test_devices() {
 
         ts::Product product(ts::Op::dds_nt, copy, kTokens);
         product.x(moved).values(values).y(y);
-        ts_device_info device{sizeof device, TS_CUDA, 90, 132, 232448, 0, {}};
+        ts_device_info device{sizeof device, TS_CUDA, 90, 132, 232448, 0, {}, 0};
         bool has_cuda = false;
         for (const ts_kernel_info& kernel : ts::kernels()) has_cuda = has_cuda || kernel.device == TS_CUDA;
         if (has_cuda) {

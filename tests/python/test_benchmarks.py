@@ -15,6 +15,7 @@ from typing import Any
 
 import bench_checkpoint
 import bench_cpu
+import bench_cpu_storages
 import bench_gradients
 import bench_host
 import bench_kernels
@@ -194,6 +195,13 @@ def test_products_of_the_cpu_are_measured_and_checked(
     cases = json.loads(path.read_text())["cases"]
     assert len(cases) == 5 * len(bench_cpu.BLOCKS) * len(bench_cpu.DENSITIES)
     assert all(case["kernel"].startswith("cpu_") and not case["wrong"] for case in cases)
+
+
+def test_bench_cpu_storages_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_cpu_storages.main(["--rounds", "1", "--tokens", "1", "--blocks", "64", "--densities", "0.5"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 + len(bench_cpu_storages.LAYERS)
+    assert len({line.count("|") for line in lines[1:]}) == 1
 
 
 def storages(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ import check_estimates
 import pytest
 import torch
 
-from tilesparse import _C, BlockPattern, UnsupportedError
+from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import DTYPES
 from tilesparse._launch import DDS_NN, DDS_NT, SDD_TN, prepared
 from tilesparse._private import tf32_allowed
@@ -208,10 +208,36 @@ def test_float32_takes_kernels_of_its_precision() -> None:
     assert "tf32x3" in chosen(H200, (64, 64), dtype=torch.float32)
 
 
+MOST = 2**31 - 2**16  # tokens or features on a CUDA device
+
+
 @needs_sm90
-def test_more_work_than_a_schedule_counts_takes_other_kernels() -> None:
-    assert chosen(H200, (64, 64), tokens=2**24).startswith("sm90_")
-    assert chosen(H200, (64, 64), tokens=2**31 - 1).startswith("sm80_")
+@pytest.mark.parametrize("tokens", [2**20, 2**24, MOST])
+@pytest.mark.parametrize("op", [DDS_NT, DDS_NN])
+def test_no_number_of_tokens_is_too_large_for_hopper(op: int, tokens: int) -> None:
+    """More than a launch can count are several launches."""
+    assert chosen(H200, (64, 64), tokens=tokens, op=op).startswith("sm90_dds")
+    for block in (16, 32):
+        kernel = chosen(H200, (block, block), tokens=tokens, op=op, shape=(28672, 8192))
+        assert kernel.startswith("sm90_narrow")
+
+
+@needs_cuda
+def test_what_no_kernel_can_number_is_refused_with_a_sentence() -> None:
+    for tokens, shape in ((MOST + 1, (64, 64)), (1, (64, 2**31 - 64))):
+        with pytest.raises(InvalidArgumentError, match=r"allowed are 0 to 2147418112 on a CUDA device"):
+            chosen(A100, (64, 64), tokens=tokens, shape=shape, density=0)
+    with pytest.raises(UnsupportedError, match="activations of 2 GiB for a token are out of its reach"):
+        chosen(A100, (64, 64), tokens=2048, shape=(64, 2**30), density=0)
+    assert chosen(A100, (64, 64), tokens=2048, shape=(64, 2**30 - 64), density=0).startswith("sm80_dds")
+    with pytest.raises(UnsupportedError, match="so much work is out of its reach"):
+        chosen(A100, (64, 64), tokens=2**24, shape=(2**22, 64), density=0)
+
+
+@needs_sm90
+def test_tokens_that_a_schedule_of_gradients_cannot_count_take_other_kernels() -> None:
+    assert chosen(H200, (64, 64), tokens=2**28, op=SDD_TN, shape=(64, 64), density=1).startswith("sm90_sdd")
+    assert chosen(H200, (64, 64), tokens=2**30, op=SDD_TN, shape=(64, 64), density=1).startswith("sm80_sdd")
 
 
 def selection(
@@ -324,8 +350,8 @@ def test_a_named_kernel_comes_before_the_policy(policy: int) -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("shape", [(0, 0), (64, 64), (2**31 - 128, 2**31 - 128)])
-@pytest.mark.parametrize("tokens", [0, 1, 2**31 - 1])
+@pytest.mark.parametrize("shape", [(0, 0), (64, 64), (2**31 - 2**16, 2**31 - 2**16)])
+@pytest.mark.parametrize("tokens", [0, 1, 2**31 - 2**16])
 def test_estimates_are_finite(shape: tuple[int, int], tokens: int) -> None:
     small = _C.DeviceInfo(CUDA, 90, 1, 232448)
     tokens = min(tokens, 2**47 // max(*shape, 1))  # a matrix has at most so many elements

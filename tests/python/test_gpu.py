@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -597,6 +599,52 @@ def test_more_than_2_to_the_31_elements(feature_major: bool) -> None:
     dx = torch.ops.tilesparse.dds_nn(y, values, *pattern.index_on(y.device), feature_major)
     assert_product_close(dx[last], y[last], weight)
     assert not dx[:-100].any()
+
+
+@pytest.mark.parametrize("kernel", ["sm80_dds_nt_bf16_128x128", "sm80_dds_nt_bf16_32x128"])
+def test_more_than_2_to_the_30_tokens_of_feature_major_activations(kernel: str) -> None:
+    """The first tokens alone are not zero: as many bytes are left behind them as 32 bits do not count."""
+    if torch.cuda.mem_get_info()[0] < 72 * 2**30:
+        pytest.skip("needs 72 GiB of free GPU memory")
+    pattern = make_pattern("full", (1, 1), (16, 16))
+    values = random_values(pattern, dtype=BF16, device="cuda")
+    x = big_matrix(2**30 + 1024, pattern.in_features, True)
+    x[:100] = randn(100, pattern.in_features, dtype=BF16, device="cuda", seed=1)
+    with use_kernel(kernel):
+        y = functional.linear(x, values, pattern)
+    assert_product_close(y[:100], x[:100], dense_weight(values, pattern).t())
+    assert not y[100 : 2**16].any() and not y[-(2**16) :].any()
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for 9.0"
+)
+@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
+@pytest.mark.parametrize("kernel", ["sm90_narrow_bf16_256x256", "sm90_narrow_bf16_128x512"])
+def test_more_work_than_a_launch_can_count_takes_several(kernel: str, feature_major: bool) -> None:
+    if torch.cuda.mem_get_info()[0] < 32 * 2**30:
+        pytest.skip("needs 32 GiB of free GPU memory")
+    pattern = BlockPattern.random((2**17, 2**19), block_shape=16, nnz=2**15).to("cuda")
+    values = random_values(pattern, dtype=BF16, device="cuda")
+    x = torch.randn(4096, pattern.in_features, dtype=BF16, device="cuda")
+    if feature_major:
+        x = x.t().contiguous().t()
+    with use_kernel(kernel), torch.no_grad():
+        y = functional.linear(x, values, pattern)
+        for tokens in (slice(0, 1024), slice(1800, 1928), slice(3072, 4096)):  # in one launch
+            some = x[tokens].t().contiguous().t() if feature_major else x[tokens]
+            assert torch.equal(functional.linear(some, values, pattern), y[tokens])
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_a_pending_error_stays_with_the_caller(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    sources = [root / "tests/cpp/test_pending.cu", root / "cuda/gate/gate.cu", root / "cuda/sums/sums.cu"]
+    flags = ["-std=c++17", "-arch=native", "--expt-relaxed-constexpr", f"-I{root / 'cuda'}"]
+    program = tmp_path / "pending"
+    subprocess.run(["nvcc", *flags, *map(str, sources), "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def big_matrix(tokens: int, features: int, feature_major: bool) -> Tensor:

@@ -12,12 +12,18 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Recorder
+from helpers import Recorder, seeded
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
 from tilesparse._launch import prepared
-from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError
+from tilesparse.errors import (
+    InvalidArgumentError,
+    InvalidPatternError,
+    PatternChangedError,
+    UnsupportedError,
+)
 
 IN, OUT = 128, 96
 CPU_AND_CUDA = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -517,3 +523,39 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], field: str) -> None:
 def test_from_linear_names_what_is_wrong(linear: nn.Module, options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgumentError, match=field):
         BlockSparseLinear.from_linear(linear, **options)
+
+
+UTILS, PARAMETRIZATIONS = torch.nn.utils, torch.nn.utils.parametrizations
+OF_MATRICES: dict[str, Callable[[nn.Module], Any]] = {
+    "SpectralNorm": UTILS.spectral_norm,
+    "WeightNorm": UTILS.weight_norm,
+    "_SpectralNorm": PARAMETRIZATIONS.spectral_norm,
+    "_WeightNorm": PARAMETRIZATIONS.weight_norm,
+    "_Orthogonal": PARAMETRIZATIONS.orthogonal,
+    "LnStructured": lambda layer: prune.ln_structured(layer, "weight", 0.5, n=2, dim=0),
+    "RandomStructured": lambda layer: prune.random_structured(layer, "weight", 0.5, dim=0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_norms_of_matrices_are_refused(name: str) -> None:
+    """Silently, they would be norms of blocks, or of [nnz, bn * bk]."""
+    layer, x = BlockSparseLinear(128, 96), torch.randn(3, 128)
+    OF_MATRICES[name](layer)
+    for use in (lambda: layer(x), layer.plain_values, layer.to_linear, lambda: layer.to_storage("int8")):
+        with pytest.raises(UnsupportedError, match=rf"weight must not be under torch.nn.utils.*\.{name}, "):
+            use()
+
+
+def test_what_is_hung_on_single_weights_is_not_refused() -> None:
+    layer, x = BlockSparseLinear(128, 96, generator=seeded()), torch.randn(3, 128)
+    y = layer(x)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    assert not torch.equal(layer(x), y)
+    assert torch.allclose(layer(x), layer.to_linear()(x), atol=1e-6)
+    layer = BlockSparseLinear(128, 96, generator=seeded())
+    PARAMETRIZATIONS.weight_norm(layer, dim=-1)  # by the norm of W, which is that of its blocks
+    assert torch.allclose(layer(x), y, atol=1e-6)
+    PARAMETRIZATIONS.weight_norm(layer, "bias")
+    assert torch.allclose(layer(x), y, atol=1e-6)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE_DTYPES, DEVICES, Recorder, make_pattern, randn, random_values
-from torch import Tensor
+from helpers import DEVICE_DTYPES, DEVICES, Recorder, make_pattern, randn, random_values, seeded
+from torch import Tensor, func
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError, functional
+from tilesparse import (
+    _C,
+    BlockPattern,
+    BlockSparseLinear,
+    InvalidArgumentError,
+    UnsupportedError,
+    functional,
+)
 from tilesparse._launch import ACTIVATIONS, TENSORS, prepared, use_kernel
 
 OPS = torch.ops.tilesparse
@@ -414,3 +423,47 @@ def test_private_names_of_pytorch_may_be_missing(owner: str, name: str) -> None:
         [sys.executable, "-W", "ignore", "-c", WITHOUT, owner, name], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_hessians_by_reverse_mode_and_what_forward_mode_says() -> None:
+    layer, x = BlockSparseLinear(64, 32, generator=seeded()).double(), torch.randn(64, dtype=torch.float64)
+
+    def loss(x: Tensor) -> Tensor:
+        y: Tensor = layer(x[None]).square().sum()
+        return y
+
+    with pytest.raises(UnsupportedError, match=r"forward-mode .* jacrev\(jacrev\(f\)\)"):
+        func.hessian(loss)(x)
+    weight = layer.to_linear().weight.detach()
+    torch.testing.assert_close(func.jacrev(func.jacrev(loss))(x), 2 * weight.T @ weight)
+
+
+def test_fx_traces_layers_in_models_and_by_themselves_with_concrete_arguments() -> None:
+    layer, x = BlockSparseLinear(64, 32), torch.randn(3, 64)
+    assert torch.equal(torch.fx.symbolic_trace(torch.nn.Sequential(layer))(x), layer(x))
+    with pytest.raises(UnsupportedError, match=r"activation must be known when torch.fx.symbolic_trace"):
+        torch.fx.symbolic_trace(layer)
+    others = {"residual": None, "gate": None, "activation": "none", "feature_major_output": False}
+    assert torch.equal(torch.fx.symbolic_trace(layer, others)(x, *others.values()), layer(x))
+
+
+def test_nothing_is_made_under_fake_tensor_mode() -> None:
+    made, dense = BlockSparseLinear(64, 32), torch.nn.Linear(64, 32)
+    makers: list[Callable[[], object]] = [
+        lambda: BlockSparseLinear(64, 32),
+        lambda: BlockSparseLinear(64, 32, device="meta"),
+        lambda: BlockSparseLinear.from_linear(dense),
+        lambda: BlockPattern.random((64, 64), block_shape=32, density=0.5),
+        lambda: BlockPattern([0, 1], [0], shape=(32, 32), block_shape=32),
+    ]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for make in makers:
+            with pytest.raises(UnsupportedError, match="must not be made under FakeTensorMode"):
+                make()
+        assert made(torch.randn(3, 64)).shape == (3, 32)  # as all models compute there
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch 2.9 and later")
+def test_muon_says_that_it_takes_matrices_alone() -> None:
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        torch.optim.Muon(BlockSparseLinear(64, 32, bias=False).parameters())

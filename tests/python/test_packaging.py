@@ -163,7 +163,8 @@ def test_licences_and_bill_of_materials_are_installed() -> None:
 
 
 def test_consumers_in_c_and_cpp(tmp_path: Path) -> None:
-    """A project that uses find_package(tilesparse); tests/c/test_abi.c covers every public function.
+    """A project that uses find_package(tilesparse); tests/c/test_abi.c covers every public function, and
+    fuzz_abi.cpp calls all that is exported.
 
     test_first is a program that was built against the first version of the header."""
     run("cmake", "-G", "Ninja", "-S", ROOT / "tests/c", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={PACKAGE}")
@@ -179,6 +180,8 @@ def test_consumers_in_c_and_cpp(tmp_path: Path) -> None:
     )
     for program in programs:
         run(tmp_path / program)
+    undefined = run("nm", "-u", tmp_path / "fuzz_abi").split()
+    assert sorted({name.split("@")[0] for name in undefined if name.startswith("ts_")}) == SYMBOLS
 
 
 def test_library_computes_without_an_openmp_runtime(tmp_path: Path) -> None:

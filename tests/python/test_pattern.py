@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilesparse import BlockPattern, InvalidArgumentError
+from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError
 from tilesparse._checks import BLOCK_SIZES
 from tilesparse._launch import _entries, prepared
 
@@ -90,14 +90,58 @@ def test_random_keeps_the_density(rows: int, cols: int, density: float, seed: in
     )
 
 
-def test_random_is_uniform() -> None:
+@pytest.mark.parametrize("cover", [True, False])
+def test_random_is_uniform(cover: bool) -> None:
     generator, counts = seeded(), torch.zeros(4, 8)
     for _ in range(400):
-        pattern = BlockPattern.random((64, 128), block_shape=(16, 16), density=0.25, generator=generator)
+        pattern = BlockPattern.random(
+            (64, 128), block_shape=(16, 16), density=0.25, cover=cover, generator=generator
+        )
         counts += pattern.to_block_mask()
     # Binomial(400, 1/4): mean 100, standard deviation 8.7; six of them for 32 counts.
     assert counts.sum() == 400 * 8
     assert (counts - 100).abs().max() < 52
+
+
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    st.integers(0, 64),
+    st.integers(0, 99),
+)
+def test_random_covers_rows_and_columns(
+    parts: tuple[int, int], grid: tuple[int, int], kept: int, seed: int
+) -> None:
+    (r, c), (rows, cols) = parts, (parts[0] * grid[0], parts[1] * grid[1])
+    nnz = min(kept, grid[0] * grid[1]) * r * c
+    pattern = BlockPattern.random(
+        (rows * 16, cols * 32), block_shape=(16, 32), nnz=nnz, parts=parts, generator=seeded(seed)
+    )
+    mask = pattern.to_block_mask()
+    assert pattern.nnz == nnz
+    assert (mask.view(r, grid[0], c, grid[1]).sum((1, 3)) == nnz // (r * c)).all()
+    # As many as there can be: all where the blocks suffice.
+    assert mask.any(1).sum() == min(rows, nnz) and mask.any(0).sum() == min(cols, nnz)
+
+
+def test_random_layers_have_no_dead_outputs() -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        mask = BlockSparseLinear(1024, 4096, density=0.1, block_shape=128).pattern.to_block_mask()
+        assert mask.sum() == 26 and mask.any(0).all()
+        assert mask.any(1).sum() == 26  # of 32: more than one of no row
+        mask = BlockSparseLinear(1024, 4096, density=0.125, block_shape=128).pattern.to_block_mask()
+        assert mask.any(0).all() and mask.any(1).all()
+    uniform = BlockPattern.random(
+        (4096, 1024), block_shape=128, density=0.125, cover=False, generator=seeded()
+    )
+    assert not uniform.to_block_mask().any(1).all()
+
+
+def test_random_covers_large_grids() -> None:
+    pattern = BlockPattern.random((16384, 16384), block_shape=16, density=0.1, generator=seeded())
+    mask = pattern.to_block_mask()
+    assert mask.sum() == round(0.1 * 2**20) and mask.any(0).all() and mask.any(1).all()
 
 
 def test_random_uses_the_default_generator() -> None:
@@ -273,6 +317,7 @@ def test_parts_have_equally_many_blocks(parts: tuple[int, int]) -> None:
         ({"parts": (3, 1)}, "parts: divisors of the 8 x 12 blocks of the shape expected, got \\(3, 1\\)"),
         ({"parts": (0, 1)}, "parts: \\(r, c\\), two positive integers, expected, got \\(0, 1\\)"),
         ({"parts": 2}, "parts: .* got 2"),
+        ({"cover": 1}, "cover must be True or False, got 1"),
         ({"parts": (2, 1), "density": None, "nnz": 3}, "nnz: a multiple of the 2 parts expected, got 3"),
     ],
 )

@@ -1058,3 +1058,12 @@ def test_layers_whose_weight_a_module_reads_stay_dense() -> None:
     ):
         choices = {"layers.0.mixer.dt_proj": Choice(0.5, (16, 16))}
         prune_model(Case(mamba, [], "").model, case.batches, choices=choices)
+
+
+def test_that_a_layer_cannot_be_cut_comes_before_that_density_leaves_it_nothing() -> None:
+    """Of 24 × 24 weights, one block of 16 × 16 and more."""
+    report = prune_model(
+        nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 24), nn.Linear(24, 24)), vectors(), block_shape=16
+    )
+    assert [layer.name for layer in report.skipped] == ["1", "2"]
+    assert all("24, no multiple of 16" in layer.reason for layer in report.skipped)

@@ -703,3 +703,61 @@ def test_a_frozen_weight_stays_frozen_through_other_storages(device: str, traine
     assert layer.to_storage("plain").weight.requires_grad is trained
     stored = BlockSparseLinear(64, 64, storage="int8", device=device)
     assert stored.to_storage("plain").weight.requires_grad
+
+
+# ---- the plain weight that `pack` keeps on the CPU ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", MASKED + STORED)
+def test_a_packed_layer_gives_the_same_and_follows_changes(name: str, dtype: torch.dtype) -> None:
+    layer = BlockSparseLinear(256, 128, dtype=dtype, generator=seeded(), **LAYERS[name])
+    twin = copy.deepcopy(layer).pack()
+    other = BlockSparseLinear(256, 128, dtype=dtype, generator=seeded(5), **LAYERS[name])
+    x = torch.randn(5, 256, dtype=dtype, generator=seeded(1))
+
+    def negate_(layer: BlockSparseLinear) -> None:
+        layer.weight.copy_(-layer.weight.float())
+
+    def choose_others_(layer: BlockSparseLinear) -> None:
+        if layer.mask is not None:
+            layer.mask.logical_not_()
+        elif layer.metadata is not None and other.metadata is not None:
+            layer.metadata.copy_(other.metadata)
+        elif layer.scales is not None:
+            layer.scales.mul_(2)
+
+    changes: list[Callable[[BlockSparseLinear], Any]] = [
+        lambda layer: None,
+        negate_,
+        choose_others_,
+        lambda layer: layer.pattern.update_(other.pattern),
+        lambda layer: layer.load_state_dict(other.state_dict()),
+        lambda layer: setattr(
+            layer.weight, "data", torch.cat((layer.weight.detach()[1:], layer.weight.detach()[:1]))
+        ),
+        lambda layer: layer.to_storage("plain"),
+    ]
+    with torch.no_grad():
+        for change in changes:
+            for each in (layer, twin):
+                change(each)
+            for _ in range(2):
+                assert torch.equal(layer(x), twin(x))
+    x.requires_grad_()
+    gradients = [torch.autograd.grad(each(x).square().sum(), x)[0] for each in (layer, twin)]
+    assert torch.equal(*gradients)
+
+
+def test_a_packed_layer_trains_and_is_followed() -> None:
+    layer = BlockSparseLinear(256, 128, nm=(2, 4), generator=seeded())
+    twin, x = copy.deepcopy(layer).pack(), torch.randn(5, 256, generator=seeded(1))
+    for _ in range(3):
+        for each in (layer, twin):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            assert torch.equal(layer(x), twin(x))
+    assert torch.equal(layer.weight, twin.weight)

@@ -16,7 +16,13 @@
  *  - The caller owns all memory. No function allocates device memory or synchronises, so every
  *    ts_matmul on a CUDA device can be captured in a graph.
  *  - Functions return TS_SUCCESS or one status per cause; ts_last_error() then has a sentence
- *    naming the field, the value and what is allowed. On an error nothing has been written.
+ *    naming the field, the value and what is allowed. On an error nothing has been written: all is checked
+ *    before. Only with TS_CUDA_ERROR, which the CUDA runtime reports while work is enqueued, what was
+ *    enqueued before may still be written.
+ *  - A call reports errors of the CUDA runtime of its own. One that was there before, for cudaGetLastError,
+ *    is neither reported nor taken away.
+ *  - Memory that a call writes, its workspace among it, overlaps nothing that it reads.
+ *  - For a CUDA device tokens and features are at most 2^31 - 2^16, and an operand at most 2^42 bytes.
  *  - Structures start with struct_size, set by the caller to sizeof(the structure); fields are only
  *    ever appended. Zero is the default of every optional field. The library takes every size from that of
  *    the first version to 4096: fields that a smaller one lacks are zero, and it writes no field that the
@@ -182,6 +188,9 @@ typedef struct ts_device_info {
     int32_t shared_memory;      /* bytes a thread block may use, at most 2^24; 0 on the CPU */
     int32_t reserved;           /* zero */
     char name[64];
+    int32_t max_cluster; /* thread blocks of a cluster for which the device has room, at most 16: kernels of
+                            compute capability 9.0 need 2, which some slices of a GPU do not have; 0: not
+                            known and taken to suffice, as of devices that are not the current one */
 } ts_device_info;
 
 /* One kernel of the library. */
@@ -293,8 +302,8 @@ TS_API ts_status_t ts_matmul(const ts_matmul_desc* desc, void* workspace, size_t
  * one pass: of the bias that was added to become z. On TS_CUDA alone. z, gradient and result are row-major
  * [tokens, features] without gaps, of TS_FLOAT32, TS_FLOAT16 or TS_BFLOAT16, aligned to 16 bytes; features is
  * a multiple of 16. bias_gradient is [features], of that dtype: sums of float32 before the gradient of z is
- * rounded, in a fixed order. result may be gradient; nothing else may overlap what is written. The derivative
- * of TS_RELU is 0 at 0. The workspace is aligned to 256 bytes. */
+ * rounded, in a fixed order. result may be gradient; nothing else may overlap what is written or the
+ * workspace, which is aligned to 256 bytes. The derivative of TS_RELU is 0 at 0. */
 TS_API ts_status_t ts_activation_gradient_workspace_size(int32_t dtype, int64_t tokens, int64_t features,
                                                          size_t* bytes);
 TS_API ts_status_t ts_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,

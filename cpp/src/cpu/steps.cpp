@@ -38,7 +38,8 @@ constexpr Steps steps_of() {
             &Set::template finish_with<C>,
             nullptr,
             &Set::template multiply_few_with<C, PlainCodec<element_t<V>, Set::kBytes>>,
-            lanes_of<V> / 2};
+            lanes_of<V> / 2,
+            &Set::template scale_with<C>};
 }
 
 template <class Set>
@@ -68,6 +69,10 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
         template <class C>                                              \
         TARGET static void finish_with(const Output& o) {               \
             finish<C>(o);                                               \
+        }                                                               \
+        template <class C>                                              \
+        TARGET static void scale_with(const Scaling& s) {               \
+            scale<C>(s);                                                \
         }                                                               \
     }
 
@@ -112,7 +117,8 @@ constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int3
                          finish_pairs,
                          multiply_tokens,
                          Avx512::multiply_few_with<Codec<DType::bfloat16, 64>, Codec<DType::bfloat16, 64>>,
-                         few_tokens};
+                         few_tokens,
+                         Avx512::scale_with<Codec<DType::bfloat16, 64>>};
     Steps wide{};  // results in float32 alone
     wide.finish = Avx512::finish_with<Codec<DType::float32, 64>>;
     return {available, missing, {{}, wide, {}, steps}};
@@ -295,5 +301,13 @@ const InstructionSet amx_bf16 =
     pair_set(has_amx_bf16, "the processor lacks AMX BF16, or the system does not grant it", 64, multiply_amx,
              multiply_tokens_amx, 0);
 #endif
+
+const InstructionSet& widest() {
+#ifdef __x86_64__
+    for (const InstructionSet* set : {&avx512, &avx2})
+        if (set->available()) return *set;
+#endif
+    return portable;
+}
 
 }  // namespace ts::cpu

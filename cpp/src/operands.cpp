@@ -1,0 +1,240 @@
+#include "operands.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "abi.h"
+#include "error.h"
+#include "problem.h"
+
+namespace ts {
+namespace {
+
+// Of an operand in device memory, so that a grid has enough thread blocks for it.
+constexpr uint64_t kMaxDeviceBytes = uint64_t{1} << 42;
+
+constexpr int64_t kMaxLd = std::numeric_limits<int32_t>::max();
+
+Span span_of(const void* data, uint64_t bytes, const char* name, DeviceType device = DeviceType::cpu) {
+    const auto begin = reinterpret_cast<uintptr_t>(data);
+    require(bytes <= std::numeric_limits<uintptr_t>::max() - begin, name, " has ", bytes,
+            " bytes from address ", data, " on, more than there is memory behind it");
+    require(device == DeviceType::cpu || bytes <= kMaxDeviceBytes, name, " has ", bytes, " bytes; at most ",
+            kMaxDeviceBytes, " are allowed on a CUDA device");
+    return {begin, begin + bytes, std::max<uint64_t>(bytes, 1), bytes};
+}
+
+bool overlap(const Span& a, const Span& b) {
+    if (a.begin == a.end || b.begin == b.end || a.begin >= b.end || b.begin >= a.end) return false;
+    if (a.pitch != b.pitch) return true;
+    // Column slices of one buffer interleave without sharing an element.
+    const Span& low = a.begin <= b.begin ? a : b;
+    const Span& high = a.begin <= b.begin ? b : a;
+    const uint64_t offset = (high.begin - low.begin) % low.pitch;
+    return offset < low.length || high.length > low.pitch - offset;
+}
+
+void check_alignment(const void* data, int element_bytes, const char* name, DeviceType device) {
+    check_aligned(data, device == DeviceType::cuda ? kDeviceAlignment : element_bytes, name);
+}
+
+// What a matrix takes of memory, after checking that it can.
+Span check_operand(const Matrix& matrix, int64_t tokens, int64_t features, DType dtype, const char* name,
+                   DeviceType device) {
+    if (tokens == 0 || features == 0) return {};
+    const int size = element_size(dtype);
+    require(matrix.data != nullptr, name, ".data is null");
+    check_alignment(matrix.data, size, name, device);
+    const bool row_major = matrix.layout == Layout::row_major;
+    const int64_t line = row_major ? features : tokens, lines = row_major ? tokens : features;
+    require(matrix.ld >= line, name, ".ld is ", matrix.ld, ", less than the ", line, " elements of a line");
+    require(matrix.ld <= kMaxLd, name, ".ld is ", matrix.ld, "; at most ", kMaxLd, " is allowed");
+    const int64_t pitch = matrix.ld * size, length = line * size;
+    require(device == DeviceType::cpu || pitch % 16 == 0, name, ".ld is ", matrix.ld, " elements of ", size,
+            " bytes, not a multiple of 16 bytes");
+    require(lines <= std::numeric_limits<int64_t>::max() / pitch, name, ".ld is ", matrix.ld, " for ", lines,
+            " lines, more than there is memory for");
+    Span span = span_of(matrix.data, (lines - 1) * pitch + length, name, device);
+    span.pitch = pitch;
+    span.length = length;
+    return span;
+}
+
+Span check_operand(const Matrix& matrix, int64_t features, DType dtype, const char* name,
+                   const Problem& problem) {
+    return check_operand(matrix, problem.tokens, features, dtype, name, problem.device);
+}
+
+// What kernels read element by element, so that it needs no more than an element's alignment.
+Span vector_span(const void* data, int64_t elements, DType dtype, const char* name) {
+    if (data == nullptr) return {};
+    check_aligned(data, element_size(dtype), name);
+    return span_of(data, elements * element_size(dtype), name);
+}
+
+// An array that lies beside a pattern, as large as the pattern makes it.
+Span array_span(const void* data, int64_t bytes, int element_bytes, const char* name, DeviceType device) {
+    if (bytes == 0) return {};
+    require(data != nullptr, name, " is null");
+    check_alignment(data, element_bytes, name, device);
+    return span_of(data, bytes, name, device);
+}
+
+using ValueSpans = std::array<Operand, 3>;
+
+ValueSpans value_spans(const Problem& problem) {
+    const Values& values = problem.values;
+    const Pattern& pattern = problem.pattern;
+    const int64_t scale_bytes = values.scale_bytes(pattern);
+    if (scale_bytes > 0) require(values.scales != nullptr, "scales is null; values of 8 bits have some");
+    return {{{"values", array_span(values.data, values.bytes(pattern), element_size(values.dtype), "values",
+                                   problem.device)},
+             {"metadata", array_span(values.metadata, values.metadata_bytes(pattern), sizeof(uint32_t),
+                                     "metadata", problem.device)},
+             {"scales", vector_span(scale_bytes > 0 ? values.scales : nullptr,
+                                    scale_bytes / int64_t{sizeof(float)}, DType::float32, "scales")}}};
+}
+
+// Memory that is made from the values must not be theirs.
+void check_apart_from_values(const Problem& problem, const Operand& written) {
+    for (const Operand& read : value_spans(problem)) check_apart(read, written);
+}
+
+std::array<Operand, 4> operands_of(const ActivationGradient& gradient) {
+    const int64_t bytes = gradient.tokens * gradient.features * element_size(gradient.dtype);
+    const auto operand = [&](const char* name, const void* data) -> Operand {
+        return {name, array_span(data, bytes, 1, name, DeviceType::cuda)};
+    };
+    return {operand("z", gradient.z),
+            operand("gradient", gradient.gradient),
+            operand("result", gradient.result),
+            {"bias_gradient",
+             vector_span(gradient.bias_gradient, gradient.features, gradient.dtype, "bias_gradient")}};
+}
+
+}  // namespace
+
+Operand area(const char* name, const void* data, uint64_t bytes) {
+    return {name, span_of(data, data == nullptr ? 0 : bytes, name)};
+}
+
+void check_apart(const Operand& one, const Operand& other) {
+    require(!overlap(one.span, other.span), one.name, " and ", other.name, " overlap in memory");
+}
+
+std::array<Operand, 3> arrays_of(const Pattern& pattern, Op op) {
+    const auto array = [](const char* name, const int32_t* data, int64_t size) {
+        return area(name, data, size * sizeof(int32_t));
+    };
+    if (op == Op::dds_nn)
+        return {array("pattern.col_ptr", pattern.cols.ptr, block_col_count(pattern) + 1),
+                array("pattern.row_idx", pattern.cols.idx, pattern.nnz),
+                array("pattern.col_slot", pattern.cols.slot, pattern.nnz)};
+    return {array("pattern.row_ptr", pattern.rows.ptr, block_row_count(pattern) + 1),
+            array("pattern.col_idx", pattern.rows.idx, pattern.nnz),
+            array("pattern.row_slot", pattern.rows.slot, pattern.nnz)};
+}
+
+Operands::Operands(const Problem& problem, const ts_matmul_desc& desc) {
+    const Pattern& pattern = problem.pattern;
+    const bool writes_x = problem.op == Op::dds_nn, writes_y = problem.op == Op::dds_nt;
+    const DType result = problem.result_dtype;
+    const char* const other = problem.gated ? "gate" : "residual";
+    const auto [values, metadata, scales] = value_spans(problem);
+    operands_ = {{{"x", check_operand(problem.x, pattern.in_features, writes_x ? result : problem.dtype, "x",
+                                      problem)},
+                  {"y", check_operand(problem.y, pattern.out_features, writes_y ? result : problem.dtype, "y",
+                                      problem)},
+                  values,
+                  {"bias", vector_span(problem.bias, pattern.out_features, problem.dtype, "bias")},
+                  {other, problem.residual.data != nullptr
+                              ? check_operand(problem.residual, pattern.out_features, result, other, problem)
+                              : Span{}},
+                  area("plan", desc.plan, desc.plan_bytes),
+                  area("packed", desc.packed, desc.packed_bytes),
+                  metadata,
+                  scales,
+                  {"bias_gradient", vector_span(problem.bias_gradient.data, pattern.out_features,
+                                                problem.bias_gradient.dtype, "bias_gradient")}}};
+    if (problem.device == DeviceType::cuda) {
+        check_aligned(desc.plan, kDeviceAlignment, "plan");
+        check_aligned(desc.packed, kDeviceAreaAlignment, "packed");
+    }
+    // The gradient of the bias is nothing where it is not written, and overlaps nothing then.
+    const Operand &of_result = operands_[writes_x ? 0 : writes_y ? 1 : 2], &of_bias = operands_.back();
+    for (const Operand* const written : {&of_result, &of_bias})
+        for (const Operand& operand : operands_)
+            if (&operand != written) check_apart(*std::min(written, &operand), *std::max(written, &operand));
+    written_ = {of_result, of_bias, {}};
+}
+
+void Operands::add_workspace(const void* data, size_t bytes) {
+    written_[2] = area("workspace", data, bytes);
+    for (const Operand& operand : operands_) check_apart(operand, written_[2]);
+}
+
+void Operands::check_read(const Operand& read) const {
+    for (const Operand& written : written_) check_apart(read, written);
+}
+
+void check_packing(const Problem& problem, size_t plan_bytes, const void* packed, size_t bytes) {
+    if (problem.device == DeviceType::cuda) check_aligned(problem.plan, kDeviceAlignment, "plan");
+    const Operand written = area("packed", packed, bytes);
+    check_apart_from_values(problem, written);
+    check_apart(area("plan", problem.plan, plan_bytes), written);
+}
+
+void check_expansion(const Problem& problem, const void* plain, size_t bytes) {
+    const auto needed = static_cast<size_t>(problem.expanded_bytes());
+    if (bytes < needed) fail(TS_WORKSPACE_TOO_SMALL, "plain_bytes is ", bytes, "; ", needed, " are needed");
+    if (needed > 0) {
+        require(plain != nullptr, "plain is null");
+        check_alignment(plain, element_size(problem.dtype), "plain", problem.device);
+    }
+    check_apart_from_values(problem, {"plain", span_of(plain, needed, "plain", problem.device)});
+}
+
+void check_compression(const Compression& compression) {
+    const auto& [pattern, device, dtype, transposed, values, mask, compressed, metadata] = compression;
+    check_compressed(transposed ? pattern.block_rows : pattern.block_cols,
+                     transposed ? "pattern.block_rows" : "pattern.block_cols");
+    const int size = element_size(dtype);
+    const int64_t count = pattern.value_count();
+    const Operand read[] = {{"values", array_span(values, count * size, size, "values", device)},
+                            {"mask", array_span(mask, count, 1, "mask", device)}};
+    const Operand written[] = {
+        {"compressed", array_span(compressed, count / 2 * size, size, "compressed", device)},
+        {"metadata", array_span(metadata, count / 8, sizeof(uint32_t), "metadata", device)}};
+    for (const Operand& to : written)
+        for (const Operand& from : read) check_apart(from, to);
+    check_apart(written[0], written[1]);
+}
+
+void check_operands(const ActivationGradient& gradient) {
+    require(gradient.features == 0 || gradient.bias_gradient != nullptr, "bias_gradient is null");
+    const auto [z, given, result, of_bias] = operands_of(gradient);
+    if (given.span.begin != result.span.begin) check_apart(given, result);  // otherwise in place
+    check_apart(z, result);
+    for (const Operand& operand : {z, given, result}) check_apart(operand, of_bias);
+}
+
+void check_workspace(const ActivationGradient& gradient, const void* workspace, size_t bytes) {
+    const Operand scratch = area("workspace", workspace, bytes);
+    for (const Operand& operand : operands_of(gradient)) check_apart(operand, scratch);
+}
+
+void check_operands(const Gate& gate, bool gradients) {
+    const auto span = [&](const char* name, const Matrix& matrix) -> Operand {
+        return {name, check_operand(matrix, gate.tokens, gate.features, gate.dtype, name, DeviceType::cuda)};
+    };
+    const Operand of_gate = span("gate", gate.gate), of_factor = span("factor", gate.factor);
+    const Operand result = span(gradients ? "gradient" : "result", gate.result);
+    if (!gradients) return check_apart(of_gate, result), check_apart(of_factor, result);
+    const Operand written[] = {span("gate_gradient", gate.of_gate), span("factor_gradient", gate.of_factor)};
+    for (const Operand& to : written)
+        for (const Operand* const from : {&of_gate, &of_factor, &result}) check_apart(*from, to);
+    check_apart(written[0], written[1]);
+}
+
+}  // namespace ts

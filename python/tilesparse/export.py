@@ -1,0 +1,120 @@
+"""Block-sparse products in PyTorch's own operators, for exported programs that run without this package."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._launch import ACTIVATIONS
+from .errors import UnsupportedError
+
+__all__ = ["decompositions"]
+
+_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+}
+
+
+def decompositions() -> dict[Any, Callable[..., Tensor]]:
+    """Return a table for `torch.export.ExportedProgram.run_decompositions`.
+
+    The products of an exported model become dense ones of a weight that the program writes out, zeros
+    included, from blocks and pattern. That is what ONNX and other targets without block-sparse operators can
+    run; those that fold constants keep the dense weight, and need the memory and time of a dense layer.
+    `torch.onnx.export` takes the result with ``dynamo=True``.
+
+    Returns:
+        Functions by operator: of forward products, and of the gradient of their input.
+
+    Raises:
+        UnsupportedError: when the table is applied to weights that are 2:4 in another storage than "plain".
+    """
+    ops: Any = torch.ops.tilesparse
+    return {
+        ops.dds_nt.default: _dds_nt,
+        ops.dds_nn.default: _dds_nn,
+        ops.expand.default: _expand,
+        ops.expand_values.default: lambda values, metadata, scales, _: _plain(values, metadata, scales),
+    }
+
+
+def _dds_nt(
+    x: Tensor,
+    values: Tensor,
+    crow: Tensor,
+    col: Tensor,
+    slot: Tensor,
+    shape: list[int],
+    block_shape: list[int],
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    feature_major: bool = False,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+    transposed: bool = False,
+    gate: Tensor | None = None,
+) -> Tensor:
+    weight = _weight(x, values, (crow, col, slot, shape, block_shape), metadata, scales, transposed)
+    activate = _ACTIVATE[list(ACTIVATIONS)[activation]]
+    y = torch.nn.functional.linear(x, weight, bias)
+    if gate is not None:
+        return y * activate(gate)
+    y = activate(y)
+    return y if residual is None else y + residual
+
+
+def _dds_nn(
+    y: Tensor,
+    values: Tensor,
+    crow: Tensor,
+    col: Tensor,
+    slot: Tensor,
+    shape: list[int],
+    block_shape: list[int],
+    feature_major: bool = False,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    return y @ _weight(y, values, (crow, col, slot, shape, block_shape), metadata, scales, transposed)
+
+
+def _weight(
+    like: Tensor,
+    values: Tensor,
+    pattern: tuple[Any, ...],
+    metadata: Tensor | None,
+    scales: Tensor | None,
+    transposed: bool,
+) -> Tensor:
+    plain = _plain(values, metadata, scales).to(like.dtype)
+    return _expand(plain.transpose(1, 2) if transposed else plain, *pattern)
+
+
+def _plain(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> Tensor:
+    if metadata is not None:
+        raise UnsupportedError(
+            "storage must be 'plain', or 8 bits without 2:4, where a program is decomposed, got metadata of "
+            "2:4; call to_storage('plain') before the export"
+        )
+    if scales is None:
+        return values
+    return values.float() * scales.view(*scales.shape, *(1,) * (3 - scales.dim()))
+
+
+def _expand(
+    values: Tensor, crow: Tensor, col: Tensor, slot: Tensor, shape: list[int], block_shape: list[int]
+) -> Tensor:
+    (out_features, in_features), (bn, bk) = shape, block_shape
+    rows, cols = out_features // bn, in_features // bk
+    # In operators that exporters know, which repeat_interleave and searchsorted are not.
+    entries = torch.arange(col.shape[0], device=col.device)
+    row = (entries[:, None] >= crow[1:]).sum(1)
+    blocks = values.new_zeros(rows * cols, bn, bk)
+    blocks = blocks.index_put((row * cols + col,), values[slot.long()])
+    return blocks.view(rows, cols, bn, bk).transpose(1, 2).reshape(out_features, in_features)
