@@ -621,9 +621,10 @@ def test_every_public_function_has_a_case() -> None:
     takes_arguments = {
         name
         for name, value in public().items()
-        if isinstance(value, type | property) or (callable(value) and parameters(name, value))
+        if name not in NOT_CALLED and (isinstance(value, type | property) or parameters(name, value))
     }
-    assert takes_arguments - NOT_CALLED == CASES.keys()
+    assert takes_arguments == CASES.keys()
+    assert public().keys() >= NOT_CALLED
 
 
 @pytest.fixture
