@@ -5,17 +5,19 @@
 
 namespace ts::plans {
 
-constexpr int kComparers = 8;  // thread blocks for each pair, so that the longest one does not last
+constexpr int kComparers = 1024;  // threads of the block that compares a pair
 
+// Pairs lie in memory of the host, which is far: each block reads its own once.
 static __global__ void compare_arrays(ArrayPair* pairs, int64_t mark) {
-    ArrayPair& pair = pairs[blockIdx.x / kComparers];
-    const int64_t step = int64_t{kComparers} * blockDim.x;
+    __shared__ ArrayPair pair;
+    if (threadIdx.x == 0) pair = pairs[blockIdx.x];
+    __syncthreads();
     bool same = true;
 #pragma unroll 4
-    for (int64_t i = int64_t{blockIdx.x % kComparers} * blockDim.x + threadIdx.x; i < pair.count; i += step)
+    for (int64_t i = threadIdx.x; i < pair.count; i += kComparers)
         same = same && pair.first[i] == pair.second[i];
     // The first mark stays: it says since when they differ.
-    if (!__syncthreads_and(same) && threadIdx.x == 0 && pair.differs == 0) pair.differs = mark;
+    if (!__syncthreads_and(same) && threadIdx.x == 0 && pair.differs == 0) pairs[blockIdx.x].differs = mark;
 }
 
 }  // namespace ts::plans

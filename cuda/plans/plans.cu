@@ -84,7 +84,7 @@ int32_t transpose(const Pattern& pattern, int32_t* col_ptr, int32_t* row_idx, in
 
 int32_t compare(ArrayPair* pairs, int32_t count, int64_t mark, void* stream) {
     Stream enqueued{static_cast<cudaStream_t>(stream)};
-    launch(compare_arrays, int64_t{kComparers} * count * 256, 256, enqueued, pairs, mark);
+    launch(compare_arrays, int64_t{kComparers} * count, kComparers, enqueued, pairs, mark);
     return enqueued.error;
 }
 

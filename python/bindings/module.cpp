@@ -133,6 +133,13 @@ void arrays_compare(uintptr_t pairs, int32_t count, int64_t mark, uintptr_t stre
     check(ts_arrays_compare(pointer<ts_array_pair>(pairs), count, mark, pointer<CUstream_st>(stream)));
 }
 
+// Whether one of them has a mark.
+bool arrays_differ(uintptr_t pairs, int32_t count) {
+    const auto* first = pointer<const volatile ts_array_pair>(pairs);
+    return std::any_of(first, first + count,
+                       [](const volatile ts_array_pair& pair) { return pair.differs != 0; });
+}
+
 void pattern_transpose(const ts_pattern& pattern, uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot) {
     check(ts_pattern_transpose(&pattern, pointer<int32_t>(col_ptr), pointer<int32_t>(row_idx),
                                pointer<int32_t>(col_slot)));
@@ -887,6 +894,7 @@ NB_MODULE(_C, m) {
         "pattern_validate", [](const ts_pattern& pattern) { check(ts_pattern_validate(&pattern)); },
         "pattern"_a);
     m.def("arrays_compare", &arrays_compare, "pairs"_a, "count"_a, "mark"_a, "stream"_a);
+    m.def("arrays_differ", &arrays_differ, "pairs"_a, "count"_a);
     m.def("pattern_holds", &pattern_holds, "pattern"_a, "row_ptr"_a, "col_idx"_a, "row_slot"_a);
     m.def("pattern_transpose", &pattern_transpose, "pattern"_a, "col_ptr"_a, "row_idx"_a, "col_slot"_a);
     m.def("values_compress", &values_compress, "pattern"_a, "device"_a, "dtype"_a, "values"_a, "mask"_a,

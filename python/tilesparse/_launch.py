@@ -371,6 +371,14 @@ class Prepared:
         self.rewrite(index)
         return True
 
+    def distrust(self) -> None:
+        """Have the next call look at the tensors itself, which hold no pattern."""
+        self.state = ()
+        crow, col, slot = (reference() for reference in self._tensors)
+        KNOWN.forget((crow, col, slot, self.shape, self.block_shape))
+        if self.watch is not None:
+            self.watch.rest(self._place)
+
     def forget(self) -> None:
         """Look at the tensors no more: they are gone, or somebody else's."""
         if self.watch is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from . import _C
 from ._checks import Index
+from ._private import current_device, current_stream
 from .errors import InvalidPatternError, PatternChangedError
 
-_PATIENCE = 100e-6  # seconds: several times what a look takes where the GPU has nothing else to do
+_PATIENCE = 50e-6  # seconds: several times what a look takes where the GPU has nothing else to do
 
 
 class Watch:
@@ -58,9 +60,13 @@ class Watch:
         pairs = [[tensor.data_ptr(), copy.data_ptr(), tensor.shape[0], 0] for tensor, copy in both]
         self._pairs[place : place + 3] = torch.tensor(pairs, dtype=torch.int64, device="cpu")
 
-    def remove(self, place: int) -> None:
-        """Read nothing at a place any more. The garbage collector may call it anywhere."""
+    def rest(self, place: int) -> None:
+        """Compare nothing at a place until something is pointed to there."""
         self._pairs[place : place + 3] = 0
+
+    def remove(self, place: int) -> None:
+        """Give a place to others. The garbage collector may call it anywhere."""
+        self.rest(place)
         self._watched.pop(place, None)
         self._free.append(place)
 
@@ -68,25 +74,24 @@ class Watch:
         """Follow writes, before the product at hand if the answer comes soon.
 
         Raises:
-            PatternChangedError: products have read a former pattern since the write, which is followed now;
-                or what was written is no pattern.
+            PatternChangedError: products have read a former pattern since the write, which is followed now.
         """
         self._mark += 1
         self.looks.add()
-        count = 3 * (len(self._watched) + len(self._free))
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream()
-            _C.arrays_compare(self._pairs.data_ptr(), count, self._mark, stream.cuda_stream)
-            self._event.record(stream)
+        pairs, count = self._pairs.data_ptr(), 3 * (len(self._watched) + len(self._free))
+        device = self._device.index
+        with nullcontext() if current_device() == device else torch.cuda.device(device):
+            _C.arrays_compare(pairs, count, self._mark, current_stream(device))
+            self._event.record()
         deadline = time.perf_counter() + _PATIENCE
         while not self._event.query() and time.perf_counter() < deadline:
             pass
-        if self._pairs[:count, 3].any():
+        if _C.arrays_differ(pairs, count):
             self._follow()
 
     def _follow(self) -> None:
         self._event.synchronize()
-        late = [since < self._mark for entry, since in self._marked() if _followed(entry)]
+        late = [since < self._mark for entry, since in self._marked() if self._followed(entry)]
         if any(late):
             raise PatternChangedError(
                 "pattern was written to in a way that PyTorch does not count, such as tensor.data or a "
@@ -102,15 +107,12 @@ class Watch:
                 marks.zero_()
                 yield entry, since
 
-
-def _followed(entry: Any) -> bool:
-    try:
-        return bool(entry.follow_writes())
-    except InvalidPatternError as error:
-        raise PatternChangedError(
-            f"pattern of a weight {list(entry.shape)} was written to in a way that PyTorch does not count, "
-            f"and what is there now is none: {error}"
-        ) from error
+    def _followed(self, entry: Any) -> bool:
+        try:
+            return bool(entry.follow_writes())
+        except InvalidPatternError:  # of a layer that need not be the one at hand
+            entry.distrust()
+            return False
 
 
 @cache
