@@ -54,7 +54,7 @@ HOSTILE: dict[str, Any] = {
     "array": np.array([1.0]),
     "module": nn.Linear(3, 3),
     "object": object(),
-    "coo": torch.eye(4).to_sparse(),
+    "coordinates": torch.eye(4).to_sparse(),
     "csr": torch.eye(4).to_sparse_csr(),
     "bsr": torch.eye(32).to_sparse_bsr((16, 16)),
     "complex": torch.zeros(2, 2, dtype=torch.complex64),
