@@ -537,10 +537,12 @@ def _looked_up(index: Index, looking: bool) -> Prepared:
         entry = _entries.get(_key(index))
         if entry is None or not entry.is_of(index):
             entry = _prepare(index, entry)
-        elif entry.device.type == "cuda" and entry.state != _state(index):
-            entry.follow()
-        elif looking and entry.watch is not None and not torch.cuda.is_current_stream_capturing():
-            entry.watch.look()
+        elif entry.device.type == "cuda":
+            known = entry.state == _state(index)
+            if known and looking and entry.watch is not None and not torch.cuda.is_current_stream_capturing():
+                entry.watch.look()
+            if entry.state != _state(index):
+                entry.follow()
         KNOWN.keep(index, entry, entry.snapshot(), None if entry.watch is None else entry.watch.looks)
         return entry
 

@@ -24,7 +24,7 @@ from ._checks import Index
 from ._private import current_device, current_stream
 from .errors import InvalidPatternError, PatternChangedError
 
-_PATIENCE = 50e-6  # seconds: several times what a look takes where the GPU has nothing else to do
+_PATIENCE = 1e-3  # seconds: by which the GPU may be behind for a write to be followed at once
 
 
 class Watch:
