@@ -43,8 +43,9 @@ from torch.nn import functional as F
 
 from tilesparse import _C, BlockSparseMatrix, functional, storage
 from tilesparse._checks import DTYPES
-from tilesparse._launch import storage_of, use_kernel
+from tilesparse._runtime.launch import storage_of, use_kernel
 from tilesparse.errors import UnsupportedError
+from tilesparse.storage.values import stored_as
 
 DTYPE = torch.bfloat16
 TOLERANCE = problems.PRECISIONS["bf16"].tolerance
@@ -121,7 +122,7 @@ class Layer:
         if name not in self._stored:
             plain, kind = self._plain(name)
             mask = self.mask if name.startswith("2:4") else None
-            values, beside = storage.stored_as(plain, mask, kind, "row")
+            values, beside = stored_as(plain, mask, kind, "row")
             self._stored[name] = values, beside.get("metadata"), beside.get("scales")
         return self._stored[name]
 

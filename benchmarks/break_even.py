@@ -1,6 +1,6 @@
 """Prints the density from which dense is faster, for each product and block size, as JSON.
 
-python benchmarks/break_even.py results.json [more.json ...] > python/tilesparse/break_even.json
+python benchmarks/break_even.py results.json [more.json ...] > python/tilesparse/cli/break_even.json
 
 Results are those of bench_ops.py. `tilesparse info` shows what this prints.
 """

@@ -110,7 +110,7 @@ def tokens() -> str:
 
 def products() -> str:
     """The three products of a training step on an H200 at density .25, and where dense is as fast."""
-    break_even = json.loads((ROOT / "python/tilesparse/break_even.json").read_text())["densities"]
+    break_even = json.loads((ROOT / "python/tilesparse/cli/break_even.json").read_text())["densities"]
     lines = []
     for label, op, name in (
         ("forward", "dds_nt", "forward"),

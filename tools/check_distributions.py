@@ -56,7 +56,7 @@ BUILT_FROM = (
     "cuda/sm90/tiles.def",
     "cpp/include/tilesparse/tilesparse.h",
     "python/bindings/module.cpp",
-    "python/tilesparse/break_even.json",
+    "python/tilesparse/cli/break_even.json",
     "tests/c/symbols.txt",
     "third_party/NOTICE.txt",
     "third_party/cutlass/LICENSE.txt",

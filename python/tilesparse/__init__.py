@@ -2,22 +2,7 @@
 
 from . import _belongs  # isort: split
 
-from . import (
-    _accelerate,
-    _peft,
-    _transformers,
-    checkpoint,
-    errors,
-    export,
-    functional,
-    parallel,
-    plot,
-    prune,
-    recover,
-    storage,
-    train,
-    tuning,
-)
+from . import checkpoint, errors, export, functional, parallel, plot, prune, recover, storage, train, tuning
 from .checkpoint import load, save
 from .errors import (
     CheckpointError,
@@ -34,21 +19,20 @@ from .errors import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from .linear import BlockSparseLinear
-from .matrix import BlockSparseMatrix
-from .mlp import BlockSparseMLP
+from .integrations import accelerate, peft_hooks, transformers_hooks
+from .nn import BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear
 from .patch import BlockSparseModelPatcher, FuseReport, PatchReport
 from .pattern import BlockPattern
-from .pseudo import PseudoBlockSparseLinear
-from .selection import Device, KernelChoice, KernelInfo, Product, choose, kernels, prefer
+from .pattern.matrix import BlockSparseMatrix
 from .tuning import Measurement, tune
+from .tuning.selection import Device, KernelChoice, KernelInfo, Product, choose, kernels, prefer
 
 __version__ = _belongs.VERSION
 
 tuning.load_on_import()
-_accelerate.register()
-_peft.register()
-_transformers.register()
+accelerate.register()
+peft_hooks.register()
+transformers_hooks.register()
 
 __all__ = [
     "BlockPattern",

@@ -32,10 +32,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import _launch
 from ._arguments import check_types, shown
-from ._autocast import autocast
-from ._autograd import call, is_plain, records_gradient
 from ._checks import (
     Index,
     check_dds,
@@ -44,9 +41,9 @@ from ._checks import (
     check_policy,
     is_misaligned,
 )
-from ._layout import row_pitch
-from ._private import is_any_autocast_enabled, transforms_active
-from ._register import (
+from ._ops.autocast import autocast
+from ._ops.autograd import call, is_plain, records_gradient
+from ._ops.register import (
     DDS_NN,
     DDS_NT,
     DDS_NT_THROUGH,
@@ -57,8 +54,11 @@ from ._register import (
     expand_values,
     refuse_gradient,
 )
+from ._runtime import launch as _launch
+from ._runtime.layout import row_pitch
+from ._runtime.private import is_any_autocast_enabled, transforms_active
 from .errors import InvalidArgumentError, UnsupportedError
-from .pattern import BlockPattern
+from .pattern.block_pattern import BlockPattern
 
 _DIFFERENTIABLE = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 

@@ -1,74 +1,7 @@
-"""The function of a block-sparse layer in plain PyTorch."""
+"""The import path of 0.1.0 of `tilesparse.nn.reference`."""
 
-from __future__ import annotations
+from .nn.reference import PseudoBlockSparseLinear
 
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-from ._arguments import checked
-from ._checks import check_activations
-from .errors import InvalidArgumentError
-from .linear import BlockSparseLinear, representation
-
-
-class PseudoBlockSparseLinear(nn.Module):
-    """The same function as a `BlockSparseLinear`, in plain PyTorch: slow, and simple to trust.
-
-    The dense weight is built from the kept blocks in every call, so that results, gradients and
-    optimizer states of the two layers correspond one to one. Use it to tell whether a problem lies
-    in the sparse kernels or elsewhere.
-
-    Args:
-        layer: copied: parameters with their ``requires_grad``, device, dtype and mode.
-
-    Attributes:
-        weight: Parameter [nnz, bn, bk]: what the layer multiplies by. Zeros of 2:4 are weights like others.
-        bias: Parameter [out_features] or None.
-        storage_error: that of the layer, whose weight is rounded here as it is there.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    block_rows: Tensor
-    block_cols: Tensor
-
-    @checked
-    def __init__(self, layer: BlockSparseLinear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.block_shape, self.density = layer.block_shape, layer.density
-        self.storage_error = layer.storage_error
-        self._grid = layer.pattern.grid
-        for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
-            if parameter is not None:
-                values = layer.plain_values() if name == "weight" else parameter.detach().clone()
-                parameter = nn.Parameter(values, parameter.requires_grad)
-            self.register_parameter(name, parameter)
-        for name, indices in zip(("block_rows", "block_cols"), layer.pattern.block_indices(), strict=True):
-            self.register_buffer(name, indices.to(layer.weight.device))
-        self.train(layer.training)
-
-    @checked
-    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """Computes y = x Wᵀ + bias with W written out.
-
-        Args:
-            x: [..., in_features].
-            residual: [..., out_features], added to the result, or None.
-
-        Returns:
-            y [..., out_features].
-        """
-        check_activations("x", x, self.in_features)
-        blocks = self.weight.new_zeros(*self._grid, *self.block_shape)
-        blocks = blocks.index_put((self.block_rows, self.block_cols), self.weight)
-        y = F.linear(x, blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1), self.bias)
-        if residual is not None and residual.shape != y.shape:
-            raise InvalidArgumentError(
-                f"residual must have shape {tuple(y.shape)}, got {tuple(residual.shape)}"
-            )
-        return y if residual is None else y + residual
-
-    def extra_repr(self) -> str:
-        """As that of `BlockSparseLinear`."""
-        return representation(self)
+__all__ = [
+    "PseudoBlockSparseLinear",
+]

@@ -36,7 +36,8 @@ from models import MODELS, Architecture, Size
 from problems import Case, Shape
 from torch import nn
 
-from tilesparse import _C, cli
+from tilesparse import _C
+from tilesparse.cli import command as cli
 
 CPU = torch.device("cpu")
 RESULTS = Path(break_even.__file__).parent / "results"

@@ -322,10 +322,10 @@ def test_what_is_measured_is_what_curves_have(device: str, tmp_path: Path) -> No
         ((0.0, (64, 64)), "density must"),
         (("half", (64, 64)), "density must .* got 'half'"),
         ((0.5, (48, 64)), "block_shape: .* got \\(48, 64\\)"),
-        ((0.5, (64, 64), (1, 4)), "nm: "),
+        ((0.5, (64, 64), (1, 4)), "nm must be"),
         ((0.5, (16, 16), (2, 4)), "nm: 2:4"),
-        ((0.5, (64, 64), None, "x"), "storage: .* got 'x'"),
-        ((0.5, (64, 64), None, "compressed"), "storage: 'compressed' is for 2:4"),
+        ((0.5, (64, 64), None, "x"), "storage must .* got 'x'"),
+        ((0.5, (64, 64), None, "compressed"), "storage must not be 'compressed'"),
     ],
 )
 def test_choices_are_refused_where_they_are_made(arguments: Any, text: str) -> None:

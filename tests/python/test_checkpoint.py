@@ -29,7 +29,7 @@ from tilesparse import (
     InvalidArgumentError,
     checkpoint,
 )
-from tilesparse._tensor_files import CONFIG, INDEX, WEIGHTS
+from tilesparse._runtime.tensor_files import CONFIG, INDEX, WEIGHTS
 
 # nm, storage and what has a scale.
 FORMS = {
@@ -514,7 +514,11 @@ def test_a_save_over_one_that_was_cut_off_counts(tmp_path: Path, monkeypatch: py
     first, second, third = (sparse_net(seed=seed) for seed in (1, 2, 3))
     tilesparse.save(first, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(tilesparse._tensor_files, "_sync", _failing(tilesparse._tensor_files._sync, [1], True))
+        patch.setattr(
+            tilesparse._runtime.tensor_files,
+            "_sync",
+            _failing(tilesparse._runtime.tensor_files._sync, [1], True),
+        )
         with pytest.raises(OSError, match="No space left"):
             tilesparse.save(second, tmp_path)
     assert_same(tilesparse.load(Net, tmp_path), second)

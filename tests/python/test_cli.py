@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilesparse import _C, Device, Product, _progress, choose, cli, tuning
+from tilesparse import _C, Device, Product, _progress, choose
+from tilesparse.cli import command as cli
+from tilesparse.tuning import measuring as tuning
 
 LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16"]
 
@@ -276,7 +278,7 @@ def test_an_interrupt_while_importing_is_one_line(command: list[str], tmp_path: 
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     script = tmp_path / "tilesparse"
     script.write_text("import sys\nfrom tilesparse.cli import main\nsys.exit(main())\n")
-    paths = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[1])])
+    paths = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[2])])
     arguments = [sys.executable, *command] if len(command) > 1 else [sys.executable, str(script)]
     with subprocess.Popen(
         [*arguments, "info"],

@@ -12,7 +12,8 @@ import torch
 from helpers import DEVICES, randn, seeded
 from torch import Tensor
 
-from tilesparse import BlockPattern, BlockSparseLinear, _launch
+from tilesparse import BlockPattern, BlockSparseLinear
+from tilesparse._runtime import launch as _launch
 
 SIZE = 512
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES, DTYPES
-from tilesparse._launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN, prepared
+from tilesparse._runtime.launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN, prepared
 
 CPU = 0
 # By the size of an element.

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilesparse import _progress, cli, demo
+from tilesparse import _progress
+from tilesparse.cli import command as cli
+from tilesparse.cli import demo
 
 TINY = ["demo", "--size", "tiny", "--device", "cpu"]
 

@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tilesparse import BlockSparseLinear, UnsupportedError, UnsynchronizedPatternError, _agreement, _launch
+from tilesparse import BlockSparseLinear, UnsupportedError, UnsynchronizedPatternError
+from tilesparse._runtime import agreement as _agreement
+from tilesparse._runtime import launch as _launch
 from tilesparse.parallel import synchronize_patterns
 from tilesparse.train import MaskSchedule
 

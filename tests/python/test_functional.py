@@ -27,7 +27,8 @@ from helpers import (
 )
 from torch import Tensor
 
-from tilesparse import BlockPattern, InvalidArgumentError, PatternChangedError, _launch, functional
+from tilesparse import BlockPattern, InvalidArgumentError, PatternChangedError, functional
+from tilesparse._runtime import launch as _launch
 
 SHAPES = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32)]
 TOKENS = [0, 1, 3, 17, 127, 1000]

@@ -19,9 +19,10 @@ from helpers import (
 )
 from torch import Tensor
 
-from tilesparse import _C, InvalidArgumentError, _launch, functional
+from tilesparse import _C, InvalidArgumentError, functional
 from tilesparse._checks import DTYPES
-from tilesparse._layout import row_pitch
+from tilesparse._runtime import launch as _launch
+from tilesparse._runtime.layout import row_pitch
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda t: t,

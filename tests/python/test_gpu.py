@@ -38,7 +38,7 @@ from tilesparse import (
     functional,
 )
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._launch import DDS_NN, DDS_NT, SDD_TN, prepared, use_kernel
+from tilesparse._runtime.launch import DDS_NN, DDS_NT, SDD_TN, prepared, use_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -907,7 +907,8 @@ def test_a_foreign_plan_ends_in_an_error() -> None:
     """What the host cannot know the kernel refuses: it ends the process's CUDA context, so in another one."""
     code = """
 import torch
-from tilesparse import BlockPattern, _C, _launch
+from tilesparse import BlockPattern, _C
+from tilesparse._runtime import launch as _launch
 a, b = (BlockPattern.random((1024, 1024), block_shape=64, density=d, device="cuda") for d in (0.25, 0.5))
 x, y = (torch.zeros(8192, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(2))
 values = torch.zeros(b.nnz, 64, 64, dtype=torch.bfloat16, device="cuda")

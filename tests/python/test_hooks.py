@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tilesparse._hooks import adapt, revert, when_imported
+from tilesparse.integrations.hooks import adapt, revert, when_imported
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED
-from tilesparse._launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
+from tilesparse._runtime.launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
 
 pytestmark = pytest.mark.gpu
 

@@ -40,8 +40,8 @@ from tilesparse import (
     BlockSparseModelPatcher,
     InvalidArgumentError,
     UnsupportedError,
-    _launch,
 )
+from tilesparse._runtime import launch as _launch
 
 ACTIVATIONS: dict[str, tuple[str | nn.Module, Callable[[Tensor], Tensor]]] = {
     "none": ("none", lambda t: t),

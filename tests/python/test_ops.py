@@ -22,7 +22,7 @@ from tilesparse import (
     UnsupportedError,
     functional,
 )
-from tilesparse._launch import ACTIVATIONS, TENSORS, prepared, use_kernel
+from tilesparse._runtime.launch import ACTIVATIONS, TENSORS, prepared, use_kernel
 
 OPS = torch.ops.tilesparse
 EXCHANGE = "__dlpack_c_exchange_api__"  # of PyTorch 2.10 and later
@@ -278,7 +278,7 @@ def test_eager_products_in_inference_mode(device: str) -> None:
 
 
 def test_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilesparse._launch.MAX_CALLS", 4)
+    monkeypatch.setattr("tilesparse._runtime.launch.MAX_CALLS", 4)
     pattern = make_pattern("full", (1, 1), (16, 16))
     values = random_values(pattern, dtype=torch.float32)
     for tokens in range(1, 12):

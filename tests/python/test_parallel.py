@@ -40,11 +40,11 @@ from tilesparse import (
     InvalidPatternError,
     UnsupportedError,
     UnsynchronizedPatternError,
-    _tensor_parallel,
 )
 from tilesparse.checkpoint import prepare, section
 from tilesparse.parallel import ColwiseParallel, RowwiseParallel, synchronize_patterns
-from tilesparse.pattern import _moved
+from tilesparse.parallel import tensor as _tensor_parallel
+from tilesparse.pattern.block_pattern import _moved
 
 WIDTH, HIDDEN = 128, 256
 BATCH = 8  # sequences of all processes together

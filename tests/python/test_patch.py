@@ -348,14 +348,14 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
             {"parts": (2, 1), "pattern": BlockPattern.full((64, 64), block_shape=16)},
             r"parts.*\(2, 1\); say it in the pattern",
         ),
-        (".*", {"nm": (1, 2)}, r"nm: \(2, 4\).*\(1, 2\)"),
+        (".*", {"nm": (1, 2)}, r"nm must be \(2, 4\).*\(1, 2\)"),
         (".*", {"nm": (2, 4), "block_shape": (64, 16)}, r"nm.*bk.*\(64, 16\)"),
         (
             ".*",
             {"nm": (2, 4), "pattern": BlockPattern.full((64, 64), block_shape=16)},
             r"nm.*bk.*\(16, 16\)",
         ),
-        (".*", {"transposable": True}, "transposable.*None"),
+        (".*", {"transposable": True}, "transposable must be False"),
         (".*", {"nm": (2, 4), "transposable": 1}, "transposable: True or False"),
         (
             ".*",
@@ -363,7 +363,7 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
             r"transposable.*bn.*\(16, 64\)",
         ),
         (".*", {"storage": "int4"}, "storage.*'float8_e4m3fn'.*'int4'"),
-        (".*", {"storage": "compressed"}, "storage: 'compressed' is for 2:4"),
+        (".*", {"storage": "compressed"}, "storage must not be 'compressed'"),
         (".*", 0.5, "options.*0.5"),
     ],
 )

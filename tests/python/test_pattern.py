@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._launch import _entries, prepared
+from tilesparse._runtime.launch import _entries, prepared
 
 block_shapes = st.tuples(st.sampled_from(BLOCK_SIZES), st.sampled_from(BLOCK_SIZES))
 

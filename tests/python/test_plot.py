@@ -131,15 +131,15 @@ def test_checkpoints_show_what_their_models_show(options: dict[str, Any], tmp_pa
 
 
 def test_only_the_layers_that_are_drawn_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilesparse import _plot_sources
+    from tilesparse.plot import sources
 
     model = model_of(*[0.5] * 12)
     model[2] = model[10]  # one layer under two names
     tilesparse.save(model, tmp_path, max_shard_size=100_000)
     read: list[str] = []
-    read_tensor = _plot_sources.read_tensor
+    read_tensor = sources.read_tensor
     monkeypatch.setattr(
-        _plot_sources, "read_tensor", lambda stored: read.append(stored.name) or read_tensor(stored)
+        sources, "read_tensor", lambda stored: read.append(stored.name) or read_tensor(stored)
     )
     (figure,) = plot.patterns(tmp_path, layers="1")
     assert [title.split("\n")[0] for title in titles_of(figure)] == ["1", "11"]

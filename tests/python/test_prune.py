@@ -35,10 +35,10 @@ from transformers import (
 
 import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, cli
+from tilesparse.cli.prune import _pieces
 from tilesparse.demo import GPT, SIZES
 from tilesparse.prune import Choice, PruneReport, measure_errors, prune_model, refit, scores
 from tilesparse.prune import compensation as exact
-from tilesparse.prune._command import _pieces
 from tilesparse.prune.calibration import Moments
 
 B = 16

@@ -184,7 +184,7 @@ def test_reset_parameters_draws_anew_in_the_same_storage(name: str) -> None:
 def compressed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether masked layers multiply compressed values, as where a kernel reads them."""
     if request.param:
-        monkeypatch.setattr("tilesparse.linear.multiplies_compressed", lambda x, index: True)
+        monkeypatch.setattr("tilesparse.nn.linear.multiplies_compressed", lambda x, index: True)
     return bool(request.param)
 
 
@@ -354,8 +354,8 @@ def test_to_storage_that_is_refused_changes_nothing() -> None:
     before = {name: tensor.nan_to_num() for name, tensor in states(layer).items()}
     for storage, named in (
         ("int8", "values: finite"),
-        ("compressed", r"storage: 'compressed' is for 2:4, got nm=None"),
-        ("int4", r"storage: one of \['plain', .*\] expected, got 'int4'"),
+        ("compressed", r"storage must not be 'compressed' without"),
+        ("int4", r"storage must be one of \['plain', .*\], got 'int4'"),
     ):
         with pytest.raises(InvalidArgumentError, match=named):
             layer.to_storage(storage)
@@ -644,17 +644,17 @@ def test_second_derivatives_of_masked_layers(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"nm": (1, 4)}, r"nm: \(2, 4\) or None expected, got \(1, 4\)"),
-        ({"nm": "2:4"}, r"nm: \(2, 4\) or None expected, got '2:4'"),
+        ({"nm": (1, 4)}, r"nm must be \(2, 4\) or None, got \(1, 4\)"),
+        ({"nm": "2:4"}, r"nm must be \(2, 4\) or None, got '2:4'"),
         (
             {"nm": NM, "block_shape": (32, 16)},
             r"nm: 2:4 is for bk of 32, 64 or 128, got blocks of \(32, 16\)",
         ),
         ({"nm": NM, "transposable": True, "block_shape": (16, 32)}, "transposable: 2:4 is for bn of 32"),
-        ({"transposable": True}, r"transposable: only masks of nm=\(2, 4\)"),
-        ({"storage": "compressed"}, r"storage: 'compressed' is for 2:4, got nm=None"),
-        ({"storage": "int4"}, r"storage: one of .*got 'int4'"),
-        ({"storage": None}, r"storage: one of .*got None"),
+        ({"transposable": True}, r"transposable must be False without nm=\(2, 4\)"),
+        ({"storage": "compressed"}, r"storage must not be 'compressed' without"),
+        ({"storage": "int4"}, r"storage must be one of .*got 'int4'"),
+        ({"storage": None}, r"storage must be one of .*got None"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], named: str) -> None:

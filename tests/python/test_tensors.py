@@ -24,9 +24,9 @@ from tilesparse import (
     InvalidPatternError,
     PatternChangedError,
     UnsupportedError,
-    _launch,
     functional,
 )
+from tilesparse._runtime import launch as _launch
 
 IN, OUT = 96, 64
 ARRAYS = ("crow_indices", "col_indices", "slot")

@@ -330,9 +330,9 @@ def test_layers_that_cannot_change_leave_all_as_they_are() -> None:
     assert all(layer.nm is None for layer in sparse(model)[:2])
     with pytest.raises(InvalidArgumentError, match=r"^model: no BlockSparseLinear"):
         set_nm(nn.Linear(4, 4), (2, 4))
-    with pytest.raises(InvalidArgumentError, match=r"^nm: "):
+    with pytest.raises(InvalidArgumentError, match=r"^nm must be"):
         set_nm(model, (1, 4))
-    with pytest.raises(InvalidArgumentError, match=r"^transposable: "):
+    with pytest.raises(InvalidArgumentError, match=r"^transposable must"):
         set_nm(model, None, transposable=True)
 
 

@@ -24,10 +24,10 @@ from tilesparse import (
     Product,
     TuneFileError,
     UnsupportedError,
-    cli,
-    selection,
     tuning,
 )
+from tilesparse.cli import command as cli
+from tilesparse.tuning import measuring, selection
 
 PRODUCT = Product(64, 128, 10, 0.5)
 PRODUCT_FIELDS = {"in_features": 64, "out_features": 128, "tokens": 10, "dtype": "float32"}
@@ -119,13 +119,13 @@ def test_kept_calls_choose_anew_once_something_is_measured(monkeypatch: pytest.M
     layer(x)
     tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     resolved = []
-    call = tilesparse._launch.Prepared.call
+    call = tilesparse._runtime.launch.Prepared.call
 
     def recording(self: Any, key: Any, product: _C.Product, *rest: Any) -> Any:
         resolved.append(_C.kernels()[product.resolve()[0]].name)
         return call(self, key, product, *rest)
 
-    monkeypatch.setattr(tilesparse._launch.Prepared, "call", recording)
+    monkeypatch.setattr(tilesparse._runtime.launch.Prepared, "call", recording)
     layer(x)
     assert resolved == [names()[1]]
 
@@ -322,7 +322,7 @@ def test_devices_of_a_file_are_checked(path: Path, change: dict[str, Any]) -> No
 
 
 def test_processors_may_have_long_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "name_of_cpu", lambda: "x" * 99)
+    monkeypatch.setattr(measuring, "name_of_cpu", lambda: "x" * 99)
     found = tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     assert tuning.load() == (found, 0)
 
@@ -353,8 +353,8 @@ def test_threads_and_programs_that_measure_at_once_lose_nothing(path: Path) -> N
     path.unlink()
 
     def add(measurement: tilesparse.Measurement) -> None:
-        with tuning._alone_in(path.parent):
-            tuning._write(path, tuning._merged(tuning._read(path), measurement))
+        with measuring._alone_in(path.parent):
+            measuring._write(path, measuring._merged(measuring._read(path), measurement))
 
     with ThreadPoolExecutor(4) as executor:
         list(executor.map(add, measured))

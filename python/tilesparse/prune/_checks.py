@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from .._batches import check_batches
 from .._checks import check_policy, checked_number
+from .._replay.batches import check_batches
 from ..errors import InvalidArgumentError
 from .calibration import Moments
 from .choice import Choice

@@ -13,8 +13,8 @@ from .._arguments import checked
 from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
 from .._reports import aligned
 from ..errors import InvalidArgumentError
-from ..linear import dense_weight
-from ..storage import forms_of
+from ..nn.linear import dense_weight
+from ..storage.values import forms_of
 from ._layers import (
     checked_choices,
     dense_layers,

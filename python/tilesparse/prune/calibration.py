@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .._batches import call, device_of, mapped, mask_of, moved, stacks
+from .._replay.batches import call, device_of, mapped, mask_of, moved, stacks
 from ..errors import InvalidArgumentError
 from .compensation import exact_products
 

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from .._arguments import shown
 from .._checks import as_number, check_block_shape
+from ..config import check_nm, check_nm_blocks, check_storage
 from ..errors import InvalidArgumentError
-from ..storage import check_nm, check_nm_blocks, check_storage
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from .._arguments import checked
 from .._checks import check_shapes, checked_number
-from .._private import exact_float32
+from .._runtime.private import exact_float32
 from ..errors import InvalidArgumentError
-from ..matrix import BlockSparseMatrix
-from ..pattern import BlockPattern
-from ..storage import two_of_four
+from ..pattern.block_pattern import BlockPattern
+from ..pattern.matrix import BlockSparseMatrix
+from ..storage.values import two_of_four
 
 DAMPING = 0.01  # of the mean of the diagonal of XᵀX / tokens
 GROUP = 0.12  # of a block row's remaining blocks that one round removes together

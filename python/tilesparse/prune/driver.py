@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from .. import _progress
 from .._arguments import checked
-from .._batches import chosen_device, evaluating
+from .._replay.batches import chosen_device, evaluating
 from .._reports import empty_of
-from .._transformers import check_can_follow
-from .._weight_reads import Read, weight_reads
 from ..errors import InvalidArgumentError, TileSparseError
-from ..linear import BlockSparseLinear, dense_weight, is_conv1d
-from ..patch import (
+from ..integrations.transformers_hooks import check_can_follow
+from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..patch.patcher import (
     BlockSparseModelPatcher,
     PatchReport,
     SkippedLayer,
@@ -28,7 +27,8 @@ from ..patch import (
     _names_of_modules,
     warn_of_empty,
 )
-from ..pattern import BlockPattern
+from ..patch.weight_reads import Read, weight_reads
+from ..pattern.block_pattern import BlockPattern
 from ._checks import (
     check_model,
     check_numbers,

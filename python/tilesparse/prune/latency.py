@@ -19,9 +19,9 @@ from .. import _C
 from .._arguments import checked, shown
 from .._checks import DTYPES, as_integer, as_number, checked_count, checked_device, is_sequence
 from .._progress import Progress
-from .._timing import medians, name_of, own_numbers
 from ..errors import CheckpointNotFoundError, InvalidArgumentError, TileSparseError
-from ..linear import BlockSparseLinear, is_conv1d
+from ..nn.linear import BlockSparseLinear, is_conv1d
+from ..tuning.timing import medians, name_of, own_numbers
 from ._checks import checked_choice
 from ._layers import (
     check_names,

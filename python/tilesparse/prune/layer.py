@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidArgumentError
-from ..linear import BlockSparseLinear, dense_weight, is_conv1d
-from ..matrix import BlockSparseMatrix
-from ..pattern import BlockPattern
-from ..storage import two_of_four
+from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..pattern.block_pattern import BlockPattern
+from ..pattern.matrix import BlockSparseMatrix
+from ..storage.values import two_of_four
 from . import scores
 from .calibration import Moments
 from .choice import Choice

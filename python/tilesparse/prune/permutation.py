@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import checked
-from .._batches import chosen_device, evaluating, tensors_in
 from .._progress import Progress
+from .._replay.batches import chosen_device, evaluating, tensors_in
 from .._reports import aligned
 from ..errors import InvalidArgumentError
-from ..linear import dense_weight
+from ..nn.linear import dense_weight
 from ._checks import check_model, check_numbers, checked_choice, checked_moments, collected
 from ._layers import checked_choices, shape_of
 from .calibration import Calibration, Forward, Moments, call_model

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from .._reports import MOST, aligned, empty_texts, listed
-from ..linear import dense_weight
-from ..patch import DenseParameter, Size, SkippedLayer, by_reason, dense_lines
+from ..nn.linear import dense_weight
+from ..patch.patcher import DenseParameter, Size, SkippedLayer, by_reason, dense_lines
 from .choice import Choice
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._tensor_files import checksum, read_header, read_json, read_tensor, write_json, write_tensors
+from .._runtime.tensor_files import checksum, read_header, read_json, read_tensor, write_json, write_tensors
 from ..errors import CheckpointError, InvalidArgumentError
-from ..pattern import BlockPattern
+from ..pattern.block_pattern import BlockPattern
 from .layer import Solution
 
 VERSION = 1

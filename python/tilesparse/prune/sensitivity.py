@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import checked
-from .._batches import evaluating
+from .._replay.batches import evaluating
 from ..errors import InvalidArgumentError
 from ._checks import check_model, collected
 from ._layers import dense_layers

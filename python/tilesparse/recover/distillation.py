@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import checked
-from .._batches import (
+from .._checks import checked_count, checked_number
+from .._replay.batches import (
     call,
     check_batches,
     check_distinct,
@@ -22,9 +23,8 @@ from .._batches import (
     moved,
     without_labels,
 )
-from .._checks import checked_count, checked_number
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..linear import BlockSparseLinear
+from ..nn.linear import BlockSparseLinear
 from .losses import DistillationLoss
 
 Forward = Callable[[nn.Module, Any], Any]

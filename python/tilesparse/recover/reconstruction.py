@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .._arguments import checked
-from .._batches import (
+from .._checks import checked_count, checked_number, checked_seed
+from .._progress import Progress
+from .._replay.batches import (
     call,
     check_batches,
     check_distinct,
@@ -24,12 +26,10 @@ from .._batches import (
     stacks,
     without_labels,
 )
-from .._checks import checked_count, checked_number, checked_seed
-from .._progress import Progress
+from .._replay.replay import Call, Stream, placed, tensor_of
 from .._reports import aligned, listed
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..linear import BlockSparseLinear, is_conv1d
-from ._replay import Call, Stream, placed, tensor_of
+from ..nn.linear import BlockSparseLinear, is_conv1d
 from .distillation import Forward, autocasting, check_autocast
 
 

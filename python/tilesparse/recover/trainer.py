@@ -18,7 +18,7 @@ except ImportError as error:
     ) from error
 
 from .._arguments import checked
-from .._batches import check_distinct, device_of, mask_of, moved
+from .._replay.batches import check_distinct, device_of, mask_of, moved
 from ..errors import CheckpointError, InvalidArgumentError
 from .distillation import outputs_of
 from .losses import DistillationLoss

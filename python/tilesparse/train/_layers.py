@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._checks import checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..linear import BlockSparseLinear
+from ..nn.linear import BlockSparseLinear
 
 Layers: TypeAlias = Mapping[str, BlockSparseLinear]
 

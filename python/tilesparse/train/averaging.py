@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from .._arguments import checked
-from .._launch import content_of
+from .._runtime.launch import content_of
+from ..config import QUANTIZED_BY_NAME
 from ..errors import InvalidArgumentError
-from ..linear import BlockSparseLinear
-from ..storage import QUANTIZED_BY_NAME
+from ..nn.linear import BlockSparseLinear
 from ._layers import check_plain_storage, sparse_layers
 
 _UNAVERAGED = tuple(QUANTIZED_BY_NAME.values())

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._arguments import checked
 from .._checks import check_shapes
 from ..errors import InvalidArgumentError
-from ..linear import BlockSparseLinear
+from ..nn.linear import BlockSparseLinear
 from ._layers import checked_choice, precision_of
 
 NORMS = (1, 2, math.inf)

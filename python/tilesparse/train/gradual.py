@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._arguments import checked
 from .._checks import checked_count, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..linear import BlockSparseLinear, has_peers
+from ..nn.linear import BlockSparseLinear, has_peers
 from ._layers import (
     Layers,
     check_keys,

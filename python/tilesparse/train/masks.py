@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from .._checks import check_compressible, checked_count, checked_number
+from ..config import check_nm
 from ..errors import InvalidArgumentError
-from ..linear import BlockSparseLinear
-from ..storage import check_nm
+from ..nn.linear import BlockSparseLinear
 from ._layers import (
     Uncopied,
     check_keys,

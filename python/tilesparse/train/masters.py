@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..linear import has_peers
+from ..nn.linear import has_peers
 from ._layers import (
     Uncopied,
     check_keys,
@@ -60,7 +60,7 @@ class MasterWeights(Uncopied):
 
     @checked
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        from .._main_grad import GradientOf  # and with it PyTorch's compiler, which takes long to import
+        from .._ops.main_grad import GradientOf  # and with it PyTorch's compiler, which takes long to import
 
         if has_peers():
             raise UnsupportedError("model: one process expected; gradients of masters are not averaged")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._arguments import checked
 from .._checks import checked_count, checked_fraction, checked_number, checked_seed
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
-from ..linear import BlockSparseLinear, has_peers
+from ..nn.linear import BlockSparseLinear, has_peers
 from ._layers import (
     Uncopied,
     check_keys,

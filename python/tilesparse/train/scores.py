@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..linear import BlockSparseLinear
+from ..nn.linear import BlockSparseLinear
 from ._layers import Layers, Uncopied, check_keys, closure_of, gradient_of, precision_of
 
 SCORES = ("magnitude", "movement")

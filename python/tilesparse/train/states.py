@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from .._resized import has_slots
 from ..errors import UnsupportedError
+from ..nn.resized import has_slots
 
 
 def check_states(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,246 @@
+"""Gradients of the products, and the two routes by which a product is called.
+
+The gradients of each product are the other two, and expanding values to a dense matrix and gathering them
+from one are each other's, so every order of differentiation is available.
+
+PyTorch's operators are one route: whatever acts on operators, modes, transforms, compilers and tracers,
+finds them there. The dispatcher takes longer than all the rest of a call, though, and where a gradient is
+recorded several times that (docs/performance.md, "Time of the host"). Where nothing but autograd and a kernel
+would act on a product, these are called right away: the other route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from .._checks import Index
+from .._runtime.launch import Prepared, prepared
+from .._runtime.private import is_forward_mode, may_be_watched, transforms_active
+from ..errors import PatternChangedError, UnsupportedError
+
+Tensors = Sequence[Tensor | None]
+Gradients = Callable[..., Tensors]
+Extras = tuple[Tensor | bool | None, ...]
+
+
+class Product(NamedTuple):
+    """An operator on two factors, or one and None, a pattern, and more.
+
+    Attributes:
+        op: as the dispatcher knows it, with the fields of the pattern one by one.
+        rest: which of bias, residual, activation, feature_major and extras follow these.
+        kernel: what computes it on plain tensors and a pattern that is prepared, given all of them.
+        gradients: of the arguments that are tensors but extras, from that of the result and the factors, each
+            of which is there if it is needed, and from the extras.
+        transformed: the operator for the transforms of ``torch.func``.
+        looks: whether it is what a forward pass begins with, see `_launch.prepared`.
+    """
+
+    op: Callable[..., Tensor]
+    rest: slice
+    kernel: Callable[..., Tensor]
+    gradients: Gradients
+    transformed: Callable[..., Tensor]
+    looks: bool
+
+
+def call(
+    product: Product,
+    first: Tensor,
+    second: Tensor | None,
+    index: Index,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    feature_major: bool = False,
+    extras: Extras = (),
+) -> Tensor:
+    """The product by the shorter route that does the same.
+
+    Extras are what operators take besides, and have no gradients.
+    """
+    tensors = first, second, bias, residual
+    if not is_plain(tensors) or (extras and not is_plain(tensors_of(extras))):
+        _refuse_tangents((*tensors, *tensors_of(extras)))
+        factors = (first,) if second is None else (first, second)
+        op = product.transformed if transforms_active() else product.op
+        rest: tuple[Any, ...] = bias, residual, activation, feature_major, *extras
+        return op(*factors, *index, *rest[product.rest])
+    pattern = prepared(index, product.looks)
+    if records_gradient(tensors):
+        return _record((product, pattern, index, activation, feature_major, extras), *tensors)
+    return product.kernel(first, second, pattern, bias, residual, activation, feature_major, *extras)
+
+
+# ---- the short route ----
+
+
+class _Recorded(torch.autograd.Function):
+    """What autograd records of a product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: tuple[Product, Prepared, Index, int, bool, Extras],  # one argument, as each takes time
+        first: Tensor,
+        second: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        need = ctx.needs_input_grad
+        product, pattern, index, activation, feature_major, extras = how
+        ctx.save_for_backward(first if need[2] else None, second if need[1] else None, *tensors_of(extras))
+        # A layer that loads another number of blocks gives its parameter other memory and another shape.
+        weight = second if type(second) is torch.nn.Parameter else None
+        shape = None if weight is None else weight.shape
+        ctx.of = product, index, pattern, pattern.generation, weight, shape
+        ctx.extras = without_tensors(extras)
+        return product.kernel(first, second, pattern, bias, residual, activation, feature_major, *extras)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        product, *of = ctx.of
+        check_unchanged(*of)
+        index = of[0]
+        first, second, *tensors = ctx.saved_tensors
+        extras = with_tensors(ctx.extras, tensors)
+        gradients = product.gradients(grads[0], first, second, index, ctx.needs_input_grad[1:], *extras)
+        return None, *gradients, *(None,) * (4 - len(gradients))
+
+
+# Function.apply looks for transforms first, which is_plain excludes.
+_record: Callable[..., Tensor] = getattr(super(torch.autograd.Function, _Recorded), "apply", _Recorded.apply)
+
+
+def check_unchanged(
+    index: Index, pattern: Prepared, generation: int, weight: Tensor | None, shape: torch.Size | None
+) -> None:
+    """Raises where a gradient would be that of other blocks."""
+    now = prepared(index)
+    if now is not pattern or now.generation != generation:
+        raise PatternChangedError("the pattern was updated between this product's forward and backward pass")
+    if weight is not None and shape is not None and weight.shape != shape:
+        raise PatternChangedError(
+            f"the weight was {list(shape)} in the forward pass and is now "
+            f"{list(weight.shape)}: another pattern was loaded in between"
+        )
+
+
+# What autograd keeps of extras: tensors as it keeps tensors, so that it notices what is written to them.
+
+
+def tensors_of(extras: Extras) -> tuple[Tensor, ...]:
+    return tuple(extra for extra in extras if isinstance(extra, Tensor)) if extras else ()
+
+
+def without_tensors(extras: Extras) -> tuple[Any, ...]:
+    """The extras with `Tensor` in the place of each tensor."""
+    return tuple(Tensor if isinstance(extra, Tensor) else extra for extra in extras) if extras else ()
+
+
+def with_tensors(extras: tuple[Any, ...], tensors: Sequence[Tensor]) -> Extras:
+    if not extras:
+        return ()
+    following = iter(tensors)
+    return tuple(next(following) if extra is Tensor else extra for extra in extras)
+
+
+def is_plain(tensors: Tensors) -> bool:
+    """Whether nothing but autograd and a kernel would act on a product of these."""
+    if is_compiling() or may_be_watched():
+        return False
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in _PLAIN_TYPES or not (tensor.is_cuda or tensor.is_cpu) or tensor.is_neg()
+        ):
+            return False
+    return True
+
+
+def records_gradient(tensors: Tensors) -> bool:
+    """Whether autograd would record a product of these."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # any() takes longer
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+# ---- the long route ----
+
+
+def autograd_of(gradients: Gradients, factors: int, optional: int, options: int) -> Any:
+    """(backward, setup_context) for ``torch.library.register_autograd``.
+
+    Args:
+        gradients: see `Product`.
+        factors: how many tensors come before the pattern.
+        optional: how many may come after it.
+        options: how many arguments follow that are no tensors, and then extras.
+    """
+    fields = len(Index._fields)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        index = Index(*inputs[factors : factors + fields])
+        if optional and any(inputs[factors + fields + optional :][:1]):
+            raise UnsupportedError(
+                "activation: a fused one has no gradient; functional.linear applies it after the product"
+            )
+        second = inputs[1] if factors > 1 else None
+        need = ctx.needs_input_grad
+        first = inputs[0] if factors > 1 and need[1] else None
+        given = inputs[factors + fields + optional + options :]
+        ctx.save_for_backward(first, second if need[0] else None, *index[:3], *tensors_of(given))
+        ctx.shapes, ctx.extras = index[3:], without_tensors(given)
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        first, second, crow, col, slot, *tensors = ctx.saved_tensors
+        index = Index(crow, col, slot, *(tuple(shape) for shape in ctx.shapes))
+        need = ctx.needs_input_grad
+        needs = (*need[:factors], *need[factors + fields : factors + fields + optional])
+        given = with_tensors(ctx.extras, tensors)
+        of_tensors = gradients(grad, first, second, index, (*needs, *(False,) * optional), *given)
+        rest = (None,) * (options + len(given))
+        return (*of_tensors[:factors], *(None,) * fields, *of_tensors[factors:], *rest)
+
+    return backward, setup_context
+
+
+def transformable(op: Callable[..., Tensor], backward: Any, setup_context: Any) -> Callable[..., Tensor]:
+    """The operator as the transforms of ``torch.func`` differentiate it, which those registered are not."""
+    members = {
+        "generate_vmap_rule": True,
+        "forward": staticmethod(op),
+        "setup_context": staticmethod(setup_context),
+        "backward": staticmethod(backward),
+        "jvp": staticmethod(_refuse_forward_mode),
+    }
+    function: Any = type("_Transformed", (torch.autograd.Function,), members)
+    apply: Callable[..., Tensor] = function.apply
+    return apply
+
+
+def _refuse_tangents(tensors: Tensors) -> None:
+    """Raises where forward-mode differentiation would silently lose a tangent."""
+    if not is_forward_mode():
+        return
+    unpack_dual: Callable[..., Any] = forward_ad.unpack_dual
+    for tensor in tensors:
+        if tensor is not None and unpack_dual(tensor).tangent is not None:
+            _refuse_forward_mode()
+
+
+def _refuse_forward_mode(*_: Any) -> NoReturn:
+    raise UnsupportedError(
+        "forward-mode differentiation of block-sparse products is not supported; "
+        "torch.func.hessian needs it, and jacrev(jacrev(f)) gives the same"
+    )

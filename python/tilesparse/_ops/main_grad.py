@@ -1,0 +1,177 @@
+"""Gradients of weights that kernels add in float32 to tensors beside them.
+
+``weight.main_grad`` is where the gradient of a `BlockSparseLinear` goes instead of ``weight.grad``, as in
+Megatron-LM, whose protocol this is ("gradient accumulation fusion"):
+
+- A float32 tensor, shaped like the weight and on its device, is added to by every backward pass.
+- With ``weight.overwrite_main_grad`` true it is written anew instead.
+- ``weight.grad_added_to_main_grad``, where there is such an attribute, becomes True, and autograd is given a
+  tensor in place of the gradient, so that its hooks run: zeros if ``weight.zero_out_wgrad`` is true, and
+  anything otherwise. Without that attribute ``weight.grad`` stays None.
+
+A bias beside such a weight may have the same attributes: its gradient goes to a ``main_grad`` of its own if
+it has one, and otherwise to ``bias.grad``. In either case the kernel sums it in the same pass.
+
+``torch.autograd.grad`` adds to none of these, as it does not add to ``grad``.
+
+The product itself is recorded without weight and bias; what is recorded behind it passes its gradient on. So
+every way to compute the product, with masks, densely or under autocast, has these gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .._checks import ALIGNMENT, Index, is_misaligned
+from .._runtime.launch import prepared, write_sdd
+from .._runtime.private import is_leaf_added_to, transforms_active
+from ..errors import InvalidArgumentError, UnsupportedError
+from .autograd import check_unchanged
+
+
+class GradientOf:
+    """In the place of a tensor: the gradient of another parameter, which may be None, as after zero_grad."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self.master = master
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # no optimizer trains the copy of a master that comes with a saved model
+
+
+class _Adding(torch.autograd.Function):
+    """y as it is, and gradients of weight and bias that are added to what is beside them."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, index: Index) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.bias = bias
+        pattern = prepared(index)
+        ctx.of = index, pattern, pattern.generation, weight, weight.shape
+        return y.detach()  # not a view for autograd, so that what follows may write to it in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        check_unchanged(*ctx.of)
+        _, pattern, _, weight, _ = ctx.of
+        nodes = ctx.next_functions
+        of_weight = _target("weight.main_grad", weight, nodes[1][0], x)
+        of_bias = _NOWHERE
+        if ctx.needs_input_grad[2]:
+            of_bias = _target("bias.main_grad", ctx.bias, nodes[2][0], grad)
+        if of_weight.memory is not None:
+            adds, adds_bias = of_weight.adds, of_bias.adds
+            write_sdd(grad, x, of_weight.memory, pattern, adds, of_bias.memory, adds_bias)
+        elif of_bias.memory is not None:
+            _sum(grad, of_bias.memory, of_bias.adds)
+        return grad, of_weight.given(), of_bias.given(), None, None
+
+
+# Function.apply looks for transforms first, which are refused here.
+_adding: Callable[..., Tensor] = getattr(super(torch.autograd.Function, _Adding), "apply", _Adding.apply)
+
+
+def add_gradient(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Index) -> Tensor:
+    """y = x Wᵀ + bias + …, computed without gradients of weight and bias, with those of this module.
+
+    ``bias``: with a ``main_grad``, or any other tensor that has its gradient, in the dtype of y.
+    """
+    if transforms_active():
+        raise UnsupportedError(
+            "main_grad: transforms of torch.func return gradients, and would change what is beside the "
+            "weight; delete the attribute before"
+        )
+    _check("weight.main_grad", weight)
+    if bias is not None and has_main_grad(bias):
+        _check("bias.main_grad", bias)
+    return _adding(y, weight, bias, x, index)
+
+
+def has_main_grad(parameter: Any) -> bool:
+    return getattr(parameter, "main_grad", None) is not None
+
+
+# Graphs have no gradient without a result, and break here. To ask for that takes a while in each call.
+_disable: Any = torch.compiler.disable
+add_gradient_uncompiled: Callable[..., Tensor] = _disable(add_gradient)
+
+
+def _check(name: str, parameter: Any) -> None:
+    """That the gradient can be added to what is beside the parameter."""
+    main_grad = parameter.main_grad
+    if isinstance(main_grad, GradientOf):
+        return
+    if not isinstance(main_grad, Tensor) or type(main_grad.detach()) is not Tensor:
+        raise InvalidArgumentError(f"{name}: a plain tensor expected, got {type(main_grad).__name__}")
+    given = main_grad.shape, main_grad.dtype, main_grad.device
+    if given != (parameter.shape, torch.float32, parameter.device) or not main_grad.is_contiguous():
+        raise InvalidArgumentError(
+            f"{name}: a contiguous tensor {list(parameter.shape)} of torch.float32 on {parameter.device} "
+            f"expected, as the parameter is, got shape {list(main_grad.shape)} with strides "
+            f"{main_grad.stride()} of {main_grad.dtype} on {main_grad.device}"
+        )
+    if main_grad.requires_grad:
+        raise InvalidArgumentError(f"{name}: a tensor without gradient expected")
+    if main_grad.dim() > 1 and is_misaligned(main_grad):
+        raise InvalidArgumentError(f"{name}: a tensor aligned to {ALIGNMENT} bytes on CUDA expected")
+
+
+class _Target(NamedTuple):
+    """Where the gradient of a parameter is written; None: it is not asked for.
+
+    ``of``: the parameter, where that is beside it and not given to autograd.
+    """
+
+    memory: Tensor | None
+    adds: bool
+    of: Any
+
+    def given(self) -> Tensor | None:
+        """What autograd is given of what was written."""
+        if self.of is None:
+            return self.memory
+        main_grad = self.of.main_grad
+        if isinstance(main_grad, GradientOf):
+            main_grad.master.grad = self.memory
+        return _stand_in(self.of)
+
+
+_NOWHERE = _Target(None, False, None)
+
+
+def _target(name: str, parameter: Any, node: Any, like: Tensor) -> _Target:
+    """For the leaf that the node is of; ``like`` has the dtype of a gradient that autograd is given."""
+    added = is_leaf_added_to(node) if has_main_grad(parameter) else None
+    if added is None:
+        return _Target(like.new_empty(parameter.shape), False, None)
+    if not added:
+        return _NOWHERE
+    _check(name, parameter)  # another one may have been put there since the forward pass
+    main_grad = parameter.main_grad
+    if not isinstance(main_grad, GradientOf):
+        return _Target(main_grad, not getattr(parameter, "overwrite_main_grad", False), parameter)
+    master = main_grad.master
+    if master.grad is not None:
+        return _Target(master.grad, True, parameter)
+    return _Target(torch.empty_like(master, requires_grad=False), False, parameter)
+
+
+def _sum(grad: Tensor, to: Tensor, adds: bool) -> None:
+    """The gradient of a bias beside a weight that has none."""
+    sums = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=to.dtype)
+    to.add_(sums) if adds else to.copy_(sums)
+
+
+def _stand_in(parameter: Any) -> Tensor | None:
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    like = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
+    return like(parameter.detach())

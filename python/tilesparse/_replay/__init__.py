@@ -1,0 +1,1 @@
+"""Runs a model block by block on batches, as pruning and recovery do."""

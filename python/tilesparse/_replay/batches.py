@@ -1,0 +1,140 @@
+"""Batches of any form, models that are run on them for a while, and their stacks of blocks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import shown
+from .._checks import checked_device
+from ..errors import InvalidArgumentError, InvalidTypeError
+
+
+def call(model: nn.Module, batch: Any, **options: Any) -> Any:
+    """``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, otherwise ``model(batch)``.
+
+    Raises:
+        InvalidTypeError: the model fails at a batch in which there is no tensor.
+    """
+    try:
+        if isinstance(batch, Mapping):
+            return model(**{**batch, **options})
+        if isinstance(batch, tuple | list):
+            return model(*batch, **options)
+        return model(batch, **options)
+    except Exception as error:
+        if next(tensors_in(batch), None) is None:
+            raise InvalidTypeError(
+                f"batches must be tensors, or mappings, tuples or lists of them, got {shown(batch)}: {error}"
+            ) from error
+        raise
+
+
+def check_batches(batches: object) -> None:
+    """That they are several, and not one batch: its rows or keys would be taken for batches."""
+    if isinstance(batches, Mapping):
+        raise InvalidArgumentError(
+            f"batches: an iterable of batches, such as a list, expected, got {type(batches).__name__}"
+        )
+
+
+def without_labels(batch: Any) -> Any:
+    """With them a model of Transformers gives its loss, too."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
+    """The same with all tensors in it on a device, or with copies of them."""
+    if isinstance(value, Tensor):
+        # To the CPU the host waits: it may read the memory at once.
+        return value.to(device, non_blocking=device.type != "cpu", copy=copy)
+    return mapped(value, lambda item: moved(item, device, copy=copy))
+
+
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A tuple, list or mapping of what the function makes of its items; other values as they are."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(function, value))
+    if isinstance(value, tuple | list):
+        return type(value)(map(function, value))
+    if isinstance(value, Mapping):
+        return {key: function(item) for key, item in value.items()}
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested mappings, tuples and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | tuple | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(one)
+
+
+def mask_of(batch: Any) -> Tensor | None:
+    """The attention mask [batch, tokens] of a batch, where it has one."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
+    """Where its first parameter or buffer is; without any, the default or the CPU."""
+    tensor = next(chain(module.parameters(), module.buffers()), None)
+    if tensor is not None:
+        return tensor.device
+    return torch.device("cpu") if default is None else default
+
+
+def stacks(model: nn.Module, layers: Iterable[str]) -> list[str]:
+    """Names of modules that may be stacks: first those that share most layers out among their items.
+
+    Args:
+        model: any.
+        layers: names of its layers.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            prefix = f"{name}." if name else ""
+            inside = [layer.removeprefix(prefix) for layer in layers if layer.startswith(prefix)]
+            items = Counter(layer.partition(".")[0] for layer in inside)
+            if len(items) > 1:
+                found.append((len(inside) - max(items.values()), name))
+    return [name for _, name in sorted(found, key=lambda stack: -stack[0])]
+
+
+def chosen_device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
+    """The one that is asked for, or else the model's."""
+    return device_of(model) if device is None else checked_device(device)
+
+
+def check_distinct(model: nn.Module, teacher: nn.Module) -> None:
+    """That training the model leaves the teacher alone."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    for name, parameter in teacher.named_parameters():
+        if id(parameter) in trained:
+            raise InvalidArgumentError(
+                f"teacher: parameters of its own expected, but {name!r} is also one that the model trains; "
+                "take copy.deepcopy(model) before it is pruned"
+            )
+
+
+@contextlib.contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """In evaluation mode; afterwards in the modes they were in, module by module."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,101 @@
+"""How activations lie in memory: what the library reads in place, and what it gets as a copy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import ALIGNMENT, INT32_MAX, is_misaligned
+from ..errors import InvalidArgumentError
+
+Lines = tuple[int, int, int]  # tokens, elements from line to line, layout (0 row-major, 1 feature-major)
+Form = tuple[tuple[int, ...], tuple[int, ...] | None]  # shape, and strides unless contiguous
+
+
+def result_form(like: Tensor, features: int, feature_major: bool) -> Form:
+    """Of a result [..., features] beside ``like`` [..., other features]."""
+    shape = (*like.shape[:-1], features)
+    if not feature_major:
+        return shape, None
+    strides: list[int] = []
+    tokens = 1
+    for size in reversed(shape[:-1]):
+        strides.insert(0, tokens)
+        tokens *= size
+    step = ALIGNMENT // like.itemsize if like.is_cuda else 1
+    return shape, (*strides, (tokens + step - 1) // step * step)
+
+
+def allocation(form: Form) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """The method of a tensor, and its arguments, that gives an uninitialised one of that form beside it."""
+    shape, strides = form
+    if strides is None:
+        return Tensor.new_empty, tuple(shape)  # one by one: a sequence takes longer to parse
+    return Tensor.new_empty_strided, (shape, strides)
+
+
+def empty(like: Tensor, form: Form) -> Tensor:
+    """An uninitialised tensor of that form."""
+    method, arguments = allocation(form)
+    return method(like, *arguments)
+
+
+def usable(name: str, matrix: Tensor) -> tuple[Tensor, Lines]:
+    """Activations as the library takes them; a copy where their strides or alignment do not fit."""
+    features = matrix.shape[-1]
+    tokens = matrix.numel() // features
+    if tokens > INT32_MAX:
+        raise InvalidArgumentError(f"{name}: fewer than 2^31 tokens expected, got {tokens}")
+    lines = _lines(matrix, tokens, (0, 1))
+    if lines is None or is_misaligned(matrix):
+        return _dense(matrix), (tokens, features, 0)
+    return matrix, lines
+
+
+def like_result(residual: Tensor, feature_major: bool) -> tuple[Tensor, Lines | None]:
+    """A residual in the layout of the result, and None for its lines if it had to be copied."""
+    features = residual.shape[-1]
+    lines = _lines(residual, residual.numel() // features, (int(feature_major),))
+    if lines is None or is_misaligned(residual):
+        return empty(residual, result_form(residual, features, feature_major)).copy_(residual), None
+    return residual, lines
+
+
+def row_pitch(matrix: Tensor) -> int | None:
+    """Elements from one token to the next; None where it is not row-major as the library reads it."""
+    if is_misaligned(matrix) or matrix.numel() == 0:
+        return None
+    features = matrix.shape[-1]
+    if matrix.is_contiguous():
+        return features if features * matrix.itemsize % ALIGNMENT == 0 or not matrix.is_cuda else None
+    lines = _lines(matrix, matrix.numel() // features, (0,))
+    return None if lines is None else lines[1]
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that is aligned."""
+    return _dense(tensor) if is_misaligned(tensor) else tensor
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _lines(matrix: Tensor, tokens: int, layouts: tuple[int, ...]) -> Lines | None:
+    """How activations lie in memory; None: in none of these layouts, or not as the library reads it."""
+    features = matrix.shape[-1]
+    if tokens == 0:
+        return 0, features, layouts[0]
+    try:
+        token_stride, feature_stride = matrix.view(-1, features).stride()
+    except RuntimeError:  # tokens at varying distances
+        return None
+    # The stride of a single token may be anything.
+    if 0 in layouts and feature_stride == 1 and (tokens == 1 or token_stride >= features):
+        ld, layout = (token_stride if tokens > 1 else features), 0
+    elif 1 in layouts and (token_stride == 1 or tokens == 1) and feature_stride >= tokens:
+        ld, layout = feature_stride, 1
+    else:
+        return None
+    return None if matrix.is_cuda and ld * matrix.itemsize % ALIGNMENT else (tokens, ld, layout)

@@ -1,0 +1,169 @@
+"""What is not public in PyTorch and used here for its speed, with what does the same where it is missing."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad, profiler
+
+from ..errors import UnsupportedError
+
+
+def _of_pytorch(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(torch._C, name, otherwise)
+    return found
+
+
+def _current_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# Of a CUDA device, as an integer.
+current_stream: Callable[[int], int] = _of_pytorch("_cuda_getCurrentRawStream", _current_stream)
+current_device: Callable[[], int] = _of_pytorch("_cuda_getDevice", torch.cuda.current_device)
+# Whether autocast may be on for some device.
+is_any_autocast_enabled: Callable[[], bool] = _of_pytorch("_is_any_autocast_enabled", lambda: True)
+# Whether a transform of ``torch.func`` is at work. PyTorch raises for operators that one meets unexpectedly.
+transforms_active: Callable[[], bool] = _of_pytorch("_are_functorch_transforms_active", lambda: False)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def constant_when_compiled(function: _Function) -> _Function:
+    """Calls a function when code is compiled, and takes its result for a constant.
+
+    It is ``torch.compiler.assume_constant_result`` without an import of the compiler, which takes about as
+    long as that of PyTorch.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_when_compiled
+def tf32_allowed() -> bool:
+    """Whether PyTorch's settings let float32 products run in TF32; compiled code asks when it is traced."""
+    if hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.9 and later
+        return bool(torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32")
+    return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Has float32 products computed as such, whatever the settings.
+
+    From PyTorch 2.9 on these have two forms, of which one refuses to be asked after the other was used.
+    """
+    if not hasattr(torch._C, "_get_fp32_precision_getter"):
+        setting = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(setting)
+        return
+    every: Any = torch.backends
+    backends = [every.cuda.matmul, every.mkldnn.matmul]
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def _keys(*names: str) -> int:
+    keys = 0
+    for name in names:
+        keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return keys
+
+
+# What the dispatcher adds to the keys of tensors where there is no mode, transform or tracer. Inference mode
+# leaves autograd's keys out.
+_PLAIN_MODES = {_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")}
+_CAN_TELL = all(
+    hasattr(owner, name)
+    for owner, name in (
+        (torch._C, "_dispatch_tls_local_include_set"),
+        (torch._C, "_len_torch_function_stack"),
+        (forward_ad, "_current_level"),
+        (profiler, "_is_profiler_enabled"),
+    )
+)
+
+
+def refuse_fakes(name: str) -> None:
+    """Raise where FakeTensorMode is active: what it makes has no contents, and patterns do."""
+    if type(torch.empty(0, device="cpu")).__name__ == "FakeTensor":
+        raise UnsupportedError(
+            f"{name} must not be made under FakeTensorMode, where a pattern would have no contents; make it "
+            "before the mode is entered, and convert its tensors by mode.from_tensor where it needs fake ones"
+        )
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; -1 for one made in inference mode, which is not counted."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def may_be_watched() -> bool:
+    """Whether a mode, a transform, a tracer or a profiler may act on operators, as far as can be told."""
+    return (
+        not _CAN_TELL
+        or torch._C._dispatch_tls_local_include_set().raw_repr() not in _PLAIN_MODES
+        or torch._C._len_torch_function_stack() > 0
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+    )
+
+
+def is_forward_mode() -> bool:
+    """Whether dual numbers of forward-mode differentiation may be about."""
+    return bool(getattr(forward_ad, "_current_level", 0) >= 0)
+
+
+def is_leaf_added_to(node: Any) -> bool | None:
+    """Whether the backward pass under way adds to the ``grad`` of a leaf, given by its node.
+
+    None: it gives the gradient to who has asked for it, as ``torch.autograd.grad`` does.
+    """
+    ask = getattr(torch._C, "_will_engine_execute_node", None)
+    if ask is None:
+        return True
+    try:
+        return bool(ask(node))
+    except RuntimeError:
+        return None
+
+
+def default_store() -> Any:
+    """The store of the default process group, or None where PyTorch does not tell."""
+    ask = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    return None if ask is None else ask()
+
+
+# Whether torch.export is at work, in PyTorch 2.7 and later.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def of_example(number: int) -> int | None:
+    """What a traced number is in the example, without a guard on it; None if it depends on data."""
+    node = getattr(number, "node", None)
+    hint: int | None = number if node is None else node.hint
+    return hint
+
+
+INLINED = 8  # entries of a constant, up to which AOTInductor writes it into its code
+
+
+def packaging() -> Any:
+    """The settings of Inductor while it makes a package ahead of time, otherwise None."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if virtualized is None or getattr(virtualized.V, "aot_compilation", False) is not True:
+        return None
+    return sys.modules["torch._inductor.config"]

@@ -1,0 +1,393 @@
+"""Folders of safetensors files with checksums, written and read without a copy of their tensors in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
+
+STORABLE = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in STORABLE.items()}
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_SHARD = "model-{:05}-of-{:05}.safetensors"
+_OWN_FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
+_SAVING, _SAVED = ".saving-", ".saved-"  # folders inside: of a save under way, and of one that stands
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_CHECKSUM = "crc32:"  # in front of a tensor's name: the key of its checksum in the metadata of the file
+_UNKNOWN = "0" * 8
+_CHUNK = 1 << 24  # bytes at a time
+_LONGEST = 100_000_000  # bytes of JSON, as safetensors allows for headers
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies in a file, and what it is."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int  # byte of the file
+    checksum: str | None  # of its bytes: crc32, eight hexadecimal digits
+
+
+def in_threads(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
+    """Files and checksums let other threads run."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(function, items))
+
+
+def crc32(data: bytes) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+def checksum(tensor: Tensor) -> str:
+    """Of the bytes of a tensor."""
+    found = 0
+    for chunk in chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
+        found = zlib.crc32(chunk, found)
+    return f"{found:08x}"
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
+    """Writes a safetensors file with metadata about it, and returns the checksum of its header."""
+    # The widest first, so that all are aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "pt", **(about or {}), **{_CHECKSUM + name: _UNKNOWN for name in names}}
+    }
+    begin = 0
+    for name in names:
+        tensor = tensors[name]
+        end = begin + tensor.nbytes
+        shape = list(tensor.shape)
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    length = len(_header_bytes(header))
+    file.write_bytes(b"")
+
+    def write(name: str) -> str:
+        return _write(file, length + header[name]["data_offsets"][0], tensors[name])
+
+    checksums = in_threads(write, names)
+    header["__metadata__"] |= {_CHECKSUM + name: crc for name, crc in zip(names, checksums, strict=True)}
+    written = _header_bytes(header)
+    with file.open("r+b") as stream:
+        stream.write(written)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return crc32(written)
+
+
+def _header_bytes(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(file: Path, start: int, tensor: Tensor) -> str:
+    checksum = 0
+    with file.open("r+b", buffering=0) as stream:
+        stream.seek(start)
+        for chunk in chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
+            checksum = zlib.crc32(chunk, checksum)
+            while chunk:
+                chunk = chunk[stream.write(chunk) :]
+    return f"{checksum:08x}"
+
+
+def chunks(tensor: Tensor) -> Iterable[memoryview]:
+    """The memory of a contiguous tensor on the host."""
+    if tensor.numel() == 0:
+        return
+    flat = tensor.view(-1).view(torch.uint8)  # not numpy's memory, since numpy need not be installed
+    data = memoryview((ctypes.c_char * len(flat)).from_address(flat.data_ptr())).cast("B")
+    for begin in range(0, len(data), _CHUNK):
+        yield data[begin : begin + _CHUNK]
+
+
+def read_header(file: Path) -> tuple[dict[str, StoredTensor], str]:
+    """The tensors of a safetensors file, and the checksum of its header.
+
+    safetensors checks the header: that the tensors fill the file without gap or overlap above all, so that
+    none is larger than the file.
+    """
+    from safetensors import safe_open
+
+    with opened(file) as stream:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except Exception as error:
+            raise CheckpointError(f"{file.name}: no safetensors file: {_sentence(error)}") from error
+        prefix = stream.read(8)
+        text = stream.read(int.from_bytes(prefix, "little"))
+    header = parsed(file.name, text)
+    metadata = header.pop("__metadata__", None) or {}
+    tensors = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in STORABLE:
+            raise CheckpointError(f"{file.name}: {name!r}: dtype {entry['dtype']} is not known here")
+        start = len(prefix) + len(text) + entry["data_offsets"][0]
+        dtype, checksum = STORABLE[entry["dtype"]], metadata.get(_CHECKSUM + name)
+        tensors[name] = StoredTensor(file, name, tuple(entry["shape"]), dtype, start, checksum)
+    return tensors, crc32(prefix + text)
+
+
+def read_tensor(stored: StoredTensor) -> Tensor:
+    """The tensor, on the host, if its bytes have the checksum that the file says."""
+    file, name = stored.file.name, stored.name
+    tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+    checksum = 0
+    with opened(stored.file) as stream:
+        stream.seek(stored.start)
+        for chunk in chunks(tensor):
+            if stream.readinto(chunk) != len(chunk):
+                raise CheckpointError(f"{file}: {name!r}: the file ends within it")
+            if stored.checksum is not None:
+                checksum = zlib.crc32(chunk, checksum)
+    if stored.checksum is not None and stored.checksum != f"{checksum:08x}":
+        raise CheckpointError(
+            f"{file}: {name!r}: damaged, its checksum is {checksum:08x}, not {stored.checksum[:8]!r}"
+        )
+    if stored.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+        raise CheckpointError(f"{file}: {name!r}: bools that are neither 0 nor 1")
+    return tensor
+
+
+def opened(file: Path) -> BufferedReader:
+    try:
+        return file.open("rb")
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"{file.name}: missing in {str(file.parent)!r}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file.name}: cannot be read: {_sentence(error)}") from error
+
+
+def read_json(file: Path) -> tuple[dict[str, Any], str]:
+    """What a JSON file has, and its checksum."""
+    with opened(file) as stream:
+        text = stream.read(_LONGEST + 1)
+    if len(text) > _LONGEST:
+        raise CheckpointError(f"{file.name}: at most {_LONGEST} bytes expected")
+    return parsed(file.name, text), crc32(text)
+
+
+def parsed(file: str, text: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: no JSON: {_sentence(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: a JSON object expected, got {shown(content)}")
+    return content
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> str:
+    """Writes a JSON file, and returns its checksum."""
+    text = (json.dumps(content, indent=2) + "\n").encode()
+    with file.open("wb") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return crc32(text)
+
+
+# Folders.
+
+
+@contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """A new folder inside of another, for `put_in_place`; it is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix=_SAVING, dir=folder) as temporary:
+        yield Path(temporary)
+
+
+def byte_limit(size: object) -> int:
+    """The bytes that a size of shards says, as Transformers writes them."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    found = re.fullmatch(r"(\d{1,15}) ?([KMGT]B)?", size) if isinstance(size, str) else None
+    if found is None or int(found[1]) == 0:
+        raise InvalidArgumentError(f"max_shard_size: bytes, or a text as '5GB', expected, got {size!r}")
+    return int(found[1]) * _UNITS[found[2] or ""]
+
+
+def write_files(folder: Path, tensors: Mapping[str, Tensor], limit: int) -> dict[str, str]:
+    """Writes one file or several with an index, and returns the checksum of each file's header."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = total = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    if len(shards) == 1:
+        return {WEIGHTS: write_tensors(folder / WEIGHTS, tensors)}
+    names = [_SHARD.format(number, len(shards)) for number in range(1, len(shards) + 1)]
+    files = {name: write_tensors(folder / name, shard) for name, shard in zip(names, shards, strict=True)}
+    places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    return {INDEX: write_json(folder / INDEX, index), **files}
+
+
+def put_in_place(temporary: Path, folder: Path, files: Iterable[str]) -> None:
+    """Replaces the checkpoint of a folder, in one moment: when ``config.json`` is renamed.
+
+    Before, the former checkpoint stands. Afterwards the new one does, whose files `read_headers` finds in
+    ``.saved-…`` until they are moved as well, since ``config.json`` has their checksums.
+    """
+    former = [old for old in folder.iterdir() if _OWN_FILES.fullmatch(old.name) or old.name == CONFIG]
+    for old in former:
+        if old.is_dir():
+            raise IsADirectoryError(f"path: a file expected as {str(old)!r}, got a folder")
+    temporary.chmod(folder.stat().st_mode)  # who may read the folder may read what is not moved yet
+    _sync(temporary)
+    saved = temporary.rename(folder / temporary.name.replace(_SAVING, _SAVED))
+    try:
+        (saved / CONFIG).replace(folder / CONFIG)
+    except BaseException:
+        if (saved / CONFIG).exists():
+            saved.rename(temporary)  # which its owner removes
+        raise
+    _sync(folder)
+    for name in files:
+        (saved / name).replace(folder / name)
+    _sync(folder)
+    for old in former:
+        if old.name not in (*files, CONFIG):
+            old.unlink()
+    for left in folder.glob(f"{_SAVED}*"):  # of earlier saves, too, that were killed
+        shutil.rmtree(left)
+
+
+def _sync(folder: Path) -> None:
+    """Has the disk know the names in a folder, before anything that relies on them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, StoredTensor]:
+    """All tensors of the checkpoint; ``expected`` has the checksums of its files."""
+    checksums: dict[str, str] = {}
+    places: dict[str, str] | None = None
+    # Where a save was cut off, files of the former one may lie beside these.
+    saved = [] if expected is None else sorted(folder.glob(f"{_SAVED}*"))
+    if WEIGHTS in expected if expected and saved else (folder / WEIGHTS).exists():
+        shards = [WEIGHTS]
+    else:
+        index, checksums[INDEX] = read_json(_standing(folder, INDEX, saved, expected))
+        with named(INDEX):
+            places = checked_texts("weight_map", index.get("weight_map"))
+        shards = sorted(set(places.values()))
+        for shard in shards:
+            if not re.fullmatch(r"[\w.-]{1,251}\.safetensors", shard, re.ASCII):
+                raise CheckpointError(
+                    f"{INDEX}: names of safetensors files here expected, got {shown(shard)}"
+                )
+    stored: dict[str, StoredTensor] = {}
+    for shard in shards:
+        tensors, checksums[shard] = read_header(_standing(folder, shard, saved, expected))
+        if places is not None and set(tensors) != {name for name in places if places[name] == shard}:
+            raise CheckpointError(f"{INDEX}: other tensors expected in {shard} than there are")
+        stored |= tensors
+    expected = checksums if expected is None else expected
+    for name in sorted({*checksums, *expected}):
+        if checksums.get(name) != expected.get(name):
+            raise CheckpointError(f"{CONFIG}: does not belong to {shown(name)}, or that is damaged")
+    return stored
+
+
+def _standing(folder: Path, name: str, saved: Iterable[Path], expected: Mapping[str, str] | None) -> Path:
+    """Where a file of the checkpoint lies: a save that was cut off may not have moved it to its place."""
+    for file in (place / name for place in saved):
+        with suppress(CheckpointError):
+            checksum = read_json(file)[1] if name == INDEX else read_header(file)[1]
+            if expected and checksum == expected.get(name):
+                return file
+    return folder / name
+
+
+def check_belongs(name: str, checksum: str, expected: Mapping[str, str] | None) -> None:
+    """Checks that a file, which others read from its place, was not left there by a save that was cut off.
+
+    ``expected`` has the checksums of the checkpoint's files; None and nothing are as good.
+    """
+    if expected and expected.get(name) != checksum:
+        raise CheckpointError(
+            f"{name} does not belong to {CONFIG}; where tilesparse.save was cut off, tilesparse.load reads "
+            "the checkpoint, and saving it again makes it whole"
+        )
+
+
+# What errors say.
+
+
+def checked_texts(key: str, given: object) -> dict[str, str]:
+    if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values()):
+        raise InvalidArgumentError(f"{key}: an object of texts expected, got {shown(given)}")
+    return given
+
+
+@contextmanager
+def named(place: str) -> Iterator[None]:
+    """Says in errors where in a checkpoint something is wrong."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        raise CheckpointError(f"{place}: {error}") from error
+
+
+def few(names: Iterable[str]) -> str:
+    first, *others = [shown(name) for name in names]
+    more = f" and {len(others) - 2} more" if len(others) > 2 else ""
+    return ", ".join([first, *others[:2]]) + more
+
+
+def shown(given: object) -> str:
+    """What was given, short enough for a sentence."""
+    try:
+        text = repr(given)
+    except (ValueError, RecursionError):  # a number of very many digits, or very deep nesting
+        return f"something of type {type(given).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _sentence(error: BaseException) -> str:
+    """What an error says, in one short line."""
+    return " ".join(str(error).split())[:200]

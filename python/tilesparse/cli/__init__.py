@@ -1,0 +1,7 @@
+"""The ``tilesparse`` command."""
+
+from .command import main
+
+__all__ = [
+    "main",
+]

@@ -1,0 +1,117 @@
+"""The command ``tilesparse prune``: a model of Transformers pruned by a text, and saved."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import check_writable
+from ..config import STORAGES
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..prune.driver import prune_model
+from ..prune.layer import METHODS
+
+SAMPLES, LENGTH = 128, 2048
+
+
+def add_parser(
+    commands: Any,
+    count: Callable[[str], int],
+    density: Callable[[str], float],
+    block: Callable[[str], tuple[int, int]],
+    device: Callable[[str], torch.device],
+) -> None:
+    """Adds the command to those of a parser; the functions read arguments."""
+    command = commands.add_parser(
+        "prune", help="make a model of Transformers block-sparse, calibrated on a text, and save it"
+    )
+    command.add_argument("model", help="a folder that from_pretrained loads, or a name on the Hub")
+    command.add_argument("output", type=Path, help="the folder to save to, which must be empty or not exist")
+    command.add_argument("--text", type=Path, required=True, help="a file of text to calibrate on, in UTF-8")
+    command.add_argument("--density", type=density, default=0.5, help="fraction of blocks kept (%(default)s)")
+    command.add_argument("--block", type=block, default=(64, 64), help="64, or 64x32 for out x in (64)")
+    command.add_argument("--method", choices=METHODS, default="obs", help="to choose blocks by (%(default)s)")
+    command.add_argument("--layers", action="append", metavar="REGEX", help="of names; may be repeated (all)")
+    command.add_argument("--nm", action="store_true", help="2:4 inside the blocks")
+    command.add_argument("--storage", choices=STORAGES, default="plain", help="(%(default)s)")
+    command.add_argument(
+        "--samples", type=count, default=SAMPLES, help="pieces of text, evenly spread (%(default)s)"
+    )
+    command.add_argument(
+        "--length", type=count, default=LENGTH, help="of a piece, in tokens, at most (%(default)s)"
+    )
+    command.add_argument("--device", type=device, help="cpu or cuda (default: cuda if kernels run there)")
+    command.add_argument("--resume", type=Path, metavar="FOLDER", help="for progress, to go on after a stop")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prunes, saves, and prints what was done."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError("Transformers is needed: pip install transformers") from error
+    output: Path = arguments.output
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InvalidArgumentError(f"output: a folder that is empty or does not exist expected, got {output}")
+    check_writable("output", output)
+    if arguments.resume is not None:
+        check_writable("--resume", arguments.resume)
+    try:
+        text = arguments.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"--text: cannot be read: {error}") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(arguments.model)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
+        architecture = (config.architectures or ["AutoModel"])[0]
+        kind = getattr(transformers, architecture, transformers.AutoModel)
+        model = kind.from_pretrained(arguments.model, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"model: cannot be loaded: {error}") from error
+    length = min(arguments.length, getattr(config, "max_position_embeddings", None) or arguments.length)
+    batches = _pieces(tokenizer, text, arguments.samples, length)
+    if hasattr(model, "lm_head"):
+        batches = [{**batch, "labels": batch["input_ids"]} for batch in batches]
+    report = prune_model(
+        model,
+        batches,
+        density=arguments.density,
+        block_shape=arguments.block,
+        method=arguments.method,
+        layers=arguments.layers,
+        nm=(2, 4) if arguments.nm else None,
+        storage=arguments.storage,
+        device=arguments.device,
+        folder=arguments.resume,
+    )
+    try:
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"output must be a folder that can be written, got {output}: {error}"
+        ) from error
+    print(report)  # only now: where nobody reads it the model is not lost
+    print(f"saved to {output}")
+
+
+def _pieces(tokenizer: Any, text: str, samples: int, length: int) -> list[dict[str, Tensor]]:
+    """Pieces of a text, evenly spread over it, each between the tokens that the tokenizer puts around one."""
+    encoded = tokenizer(text, return_special_tokens_mask=True, verbose=False)
+    ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
+    own = [place for place, added in enumerate(special) if not added] or [len(ids)]
+    before, after = ids[: own[0]], ids[own[-1] + 1 :]
+    ids = ids[own[0] : own[-1] + 1]
+    size = length - len(before) - len(after)
+    if size < 1 or len(ids) < 2:
+        raise InvalidArgumentError(f"--text, --length: more tokens expected, got {len(ids)} and {length}")
+    samples = min(samples, -(-len(ids) // size))
+    last = max(0, len(ids) - size)
+    starts = [round(last * number / max(1, samples - 1)) for number in range(samples)]
+    return [{"input_ids": torch.tensor([[*before, *ids[start : start + size], *after]])} for start in starts]

@@ -1,0 +1,217 @@
+"""How a layer is stored: what is asked for (`BlockSparseConfig`), and what one layer has (`LayerSpec`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from ._arguments import shown
+from ._checks import (
+    DTYPES,
+    QUANTIZED,
+    as_number,
+    check_block_shape,
+    check_compressible,
+    check_policy,
+    check_shapes,
+)
+from .errors import InvalidArgumentError
+
+STORAGES = ("plain", "compressed", "int8", "float8_e4m3fn")
+QUANTIZED_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in QUANTIZED}
+SCALES = ("row", "block")
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+@dataclass(frozen=True)
+class BlockSparseConfig:
+    """How dense linear layers are to become block-sparse, whatever their shapes.
+
+    Attributes:
+        density: kept fraction of the blocks, from 0 to 1.
+        block_shape: (bn, bk), rows (out) and columns (in) of a block, each 16, 32, 64 or 128; or one number
+            for both.
+        nm: (2, 4) for 2:4 inside the blocks, or None.
+        storage: "plain", "compressed" (2:4 alone), "int8" or "float8_e4m3fn", see
+            `BlockSparseLinear.to_storage`.
+        transposable: keep two of each four weights in a column as well, so that the gradient of x is a 2:4
+            product, too.
+        scales: what has a scale of its own in 8 bits, a "row" of a block or a "block".
+        policy: "sparse", "auto" or "dense", see `functional.linear`.
+
+    Raises:
+        InvalidArgumentError: a value is not allowed, or does not fit the others.
+    """
+
+    density: float = 0.5
+    block_shape: int | Sequence[int] = (32, 32)
+    nm: Sequence[int] | None = None
+    storage: str = "plain"
+    _: KW_ONLY
+    transposable: bool = False
+    scales: str = "row"
+    policy: str = "sparse"
+
+    def __post_init__(self) -> None:
+        density = as_number(self.density)
+        if not 0 <= density <= 1:
+            raise InvalidArgumentError(f"density must be a number from 0 to 1, got {shown(self.density)}")
+        block_shape = check_block_shape(self.block_shape)
+        check_flag("transposable", self.transposable)
+        check_nm(self.nm, self.transposable)
+        check_nm_blocks(self.nm, self.transposable, block_shape)
+        check_storage(self.storage, self.nm)
+        if self.scales not in SCALES:
+            raise InvalidArgumentError(f"scales must be 'row' or 'block', got {shown(self.scales)}")
+        check_policy(self.policy)
+        # Python's own numbers and tuples, so that equal configs are one key of a dictionary.
+        for name, value in (("density", density), ("block_shape", block_shape), ("nm", as_nm(self.nm))):
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """How one block-sparse layer is stored: everything but the tensors themselves.
+
+    Attributes:
+        shape: (out_features, in_features).
+        block_shape: (bn, bk).
+        nnz: number of kept blocks.
+        dtype: of the dense blocks: float64, float32, float16 or bfloat16.
+        storage, nm, transposable, policy: as in `BlockSparseConfig`.
+        scales: "row" or "block" where the storage has 8 bits, otherwise None.
+
+    Raises:
+        InvalidArgumentError: a value is not allowed, or does not fit the others.
+    """
+
+    shape: tuple[int, int]
+    block_shape: tuple[int, int]
+    nnz: int
+    dtype: torch.dtype
+    storage: str = "plain"
+    nm: tuple[int, int] | None = None
+    transposable: bool = False
+    scales: str | None = None
+    policy: str = "sparse"
+
+    def __post_init__(self) -> None:
+        block_shape = check_block_shape(self.block_shape)
+        shape, _, (rows, columns) = check_shapes(self.shape, block_shape)
+        if not 0 <= self.nnz <= rows * columns:
+            raise InvalidArgumentError(f"nnz must be from 0 to {rows * columns}, got {shown(self.nnz)}")
+        if self.dtype not in DTYPES:
+            raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)}, got {shown(self.dtype)}")
+        check_flag("transposable", self.transposable)
+        check_nm(self.nm, self.transposable)
+        check_nm_blocks(self.nm, self.transposable, block_shape)
+        check_storage(self.storage, self.nm)
+        allowed = SCALES if self.storage in QUANTIZED_BY_NAME else (None,)
+        if self.scales not in allowed:
+            raise InvalidArgumentError(
+                f"scales must be one of {list(allowed)} with storage {self.storage!r}, "
+                f"got {shown(self.scales)}"
+            )
+        check_policy(self.policy)
+        for name, value in (("shape", shape), ("block_shape", block_shape), ("nm", as_nm(self.nm))):
+            object.__setattr__(self, name, value)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(R, C): numbers of block rows and block columns."""
+        return self.shape[0] // self.block_shape[0], self.shape[1] // self.block_shape[1]
+
+    @property
+    def density(self) -> float:
+        """Kept fraction of the blocks; 0 without any."""
+        rows, columns = self.grid
+        return self.nnz / (rows * columns) if rows * columns else 0.0
+
+    @property
+    def values_shape(self) -> tuple[int, int, int]:
+        """(nnz, bn, bk) of the dense blocks."""
+        return self.nnz, *self.block_shape
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The dtype in which values are stored."""
+        return QUANTIZED_BY_NAME.get(self.storage, self.dtype)
+
+    def with_storage(self, storage: str, scales: str = "row") -> LayerSpec:
+        """Return the spec of the same layer in another storage; `scales` counts for 8 bits alone."""
+        return replace(self, storage=storage, scales=scales if storage in QUANTIZED_BY_NAME else None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of a checkpoint's manifest for this layer."""
+        return {
+            "shape": list(self.shape),
+            "block_shape": list(self.block_shape),
+            "nnz": self.nnz,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "storage": self.storage,
+            "nm": None if self.nm is None else list(self.nm),
+            "transposable": self.transposable,
+            "scales": self.scales,
+            "policy": self.policy,
+        }
+
+    @classmethod
+    def from_json(cls, entry: object) -> LayerSpec:
+        """Return the spec that a manifest's entry describes.
+
+        Raises:
+            InvalidArgumentError: a field is missing, unknown, or has a value that is not allowed.
+        """
+        names = [field.name for field in fields(cls)]
+        if not isinstance(entry, Mapping) or set(entry) != {*names}:
+            raise InvalidArgumentError(f"entry must have exactly {', '.join(names)}, got {shown(entry)}")
+        pairs = {name: entry[name] for name in ("shape", "block_shape")}
+        for name, pair in pairs.items():
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise InvalidArgumentError(f"{name} must be two numbers, got {shown(pair)}")
+        for name, numbers in {**pairs, "nnz": [entry["nnz"]]}.items():
+            if not all(type(number) is int and 0 <= number < 2**31 for number in numbers):
+                raise InvalidArgumentError(
+                    f"{name} must be integers from 0 to 2^31 - 1, got {shown(entry[name])}"
+                )
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
+            raise InvalidArgumentError(f"dtype must be one of {list(_DTYPES)}, got {shown(entry['dtype'])}")
+        return cls(**{**entry, "dtype": _DTYPES[entry["dtype"]]})
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise InvalidArgumentError unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} must be True or False, got {shown(value)}")
+
+
+def as_nm(nm: Sequence[int] | None) -> tuple[int, int] | None:
+    """Return a checked `nm` as a tuple."""
+    return None if nm is None else (int(nm[0]), int(nm[1]))
+
+
+def check_nm(nm: object, transposable: bool = False) -> None:
+    """Raise InvalidArgumentError unless nm is 2:4 or None; only 2:4 has transposable masks."""
+    if nm is not None and (not isinstance(nm, tuple | list) or tuple(nm) != (2, 4)):
+        raise InvalidArgumentError(f"nm must be (2, 4) or None, got {shown(nm)}")
+    if transposable and nm is None:
+        raise InvalidArgumentError("transposable must be False without nm=(2, 4), got True")
+
+
+def check_nm_blocks(nm: object, transposable: bool, block_shape: tuple[int, int]) -> None:
+    """Raise InvalidArgumentError unless groups of four and their metadata fit into the blocks."""
+    if nm is not None:
+        check_compressible("nm: 2:4", block_shape)
+    if transposable:
+        check_compressible("transposable: 2:4", block_shape, transposed=True)
+
+
+def check_storage(storage: object, nm: object) -> None:
+    """Raise InvalidArgumentError unless the storage exists; "compressed" needs 2:4."""
+    if storage not in STORAGES:
+        raise InvalidArgumentError(f"storage must be one of {list(STORAGES)}, got {shown(storage)}")
+    if storage == "compressed" and nm is None:
+        raise InvalidArgumentError("storage must not be 'compressed' without nm=(2, 4)")

@@ -1,0 +1,1 @@
+"""What other libraries are told of block-sparse layers."""

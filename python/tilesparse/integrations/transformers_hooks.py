@@ -1,0 +1,59 @@
+"""Ties to Transformers that do not import it: `tilesparse.hf` is imported once Transformers has been."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from .hooks import adapt, when_imported
+
+LIBRARY = "transformers"
+_METHODS = "transformers.quantizers.auto"  # where Transformers keeps them
+_HF = f"{__package__}.transformers"
+
+
+def register() -> None:
+    """Makes Transformers know `tilesparse.hf`, now or as soon as it is imported."""
+    when_imported(
+        _METHODS,
+        lambda module: _import_hf(),
+        "from_pretrained will not load block-sparse layers, and save_pretrained will not describe them",
+    )
+    when_imported(
+        "transformers.modeling_utils",
+        _describe_before_saving,
+        "call tilesparse.hf.follow(model) before save_pretrained if layers were not put in by the patcher",
+    )
+
+
+def check_can_follow(model: nn.Module) -> None:
+    """See `hf.check_can_follow`; without Transformers imported every model passes."""
+    if _HF in sys.modules:
+        sys.modules[_HF].check_can_follow(model)
+
+
+def follow(model: nn.Module) -> None:
+    """See `hf.follow`; where Transformers is not imported no model is one of its."""
+    if _HF in sys.modules:
+        sys.modules[_HF].follow(model)
+
+
+def _describe_before_saving(module: Any) -> None:
+    def describing(save: Any) -> Any:
+        @wraps(save)
+        def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _HF in sys.modules:
+                sys.modules[_HF].follow_to_save(self)
+            return save(self, *args, **kwargs)
+
+        return save_pretrained
+
+    adapt(LIBRARY, module.PreTrainedModel, "save_pretrained", describing)
+
+
+def _import_hf() -> None:
+    importlib.import_module(_HF)

@@ -1,0 +1,11 @@
+"""Layers with a block-sparse weight."""
+
+from .linear import BlockSparseLinear
+from .mlp import BlockSparseMLP
+from .reference import PseudoBlockSparseLinear
+
+__all__ = [
+    "BlockSparseLinear",
+    "BlockSparseMLP",
+    "PseudoBlockSparseLinear",
+]

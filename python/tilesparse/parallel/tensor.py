@@ -1,0 +1,296 @@
+"""Tensor parallelism of block-sparse layers: what `tilesparse.parallel` offers where PyTorch has DTensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
+from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
+from torch.distributed.tensor.placement_types import Placement
+
+from .._arguments import checked
+from .._checks import Index, check_like_product
+from .._ops.autocast import autocast
+from .._runtime.launch import content_of, exclusive
+from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
+from ..functional import linear_on, straight_through
+from ..nn.linear import _SHARED, _STORED, BlockSparseLinear
+from ..pattern.block_pattern import BlockPattern, _moved, _overwrite
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ColwiseParallel(_Colwise):
+    """`torch.distributed.tensor.parallel.ColwiseParallel` that knows `BlockSparseLinear` as well.
+
+    Every process gets equally many block rows of W, with equally many blocks in them. ``weight`` becomes a
+    DTensor that is sharded by slots, and so do ``mask``, ``metadata`` and ``scales``; ``bias`` is sharded as
+    that of a dense layer. The buffers of the pattern go on to describe the whole W in every process, so a
+    state dict is that of the whole layer. Slots are numbered anew, row by row.
+
+    Everything else, and what it does for other modules, is as PyTorch documents it. Sequence parallelism is
+    ``input_layouts=Shard(1)``.
+
+    Raises:
+        InvalidArgumentError: block rows are no multiple of the processes, or the mesh has several dimensions.
+        InvalidPatternError: the parts have different numbers of blocks, see ``parts`` of
+            `BlockPattern.random`.
+        UnsupportedError: the weight is no plain parameter, because it is sharded already, for one.
+        UnsynchronizedPatternError: the processes have other numbers of blocks, or block shapes.
+    """
+
+    @checked
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        layouts: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        super().__init__(**layouts, use_local_output=use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, BlockSparseLinear):
+            return super()._apply(module, device_mesh)
+        return _parallelize(module, device_mesh, 0, self)
+
+
+class RowwiseParallel(_Rowwise):
+    """`torch.distributed.tensor.parallel.RowwiseParallel` that knows `BlockSparseLinear` as well.
+
+    Every process gets equally many block columns of W, with equally many blocks in them; ``bias`` is
+    replicated, and added once. Slots are numbered anew, column by column. Everything else is as in
+    `ColwiseParallel`; sequence parallelism is ``output_layouts=Shard(1)``.
+
+    Raises:
+        InvalidArgumentError, InvalidPatternError, UnsupportedError: as `ColwiseParallel`, of columns.
+    """
+
+    @checked
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        layouts: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        super().__init__(**layouts, use_local_output=use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, BlockSparseLinear):
+            return super()._apply(module, device_mesh)
+        return _parallelize(module, device_mesh, 1, self)
+
+
+class Part:
+    """The block rows (dim 0) or columns (dim 1) of a layer's weight that this process multiplies by."""
+
+    def __init__(self, mesh: DeviceMesh, dim: int, style: _Colwise | _Rowwise) -> None:
+        self._mesh, self._dim = mesh, dim
+        self._input_layouts, self._output_layouts = style.input_layouts, style.output_layouts
+        self._use_local_output = style.use_local_output
+        self._index: Index | None = None
+        self._seen: tuple[object, int] | None = None  # what the layer's buffers held when it was made
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """(r, c) as `BlockPattern.random` has them."""
+        count = self._mesh.size()
+        return (count, 1) if self._dim == 0 else (1, count)
+
+    def check(self, pattern: BlockPattern) -> None:
+        """Raises unless the blocks of each part have the slots that its process has."""
+        parts = self._part_of(pattern)
+        count = self._mesh.size()
+        if not torch.equal(parts, torch.arange(count, device="cpu").repeat_interleave(pattern.nnz // count)):
+            raise InvalidPatternError(
+                f"pattern: slots in the order of the {count} parts that the layer is cut into, with "
+                f"{pattern.nnz // count} blocks each, expected; load other patterns before parallelize_module"
+            )
+
+    def arranged(self, pattern: BlockPattern) -> BlockPattern:
+        """The same blocks with slots in the order of rows or columns, which is that of the parts.
+
+        It is the same for every number of processes, so that a state dict of a few of them serves others.
+        """
+        counts = torch.bincount(self._part_of(pattern), minlength=self._mesh.size()).tolist()
+        if len(set(counts)) > 1:
+            raise InvalidPatternError(
+                f"pattern: equally many blocks in each of the {len(counts)} parts of its block "
+                f"{('rows', 'columns')[self._dim]} expected, got {counts}; make it with parts={self.parts}"
+            )
+        blocks = torch.stack(pattern.block_indices(), 1)[self.order(pattern)]
+        return BlockPattern.from_blocks(blocks, shape=pattern.shape, block_shape=pattern.block_shape)
+
+    def order(self, pattern: BlockPattern) -> Tensor:
+        """For every slot of the arranged pattern the slot of the block in this one."""
+        rows, cols = pattern.block_indices()
+        first, second = (rows, cols) if self._dim == 0 else (cols, rows)
+        return (first * max(pattern.grid) + second).argsort()
+
+    def random(self, like: Index, generator: torch.Generator | None) -> BlockPattern:
+        """Blocks drawn so that the parts have equally many."""
+        nnz = like.col_indices.shape[0]
+        return self.arranged(
+            BlockPattern.random(
+                like.shape, block_shape=like.block_shape, nnz=nnz, parts=self.parts, generator=generator
+            )
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else it would be what it was when traced
+    def index(self, layer: BlockSparseLinear) -> Index:
+        """The pattern of the blocks that this process has, which follows that of the layer."""
+        whole = layer._index()
+        with exclusive():
+            seen = content_of(whole)
+            if self._index is None or self._seen != seen:
+                self._index, self._seen = self._followed(whole), seen
+            return self._index
+
+    def _followed(self, index: Index) -> Index:
+        pattern, device = BlockPattern._of(index).to("cpu"), index.col_indices.device
+        self.check(pattern)
+        mine = self._cut(pattern)._index
+        if self._index is None or self._index.col_indices.device != device:
+            with torch.inference_mode(False):  # training may go on with it
+                return _moved(mine, device)
+        _overwrite(self._index, mine)  # so that what was prepared follows
+        return self._index
+
+    def _cut(self, pattern: BlockPattern) -> BlockPattern:
+        count, rank = self._mesh.size(), self._mesh.get_local_rank()
+        each = pattern.nnz // count
+        blocks = torch.stack(pattern.block_indices(), 1)[rank * each : (rank + 1) * each]
+        blocks[:, self._dim] -= rank * (pattern.grid[self._dim] // count)
+        shape = [size // part for size, part in zip(pattern.shape, self.parts, strict=True)]
+        return BlockPattern.from_blocks(blocks, shape=shape, block_shape=pattern.block_shape)
+
+    def _part_of(self, pattern: BlockPattern) -> Tensor:
+        """For every slot the part that its block lies in."""
+        return pattern.block_indices()[self._dim].cpu() // (pattern.grid[self._dim] // self._mesh.size())
+
+    def linear(self, layer: BlockSparseLinear, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The forward pass: x in the style's input layout, the result and a residual in its output layout."""
+        if getattr(layer.weight, "main_grad", None) is not None:
+            raise UnsupportedError("main_grad: a whole weight expected, got one cut for tensor parallelism")
+        if residual is not None:
+            self._check_residual(residual)
+            (residual,) = autocast(residual)
+        local = self._input(x)
+        weight, bias = _local(layer.weight), self._bias(layer.bias)
+        mask, metadata, scales = (_local(layer._buffers[name]) for name in _STORED)
+        index = self.index(layer)
+        if mask is not None:
+            y = layer._masked_linear(local, weight, mask, index, bias, None)
+        else:
+            y = linear_on(local, weight, index, bias, policy=layer.policy, stored=(metadata, scales))
+        given = Shard(y.dim() - 1) if self._dim == 0 else Partial()
+        whole = DTensor.from_local(y, self._mesh, [given], run_check=False)
+        y = whole.redistribute(placements=self._output_layouts)
+        y = y.to_local() if self._use_local_output else y
+        return y if residual is None else y + check_like_product("residual", residual, y)
+
+    def _check_residual(self, residual: Tensor) -> None:
+        if isinstance(residual, DTensor) == self._use_local_output:
+            raise InvalidArgumentError(
+                f"residual: a {'plain tensor' if self._use_local_output else 'DTensor'} expected, as the "
+                f"output is with use_local_output={self._use_local_output}, got {type(residual).__name__}"
+            )
+
+    def _input(self, x: Tensor) -> Tensor:
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self._mesh, self._input_layouts, run_check=False)
+        if self._dim == 1:
+            return x.redistribute(placements=[Shard(x.dim() - 1)]).to_local()
+        # Every process has the gradient by its own rows of W alone.
+        return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def _bias(self, bias: Tensor | None) -> Tensor | None:
+        if self._dim == 0 or not isinstance(bias, DTensor):
+            return _local(bias)  # type: ignore[no-any-return]
+        # The first process adds it to its share of the sum, and all have the whole gradient.
+        whole = bias.to_local(grad_placements=[Replicate()])
+        first = whole.new_full((), self._mesh.get_local_rank() == 0, dtype=torch.bool)
+        return straight_through(whole, first)
+
+
+def _parallelize(
+    layer: BlockSparseLinear, mesh: DeviceMesh, dim: int, style: ColwiseParallel | RowwiseParallel
+) -> BlockSparseLinear:
+    """Cuts a layer in place, once it is known that it can be cut."""
+    from .patterns import broadcast_patterns
+
+    _check_can_be_cut(layer, mesh, dim)
+    if not layer.weight.is_meta:
+        layer.to(mesh.device_type)  # as PyTorch does with what it distributes
+    part = Part(mesh, dim, style)
+    source, order = getattr(style, "src_data_rank", 0), None  # PyTorch 2.6 takes the first process always
+    if not layer.weight.is_meta:
+        pattern = layer.pattern
+        if source is not None:
+            group = mesh.get_group()
+            (pattern,) = broadcast_patterns({"": layer}, group, dist.get_global_rank(group, source))
+        arranged, order = part.arranged(pattern), part.order(pattern)
+        layer.pattern = arranged
+        if source is not None and mesh.size() == dist.get_world_size():
+            layer._mark(_SHARED)
+
+    def sharded(blocks: Tensor) -> Tensor:
+        return _sharded(blocks if order is None else blocks[order], mesh, source)
+
+    layer.weight = nn.Parameter(sharded(layer.weight.detach()), layer.weight.requires_grad)
+    for name in _STORED:
+        if layer._buffers[name] is not None:
+            layer._buffers[name] = sharded(layer.get_buffer(name))
+    if layer.bias is not None:
+        placement: Placement = Shard(0) if dim == 0 else Replicate()
+        bias = _distributed(layer.bias.detach(), mesh, placement, source)
+        layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
+    layer._part = part
+    return layer
+
+
+def _check_can_be_cut(layer: BlockSparseLinear, mesh: DeviceMesh, dim: int) -> None:
+    if mesh.ndim != 1:
+        raise InvalidArgumentError(f"device_mesh: one dimension expected, got {mesh.ndim}; give mesh['name']")
+    weight = layer._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
+        raise UnsupportedError(
+            f"parallelize_module: a plain parameter expected as weight, got {type(layer.weight).__name__}; "
+            "it comes before fully_shard, and parametrizations are not cut"
+        )
+    name, count, block = ("out_features", "in_features")[dim], mesh.size(), layer.block_shape[dim]
+    if layer._shape[dim] % (count * block):
+        raise InvalidArgumentError(
+            f"{name}: a multiple of {count} x {block}, for {count} processes on block boundaries, expected, "
+            f"got {layer._shape[dim]}"
+        )
+    # Where there is a pattern, all processes look at the same one later: none may leave the others waiting.
+    if layer.weight.is_meta and len(layer.col_indices) % count:
+        raise InvalidPatternError(
+            f"pattern: a number of blocks that is a multiple of {count}, the number of processes, expected, "
+            f"got {len(layer.col_indices)}"
+        )
+
+
+def _sharded(blocks: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
+    """Cut by slots; sent as bytes, since not every backend knows every dtype."""
+    as_bytes = _distributed(blocks.contiguous().view(torch.uint8), mesh, Shard(0), source).to_local()
+    return DTensor.from_local(as_bytes.view(blocks.dtype), mesh, [Shard(0)], run_check=False)
+
+
+def _distributed(tensor: Tensor, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
+    options = {} if source == 0 else {"src_data_rank": source}
+    return distribute_tensor(tensor, mesh, [placement], **options)
+
+
+def _local(tensor: Any) -> Any:
+    """What this process has of a tensor, if it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

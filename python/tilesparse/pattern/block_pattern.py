@@ -1,0 +1,765 @@
+"""Block patterns: which blocks of a weight are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._arguments import checked, shown
+from .._checks import (
+    INT32_MAX,
+    Index,
+    as_integer,
+    check_block_shape,
+    check_content,
+    check_index,
+    check_shapes,
+    checked_count,
+    checked_fraction,
+)
+from .._runtime import launch as _launch
+from .._runtime.launch import blocks_of, update_of, validate
+from .._runtime.private import refuse_fakes
+from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
+
+Device = torch.device | str | int | None
+
+
+class BlockPattern:
+    """The kept blocks of a weight W of shape [out_features, in_features].
+
+    W is cut into R x C blocks of ``block_shape``. The kept ones are listed as block compressed rows
+    (BSR), with the names of PyTorch's BSR tensors: block row r holds the entries ``crow_indices[r]`` to
+    ``crow_indices[r + 1]`` of ``col_indices``, whose columns ascend. Entry e is stored at position
+    ``slot[e]`` of a values tensor [nnz, bn, bk], so a pattern can change without moving a weight. Empty
+    rows, empty columns and patterns without any block are legal.
+
+    A pattern is these three tensors, on whatever device. They are copied and checked here, once.
+    `update_` changes them in place, and everything that uses them follows: compiled code, captured CUDA
+    graphs, and the layer whose ``pattern`` this is. Products want them on the device of the values, and
+    copy them there otherwise.
+
+    Args:
+        crow_indices: [R + 1] integers, tensor or sequence.
+        col_indices: [nnz] integers.
+        shape: (out_features, in_features), multiples of the block shape.
+        block_shape: (bn, bk), rows (out) and columns (in) of a block, each 16, 32, 64 or 128; or one
+            number for both.
+        slot: [nnz] a permutation of 0..nnz-1; None means 0..nnz-1 in order.
+        device: where the tensors are to lie; None is where ``col_indices`` lies.
+
+    Raises:
+        InvalidArgumentError: ``shape`` or ``block_shape`` is not allowed.
+        InvalidPatternError: the tensors do not describe a pattern of that shape.
+    """
+
+    @checked
+    def __init__(
+        self,
+        crow_indices: Tensor | Sequence[int],
+        col_indices: Tensor | Sequence[int],
+        *,
+        shape: Sequence[int],
+        block_shape: int | Sequence[int],
+        slot: Tensor | Sequence[int] | None = None,
+        device: Device = None,
+    ) -> None:
+        refuse_fakes("a pattern")
+        with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
+            self._own(_checked(crow_indices, col_indices, shape, block_shape, slot, device))
+
+    def _own(self, index: Index) -> None:
+        self._index = index
+        self._copies: dict[torch.device, tuple[Index, tuple[object, int]]] = {}
+        self._after_update: Callable[[], None] | None = None
+
+    @classmethod
+    def _of(cls, index: Index, after_update: Callable[[], None] | None = None) -> BlockPattern:
+        """Of tensors that are known to be a pattern: those of a layer, if it wants to know of updates."""
+        check_index(index)
+        pattern = cls.__new__(cls)
+        pattern._own(index)
+        pattern._after_update = after_update
+        return pattern
+
+    @classmethod
+    @checked
+    def random(
+        cls,
+        shape: Sequence[int],
+        *,
+        block_shape: int | Sequence[int],
+        density: float | None = None,
+        nnz: int | None = None,
+        parts: tuple[int, int] = (1, 1),
+        cover: bool = True,
+        generator: torch.Generator | None = None,
+        device: Device = None,
+    ) -> BlockPattern:
+        """Draw blocks at random, so that no block row or column stays empty where the count allows.
+
+        The first max(R, C) blocks pair the block rows with the block columns, both in random order, the
+        shorter of the two lists again and again: each member of the longer one gets one block, and those of
+        the shorter one as equally many as possible. All other blocks are drawn uniformly, without
+        replacement, from what is left. With fewer than max(R, C) blocks the pairing is cut short, so that as
+        many rows and as many columns as possible have a block. Every block is equally likely to be kept.
+
+        Args:
+            shape: (out_features, in_features), multiples of the block shape.
+            block_shape: (bn, bk), or one number for both.
+            density: kept fraction; round(density * R * C) blocks are drawn.
+            nnz: how many blocks, in place of a density.
+            parts: (r, c): block rows are cut into r equal parts and block columns into c, and as many blocks
+                are drawn from each of the r * c parts, density or nnz / (r * c) of it. Tensor parallelism
+                over r processes by rows, or c by columns, needs such a balance. The rows and columns that
+                are covered are those of the whole weight.
+            cover: False draws all blocks uniformly, without replacement. At low densities that leaves block
+                rows empty, whose outputs are the bias alone, and block columns, whose inputs do not count.
+            generator: a CPU generator; None is PyTorch's default one.
+            device: of the pattern; None is the CPU.
+
+        Raises:
+            InvalidArgumentError: not exactly one of density and nnz, or one out of range, or a density
+                that is not 0 and rounds to no block, or blocks that cannot be cut into such parts, or a
+                ``cover`` that is no bool.
+        """
+        refuse_fakes("a pattern")
+        shape, block_shape, grid = check_shapes(shape, block_shape)
+        if not isinstance(cover, bool):
+            raise InvalidArgumentError(f"cover must be True or False, got {cover!r}")
+        of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
+        covering = _covering(grid, check_parts(parts), kept if cover else 0, generator)
+        chosen = [
+            numbers[_drawn(len(numbers), first, kept, generator)]
+            for numbers, first in zip(of_parts, covering, strict=True)
+        ]
+        return cls._from_sorted(torch.cat(chosen).sort().values, shape, block_shape, device=device)
+
+    @classmethod
+    @checked
+    def full(
+        cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
+    ) -> BlockPattern:
+        """Every block kept.
+
+        Args:
+            shape: (out_features, in_features), multiples of the block shape.
+            block_shape: (bn, bk), or one number for both.
+            device: of the pattern; None is the CPU.
+
+        Raises:
+            InvalidArgumentError: ``shape`` or ``block_shape`` is not allowed.
+        """
+        shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
+        chosen = torch.arange(rows * cols, device="cpu")
+        return cls._from_sorted(chosen, shape, block_shape, device=device)
+
+    @classmethod
+    @checked
+    def from_blocks(
+        cls,
+        blocks: Tensor | Sequence[tuple[int, int]],
+        *,
+        shape: Sequence[int],
+        block_shape: int | Sequence[int],
+    ) -> BlockPattern:
+        """The listed blocks, in any order; block i of the list is stored at slot i of the values.
+
+        Args:
+            blocks: [nnz, 2] integers or a list of (block row, block column).
+            shape: (out_features, in_features), multiples of the block shape.
+            block_shape: (bn, bk), or one number for both.
+
+        Raises:
+            InvalidPatternError: a block lies outside the shape or is listed twice.
+        """
+        shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
+        device = None
+        if isinstance(blocks, Tensor):
+            check_content("blocks", blocks)
+            device = blocks.device
+        pairs = torch.as_tensor(blocks, device="cpu")
+        if pairs.numel() == 0:
+            pairs = torch.empty(0, 2, dtype=torch.int64, device="cpu")
+        if pairs.dim() != 2 or pairs.shape[1] != 2 or not _is_integer(pairs):
+            raise InvalidPatternError(
+                f"blocks: (row, col) pairs of integers expected, "
+                f"got shape {tuple(pairs.shape)} of {pairs.dtype}"
+            )
+        row, col = pairs.long().unbind(1)
+        outside = ((row < 0) | (row >= rows) | (col < 0) | (col >= cols)).nonzero()
+        if len(outside):
+            first = tuple(pairs[outside[0, 0]].tolist())
+            raise InvalidPatternError(f"blocks: {first} lies outside the {rows} x {cols} blocks of the shape")
+        chosen, slot = (row * cols + col).sort()
+        twice = (chosen[1:] == chosen[:-1]).nonzero()
+        if len(twice):
+            first = divmod(int(chosen[twice[0, 0]]), cols)
+            raise InvalidPatternError(f"blocks: {first} is listed twice")
+        return cls._from_sorted(chosen, shape, block_shape, slot, device)
+
+    @classmethod
+    @checked
+    def from_block_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
+        """The blocks that are nonzero (True) in ``mask``.
+
+        Args:
+            mask: [R, C], one entry for each block.
+            block_shape: (bn, bk), or one number for both.
+
+        Raises:
+            InvalidArgumentError: the mask has not two dimensions, or the block shape is not allowed.
+        """
+        _check_matrix("mask", mask)
+        bn, bk = check_block_shape(block_shape)
+        shape = (mask.shape[0] * bn, mask.shape[1] * bk)
+        chosen = mask.detach().cpu().reshape(-1).nonzero().reshape(-1)
+        return cls._from_sorted(chosen, shape, (bn, bk), device=mask.device)
+
+    @classmethod
+    @checked
+    def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
+        """The blocks that hold at least one nonzero.
+
+        Args:
+            mask: [out_features, in_features], one entry for each element; or a matrix itself.
+            block_shape: (bn, bk), or one number for both.
+
+        Raises:
+            InvalidArgumentError: the mask has not two dimensions, or cannot be cut into such blocks.
+        """
+        _check_matrix("mask", mask)
+        block_shape = check_shapes(mask.shape, block_shape)[1]
+        return cls.from_block_mask(blocks_of(mask != 0, block_shape).any(-1).any(-1), block_shape=block_shape)
+
+    @classmethod
+    def from_bsr(cls, matrix: Tensor) -> BlockPattern:
+        """The blocks a ``torch.sparse_bsr`` matrix stores; slot i is its i-th stored block.
+
+        Raises:
+            InvalidArgumentError: it is no such matrix, or its blocks have another shape than is allowed.
+        """
+        if not isinstance(matrix, Tensor):
+            raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
+        if matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
+            raise InvalidArgumentError(
+                f"matrix: a 2-D sparse BSR tensor expected, got {matrix.dim()}-D {matrix.layout}"
+            )
+        return cls(
+            matrix.crow_indices(),
+            matrix.col_indices(),
+            shape=matrix.shape,
+            block_shape=matrix.values().shape[1:],
+        )
+
+    @classmethod
+    @checked
+    def from_scipy(cls, matrix: Any, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
+        """The blocks of a scipy.sparse matrix of any format.
+
+        Args:
+            matrix: a scipy sparse matrix or array; duplicates are summed.
+            block_shape: (bn, bk); None takes that of a BSR matrix.
+
+        Raises:
+            InvalidArgumentError: the block shape is missing or not allowed, or does not divide the shape.
+        """
+        matrix = canonical_scipy(matrix, block_shape)
+        return cls(
+            torch.from_numpy(matrix.indptr),
+            torch.from_numpy(matrix.indices),
+            shape=matrix.shape,
+            block_shape=matrix.blocksize,
+        )
+
+    @classmethod
+    @checked
+    def from_scores(
+        cls,
+        scores: Tensor,
+        *,
+        block_shape: int | Sequence[int],
+        density: float | None = None,
+        nnz: int | None = None,
+        parts: tuple[int, int] = (1, 1),
+    ) -> BlockPattern:
+        """The best-scored blocks; of equal scores the first in row order.
+
+        Args:
+            scores: [R, C] one number per block, higher is better.
+            block_shape: (bn, bk), or one number for both.
+            density: kept fraction.
+            nnz: how many blocks, in place of a density.
+            parts: (r, c): as many of each part, see `random`.
+
+        Raises:
+            InvalidArgumentError: as of `random`, or a score is NaN.
+        """
+        _check_matrix("scores", scores)
+        if scores.is_complex():
+            raise InvalidArgumentError(f"scores must be real numbers, got {scores.dtype}")
+        bn, bk = check_block_shape(block_shape)
+        flat = scores.detach().cpu().reshape(-1)
+        if bool(flat.isnan().any()):
+            raise InvalidArgumentError("scores: NaN cannot be ranked")
+        grid = scores.shape[0], scores.shape[1]
+        of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
+        best = flat[of_parts].sort(dim=1, descending=True, stable=True).indices[:, :kept]
+        chosen = of_parts.gather(1, best).flatten().sort().values
+        return cls._from_sorted(chosen, (grid[0] * bn, grid[1] * bk), (bn, bk), device=scores.device)
+
+    @classmethod
+    @checked
+    def from_dense(
+        cls,
+        dense: Tensor,
+        *,
+        block_shape: int | Sequence[int],
+        density: float | None = None,
+        nnz: int | None = None,
+        parts: tuple[int, int] = (1, 1),
+    ) -> BlockPattern:
+        """The blocks of a dense matrix [out_features, in_features] with the largest Frobenius norm.
+
+        Args:
+            dense: what to choose blocks of.
+            block_shape: (bn, bk), or one number for both.
+            density: kept fraction.
+            nnz: how many blocks, in place of a density.
+            parts: (r, c): as many of each part, see `random`.
+
+        Raises:
+            InvalidArgumentError: as of `random`, or a norm is NaN.
+        """
+        _check_matrix("dense", dense)
+        block_shape = check_shapes(dense.shape, block_shape)[1]
+        blocks = blocks_of(dense.detach(), block_shape)
+        precision = torch.promote_types(dense.dtype, torch.float32)
+        scores = torch.linalg.vector_norm(blocks, dim=(-2, -1), dtype=precision)
+        return cls.from_scores(scores, block_shape=block_shape, density=density, nnz=nnz, parts=parts)
+
+    @classmethod
+    def _from_sorted(
+        cls,
+        chosen: Tensor,
+        shape: Sequence[int],
+        block_shape: Sequence[int],
+        slot: Tensor | None = None,
+        device: Device = None,
+    ) -> BlockPattern:
+        """From ascending block numbers row * C + col on the host."""
+        rows, cols = shape[0] // block_shape[0], shape[1] // block_shape[1]
+        crow = torch.zeros(rows + 1, dtype=torch.int64, device="cpu")
+        crow[1:] = torch.bincount(chosen // cols, minlength=rows).cumsum(0)
+        return cls(
+            crow, chosen % cols, shape=shape, block_shape=block_shape, slot=slot, device=device or "cpu"
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self._index.shape
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return self._index.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self._index.shape[1]
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(bn, bk): rows and columns of a block."""
+        return self._index.block_shape
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(R, C): block rows and block columns of the weight."""
+        (out_features, in_features), (bn, bk) = self.shape, self.block_shape
+        return out_features // bn, in_features // bk
+
+    @property
+    def nnz(self) -> int:
+        """Number of kept blocks."""
+        return self._index.col_indices.shape[0]
+
+    @property
+    def density(self) -> float:
+        """Kept fraction of the blocks."""
+        rows, cols = self.grid
+        return self.nnz / (rows * cols)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pattern's tensors lie."""
+        return self._index.col_indices.device
+
+    @property
+    def crow_indices(self) -> Tensor:
+        """[R + 1] int32: where each block row starts."""
+        return self._index.crow_indices
+
+    @property
+    def col_indices(self) -> Tensor:
+        """[nnz] int32: block column of each entry."""
+        return self._index.col_indices
+
+    @property
+    def slot(self) -> Tensor:
+        """[nnz] int32: position in the values of each entry's block."""
+        return self._index.slot
+
+    @checked
+    def to(self, device: torch.device | str | int) -> BlockPattern:
+        """A copy on another device, or this pattern if it is there."""
+        index = _moved(self._index, torch.device(device))
+        return self if index is self._index else BlockPattern._of(index)
+
+    def index_on(self, device: torch.device) -> Index:
+        """As operators on that device take it: its own tensors, or a copy there that follows them."""
+        if device == self.device:
+            return self._index
+        if torch.compiler.is_compiling():
+            return _moved(self._index, device)
+        if not isinstance(device, torch.device):
+            raise InvalidTypeError(f"device must be a torch.device, got {shown(device)}")
+        with _launch.exclusive():  # so that threads get one copy
+            content, copied = _launch.content_of(self._index), self._copies.get(device)
+            if copied is None:
+                copied = _moved(self._index, device), content
+            elif copied[1] != content:
+                _overwrite(copied[0], self._index)
+            self._copies[device] = copied[0], content
+            return copied[0]
+
+    @checked
+    def update_(self, other: BlockPattern) -> BlockPattern:
+        """Takes over the blocks of ``other``, a pattern of the same shape and block shape.
+
+        With as many blocks as before everything is written in place: the pattern's tensors, plans that
+        captured graphs read, and, where it is a layer's, the layer's buffers. On a CUDA device the host does
+        not wait. A backward pass whose forward pass ran before the update raises PatternChangedError.
+
+        Raises:
+            InvalidArgumentError: another shape or block shape.
+            InvalidPatternError: another number of blocks, in a layer's pattern.
+        """
+        if (other.shape, other.block_shape) != (self.shape, self.block_shape):
+            raise InvalidArgumentError(
+                f"other: shape {self.shape} in blocks of {self.block_shape} expected, "
+                f"got {other.shape} in blocks of {other.block_shape}"
+            )
+        if other.nnz == self.nnz:
+            return self._take(other._index)
+        if self._after_update is not None:
+            raise InvalidPatternError(
+                f"other: {self.nnz} blocks expected, as many as the layer has weights for, got {other.nnz}"
+            )
+        with torch.inference_mode(False):
+            self._own(_moved(other._index, self.device, copy=True))
+        return self
+
+    @checked
+    def move_blocks_(
+        self,
+        slots: Tensor | Sequence[int],
+        blocks: Tensor | Sequence[tuple[int, int]],
+        *,
+        check: bool = True,
+    ) -> BlockPattern:
+        """Gives the blocks at ``slots`` new places; see `update_` for what follows.
+
+        Blocks may take places that other moved blocks leave.
+
+        Args:
+            slots: [n] integers, each at most once.
+            blocks: [n, 2] the new (block row, block column) of each.
+            check: whether to look for places that lie outside or are taken, for which the host waits on CUDA
+                devices. Without, such places are undefined behaviour.
+
+        Raises:
+            InvalidPatternError: a place lies outside, or is taken. Nothing has changed then.
+        """
+        chosen = self._numbers("slots", slots).reshape(-1)
+        places = self._numbers("blocks", blocks)
+        if places.numel() != 2 * len(chosen):
+            raise InvalidArgumentError(
+                f"blocks: {len(chosen)} places expected, one per slot, got shape {tuple(places.shape)}"
+            )
+        places = places.reshape(-1, 2)
+        if check:
+            numbers = chosen.tolist()
+            if len(set(numbers)) != len(numbers) or not all(0 <= slot < self.nnz for slot in numbers):
+                raise InvalidPatternError(f"slots: different numbers from 0 to {self.nnz - 1} expected")
+        everywhere = torch.stack(self.block_indices(), 1)
+        everywhere[chosen] = places
+        if check:
+            return self.update_(
+                BlockPattern.from_blocks(everywhere, shape=self.shape, block_shape=self.block_shape)
+            )
+        return self._take(index_of(everywhere[:, 0] * self.grid[1] + everywhere[:, 1], self._index))
+
+    def _numbers(self, name: str, given: Tensor | Sequence[Any]) -> Tensor:
+        """Integers on the pattern's device."""
+        if isinstance(given, Tensor):
+            check_content(name, given)
+        numbers = torch.as_tensor(given, device=self.device)
+        if numbers.numel() and not _is_integer(numbers):
+            raise InvalidArgumentError(f"{name} must be integers, got {numbers.dtype}")
+        return numbers.long()
+
+    def _place(self, numbers: Tensor) -> None:
+        """Gives all blocks new places, [nnz] int64 as block row times block columns plus block column."""
+        self._take(index_of(numbers, self._index))
+
+    def _take(self, other: Index) -> BlockPattern:
+        with _launch.exclusive():
+            _overwrite(self._index, other)
+            for device, (copied, _) in self._copies.items():
+                _overwrite(copied, self._index)
+                self._copies[device] = copied, _launch.content_of(self._index)
+        if self._after_update is not None:
+            self._after_update()
+        return self
+
+    def block_indices(self) -> tuple[Tensor, Tensor]:
+        """(rows, cols), each [nnz] int64: where the block at every slot lies."""
+        return _launch.block_indices(self._index)
+
+    def to_block_mask(self) -> Tensor:
+        """[R, C] bool, True for kept blocks."""
+        mask = torch.zeros(self.grid, dtype=torch.bool, device=self.device)
+        mask[self.block_indices()] = True
+        return mask
+
+    def to_mask(self) -> Tensor:
+        """[out_features, in_features] bool, True for elements of kept blocks."""
+        bn, bk = self.block_shape
+        return self.to_block_mask().repeat_interleave(bn, 0).repeat_interleave(bk, 1)
+
+    def transpose(self) -> BlockPattern:
+        """The pattern of the transposed weight; every block keeps its slot."""
+        col_ptr, row_idx, slot = (array.clone() for array in _launch.prepared(self._index).columns())
+        (out_features, in_features), (bn, bk) = self.shape, self.block_shape
+        return BlockPattern._of(Index(col_ptr, row_idx, slot, (in_features, out_features), (bk, bn)))
+
+    def __eq__(self, other: object) -> bool:
+        """Same shapes, same blocks at the same slots, on whatever devices."""
+        if not isinstance(other, BlockPattern):
+            return NotImplemented
+        mine, theirs = self._index, other._index
+        return mine[3:] == theirs[3:] and all(
+            a.shape == b.shape and torch.equal(a, b.to(a.device))
+            for a, b in zip(mine[:3], theirs[:3], strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # patterns are compared by content and can change
+
+    def __reduce__(self) -> tuple[Callable[..., BlockPattern], tuple[Any, ...]]:
+        return _rebuild, tuple(self._index)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockPattern(shape={self.shape}, block_shape={self.block_shape}, "
+            f"nnz={self.nnz}, density={self.density:.3g}, device={str(self.device)!r})"
+        )
+
+
+def _checked(
+    crow_indices: Tensor | Sequence[int],
+    col_indices: Tensor | Sequence[int],
+    shape: Sequence[int],
+    block_shape: int | Sequence[int],
+    slot: Tensor | Sequence[int] | None,
+    device: Device,
+) -> Index:
+    """Copies of a pattern's arrays, once they are known to be one."""
+    if device is None:
+        device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
+    shape, block_shape, (block_rows, _) = check_shapes(shape, block_shape)
+    crow = _index_array("crow_indices", crow_indices, block_rows + 1)
+    col = _index_array("col_indices", col_indices)
+    nnz = len(col)
+    if slot is None:
+        slot = torch.arange(nnz, dtype=torch.int32, device="cpu")
+    index = Index(crow, col, _index_array("slot", slot, nnz), shape, block_shape)
+    validate(index)
+    return _moved(index, torch.device(device))
+
+
+def _moved(index: Index, device: torch.device, copy: bool = False) -> Index:
+    """On that device; pinned on the way to a GPU, so that the host need not wait."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    here = index.col_indices.device
+    if device == here and not copy:
+        return index
+    pinned = here.type == "cpu" and device.type == "cuda" and not torch.compiler.is_compiling()
+    tensors = (tensor.pin_memory() if pinned else tensor for tensor in index[:3])
+    crow, col, slot = (tensor.to(device, non_blocking=pinned, copy=True) for tensor in tensors)
+    return Index(crow, col, slot, index.shape, index.block_shape)
+
+
+@torch.no_grad()
+def _overwrite(target: Index, source: Index) -> None:
+    """Writes the source's pattern where the target's is, and what is derived from it."""
+    source = _moved(source, target.col_indices.device)
+    with update_of(target), torch.inference_mode(target.col_indices.is_inference()):
+        for to, tensor in zip(target[:3], source[:3], strict=True):
+            to.copy_(tensor)
+
+
+def index_of(numbers: Tensor, like: Index) -> Index:
+    """From the block row · block columns + block column of every slot; on a GPU the host does not wait."""
+    (out_features, in_features), (bn, bk) = like.shape, like.block_shape
+    rows, cols = out_features // bn, in_features // bk
+    numbers, slot = numbers.sort()
+    starts = torch.arange(rows + 1, device=numbers.device) * cols
+    crow = torch.searchsorted(numbers, starts, out_int32=True)
+    return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
+
+
+def canonical_scipy(matrix: Any, block_shape: int | Sequence[int] | None) -> Any:
+    """A scipy BSR copy with sorted columns and no duplicates."""
+    if not hasattr(matrix, "tobsr"):
+        raise InvalidTypeError(f"matrix must be a scipy.sparse matrix or array, got {shown(matrix)}")
+    if block_shape is None and matrix.format != "bsr":
+        raise InvalidArgumentError(f"block_shape: needed for a scipy matrix of format {matrix.format!r}")
+    if block_shape is not None:
+        block_shape = check_shapes(matrix.shape, block_shape)[1]
+    matrix = matrix.tobsr(blocksize=block_shape, copy=True)
+    matrix.sum_duplicates()
+    matrix.sort_indices()
+    return matrix
+
+
+def _rebuild(
+    crow_indices: Tensor,
+    col_indices: Tensor,
+    slot: Tensor,
+    shape: tuple[int, int],
+    block_shape: tuple[int, int],
+) -> BlockPattern:
+    return BlockPattern(crow_indices, col_indices, shape=shape, block_shape=block_shape, slot=slot)
+
+
+def _is_integer(array: Tensor) -> bool:
+    return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
+
+
+def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
+    """A host int32 copy of an index array."""
+    if isinstance(array, Tensor):
+        check_content(name, array)
+    given = torch.as_tensor(array, device="cpu")
+    if given.numel() == 0:
+        given = given.long()
+    if given.dim() != 1 or not _is_integer(given):
+        raise InvalidPatternError(
+            f"{name}: a 1-D array of integers expected, got shape {tuple(given.shape)} of {given.dtype}"
+        )
+    if length is not None and len(given) != length:
+        raise InvalidPatternError(f"{name}: {length} entries expected, got {len(given)}")
+    if len(given) and not 0 <= int(given.min()) <= int(given.max()) <= INT32_MAX:
+        raise InvalidPatternError(
+            f"{name}: entries from 0 to 2^31 - 1 expected, got {int(given.min())} to {int(given.max())}"
+        )
+    return given.to(torch.int32, copy=True).contiguous()
+
+
+def _check_matrix(name: str, matrix: Tensor) -> None:
+    if matrix.dim() != 2 or matrix.layout != torch.strided:
+        raise InvalidArgumentError(
+            f"{name}: a dense 2-D tensor expected, got shape {tuple(matrix.shape)}, {matrix.layout}"
+        )
+    check_content(name, matrix)
+
+
+def _blocks_of_parts(
+    grid: tuple[int, int], parts: Sequence[int], density: float | None, nnz: int | None
+) -> tuple[Tensor, int]:
+    """Ascending numbers row * C + col of all blocks, [r * c, blocks of a part], and how many a part keeps."""
+    (rows, cols), (r, c) = grid, check_parts(parts)
+    if rows % r or cols % c:
+        raise InvalidArgumentError(
+            f"parts: divisors of the {rows} x {cols} blocks of the shape expected, got {(r, c)}"
+        )
+    if nnz is None:
+        kept = _kept_blocks(rows * cols // (r * c), density, None)
+    else:
+        kept, left = divmod(_kept_blocks(rows * cols, density, nnz), r * c)
+        if left:
+            raise InvalidArgumentError(f"nnz: a multiple of the {r * c} parts expected, got {nnz}")
+    numbers = torch.arange(rows * cols, device="cpu").view(r, rows // r, c, cols // c)
+    return numbers.transpose(1, 2).reshape(r * c, -1), kept
+
+
+def _covering(
+    grid: tuple[int, int], parts: tuple[int, int], kept: int, generator: torch.Generator | None
+) -> Tensor:
+    """[r * c, n <= kept] places in each part, which cover as many block rows and columns as they can.
+
+    Parts side by side share an order of their block rows, and take turns in it; likewise for columns.
+    """
+    (r, c), (rows, cols) = parts, (grid[0] // parts[0], grid[1] // parts[1])
+    count = min(kept, max(-(-rows // c), -(-cols // r)))
+    if count == 0:
+        return torch.empty(r * c, 0, dtype=torch.int64, device="cpu")
+
+    def orders(length: int, number: int) -> Tensor:
+        each = [torch.randperm(length, generator=generator, device="cpu") for _ in range(number)]
+        return torch.stack(each)
+
+    of_rows, of_cols = orders(rows, r), orders(cols, c)
+    i, j, turn = (torch.arange(length, device="cpu") for length in (r, c, count))
+    row = of_rows[i[:, None, None], (j[:, None] * count + turn) % rows]
+    col = of_cols[j[:, None], (i[:, None, None] * count + turn) % cols]
+    return (row * cols + col).view(r * c, count)
+
+
+def _drawn(size: int, first: Tensor, kept: int, generator: torch.Generator | None) -> Tensor:
+    """Different places below ``size``: these first ones, and others at random."""
+    order = torch.randperm(size, generator=generator, device="cpu")
+    others = torch.ones(size, dtype=torch.bool, device="cpu").index_fill_(0, first, False)
+    return torch.cat((first, order[others[order]]))[:kept]
+
+
+def check_parts(parts: Sequence[int]) -> tuple[int, int]:
+    """Parts as two integers, or an error."""
+    try:
+        r, c = (as_integer(count) for count in parts)
+        if r > 0 and c > 0:
+            return r, c
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgumentError(f"parts: (r, c), two positive integers, expected, got {parts!r}")
+
+
+def check_parts_beside(pattern: BlockPattern | None, parts: Sequence[int]) -> tuple[int, int]:
+    """Parts of blocks that are still to be chosen: a pattern has its own."""
+    checked = check_parts(parts)
+    if pattern is not None and checked != (1, 1):
+        raise InvalidArgumentError(
+            f"parts: none beside a pattern expected, got {parts!r}; say it in the pattern"
+        )
+    return checked
+
+
+def _kept_blocks(total: int, density: float | None, nnz: int | None) -> int:
+    """How many of ``total`` blocks to keep."""
+    if (density is None) == (nnz is None):
+        raise InvalidArgumentError("density, nnz: exactly one of them expected")
+    if density is not None:
+        kept = round(checked_fraction("density", density) * total)
+        if kept == 0 and density > 0:
+            raise InvalidArgumentError(
+                f"density: {density} of {total} blocks rounds to none; give 0 or at least {1 / total:.3g}"
+            )
+        return kept
+    return checked_count("nnz", nnz, 0, total)

@@ -1,0 +1,308 @@
+"""What pictures show: layers of models and checkpoints, snapshots of patterns, and measured points."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import checked
+from .._checks import as_integer
+from .._runtime.tensor_files import (
+    StoredTensor,
+    few,
+    named,
+    read_header,
+    read_headers,
+    read_tensor,
+    shown,
+    write_tensors,
+)
+from ..checkpoint.manifest import _Form, _joined, _read_section
+from ..errors import CheckpointError, InvalidArgumentError
+from ..nn.linear import _ARRAYS, BlockSparseLinear
+from ..pattern.block_pattern import BlockPattern
+from ..storage.values import expand, forms_of
+
+Snapshots: TypeAlias = Sequence[tuple[int, Mapping[str, Tensor]]]  # by step, then by layer: bool [R, C]
+Layer: TypeAlias = tuple[BlockPattern, Tensor]  # and plain values [nnz, bn, bk]
+
+_POINT = {"label", "x", "y", "spread", "note"}
+_STEPS = "tilesparse.steps"  # in the metadata of a file of snapshots
+
+
+class Map(NamedTuple):
+    """What is drawn of one layer, block by block."""
+
+    name: str
+    caption: str
+    aspect: float  # height over width of W
+    kept: Tensor  # [R, C] bool
+    shades: Tensor  # [R, C] float32, zero where no block is kept
+    left: Tensor | None = None  # [R, C] bool: kept once, and not now
+
+
+def chosen(names: Iterable[str], layers: str | None) -> list[str]:
+    """The names that the regular expression matches, in their order."""
+    names = list(names)
+    if layers is None:
+        return names
+    try:
+        match = re.compile(layers).match
+        match("")  # not one for bytes
+    except (re.error, TypeError) as error:
+        raise InvalidArgumentError(
+            f"layers: a regular expression expected, got {layers!r}: {error}"
+        ) from error
+    found = [name for name in names if match(name)]
+    if not found:
+        raise InvalidArgumentError(f"layers: {layers!r} matches none of {few(names)}")
+    return found
+
+
+# Layers.
+
+
+def layers_of(source: object) -> dict[str, Callable[[], Layer]]:
+    """By the name of each block-sparse layer of a model or a checkpoint what gives its pattern and values."""
+    found: dict[str, Callable[[], Layer]] = {}
+    if isinstance(source, nn.Module):
+        for name, module in source.named_modules():
+            if isinstance(module, BlockSparseLinear):
+                if module.weight.is_meta:
+                    raise InvalidArgumentError(
+                        f"source: {name!r}: weights expected, they are on the meta device"
+                    )
+                found[name] = partial(_of_model, module)
+    elif isinstance(source, str | os.PathLike):
+        forms, ties, files = _read_section(Path(source))
+        stored = read_headers(Path(source), files)
+        for name in sorted(forms, key=_numerically):
+            found[name] = partial(_of_checkpoint, name, forms[name], stored, ties)
+    else:
+        raise InvalidArgumentError(f"source: a model or a folder expected, got {type(source).__name__}")
+    if not found:
+        raise InvalidArgumentError("source: block-sparse layers expected, there are none")
+    return found
+
+
+def _numerically(name: str) -> list[tuple[str, int]]:
+    """Puts layer 2 before layer 10, which files need not."""
+    return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _of_model(layer: BlockSparseLinear) -> Layer:
+    return layer.pattern, layer.plain_values()
+
+
+def _of_checkpoint(
+    name: str, form: _Form, stored: Mapping[str, StoredTensor], ties: Mapping[str, str]
+) -> Layer:
+    """One layer, of which nothing but its own tensors is read."""
+    block_rows = form.shape[0] // form.block_shape[0]
+    sizes = {"crow_indices": block_rows + 1, "col_indices": form.nnz, "slot": form.nnz}
+    forms: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    forms = {array: ((sizes[array],), torch.int32) for array in _ARRAYS}
+    forms |= forms_of(
+        form.nnz, form.block_shape, form.nm, form.storage, form.dtype, row_scales=form.scales == "row"
+    )
+    own: dict[str, Tensor] = {}
+    for attribute, (shape, dtype) in forms.items():
+        full_name = _joined(name, attribute)
+        source = stored.get(ties.get(full_name, full_name))
+        if source is None:
+            raise CheckpointError(f"tensors: {shown(full_name)}: missing")
+        allowed = (torch.int32, torch.int64) if attribute in _ARRAYS else (dtype,)
+        if source.shape != shape or source.dtype not in allowed:
+            raise CheckpointError(
+                f"{source.file.name}: {shown(source.name)}: shape {shape} of {dtype} expected, "
+                f"got {source.shape} of {source.dtype}"
+            )
+        own[attribute] = read_tensor(source)
+    crow, col, slot = (own[array] for array in _ARRAYS)
+    with named(shown(name)):
+        pattern = BlockPattern(crow, col, slot=slot, shape=form.shape, block_shape=form.block_shape)
+    if "mask" in own:
+        return pattern, torch.where(own["mask"], own["weight"], 0)
+    return pattern, expand(own["weight"], own.get("metadata"), own.get("scales"), form.dtype)
+
+
+def block_norms(name: str, layer: Layer) -> Map:
+    """The root mean square of each block's weights, over the largest."""
+    pattern, values = layer
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(values, dim=(-2, -1), dtype=dtype)
+    if not bool(norms.isfinite().all()):
+        raise InvalidArgumentError(f"source: {name!r}: finite weights expected, some are not")
+    shades = torch.zeros(pattern.grid)
+    if pattern.nnz:
+        rows, cols = (index.cpu() for index in pattern.block_indices())
+        shades[rows, cols] = (norms / norms.max().clamp(min=torch.finfo(dtype).tiny)).float().cpu()
+    (out_features, in_features), (bn, bk) = pattern.shape, pattern.block_shape
+    caption = f"{out_features} x {in_features} in {bn} x {bk}, density {pattern.density:.3g}"
+    return Map(name, caption, out_features / in_features, pattern.to_block_mask().cpu(), shades)
+
+
+# Snapshots.
+
+
+def histories(snapshots: object) -> tuple[list[int], dict[str, Tensor]]:
+    """The steps, and for each layer its masks as one bool tensor [T, R, C] on the host."""
+    if not isinstance(snapshots, Sequence) or len(snapshots) < 2:
+        raise InvalidArgumentError(
+            "snapshots: a sequence of two or more (step, masks) expected, got "
+            + (f"{len(snapshots)}" if isinstance(snapshots, Sequence) else type(snapshots).__name__)
+        )
+    steps: list[int] = []
+    stacks: dict[str, list[Tensor]] = {}
+    for number, snapshot in enumerate(snapshots):
+        try:
+            step, masks = snapshot
+            steps.append(as_integer(step))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"snapshots: [{number}]: (step, masks) expected, got {shown(snapshot)}"
+            ) from error
+        if not isinstance(masks, Mapping) or not masks or not all(isinstance(name, str) for name in masks):
+            raise InvalidArgumentError(
+                f"snapshots: step {step}: a mask for each layer's name expected, got {shown(masks)}"
+            )
+        if number and set(masks) != set(stacks):
+            raise InvalidArgumentError(
+                f"snapshots: step {step}: the layers of the first expected; they differ in "
+                f"{few(sorted(set(masks) ^ set(stacks)))}"
+            )
+        for name, mask in masks.items():
+            first = stacks.setdefault(name, [])
+            _check_block_mask(f"snapshots: step {step}: {name!r}", mask, first)
+            first.append(mask.detach().cpu())
+    if any(later <= earlier for earlier, later in pairwise(steps)):
+        raise InvalidArgumentError(f"snapshots: ascending steps expected, got {shown(steps)}")
+    return steps, {name: torch.stack(stack) for name, stack in stacks.items()}
+
+
+def _check_block_mask(place: str, mask: object, earlier: Sequence[Tensor]) -> None:
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype != torch.bool or not mask.numel():
+        given = f"{tuple(mask.shape)} of {mask.dtype}" if isinstance(mask, Tensor) else shown(mask)
+        raise InvalidArgumentError(f"{place}: a bool tensor [R, C] expected, got {given}")
+    if earlier and mask.shape != earlier[0].shape:
+        raise InvalidArgumentError(
+            f"{place}: the {tuple(earlier[0].shape)} blocks of the first expected, got {tuple(mask.shape)}"
+        )
+
+
+def ages(name: str, steps: Sequence[int], history: Tensor) -> Map:
+    """For how many steps each block of the last snapshot has been kept, and what was kept before."""
+    kept = history[-1]
+    # The snapshots, from the last one back, in which a block has been kept without a break.
+    unbroken = history.flip(0).long().cumprod(0).sum(0)
+    since = torch.tensor(steps)[(len(steps) - unbroken).clamp(max=len(steps) - 1)]
+    shades = torch.where(kept, (steps[-1] - since).float(), 0.0)
+    rows, cols = kept.shape
+    caption = f"{rows} x {cols} blocks, density {kept.float().mean().item():.3g}"
+    return Map(name, caption, rows / cols, kept, shades, left=history.any(0) & ~kept)
+
+
+@checked
+def save_snapshots(path: str | os.PathLike[str], snapshots: Snapshots) -> None:
+    """Writes snapshots as one safetensors file: a bool tensor [T, R, C] for each layer, and the steps.
+
+    Args:
+        path: of the file, which is replaced.
+        snapshots: see `evolution`.
+
+    Raises:
+        InvalidArgumentError: they are not what `evolution` takes, or the file cannot be written.
+    """
+    steps, layers = histories(snapshots)
+    try:
+        write_tensors(Path(path), layers, {_STEPS: json.dumps(steps)})
+    except OSError as error:
+        raise InvalidArgumentError(f"path: {str(path)!r} cannot be written: {error}") from error
+
+
+@checked
+def load_snapshots(path: str | os.PathLike[str]) -> Snapshots:
+    """What `save_snapshots` has written.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CheckpointError: it holds no snapshots.
+    """
+    from safetensors import safe_open
+
+    file = Path(path)
+    stored, _ = read_header(file)
+    with safe_open(file, framework="pt") as opened:
+        text = (opened.metadata() or {}).get(_STEPS)
+    try:
+        steps = json.loads(text or "")
+        layers = {name: read_tensor(source) for name, source in stored.items()}
+        if any(len(history) != len(steps) for history in layers.values()):
+            raise ValueError(f"{len(steps)} masks of each layer expected")
+        snapshots = [
+            (step, {name: history[number] for name, history in layers.items()})
+            for number, step in enumerate(steps)
+        ]
+        histories(snapshots)
+    except (TypeError, ValueError) as error:  # also those of checks
+        raise CheckpointError(f"{file.name}: no snapshots of patterns: {error}") from error
+    return snapshots
+
+
+# Points.
+
+
+def checked_points(points: object) -> list[dict[str, Any]]:
+    """Measured points, each with all keys."""
+    if not isinstance(points, Iterable) or isinstance(points, str | Mapping):
+        raise InvalidArgumentError(f"points: a list of points expected, got {shown(points)}")
+    checked = [_checked_point(number, point) for number, point in enumerate(points)]
+    if not checked:
+        raise InvalidArgumentError("points: at least one expected, got none")
+    return checked
+
+
+def _checked_point(number: int, point: object) -> dict[str, Any]:
+    place = f"points: [{number}]"
+    if not isinstance(point, Mapping) or not {"label", "x", "y"} <= set(point) <= _POINT:
+        raise InvalidArgumentError(
+            f"{place}: label, x and y, and at most spread and note besides, expected, got {shown(point)}"
+        )
+    complete = {"spread": 0.0, "note": "", **point}
+    for key in ("label", "note"):
+        if not isinstance(complete[key], str):
+            raise InvalidArgumentError(f"{place}: {key}: a text expected, got {shown(complete[key])}")
+    for key in ("x", "y", "spread"):
+        given = complete[key]
+        if not _is_finite(given) or (key == "spread" and given < 0):
+            wanted = "a number from 0" if key == "spread" else "a finite number"
+            raise InvalidArgumentError(f"{place}: {key}: {wanted} expected, got {shown(given)}")
+        complete[key] = float(given)
+    return complete
+
+
+def _is_finite(given: object) -> bool:
+    try:
+        return isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def load_points(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The points of a JSON file that holds a list of them, see `tilesparse.plot.tradeoff`."""
+    file = Path(path)
+    try:
+        return checked_points(json.loads(file.read_text()))
+    except (OSError, ValueError, RecursionError) as error:  # also those of checks
+        raise InvalidArgumentError(f"{file.name}: no points: {error}") from error

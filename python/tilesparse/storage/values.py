@@ -1,0 +1,211 @@
+"""How the values of kept blocks are stored: plain, two of four of them, or in 8 bits with scales.
+
+Values [nnz, bn, bk] become smaller in two ways, which may be combined:
+
+- **2:4** (``nm=(2, 4)``): of each four neighbours in a row of a block at most two are not zero. `compress`
+  leaves [nnz, bn, bk / 2] and metadata [nnz, bk / 32, bn], int32, which says where they were; bk is 32, 64
+  or 128. With a transposable choice the same holds for each four neighbours in a column.
+- **8 bits**: int8 or float8_e4m3fn with float32 scales, for each row of a block [nnz, bn] or for each block
+  [nnz]. The weight that products multiply by is value times scale in float32, rounded to the dtype of the
+  activations.
+
+`functional.linear` and `functional.dds` take such values with their ``metadata`` and ``scales``. Kernels that
+read them as they are exist where `tilesparse info` says so; elsewhere the library expands them in every call.
+"""
+
+from functools import cache
+from itertools import combinations, product
+
+import torch
+from torch import Tensor
+
+from .._arguments import checked
+from .._checks import COMPRESSIBLE, check_content
+from .._ops.register import COMPRESS, expand_values
+from ..config import QUANTIZED_BY_NAME
+from ..errors import InvalidArgumentError
+
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_TILES_AT_A_TIME = 1 << 18  # of 4 x 4, whose scores for every mask take 180 MiB
+
+
+@checked
+def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
+    """The two of each four neighbours with the highest scores.
+
+    With ``transposable`` two of each four in a column as well: the mask of each 4 x 4 with the highest sum of
+    scores, found among all 90 there are, as in Hu et al., "Accelerating Transformer Pre-training with 2:4
+    Sparsity" (ICML 2024); such masks are due to Hubara et al., "Accelerated Sparse Neural Training" (NeurIPS
+    2021). Nothing waits for a GPU.
+
+    Args:
+        scores: [..., rows, columns] of any real dtype: magnitudes of weights, those times the norms of inputs
+            (Wanda), or of gradients. NaN counts as the highest. Equal ones are taken from the left.
+        transposable: whether the mask's transpose is to be one, too.
+
+    Returns:
+        Bools of the same shape.
+
+    Raises:
+        InvalidArgumentError: columns (with ``transposable`` rows as well) are no multiple of 4.
+    """
+    sides = scores.shape[-2 if transposable else -1 :]
+    if scores.dim() < 2 or any(side % 4 for side in sides):
+        wanted = "rows and columns" if transposable else "columns"
+        raise InvalidArgumentError(
+            f"scores: [..., rows, columns] with {wanted} a multiple of 4 expected, got {tuple(scores.shape)}"
+        )
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if transposable:
+        return _transposable(scores)
+    scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    four = scores.reshape(*scores.shape[:-1], scores.shape[-1] // 4, 4).unbind(-1)
+    kept = []
+    for i, score in enumerate(four):
+        better = [four[j] >= score if j < i else four[j] > score for j in range(4) if j != i]
+        first, second, third = better
+        kept.append(~(first & second | first & third | second & third))
+    return torch.stack(kept, -1).flatten(-2)
+
+
+def _transposable(scores: Tensor) -> Tensor:
+    limit = torch.finfo(scores.dtype).max / 64  # so that sums of them are finite
+    tiles = scores.nan_to_num(nan=limit, posinf=limit, neginf=-limit).clamp(-limit, limit)
+    *leading, rows, columns = scores.shape
+    tiles = tiles.reshape(*leading, rows // 4, 4, columns // 4, 4).transpose(-3, -2)
+    shape = tiles.shape
+    tiles = tiles.reshape(-1, 16)
+    masks = _masks(scores.device)
+    of_tiles = masks.double()  # whose products neither autocast nor TF32 rounds
+    # Sums lie tile beside tile, and masks are looked up eight bytes at a time: both are much faster so.
+    parts = torch.split(tiles, _TILES_AT_A_TIME)
+    chosen = [(of_tiles @ part.double().t()).argmax(0) for part in parts]
+    places = torch.cat(chosen)
+    halves = [half.contiguous()[places] for half in masks.view(torch.int64).unbind(1)]
+    kept = torch.stack(halves, 1).view(torch.bool)
+    return kept.view(shape).transpose(-3, -2).reshape(scores.shape)
+
+
+@cache
+def _masks(device: torch.device) -> Tensor:
+    """[90, 16] bools: all 4 x 4 with two in each row and column."""
+    rows = [tuple(int(i in pair) for i in range(4)) for pair in combinations(range(4), 2)]
+    columns = (
+        (four, [sum(column) for column in zip(*four, strict=True)]) for four in product(rows, repeat=4)
+    )
+    found = [four for four, sums in columns if sums == [2, 2, 2, 2]]
+    with torch.inference_mode(False):
+        return torch.tensor(found, dtype=torch.bool, device=device).flatten(1)
+
+
+@checked
+def compress(values: Tensor, mask: Tensor, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """Plain values as 2:4 stores them, by one kernel.
+
+    Args:
+        values: [nnz, bn, bk], contiguous, of any dtype that values have.
+        mask: bools of that shape, two or fewer in each four neighbours of a row; of more the first two count,
+            and where there are fewer zeros are stored.
+        transposed: store the values of the transposed weight, from two of four neighbours in a column.
+
+    Returns:
+        (compressed, metadata): [nnz, bn, bk / 2] and int32 [nnz, bk / 32, bn]; with ``transposed`` bn and bk
+        exchanged.
+
+    Raises:
+        InvalidArgumentError: blocks are not 32, 64 or 128 wide there, or mask does not fit.
+    """
+    compressed, metadata = COMPRESS(values.detach(), mask, transposed)
+    return compressed, metadata
+
+
+@checked
+def expand(
+    values: Tensor,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Plain values [nnz, bn, bk] of stored ones.
+
+    Args:
+        values: [nnz, bn, bk], or [nnz, bn, bk / 2] with ``metadata``.
+        metadata: of 2:4, or None.
+        scales: of 8 bits, or None.
+        dtype: of the result where there are scales; None is float32. Otherwise values keep theirs.
+
+    Raises:
+        InvalidArgumentError: they do not fit together.
+    """
+    return expand_values(values.detach(), metadata, scales, torch.float32 if dtype is None else dtype)
+
+
+@checked
+def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[Tensor, Tensor]:
+    """Values in 8 bits: rounded to the nearest, without calibration.
+
+    Args:
+        values: [nnz, bn, bk or less], finite.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        per: what has a scale of its own, "row" of a block or "block"; the largest magnitude there becomes the
+            largest of the dtype, 127 or 448.
+
+    Returns:
+        (values, scales): of that dtype, and float32 [nnz, bn] or [nnz].
+
+    Raises:
+        InvalidArgumentError: another dtype, `per`, or a value that is not finite.
+    """
+    if dtype not in _LARGEST:
+        raise InvalidArgumentError(f"dtype: one of {list(_LARGEST)} expected, got {dtype}")
+    if per not in ("row", "block"):
+        raise InvalidArgumentError(f"per: 'row' or 'block' expected, got {per!r}")
+    check_content("values", values)
+    if values.dim() != 3 or values.is_complex():
+        raise InvalidArgumentError(
+            f"values must be a real tensor [nnz, bn, bk], got shape {list(values.shape)} of {values.dtype}"
+        )
+    values = values.detach().float()
+    if not bool(values.isfinite().all()):
+        raise InvalidArgumentError("values: finite ones expected, as 8 bits have no others")
+    largest = values.abs().amax((1, 2) if per == "block" else 2)
+    scales = torch.where(largest > 0, largest / _LARGEST[dtype], 1.0)
+    # A scale that is not normal would leave nothing of the values' precision, and the largest one rounds up.
+    limits = torch.finfo(torch.float32)
+    scales = scales.clamp(limits.tiny, limits.max / _LARGEST[dtype] * (1 - 2 * limits.eps))
+    scaled = values / scales.view(*scales.shape, *(1,) * (3 - scales.dim()))
+    scaled = scaled.clamp(-_LARGEST[dtype], _LARGEST[dtype])
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype).contiguous(), scales
+
+
+def forms_of(
+    nnz: int,
+    block_shape: tuple[int, int],
+    nm: tuple[int, int] | None,
+    storage: str,
+    dtype: torch.dtype,
+    row_scales: bool,
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of a layer's weight, and of what is stored with it."""
+    (bn, bk), halved = block_shape, nm is not None and storage != "plain"
+    forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    forms["weight"] = (nnz, bn, bk // 2 if halved else bk), QUANTIZED_BY_NAME.get(storage, dtype)
+    if halved:
+        forms["metadata"] = (nnz, bk // COMPRESSIBLE, bn), torch.int32
+    elif nm is not None:
+        forms["mask"] = (nnz, bn, bk), torch.bool
+    if storage in QUANTIZED_BY_NAME:
+        forms["scales"] = ((nnz, bn) if row_scales else (nnz,)), torch.float32
+    return forms
+
+
+def stored_as(plain: Tensor, mask: Tensor | None, storage: str, per: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """A layer's weight in a storage, and what is stored with it."""
+    stored = {}
+    if storage in QUANTIZED_BY_NAME:
+        plain, stored["scales"] = quantize(plain, QUANTIZED_BY_NAME[storage], per=per)
+    if mask is not None and storage == "plain":
+        stored["mask"] = mask
+    elif mask is not None:
+        plain, stored["metadata"] = compress(plain, mask)
+    return plain, stored
