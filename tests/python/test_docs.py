@@ -229,7 +229,8 @@ def test_the_reference_has_every_public_name() -> None:
     for name, members in listed.items():
         module, shown = importlib.import_module(f"tilesparse.{name}"), set(members.split(", "))
         assert {member for member in shown if not hasattr(module, member)} == set()
-        assert set(getattr(module, "__all__", ())) - shown <= explained
+        if name in modules:
+            assert set(getattr(module, "__all__", ())) - shown <= explained
 
 
 def test_every_command_is_explained() -> None:
