@@ -8,159 +8,19 @@
 // registers could hold, and no team waits for another.
 #pragma once
 
-#include "common/epilogue.cuh"
 #include "common/problem.h"
 #include "sm80/async.cuh"
+#include "sm80/decode_arguments.cuh"
 #include "sm80/decode_compressed.cuh"
+#include "sm80/decode_epilogue.cuh"
+#include "sm80/decode_loader.cuh"
+#include "sm80/decode_traits.cuh"
 #include "sm80/decode_weight.cuh"
 #include "sm80/launch.cuh"
 #include "sm80/math.cuh"
 #include "sm80/select.h"
 
 namespace ts::sm80 {
-
-// `Weight`: its format, see decode_weight.cuh.
-template <class Math_, class Weight_, int kTokenTiles_>
-struct DecodeTraits {
-    using Math = Math_;
-    using Element = typename Math::Element;  // of activations and results
-    using Weight = Weight_;
-    static constexpr int kRows = Weight::kRows;
-    static constexpr int kTokenTiles = kTokenTiles_;  // of 8 tokens
-    static constexpr int kTokens = 8 * kTokenTiles;
-    static constexpr int kSlice = Weight::kSlice;         // elements of k
-    static constexpr int kChunks = Weight::kBlockChunks;  // of 16 bytes, of a block's k in a slice
-    static constexpr int kBlocks = kSlice / 8 / kChunks;  // of a slice
-
-    // The warps of a team multiply different halves of each slice, and different rows or tokens.
-    static constexpr int kTeam = kTokenTiles == 8 && kRows >= 32 ? 4 : 1;
-    static constexpr int kHalves = kTeam == 1 ? 1 : 2;
-    static constexpr int kWarpRows = kRows > 32 ? 32 : kRows;
-    static constexpr int kRowWarps = kRows / kWarpRows;
-    static constexpr int kWarpTokens = kTokens * kRowWarps * kHalves / kTeam;
-    static constexpr int kWarpRowTiles = kWarpRows / 16;
-    static constexpr int kWarpTokenTiles = kWarpTokens / 8;
-
-    // A stage has the weight of a slice, and of each of its blocks [kTokens][8 * kChunks of k].
-    using Lines = typename Weight::template Lines<32 * kTeam>;  // of tokens
-    static constexpr int kStageBytes = Weight::kBytes + kTokens * kSlice * static_cast<int>(sizeof(Element));
-    // Many short rings in a multiprocessor are better than few long ones (measured on an H200).
-    static constexpr int kStages = kTeam > 1 || (kStageBytes <= 4096 && !Weight::kFewBytes) ? 3 : 2;
-    static constexpr int kRingBytes = kStages * kStageBytes;
-    // Sums are [kTokens][kSumLine], of which kRows are used.
-    static constexpr int kSumLine = kRows + 4;              // of a token; the padding avoids bank conflicts
-    static constexpr int kSumBytes = kRingBytes / kHalves;  // the sums of all rows take the ring's place
-    static_assert(sizeof(Element) == 2);
-    static_assert(kTokens * kSumLine * static_cast<int>(sizeof(float)) <= kSumBytes);
-};
-
-template <int kPending>
-__device__ inline void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Copies the slices of a team's share of a block row into its ring, one after another.
-template <class Traits>
-class DecodeLoader {
-    using Lines = typename Traits::Lines;
-    static constexpr int kChunks = Traits::kChunks, kCopyLines = Lines::kCopyLines;
-    static constexpr int kBatch = 32;  // entries: one a lane
-
-  public:
-    __device__ DecodeLoader(const DecodeArguments& arguments, int feature, int token, int team, int teams,
-                            uint32_t ring, int thread)
-        : arguments_(arguments),
-          tokens_(arguments.tokens - token),
-          lane_(thread % 32),
-          line_(thread / kChunks),
-          weight_(arguments, feature, thread, Lines::offset(line_, thread % kChunks)) {
-        const int row = feature >> arguments.row_shift, k_shift = Traits::Weight::k_shift(arguments);
-        const int first = __ldg(arguments.rows.ptr + row);
-        last_entry_ = __ldg(arguments.rows.ptr + row + 1);
-        const uint32_t k = static_cast<uint32_t>(last_entry_ - first) << k_shift;
-        const int slices = (k + Traits::kSlice - 1) / Traits::kSlice;
-        slice_ = slices * team / teams;
-        last_slice_ = slices * (team + 1) / teams;
-        entry_ = batch_ = first + (slice_ * Traits::kSlice >> k_shift);
-        current_ = fetch(batch_);
-        next_ = fetch(batch_ + kBatch);
-
-        const int chunk = thread % kChunks;
-        input_ =
-            static_cast<const char*>(arguments.input) + (token + line_) * arguments.input_ld + chunk * 16;
-        stage_ = ring + Lines::offset(line_, chunk);
-        if constexpr (Traits::Weight::kFewBytes) {
-            input_ = kept(input_);
-            stage_ = kept(stage_);
-            line_ = kept(line_);
-            tokens_ = kept(tokens_);
-        }
-        first_stage_ = stage_;
-    }
-
-    __device__ int slices() const { return last_slice_ - slice_; }
-
-    // Starts the copies of the next slice, if there is one. wait_for_copies counts them as one.
-    __device__ void load() {
-        if (slice_ < last_slice_) copy_slice();
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    }
-
-  private:
-    static constexpr int kElement = sizeof(typename Traits::Element);
-
-    __device__ void copy_slice() {
-        const int k_shift = Traits::Weight::k_shift(arguments_);
-        const int k =
-            Traits::kBlocks == 1 ? slice_ * Traits::kSlice & ((1 << k_shift) - 1) : 0;  // in the block
-#pragma unroll
-        for (int j = 0; j < Traits::kBlocks; ++j) copy_block(j, k);
-        ++slice_;
-        stage_ += Traits::kStageBytes;
-        if (stage_ == first_stage_ + Traits::kRingBytes) stage_ = first_stage_;
-        if (Traits::kBlocks > 1 || k + Traits::kSlice == 1 << k_shift) entry_ += Traits::kBlocks;
-        if (entry_ - batch_ < kBatch) return;
-        batch_ += kBatch;
-        current_ = next_;
-        next_ = fetch(batch_ + kBatch);
-    }
-
-    // The j-th block of the slice; zeros past the row's last one.
-    __device__ void copy_block(int j, int k) {
-        const int from = entry_ + j - batch_;
-        const int64_t col = __shfl_sync(~0u, current_.x, from), slot = __shfl_sync(~0u, current_.y, from);
-        const int bytes = entry_ + j < last_entry_ ? 16 : 0;
-        weight_.copy(stage_, j, slot, k, bytes);
-        const char* x = input_ + ((col << Traits::Weight::k_shift(arguments_)) + k) * kElement;
-        const uint32_t target = stage_ + Traits::Weight::kBytes + j * Traits::kTokens * Lines::kBytes;
-#pragma unroll
-        for (int i = 0; i < (Traits::kTokens + kCopyLines - 1) / kCopyLines; ++i)
-            copy_async_if(line_ + i * kCopyLines < tokens_, (target ^ Lines::swap(i)) + i * Lines::kCopyBytes,
-                          x + i * kCopyLines * arguments_.input_ld, bytes);
-    }
-
-    // A lane's column and slot of a batch.
-    __device__ int2 fetch(int batch) const {
-        const int entry = batch + lane_;
-        if (entry >= last_entry_) return {0, 0};
-        return {__ldg(arguments_.rows.idx + entry), __ldg(arguments_.rows.slot + entry)};
-    }
-
-    const DecodeArguments& arguments_;
-    int tokens_;  // from the CTA's first on
-    const int lane_;
-    int line_;  // of the tokens copied at a time, the one of which this thread copies a chunk
-    const typename Traits::Weight::template Loader<32 * Traits::kTeam> weight_;
-    int slice_, last_slice_;
-    int entry_, last_entry_;
-    int batch_;  // first entry of the current batch
-    int2 current_, next_;
-    const char* input_;
-    uint32_t stage_, first_stage_;  // where the thread's chunk of the first of its lines of tokens goes
-};
-
-template <class Traits>
-using DecodeSums = float[Traits::kWarpRowTiles][Traits::kWarpTokenTiles][4];
 
 template <class Traits>
 using DecodeInput = typename Traits::Weight::template Input<Traits::kTokens>;
@@ -191,78 +51,6 @@ __device__ inline void multiply_slice(DecodeSums<Traits>& sums, const typename T
                     Weight::multiply(sums[m][n], a[m], b[n / kTiles], part, n % kTiles);
         }
     }
-}
-
-// Puts a warp's sums into shared memory, token by token from its first row and token on.
-template <class Traits>
-__device__ inline void stage_sums(const DecodeSums<Traits>& sums, float* to, int lane) {
-    float* const first = to + lane % 4 * 2 * Traits::kSumLine + lane / 4;
-#pragma unroll
-    for (int m = 0; m < Traits::kWarpRowTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < Traits::kWarpTokenTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                first[(8 * n + i % 2) * Traits::kSumLine + 16 * m + i / 2 * 8] = sums[m][n][i];
-}
-
-template <class Element>
-__device__ inline float2 activate(float2 values, Activation activation) {
-    return {activate<Element>(values.x, activation), activate<Element>(values.y, activation)};
-}
-
-// Adds the sums of all teams and halves, always in the same order, and stores the results.
-template <class Traits, bool kGated>
-__device__ inline void store_sums(const DecodeArguments& arguments, const char* sums, int first_feature,
-                                  int first_token) {
-    using Element = typename Traits::Element;
-    const auto* const bias = static_cast<const Element*>(arguments.bias);
-    const int addends = blockDim.x / (32 * Traits::kTeam) * Traits::kHalves;
-    constexpr int kPairs = Traits::kRows / 2;
-    const int tokens = min(Traits::kTokens, arguments.tokens - first_token);
-    for (int i = threadIdx.x; i < kPairs * tokens; i += blockDim.x) {
-        const int row = i % kPairs * 2, token_of_cta = i / kPairs;
-        const int64_t token = first_token + token_of_cta;
-        const int64_t feature = first_feature + row;
-        float2 sum = bias == nullptr ? make_float2(0.0f, 0.0f)
-                                     : make_float2(to_float(bias[feature]), to_float(bias[feature + 1]));
-        const char* addend = sums + (token_of_cta * Traits::kSumLine + row) * sizeof(float);
-        for (int a = 0; a < addends; ++a, addend += Traits::kSumBytes) {
-            const float2 added = *reinterpret_cast<const float2*>(addend);
-            sum.x += added.x;
-            sum.y += added.y;
-        }
-        if (!kGated) sum = activate<Element>(sum, arguments.activation);
-        auto* const output = static_cast<Element*>(arguments.output);
-        const auto* const residual = static_cast<const Element*>(arguments.residual);
-        const bool row_major = arguments.output_layout == Layout::row_major;
-        if (kGated || residual != nullptr) {
-            const int64_t ld = arguments.residual_ld;
-            const int64_t at = row_major ? token * ld + feature : feature * ld + token;
-            const float2 other = {to_float(residual[at]), to_float(residual[at + (row_major ? 1 : ld)])};
-            if (kGated) {
-                const float2 gate = activate<Element>(other, arguments.activation);
-                sum.x *= rounded_to<Element>(gate.x);
-                sum.y *= rounded_to<Element>(gate.y);
-            } else {
-                sum.x += other.x;
-                sum.y += other.y;
-            }
-        }
-        if (row_major) {
-            store_pair(output + token * arguments.output_ld + feature, sum, false);
-        } else {
-            output[feature * arguments.output_ld + token] = from_float<Element>(sum.x);
-            output[(feature + 1) * arguments.output_ld + token] = from_float<Element>(sum.y);
-        }
-    }
-}
-
-// With a gate. Called, not inlined, so that kernels need no more registers for it.
-template <class Traits>
-__device__ __noinline__ void store_gated_sums(const DecodeArguments& arguments, const char* sums,
-                                              int first_feature, int first_token) {
-    store_sums<Traits, true>(arguments, sums, first_feature, first_token);
 }
 
 constexpr int kMaxDecodeWarps = 8;

@@ -1,5 +1,5 @@
-// The arguments of the decode kernel, how lines lie in its shared memory, and its weight format for plain
-// values (see common/weight.h). Formats also say how activations are read, since both operands of a product
+// How lines lie in the shared memory of the decode kernel, and its weight format for plain values (see
+// common/weight.h). Formats also say how activations are read, since both operands of a product
 // have their k in one order:
 //   - Lines: how they lie in a stage
 //   - kFewBytes: whether a slice has so few that what surrounds its products has to be short
@@ -9,31 +9,10 @@
 #include "common/problem.h"
 #include "common/weight.h"
 #include "sm80/async.cuh"
+#include "sm80/decode_arguments.cuh"
 #include "sm80/math.cuh"
 
 namespace ts::sm80 {
-
-struct DecodeArguments {
-    const void* input;
-    int64_t input_ld;  // in bytes
-    void* output;
-    int64_t output_ld;
-    const void* values;
-    const void* bias;
-    const void* residual;  // or gate, in the output's layout
-    int64_t residual_ld;
-    Adjacency rows;  // of results
-    Layout output_layout;
-    Activation activation;  // of the sums or, if gated, of the gate
-    bool gated;
-    int tokens;
-    int row_shift;  // log2 of the rows of a block
-    int k_shift;    // log2 of the k of a block
-    const uint32_t* metadata;
-    const float* scales;
-    bool row_scales;
-    int chunks;  // of tokens; the CTAs of one block row follow one another, which read the same values
-};
 
 // Lines of so many chunks of 16 bytes, copied by so many threads at a time. Chunks are permuted among the 128
 // bytes around them, so that ldmatrix finds the same chunk of 8 lines in different banks; or loads of 8 bytes

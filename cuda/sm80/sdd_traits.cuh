@@ -1,0 +1,82 @@
+// The arguments of an sdd kernel and what follows from its tile.
+#pragma once
+
+#include "common/plan.h"
+#include "sm80/async.cuh"
+#include "sm80/math.cuh"
+#include "sm80/tile.cuh"
+
+namespace ts::sm80 {
+
+struct SddArguments {
+    const void* y;
+    int64_t y_ld;
+    const void* x;
+    int64_t x_ld;
+    void* values;
+    float* partial;  // [parts, nnz, bn, bk] if there are several parts
+    const PlanHeader* plan;
+    int64_t value_count;  // nnz * bn * bk
+    int tokens;
+    int parts;
+    int part_tokens;  // a multiple of a step
+    int row_shift;    // log2 of bn
+    int col_shift;    // log2 of bk
+    int stages;
+    int lookahead;  // steps whose copies are under way while one is multiplied
+    bool accumulate;
+    int plan_key;  // that the plan must have
+};
+
+// `Result`: what values are stored as, the element of the operands or float.
+template <class Math_, int kTileRows_, int kTileColumns_, int kWarpRows_, int kWarpColumns_,
+          class Result_ = typename Math_::Element>
+struct SddTraits {
+    using Math = Math_;
+    using Element = typename Math::Element;
+    using Result = Result_;
+    static constexpr int kTileRows = kTileRows_;
+    static constexpr int kTileColumns = kTileColumns_;
+    static constexpr int kWarpRows = kWarpRows_;
+    static constexpr int kWarpColumns = kWarpColumns_;
+    static constexpr int kRowWarps = kTileRows / kWarpRows;
+    static constexpr int kWarps = kRowWarps * (kTileColumns / kWarpColumns);
+    static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kMTiles = kWarpRows / 16;
+    static constexpr int kNTiles = kWarpColumns / 16;
+    static constexpr int kStep = kLineBytes / sizeof(Element);
+    static constexpr int kChunk = kChunkBytes / sizeof(Element);
+
+    // In a row-major operand the tokens, which are summed over, are not contiguous.
+    template <bool kRowMajor>
+    using YTile = Tile<Element, kTileRows, !kRowMajor>;
+    template <bool kRowMajor>
+    using XTile = Tile<Element, kTileColumns, !kRowMajor>;
+
+    // Both layouts of an operand take the same room.
+    static constexpr int kYBytes = YTile<true>::kBytes;
+    static constexpr int kStageBytes = kYBytes + XTile<true>::kBytes;
+    static_assert(kYBytes == YTile<false>::kBytes && XTile<true>::kBytes == XTile<false>::kBytes);
+
+    static constexpr int kMinStages = 2;
+    static constexpr int kMaxStages = 6;
+    static constexpr int shared_bytes(int stages) { return stages * kStageBytes + Ring::bytes(stages); }
+};
+
+// A plan's arrays on the device. Ends the kernel with an error if it is not the plan that the launch is for.
+struct SddPlan {
+    int tile_count, group_rows, pieces;
+    const int *rows, *masks, *k, *slots;
+
+    __device__ SddPlan(const PlanHeader* header, int key)
+        : tile_count(header->tiles), group_rows(header->group_rows), pieces(header->pieces) {
+        if (header->key != key) __trap();
+        const int* words = reinterpret_cast<const int*>(header);
+        rows = words + header->rows_at;
+        masks = words + header->masks_at;
+        k = words + header->k_at;
+        slots = words + header->slots_at;
+    }
+};
+
+}  // namespace ts::sm80
