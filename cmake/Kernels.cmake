@@ -74,18 +74,19 @@ function(add_architecture architecture)
   target_link_libraries(tilesparse PRIVATE tilesparse_${folder})
 endfunction()
 
-# Compiles what is the same code for every architecture, and links it into tilesparse.
-function(add_common name)
+# Compiles the sources of a folder that are the same code for every architecture, and links them into tilesparse.
+function(add_common folder)
   string(REGEX REPLACE "([0-9]+)a" "\\1-real" code "${TILESPARSE_ARCHITECTURES}")
   list(APPEND code ${native_code})
   list(REMOVE_DUPLICATES code)
-  add_library(tilesparse_${name} OBJECT ${PROJECT_SOURCE_DIR}/cuda/${name}/${name}.cu)
-  target_include_directories(tilesparse_${name} PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
-  target_compile_options(tilesparse_${name} PRIVATE --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall,-Wextra)
-  set_target_properties(tilesparse_${name} PROPERTIES
+  list(TRANSFORM ARGN PREPEND ${PROJECT_SOURCE_DIR}/cuda/${folder}/ OUTPUT_VARIABLE sources)
+  add_library(tilesparse_${folder} OBJECT ${sources})
+  target_include_directories(tilesparse_${folder} PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
+  target_compile_options(tilesparse_${folder} PRIVATE --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall,-Wextra)
+  set_target_properties(tilesparse_${folder} PROPERTIES
     CUDA_ARCHITECTURES "${code}" CUDA_VISIBILITY_PRESET hidden CUDA_COMPILER_LAUNCHER "${CMAKE_CXX_COMPILER_LAUNCHER}"
     JOB_POOL_COMPILE nvcc)
-  target_link_libraries(tilesparse PRIVATE tilesparse_${name})
+  target_link_libraries(tilesparse PRIVATE tilesparse_${folder})
 endfunction()
 
 # Enables CUDA with nvcc from CUDACXX, PATH, CUDA_HOME or CUDA_PATH.
@@ -129,10 +130,9 @@ if(TILESPARSE_CUDA)
   foreach(architecture IN LISTS TILESPARSE_ARCHITECTURES)
     add_architecture(${architecture})
   endforeach()
-  add_common(plans)  # made on the GPU
-  add_common(values) # from one storage to another
-  add_common(sums)   # over tokens, the gradient of a bias
-  add_common(gate)   # beside a product, and its gradients
+  add_common(plans plans.cu)
+  add_common(values values.cu)
+  add_common(elementwise gate.cu sums.cu)
   target_compile_definitions(tilesparse PRIVATE TILESPARSE_CUDA)
   target_include_directories(tilesparse SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   set_target_properties(tilesparse PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static

@@ -1,7 +1,7 @@
 // factor * activation(gate) and the gradients of both, on the current CUDA device.
 #pragma once
 
-#include "gate/gate.h"
+#include "elementwise/gate.h"
 
 namespace ts {
 

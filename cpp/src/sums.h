@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/problem.h"
-#include "sums/sums.h"
+#include "elementwise/sums.h"
 
 namespace ts {
 

@@ -18,7 +18,7 @@
 
 #include <algorithm>
 
-#include "common/sums.cuh"
+#include "elementwise/sums.cuh"
 #include "sm90/launch.cuh"
 #include "sm90/sdd_epilogue.cuh"
 #include "sm90/sdd_traits.cuh"

@@ -5,10 +5,10 @@
 
 #include "common/problem.h"
 #include "common/strip_plan.h"
+#include "elementwise/sums.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/sdd_schedule.cuh"
 #include "sm90/wgmma.cuh"
-#include "sums/sums.h"
 
 namespace ts::sm90 {
 

@@ -5,8 +5,8 @@
 
 #include <cstdio>
 
-#include "gate/gate.h"
-#include "sums/sums.h"
+#include "elementwise/gate.h"
+#include "elementwise/sums.h"
 
 namespace {
 

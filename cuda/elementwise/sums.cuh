@@ -1,10 +1,10 @@
 // The sums over tokens of a tokens x features matrix, the gradient of a bias. Warps sum some tokens of some
-// features each, wherever they run: in a kernel of their own (sums/sums.cu), or beside a product that leaves
-// memory idle. A second kernel adds what they leave in a fixed order.
+// features each, wherever they run: in a kernel of their own (elementwise/sums.cu), or beside a product that
+// leaves memory idle. A second kernel adds what they leave in a fixed order.
 #pragma once
 
 #include "common/epilogue.cuh"
-#include "sums/sums.h"
+#include "elementwise/sums.h"
 
 namespace ts::sums {
 

@@ -1,4 +1,4 @@
-#include "sums/sums.h"
+#include "elementwise/sums.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
-#include "common/derivatives.cuh"
 #include "common/launch.cuh"
-#include "common/sums.cuh"
+#include "elementwise/derivatives.cuh"
+#include "elementwise/sums.cuh"
 
 namespace ts::sums {
 namespace {

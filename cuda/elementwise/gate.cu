@@ -1,4 +1,4 @@
-#include "gate/gate.h"
+#include "elementwise/gate.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -6,9 +6,9 @@
 
 #include <type_traits>
 
-#include "common/derivatives.cuh"
 #include "common/epilogue.cuh"
 #include "common/launch.cuh"
+#include "elementwise/derivatives.cuh"
 
 namespace ts::gate {
 namespace {
