@@ -117,16 +117,14 @@ class CompressedWeight<kOp, Math, kFeatures_>::InputReader {
     // The fragment of tokens 8 * i to 8 * i + 7 after the warp's first. Other chunks of a line are reached by
     // exclusive or, as the lines' permutation is one: here of the other half, there of other tokens.
     __device__ Fragment<4> load(uint32_t input, int i, int half) const {
-        Fragment<4> result;
         if constexpr (kContiguousK) {
-            load_matrices(result, (input + offset_ ^ half * kLineBytes / 2) + 8 * i * kLineBytes);
+            return load_matrices<false>((input + offset_ ^ half * kLineBytes / 2) + 8 * i * kLineBytes);
         } else {
             const uint32_t chunk = first_chunk_ + i;
-            load_transposed(result, (input + offset_ ^ chunk % kChunksPerLine * kChunkBytes) +
-                                        chunk / kChunksPerLine * InputTile::kPanelBytes +
-                                        half * kHalfStep * kLineBytes);
+            return load_matrices<true>((input + offset_ ^ chunk % kChunksPerLine * kChunkBytes) +
+                                       chunk / kChunksPerLine * InputTile::kPanelBytes +
+                                       half * kHalfStep * kLineBytes);
         }
-        return result;
     }
 
   private:
@@ -149,9 +147,7 @@ class CompressedWeight<kOp, Math, kFeatures_>::Reader {
 
     // The kept values of features 16 * i to 16 * i + 15 after the warp's first, in a half of the step.
     __device__ Fragment<4> load_values(uint32_t weight, int i, int half) const {
-        Fragment<4> result;
-        load_matrices(result, (weight + values_ ^ 2 * half * kChunkBytes) + i * offset(16, 0));
-        return result;
+        return load_matrices<false>((weight + values_ ^ 2 * half * kChunkBytes) + i * offset(16, 0));
     }
 
     // The lane's share of their metadata, of both halves.

@@ -46,22 +46,6 @@ __device__ inline T kept(T value) {
     return value;
 }
 
-template <bool kTransposed>
-__device__ inline Fragment<4> load_matrices(uint32_t address) {
-    Fragment<4> to;
-    if constexpr (kTransposed)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
-                     : "r"(address)
-                     : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
-                     : "r"(address)
-                     : "memory");
-    return to;
-}
-
 // A slice has its blocks one after another: dds_nt [kRows][kBlockChunks * 8 of k], dds_nn [k of a block in
 // the slice][kRows], in DecodeLines, as they are stored. `kBlockChunks`: of 16 bytes, of a block's k in a
 // slice.

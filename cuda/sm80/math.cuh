@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cute/arch/mma_sm80.hpp>
 
+#include "common/ldmatrix.cuh"
 #include "common/problem.h"
 #include "common/tf32.cuh"
 
@@ -17,6 +18,13 @@ template <int kRegisters>
 struct Fragment {
     uint32_t value[kRegisters];
 };
+
+template <bool kTransposed>
+__device__ inline Fragment<4> load_matrices(uint32_t address) {
+    Fragment<4> to;
+    ts::load_matrices<kTransposed>(to.value, address);
+    return to;
+}
 
 // The mma instructions of CuTe take every register as an argument of its own.
 template <class Instruction>

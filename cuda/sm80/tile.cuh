@@ -40,18 +40,6 @@ struct Tile {
 
 enum class Side { a, b };
 
-// Four matrices of 8 rows x 16 bytes, of which each lane names the place of one row.
-__device__ inline void load_matrices(Fragment<4>& to, uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
-                 : "r"(address));
-}
-__device__ inline void load_transposed(Fragment<4>& to, uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to.value[0]), "=r"(to.value[1]), "=r"(to.value[2]), "=r"(to.value[3])
-                 : "r"(address));
-}
-
 // Reads a warp's fragments of a tile, kTiles of 16 rows (tokens or features): the matrices of 8 rows x
 // 16 bytes of k that mma.sync wants, 2 x 2 of them at a time. Operand A has those of one k first,
 // operand B those of one row. What depends on the lane is computed once.
@@ -80,22 +68,20 @@ class Reader {
 
     // The fragments of rows 16 * i to 16 * i + 15 after the warp's first, at a quarter of the step.
     __device__ Fragment<4> load(uint32_t tile, int i, int quarter) const {
-        Fragment<4> result;
-        if constexpr (kContiguousK) {
-            // The two chunks of a quarter are reached by exclusive or, as the lines' permutation is one.
-            load_matrices(result, (tile + offsets_[0] ^ 2 * quarter * kChunkBytes) + 16 * i * kLineBytes);
-        } else {
-            const uint32_t k = quarter * (Tile::kStep / kQuarters) * kLineBytes;
-            if constexpr (kWords)
-                load_words(result, tile + offsets_[i], k);
-            else
-                load_transposed(result, tile + offsets_[i] + k);
-        }
-        return result;
+        const uint32_t k = quarter * (Tile::kStep / kQuarters) * kLineBytes;
+        // The two chunks of a quarter are reached by exclusive or, as the lines' permutation is one.
+        if constexpr (kContiguousK)
+            return load_matrices<false>((tile + offsets_[0] ^ 2 * quarter * kChunkBytes) +
+                                        16 * i * kLineBytes);
+        else if constexpr (kWords)
+            return load_words(tile + offsets_[i], k);
+        else
+            return load_matrices<true>(tile + offsets_[i] + k);
     }
 
   private:
-    __device__ static void load_words(Fragment<4>& to, uint32_t address, uint32_t offset) {
+    __device__ static Fragment<4> load_words(uint32_t address, uint32_t offset) {
+        Fragment<4> to;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int next_row = kSide == Side::a ? i % 2 : i / 2, next_k = kSide == Side::a ? i / 2 : i % 2;
@@ -103,6 +89,7 @@ class Reader {
                          : "=r"(to.value[i])
                          : "r"((address ^ next_row * 2 * kChunkBytes) + offset + next_k * 4 * kLineBytes));
         }
+        return to;
     }
 
     uint32_t offsets_[kContiguousK ? 1 : kTiles];
