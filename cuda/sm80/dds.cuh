@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     if (threadIdx.x == 0) ring.init(Traits::kLoaders, Traits::kComputers);
     __syncthreads();
 
-    const DdsPlan plan(arguments.plan, arguments.plan_key);
+    const PlanView plan(arguments.plan, arguments.plan_key);
     const DdsSchedule schedule(Traits::kTileTokens, arguments.tokens, arguments.row_tiles);
     using Loader = DdsLoader<Traits, kRowMajorInput>;
     if constexpr (Traits::kOnlyLoad) {
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     bool ready = false;  // the stage of that position, as far as is known to threads that only compute
     for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
         const auto work = schedule.at(index);
-        const int2 steps = __ldg(plan.tiles + work.row_tile);
+        const int2 steps = plan.tile<int2>(work.row_tile);
         typename Traits::Sums sums = {};
         for (int step = steps.x; step < steps.x + steps.y; ++step) {
             const uint32_t mask = __ldg(plan.masks + step);

@@ -1,4 +1,4 @@
-// What every dds kernel is told, and where it finds the plan's arrays.
+// What every dds kernel is told.
 #pragma once
 
 #include "common/plan.h"
@@ -28,24 +28,6 @@ struct DdsArguments {
     int lookahead;  // steps whose copies are under way while one is multiplied
     int plan_key;   // that the plan must have
     const uint32_t* metadata;
-};
-
-// A plan's arrays on the device. Ends the kernel with an error if it is not the plan that the launch is for.
-struct DdsPlan {
-    int group_rows, pieces;
-    const int2* tiles;
-    const int *rows, *masks, *k, *slots;
-
-    __device__ DdsPlan(const PlanHeader* header, int key)
-        : group_rows(header->group_rows), pieces(header->pieces) {
-        if (header->key != key) __trap();
-        const int* words = reinterpret_cast<const int*>(header);
-        tiles = reinterpret_cast<const int2*>(words + header->tiles_at);
-        rows = words + header->rows_at;
-        masks = words + header->masks_at;
-        k = words + header->k_at;
-        slots = words + header->slots_at;
-    }
 };
 
 }  // namespace ts::sm80

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "common/plan_view.cuh"
 #include "sm80/dds_traits.cuh"
 
 namespace ts::sm80 {
@@ -38,7 +39,7 @@ class DdsSchedule {
 // Walks the steps of all tiles of this CTA.
 class DdsCursor {
   public:
-    __device__ DdsCursor(const DdsSchedule& schedule, const DdsPlan& plan)
+    __device__ DdsCursor(const DdsSchedule& schedule, const PlanView& plan)
         : schedule_(schedule), plan_(plan), index_(blockIdx.x) {
         find_step();
     }
@@ -57,7 +58,7 @@ class DdsCursor {
         step_ = last_ = 0;
         for (; index_ < schedule_.size(); index_ += gridDim.x) {
             const auto work = schedule_.at(index_);
-            const int2 steps = __ldg(plan_.tiles + work.row_tile);
+            const int2 steps = plan_.tile<int2>(work.row_tile);
             step_ = steps.x;
             last_ = steps.x + steps.y;
             first_token_ = work.first_token;
@@ -66,7 +67,7 @@ class DdsCursor {
     }
 
     const DdsSchedule& schedule_;
-    const DdsPlan& plan_;
+    const PlanView& plan_;
     int index_, step_, last_, first_token_;
 };
 
@@ -90,7 +91,7 @@ class DdsLoader {
     struct Nothing {};
 
   public:
-    __device__ DdsLoader(const DdsArguments& arguments, const DdsSchedule& schedule, const DdsPlan& plan,
+    __device__ DdsLoader(const DdsArguments& arguments, const DdsSchedule& schedule, const PlanView& plan,
                          const Ring& ring, uint32_t stages)
         : arguments_(arguments),
           plan_(plan),
@@ -203,7 +204,7 @@ class DdsLoader {
     }
 
     const DdsArguments& arguments_;
-    const DdsPlan& plan_;
+    const PlanView& plan_;
     const Ring& ring_;
     uint32_t stages_;
     RingPosition position_;

@@ -2,6 +2,7 @@
 // step of k.
 #pragma once
 
+#include "common/plan_view.cuh"
 #include "common/weight.h"
 #include "sm80/dds_arguments.cuh"
 #include "sm80/tile.cuh"
@@ -52,7 +53,7 @@ class PlainWeight<kOp, Math, kFeatures_>::Loader {
     static_assert(1 << kStepShift == Tile::kStep);
 
   public:
-    __device__ Loader(const DdsArguments& arguments, const DdsPlan& plan)
+    __device__ Loader(const DdsArguments& arguments, const PlanView& plan)
         : arguments_(arguments),
           plan_(plan),
           line_(threadIdx.x / kChunksPerLine),
@@ -114,7 +115,7 @@ class PlainWeight<kOp, Math, kFeatures_>::Loader {
     __device__ int own_k(int i) const { return kTransposed ? line_ + i * kLinesAtOnce : chunk_ * kChunk; }
 
     const DdsArguments& arguments_;
-    const DdsPlan& plan_;
+    const PlanView& plan_;
     int line_, chunk_;
     int piece_shift_;  // log2 of the k that one piece contributes to a step
     int slot_index_[kOwnLines][kPanels];

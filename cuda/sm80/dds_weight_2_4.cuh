@@ -173,7 +173,7 @@ class CompressedWeight<kOp, Math, kFeatures_>::Loader {
     static_assert(kFeaturesAtOnce % 16 == 0 && kMetadataChunks <= kThreads);
 
   public:
-    __device__ Loader(const DdsArguments& arguments, const DdsPlan& plan)
+    __device__ Loader(const DdsArguments& arguments, const PlanView& plan)
         : arguments_(arguments), plan_(plan), piece_shift_(min(arguments.k_shift, kStepShift)) {}
 
     // Reads where the weight of a step lies.
@@ -230,7 +230,7 @@ class CompressedWeight<kOp, Math, kFeatures_>::Loader {
     __device__ int row_in_block(int feature) const { return feature & (1 << arguments_.row_shift) - 1; }
 
     const DdsArguments& arguments_;
-    const DdsPlan& plan_;
+    const PlanView& plan_;
     int piece_shift_;  // log2 of the k that one piece contributes to a step
     // Of the next step, slots -1 where there is nothing to copy:
     int k_, metadata_piece_k_ = 0;  // of the pieces in which the thread's chunks lie

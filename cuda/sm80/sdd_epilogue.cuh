@@ -16,7 +16,7 @@ __device__ inline void add_pair(const Result* stored, float2& sum) {
 
 // Stores a warp's sums to the blocks' slots, or as partial sums.
 template <class Traits>
-__device__ inline void sdd_store(const SddArguments& arguments, const SddPlan& plan, const SddWork& work,
+__device__ inline void sdd_store(const SddArguments& arguments, const PlanView& plan, const SddWork& work,
                                  const Accumulators<Traits::kMTiles, Traits::kNTiles>& sums, int first_row,
                                  int first_column, int lane) {
     using Result = typename Traits::Result;

@@ -1,6 +1,7 @@
 // Which tiles and tokens a CTA of an sdd kernel walks, and how the operands of a step come into the ring.
 #pragma once
 
+#include "common/plan_view.cuh"
 #include "sm80/sdd_traits.cuh"
 
 namespace ts::sm80 {
@@ -12,7 +13,7 @@ struct SddWork {
     int first_token;
     int last_token;
 
-    __device__ SddWork(const SddArguments& arguments, const SddPlan& plan, int index)
+    __device__ SddWork(const SddArguments& arguments, const PlanView& plan, int index)
         : tile(index % plan.tile_count), part(index / plan.tile_count) {
         first_token = min(part * arguments.part_tokens, arguments.tokens);
         last_token = min(first_token + arguments.part_tokens, arguments.tokens);
@@ -87,7 +88,7 @@ class SddLoader {
     using Element = typename Traits::Element;
 
   public:
-    __device__ SddLoader(const SddArguments& arguments, const SddPlan& plan, const Ring& ring,
+    __device__ SddLoader(const SddArguments& arguments, const PlanView& plan, const Ring& ring,
                          uint32_t stages)
         : arguments_(arguments),
           plan_(plan),
@@ -136,7 +137,7 @@ class SddLoader {
     }
 
     const SddArguments& arguments_;
-    const SddPlan& plan_;
+    const PlanView& plan_;
     const Ring& ring_;
     uint32_t stages_;
     RingPosition position_;

@@ -63,20 +63,4 @@ struct SddTraits {
     static constexpr int shared_bytes(int stages) { return stages * kStageBytes + Ring::bytes(stages); }
 };
 
-// A plan's arrays on the device. Ends the kernel with an error if it is not the plan that the launch is for.
-struct SddPlan {
-    int tile_count, group_rows, pieces;
-    const int *rows, *masks, *k, *slots;
-
-    __device__ SddPlan(const PlanHeader* header, int key)
-        : tile_count(header->tiles), group_rows(header->group_rows), pieces(header->pieces) {
-        if (header->key != key) __trap();
-        const int* words = reinterpret_cast<const int*>(header);
-        rows = words + header->rows_at;
-        masks = words + header->masks_at;
-        k = words + header->k_at;
-        slots = words + header->slots_at;
-    }
-};
-
 }  // namespace ts::sm80
