@@ -1,16 +1,18 @@
-// dds, the product of dense activations and the block-sparse weight, in both directions:
-//   nt: y[t, f] = sum over k of x[t, k] W[f, k]      nn: x[t, f] = sum over k of y[t, k] W[k, f]
-// with "features" f of the result and k summed over, whichever of out and in features they are.
-//
-// A CTA computes tiles of kTileTokens x kTileFeatures, one after another. A tile's features belong to
-// several block rows (see common/plan.h); it walks the steps of k in which one of them has a block.
-// All threads together fill a ring of stages with cp.async, some steps ahead and on into the next
-// tile: all tokens' k of the step, and of W the blocks that exist. Each warp multiplies what it has of
-// the tile with mma.sync, skipping what does not exist. (Warps that only load would leave the others
-// 168 registers instead of 255, too few to hide the latency of 64 x 64 sums' fragments.)
-// With compressed weights there is half as much to multiply for what is loaded, and four warps only load: 48
-// x 64 sums, for which the others' registers suffice, take 0.8 to 0.9 of the time of 64 x 64 sums whose warps
-// load.
+// dds: dense activations times the block-sparse weight (sm_80, mma.sync).
+//   NT: Y[M,N] = X[M,K] * W[N,K]^T      NN: X[M,K] = Y[M,N] * W[N,K]
+// Below, "features" are the columns of the result and k is what is summed over, in either direction.
+// Operands: activations and results row-major or column-major, bf16, fp16 or float32 (TF32, or three TF32
+// products with float32's error); values [nnz, bn, bk] of the same dtype or, NT in 16 bits, 2:4; float32
+// sums.
+// A CTA computes tiles of kTileTokens x 128 features, one after another, in bands of 1024 tokens whose
+// activations stay in L2. A tile's features belong to several block rows (see common/plan.h).
+// Warps: 8, which all load and multiply: warps that only load would leave the others 168 registers instead of
+// 255, too few to hide the latency of 64 x 64 sums' fragments. 2:4 has half as much to multiply for what is
+// loaded, and 4 more warps only load: 48 x 64 sums, for which 168 registers suffice, take 0.8 to 0.9 of the
+// time of 64 x 64 sums whose warps load.
+// K loop: the plan's steps of 128 bytes, those in which a block row of the tile has a block, through a ring
+// of 2 to 8 stages (cp.async, mbarriers), on into the next tile. Warps skip the parts of W that do not exist.
+// Chosen where estimate_dds is least among the kernels that compute the product.
 #pragma once
 
 #include <type_traits>

@@ -1,12 +1,15 @@
-// sdd, the gradient of the block-sparse weight: W[n, k] = sum over tokens t of y[t, n] x[t, k], for the
-// kept blocks only, written (or added) to their slots in values.
-//
-// A CTA computes macro-tiles of kTileRows features of y by kTileColumns of x, one after another: some
-// block rows and columns that have blocks in common (see common/plan.h), both gathered. Tokens are
-// walked in steps of 128 bytes through a ring of stages that all threads fill with cp.async, on into
-// the next tile. Each warp multiplies what it has of the tile with mma.sync, skipping what is not kept.
-// Where there are too few tiles for the GPU, tokens are split over several CTAs; their partial sums go
-// to the workspace, and a second kernel adds them in a fixed order.
+// sdd: the gradient of the block-sparse weight, for the kept blocks alone (sm_80, mma.sync).
+//   dW[N,K] = Y[M,N]^T * X[M,K], written or added to values
+// Operands: Y and X each row-major or column-major, bf16, fp16 or float32 (TF32, or three TF32 products with
+// float32's error); values [nnz, bn, bk] of the same dtype or float32; float32 sums.
+// A CTA computes tiles of kTileRows features of y x kTileColumns features of x, one after another: block rows
+// and columns that have blocks in common, both gathered (see common/plan.h).
+// Warps: 8, which all load and multiply. They skip the parts of a tile that are not kept.
+// M loop: steps of 128 bytes of tokens through a ring of 2 to 6 stages (cp.async, mbarriers), on into the
+// next tile.
+// Split over tokens, where tiles are too few for the GPU: partial sums go to the workspace, and a second
+// kernel adds them in a fixed order.
+// Chosen where estimate_sdd is least: 64 rows for blocks of 32 or 64 rows, otherwise 128.
 #pragma once
 
 #include "common/problem.h"
