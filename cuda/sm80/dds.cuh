@@ -130,27 +130,28 @@ struct Dds {
         const int64_t tiles = row_tiles(problem) * token_tiles(problem);
         if (tiles == 0) return cudaSuccess;
         const Occupancy fit = occupancy(device);
-        const DdsArguments arguments{input.data,
-                                     static_cast<uint32_t>(input.ld / Traits::kChunk),
-                                     output.data,
-                                     output.ld,
-                                     problem.values.data,
-                                     problem.bias,
-                                     problem.residual.data,
-                                     problem.residual.ld,
-                                     static_cast<const PlanHeader*>(problem.plan),
-                                     output.layout,
-                                     problem.activation,
-                                     problem.gate_activation,
-                                     problem.gated,
-                                     static_cast<int>(problem.tokens),
-                                     static_cast<int>(row_tiles(problem)),
-                                     log2_of_block(problem.row_block()),
-                                     log2_of_block(problem.k_block()),
-                                     fit.stages,
-                                     lookahead(fit.stages),
-                                     plan_key(problem.pattern, problem.op, kPlan),
-                                     problem.values.metadata};
+        DdsArguments arguments{};
+        arguments.input = input.data;
+        arguments.input_ld = static_cast<uint32_t>(input.ld / Traits::kChunk);
+        arguments.output = output.data;
+        arguments.output_ld = output.ld;
+        arguments.values = problem.values.data;
+        arguments.bias = problem.bias;
+        arguments.residual = problem.residual.data;
+        arguments.residual_ld = problem.residual.ld;
+        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.output_layout = output.layout;
+        arguments.activation = problem.activation;
+        arguments.gate_activation = problem.gate_activation;
+        arguments.gated = problem.gated;
+        arguments.tokens = static_cast<int>(problem.tokens);
+        arguments.row_tiles = static_cast<int>(row_tiles(problem));
+        arguments.row_shift = log2_of_block(problem.row_block());
+        arguments.k_shift = log2_of_block(problem.k_block());
+        arguments.stages = fit.stages;
+        arguments.lookahead = lookahead(fit.stages);
+        arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
+        arguments.metadata = problem.values.metadata;
         const auto start = input.layout == Layout::row_major
                                ? ts::sm80::launch<dds_kernel<Traits, true>, DdsArguments>
                                : ts::sm80::launch<dds_kernel<Traits, false>, DdsArguments>;
@@ -161,22 +162,15 @@ struct Dds {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row{name,
-                   DeviceType::cuda,
-                   80,
-                   1u << static_cast<int>(kOp),
-                   1u << static_cast<int>(Math::kDType),
-                   Math::kPrecision,
-                   kPlan,
-                   kTileTokens,
-                   kTileFeatures,
-                   0,
-                   refuses,
-                   workspace_size,
-                   launch,
-                   false,
-                   Weight::kStorages,
-                   Weight::kDTypes};
+        Kernel row = make_row<Dds>(name);
+        row.ops = 1u << static_cast<int>(kOp);
+        row.dtypes = 1u << static_cast<int>(Math::kDType);
+        row.precision = Math::kPrecision;
+        row.plan = kPlan;
+        row.tile_tokens = kTileTokens;
+        row.tile_features = kTileFeatures;
+        row.storages = Weight::kStorages;
+        row.values_dtypes = Weight::kDTypes;
         row.estimate = estimate_dds;
         return row;
     }

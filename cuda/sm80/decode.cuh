@@ -137,22 +137,13 @@ struct Decode {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row{name,
-                   DeviceType::cuda,
-                   80,
-                   Formats::kOps,
-                   1u << static_cast<int>(Math::kDType),
-                   Math::kPrecision,
-                   {0, 0},
-                   0,
-                   0,
-                   kMaxTokens,
-                   refuses,
-                   workspace_size,
-                   launch,
-                   false,
-                   Formats::kStorages,
-                   Formats::kDTypes};
+        Kernel row = make_row<Decode>(name);
+        row.ops = Formats::kOps;
+        row.dtypes = 1u << static_cast<int>(Math::kDType);
+        row.precision = Math::kPrecision;
+        row.max_tokens = kMaxTokens;
+        row.storages = Formats::kStorages;
+        row.values_dtypes = Formats::kDTypes;
         row.estimate = estimate_decode;
         return row;
     }
@@ -168,25 +159,26 @@ struct Decode {
         const Values& values = problem.values;
         const auto blocks = static_cast<int>(problem.features() / Traits::kRows);
         const auto chunks = static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
-        const DecodeArguments arguments{input.data,
-                                        input.ld * static_cast<int64_t>(sizeof(typename Traits::Element)),
-                                        output.data,
-                                        output.ld,
-                                        values.data,
-                                        problem.bias,
-                                        problem.residual.data,
-                                        problem.residual.ld,
-                                        problem.block_rows(),
-                                        output.layout,
-                                        problem.gated ? problem.gate_activation : problem.activation,
-                                        problem.gated,
-                                        static_cast<int>(problem.tokens),
-                                        log2_of_block(problem.row_block()),
-                                        log2_of_block(problem.k_block()),
-                                        values.metadata,
-                                        values.scales,
-                                        values.row_scales,
-                                        chunks};
+        DecodeArguments arguments{};
+        arguments.input = input.data;
+        arguments.input_ld = input.ld * static_cast<int64_t>(sizeof(typename Traits::Element));
+        arguments.output = output.data;
+        arguments.output_ld = output.ld;
+        arguments.values = values.data;
+        arguments.bias = problem.bias;
+        arguments.residual = problem.residual.data;
+        arguments.residual_ld = problem.residual.ld;
+        arguments.rows = problem.block_rows();
+        arguments.output_layout = output.layout;
+        arguments.activation = problem.gated ? problem.gate_activation : problem.activation;
+        arguments.gated = problem.gated;
+        arguments.tokens = static_cast<int>(problem.tokens);
+        arguments.row_shift = log2_of_block(problem.row_block());
+        arguments.k_shift = log2_of_block(problem.k_block());
+        arguments.metadata = values.metadata;
+        arguments.scales = values.scales;
+        arguments.row_scales = values.row_scales;
+        arguments.chunks = chunks;
         int warps = 0;  // of a multiprocessor, where how many teams there are depends on them
         if constexpr (Traits::Weight::kFewBytes || Traits::kTeam > 1)
             if (const cudaError_t error = warps_of_multiprocessor<Traits>(warps)) return error;

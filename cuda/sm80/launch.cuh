@@ -17,6 +17,19 @@ int stages_within(int bytes) {
     return stages;
 }
 
+// A row of the registry with what is the same for all kernels of this folder.
+template <class Launcher>
+constexpr Kernel make_row(const char* name) {
+    Kernel row{};
+    row.name = name;
+    row.device = DeviceType::cuda;
+    row.min_compute_capability = 80;
+    row.refuses = Launcher::refuses;
+    row.workspace_size = Launcher::workspace_size;
+    row.launch = Launcher::launch;
+    return row;
+}
+
 // `kKernel` takes one argument by value.
 template <auto kKernel, class Arguments>
 cudaError_t launch(const Arguments& arguments, dim3 blocks, int threads, int shared_bytes, int shared_limit,

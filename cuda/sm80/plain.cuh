@@ -10,6 +10,7 @@
 
 #include "common/launch.cuh"
 #include "common/problem.h"
+#include "sm80/launch.cuh"
 #include "sm80/select.h"
 
 namespace ts::sm80 {
@@ -139,19 +140,11 @@ struct Plain {
     }
 
     static constexpr Kernel row(const char* name) {
-        return {name,
-                DeviceType::cuda,
-                80,
-                0b111,
-                1u << static_cast<int>(DType::float64),
-                Precision::highest,
-                {0, 0},
-                0,
-                0,
-                0,
-                refuses,
-                workspace_size,
-                launch};
+        Kernel row = make_row<Plain>(name);
+        row.ops = 0b111;
+        row.dtypes = 1u << static_cast<int>(DType::float64);
+        row.precision = Precision::highest;
+        return row;
     }
 
   private:

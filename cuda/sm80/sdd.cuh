@@ -163,42 +163,36 @@ struct Sdd {
         if (problem.pattern.nnz == 0) return cudaSuccess;
         const int parts = choose_parts(problem, device), stage_count = stages(device);
         const int64_t steps = (problem.tokens + Traits::kStep - 1) / Traits::kStep;
-        const SddArguments arguments{problem.y.data,
-                                     problem.y.ld,
-                                     problem.x.data,
-                                     problem.x.ld,
-                                     problem.values.data,
-                                     static_cast<float*>(workspace),
-                                     static_cast<const PlanHeader*>(problem.plan),
-                                     problem.pattern.value_count(),
-                                     static_cast<int>(problem.tokens),
-                                     parts,
-                                     static_cast<int>((steps + parts - 1) / parts * Traits::kStep),
-                                     log2_of_block(problem.pattern.block_rows),
-                                     log2_of_block(problem.pattern.block_cols),
-                                     stage_count,
-                                     lookahead(stage_count),
-                                     problem.accumulate,
-                                     plan_key(problem.pattern, problem.op, kPlan)};
+        SddArguments arguments{};
+        arguments.y = problem.y.data;
+        arguments.y_ld = problem.y.ld;
+        arguments.x = problem.x.data;
+        arguments.x_ld = problem.x.ld;
+        arguments.values = problem.values.data;
+        arguments.partial = static_cast<float*>(workspace);
+        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.value_count = problem.pattern.value_count();
+        arguments.tokens = static_cast<int>(problem.tokens);
+        arguments.parts = parts;
+        arguments.part_tokens = static_cast<int>((steps + parts - 1) / parts * Traits::kStep);
+        arguments.row_shift = log2_of_block(problem.pattern.block_rows);
+        arguments.col_shift = log2_of_block(problem.pattern.block_cols);
+        arguments.stages = stage_count;
+        arguments.lookahead = lookahead(stage_count);
+        arguments.accumulate = problem.accumulate;
+        arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         const auto start = problem.result_dtype == Math::kDType ? start_for<Traits> : start_for<WideTraits>;
         return start(arguments, problem, device, stream);
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row{name,
-                   DeviceType::cuda,
-                   80,
-                   1u << static_cast<int>(Op::sdd_tn),
-                   1u << static_cast<int>(Math::kDType),
-                   Math::kPrecision,
-                   kPlan,
-                   0,
-                   kTileRows,
-                   0,
-                   refuses,
-                   workspace_size,
-                   launch};
-        row.result_dtypes = 1u << static_cast<int>(Math::kDType) | 1u << static_cast<int>(DType::float32);
+        Kernel row = make_row<Sdd>(name);
+        row.ops = 1u << static_cast<int>(Op::sdd_tn);
+        row.dtypes = 1u << static_cast<int>(Math::kDType);
+        row.result_dtypes = row.dtypes | 1u << static_cast<int>(DType::float32);
+        row.precision = Math::kPrecision;
+        row.plan = kPlan;
+        row.tile_features = kTileRows;
         row.estimate = estimate_sdd;
         return row;
     }
