@@ -639,7 +639,8 @@ def test_more_work_than_a_launch_can_count_takes_several(kernel: str, feature_ma
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 def test_a_pending_error_stays_with_the_caller(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    sources = [root / "tests/cpp/test_pending.cu", root / "cuda/elementwise/gate.cu", root / "cuda/elementwise/sums.cu"]
+    elementwise = root / "cuda/elementwise"
+    sources = [root / "tests/cpp/test_pending.cu", elementwise / "gate.cu", elementwise / "sums.cu"]
     flags = ["-std=c++17", "-arch=native", "--expt-relaxed-constexpr", f"-I{root / 'cuda'}"]
     program = tmp_path / "pending"
     subprocess.run(["nvcc", *flags, *map(str, sources), "-o", str(program)], check=True)
