@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "cpu/steps.h"
+#include "cpu/vectors.h"
 #include "device.h"
 #include "error.h"
 #include "threads.h"

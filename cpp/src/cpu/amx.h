@@ -1,0 +1,14 @@
+// Multiplication by AMX: registers of 16 rows of 64 bytes, multiplied as [16, 32] x [32, 16].
+#pragma once
+
+#include "cpu/steps.h"
+
+namespace ts::cpu {
+
+// Linux lets a process use the tile registers once it has asked for them. False where there are none.
+bool request_amx_bf16();
+
+void multiply_amx(const Strip& s);
+void multiply_tokens_amx(const TokenStrip& s);
+
+}  // namespace ts::cpu

@@ -1,0 +1,282 @@
+// y = x W^T and x = y W.
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/memory.h"
+#include "cpu/products.h"
+#include "threads.h"
+
+namespace ts::cpu {
+namespace {
+
+constexpr int64_t kLeastChunkTokens = 96;  // for which values are read from memory
+constexpr int64_t kChunkTokens = 256;      // most tokens whose panels are visited together
+
+class Dds {
+  public:
+    Dds(const Steps& steps, const Problem& problem, const Device& device, void* memory)
+        : steps_(steps),
+          p_(problem),
+          forward_(p_.forward()),
+          input_(p_.input()),
+          output_(p_.output()),
+          adjacency_(p_.block_rows()),
+          block_(p_.row_block()),
+          depth_block_(p_.k_block() / steps_.pair),
+          features_(p_.features()),
+          input_features_(p_.k_size()),
+          depth_(input_features_ / steps_.pair),
+          rows_(std::min<int64_t>(block_, kMaxRows)),
+          by_tokens_(!forward_ && rows_ == kMaxRows && steps_.multiply_tokens != nullptr &&
+                     input_.layout == Layout::row_major && output_.layout == Layout::row_major),
+          direct_(!by_tokens_ && steps_.values_direct && (forward_ || steps_.pair == 1)),
+          threads_(std::min(max_threads(), device.multiprocessors)),
+          value_bytes_(direct_ ? 0 : rows_ * depth_ * steps_.packed_size),
+          workspace_(memory) {
+        choose_tasks(device.multiprocessors);
+        const int64_t packed_tokens = by_tokens_        ? 0
+                                      : own_chunks_ > 0 ? device.multiprocessors * chunk_
+                                                        : std::min(wave_, round_up(p_.tokens, steps_.lanes));
+        panels_ = workspace_.take(packed_tokens * depth_ * steps_.packed_size);
+        values_ = workspace_.take(device.multiprocessors * (kTaskFeatures / rows_) * value_bytes_);
+    }
+
+    size_t workspace_size() const { return workspace_.size(); }
+
+    void run() const {
+        // With gaps between its lines the memory is not the result's alone.
+        const bool row_major = output_.layout == Layout::row_major;
+        if (output_.ld == (row_major ? features_ : p_.tokens))
+            advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.dtype));
+        in_parallel(threads_, [this](Member& member) {
+            if (own_chunks_ > 0) return run_own_chunks(member);
+            for (int64_t wave = 0; wave < p_.tokens; wave += wave_)
+                run_wave(member, wave, std::min(wave + wave_, p_.tokens));
+        });
+    }
+
+  private:
+    // Packed activations [tokens / tile][depth][tile] from a token on, the last of fewer tokens.
+    struct Panels {
+        const void* data;
+        int64_t first;
+    };
+
+    // Every thread packs and computes chunks of tokens by itself: what another core has written comes from
+    // afar.
+    void run_own_chunks(Member& member) const {
+        const int64_t vectors = ceil_div(p_.tokens, steps_.lanes);
+        const auto begin_of = [&](int64_t i) {
+            return std::min(i * vectors / own_chunks_ * steps_.lanes, p_.tokens);
+        };
+        member.draw(own_chunks_, 1, [&](int64_t i, int64_t) {
+            const int64_t begin = begin_of(i), end = begin_of(i + 1);
+            const Panels panels{offset(panels_, member.thread() * chunk_ * depth_ * steps_.packed_size),
+                                begin};
+            for (int64_t token = begin; token < end && !by_tokens_; token += steps_.tile)
+                for (int64_t feature = 0; feature < input_features_; feature += kPackedFeatures)
+                    pack_input(panels, feature, token, end);
+            for (int64_t feature = 0; feature < features_; feature += kTaskFeatures)
+                compute(panels, feature, std::min(feature + kTaskFeatures, features_), begin, end,
+                        member.thread());
+        });
+    }
+
+    // Packs and computes tokens [wave, end).
+    void run_wave(Member& member, int64_t wave, int64_t end) const {
+        const Panels panels{panels_, wave};
+        if (!by_tokens_) {
+            const int64_t packed = ceil_div(input_features_, kPackedFeatures);
+            member.share(ceil_div(end - wave, steps_.tile) * packed, [&](int64_t i) {
+                pack_input(panels, i % packed * kPackedFeatures, wave + i / packed * steps_.tile, end);
+            });
+            member.wait();
+        }
+        member.draw(ceil_div(features_, task_features_), ceil_div(end - wave, chunk_),
+                    [&](int64_t i, int64_t chunk) {
+                        const int64_t token = wave + chunk * chunk_, feature = i * task_features_;
+                        compute(panels, feature, std::min(feature + task_features_, features_), token,
+                                std::min(token + chunk_, end), member.thread());
+                    });
+    }
+
+    // Panels of a chunk of tokens stay in the cache while the values pass by, unless so few would fit that
+    // the values were read too often. If there are tokens enough, every thread has chunks of its own. Else a
+    // wave of chunks is packed and then computed in some tasks for each thread.
+    void choose_tasks(int64_t threads) {
+        const int64_t tasks = kThreadTasks * threads;
+        const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
+        chunk_ = std::clamp<int64_t>(cache_bytes() / panel_bytes, ceil_div(kLeastChunkTokens, steps_.tile),
+                                     kChunkTokens / steps_.tile) *
+                 steps_.tile;
+        task_features_ = kTaskFeatures;
+        if (p_.tokens >= threads * kLeastChunkTokens) {
+            own_chunks_ = threads * ceil_div(p_.tokens, threads * chunk_);
+            chunk_ = ceil_div(ceil_div(p_.tokens, steps_.lanes), own_chunks_) * steps_.lanes;
+            return;
+        }
+        if (ceil_div(features_, task_features_) * ceil_div(p_.tokens, chunk_) < tasks) {
+            task_features_ = rows_;
+            chunk_ = steps_.tile;
+        }
+        wave_ = chunk_ * ceil_div(tasks, ceil_div(features_, task_features_));
+    }
+
+    int64_t tile_tokens(int64_t token, int64_t end) const {
+        return std::min<int64_t>(steps_.tile, end - token);
+    }
+
+    std::byte* panel(const Panels& panels, int64_t token) const {
+        return offset(panels.data, (token - panels.first) * depth_ * steps_.packed_size);
+    }
+
+    // Packs kPackedFeatures features of a tile of tokens before `end`.
+    void pack_input(const Panels& panels, int64_t feature, int64_t token, int64_t end) const {
+        const int64_t tokens = tile_tokens(token, end), width = round_up(tokens, steps_.lanes);
+        pack_rectangle(
+            steps_, p_.dtype, input_,
+            {feature, std::min(kPackedFeatures, input_features_ - feature), token, tokens, width}, false,
+            false, offset(panel(panels, token), feature / steps_.pair * width * steps_.packed_size), width);
+    }
+
+    // Computes features [feature, feature_end) of tokens [token, token_end), tile by tile, in one thread.
+    void compute(const Panels& panels, int64_t feature, int64_t feature_end, int64_t token, int64_t token_end,
+                 int thread) const {
+        alignas(64) std::byte sums[kSumBytes];
+        Strip strips[kTaskFeatures / kMinRows];
+        const int64_t count = (feature_end - feature) / rows_;
+        const int64_t place = thread * (kTaskFeatures / rows_);
+        for (int64_t i = 0; i < count; ++i) strips[i] = strip_of(feature + i * rows_, place + i);
+        for (; token < token_end; token += steps_.tile) {
+            const int64_t tokens = tile_tokens(token, token_end);
+            const Output output = output_of(feature, feature_end - feature, token, tokens, sums);
+            prefetch_output(output, element_size(p_.dtype));
+            for (int64_t i = 0; i < count; ++i) {
+                if (by_tokens_)
+                    multiply_tokens(strips[i], token, tokens, reinterpret_cast<float*>(sums) + i * rows_);
+                else
+                    multiply(strips[i], panel(panels, token),
+                             offset(sums, i * rows_ * output.sums_ld * steps_.packed_size), output.sums_ld);
+            }
+            steps_.finish(output);
+        }
+    }
+
+    void multiply(Strip& strip, const void* panel, void* sums, int64_t columns) const {
+        strip.b = panel;
+        strip.columns = columns;
+        strip.sums = sums;
+        steps_.multiply(strip);
+    }
+
+    void multiply_tokens(const Strip& strip, int64_t token, int64_t tokens, float* sums) const {
+        const int64_t ld = input_.ld * element_size(p_.dtype);
+        steps_.multiply_tokens({offset(input_.data, token * ld), ld, strip.a, strip.idx, strip.entries,
+                                strip.depth, tokens, sums, kTaskFeatures});
+    }
+
+    // The strip that begins at a feature, all but its tokens. Values that are packed get one of the places.
+    Strip strip_of(int64_t feature, int64_t place) const {
+        const int64_t row = feature / block_, first = adjacency_.ptr[row];
+        Strip strip{};
+        strip.entries = adjacency_.ptr[row + 1] - first;
+        strip.idx = adjacency_.idx + first;
+        strip.depth = depth_block_;
+        strip.rows = rows_;
+        set_values(strip, adjacency_.slot + first, feature % block_, place);
+        return strip;
+    }
+
+    void set_values(Strip& strip, const int32_t* slots, int64_t within, int64_t place) const {
+        if (direct_) {
+            strip.a = block_rows(0, within);
+            strip.slot = slots;
+            strip.a_entry = block_ * depth_block_;
+            strip.a_row = forward_ ? depth_block_ : 1;
+            strip.a_step = forward_ ? 1 : block_;
+        } else {
+            strip.a = offset(values_, place * value_bytes_);
+            strip.a_entry = rows_ * depth_block_;
+            strip.a_row = depth_block_;
+            strip.a_step = 1;
+            pack_values(slots, strip.entries, within, strip.a);
+        }
+    }
+
+    // Where the features [within, within + rows) of a block begin.
+    const void* block_rows(int64_t slot, int64_t within) const {
+        const int64_t rows = p_.pattern.block_rows, cols = p_.pattern.block_cols;
+        return offset(p_.values.data,
+                      (slot * rows * cols + within * (forward_ ? cols : 1)) * element_size(p_.dtype));
+    }
+
+    // Copies those features of blocks to [entries, rows, depth_block], or with the last two exchanged.
+    void pack_values(const int32_t* slots, int64_t entries, int64_t within, const void* target) const {
+        constexpr int64_t ahead = 4;  // blocks are too small for the processor to see where they lie
+        const int64_t depths = depth_block_ * steps_.pair, size = element_size(p_.dtype);
+        const int64_t rows = forward_ ? rows_ : depths, cols = forward_ ? depths : rows_;
+        for (int64_t e = 0; e < entries; ++e) {
+            if (e + ahead < entries)
+                prefetch_rectangle<prefetch>(block_rows(slots[e + ahead], within), rows,
+                                             p_.pattern.block_cols * size, cols * size);
+            steps_.pack({block_rows(slots[e], within), p_.pattern.block_cols, rows, cols, rows, cols,
+                         offset(target, e * rows_ * depth_block_ * steps_.packed_size),
+                         by_tokens_ ? rows_ : depth_block_, !forward_ && !by_tokens_, !forward_});
+        }
+    }
+
+    Output output_of(int64_t feature, int64_t features, int64_t token, int64_t columns, void* sums) const {
+        const bool row_major = output_.layout == Layout::row_major;
+        const auto first = [&](int64_t ld) {
+            return row_major ? token * ld + feature : feature * ld + token;
+        };
+        const int64_t size = element_size(p_.dtype);
+        const Matrix& residual = p_.residual;
+        const void* bias = p_.bias ? offset(p_.bias, feature * size) : nullptr;
+        return {sums,
+                by_tokens_ ? kTaskFeatures : round_up(columns, steps_.lanes),
+                by_tokens_ ? columns : features,
+                by_tokens_ ? features : columns,
+                offset(output_.data, first(output_.ld) * size),
+                output_.ld,
+                row_major && !by_tokens_,
+                bias,
+                false,
+                p_.activation,
+                residual.data ? offset(residual.data, first(residual.ld) * size) : nullptr,
+                residual.ld,
+                p_.gated,
+                p_.gate_activation};
+    }
+
+    const Steps& steps_;
+    const Problem& p_;
+    const bool forward_;
+    const Matrix input_, output_;
+    const Adjacency adjacency_;
+    const int64_t block_,
+        depth_block_;  // sides of a block; depths are counted in pairs where there are pairs
+    const int64_t features_, input_features_, depth_;
+    const int64_t rows_;
+    const bool by_tokens_;  // activations are read where they lie, and blocks of W have to be packed anyway
+    const bool direct_;     // values are read where they lie
+    const int threads_;
+    const int64_t value_bytes_;
+    int64_t own_chunks_ = 0;                // of tokens, each of one thread
+    int64_t chunk_, task_features_, wave_;  // tokens, features and tokens
+    Workspace workspace_;
+    std::byte* panels_;
+    std::byte* values_;  // of each thread
+};
+
+}  // namespace
+
+size_t dds_workspace_size(const Steps& steps, const Problem& problem, const Device& device) {
+    return Dds(steps, problem, device, nullptr).workspace_size();
+}
+
+void dds(const Steps& steps, const Problem& problem, const Device& device, void* workspace) {
+    Dds(steps, problem, device, workspace).run();
+}
+
+}  // namespace ts::cpu

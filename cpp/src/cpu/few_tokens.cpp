@@ -1,0 +1,108 @@
+// y = x W^T of few tokens.
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/memory.h"
+#include "cpu/products.h"
+#include "threads.h"
+
+namespace ts::cpu {
+namespace {
+
+// Forward, to row-major results. Blocks of W are read where they lie, as vectors along k.
+class FewTokens {
+  public:
+    FewTokens(const Steps& steps, const Problem& problem, const Device& device, void* memory)
+        : steps_(steps),
+          p_(problem),
+          adjacency_(p_.block_rows()),
+          rows_(std::min<int64_t>(p_.row_block(), kMaxRows)),
+          element_(element_size(p_.dtype)),
+          packed_element_(steps_.packed_size / steps_.pair),
+          packs_(p_.tokens > 1 || packed_element_ != element_ || p_.input().layout != Layout::row_major),
+          x_ld_(p_.k_size() + kLine / packed_element_),
+          threads_(std::min(max_threads(), device.multiprocessors)),
+          workspace_(memory) {
+        const bool many = ceil_div(p_.features(), kTaskFeatures) >= kThreadTasks * device.multiprocessors;
+        task_features_ = many ? kTaskFeatures : rows_;
+        x_ = packs_ ? workspace_.take(p_.tokens * x_ld_ * packed_element_) : nullptr;
+    }
+
+    size_t workspace_size() const { return workspace_.size(); }
+
+    void run() const {
+        in_parallel(threads_, [this](Member& member) {
+            if (packs_) {
+                member.share(ceil_div(p_.k_size(), kPackedFeatures), [&](int64_t i) {
+                    const int64_t feature = i * kPackedFeatures,
+                                  features = std::min(kPackedFeatures, p_.k_size() - feature);
+                    pack_rectangle(steps_, p_.dtype, p_.input(), {feature, features, 0, p_.tokens, p_.tokens},
+                                   true, false, offset(x_, feature * packed_element_), x_ld_);
+                });
+                member.wait();
+            }
+            member.draw(ceil_div(p_.features(), task_features_), 1, [&](int64_t i, int64_t) {
+                const int64_t feature = i * task_features_;
+                compute(feature, std::min(task_features_, p_.features() - feature));
+            });
+        });
+    }
+
+  private:
+    static constexpr int64_t kLine = 64;  // bytes, by which lines of x are longer: places of a cache differ
+
+    // Computes as many features from `feature` on.
+    void compute(int64_t feature, int64_t features) const {
+        alignas(64) std::byte sums[kMostFewTokens * kTaskFeatures * sizeof(double)];
+        const Output output = output_of(feature, features, sums);
+        prefetch_output(output, element_);
+        const int64_t block_rows = p_.pattern.block_rows, block_cols = p_.pattern.block_cols;
+        for (int64_t first = 0; first < features; first += rows_) {
+            const int64_t row = (feature + first) / block_rows, within = (feature + first) % block_rows;
+            const int64_t begin = adjacency_.ptr[row];
+            steps_.multiply_few({packs_ ? x_ : p_.input().data, packs_ ? x_ld_ : p_.input().ld,
+                                 offset(p_.values.data, within * block_cols * element_),
+                                 adjacency_.slot + begin, block_rows * block_cols, adjacency_.idx + begin,
+                                 adjacency_.ptr[row + 1] - begin, block_cols, rows_, p_.tokens,
+                                 offset(sums, first * std::max<int64_t>(element_, sizeof(float))),
+                                 kTaskFeatures});
+        }
+        steps_.finish(output);
+    }
+
+    Output output_of(int64_t feature, int64_t features, void* sums) const {
+        const auto at = [&](const void* data) { return data ? offset(data, feature * element_) : nullptr; };
+        return {sums,     kTaskFeatures,     p_.tokens, features,      at(p_.output().data), p_.output().ld,
+                false,    at(p_.bias),       true,      p_.activation, at(p_.residual.data), p_.residual.ld,
+                p_.gated, p_.gate_activation};
+    }
+
+    const Steps& steps_;
+    const Problem& p_;
+    const Adjacency adjacency_;
+    const int64_t rows_;
+    const int64_t element_, packed_element_;  // bytes
+    const bool packs_;                        // x, which else is read where it lies
+    const int64_t x_ld_;                      // once packed
+    const int threads_;
+    int64_t task_features_;
+    Workspace workspace_;
+    std::byte* x_;
+};
+
+}  // namespace
+
+bool suits_few_tokens(const Steps& steps, const Problem& problem) {
+    return problem.forward() && problem.tokens <= steps.few_tokens &&
+           problem.output().layout == Layout::row_major;
+}
+
+size_t few_tokens_workspace_size(const Steps& steps, const Problem& problem, const Device& device) {
+    return FewTokens(steps, problem, device, nullptr).workspace_size();
+}
+
+void few_tokens(const Steps& steps, const Problem& problem, const Device& device, void* workspace) {
+    FewTokens(steps, problem, device, workspace).run();
+}
+
+}  // namespace ts::cpu

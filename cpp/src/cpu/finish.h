@@ -1,0 +1,143 @@
+// The step that writes results, for vectors of any length.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/activation.h"
+#include "cpu/steps.h"
+#include "cpu/vectors.h"
+
+namespace ts::cpu {
+
+template <Activation activation, class V>
+TS_INLINE void activate_sums(const Output& o, const element_t<V>* bias) {
+    for (int64_t row = 0; row < o.rows; ++row) {
+        auto* sums = static_cast<element_t<V>*>(o.sums) + row * o.sums_ld;
+        for (int64_t column = 0; column < o.columns; column += lanes_of<V>) {
+            const V added = o.bias_of_columns ? load<V>(bias + column) : V{} + bias[row];
+            store(sums + column, activate<activation>(load<V>(sums + column) + added));
+        }
+    }
+}
+
+template <class Codec>
+TS_INLINE void activate_sums(const Output& o) {
+    using S = typename Codec::S;
+    using V = typename Codec::V;
+    element_t<V> bias[kTaskFeatures] = {};
+    const int64_t features = o.bias_of_columns ? o.columns : o.rows;
+    for (int i = 0; o.bias && i < features; i += lanes_of<V>)
+        store(bias + i, Codec::decode(load<S>(static_cast<const typename Codec::Stored*>(o.bias) + i)));
+    switch (o.activation) {
+        case Activation::none:
+            return activate_sums<Activation::none, V>(o, bias);
+        case Activation::relu:
+            return activate_sums<Activation::relu, V>(o, bias);
+        case Activation::gelu:
+            return activate_sums<Activation::gelu, V>(o, bias);
+        case Activation::silu:
+            return activate_sums<Activation::silu, V>(o, bias);
+    }
+}
+
+template <class Codec>
+TS_INLINE typename Codec::V added_at(const Output& o, int64_t line, int64_t first,
+                                     int64_t count = lanes_of<typename Codec::V>) {
+    const auto* from = static_cast<const typename Codec::Stored*>(o.added) + line * o.added_ld + first;
+    return Codec::decode(load<typename Codec::S>(from, count));
+}
+
+template <class V>
+TS_INLINE V with_added(const Output& o, const V& sum, const V& added) {
+    return o.gated ? sum * added : sum + added;
+}
+
+template <class Codec>
+TS_INLINE void store_rows(const Output& o) {
+    using V = typename Codec::V;
+    for (int64_t row = 0; row < o.rows; ++row) {
+        const auto* sums = static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld;
+        auto* to = static_cast<typename Codec::Stored*>(o.data) + row * o.ld;
+        for (int64_t column = 0; column < o.columns; column += lanes_of<V>) {
+            const int64_t count = o.columns - column;
+            V value = load<V>(sums + column);
+            if (o.added) value = with_added(o, value, added_at<Codec>(o, row, column, count));
+            store(to + column, Codec::encode(value), count);
+        }
+    }
+}
+
+template <class Codec>
+TS_INLINE void store_transposed(const Output& o) {
+    using V = typename Codec::V;
+    constexpr int lanes = lanes_of<V>;
+    for (int64_t column = 0; column < o.columns; column += lanes)
+        for (int64_t row = 0; row < o.rows; row += lanes) {
+            const auto* sums = static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld + column;
+            auto* to = static_cast<typename Codec::Stored*>(o.data) + column * o.ld + row;
+            V square[lanes];
+            TS_UNROLL
+            for (int i = 0; i < lanes; ++i) square[i] = load<V>(sums + i * o.sums_ld);
+            transpose(square);
+            const int64_t count = o.columns - column;
+            TS_UNROLL
+            for (int i = 0; i < lanes; ++i) {
+                if (i >= count) continue;
+                if (o.added) square[i] = with_added(o, square[i], added_at<Codec>(o, column + i, row));
+                store(to + i * o.ld, Codec::encode(square[i]));
+            }
+        }
+}
+
+template <class Codec>
+TS_INLINE void store_output(const Output& o) {
+    if (o.transposed)
+        store_transposed<Codec>(o);
+    else
+        store_rows<Codec>(o);
+}
+
+template <Activation activation, class Codec>
+TS_INLINE void activate_gate(const Output& o, int64_t lines, int64_t length, void* to) {
+    constexpr int lanes = lanes_of<typename Codec::V>;
+    for (int64_t line = 0; line < lines; ++line)
+        for (int64_t at = 0; at < length; at += lanes)
+            store(static_cast<typename Codec::Stored*>(to) + line * kTaskFeatures + at,
+                  Codec::encode(activate<activation>(added_at<Codec>(o, line, at, length - at))));
+}
+
+// Stores with a copy of the gate that is activated.
+template <class Codec>
+TS_INLINE void store_gated(Output o) {
+    alignas(64) typename Codec::Stored activated[kTaskFeatures * kTaskFeatures];
+    const int64_t lines = o.transposed ? o.columns : o.rows, length = o.transposed ? o.rows : o.columns;
+    switch (o.gate_activation) {
+        case Activation::none:
+            break;
+        case Activation::relu:
+            activate_gate<Activation::relu, Codec>(o, lines, length, activated);
+            break;
+        case Activation::gelu:
+            activate_gate<Activation::gelu, Codec>(o, lines, length, activated);
+            break;
+        case Activation::silu:
+            activate_gate<Activation::silu, Codec>(o, lines, length, activated);
+            break;
+    }
+    if (o.gate_activation != Activation::none) {
+        o.added = activated;
+        o.added_ld = kTaskFeatures;
+    }
+    store_output<Codec>(o);
+}
+
+template <class Codec>
+TS_INLINE void finish(const Output& o) {
+    if (o.bias || o.activation != Activation::none) activate_sums<Codec>(o);
+    if (o.gated)
+        store_gated<Codec>(o);
+    else
+        store_output<Codec>(o);
+}
+
+}  // namespace ts::cpu

@@ -1,0 +1,100 @@
+// The step that multiplies few tokens, for vectors of any length.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/steps.h"
+#include "cpu/vectors.h"
+
+namespace ts::cpu {
+
+// Vectors lie along k, so that no lane is without work where a tile of tokens would be nearly empty. Each
+// lane has a sum of its own, which are added up in the end.
+template <class V>
+constexpr int kFewSums = sizeof(V) == 64 ? 16 : 8;  // in registers
+
+template <class Codec>
+TS_INLINE typename Codec::V read(const typename Codec::Stored* from) {
+    return Codec::decode(load<typename Codec::S>(from));
+}
+
+// Adds entries [first, last) to sums [Tokens][kMinRows] of vectors; entry 0 starts from zero.
+template <class Codec, class XCodec, int Tokens>
+TS_INLINE void multiply_few_rows(const FewTokensStrip& s, int64_t row, int64_t token, int64_t first,
+                                 int64_t last, typename Codec::V* to) {
+    using V = typename Codec::V;
+    using Stored = typename Codec::Stored;
+    constexpr int rows = kFewSums<V> / Tokens;
+    V sums[Tokens][rows];
+    TS_UNROLL
+    for (int t = 0; t < Tokens; ++t) {
+        TS_UNROLL
+        for (int i = 0; i < rows; ++i) sums[t][i] = first ? to[t * kMinRows + i] : V{};
+    }
+    const auto values_of = [&](int64_t e) {
+        return static_cast<const Stored*>(s.values) + s.slot[e] * s.entry + row * s.depth;
+    };
+    const int64_t ahead =
+        std::max<int64_t>(1, kAheadRowBytes / (s.depth * static_cast<int64_t>(sizeof(Stored))));
+    for (int64_t e = first; e < last; ++e) {
+        const auto* const w = values_of(e);
+        const auto* const fetched = values_of(std::min(e + ahead, s.entries - 1));
+        const auto* const x =
+            static_cast<const typename XCodec::Stored*>(s.x) + token * s.x_ld + s.idx[e] * s.depth;
+        for (int64_t d = 0; d < s.depth; d += lanes_of<V>) {
+            V of_tokens[Tokens];
+            TS_UNROLL
+            for (int t = 0; t < Tokens; ++t) of_tokens[t] = read<XCodec>(x + t * s.x_ld + d);
+            TS_UNROLL
+            for (int i = 0; i < rows; ++i) {
+                const V values = read<Codec>(w + i * s.depth + d);
+                __builtin_prefetch(fetched + i * s.depth + d);
+                TS_UNROLL
+                for (int t = 0; t < Tokens; ++t) sums[t][i] += values * of_tokens[t];
+            }
+        }
+    }
+    TS_UNROLL
+    for (int t = 0; t < Tokens; ++t) {
+        TS_UNROLL
+        for (int i = 0; i < rows; ++i) to[t * kMinRows + i] = sums[t][i];
+    }
+}
+
+// The same for kMinRows rows and as many tokens as are left, Tokens at a time; returns the first that is not
+// among them.
+template <class Codec, class XCodec, int Tokens>
+TS_INLINE int64_t multiply_few_tokens(const FewTokensStrip& s, int64_t row, int64_t token, int64_t first,
+                                      int64_t last, typename Codec::V* sums) {
+    for (; token + Tokens <= s.tokens; token += Tokens)
+        for (int i = 0; i < kMinRows; i += kFewSums<typename Codec::V> / Tokens)
+            multiply_few_rows<Codec, XCodec, Tokens>(s, row + i, token, first, last,
+                                                     sums + token * kMinRows + i);
+    return token;
+}
+
+// All tokens pass over as many entries as the first-level cache holds, then over the next.
+template <class Codec, class XCodec>
+TS_INLINE void multiply_few(const FewTokensStrip& s) {
+    using V = typename Codec::V;
+    const int64_t entry_bytes = kMinRows * s.depth * static_cast<int64_t>(sizeof(typename Codec::Stored));
+    const int64_t batch = std::max<int64_t>(1, kFewBytes / entry_bytes);
+    V sums[kMostFewTokens * kMinRows];
+    for (int64_t row = 0; row < s.rows; row += kMinRows) {
+        int64_t first = 0;
+        do {
+            const int64_t last = std::min(first + batch, s.entries);
+            int64_t token = multiply_few_tokens<Codec, XCodec, 4>(s, row, 0, first, last, sums);
+            token = multiply_few_tokens<Codec, XCodec, 2>(s, row, token, first, last, sums);
+            multiply_few_tokens<Codec, XCodec, 1>(s, row, token, first, last, sums);
+            first = last;
+        } while (first < s.entries);
+        for (int64_t token = 0; token < s.tokens; ++token)
+            for (int i = 0; i < kMinRows; i += lanes_of<V>)
+                store(static_cast<element_t<V>*>(s.sums) + token * s.sums_ld + row + i,
+                      sum_of_lanes(sums + token * kMinRows + i));
+    }
+}
+
+}  // namespace ts::cpu

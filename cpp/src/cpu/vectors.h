@@ -1,0 +1,190 @@
+// Vectors of any length, and how elements of each dtype become their lanes.
+//
+// Everything is inlined into functions compiled for one instruction set (see steps.cpp). Vectors are
+// loaded and stored through memcpy: no operand has to be aligned.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "common/problem.h"
+
+namespace ts::cpu {
+
+#define TS_INLINE inline __attribute__((always_inline))
+#ifdef __clang__
+#define TS_UNROLL _Pragma("unroll")
+#else
+#define TS_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+template <class Element, int Bytes>
+struct VectorOf {
+    typedef Element type __attribute__((vector_size(Bytes)));
+};
+template <class Element, int Bytes>
+using Vector = typename VectorOf<Element, Bytes>::type;
+
+template <class V>
+using element_t = std::remove_cvref_t<decltype(std::declval<V>()[0])>;
+template <class V>
+constexpr int lanes_of = sizeof(V) / sizeof(element_t<V>);
+
+template <class To, class From>
+TS_INLINE To bit_cast_vector(const From& from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// The first `count` lanes, the others zero. Half a vector is common: pairs of the smallest blocks.
+template <class V>
+TS_INLINE V load(const void* from, int64_t count = lanes_of<V>) {
+    V v{};
+    if (count >= lanes_of<V>)
+        std::memcpy(&v, from, sizeof v);
+    else if (2 * count == lanes_of<V>)
+        std::memcpy(&v, from, sizeof v / 2);
+    else if (count > 0)
+        std::memcpy(&v, from, count * sizeof(element_t<V>));
+    return v;
+}
+
+template <class V>
+TS_INLINE void store(void* to, const V& v, int64_t count = lanes_of<V>) {
+    if (count >= lanes_of<V>)
+        std::memcpy(to, &v, sizeof v);
+    else if (2 * count == lanes_of<V>)
+        std::memcpy(to, &v, sizeof v / 2);
+    else if (count > 0)
+        std::memcpy(to, &v, count * sizeof(element_t<V>));
+}
+
+// ---- element types: how a dtype is stored, and summed in V ----
+
+template <DType, int Bytes>
+struct Codec;
+
+template <class T, int Bytes>
+struct PlainCodec {
+    using Stored = T;
+    using V = Vector<T, Bytes>;
+    using S = V;
+    static TS_INLINE V decode(const S& s) { return s; }
+    static TS_INLINE S encode(const V& v) { return v; }
+};
+template <int Bytes>
+struct Codec<DType::float64, Bytes> : PlainCodec<double, Bytes> {};
+template <int Bytes>
+struct Codec<DType::float32, Bytes> : PlainCodec<float, Bytes> {};
+
+template <int Bytes>
+struct Codec<DType::bfloat16, Bytes> {
+    using Stored = uint16_t;
+    using V = Vector<float, Bytes>;
+    using U = Vector<uint32_t, Bytes>;
+    using S = Vector<uint16_t, Bytes / 2>;
+    static TS_INLINE V decode(const S& s) { return bit_cast_vector<V>(__builtin_convertvector(s, U) << 16); }
+    static TS_INLINE S encode(const V& v) {
+        const U bits = bit_cast_vector<U>(v);
+        const U rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        const U quiet_nan = bits >> 16 | 0x40;
+        const U result = v == v ? rounded : quiet_nan;
+        return __builtin_convertvector(result, S);
+    }
+};
+
+// Integer arithmetic on the bits: exact for subnormals whatever the processor's flush mode is.
+template <int Bytes>
+struct Codec<DType::float16, Bytes> {
+    using Stored = uint16_t;
+    using V = Vector<float, Bytes>;
+    using U = Vector<uint32_t, Bytes>;
+    using S = Vector<uint16_t, Bytes / 2>;
+    static constexpr uint32_t kBias = 112u << 23;         // difference of the exponents' biases
+    static constexpr uint32_t kLeastNormal = 113u << 23;  // 2^-14
+    static constexpr uint32_t kHalf = 126u << 23;         // 0.5, whose last place is 2^-24
+    static constexpr uint32_t kOverflow = 143u << 23;     // 2^16
+    static constexpr uint32_t kInfinity = 255u << 23;
+
+    static TS_INLINE V decode(const S& s) {
+        const U wide = __builtin_convertvector(s, U);
+        const U magnitude = (wide & 0x7fff) << 13;
+        const U shifted = magnitude + kBias;
+        const U subnormal = bit_cast_vector<U>(bit_cast_vector<V>(magnitude + kLeastNormal) - 0x1p-14f);
+        const U finite = magnitude < (1u << 23) ? subnormal : shifted;
+        const U result = magnitude >= (31u << 23) ? shifted + kBias : finite;
+        return bit_cast_vector<V>(result | (wide & 0x8000) << 16);
+    }
+    static TS_INLINE S encode(const V& v) {
+        const U bits = bit_cast_vector<U>(v);
+        const U magnitude = bits & 0x7fffffff;
+        const U normal = (magnitude - kBias + 0xfff + (magnitude >> 13 & 1)) >> 13;
+        const U subnormal = bit_cast_vector<U>(bit_cast_vector<V>(magnitude) + 0.5f) - kHalf;
+        const U finite = magnitude < kLeastNormal ? subnormal : normal;
+        const U special = magnitude > kInfinity ? U{} + 0x7e00 : U{} + 0x7c00;
+        const U result = magnitude >= kOverflow ? special : finite;
+        return __builtin_convertvector(result | (bits >> 16 & 0x8000), S);
+    }
+};
+
+// ---- sums and transposes of lanes ----
+
+// One stage of the butterfly that transposes a square of vectors: exchanges the halves of every
+// run of 2 * Half lanes between rows i and i + Half.
+template <int Half, class V, int... J>
+TS_INLINE void exchange(V& a, V& b, std::integer_sequence<int, J...>) {
+    constexpr int lanes = sizeof...(J);
+#ifdef __clang__
+    const V low = __builtin_shufflevector(a, b, (J & Half ? lanes + J - Half : J)...);
+    b = __builtin_shufflevector(a, b, (J & Half ? lanes + J : J + Half)...);
+#else
+    using Index = Vector<std::conditional_t<sizeof(element_t<V>) == 8, int64_t, int32_t>, sizeof(V)>;
+    const V low = __builtin_shuffle(a, b, Index{(J & Half ? lanes + J - Half : J)...});
+    b = __builtin_shuffle(a, b, Index{(J & Half ? lanes + J : J + Half)...});
+#endif
+    a = low;
+}
+
+template <int Half, class V>
+TS_INLINE void transpose_stage(V (&rows)[lanes_of<V>]) {
+    if constexpr (Half < lanes_of<V>) {
+        TS_UNROLL
+        for (int i = 0; i < lanes_of<V>; ++i)
+            if (!(i & Half))
+                exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, lanes_of<V>>{});
+        transpose_stage<2 * Half>(rows);
+    }
+}
+
+template <class V>
+TS_INLINE void transpose(V (&rows)[lanes_of<V>]) {
+    transpose_stage<1>(rows);
+}
+
+template <int Half, class V>
+TS_INLINE void add_lanes(V (&rows)[lanes_of<V>]) {
+    if constexpr (Half < lanes_of<V>) {
+        TS_UNROLL
+        for (int i = 0; i < lanes_of<V>; i += 2 * Half) {
+            exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, lanes_of<V>>{});
+            rows[i] += rows[i + Half];
+        }
+        add_lanes<2 * Half>(rows);
+    }
+}
+
+// Lane i is the sum of all lanes of vector i.
+template <class V>
+TS_INLINE V sum_of_lanes(const V* vectors) {
+    V rows[lanes_of<V>];
+    TS_UNROLL
+    for (int i = 0; i < lanes_of<V>; ++i) rows[i] = vectors[i];
+    add_lanes<1>(rows);
+    return rows[0];
+}
+
+}  // namespace ts::cpu
