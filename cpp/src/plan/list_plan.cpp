@@ -1,4 +1,4 @@
-#include "list_plan.h"
+#include "plan/list_plan.h"
 
 #include <algorithm>
 #include <tuple>

@@ -1,4 +1,4 @@
-#include "device_plan.h"
+#include "plan/device_plan.h"
 
 #include "abi.h"
 #include "error.h"
@@ -11,7 +11,7 @@
 #include "device.h"
 #include "operands.h"
 #include "pattern.h"
-#include "plan.h"
+#include "plan/plan.h"
 #include "plans/plans.h"
 #include "problem.h"
 

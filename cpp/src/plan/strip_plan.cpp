@@ -1,67 +1,17 @@
-#include "strip_plan.h"
+#include "plan/strip_plan.h"
 
 #include <algorithm>
-#include <bit>
 #include <iterator>
 #include <map>
 #include <numeric>
 #include <utility>
 
+#include "plan/strip_tiles.h"
+
 namespace ts {
 namespace {
 
-using Units = std::vector<int32_t>;
-
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// The units of a strip that are in no tile yet, as bits.
-class UnitSet {
-  public:
-    explicit UnitSet(int64_t size) : words_((size + 63) / 64) {}
-
-    void insert(int32_t unit) { words_[unit / 64] |= uint64_t{1} << unit % 64, ++size_; }
-    void erase(int32_t unit) { words_[unit / 64] &= ~(uint64_t{1} << unit % 64), --size_; }
-    int32_t size() const { return size_; }
-
-    int32_t count_common(const UnitSet& other) const {
-        int32_t count = 0;
-        for (size_t w = 0; w < words_.size(); ++w) count += std::popcount(words_[w] & other.words_[w]);
-        return count;
-    }
-    // Up to `limit` units that are also in `other`, or that are not.
-    Units take_common(const UnitSet& other, int32_t limit) const { return take(other, 0, limit); }
-    Units take_private(const UnitSet& other, int32_t limit) const { return take(other, ~uint64_t{0}, limit); }
-    Units take(int32_t limit) const {
-        return take(UnitSet(64 * static_cast<int64_t>(words_.size())), ~uint64_t{0}, limit);
-    }
-
-  private:
-    Units take(const UnitSet& other, uint64_t inverse, int32_t limit) const {
-        Units units;
-        for (size_t w = 0; w < words_.size(); ++w)
-            for (uint64_t bits = words_[w] & (other.words_[w] ^ inverse); bits != 0; bits &= bits - 1) {
-                if (static_cast<int32_t>(units.size()) == limit) return units;
-                units.push_back(static_cast<int32_t>(64 * w) + std::countr_zero(bits));
-            }
-        return units;
-    }
-
-    std::vector<uint64_t> words_;
-    int32_t size_ = 0;
-};
-
-struct Tile {
-    int32_t strips[2];  // the second -1 if both halves use the first
-    Units units;
-    int32_t first_end;      // units before this one belong to the first half
-    int32_t second_begin;   // units from this one on belong to the second
-    int32_t second_window;  // where the second half's window begins
-    bool swapped = false;   // strips are of x, units of y
-
-    int32_t strip_count() const { return strips[1] < 0 ? 1 : 2; }
-    int32_t unit_count() const { return static_cast<int32_t>(units.size()); }
-    int32_t features(int32_t unit) const { return kStripFeatures * strip_count() + unit_count() * unit; }
-};
 
 // A row is a strip or, where blocks are taller, the strips of a block row.
 class StripPlanBuilder {
@@ -88,13 +38,13 @@ class StripPlanBuilder {
             else
                 add_strips();
             std::stable_sort(tiles_.begin(), tiles_.end(),
-                             [&](const Tile& a, const Tile& b) { return before(a, b); });
+                             [&](const StripTile& a, const StripTile& b) { return before(a, b); });
         }
         StripPlan plan{};
         plan.header.tiles = static_cast<int32_t>(tiles_.size());
         plan.header.unit_blocks = unit_blocks();
         plan.header.units = 2 * window_;
-        for (const Tile& tile : tiles_) write(tile, plan);
+        for (const StripTile& tile : tiles_) write(tile, plan);
         return plan;
     }
 
@@ -138,7 +88,7 @@ class StripPlanBuilder {
     void add_block_pairs() {
         const bool by_column = pattern_.out_features < pattern_.in_features;
         Lines lines = lines_of(by_column), crossing = lines_of(!by_column);
-        std::vector<Tile> single;
+        std::vector<StripTile> single;
         for (int32_t k = 0; k < static_cast<int32_t>(crossing.size()); ++k) {
             const Units given = give_blocks(lines, crossing[k], k);
             add_line(k, given, !by_column, single);
@@ -178,8 +128,8 @@ class StripPlanBuilder {
     }
 
     // Adds two tiles at a time. The last may be `single`.
-    void add_line(int32_t line, const Units& blocks, bool swapped, std::vector<Tile>& single) {
-        std::vector<Tile> tiles;
+    void add_line(int32_t line, const Units& blocks, bool swapped, std::vector<StripTile>& single) {
+        std::vector<StripTile> tiles;
         for (size_t i = 0; i < blocks.size(); i += 2) {
             tiles.push_back({{2 * line, 2 * line + 1}, {}, window_, 0, 0, swapped});
             for (size_t j = i; j < std::min(i + 2, blocks.size()); ++j)
@@ -193,15 +143,15 @@ class StripPlanBuilder {
     }
 
     // Sorts by the first of two tiles each. Tiles of different lines come together.
-    void sort_by_two(std::vector<Tile>& single) {
+    void sort_by_two(std::vector<StripTile>& single) {
         std::stable_sort(single.begin(), single.end(),
-                         [&](const Tile& a, const Tile& b) { return before(a, b); });
+                         [&](const StripTile& a, const StripTile& b) { return before(a, b); });
         std::move(single.begin(), single.end(), std::back_inserter(tiles_));
         std::vector<size_t> order(tiles_.size() / 2);
         std::iota(order.begin(), order.end(), 0);
         std::stable_sort(order.begin(), order.end(),
                          [&](size_t a, size_t b) { return before(tiles_[2 * a], tiles_[2 * b]); });
-        std::vector<Tile> sorted;
+        std::vector<StripTile> sorted;
         for (const size_t i : order) sorted.insert(sorted.end(), {tiles_[2 * i], tiles_[2 * i + 1]});
         if (tiles_.size() % 2 != 0) sorted.push_back(tiles_.back());
         tiles_ = std::move(sorted);
@@ -268,7 +218,7 @@ class StripPlanBuilder {
     // shared units lie between those of the first strip alone and those of the second alone.
     void add_tile(int32_t first, int32_t second, const Units& shared, const Units& of_first,
                   const Units& of_second) {
-        Tile tile{{first, second}, of_first, window_, window_, window_};
+        StripTile tile{{first, second}, of_first, window_, window_, window_};
         tile.units.insert(tile.units.end(), shared.begin(), shared.end());
         if (second >= 0) {
             tile.first_end = tile.unit_count();
@@ -288,17 +238,17 @@ class StripPlanBuilder {
     }
 
     // Tiles that run at a time take equally long, and lie close along the longer side of the weight.
-    bool before(const Tile& a, const Tile& b) const {
+    bool before(const StripTile& a, const StripTile& b) const {
         const int32_t a_features = a.features(unit_), b_features = b.features(unit_);
         if (a_features != b_features) return a_features > b_features;
         const bool wide = pattern_.in_features > pattern_.out_features;
-        const auto place = [&](const Tile& tile) {
+        const auto place = [&](const StripTile& tile) {
             return wide == tile.swapped ? tile.strips[0] : tile.units[0];
         };
         return place(a) < place(b);
     }
 
-    void write(const Tile& tile, StripPlan& plan) const {
+    void write(const StripTile& tile, StripPlan& plan) const {
         const int32_t second = tile.strips[1] < 0 ? -1 : tile.strips[1] * kStripFeatures;
         plan.tiles.insert(plan.tiles.end(), {tile.strips[0] * kStripFeatures, second, tile.unit_count(),
                                              tile.swapped ? -1 : tile.second_window});
@@ -310,7 +260,7 @@ class StripPlanBuilder {
     }
 
     // Those of the units from `begin` to `end`, as seen through a window.
-    void write_slots(const Tile& tile, int32_t strip, int32_t window, int32_t begin, int32_t end,
+    void write_slots(const StripTile& tile, int32_t strip, int32_t window, int32_t begin, int32_t end,
                      Units& to) const {
         for (int32_t i = window; i < window + window_; ++i) {
             if (begin <= i && i < end) {
@@ -335,7 +285,7 @@ class StripPlanBuilder {
     int32_t cols_per_unit_;                        // block columns of a unit, at least 1
     std::vector<UnitSet> left_;                    // of each row: the units in no tile yet
     std::vector<std::map<int32_t, Units>> slots_;  // of each row: a unit's blocks
-    std::vector<Tile> tiles_;
+    std::vector<StripTile> tiles_;
 };
 
 }  // namespace
