@@ -1,4 +1,4 @@
-// Errors inside the library: thrown as one type, turned into a status and a sentence by c_api.cpp.
+// Errors inside the library: thrown as one type, turned into a status and a sentence by c_api/guard.h.
 #pragma once
 
 #include <exception>

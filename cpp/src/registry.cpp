@@ -3,6 +3,7 @@
 #include <set>
 
 #include "cpu/cpu.h"
+#include "error.h"
 
 // Generated: one TS_ARCHITECTURE(folder) per architecture and one TS_KERNEL(folder, name) per row of its
 // tiles.def; empty without CUDA.
@@ -64,6 +65,13 @@ const std::vector<DenseEstimate>& dense_estimates() {
 const std::string& architectures() {
     static const std::string list = list_architectures();
     return list;
+}
+
+const Kernel& kernel_at(int32_t index) {
+    const auto& kernels = registry();
+    require(index >= 0 && index < static_cast<int32_t>(kernels.size()), "kernel is ", index,
+            "; allowed are 0 to ", kernels.size() - 1);
+    return *kernels[index];
 }
 
 }  // namespace ts

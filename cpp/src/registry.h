@@ -20,4 +20,7 @@ const std::vector<DenseEstimate>& dense_estimates();
 // "cpu,sm_80": what the library holds code for.
 const std::string& architectures();
 
+// That of a number in ts_kernel_get, which is checked.
+const Kernel& kernel_at(int32_t index);
+
 }  // namespace ts

@@ -1,0 +1,68 @@
+// The public functions on activations and gates.
+
+#include "abi.h"
+#include "c_api/guard.h"
+#include "device.h"
+#include "gate.h"
+#include "operands.h"
+#include "problem.h"
+#include "sums.h"
+
+using namespace ts;
+
+ts_status_t ts_activation_gradient_workspace_size(int32_t dtype, int64_t tokens, int64_t features,
+                                                  size_t* bytes) {
+    return guard([&] {
+        check_pointer(bytes, "bytes");
+        const ActivationGradient gradient = check_activation_gradient(dtype, TS_RELU, tokens, features);
+        *bytes = activation_gradient_workspace_size(gradient, cuda_device(-1).properties);
+    });
+}
+
+ts_status_t ts_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,
+                                   const void* z, const void* gradient, void* result, void* bias_gradient,
+                                   void* workspace, size_t workspace_bytes, ts_stream_t stream) {
+    return guard([&] {
+        ActivationGradient of = check_activation_gradient(dtype, activation, tokens, features);
+        of.z = z;
+        of.gradient = gradient;
+        of.result = result;
+        of.bias_gradient = bias_gradient;
+        check_operands(of);
+        const Device& device = cuda_device(-1).properties;
+        const size_t needed = activation_gradient_workspace_size(of, device);
+        if (workspace_bytes < needed)
+            fail(TS_WORKSPACE_TOO_SMALL, "workspace_bytes is ", workspace_bytes, "; ", needed, " are needed");
+        require(needed == 0 || workspace != nullptr, "workspace is null");
+        check_aligned(workspace, kDeviceAreaAlignment, "workspace");
+        check_workspace(of, workspace, needed);
+        activation_gradient(of, device, workspace, stream);
+    });
+}
+
+ts_status_t ts_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,
+                    const ts_matrix* gate, const ts_matrix* factor, const ts_matrix* result,
+                    ts_stream_t stream) {
+    return guard([&] {
+        Gate of = check_gate(dtype, activation, tokens, features, gate, factor);
+        of.result = check_gate_matrix(of, result, "result");
+        check_operands(of, false);
+        cuda_device(-1);  // or why there is none
+        multiply_by_gate(of, stream);
+    });
+}
+
+ts_status_t ts_gate_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t features,
+                             const ts_matrix* gate, const ts_matrix* factor, const ts_matrix* gradient,
+                             const ts_matrix* gate_gradient, const ts_matrix* factor_gradient,
+                             ts_stream_t stream) {
+    return guard([&] {
+        Gate of = check_gate(dtype, activation, tokens, features, gate, factor);
+        of.result = check_gate_matrix(of, gradient, "gradient");
+        of.of_gate = check_gate_matrix(of, gate_gradient, "gate_gradient");
+        of.of_factor = check_gate_matrix(of, factor_gradient, "factor_gradient");
+        check_operands(of, true);
+        cuda_device(-1);  // or why there is none
+        differentiate_gate(of, stream);
+    });
+}

@@ -1,0 +1,54 @@
+// The public functions on values.
+
+#include "values.h"
+#include "abi.h"
+#include "c_api/guard.h"
+#include "device.h"
+#include "dispatch.h"
+#include "operands.h"
+#include "problem.h"
+#include "product.h"
+
+using namespace ts;
+
+ts_status_t ts_values_packed_size(const ts_matmul_desc* source, size_t* bytes) {
+    return guard([&] {
+        const ts_matmul_desc desc = read_struct(source, "desc");
+        check_pointer(bytes, "bytes");
+        const Problem problem = check_problem(desc);
+        *bytes = packed_size(problem, choose(problem, device_of(problem), wish_of(desc)));
+    });
+}
+
+ts_status_t ts_values_pack(const ts_matmul_desc* source, void* packed, size_t packed_bytes,
+                           ts_stream_t stream) {
+    return guard([&] { pack_values(read_struct(source, "desc"), packed, packed_bytes, stream); });
+}
+
+ts_status_t ts_values_expand(const ts_matmul_desc* source, void* plain, size_t plain_bytes,
+                             ts_stream_t stream) {
+    return guard([&] {
+        const Problem problem = check_problem(read_struct(source, "desc"));
+        require(problem.op != Op::sdd_tn, "op is ", TS_SDD_TN, "; the values are those of dds_nt or dds_nn");
+        check_expansion(problem, plain, plain_bytes);
+        expand_values(problem, plain, stream);
+    });
+}
+
+ts_status_t ts_values_compress(const ts_pattern* pattern, int32_t device, int32_t dtype, const void* values,
+                               const uint8_t* mask, int32_t transposed, void* compressed, uint32_t* metadata,
+                               ts_stream_t stream) {
+    return guard([&] {
+        require(transposed == 0 || transposed == 1, "transposed is ", transposed, "; allowed are 0 and 1");
+        const Compression compression{check_pattern(pattern),
+                                      check_device_type(device),
+                                      check_value_dtype(dtype),
+                                      transposed == 1,
+                                      values,
+                                      mask,
+                                      compressed,
+                                      metadata};
+        check_compression(compression);
+        compress_values(compression, stream);
+    });
+}

@@ -1,0 +1,150 @@
+#include "product.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+
+#include "abi.h"
+#include "error.h"
+#include "operands.h"
+#include "pattern.h"
+#include "plan/plan.h"
+#include "problem.h"
+#include "sums.h"
+#include "values.h"
+
+namespace ts {
+namespace {
+
+// A kernel without a plan finds blocks by the pattern's arrays.
+void check_arrays(const Problem& problem, const Kernel& kernel) {
+    const std::array<Operand, 3> arrays = arrays_of(problem.pattern, problem.op);
+    for (int i = 0; i < (problem.pattern.nnz > 0 ? 3 : 1); ++i) {
+        const auto& [name, span] = arrays[i];
+        require(span.begin != 0, name, " is null; kernel ", kernel.name, " reads it");
+        check_aligned(reinterpret_cast<const void*>(span.begin), sizeof(int32_t), name);
+    }
+    if (kernel.device == DeviceType::cpu) check_bounds(problem.pattern, problem.op == Op::dds_nn);
+}
+
+// The plan, or what a kernel without one reads in its place.
+void check_plan(const ts_matmul_desc& desc, const Problem& problem, const Kernel& kernel) {
+    if (kernel.plan.tile == 0) return check_arrays(problem, kernel);
+    require(desc.plan != nullptr, "plan is null; kernel ", kernel.name, " needs one from ts_plan_build");
+    if (desc.plan_bytes < sizeof(PlanHeader))
+        fail(TS_WORKSPACE_TOO_SMALL, "plan_bytes is ", desc.plan_bytes, ", less than a plan's header of ",
+             sizeof(PlanHeader));
+    if (desc.plan_key == 0) return;
+    const int32_t key = plan_key(problem.pattern, problem.op, kernel.plan);
+    require(desc.plan_key == key, "plan_key is ", desc.plan_key, ", but kernel ", kernel.name,
+            " computes this and walks plans of key ", key,
+            "; set kernel to that for which the plan was made");
+}
+
+// Memory of the caller's that a kernel needs `needed` bytes of.
+void check_area(const void* area, size_t bytes, size_t needed, const char* name, const Kernel& kernel) {
+    if (needed == 0) return;
+    if (bytes < needed)
+        fail(TS_WORKSPACE_TOO_SMALL, name, "_bytes is ", bytes, "; kernel ", kernel.name, " needs ", needed);
+    require(area != nullptr, name, " is null");
+    check_aligned(area, kernel.device == DeviceType::cpu ? 64 : kDeviceAreaAlignment, name);
+}
+
+// The caller's packed values, if the kernel reads any. They lie in the order of the plan, so that they have
+// its key.
+void check_packed(const ts_matmul_desc& desc, const Problem& problem, const Choice& choice) {
+    const size_t needed = packed_size(problem, choice);
+    if (desc.packed == nullptr || needed == 0) return;
+    const Kernel& kernel = *choice.kernel;
+    const int32_t key = plan_key(problem.pattern, problem.op, kernel.plan);
+    require(desc.packed_key == 0 || desc.packed_key == key, "packed_key is ", desc.packed_key,
+            ", but kernel ", kernel.name, " computes this and reads packed values of key ", key,
+            "; set kernel to that for which they were packed, or pack them for this one");
+    check_area(desc.packed, desc.packed_bytes, needed, "packed", kernel);
+}
+
+// The expansion of the values, if the kernel needs it, lies before its own workspace.
+size_t expansion_bytes(const Problem& problem, const Choice& choice) {
+    const auto bytes = static_cast<size_t>(problem.expanded_bytes());
+    return choice.expands ? (bytes + kDeviceAreaAlignment - 1) / kDeviceAreaAlignment * kDeviceAreaAlignment
+                          : 0;
+}
+
+// Whether y is summed before the product and apart from it.
+bool sums_apart(const Problem& problem, const Device& device, const Kernel& kernel) {
+    return problem.bias_gradient.data != nullptr &&
+           (kernel.sums_y == nullptr || !kernel.sums_y(problem, device));
+}
+
+// What is left to the kernel.
+Problem given_to_kernel(const Problem& problem, const Device& device, const Choice& choice, void* plain) {
+    Problem given = choice.expands ? expanded(problem, plain) : problem;
+    if (sums_apart(problem, device, *choice.kernel)) given.bias_gradient = {};
+    return given;
+}
+
+// Kernels still ask the CUDA runtime for what they need, such as room for clusters, before they write
+// results. So what is summed apart comes last.
+void launch(const Problem& problem, const Device& device, const Choice& choice, void* workspace,
+            void* stream) {
+    const Kernel& kernel = *choice.kernel;
+    if (choice.expands) expand_values(problem, workspace, stream);
+    void* const rest = static_cast<std::byte*>(workspace) + expansion_bytes(problem, choice);
+    const Problem given = given_to_kernel(problem, device, choice, workspace);
+    const auto run = [&] { return kernel.launch(given, device, rest, stream); };
+    if (kernel.device == DeviceType::cpu)
+        run();
+    else
+        launch_checked(kernel.name, run);
+    if (sums_apart(problem, device, kernel)) sum_y(problem, device, workspace, stream);
+}
+
+}  // namespace
+
+const NamedDevice& device_of(const Problem& problem) {
+    return problem.device == DeviceType::cpu ? cpu_device() : cuda_device(-1);
+}
+
+Wish wish_of(const ts_matmul_desc& desc) { return {desc.kernel, desc.prefer, Policy::sparse}; }
+
+size_t packed_size(const Problem& problem, const Choice& choice) {
+    return choice.expands || choice.kernel->packed_size == nullptr ? 0 : choice.kernel->packed_size(problem);
+}
+
+size_t workspace_size(const Problem& problem, const Device& device, const Choice& choice) {
+    const Problem given = given_to_kernel(problem, device, choice, nullptr);
+    const size_t bytes = expansion_bytes(problem, choice) + choice.kernel->workspace_size(given, device);
+    const bool apart = sums_apart(problem, device, *choice.kernel);
+    return apart ? std::max(bytes, sums_workspace_size(problem, device)) : bytes;
+}
+
+void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* stream) {
+    const Problem problem = check_problem(desc);
+    Operands operands(problem, desc);
+    const NamedDevice& device = device_of(problem);
+    const Choice choice = choose(problem, device, wish_of(desc));
+    const Kernel& kernel = *choice.kernel;
+    const size_t needed = workspace_size(problem, device.properties, choice);
+    check_plan(desc, problem, kernel);
+    check_packed(desc, problem, choice);
+    check_area(workspace, bytes, needed, "workspace", kernel);
+    operands.add_workspace(workspace, needed);
+    if (kernel.plan.tile == 0)
+        for (const Operand& array : arrays_of(problem.pattern, problem.op)) operands.check_read(array);
+    log_choice(problem, device, choice);
+    launch(problem, device.properties, choice, workspace, stream);
+}
+
+void pack_values(const ts_matmul_desc& desc, void* packed, size_t bytes, void* stream) {
+    const Problem problem = check_problem(desc);
+    const Choice choice = choose(problem, device_of(problem), wish_of(desc));
+    const Kernel& kernel = *choice.kernel;
+    const size_t needed = packed_size(problem, choice);
+    if (needed == 0) return;
+    check_plan(desc, problem, kernel);
+    check_area(packed, bytes, needed, "packed", kernel);
+    check_packing(problem, desc.plan_bytes, packed, needed);
+    launch_checked(kernel.name, [&] { return kernel.pack(problem, packed, stream); });
+}
+
+}  // namespace ts
