@@ -1,0 +1,195 @@
+// Products of one pattern that have run, kept to run again.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include "product.h"
+#include "support.h"
+#include "tensors.h"
+
+namespace bindings {
+namespace {
+
+// What a product is asked to do, but for its pattern: x and values for TS_DDS_NT, y and values for TS_DDS_NN,
+// y and x for TS_SDD_TN. What follows them may be None.
+struct Request {
+    int32_t op;
+    nb::handle first, second, bias, residual;
+    int32_t activation;
+    bool feature_major;
+    nb::handle metadata, scales;  // of values
+    int32_t kernel;               // as in ts_matmul_desc
+    bool gated;                   // the residual is a gate
+};
+
+// A request in the terms of the C ABI.
+struct Operands {
+    Key key;
+    uintptr_t first = 0, second = 0, bias = 0, residual = 0, metadata = 0, scales = 0, stream = 0;
+
+    // False for what is out of the ordinary.
+    bool read(const Tensors& tensors, const Request& request) {
+        dlpack::Tensor like, other;
+        if (!add(tensors, request.first, like, first) || !add(tensors, request.second, other, second) ||
+            !add(tensors, request.residual, other, residual) ||
+            !add(tensors, request.metadata, other, metadata) ||
+            !add(tensors, request.scales, other, scales) || !add(tensors, request.bias, other, bias))
+            return false;
+        const bool has_bias = !request.bias.is_none();
+        if (has_bias && (other.dims != 1 || other.strides[0] != 1)) return false;
+        bool tf32 = false;
+        if (like.device_type == dlpack::cuda) {
+            constexpr uintptr_t alignment = 16;  // as tilesparse._checks.ALIGNMENT
+            if ((first | second | residual | metadata) % alignment != 0 ||
+                !tensors.is_on_current_device(like))
+                return false;
+            stream = tensors.current_stream(like);
+            tf32 = tensors.multiplies_in_tf32(like);
+        }
+        key.add(static_cast<int64_t>(stream));
+        key.add(request.op | request.activation << 8 | request.feature_major << 16 | tf32 << 17 |
+                request.gated << 18);
+        key.add(request.kernel);
+        return true;
+    }
+
+  private:
+    bool add(const Tensors& tensors, nb::handle object, dlpack::Tensor& tensor, uintptr_t& at) {
+        if (object.is_none()) {
+            key.add(0);
+            return true;
+        }
+        if (!tensors.read(object, tensor) || tensor.dims > Key::max_dims) return false;
+        key.add(tensor);
+        at = address(tensor);
+        return true;
+    }
+};
+
+// How to make a tensor: a method of PyTorch's tensors, and its arguments.
+class Allocation {
+  public:
+    Allocation() = default;
+    Allocation(nb::object method, nb::tuple arguments)
+        : method_(std::move(method)), arguments_(std::move(arguments)) {}
+
+    bool fits() const { return !method_.is_valid() || arguments_.size() <= Key::max_dims; }
+
+    // For a tensor of this dtype and on this device; none by default.
+    nb::object operator()(nb::handle like) const {
+        if (!method_.is_valid()) return {};
+        std::array<PyObject*, 1 + Key::max_dims> stack{like.ptr()};
+        const size_t count = arguments_.size();
+        for (size_t i = 0; i < count; ++i) stack[1 + i] = nb::handle(arguments_[i]).ptr();
+        PyObject* made = PyObject_Vectorcall(method_.ptr(), stack.data(), 1 + count, nullptr);
+        if (made == nullptr) throw nb::python_error();
+        return nb::steal(made);
+    }
+
+  private:
+    nb::object method_;
+    nb::tuple arguments_;
+};
+
+// The products of one pattern that have run, so that to run one again takes one look-up. What is out of the
+// ordinary is not kept: more dimensions, operands that must be copied, another device than the current one.
+class Calls {
+  public:
+    explicit Calls(const Tensors& tensors) : tensors_(tensors) {}
+
+    // The result, or None where no such call is kept.
+    std::optional<nb::any> run(const Request& request) const {
+        Operands operands;
+        if (!operands.read(tensors_, request)) return std::nullopt;
+        const auto found = calls_.find(operands.key);
+        if (found == calls_.end()) return std::nullopt;
+        const std::shared_ptr<const Call> call = found->second;  // others may drop it while this runs
+        const uint64_t cleared = cleared_;
+        auto result = nb::borrow<nb::any>(call->result(request.first));
+        const nb::object workspace = call->workspace(request.first);
+        const uintptr_t result_at = at(result), workspace_at = workspace.is_valid() ? at(workspace) : 0;
+        // Another thread may have run meanwhile. If it has, the pattern is being updated.
+        if (cleared != cleared_) return std::nullopt;
+        const auto& [key, first, second, bias, residual, metadata, scales, stream] = operands;
+        if (request.op == TS_DDS_NT)
+            call->product.run(first, result_at, second, bias, residual, workspace_at, stream, metadata,
+                              scales);
+        else if (request.op == TS_DDS_NN)
+            call->product.run(result_at, first, second, 0, 0, workspace_at, stream, metadata, scales);
+        else
+            call->product.run(second, first, result_at, 0, 0, workspace_at, stream, 0, 0);
+        return result;
+    }
+
+    // Runs such products in this way from now on.
+    void keep(const Request& request, const Product& product, Allocation result, Allocation workspace) {
+        Operands operands;
+        if (!operands.read(tensors_, request) || !result.fits() || !workspace.fits()) return;
+        calls_[operands.key] = std::make_shared<Call>(Call{product, std::move(result), std::move(workspace)});
+    }
+
+    void clear() {
+        ++cleared_;
+        calls_.clear();
+    }
+    size_t size() const { return calls_.size(); }
+
+  private:
+    struct Call {
+        Product product;
+        Allocation result, workspace;
+    };
+
+    uintptr_t at(nb::handle object) const {
+        dlpack::Tensor tensor;
+        if (!tensors_.read(object, tensor)) throw nb::type_error("a plain tensor expected of PyTorch");
+        return address(tensor);
+    }
+
+    const Tensors& tensors_;
+    std::unordered_map<Key, std::shared_ptr<const Call>, KeyHash> calls_;
+    uint64_t cleared_ = 0;  // how often
+};
+
+}  // namespace
+
+void bind_calls(nb::module_& m) {
+    nb::class_<Calls>(m, "Calls")
+        .def(nb::init<const Tensors&>(), nb::keep_alive<1, 2>(), "tensors"_a)
+        .def(
+            "run",
+            [](const Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
+               nb::handle residual, int32_t activation, bool feature_major, nb::handle metadata,
+               nb::handle scales, int32_t kernel, bool gated) {
+                return self.run({op, first, second, bias, residual, activation, feature_major, metadata,
+                                 scales, kernel, gated});
+            },
+            "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
+            "feature_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a)
+        .def(
+            "keep",
+            [](Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
+               nb::handle residual, int32_t activation, bool feature_major, nb::handle metadata,
+               nb::handle scales, int32_t kernel, bool gated, const Product& product,
+               std::pair<nb::object, AnyTuple> result,
+               std::optional<std::pair<nb::object, AnyTuple>> workspace) {
+                self.keep({op, first, second, bias, residual, activation, feature_major, metadata, scales,
+                           kernel, gated},
+                          product, {result.first, result.second},
+                          workspace ? Allocation{workspace->first, workspace->second} : Allocation{});
+            },
+            "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
+            "feature_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a, "product"_a,
+            "result"_a, "workspace"_a.none())
+        .def("clear", &Calls::clear)
+        .def("__len__", &Calls::size);
+}
+
+}  // namespace bindings

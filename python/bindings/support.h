@@ -1,0 +1,52 @@
+// What all groups of bindings use: errors, addresses, structures, and where each group is defined.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "tilesparse/tilesparse.h"
+
+namespace bindings {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+using AnyTuple = nb::typed<nb::tuple, nb::any, nb::ellipsis>;
+
+// Raises the class of tilesparse.errors for a status that is not TS_SUCCESS.
+void check(ts_status_t status);
+
+template <class T>
+T* pointer(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+template <class T>
+T make() {
+    T value{};
+    value.struct_size = sizeof value;
+    return value;
+}
+
+// Copies a text into a field, and leaves a zero behind it; what is too long is no name.
+template <size_t size>
+void copy_text(char (&target)[size], const std::string& source, const char* name) {
+    if (source.size() >= size)
+        throw nb::value_error((std::string(name) + ": at most " + std::to_string(size - 1) +
+                               " bytes expected, got " + std::to_string(source.size()))
+                                  .c_str());
+    source.copy(target, size - 1);
+}
+
+void bind_patterns(nb::module_& m);
+void bind_devices(nb::module_& m);
+void bind_products(nb::module_& m);
+void bind_tensors(nb::module_& m);
+void bind_calls(nb::module_& m);
+void bind_values(nb::module_& m);
+void bind_plans(nb::module_& m);
+
+}  // namespace bindings
