@@ -1,0 +1,57 @@
+// What a Product keeps of each operand for its checks.
+#ifndef TILESPARSE_OPERAND_HPP_
+#define TILESPARSE_OPERAND_HPP_
+
+#include <tilesparse/error.hpp>
+#include <tilesparse/span.hpp>
+#include <tilesparse/types.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace tilesparse {
+inline namespace v0_1 {
+namespace detail {
+
+struct Operand {
+    bool is_given = false, is_const = false;
+    Dtype dtype = Dtype::float64;
+    std::size_t size = 0;
+};
+
+inline Operand given(const Array& array) { return {true, array.is_const(), array.dtype(), array.size()}; }
+
+// Refuses an operand that is given in another dtype than that of another one.
+inline void check_same_dtype(const char* name, const Operand& operand, const char* other, const Operand& as) {
+    require(!operand.is_given || operand.dtype == as.dtype,
+            std::string(name) + " is of dtype " + name_of(operand.dtype) + "; allowed is that of " + other +
+                ", " + name_of(as.dtype));
+}
+
+// Sets the ld of a matrix without gaps, and checks that its memory does not end before its last element.
+inline void finish_matrix(const char* name, const Operand& operand, ts_matrix& matrix, std::int64_t tokens,
+                          std::int64_t features) {
+    if (!operand.is_given) return;
+    const bool is_row_major = matrix.layout == TS_ROW_MAJOR;
+    const std::int64_t lines = is_row_major ? tokens : features;
+    const std::int64_t length = is_row_major ? features : tokens;
+    if (matrix.ld == 0) matrix.ld = length;
+    if (lines <= 0 || length <= 0 || matrix.ld < length) return;  // of which ts_matmul says what is wrong
+    const auto size = static_cast<std::int64_t>(operand.size);
+    const bool fits = length <= size && (lines == 1 || matrix.ld <= (size - length) / (lines - 1));
+    require(fits, std::string(name) + " has " + std::to_string(operand.size) + " elements; " + text(lines) +
+                      (is_row_major ? " rows" : " columns") + " of " + text(length) + ", each " +
+                      text(matrix.ld) + " after the one before, take more");
+}
+
+inline void check_count(const char* name, std::size_t size, std::int64_t expected) {
+    require(size == static_cast<std::uint64_t>(expected),
+            std::string(name) + " has " + std::to_string(size) + " elements; allowed are " + text(expected));
+}
+
+}  // namespace detail
+}  // namespace v0_1
+}  // namespace tilesparse
+
+#endif  // TILESPARSE_OPERAND_HPP_

@@ -1,0 +1,314 @@
+// Products.
+#ifndef TILESPARSE_PRODUCT_HPP_
+#define TILESPARSE_PRODUCT_HPP_
+
+#include <tilesparse/buffer.hpp>
+#include <tilesparse/error.hpp>
+#include <tilesparse/kernels.hpp>
+#include <tilesparse/operand.hpp>
+#include <tilesparse/pattern.hpp>
+#include <tilesparse/plan.hpp>
+#include <tilesparse/span.hpp>
+#include <tilesparse/types.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace tilesparse {
+inline namespace v0_1 {
+
+// One product of ts_matmul. Dtypes are those of the operands: activations, values and result may differ in
+// theirs, as the C interface has it. Setters check what they can at once; sizes of operands, and all else,
+// are checked by each call.
+class Product {
+  public:
+    // On the CPU.
+    Product(Op op, const Pattern& pattern, std::int64_t tokens)
+        : Product(op, pattern.c(), tokens, Device::cpu) {}
+    // On the CUDA device that is current in each call.
+    template <class Memory>
+    Product(Op op, const DevicePattern<Memory>& pattern, std::int64_t tokens)
+        : Product(op, pattern.c(), tokens, Device::cuda) {}
+    Product(Op, const Pattern&&, std::int64_t) = delete;  // would not live
+    template <class Memory>
+    Product(Op, const DevicePattern<Memory>&&, std::int64_t) = delete;
+    // Of a pattern that other code keeps, for example one that changes on the device.
+    Product(Op op, const ts_pattern& pattern, std::int64_t tokens, Device device) : pattern_(pattern) {
+        check_version();
+        desc_.struct_size = sizeof desc_;
+        desc_.op = static_cast<std::int32_t>(op);
+        desc_.device = static_cast<std::int32_t>(device);
+        desc_.tokens = tokens;
+    }
+
+    // x [tokens, in_features], y, residual and gate [tokens, out_features]. `ld` is the number of elements
+    // from one row (feature-major: column) to the next; 0 stands for no gap.
+    Product& x(Array x, Layout layout = Layout::row_major, std::int64_t ld = 0) {
+        return set(x_, desc_.x, x, layout, ld);
+    }
+    Product& y(Array y, Layout layout = Layout::row_major, std::int64_t ld = 0) {
+        return set(y_, desc_.y, y, layout, ld);
+    }
+    // In y's layout and dtype.
+    Product& residual(Array residual, std::int64_t ld = 0) {
+        return set(residual_, desc_.residual, residual, Layout::row_major, ld);
+    }
+    // Likewise, in the place of a residual: the activation is then that of the gate.
+    Product& gate(Array gate, std::int64_t ld = 0) {
+        return set(gate_, desc_.gate, gate, Layout::row_major, ld);
+    }
+    // [nnz, rows, cols], or [nnz, rows, cols / 2] with metadata.
+    Product& values(Array values) {
+        forget_packed();
+        values_ = detail::given(values);
+        desc_.values = values.data();
+        return *this;
+    }
+    // Words [nnz, cols / 32, rows / 16, 8, 2] of values that are TS_STORAGE_2_4.
+    Product& metadata(Span<const std::uint32_t> metadata) {
+        forget_packed();
+        metadata_size_ = metadata.size();
+        desc_.metadata = metadata.data();
+        desc_.storage = TS_STORAGE_2_4;
+        return *this;
+    }
+    // [nnz] or [nnz, rows], of values of 8 bits.
+    Product& scales(Span<const float> scales) {
+        forget_packed();
+        scales_size_ = scales.size();
+        desc_.scales = scales.data();
+        desc_.row_scales = scales.size() != static_cast<std::uint64_t>(pattern_.nnz);
+        return *this;
+    }
+    // [out_features], in the dtype of the activations.
+    Product& bias(Array bias) {
+        bias_ = detail::given(bias);
+        desc_.bias = bias.data();
+        return *this;
+    }
+    // Of Op::sdd_tn: [out_features], in the dtype of the activations or, where that has 16 bits, float32.
+    // Receives the sums over tokens of y, which are added to what is there if `accumulate` says so.
+    Product& bias_gradient(Array gradient, bool accumulate = false) {
+        bias_gradient_ = detail::given(gradient);
+        desc_.bias_gradient = gradient.data();
+        desc_.accumulate_bias = accumulate;
+        return *this;
+    }
+    Product& activation(Activation activation) {
+        desc_.activation = static_cast<std::int32_t>(activation);
+        return *this;
+    }
+    Product& precision(Precision precision) {
+        desc_.precision = static_cast<std::int32_t>(precision);
+        return *this;
+    }
+    // Of Op::sdd_tn: adds to the values.
+    Product& accumulate(bool accumulate) {
+        desc_.accumulate = accumulate;
+        return *this;
+    }
+    // What select() may answer.
+    Product& policy(Policy policy) {
+        desc_.policy = static_cast<std::int32_t>(policy);
+        return *this;
+    }
+    // The beginning of the names of kernels that are to compute it if they can; empty: what TILESPARSE_KERNEL
+    // says. Fewer than 64 characters, none of them zero.
+    Product& prefer(std::string_view names) {
+        detail::require(names.size() < sizeof desc_.prefer, "prefer has " + std::to_string(names.size()) +
+                                                                " characters; allowed are fewer than " +
+                                                                std::to_string(sizeof desc_.prefer));
+        detail::require(names.find('\0') == names.npos, "prefer has a zero in it; no kernel's name has");
+        std::memset(desc_.prefer, 0, sizeof desc_.prefer);
+        names.copy(desc_.prefer, names.size());
+        return *this;
+    }
+    // The index in kernels() of the one to use; without it the library chooses in each call.
+    Product& kernel(std::int32_t kernel) {
+        detail::require(kernel >= 0 && kernel < ts_kernel_count(), "kernel is " + detail::text(kernel) +
+                                                                       "; allowed are 0 to " +
+                                                                       detail::text(ts_kernel_count() - 1));
+        if (desc_.kernel != kernel + 1) forget_packed();
+        desc_.kernel = kernel + 1;
+        return *this;
+    }
+    // A plan, and the kernel that it was made for.
+    template <class Memory>
+    Product& plan(const Plan<Memory>& plan) {
+        kernel(plan.kernel());
+        desc_.plan = plan.data();
+        desc_.plan_bytes = plan.bytes();
+        desc_.plan_key = plan.key();
+        return *this;
+    }
+    template <class Memory>
+    Product& plan(const Plan<Memory>&&) = delete;
+
+    // What would compute this, on a device that need not be there, or on that of the product.
+    Choice select(const ts_device_info& device) const {
+        const ts_matmul_desc desc = c();
+        std::vector<char> reason(1024);
+        Choice choice{0, {}};
+        check(ts_matmul_select(&desc, &device, &choice.kernel, reason.data(), reason.size()));
+        choice.reason = reason.data();
+        return choice;
+    }
+    Choice select() const { return select(device_info(static_cast<Device>(desc_.device))); }
+
+    // Microseconds that a kernel, or TS_EXPAND_AND_RUN_DENSE, is estimated to take for this, where there is
+    // an estimate. Throws UnsupportedError, which says why, where that kernel does not compute it on the
+    // device.
+    std::optional<double> estimate(std::int32_t kernel, const ts_device_info& device) const {
+        const ts_matmul_desc desc = c();
+        double microseconds = 0;
+        check(ts_matmul_estimate(&desc, &device, kernel, &microseconds));
+        return microseconds > 0 ? std::optional(microseconds) : std::nullopt;
+    }
+
+    // Bytes of scratch memory, on the device of the product.
+    std::size_t workspace_size() const {
+        const ts_matmul_desc desc = c();
+        std::size_t bytes = 0;
+        check(ts_matmul_workspace_size(&desc, &bytes));
+        return bytes;
+    }
+
+    // Computes the product. On the CPU, with a workspace that the Product keeps.
+    void run() {
+        detail::require(desc_.device == TS_CPU, "device is cuda; run(workspace, stream) computes there");
+        const std::size_t bytes = workspace_size();
+        if (workspace_.size() < bytes) workspace_ = Buffer<std::byte>(bytes);
+        run(workspace_.data(), workspace_.size(), nullptr);
+    }
+    // On a stream of the current device, where nothing waits and all may be captured in a graph.
+    template <class Memory>
+    void run(Buffer<std::byte, Memory>& workspace, ts_stream_t stream) const {
+        run(workspace.data(), workspace.size(), stream);
+    }
+    void run(void* workspace, std::size_t bytes, ts_stream_t stream) const {
+        const ts_matmul_desc desc = c();
+        check(ts_matmul(&desc, workspace, bytes, stream));
+    }
+
+    // Values in the order in which the kernel reads them, kept for many products: packed_size() bytes, 0 for
+    // kernels that have no use for it. The kernel and plan are set before; pack() again when values change.
+    // Setters of values and of another kernel forget them.
+    std::size_t packed_size() const {
+        const ts_matmul_desc desc = c();
+        std::size_t bytes = 0;
+        check(ts_values_packed_size(&desc, &bytes));
+        return bytes;
+    }
+    template <class Memory>
+    Product& pack(Buffer<std::byte, Memory>& packed, ts_stream_t stream) {
+        forget_packed();  // which this call may write
+        const ts_matmul_desc desc = c();
+        check(ts_values_pack(&desc, packed.data(), packed.size(), stream));
+        desc_.packed = packed.data();
+        desc_.packed_bytes = packed.size();
+        desc_.packed_key = desc.plan_key;
+        return *this;
+    }
+
+    // Plain values [nnz, rows, cols] in the dtype of the activations, of values in any storage.
+    void expand(Array plain, ts_stream_t stream = nullptr) const {
+        const ts_matmul_desc desc = c();
+        detail::require(!plain.is_const(), "plain is const; it is what is written");
+        const auto dtype = static_cast<Dtype>(desc.dtype);
+        detail::require(plain.dtype() == dtype, std::string("plain is of dtype ") + name_of(plain.dtype()) +
+                                                    "; allowed is that of the activations, " +
+                                                    name_of(dtype));
+        check(ts_values_expand(&desc, plain.data(), plain.size() * size_of(plain.dtype()), stream));
+    }
+
+    // For the functions of tilesparse.h, sizes and dtypes checked; valid while the Product stays where it is.
+    // Throws InvalidArgumentError.
+    ts_matmul_desc c() const {
+        check_given();
+        check_dtypes();
+        ts_matmul_desc desc = desc_;
+        desc.pattern = &pattern_;
+        const bool is_forward = desc.op == TS_DDS_NT;
+        const auto code = [](const detail::Operand& operand) {
+            return static_cast<std::int32_t>(operand.dtype);
+        };
+        desc.dtype = code(desc.op == TS_DDS_NN ? y_ : x_);
+        desc.values_dtype = code(values_) + 1;
+        desc.result_dtype = code(is_forward ? y_ : desc.op == TS_DDS_NN ? x_ : values_) + 1;
+        if (residual_.is_given) desc.residual.layout = desc.y.layout;
+        if (gate_.is_given) desc.gate.layout = desc.y.layout;
+        if (bias_gradient_.is_given) desc.bias_gradient_dtype = code(bias_gradient_) + 1;
+        detail::finish_matrix("x", x_, desc.x, desc.tokens, pattern_.in_features);
+        detail::finish_matrix("y", y_, desc.y, desc.tokens, pattern_.out_features);
+        detail::finish_matrix("residual", residual_, desc.residual, desc.tokens, pattern_.out_features);
+        detail::finish_matrix("gate", gate_, desc.gate, desc.tokens, pattern_.out_features);
+        check_sizes();
+        return desc;
+    }
+
+  private:
+    Product& set(detail::Operand& operand, ts_matrix& matrix, const Array& array, Layout layout,
+                 std::int64_t ld) {
+        operand = detail::given(array);
+        matrix = {array.data(), ld, static_cast<std::int32_t>(layout), 0};
+        return *this;
+    }
+
+    void forget_packed() {
+        desc_.packed = nullptr;
+        desc_.packed_bytes = 0;
+        desc_.packed_key = 0;
+    }
+
+    void check_given() const {
+        const detail::Operand* const operands[] = {&x_, &y_, &values_};
+        const char* const names[] = {"x", "y", "values"};
+        const int result = desc_.op == TS_DDS_NT ? 1 : desc_.op == TS_DDS_NN ? 0 : 2;
+        for (int i = 0; i < 3; ++i) {
+            detail::require(operands[i]->is_given, std::string(names[i]) + " is not set");
+            detail::require(i != result || !operands[i]->is_const,
+                            std::string(names[i]) + " is const; it is what this product writes");
+        }
+        detail::require(!bias_gradient_.is_const, "bias_gradient is const; it is what this product writes");
+    }
+
+    void check_dtypes() const {
+        if (desc_.op == TS_SDD_TN) detail::check_same_dtype("y", y_, "x", x_);
+        detail::check_same_dtype("bias", bias_, "x", x_);
+        detail::check_same_dtype("residual", residual_, "y", y_);
+        detail::check_same_dtype("gate", gate_, "y", y_);
+    }
+
+    void check_sizes() const {
+        const auto is_block = [](std::int32_t extent) { return extent > 0 && extent <= 128; };
+        if (!is_block(pattern_.block_rows) || !is_block(pattern_.block_cols) || pattern_.nnz < 0 ||
+            pattern_.nnz > INT32_MAX)
+            return;  // of which ts_matmul says what is wrong
+        const std::int64_t rows = pattern_.nnz * pattern_.block_rows;
+        const bool is_2_4 = desc_.storage == TS_STORAGE_2_4;
+        detail::check_count("values", values_.size, rows * pattern_.block_cols / (is_2_4 ? 2 : 1));
+        if (is_2_4) detail::check_count("metadata", metadata_size_, rows * (pattern_.block_cols / 32));
+        if (desc_.scales != nullptr)
+            detail::check_count("scales", scales_size_, desc_.row_scales ? rows : pattern_.nnz);
+        if (bias_.is_given) detail::check_count("bias", bias_.size, pattern_.out_features);
+        if (bias_gradient_.is_given)
+            detail::check_count("bias_gradient", bias_gradient_.size, pattern_.out_features);
+    }
+
+    ts_pattern pattern_;
+    ts_matmul_desc desc_{};  // without its pattern and dtypes
+    detail::Operand x_, y_, residual_, gate_, values_, bias_, bias_gradient_;
+    std::size_t metadata_size_ = 0, scales_size_ = 0;
+    Buffer<std::byte> workspace_;
+};
+
+}  // namespace v0_1
+}  // namespace tilesparse
+
+#endif  // TILESPARSE_PRODUCT_HPP_
