@@ -1,0 +1,144 @@
+/* Descriptors that are refused, and structures of other versions of the header. */
+#include "layer.h"
+
+#include <stdlib.h>
+
+static void test_bad_descriptors(void) {
+    FAILS(ts_matmul(NULL, NULL, 0, NULL), TS_INVALID_ARGUMENT, "desc");
+    REFUSES(TS_DDS_NT, o.desc.struct_size = 0, TS_INVALID_ARGUMENT, "struct_size");
+    REFUSES(TS_DDS_NT, o.desc.struct_size = 8, TS_INVALID_ARGUMENT, "struct_size");
+    REFUSES(TS_DDS_NT, o.desc.op = 3, TS_INVALID_ARGUMENT, "op");
+    REFUSES(TS_DDS_NT, o.desc.op = -1, TS_INVALID_ARGUMENT, "op");
+    REFUSES(TS_DDS_NT, o.desc.dtype = 4, TS_INVALID_ARGUMENT, "dtype");
+    REFUSES(TS_DDS_NT, o.desc.device = 2, TS_INVALID_ARGUMENT, "device");
+    REFUSES(TS_DDS_NT, o.desc.storage = 2, TS_INVALID_ARGUMENT, "storage is 2; allowed are 0 to 1");
+    REFUSES(TS_DDS_NT, o.desc.activation = 4, TS_INVALID_ARGUMENT, "activation");
+    REFUSES(TS_DDS_NT, o.desc.precision = 2, TS_INVALID_ARGUMENT, "precision");
+    REFUSES(TS_DDS_NT, o.desc.accumulate = 2, TS_INVALID_ARGUMENT, "accumulate");
+    REFUSES(TS_DDS_NT, o.desc.reserved = 1, TS_INVALID_ARGUMENT, "reserved");
+    REFUSES(TS_DDS_NT, o.desc.kernel = -1, TS_INVALID_ARGUMENT, "kernel");
+    REFUSES(TS_DDS_NT, o.desc.tokens = -1, TS_INVALID_ARGUMENT, "tokens");
+    REFUSES(TS_DDS_NT, o.desc.tokens = INT64_MAX, TS_INVALID_ARGUMENT, "tokens");
+    REFUSES(TS_DDS_NT, o.desc.accumulate = 1, TS_INVALID_ARGUMENT, "accumulate");
+    REFUSES(TS_DDS_NN, o.desc.activation = TS_RELU, TS_INVALID_ARGUMENT, "activation");
+    REFUSES(TS_SDD_TN, o.desc.bias = o.memory[3], TS_INVALID_ARGUMENT, "bias");
+    REFUSES(TS_DDS_NT, o.desc.x.layout = 2, TS_INVALID_ARGUMENT, "x.layout");
+    REFUSES(TS_DDS_NT, o.desc.y.layout = -1, TS_INVALID_ARGUMENT, "y.layout");
+    REFUSES(TS_DDS_NT, o.desc.residual.layout = 2, TS_INVALID_ARGUMENT, "residual.layout");
+    REFUSES(TS_DDS_NT, o.desc.residual.reserved = 1, TS_INVALID_ARGUMENT, "residual.reserved");
+    REFUSES(TS_DDS_NN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
+    REFUSES(TS_SDD_TN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
+    REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.layout = TS_FEATURE_MAJOR), TS_INVALID_ARGUMENT,
+            "gate.layout is 1; it must be y.layout, 0");
+    REFUSES(TS_DDS_NT, o.desc.gate.reserved = 1, TS_INVALID_ARGUMENT, "gate.reserved");
+    REFUSES(TS_DDS_NN, o.desc.gate.data = o.memory[4], TS_INVALID_ARGUMENT, "gate is given; only dds_nt");
+    REFUSES(TS_SDD_TN, o.desc.gate.data = o.memory[4], TS_INVALID_ARGUMENT, "gate is given; only dds_nt");
+    REFUSES(TS_DDS_NN, o.desc.bias_gradient = o.memory[3], TS_INVALID_ARGUMENT, "bias_gradient is given");
+    REFUSES(TS_SDD_TN, o.desc.accumulate_bias = 1, TS_INVALID_ARGUMENT, "bias_gradient is null");
+    REFUSES(TS_SDD_TN, o.desc.bias_gradient_dtype = 1, TS_INVALID_ARGUMENT, "bias_gradient is null");
+    REFUSES(TS_SDD_TN, give_bias_gradient(&o, 2), TS_INVALID_ARGUMENT, "accumulate_bias is 2");
+    REFUSES(TS_SDD_TN, (give_bias_gradient(&o, 0), o.desc.bias_gradient_dtype = TS_FLOAT64 + 1 + 2),
+            TS_INVALID_ARGUMENT, "bias_gradient_dtype stands for float16");
+    REFUSES(TS_SDD_TN, o.desc.bias_gradient = o.desc.values, TS_INVALID_ARGUMENT,
+            "values and bias_gradient overlap");
+    REFUSES(TS_SDD_TN, o.desc.bias_gradient = o.desc.y.data, TS_INVALID_ARGUMENT,
+            "y and bias_gradient overlap");
+    REFUSES(TS_DDS_NT, (give_gate(&o), give_residual(&o)), TS_INVALID_ARGUMENT,
+            "gate is given beside residual");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = 7, TS_INVALID_ARGUMENT, "values_dtype is 7; allowed are 0 to 6");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = -1, TS_INVALID_ARGUMENT, "values_dtype");
+    REFUSES(TS_DDS_NT, o.desc.result_dtype = 5, TS_INVALID_ARGUMENT, "result_dtype");
+    REFUSES(TS_SDD_TN, o.desc.result_dtype = TS_FLOAT16 + 1, TS_INVALID_ARGUMENT, "result_dtype");
+    REFUSES(TS_DDS_NT, o.desc.policy = 3, TS_INVALID_ARGUMENT, "policy");
+}
+
+/* The activations' dtype by its own number is what 0 stands for. */
+static void test_own_dtypes(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    o.desc.values_dtype = o.desc.result_dtype = TS_FLOAT32 + 1;
+    SUCCEEDS(run(&o));
+    check_forward(&o);
+}
+
+static void test_short_structures(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    o.desc.struct_size = FIRST_MATMUL_DESC; /* what lies behind belongs to something else */
+    memset((char*)&o.desc + FIRST_MATMUL_DESC, 0xa5, sizeof o.desc - FIRST_MATMUL_DESC);
+    SUCCEEDS(run(&o));
+    o.desc.gate.data = NULL; /* there is none for the library */
+    check_forward(&o);
+    REFUSES(TS_DDS_NT, o.desc.struct_size = FIRST_MATMUL_DESC - 1, TS_INVALID_ARGUMENT,
+            "desc.struct_size is 159; allowed are 160");
+
+    ts_kernel_info info;
+    memset(&info, 0xa5, sizeof info);
+    info.struct_size = FIRST_KERNEL_INFO;
+    SUCCEEDS(ts_kernel_get(0, &info));
+    CHECK(info.struct_size == FIRST_KERNEL_INFO && strncmp(info.name, "cpu", 3) == 0, "%s", info.name);
+    for (size_t i = FIRST_KERNEL_INFO; i < sizeof info; ++i)
+        CHECK(((unsigned char*)&info)[i] == 0xa5, "byte %d, which the caller does not know, was written",
+              (int)i);
+}
+
+static void test_long_structures(void) {
+    static operands o;
+    static struct {
+        ts_matmul_desc known;
+        unsigned char unknown[40];
+    } desc;
+    static struct {
+        ts_pattern known;
+        unsigned char unknown[24];
+    } pattern;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    desc.known = o.desc;
+    desc.known.struct_size = sizeof desc;
+    pattern.known = o.pattern;
+    pattern.known.struct_size = sizeof pattern;
+    desc.known.pattern = &pattern.known;
+    size_t bytes = 0;
+    SUCCEEDS(ts_matmul_workspace_size(&desc.known, &bytes));
+    void* workspace = aligned_alloc(256, (bytes / 256 + 1) * 256);
+    SUCCEEDS(ts_matmul(&desc.known, workspace, bytes, NULL));
+    free(workspace);
+    check_forward(&o);
+    pattern.unknown[23] = 1;
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 111 of pattern is not 0");
+    pattern.unknown[23] = 0;
+    desc.unknown[0] = 1;
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 328 of desc is not 0");
+    desc.known.struct_size = UINT32_MAX;
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "desc.struct_size");
+
+    struct {
+        ts_device_info known;
+        unsigned char unknown[8];
+    } device = {{.struct_size = sizeof device}, {1, 2, 3, 4, 5, 6, 7, 8}};
+    SUCCEEDS(ts_device_get(TS_CPU, -1, &device.known));
+    CHECK(device.known.struct_size == sizeof device && device.known.multiprocessors > 0, "size or content");
+    for (int i = 0; i < 8; ++i) CHECK(device.unknown[i] == 0, "byte %d behind the known ones", i);
+}
+
+static void test_bad_pattern_descriptors(void) {
+    REFUSES(TS_DDS_NT, o.desc.pattern = NULL, TS_INVALID_ARGUMENT, "pattern");
+    REFUSES(TS_DDS_NT, o.pattern.struct_size = 1, TS_INVALID_ARGUMENT, "struct_size");
+    REFUSES(TS_DDS_NT, o.pattern.block_rows = 24, TS_INVALID_ARGUMENT, "block_rows");
+    REFUSES(TS_DDS_NT, o.pattern.block_cols = 0, TS_INVALID_ARGUMENT, "block_cols");
+    REFUSES(TS_DDS_NT, o.pattern.reserved = 1, TS_INVALID_ARGUMENT, "reserved");
+    REFUSES(TS_DDS_NT, o.pattern.out_features = OUT + 1, TS_INVALID_ARGUMENT, "out_features");
+    REFUSES(TS_DDS_NT, o.pattern.in_features = -BK, TS_INVALID_ARGUMENT, "in_features");
+    REFUSES(TS_DDS_NT, o.pattern.nnz = ROWS * COLS + 1, TS_INVALID_ARGUMENT, "nnz");
+    REFUSES(TS_DDS_NT, o.pattern.nnz = -1, TS_INVALID_ARGUMENT, "nnz");
+    REFUSES(TS_DDS_NT, o.desc.pattern = (ts_pattern*)((char*)&o.pattern + 1), TS_INVALID_ARGUMENT,
+            "pattern is at address");
+}
+
+void test_descriptors(void) {
+    test_bad_descriptors();
+    test_own_dtypes();
+    test_short_structures();
+    test_long_structures();
+    test_bad_pattern_descriptors();
+}

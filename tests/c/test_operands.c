@@ -1,0 +1,144 @@
+/* Memory of operands and workspaces that is refused. */
+#include "layer.h"
+
+#include <stdlib.h>
+
+static void test_bad_operands(void) {
+    REFUSES(TS_DDS_NT, o.desc.x.data = NULL, TS_INVALID_ARGUMENT, "x");
+    REFUSES(TS_DDS_NT, o.desc.y.data = NULL, TS_INVALID_ARGUMENT, "y");
+    REFUSES(TS_DDS_NT, o.desc.values = NULL, TS_INVALID_ARGUMENT, "values");
+    REFUSES(TS_DDS_NT, o.desc.x.ld = IN - 1, TS_INVALID_ARGUMENT, "x.ld");
+    REFUSES(TS_DDS_NT, o.desc.y.ld = OUT - 1, TS_INVALID_ARGUMENT, "y.ld");
+    REFUSES(TS_DDS_NT, o.desc.x.ld = INT64_MAX, TS_INVALID_ARGUMENT, "x.ld");
+    REFUSES(TS_DDS_NT, o.desc.x.data = (char*)o.memory[0] + 1, TS_INVALID_ARGUMENT, "x");
+    REFUSES(TS_DDS_NT, o.desc.x.data = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
+    REFUSES(TS_DDS_NN, o.desc.x.data = o.desc.values, TS_INVALID_ARGUMENT, "overlap");
+    REFUSES(TS_SDD_TN, o.desc.values = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
+    REFUSES(TS_DDS_NT, o.desc.bias = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
+    REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.layout = TS_FEATURE_MAJOR), TS_INVALID_ARGUMENT,
+            "residual.layout is 1; it must be y.layout, 0");
+    REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.ld = OUT - 1), TS_INVALID_ARGUMENT, "residual.ld");
+    REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.data = (char*)o.memory[4] + 1),
+            TS_INVALID_ARGUMENT, "residual is at address");
+    REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.data = o.desc.y.data), TS_INVALID_ARGUMENT,
+            "y and residual overlap");
+    REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.ld = OUT - 1), TS_INVALID_ARGUMENT, "gate.ld");
+    REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.data = o.desc.y.data), TS_INVALID_ARGUMENT,
+            "y and gate overlap");
+    REFUSES(TS_DDS_NT, o.desc.bias = (char*)o.memory[3] + 2, TS_INVALID_ARGUMENT, "bias is at address");
+    REFUSES(TS_DDS_NT, (o.desc.packed = o.desc.y.data, o.desc.packed_bytes = 4), TS_INVALID_ARGUMENT,
+            "y and packed overlap");
+    REFUSES(TS_DDS_NT, (o.desc.plan = o.desc.y.data, o.desc.plan_bytes = 4), TS_INVALID_ARGUMENT,
+            "y and plan overlap");
+    REFUSES(TS_DDS_NT, (o.desc.packed = o.memory[3], o.desc.packed_bytes = SIZE_MAX), TS_INVALID_ARGUMENT,
+            "packed has");
+    REFUSES(TS_DDS_NT,
+            (o.desc.tokens = INT32_MAX, o.pattern.in_features = INT32_MAX / BK * BK, o.desc.x.ld = INT32_MAX),
+            TS_INVALID_ARGUMENT, "x has 2147483647 tokens");
+    REFUSES(TS_DDS_NT, (o.desc.tokens = INT32_MAX, o.desc.dtype = TS_FLOAT64, o.desc.x.ld = INT32_MAX),
+            TS_INVALID_ARGUMENT, "x.ld");
+    REFUSES(TS_DDS_NT, (o.desc.tokens = 1 << 24, o.desc.x.data = (void*)(UINTPTR_MAX - 15)),
+            TS_INVALID_ARGUMENT, "x has");
+    REFUSES(
+        TS_DDS_NT,
+        (o.desc.device = TS_CUDA, o.desc.plan = (char*)o.memory[3] + 8, o.desc.x.ld = IN, o.desc.y.ld = OUT),
+        TS_INVALID_ARGUMENT, "plan is at address");
+    REFUSES(TS_DDS_NT,
+            (o.desc.device = TS_CUDA, o.desc.packed = (char*)0x1010, o.desc.x.ld = IN, o.desc.y.ld = OUT),
+            TS_INVALID_ARGUMENT, "packed is at address");
+    REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.tokens = INT32_MAX), TS_INVALID_ARGUMENT,
+            "tokens is 2147483647; allowed are 0 to 2147418112 on a CUDA device");
+    REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.pattern.out_features = INT32_MAX / BN * BN),
+            TS_INVALID_ARGUMENT, "pattern.out_features is");
+    REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.tokens = 1 << 20, o.desc.x.ld = 1 << 24),
+            TS_INVALID_ARGUMENT, "bytes; at most 4398046511104 are allowed on a CUDA device");
+    /* On CUDA 16 bytes of alignment are asked for; this is found before any device is looked for. */
+    REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.x.data = (char*)o.memory[0] + 4), TS_INVALID_ARGUMENT,
+            "x");
+}
+
+/* Kernels of the CPU read the pattern's arrays, those by column for dds_nn. */
+static void test_missing_arrays(void) {
+    REFUSES(TS_DDS_NT, o.pattern.row_ptr = NULL, TS_INVALID_ARGUMENT, "pattern.row_ptr is null");
+    REFUSES(TS_DDS_NT, o.pattern.col_idx = NULL, TS_INVALID_ARGUMENT, "pattern.col_idx is null");
+    REFUSES(TS_DDS_NT, o.pattern.row_slot = NULL, TS_INVALID_ARGUMENT, "pattern.row_slot is null");
+    REFUSES(TS_SDD_TN, o.pattern.row_ptr = NULL, TS_INVALID_ARGUMENT, "pattern.row_ptr is null");
+    REFUSES(TS_SDD_TN, o.pattern.row_slot = NULL, TS_INVALID_ARGUMENT, "pattern.row_slot is null");
+    REFUSES(TS_DDS_NN, o.pattern.col_ptr = NULL, TS_INVALID_ARGUMENT, "pattern.col_ptr is null");
+    REFUSES(TS_DDS_NN, o.pattern.row_idx = NULL, TS_INVALID_ARGUMENT, "pattern.row_idx is null");
+    REFUSES(TS_DDS_NN, o.pattern.col_slot = NULL, TS_INVALID_ARGUMENT, "pattern.col_slot is null");
+    REFUSES(TS_DDS_NT, o.pattern.row_ptr = (int32_t*)((char*)row_ptr + 2), TS_INVALID_ARGUMENT,
+            "pattern.row_ptr is at address");
+}
+
+/* Arrays that lead out of the weight or the values. */
+static void test_wild_arrays(void) {
+    static int32_t wild[4];
+    for (int i = 0; i < 4; ++i) wild[i] = INT32_MAX - i;
+    REFUSES(TS_DDS_NT, o.pattern.row_ptr = wild, TS_INVALID_PATTERN, "row_ptr");
+    static int32_t crowded[ROWS + 1] = {0, NNZ, NNZ, NNZ}; /* a row with more blocks than columns */
+    REFUSES(TS_DDS_NT, o.pattern.row_ptr = crowded, TS_INVALID_PATTERN, "row_ptr");
+    REFUSES(TS_DDS_NT, o.pattern.col_idx = wild, TS_INVALID_PATTERN, "col_idx has the entry 2147483647");
+    REFUSES(TS_SDD_TN, o.pattern.row_slot = wild, TS_INVALID_PATTERN, "row_slot");
+    REFUSES(TS_DDS_NN, o.pattern.col_ptr = wild, TS_INVALID_PATTERN, "col_ptr");
+    REFUSES(TS_DDS_NN, o.pattern.row_idx = wild, TS_INVALID_PATTERN, "row_idx");
+    wild[0] = -1;
+    REFUSES(TS_DDS_NN, o.pattern.col_slot = wild, TS_INVALID_PATTERN, "col_slot");
+}
+
+/* A workspace of one byte less than asked for. */
+static void test_small_workspace(void) {
+    static operands o, before;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    FAILS(ts_matmul_workspace_size(NULL, NULL), TS_INVALID_ARGUMENT, "desc");
+    FAILS(ts_matmul_workspace_size(&o.desc, NULL), TS_INVALID_ARGUMENT, "bytes");
+    for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op) {
+        init_operands(&o, op, TS_FLOAT32, TS_FEATURE_MAJOR, TS_FEATURE_MAJOR);
+        size_t bytes = 0;
+        SUCCEEDS(ts_matmul_workspace_size(&o.desc, &bytes));
+        if (bytes == 0) continue;
+        before = o;
+        void* workspace = aligned_alloc(256, (bytes / 256 + 1) * 256);
+        FAILS(ts_matmul(&o.desc, workspace, bytes - 1, NULL), TS_WORKSPACE_TOO_SMALL, "workspace_bytes");
+        FAILS(ts_matmul(&o.desc, NULL, bytes, NULL), TS_INVALID_ARGUMENT, "workspace");
+        CHECK(memcmp(before.memory, o.memory, sizeof o.memory) == 0, "op %d: written", (int)op);
+        free(workspace);
+    }
+}
+
+/* Scratch memory is written, and so is nothing that is read. */
+static void test_overlapping_workspace(void) {
+    static _Alignas(256) char workspace[1 << 19];
+    static operands o;
+    for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op) {
+        size_t bytes = 0;
+        for (int which = 0; which < 4; ++which) {
+            init_operands(&o, op, TS_FLOAT32, TS_FEATURE_MAJOR, TS_FEATURE_MAJOR);
+            SUCCEEDS(ts_matmul_workspace_size(&o.desc, &bytes));
+            if (which == 0) o.desc.x.data = workspace;
+            if (which == 1) o.desc.y.data = workspace;
+            if (which == 2) o.desc.values = workspace;
+            if (which == 3)
+                *(op == TS_DDS_NN ? &o.pattern.row_idx : &o.pattern.col_idx) =
+                    memcpy(workspace, op == TS_DDS_NN ? o.pattern.row_idx : o.pattern.col_idx,
+                           (size_t)o.pattern.nnz * sizeof(int32_t));
+            if (bytes == 0)
+                SUCCEEDS(ts_matmul(&o.desc, workspace, sizeof workspace, NULL));
+            else
+                FAILS(ts_matmul(&o.desc, workspace, sizeof workspace, NULL), TS_INVALID_ARGUMENT,
+                      "and workspace overlap in memory");
+        }
+    }
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    o.pattern.row_ptr = memcpy(o.desc.y.data, o.pattern.row_ptr, (OUT / BN + 1) * sizeof(int32_t));
+    FAILS(ts_matmul(&o.desc, workspace, sizeof workspace, NULL), TS_INVALID_ARGUMENT,
+          "pattern.row_ptr and y overlap in memory");
+}
+
+void test_memory_of_operands(void) {
+    test_bad_operands();
+    test_missing_arrays();
+    test_wild_arrays();
+    test_small_workspace();
+    test_overlapping_workspace();
+}

@@ -1,0 +1,160 @@
+/* Values in fewer bytes. */
+#include "stored.h"
+
+#include <stdlib.h>
+
+/* Lets a product multiply by stored values; operand 2 then holds what these stand for. */
+static void give_stored(operands* o, stored* s, int32_t dtype, int32_t storage, int32_t row_scales) {
+    init_stored(s, dtype);
+    SUCCEEDS(compress(s, &o->pattern));
+    o->desc.storage = storage;
+    o->desc.values = storage == TS_STORAGE_PLAIN ? s->values : s->compressed;
+    o->desc.metadata = storage == TS_STORAGE_PLAIN ? NULL : s->metadata;
+    if (dtype != TS_FLOAT32) {
+        o->desc.values_dtype = dtype + 1;
+        o->desc.scales = s->scales;
+        o->desc.row_scales = row_scales;
+    }
+    for (int i = 0; i < COUNT; ++i) {
+        const double scale = dtype == TS_FLOAT32 ? 1 : s->scales[row_scales ? i / BK : i / (BN * BK)];
+        const int is_there = storage == TS_STORAGE_PLAIN || is_kept(s, i);
+        put(o, 2, i, is_there ? number_at(s->values, dtype, i) * scale : 0);
+    }
+}
+
+static void test_stored_values(int32_t dtype, int32_t storage, int32_t row_scales) {
+    static operands o;
+    static stored s;
+    static float plain[COUNT + 1];
+    for (int32_t op = TS_DDS_NT; op <= TS_DDS_NN; ++op) {
+        init_operands(&o, op, TS_FLOAT32, TS_ROW_MAJOR, TS_FEATURE_MAJOR);
+        give_stored(&o, &s, dtype, storage, row_scales);
+        SUCCEEDS(run(&o));
+        if (op == TS_DDS_NT)
+            check_forward(&o);
+        else
+            check_gradient_of_x(&o);
+        plain[COUNT] = 77;
+        SUCCEEDS(ts_values_expand(&o.desc, plain, COUNT * sizeof(float), NULL));
+        for (int i = 0; i < COUNT; ++i)
+            CHECK(plain[i] == get(&o, 2, i), "value %d is %g, not %g", i, plain[i], get(&o, 2, i));
+        CHECK(plain[COUNT] == 77, "written behind the expansion");
+    }
+}
+
+/* Kernels that are given the expansion have room for it in the workspace, say so and pack nothing. */
+static void test_room_for_the_expansion(void) {
+    static operands o;
+    static stored s;
+    const ts_device_info gpu = h100();
+    char reason[256] = "";
+    int32_t kernel = 0;
+    size_t without = 0, with = 0, packed = 1;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    SUCCEEDS(ts_matmul_workspace_size(&o.desc, &without));
+    give_stored(&o, &s, TS_INT8, TS_STORAGE_2_4, 1);
+    SUCCEEDS(ts_matmul_workspace_size(&o.desc, &with));
+    CHECK(with >= without + COUNT * sizeof(float), "%d bytes instead of %d", (int)with, (int)without);
+    SUCCEEDS(ts_values_packed_size(&o.desc, &packed));
+    CHECK(packed == 0, "%d bytes", (int)packed);
+    void* workspace = aligned_alloc(256, (with / 256 + 1) * 256);
+    FAILS(ts_matmul(&o.desc, workspace, with - 1, NULL), TS_WORKSPACE_TOO_SMALL, "workspace_bytes");
+    free(workspace);
+    ts_device_info cpu = {.struct_size = sizeof cpu};
+    SUCCEEDS(ts_device_get(TS_CPU, -1, &cpu));
+    SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, reason, sizeof reason));
+    CHECK(strstr(reason, "it is given expanded values") != NULL, "%s", reason);
+    if (strstr(ts_architectures(), "sm_") == NULL) return;
+    o.desc.device = TS_CUDA;
+    o.desc.dtype = TS_FLOAT16;
+    SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
+}
+
+/* Nothing of x, y and values is written by products that are refused, nor of the expansion. */
+#define REFUSES_STORED(op_, dtype, storage_, change, expected, mention)                           \
+    do {                                                                                          \
+        static stored s;                                                                          \
+        REFUSES((op_), (give_stored(&o, &s, (dtype), (storage_), 1), change), expected, mention); \
+    } while (0)
+
+static void test_bad_storages(void) {
+    enum { INT8 = TS_INT8 + 1 };
+    REFUSES(TS_DDS_NT, o.desc.metadata = o.memory[3], TS_INVALID_ARGUMENT,
+            "metadata is given; only TS_STORAGE_2_4 has any");
+    REFUSES(TS_DDS_NT, o.desc.storage = TS_STORAGE_2_4, TS_INVALID_ARGUMENT, "metadata is null");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = TS_FLOAT16 + 1, TS_INVALID_ARGUMENT,
+            "values_dtype stands for float16 and dtype is float32");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = INT8, TS_INVALID_ARGUMENT, "scales is null");
+    REFUSES(TS_DDS_NT, o.desc.scales = (float*)o.memory[3], TS_INVALID_ARGUMENT,
+            "scales is given; values of float32 have none");
+    REFUSES(TS_DDS_NT, o.desc.row_scales = 1, TS_INVALID_ARGUMENT, "row_scales is 1; values of float32");
+    REFUSES(TS_DDS_NT, o.desc.dtype = TS_INT8, TS_INVALID_ARGUMENT, "dtype is 4; allowed are 0 to 3");
+    REFUSES(TS_DDS_NT, o.desc.result_dtype = INT8, TS_INVALID_ARGUMENT, "result_dtype is 5; allowed are 0");
+    REFUSES(TS_SDD_TN, (o.desc.storage = TS_STORAGE_2_4, o.desc.metadata = o.memory[3]), TS_INVALID_ARGUMENT,
+            "storage is 1; sdd_tn writes plain values");
+    REFUSES(TS_SDD_TN, (o.desc.values_dtype = INT8, o.desc.scales = (float*)o.memory[3]), TS_INVALID_ARGUMENT,
+            "values_dtype stands for int8 and result_dtype for float32");
+    REFUSES_STORED(TS_DDS_NN, TS_INT8, 0, o.desc.row_scales = 2, TS_INVALID_ARGUMENT, "row_scales is 2");
+    REFUSES_STORED(TS_DDS_NN, TS_INT8, 0, o.desc.scales = (float*)((char*)s.scales + 1), TS_INVALID_ARGUMENT,
+                   "scales is at address");
+    REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.scales = (float*)o.memory[1], TS_INVALID_ARGUMENT,
+                   "y and scales overlap");
+    REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.values = o.memory[1], TS_INVALID_ARGUMENT,
+                   "y and values overlap");
+    REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.values = NULL, TS_INVALID_ARGUMENT, "values is null");
+    REFUSES_STORED(TS_DDS_NT, TS_FLOAT32, 1, o.desc.metadata = (char*)s.metadata + 2, TS_INVALID_ARGUMENT,
+                   "metadata is at address");
+    REFUSES_STORED(TS_DDS_NT, TS_FLOAT32, 1, o.desc.metadata = o.memory[1], TS_INVALID_ARGUMENT,
+                   "y and metadata overlap");
+    REFUSES_STORED(TS_DDS_NT, TS_FLOAT32, 1, o.pattern.block_cols = 16, TS_INVALID_ARGUMENT,
+                   "pattern.block_cols is 16; TS_STORAGE_2_4 is for 32, 64 and 128");
+    REFUSES_STORED(
+        TS_DDS_NT, TS_FLOAT32, 1,
+        (o.desc.device = TS_CUDA, o.desc.x.ld = IN, o.desc.y.ld = 8, o.desc.metadata = s.metadata + 1),
+        TS_INVALID_ARGUMENT, "metadata is at address");
+}
+
+/* After `change` of a product with values of 8 bits in 2:4, their expansion is refused and not written. */
+#define REFUSES_EXPANSION(change, expected, mention)                             \
+    do {                                                                         \
+        static operands o;                                                       \
+        static stored s;                                                         \
+        static float memory[COUNT];                                              \
+        void* plain = memory;                                                    \
+        size_t bytes = sizeof memory;                                            \
+        init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);    \
+        give_stored(&o, &s, TS_INT8, TS_STORAGE_2_4, 0);                         \
+        memset(memory, 0xa5, sizeof memory);                                     \
+        change;                                                                  \
+        FAILS(ts_values_expand(&o.desc, plain, bytes, NULL), expected, mention); \
+        for (size_t i = 0; i < sizeof memory; ++i)                               \
+            CHECK(((unsigned char*)memory)[i] == 0xa5, "%s: written", #change);  \
+    } while (0)
+
+static void test_bad_expansions(void) {
+    FAILS(ts_values_expand(NULL, NULL, 0, NULL), TS_INVALID_ARGUMENT, "desc");
+    REFUSES_EXPANSION(plain = NULL, TS_INVALID_ARGUMENT, "plain is null");
+    REFUSES_EXPANSION(plain = (char*)memory + 2, TS_INVALID_ARGUMENT, "plain is at address");
+    REFUSES_EXPANSION(--bytes, TS_WORKSPACE_TOO_SMALL, "plain_bytes is 6143; 6144 are needed");
+    REFUSES_EXPANSION(plain = s.compressed, TS_INVALID_ARGUMENT, "values and plain overlap");
+    REFUSES_EXPANSION(o.desc.metadata = memory, TS_INVALID_ARGUMENT, "metadata and plain overlap");
+    REFUSES_EXPANSION(o.desc.scales = memory, TS_INVALID_ARGUMENT, "scales and plain overlap");
+    REFUSES_EXPANSION(o.desc.values = NULL, TS_INVALID_ARGUMENT, "values is null");
+    REFUSES_EXPANSION(o.desc.scales = NULL, TS_INVALID_ARGUMENT, "scales is null");
+    REFUSES_EXPANSION(o.desc.op = TS_SDD_TN, TS_INVALID_ARGUMENT, "sdd_tn");
+    REFUSES_EXPANSION((o.desc.op = TS_SDD_TN, o.desc.storage = 0, o.desc.metadata = NULL,
+                       o.desc.scales = NULL, o.desc.values_dtype = 0),
+                      TS_INVALID_ARGUMENT, "op is 2; the values are those of dds_nt or dds_nn");
+    ts_device_info info = {.struct_size = sizeof info};
+    if (ts_device_get(TS_CUDA, -1, &info) == TS_SUCCESS) return;
+    REFUSES_EXPANSION(o.desc.device = TS_CUDA, TS_NO_DEVICE, "CUDA");
+}
+
+void test_storages(void) {
+    for (int32_t dtype = TS_INT8; dtype <= TS_FLOAT8_E4M3FN; ++dtype)
+        for (int32_t option = 0; option < 4; ++option) test_stored_values(dtype, option & 1, option >> 1);
+    test_stored_values(TS_FLOAT32, TS_STORAGE_2_4, 0);
+    test_room_for_the_expansion();
+    test_bad_storages();
+    test_bad_expansions();
+}
