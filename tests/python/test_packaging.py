@@ -163,7 +163,7 @@ def test_licences_and_bill_of_materials_are_installed() -> None:
 
 
 def test_consumers_in_c_and_cpp(tmp_path: Path) -> None:
-    """A project that uses find_package(tilesparse); tests/c/test_abi.c covers every public function, and
+    """A project that uses find_package(tilesparse); tests/c covers every public function, and
     fuzz_abi.cpp calls all that is exported.
 
     test_first is a program that was built against the first version of the header."""

@@ -1,0 +1,245 @@
+// Arguments of calls: valid ones, of which some are replaced.
+#ifndef TILESPARSE_TESTS_FUZZ_ARGUMENTS_H_
+#define TILESPARSE_TESTS_FUZZ_ARGUMENTS_H_
+
+#include <tilesparse/tilesparse.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "fuzz_memory.h"
+
+namespace fuzz {
+
+struct Field {
+    size_t offset;
+    bool is_wide;
+};
+
+template <class T, size_t size>
+inline void spoil(T& structure, const Field (&fields)[size]) {
+    const Field field = one_of(fields);
+    const int64_t value = wild_number();
+    const auto narrow = static_cast<int32_t>(value);
+    auto* const target = reinterpret_cast<unsigned char*>(&structure) + field.offset;
+    if (field.is_wide)
+        std::memcpy(target, &value, sizeof value);
+    else
+        std::memcpy(target, &narrow, sizeof narrow);
+}
+
+#define NARROW(type, field) {offsetof(type, field), false}
+#define WIDE(type, field) {offsetof(type, field), true}
+
+constexpr Field kPatternFields[] = {NARROW(ts_pattern, block_rows), NARROW(ts_pattern, block_cols),
+                                    NARROW(ts_pattern, reserved),   WIDE(ts_pattern, out_features),
+                                    WIDE(ts_pattern, in_features),  WIDE(ts_pattern, nnz)};
+
+constexpr Field kDescFields[] = {NARROW(ts_matmul_desc, op),
+                                 NARROW(ts_matmul_desc, dtype),
+                                 NARROW(ts_matmul_desc, device),
+                                 NARROW(ts_matmul_desc, storage),
+                                 NARROW(ts_matmul_desc, activation),
+                                 NARROW(ts_matmul_desc, precision),
+                                 NARROW(ts_matmul_desc, accumulate),
+                                 NARROW(ts_matmul_desc, kernel),
+                                 NARROW(ts_matmul_desc, reserved),
+                                 NARROW(ts_matmul_desc, x.layout),
+                                 NARROW(ts_matmul_desc, x.reserved),
+                                 NARROW(ts_matmul_desc, y.layout),
+                                 NARROW(ts_matmul_desc, y.reserved),
+                                 NARROW(ts_matmul_desc, residual.layout),
+                                 NARROW(ts_matmul_desc, values_dtype),
+                                 NARROW(ts_matmul_desc, result_dtype),
+                                 NARROW(ts_matmul_desc, policy),
+                                 NARROW(ts_matmul_desc, row_scales),
+                                 NARROW(ts_matmul_desc, gate.layout),
+                                 WIDE(ts_matmul_desc, gate.ld),
+                                 WIDE(ts_matmul_desc, tokens),
+                                 WIDE(ts_matmul_desc, x.ld),
+                                 WIDE(ts_matmul_desc, y.ld),
+                                 WIDE(ts_matmul_desc, residual.ld),
+                                 WIDE(ts_matmul_desc, plan_key),
+                                 WIDE(ts_matmul_desc, plan_bytes),
+                                 WIDE(ts_matmul_desc, packed_bytes),
+                                 WIDE(ts_matmul_desc, packed_key),
+                                 NARROW(ts_matmul_desc, bias_gradient_dtype),
+                                 NARROW(ts_matmul_desc, accumulate_bias)};
+
+constexpr Field kDeviceFields[] = {NARROW(ts_device_info, device), NARROW(ts_device_info, compute_capability),
+                                   NARROW(ts_device_info, multiprocessors),
+                                   NARROW(ts_device_info, shared_memory), NARROW(ts_device_info, reserved)};
+
+// An array of the size that the arguments claim, which begins with what a valid one has.
+inline const int32_t* array(const std::vector<int32_t>& valid, wide size) {
+    auto* const data = reinterpret_cast<int32_t*>(take_some(size * 4));
+    if (data == nullptr || reinterpret_cast<uintptr_t>(data) % 4 != 0) return data;
+    for (int64_t i = 0; i < static_cast<int64_t>(size); ++i)
+        data[i] = i < static_cast<int64_t>(valid.size()) ? valid[i] : static_cast<int32_t>(wild_number());
+    if (size > 0 && chance(3))
+        data[draw(0, static_cast<int64_t>(size) - 1)] = static_cast<int32_t>(wild_number());
+    return data;
+}
+
+inline ts_pattern some_pattern() {
+    static constexpr int32_t kBlocks[] = {16, 16, 32, 64, 128};
+    ts_pattern pattern{};
+    pattern.struct_size = sizeof pattern;
+    pattern.block_rows = one_of(kBlocks);
+    pattern.block_cols = chance(50) ? pattern.block_rows : one_of(kBlocks);
+    const int64_t rows = draw(0, 6), cols = draw(0, 6);
+    const int density = static_cast<int>(draw(0, 100));
+    std::vector<int32_t> ptr{0}, idx, col_ptr{0}, row_idx, col_slot;
+    for (int64_t row = 0; row < rows; ++row) {
+        for (int32_t col = 0; col < cols; ++col)
+            if (chance(density)) idx.push_back(col);
+        ptr.push_back(static_cast<int32_t>(idx.size()));
+    }
+    std::vector<int32_t> slot(idx.size());
+    std::iota(slot.begin(), slot.end(), 0);
+    for (size_t i = slot.size(); i > 1; --i)
+        std::swap(slot[i - 1], slot[draw(0, static_cast<int64_t>(i) - 1)]);
+    for (int32_t col = 0; col < cols; ++col) {
+        for (int32_t row = 0; row < rows; ++row)
+            for (int32_t e = ptr[row]; e < ptr[row + 1]; ++e)
+                if (idx[e] == col) row_idx.push_back(row), col_slot.push_back(slot[e]);
+        col_ptr.push_back(static_cast<int32_t>(row_idx.size()));
+    }
+    pattern.out_features = rows * pattern.block_rows;
+    pattern.in_features = cols * pattern.block_cols;
+    pattern.nnz = static_cast<int64_t>(idx.size());
+    while (chance(15)) spoil(pattern, kPatternFields);
+    const wide claimed_rows = pattern.out_features / std::max(pattern.block_rows, 1);
+    const wide claimed_cols = pattern.in_features / std::max(pattern.block_cols, 1);
+    pattern.row_ptr = array(ptr, claimed_rows + 1);
+    pattern.col_idx = array(idx, pattern.nnz);
+    pattern.row_slot = array(slot, pattern.nnz);
+    pattern.col_ptr = array(col_ptr, claimed_cols + 1);
+    pattern.row_idx = array(row_idx, pattern.nnz);
+    pattern.col_slot = array(col_slot, pattern.nnz);
+    if (chance(10)) pattern.col_ptr = nullptr;
+    return pattern;
+}
+
+inline int64_t size_of(int32_t dtype) {
+    if (dtype == TS_INT8 || dtype == TS_FLOAT8_E4M3FN) return 1;
+    return dtype == TS_FLOAT64 ? 8 : dtype == TS_FLOAT32 ? 4 : 2;
+}
+
+inline int64_t most_bytes(const ts_matmul_desc& desc) {  // of an element of any operand but values
+    const int64_t size = size_of(desc.dtype);
+    return desc.result_dtype > 0 ? std::max(size, size_of(desc.result_dtype - 1)) : size;
+}
+
+inline void place(ts_matrix& matrix, const ts_matmul_desc& desc, int64_t features) {
+    const bool row_major = matrix.layout == TS_ROW_MAJOR;
+    const int64_t tokens = bounded(desc.tokens);
+    const wide lines = row_major ? tokens : bounded(features), line = row_major ? bounded(features) : tokens;
+    const wide elements = lines <= 0 || line <= 0 ? 0 : (lines - 1) * bounded(matrix.ld) + line;
+    matrix.data = take_some(elements * most_bytes(desc));
+}
+
+// Values, with what their storage has besides.
+inline void place_values(ts_matmul_desc& desc, const ts_pattern& pattern) {
+    const wide rows = wide(bounded(pattern.nnz)) * pattern.block_rows, count = rows * pattern.block_cols;
+    const int64_t size = size_of(desc.values_dtype > 0 ? desc.values_dtype - 1 : desc.dtype);
+    desc.values = take_some(count * size / (desc.storage == TS_STORAGE_2_4 ? 2 : 1));
+    if (desc.metadata != nullptr) desc.metadata = take_some(count / 8);
+    if (desc.scales != nullptr)
+        desc.scales = reinterpret_cast<float*>(take_some((desc.row_scales ? rows : wide(pattern.nnz)) * 4));
+}
+
+// Where the pattern's structure may be read, its memory is there; `followed`: that of the operands, too.
+inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
+    ts_matmul_desc desc{};
+    desc.struct_size = sizeof desc;
+    desc.op = static_cast<int32_t>(draw(0, 2));
+    desc.dtype = static_cast<int32_t>(draw(0, 3));
+    desc.device = chance(followed ? 85 : 40) ? TS_CPU : TS_CUDA;
+    desc.tokens = draw(0, 40);
+    desc.x.layout = static_cast<int32_t>(draw(0, 1));
+    desc.y.layout = desc.residual.layout = desc.gate.layout = static_cast<int32_t>(draw(0, 1));
+    if (desc.op == TS_DDS_NT) desc.activation = static_cast<int32_t>(draw(0, 3));
+    if (desc.op == TS_SDD_TN) desc.accumulate = static_cast<int32_t>(draw(0, 1));
+    if (chance(10)) desc.kernel = static_cast<int32_t>(draw(0, ts_kernel_count() + 1));
+    if (chance(10)) std::strcpy(desc.prefer, chance(50) ? "cpu_" : chance(50) ? "sm80_dds" : "none");
+    if (chance(2)) std::memset(desc.prefer, 'c', sizeof desc.prefer);
+    const auto line = [&](int32_t layout, int64_t features) {
+        return bounded(layout == TS_ROW_MAJOR ? features : desc.tokens) + 8 * draw(0, 2);
+    };
+    desc.x.ld = line(desc.x.layout, pattern.in_features);
+    desc.y.ld = line(desc.y.layout, pattern.out_features);
+    desc.residual.ld = line(desc.residual.layout, pattern.out_features);
+    desc.gate.ld = line(desc.gate.layout, pattern.out_features);
+    if (desc.op != TS_SDD_TN) {
+        if (chance(25)) desc.storage = TS_STORAGE_2_4;
+        if (chance(25)) desc.values_dtype = static_cast<int32_t>(draw(TS_INT8, TS_FLOAT8_E4M3FN)) + 1;
+        if (desc.values_dtype != 0) desc.row_scales = static_cast<int32_t>(draw(0, 1));
+    }
+    if ((desc.storage != TS_STORAGE_PLAIN) == chance(97)) desc.metadata = wild_address();
+    if ((desc.values_dtype != 0) == chance(97)) desc.scales = static_cast<float*>(wild_address());
+    while (chance(35)) spoil(desc, kDescFields);
+    desc.plan = chance(80) ? nullptr : wild_address();
+    desc.packed = chance(80) ? nullptr : wild_address();
+    const bool has_bias = chance(30) && desc.op == TS_DDS_NT,
+               has_residual = chance(30) && desc.op == TS_DDS_NT,
+               has_gate = chance(has_residual ? 2 : 30) && desc.op == TS_DDS_NT,
+               has_bias_gradient = chance(50) && desc.op == TS_SDD_TN;
+    if (has_bias_gradient && chance(50)) desc.accumulate_bias = 1;
+    if (has_bias_gradient && size_of(desc.dtype) == 2 && chance(50))
+        desc.bias_gradient_dtype = TS_FLOAT32 + 1;
+    if (!followed) {
+        for (void** operand : {&desc.x.data, &desc.y.data, &desc.values}) *operand = wild_address();
+        if (has_bias) desc.bias = wild_address();
+        if (has_residual) desc.residual.data = wild_address();
+        if (has_gate) desc.gate.data = wild_address();
+        if (has_bias_gradient) desc.bias_gradient = wild_address();
+        return desc;
+    }
+    place(desc.x, desc, pattern.in_features);
+    place(desc.y, desc, pattern.out_features);
+    if (has_residual) place(desc.residual, desc, pattern.out_features);
+    if (has_gate) place(desc.gate, desc, pattern.out_features);
+    if (has_bias) desc.bias = take_some(wide(bounded(pattern.out_features)) * most_bytes(desc));
+    if (has_bias_gradient) desc.bias_gradient = take_some(wide(bounded(pattern.out_features)) * 8);
+    place_values(desc, pattern);
+    return desc;
+}
+
+// A product whose memory is there, or null: a caller that knows less of the structure would claim other
+// memory.
+inline const ts_matmul_desc* followed_product(ts_matmul_desc& desc, const ts_pattern& pattern) {
+    desc.pattern = as_caller_has_it(pattern);
+    const ts_matmul_desc* const given = as_caller_has_it(desc);
+    uint32_t size = sizeof desc;
+    if (given != nullptr) std::memcpy(&size, given, sizeof size);
+    const bool is_plain = desc.storage == TS_STORAGE_PLAIN && desc.values_dtype == 0;
+    return is_plain || size >= sizeof desc ? given : nullptr;
+}
+
+inline ts_device_info some_device() {
+    static constexpr int32_t kCapabilities[] = {75, 80, 86, 89, 90, 100, 120};
+    ts_device_info device{};
+    device.struct_size = sizeof device;
+    device.device = chance(30) ? TS_CPU : TS_CUDA;
+    device.multiprocessors = static_cast<int32_t>(draw(1, 200));
+    if (device.device == TS_CUDA) {
+        device.compute_capability = one_of(kCapabilities);
+        device.shared_memory = static_cast<int32_t>(draw(0, 232448));
+    }
+    while (chance(25)) spoil(device, kDeviceFields);
+    return device;
+}
+
+inline int32_t some_kernel() {
+    return static_cast<int32_t>(chance(95) ? draw(0, ts_kernel_count() - 1) : wild_number());
+}
+inline int32_t some_op() { return static_cast<int32_t>(chance(95) ? draw(0, 2) : wild_number()); }
+
+}  // namespace fuzz
+
+#endif  // TILESPARSE_TESTS_FUZZ_ARGUMENTS_H_

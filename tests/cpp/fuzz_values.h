@@ -1,0 +1,127 @@
+// Calls on values, activations and gates.
+#ifndef TILESPARSE_TESTS_FUZZ_VALUES_H_
+#define TILESPARSE_TESTS_FUZZ_VALUES_H_
+
+#include <tilesparse/tilesparse.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "fuzz_arguments.h"
+#include "fuzz_memory.h"
+#include "fuzz_rules.h"
+
+namespace fuzz {
+
+inline void call_expand() {
+    const ts_pattern pattern = some_pattern();
+    ts_matmul_desc desc = some_product(pattern, true);
+    const wide count = wide(bounded(pattern.nnz)) * pattern.block_rows * pattern.block_cols;
+    wide bytes = std::clamp<wide>(count * size_of(desc.dtype), 0, kMostBytes + 1);
+    if (chance(5)) bytes = draw(0, 4096);
+    const Result plain(static_cast<size_t>(bytes));
+    if (chance(5)) desc.values = plain.data;
+    if (desc.device == TS_CUDA) desc.values = for_device(desc.values);
+    const ts_matmul_desc* const given = followed_product(desc, pattern);
+    const bool done = check_status("ts_values_expand",
+                                   ts_values_expand(given, plain.data, static_cast<size_t>(bytes), nullptr));
+    plain.check_untouched("ts_values_expand", done);
+    check_without_gpu("ts_values_expand", given, done);
+}
+
+inline void call_compress() {
+    const ts_pattern pattern = some_pattern();
+    const auto device = static_cast<int32_t>(chance(80) ? 0 : draw(-1, 2));
+    const auto dtype = static_cast<int32_t>(chance(97) ? draw(0, 5) : wild_number());
+    const auto transposed = static_cast<int32_t>(chance(97) ? draw(0, 1) : wild_number());
+    const wide count = wide(bounded(pattern.nnz)) * pattern.block_rows * pattern.block_cols;
+    const wide bytes = count * size_of(dtype);
+    unsigned char *const values = take_some(bytes), *const mask = take_some(count),
+                         *compressed = take_some(bytes / 2), *metadata = take_some(count / 8);
+    for (int64_t i = 0; mask != nullptr && i < static_cast<int64_t>(count); ++i) mask[i] = chance(50);
+    if (chance(3)) compressed = values;
+    if (chance(3)) metadata = compressed;
+    const bool on_device = device == TS_CUDA;
+    unsigned char* const to = on_device ? for_device(compressed) : compressed;
+    const bool done =
+        check_status("ts_values_compress",
+                     ts_values_compress(as_caller_has_it(pattern), device, dtype, values, mask, transposed,
+                                        to, reinterpret_cast<uint32_t*>(metadata), nullptr));
+    check("ts_values_compress", !done || !on_device || has_gpu);
+    check("ts_values_compress", done || (is_untouched(compressed) && is_untouched(metadata)));
+    check("ts_values_compress", is_untouched(values));
+}
+
+// Tokens or features, as they are or near the end of what fits.
+inline int64_t some_extent(int64_t most, int64_t multiple) {
+    static constexpr int64_t kLarge[] = {INT32_MAX, 1ll << 30, (1ll << 31) - (1 << 16), 1ll << 31, 1ll << 24};
+    if (chance(85)) return multiple * draw(0, most);
+    return chance(50) ? one_of(kLarge) / multiple * multiple : wild_number();
+}
+
+inline wide bytes_of(int64_t lines, int64_t line, int32_t dtype) {
+    return wide(bounded(lines)) * bounded(line) * size_of(dtype);
+}
+
+inline int32_t some_dtype() { return static_cast<int32_t>(chance(90) ? draw(1, 3) : wild_number()); }
+inline int32_t some_activation() { return static_cast<int32_t>(chance(90) ? draw(0, 3) : wild_number()); }
+
+inline void call_activation_gradient() {
+    const int32_t dtype = some_dtype(), activation = some_activation();
+    const int64_t tokens = some_extent(40, 1), features = some_extent(8, 16);
+    const Result size(8);
+    const bool sized =
+        check_status("ts_activation_gradient_workspace_size",
+                     ts_activation_gradient_workspace_size(dtype, tokens, features, size.as<size_t>()));
+    size.check_untouched("ts_activation_gradient_workspace_size", sized);
+    const wide bytes = bytes_of(tokens, features, dtype);
+    const Result result(static_cast<size_t>(std::clamp<wide>(bytes, 0, kMostBytes + 1)));
+    unsigned char *const z = take_some(bytes), *const gradient = chance(80) ? take_some(bytes) : result.data,
+                         *const of_bias = take_some(bytes_of(1, features, dtype));
+    const auto workspace_bytes = static_cast<size_t>(chance(80) ? 1 << 16 : draw(0, 256));
+    unsigned char* const workspace = chance(80) ? take_some(wide(workspace_bytes)) : z;
+    const bool done =
+        check_status("ts_activation_gradient",
+                     ts_activation_gradient(dtype, activation, tokens, features, z, gradient, result.data,
+                                            for_device(of_bias), workspace, workspace_bytes, nullptr));
+    result.check_untouched("ts_activation_gradient", done);
+    check("ts_activation_gradient", is_untouched(of_bias) && (!done || has_gpu));
+    check("ts_activation_gradient_workspace_size", !sized || has_gpu);
+}
+
+// One of those of a gate.
+inline ts_matrix some_matrix(int32_t dtype, int64_t tokens, int64_t features) {
+    ts_matrix matrix{};
+    matrix.ld = chance(90) ? bounded(features) + 8 * draw(0, 2) : wild_number();
+    if (chance(3)) matrix.layout = static_cast<int32_t>(wild_number());
+    if (chance(3)) matrix.reserved = static_cast<int32_t>(wild_number());
+    const bool empty = tokens <= 0 || features <= 0;
+    matrix.data =
+        take_some(empty ? 0 : bytes_of(tokens - 1, matrix.ld, dtype) + bytes_of(1, features, dtype));
+    return matrix;
+}
+
+inline void call_gate() {
+    const int32_t dtype = some_dtype(), activation = some_activation();
+    const int64_t tokens = some_extent(40, 1), features = some_extent(8, 16);
+    ts_matrix read[3], written[2];
+    for (ts_matrix& matrix : read) matrix = some_matrix(dtype, tokens, features);
+    for (ts_matrix& matrix : written) matrix = some_matrix(dtype, tokens, features);
+    if (chance(5)) written[1] = read[0];
+    const void* const results[] = {written[0].data, written[1].data};
+    for (ts_matrix& matrix : written) matrix.data = for_device(matrix.data);
+    const auto given = [](const ts_matrix& matrix) { return chance(2) ? nullptr : &matrix; };
+    const bool done = check_status("ts_gate", ts_gate(dtype, activation, tokens, features, given(read[0]),
+                                                      given(read[1]), given(written[0]), nullptr));
+    const bool differentiated =
+        check_status("ts_gate_gradient",
+                     ts_gate_gradient(dtype, activation, tokens, features, given(read[0]), given(read[1]),
+                                      given(read[2]), given(written[0]), given(written[1]), nullptr));
+    check("ts_gate", is_untouched(results[0]) && (!done || has_gpu));
+    check("ts_gate_gradient", is_untouched(results[1]) && (!differentiated || has_gpu));
+}
+
+}  // namespace fuzz
+
+#endif  // TILESPARSE_TESTS_FUZZ_VALUES_H_
