@@ -154,7 +154,7 @@ class Layer:
         device = int(self.values.is_cuda)
         product = _C.Product(pattern, op, DTYPES[DTYPE], device, tokens, **stored)
         kernel, reason = product.select(_C.device_info(device))
-        return {"kernel": _C.kernels()[kernel].name, "expanded": "expanded values" in reason}
+        return {"kernel": _C.kernels()[kernel].name, "expanded": "given dense blocks" in reason}
 
 
 class Contender(NamedTuple):

@@ -36,14 +36,14 @@ inline bool is_aligned(const void* address, size_t alignment) {
 }
 
 inline void check_aligned(const void* address, size_t alignment, const char* name) {
-    require(is_aligned(address, alignment), name, " is at address ", address, ", not aligned to ", alignment,
-            " bytes");
+    require(is_aligned(address, alignment), name, " must be aligned to ", alignment, " bytes, got address ",
+            address);
 }
 
 // A pointer through which a T, or an array of them, is read or written.
 template <class T>
 void check_pointer(const T* pointer, const char* name) {
-    require(pointer != nullptr, name, " is null");
+    require(pointer != nullptr, name, " must not be null");
     check_aligned(pointer, alignof(T), name);
 }
 
@@ -53,8 +53,8 @@ uint32_t checked_size(const T* structure, const char* name) {
     static_assert(kFirstSize<T> > 0 && offsetof(T, struct_size) == 0);
     check_pointer(structure, name);
     const uint32_t size = structure->struct_size;
-    require(size >= kFirstSize<T> && size <= kMostSize, name, ".struct_size is ", size, "; allowed are ",
-            kFirstSize<T>, ", that of the first version, to ", kMostSize);
+    require(size >= kFirstSize<T> && size <= kMostSize, name, ".struct_size must be ", kFirstSize<T>,
+            " (the first version) to ", kMostSize, ", got ", size);
     return size;
 }
 
@@ -65,9 +65,8 @@ T read_struct(const T* source, const char* name) {
     const uint32_t size = checked_size(source, name);
     const auto* const bytes = reinterpret_cast<const unsigned char*>(source);
     for (uint32_t i = sizeof(T); i < size; ++i)
-        require(bytes[i] == 0, name, ".struct_size is ", size, " and byte ", i, " of ", name,
-                " is not 0; this library (ABI ", TS_ABI_VERSION, ") knows the first ", sizeof(T),
-                " bytes and the others must be 0");
+        require(bytes[i] == 0, name, " must be 0 beyond the ", sizeof(T), " bytes that this library (ABI ",
+                TS_ABI_VERSION, ") knows, got a nonzero byte ", i);
     T copy{};
     std::memcpy(&copy, source, std::min<size_t>(size, sizeof(T)));
     return copy;

@@ -92,13 +92,13 @@ NamedDevice with_clusters(NamedDevice device, const LastError& last_error) {
 const NamedDevice& cuda_device(int32_t ordinal) {
     static std::array<NamedDevice, kMaxDevices> devices, current_devices;
     static std::array<std::once_flag, kMaxDevices> known, known_as_current;
-    require(ordinal >= -1 && ordinal < kMaxDevices, "ordinal is ", ordinal, "; allowed are -1 to ",
-            kMaxDevices - 1);
+    require(ordinal >= -1 && ordinal < kMaxDevices, "ordinal must be -1 to ", kMaxDevices - 1, ", got ",
+            ordinal);
     const LastError last_error;
     int current = 0;
     check_device_call(cudaGetDevice(&current), last_error);
     if (ordinal < 0) ordinal = current;
-    require(ordinal < kMaxDevices, "the current device is ", ordinal, "; allowed are 0 to ", kMaxDevices - 1);
+    require(ordinal < kMaxDevices, "the current device must be 0 to ", kMaxDevices - 1, ", got ", ordinal);
     std::call_once(known[ordinal], [&] { devices[ordinal] = query_device(ordinal, last_error); });
     if (ordinal != current) return devices[ordinal];
     std::call_once(known_as_current[ordinal],

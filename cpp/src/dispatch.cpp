@@ -45,7 +45,7 @@ bool expands(const Kernel& kernel, const Problem& problem) {
 const char* why_not(const Kernel& kernel, const Problem& problem, const Device& device) {
     if (expands(kernel, problem)) {
         const Problem plain = expanded(problem, nullptr);
-        return expands(kernel, plain) ? "its values are neither like these nor plain"
+        return expands(kernel, plain) ? "it reads neither these values nor dense blocks"
                                       : why_not(kernel, plain, device);
     }
     if (kernel.device != device.type) return "it is for another kind of device";
@@ -120,8 +120,8 @@ const Kernel& checked_kernel(const Problem& problem, const Device& device, int32
 
 Choice force(const Problem& problem, const Device& device, int32_t forced) {
     const size_t count = registry().size();
-    require(forced <= static_cast<int32_t>(count) && forced > 0, "kernel is ", forced, "; allowed are 0 to ",
-            count);
+    require(forced <= static_cast<int32_t>(count) && forced > 0, "kernel must be 0 to ", count, ", got ",
+            forced);
     const Kernel& kernel = checked_kernel(problem, device, forced - 1);
     return {forced - 1, &kernel, "the caller names it", expands(kernel, problem)};
 }
@@ -172,8 +172,8 @@ void check_preference(const Preference& preference) {
     if (std::any_of(kernels.begin(), kernels.end(), fits)) return;
     std::string names;
     for (const Kernel* kernel : kernels) names += (names.empty() ? "" : ", ") + std::string(kernel->name);
-    fail(TS_INVALID_ARGUMENT, preference.by, " is ", preference.prefix,
-         ", with which no kernel's name begins; there are ", names);
+    fail(TS_INVALID_ARGUMENT, preference.by, " must be the beginning of a kernel's name, got ",
+         preference.prefix, "; kernels are ", names);
 }
 
 // What was measured, as far as the kernel computes this problem, too.
@@ -256,7 +256,7 @@ std::optional<double> estimate(const Problem& problem, const Device& device, int
 
 std::string explain(const Problem& problem, const NamedDevice& device, const Choice& choice) {
     std::string text = choice.reason;
-    if (choice.expands) text += "; it is given expanded values";
+    if (choice.expands) text += "; it is given dense blocks";
     const std::string by = choice.index < 0 && choice.kernel != nullptr
                                ? std::string(" by ") + choice.kernel->name
                                : std::string();

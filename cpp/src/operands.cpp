@@ -18,10 +18,10 @@ constexpr int64_t kMaxLd = std::numeric_limits<int32_t>::max();
 
 Span span_of(const void* data, uint64_t bytes, const char* name, DeviceType device = DeviceType::cpu) {
     const auto begin = reinterpret_cast<uintptr_t>(data);
-    require(bytes <= std::numeric_limits<uintptr_t>::max() - begin, name, " has ", bytes,
-            " bytes from address ", data, " on, more than there is memory behind it");
-    require(device == DeviceType::cpu || bytes <= kMaxDeviceBytes, name, " has ", bytes, " bytes; at most ",
-            kMaxDeviceBytes, " are allowed on a CUDA device");
+    require(bytes <= std::numeric_limits<uintptr_t>::max() - begin, name,
+            " must end within the address space, got ", bytes, " bytes from address ", data);
+    require(device == DeviceType::cpu || bytes <= kMaxDeviceBytes, name, " must have at most ",
+            kMaxDeviceBytes, " bytes on a CUDA device, got ", bytes);
     return {begin, begin + bytes, std::max<uint64_t>(bytes, 1), bytes};
 }
 
@@ -44,17 +44,18 @@ Span check_operand(const Matrix& matrix, int64_t tokens, int64_t features, DType
                    DeviceType device) {
     if (tokens == 0 || features == 0) return {};
     const int size = element_size(dtype);
-    require(matrix.data != nullptr, name, ".data is null");
+    require(matrix.data != nullptr, name, ".data must not be null");
     check_alignment(matrix.data, size, name, device);
     const bool row_major = matrix.layout == Layout::row_major;
     const int64_t line = row_major ? features : tokens, lines = row_major ? tokens : features;
-    require(matrix.ld >= line, name, ".ld is ", matrix.ld, ", less than the ", line, " elements of a line");
-    require(matrix.ld <= kMaxLd, name, ".ld is ", matrix.ld, "; at most ", kMaxLd, " is allowed");
+    require(matrix.ld >= line, name, ".ld must be at least ", line, ", got ", matrix.ld);
+    require(matrix.ld <= kMaxLd, name, ".ld must be at most ", kMaxLd, ", got ", matrix.ld);
     const int64_t pitch = matrix.ld * size, length = line * size;
-    require(device == DeviceType::cpu || pitch % 16 == 0, name, ".ld is ", matrix.ld, " elements of ", size,
-            " bytes, not a multiple of 16 bytes");
-    require(lines <= std::numeric_limits<int64_t>::max() / pitch, name, ".ld is ", matrix.ld, " for ", lines,
-            " lines, more than there is memory for");
+    require(device == DeviceType::cpu || pitch % 16 == 0, name, ".ld must be a multiple of 16 bytes, got ",
+            matrix.ld, " elements of ", size, " bytes");
+    require(lines <= std::numeric_limits<int64_t>::max() / pitch, name,
+            ".ld must let the matrix fit into the address space, got ", matrix.ld, " for ", lines,
+            row_major ? " rows" : " columns");
     Span span = span_of(matrix.data, (lines - 1) * pitch + length, name, device);
     span.pitch = pitch;
     span.length = length;
@@ -76,7 +77,7 @@ Span vector_span(const void* data, int64_t elements, DType dtype, const char* na
 // An array that lies beside a pattern, as large as the pattern makes it.
 Span array_span(const void* data, int64_t bytes, int element_bytes, const char* name, DeviceType device) {
     if (bytes == 0) return {};
-    require(data != nullptr, name, " is null");
+    require(data != nullptr, name, " must not be null");
     check_alignment(data, element_bytes, name, device);
     return span_of(data, bytes, name, device);
 }
@@ -87,7 +88,7 @@ ValueSpans value_spans(const Problem& problem) {
     const Values& values = problem.values;
     const Pattern& pattern = problem.pattern;
     const int64_t scale_bytes = values.scale_bytes(pattern);
-    if (scale_bytes > 0) require(values.scales != nullptr, "scales is null; values of 8 bits have some");
+    if (scale_bytes > 0) require(values.scales != nullptr, "scales must not be null for 8-bit values");
     return {{{"values", array_span(values.data, values.bytes(pattern), element_size(values.dtype), "values",
                                    problem.device)},
              {"metadata", array_span(values.metadata, values.metadata_bytes(pattern), sizeof(uint32_t),
@@ -120,7 +121,7 @@ Operand area(const char* name, const void* data, uint64_t bytes) {
 }
 
 void check_apart(const Operand& one, const Operand& other) {
-    require(!overlap(one.span, other.span), one.name, " and ", other.name, " overlap in memory");
+    require(!overlap(one.span, other.span), one.name, " and ", other.name, " must not overlap in memory");
 }
 
 std::array<Operand, 3> arrays_of(const Pattern& pattern, Op op) {
@@ -187,9 +188,10 @@ void check_packing(const Problem& problem, size_t plan_bytes, const void* packed
 
 void check_expansion(const Problem& problem, const void* plain, size_t bytes) {
     const auto needed = static_cast<size_t>(problem.expanded_bytes());
-    if (bytes < needed) fail(TS_WORKSPACE_TOO_SMALL, "plain_bytes is ", bytes, "; ", needed, " are needed");
+    if (bytes < needed)
+        fail(TS_WORKSPACE_TOO_SMALL, "plain_bytes must be at least ", needed, ", got ", bytes);
     if (needed > 0) {
-        require(plain != nullptr, "plain is null");
+        require(plain != nullptr, "plain must not be null");
         check_alignment(plain, element_size(problem.dtype), "plain", problem.device);
     }
     check_apart_from_values(problem, {"plain", span_of(plain, needed, "plain", problem.device)});
@@ -212,7 +214,7 @@ void check_compression(const Compression& compression) {
 }
 
 void check_operands(const ActivationGradient& gradient) {
-    require(gradient.features == 0 || gradient.bias_gradient != nullptr, "bias_gradient is null");
+    require(gradient.features == 0 || gradient.bias_gradient != nullptr, "bias_gradient must not be null");
     const auto [z, given, result, of_bias] = operands_of(gradient);
     if (given.span.begin != result.span.begin) check_apart(given, result);  // otherwise in place
     check_apart(z, result);

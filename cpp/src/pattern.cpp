@@ -20,20 +20,20 @@ void validate_rows(const Pattern& pattern) {
     if (pattern.nnz > 0) check_pointer(idx, "pattern.col_idx");
     if (pattern.nnz > 0) check_pointer(slot, "pattern.row_slot");
     const int64_t rows = block_row_count(pattern), cols = block_col_count(pattern);
-    require_pattern(ptr[0] == 0, "row_ptr[0] is ", ptr[0], "; it must be 0");
-    require_pattern(ptr[rows] == pattern.nnz, "row_ptr[", rows, "] is ", ptr[rows],
-                    "; it must be nnz = ", pattern.nnz);
+    require_pattern(ptr[0] == 0, "row_ptr[0] must be 0, got ", ptr[0]);
+    require_pattern(ptr[rows] == pattern.nnz, "row_ptr[", rows, "] must be nnz, ", pattern.nnz, ", got ",
+                    ptr[rows]);
     for (int64_t row = 0; row < rows; ++row)
-        require_pattern(ptr[row] <= ptr[row + 1], "row_ptr[", row + 1, "] is ", ptr[row + 1],
-                        ", less than row_ptr[", row, "] = ", ptr[row]);
+        require_pattern(ptr[row] <= ptr[row + 1], "row_ptr[", row + 1, "] must not be less than row_ptr[",
+                        row, "], ", ptr[row], ", got ", ptr[row + 1]);
     // Only now is every entry known to lie inside the arrays.
     for (int64_t row = 0; row < rows; ++row) {
         for (int32_t e = ptr[row]; e < ptr[row + 1]; ++e) {
-            require_pattern(idx[e] >= 0 && idx[e] < cols, "col_idx[", e, "] is ", idx[e],
-                            "; allowed are 0 to ", cols - 1);
-            require_pattern(e == ptr[row] || idx[e - 1] < idx[e], "col_idx[", e, "] is ", idx[e], " after ",
-                            idx[e == ptr[row] ? e : e - 1],
-                            "; the columns of a block row must ascend without duplicates");
+            require_pattern(idx[e] >= 0 && idx[e] < cols, "col_idx[", e, "] must be 0 to ", cols - 1,
+                            ", got ", idx[e]);
+            require_pattern(e == ptr[row] || idx[e - 1] < idx[e],
+                            "col_idx must ascend without duplicates in block row ", row, ", got ", idx[e],
+                            " after ", idx[e == ptr[row] ? e : e - 1], " at entry ", e);
         }
     }
 }
@@ -42,9 +42,9 @@ void validate_slots(const Pattern& pattern) {
     std::vector<bool> used(pattern.nnz);
     for (int64_t e = 0; e < pattern.nnz; ++e) {
         const int32_t slot = pattern.rows.slot[e];
-        require_pattern(slot >= 0 && slot < pattern.nnz, "slot[", e, "] is ", slot, "; allowed are 0 to ",
-                        pattern.nnz - 1);
-        require_pattern(!used[slot], "slot[", e, "] is ", slot, ", which another block has already");
+        require_pattern(slot >= 0 && slot < pattern.nnz, "slot[", e, "] must be 0 to ", pattern.nnz - 1,
+                        ", got ", slot);
+        require_pattern(!used[slot], "slot[", e, "] must be unique, got ", slot, " twice");
         used[slot] = true;
     }
 }
@@ -57,19 +57,19 @@ void validate_transpose(const Pattern& pattern) {
     const int64_t cols = block_col_count(pattern);
     std::vector<int32_t> col_ptr(cols + 1), row_idx(pattern.nnz), col_slot(pattern.nnz);
     transpose_pattern(pattern, col_ptr.data(), row_idx.data(), col_slot.data());
-    require_pattern(std::equal(col_ptr.begin(), col_ptr.end(), ptr), "col_ptr is not that of the transpose");
+    require_pattern(std::equal(col_ptr.begin(), col_ptr.end(), ptr), "col_ptr must be that of the transpose");
     if (pattern.nnz == 0) return;
-    require_pattern(std::equal(row_idx.begin(), row_idx.end(), idx), "row_idx is not that of the transpose");
+    require_pattern(std::equal(row_idx.begin(), row_idx.end(), idx), "row_idx must be that of the transpose");
     require_pattern(std::equal(col_slot.begin(), col_slot.end(), slot),
-                    "col_slot is not that of the transpose");
+                    "col_slot must be that of the transpose");
 }
 
 // All in one pass without a branch: this runs before every product.
 void check_entries(const int32_t* entries, const Pattern& pattern, int64_t limit, const char* name) {
     uint32_t most = 0;  // a negative entry counts as a large one
     for (int64_t e = 0; e < pattern.nnz; ++e) most = std::max(most, static_cast<uint32_t>(entries[e]));
-    require_pattern(pattern.nnz == 0 || most < limit, name, " has the entry ", static_cast<int32_t>(most),
-                    "; allowed are 0 to ", limit - 1);
+    require_pattern(pattern.nnz == 0 || most < limit, name, " must have entries 0 to ", limit - 1, ", got ",
+                    static_cast<int32_t>(most));
 }
 
 struct Array {
@@ -94,8 +94,8 @@ void check_bounds(const Pattern& pattern, bool by_column) {
     bool fits = ptr[0] == 0 && ptr[lines] == pattern.nnz;
     for (int64_t line = 0; line < lines; ++line)
         fits &= (ptr[line] <= ptr[line + 1]) & (int64_t{ptr[line + 1]} - ptr[line] <= most);
-    require_pattern(fits, by_column ? "col_ptr" : "row_ptr", " does not ascend from 0 to nnz = ", pattern.nnz,
-                    " by at most ", most, " each");
+    require_pattern(fits, by_column ? "col_ptr" : "row_ptr", " must ascend from 0 to nnz, ", pattern.nnz,
+                    ", by at most ", most, " per entry");
     check_entries(idx, pattern, most, by_column ? "row_idx" : "col_idx");
     check_entries(slot, pattern, pattern.nnz, by_column ? "col_slot" : "row_slot");
 }
@@ -112,10 +112,11 @@ void check_transpose(const Pattern& pattern, const Adjacency& cols) {
     for (const Array& result : results) {
         if (result.size > 0) check_pointer(result.data, result.name);
         for (const Array& source : sources)
-            require(!overlap(result, source), result.name, " and ", source.name, " overlap in memory");
+            require(!overlap(result, source), result.name, " and ", source.name,
+                    " must not overlap in memory");
         for (const Array& other : results)
             require(&other == &result || !overlap(result, other), result.name, " and ", other.name,
-                    " overlap in memory");
+                    " must not overlap in memory");
     }
 }
 

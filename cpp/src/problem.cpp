@@ -23,38 +23,39 @@ constexpr int32_t kActivationDTypes = 4;  // of them, the first ones
 
 template <class Enum, class... Name>
 Enum check_enum(int32_t value, int32_t count, const Name&... name) {
-    require(value >= 0 && value < count, name..., " is ", value, "; allowed are 0 to ", count - 1);
+    require(value >= 0 && value < count, name..., " must be 0 ", count == 2 ? "or " : "to ", count - 1,
+            ", got ", value);
     return static_cast<Enum>(value);
 }
 
 void check_block(int32_t extent, const char* name) {
-    require(extent == 16 || extent == 32 || extent == 64 || extent == 128, name, " is ", extent,
-            "; allowed are 16, 32, 64 and 128");
+    require(extent == 16 || extent == 32 || extent == 64 || extent == 128, name,
+            " must be 16, 32, 64 or 128, got ", extent);
 }
 
 void check_extent(int64_t extent, const char* name, DeviceType device) {
     const int64_t most = device == DeviceType::cuda ? kMaxDeviceExtent : kMaxExtent;
-    require(extent >= 0 && extent <= most, name, " is ", extent, "; allowed are 0 to ", most,
-            device == DeviceType::cuda ? " on a CUDA device" : "");
+    require(extent >= 0 && extent <= most, name, " must be 0 to ", most,
+            device == DeviceType::cuda ? " on a CUDA device" : "", ", got ", extent);
 }
 
 void check_features(int64_t features, int32_t block, const char* name, const char* block_name,
                     DeviceType device) {
     check_extent(features, name, device);
-    require(features % block == 0, name, " is ", features, ", not a multiple of ", block_name, " = ", block);
+    require(features % block == 0, name, " must be a multiple of ", block_name, ", got ", features);
 }
 
 // No address space holds more elements, and nothing that is worked out from so many overflows.
 constexpr int64_t kMaxElements = int64_t{1} << 47;
 
 void check_elements(int64_t tokens, int64_t features, const char* name) {
-    require(features == 0 || tokens <= kMaxElements / features, name, " has ", tokens, " tokens of ",
-            features, " features; at most ", kMaxElements, " elements are allowed");
+    require(features == 0 || tokens <= kMaxElements / features, name, " must have at most ", kMaxElements,
+            " elements, got ", tokens, " tokens of ", features, " features");
 }
 
 // Of an empty matrix nothing is read or written, wherever it is said to lie.
 Matrix check_matrix(const ts_matrix& source, int64_t tokens, int64_t features, const char* name) {
-    require(source.reserved == 0, name, ".reserved is ", source.reserved, "; it must be 0");
+    require(source.reserved == 0, name, ".reserved must be 0, got ", source.reserved);
     const auto layout = check_enum<Layout>(source.layout, 2, name, ".layout");
     if (tokens == 0 || features == 0) return {nullptr, 0, layout};
     check_elements(tokens, features, name);
@@ -75,21 +76,21 @@ Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
     if (storage == Storage::two_of_four) {
         check_compressed(problem.pattern.block_cols, "pattern.block_cols");
     } else {
-        require(desc.metadata == nullptr, "metadata is given; only TS_STORAGE_2_4 has any");
+        require(desc.metadata == nullptr, "metadata must be null unless storage is TS_STORAGE_2_4");
     }
     if (!is_quantized(dtype)) {
-        require(desc.scales == nullptr, "scales is given; values of ", to_string(dtype), " have none");
-        require(!row_scales, "row_scales is 1; values of ", to_string(dtype), " have no scales");
+        require(desc.scales == nullptr, "scales must be null for values of ", to_string(dtype));
+        require(!row_scales, "row_scales must be 0 for values of ", to_string(dtype));
     }
     if (problem.op == Op::sdd_tn) {
-        require(storage == Storage::plain, "storage is ", desc.storage, "; sdd_tn writes plain values");
-        require(dtype == problem.result_dtype, "values_dtype stands for ", to_string(dtype),
-                " and result_dtype for ", to_string(problem.result_dtype),
-                "; the values are what sdd_tn writes");
+        require(storage == Storage::plain, "storage must be 0 for sdd_tn, which writes dense blocks, got ",
+                desc.storage);
+        require(dtype == problem.result_dtype, "values_dtype must be result_dtype for sdd_tn, ",
+                to_string(problem.result_dtype), ", got ", to_string(dtype));
     } else {
-        require(dtype == problem.dtype || is_quantized(dtype), "values_dtype stands for ", to_string(dtype),
-                " and dtype is ", to_string(problem.dtype),
-                "; allowed are that of the activations, int8 and float8_e4m3fn");
+        require(dtype == problem.dtype || is_quantized(dtype),
+                "values_dtype must be that of the activations, ", to_string(problem.dtype),
+                ", or int8 or float8_e4m3fn, got ", to_string(dtype));
     }
     return {desc.values, static_cast<const uint32_t*>(desc.metadata), desc.scales, row_scales, dtype,
             storage};
@@ -98,9 +99,9 @@ Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
 // Of a residual or gate, if it is given.
 void check_other(const Matrix& other, const Problem& problem, const char* name) {
     if (other.data == nullptr) return;
-    require(problem.forward(), name, " is given; only dds_nt has a ", name);
-    require(other.layout == problem.y.layout, name, ".layout is ", static_cast<int32_t>(other.layout),
-            "; it must be y.layout, ", static_cast<int32_t>(problem.y.layout));
+    require(problem.forward(), name, " must be null unless op is dds_nt");
+    require(other.layout == problem.y.layout, name, ".layout must be y.layout, ",
+            static_cast<int32_t>(problem.y.layout), ", got ", static_cast<int32_t>(other.layout));
 }
 
 BiasGradient check_bias_gradient(const ts_matmul_desc& desc, const Problem& problem) {
@@ -108,28 +109,29 @@ BiasGradient check_bias_gradient(const ts_matmul_desc& desc, const Problem& prob
         check_own_dtype(desc.bias_gradient_dtype, problem.dtype, kActivationDTypes, "bias_gradient_dtype");
     const bool accumulate = check_enum<int32_t>(desc.accumulate_bias, 2, "accumulate_bias") == 1;
     if (desc.bias_gradient == nullptr) {
-        require(desc.bias_gradient_dtype == 0 && !accumulate, "bias_gradient is null; without it ",
-                accumulate ? "accumulate_bias" : "bias_gradient_dtype", " must be 0");
+        require(desc.bias_gradient_dtype == 0 && !accumulate,
+                accumulate ? "accumulate_bias" : "bias_gradient_dtype",
+                " must be 0 where bias_gradient is null");
         return {};
     }
-    require(problem.op == Op::sdd_tn, "bias_gradient is given; only sdd_tn has one");
+    require(problem.op == Op::sdd_tn, "bias_gradient must be null unless op is sdd_tn");
     require(dtype == problem.dtype || (dtype == DType::float32 && element_size(problem.dtype) == 2),
-            "bias_gradient_dtype stands for ", to_string(dtype), " and dtype is ", to_string(problem.dtype),
-            "; allowed are that of the activations, and float32 for 16 bits");
+            "bias_gradient_dtype must be that of the activations, ", to_string(problem.dtype),
+            element_size(problem.dtype) == 2 ? ", or float32" : "", ", got ", to_string(dtype));
     return {desc.bias_gradient, dtype, accumulate};
 }
 
 }  // namespace
 
 void check_compressed(int32_t side, const char* name) {
-    require(side % 32 == 0, name, " is ", side, "; TS_STORAGE_2_4 is for 32, 64 and 128");
+    require(side % 32 == 0, name, " must be 32, 64 or 128 for TS_STORAGE_2_4, got ", side);
 }
 
 Pattern check_pattern(const ts_pattern* source) {
     const ts_pattern pattern = read_struct(source, "pattern");
     check_block(pattern.block_rows, "pattern.block_rows");
     check_block(pattern.block_cols, "pattern.block_cols");
-    require(pattern.reserved == 0, "pattern.reserved is ", pattern.reserved, "; it must be 0");
+    require(pattern.reserved == 0, "pattern.reserved must be 0, got ", pattern.reserved);
     check_features(pattern.out_features, pattern.block_rows, "pattern.out_features", "block_rows",
                    DeviceType::cpu);
     check_features(pattern.in_features, pattern.block_cols, "pattern.in_features", "block_cols",
@@ -137,8 +139,8 @@ Pattern check_pattern(const ts_pattern* source) {
     const int64_t blocks =
         (pattern.out_features / pattern.block_rows) * (pattern.in_features / pattern.block_cols);
     const int64_t most = std::min(blocks, kMaxExtent);
-    require(pattern.nnz >= 0 && pattern.nnz <= most, "pattern.nnz is ", pattern.nnz, "; allowed are 0 to ",
-            most);
+    require(pattern.nnz >= 0 && pattern.nnz <= most, "pattern.nnz must be 0 to ", most, ", got ",
+            pattern.nnz);
     return {pattern.block_rows,
             pattern.block_cols,
             pattern.out_features,
@@ -159,9 +161,9 @@ Problem check_problem(const ts_matmul_desc& desc) {
     problem.precision = check_enum<Precision>(desc.precision, 2, "precision");
     problem.accumulate = check_enum<int32_t>(desc.accumulate, 2, "accumulate") == 1;
     check_enum<int32_t>(desc.policy, 3, "policy");
-    require(std::memchr(desc.prefer, 0, sizeof desc.prefer) != nullptr, "prefer has ", sizeof desc.prefer,
-            " characters without a zero; the last one must be zero");
-    require(desc.reserved == 0, "reserved is ", desc.reserved, "; it must be 0");
+    require(std::memchr(desc.prefer, 0, sizeof desc.prefer) != nullptr, "prefer must end in a zero within ",
+            sizeof desc.prefer, " characters");
+    require(desc.reserved == 0, "reserved must be 0, got ", desc.reserved);
     check_extent(desc.tokens, "tokens", problem.device);
     problem.tokens = desc.tokens;
     problem.pattern = check_pattern(desc.pattern);
@@ -178,17 +180,16 @@ Problem check_problem(const ts_matmul_desc& desc) {
     const Matrix gate = check_matrix(desc.gate, problem.tokens, outs, "gate");
 
     const bool forward = problem.forward();
-    require(forward || problem.activation == Activation::none, "activation is ", desc.activation,
-            "; only dds_nt has an activation");
-    require(forward || problem.bias == nullptr, "bias is given; only dds_nt has a bias");
+    require(forward || problem.activation == Activation::none,
+            "activation must be 0 unless op is dds_nt, got ", desc.activation);
+    require(forward || problem.bias == nullptr, "bias must be null unless op is dds_nt");
     check_other(residual, problem, "residual");
     check_other(gate, problem, "gate");
-    require(residual.data == nullptr || gate.data == nullptr,
-            "gate is given beside residual; a product has one of them");
+    require(residual.data == nullptr || gate.data == nullptr, "gate must be null where a residual is given");
     problem.gated = gate.data != nullptr;
     problem.residual = problem.gated ? gate : residual;
     if (problem.gated) std::swap(problem.activation, problem.gate_activation);
-    require(problem.op == Op::sdd_tn || !problem.accumulate, "accumulate is 1; only sdd_tn accumulates");
+    require(problem.op == Op::sdd_tn || !problem.accumulate, "accumulate must be 0 unless op is sdd_tn");
     problem.bias_gradient = check_bias_gradient(desc, problem);
     return problem;
 }
@@ -204,9 +205,8 @@ ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, 
     ActivationGradient gradient{};
     gradient.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
     if (gradient.dtype == DType::float64)
-        fail(TS_UNSUPPORTED, "dtype is 0; no kernel computes it in float64");
-    require(activation >= TS_RELU && activation <= TS_SILU, "activation is ", activation,
-            "; allowed are 1 to 3");
+        fail(TS_UNSUPPORTED, "dtype must not be 0: no kernel computes this in float64");
+    require(activation >= TS_RELU && activation <= TS_SILU, "activation must be 1 to 3, got ", activation);
     gradient.activation = static_cast<Activation>(activation);
     check_extent(tokens, "tokens", DeviceType::cuda);
     check_features(features, 16, "features", "16", DeviceType::cuda);
@@ -219,8 +219,8 @@ ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, 
 Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name) {
     check_pointer(source, name);
     const Matrix matrix = check_matrix(*source, gate.tokens, gate.features, name);
-    require(matrix.layout == Layout::row_major, name, ".layout is ", source->layout, "; it must be ",
-            TS_ROW_MAJOR);
+    require(matrix.layout == Layout::row_major, name, ".layout must be ", TS_ROW_MAJOR, ", got ",
+            source->layout);
     return matrix;
 }
 
@@ -228,7 +228,8 @@ Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t featu
                 const ts_matrix* factor) {
     Gate gate{};
     gate.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
-    if (gate.dtype == DType::float64) fail(TS_UNSUPPORTED, "dtype is 0; no kernel computes it in float64");
+    if (gate.dtype == DType::float64)
+        fail(TS_UNSUPPORTED, "dtype must not be 0: no kernel computes this in float64");
     gate.activation = check_enum<Activation>(activation, TS_SILU + 1, "activation");
     check_extent(tokens, "tokens", DeviceType::cuda);
     check_features(features, 16, "features", "16", DeviceType::cuda);
@@ -244,8 +245,8 @@ NamedDevice check_device(const ts_device_info& info) {
     const auto type = check_enum<DeviceType>(info.device, 2, "device.device");
     const bool is_cuda = type == DeviceType::cuda;
     const auto check = [](int32_t value, int32_t least, int32_t most, const char* name) {
-        require(value >= least && value <= most, "device.", name, " is ", value, "; allowed are ", least,
-                " to ", most);
+        require(value >= least && value <= most, "device.", name, " must be ", least, " to ", most, ", got ",
+                value);
         return value;
     };
     check(info.reserved, 0, 0, "reserved");

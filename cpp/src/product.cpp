@@ -21,7 +21,7 @@ void check_arrays(const Problem& problem, const Kernel& kernel) {
     const std::array<Operand, 3> arrays = arrays_of(problem.pattern, problem.op);
     for (int i = 0; i < (problem.pattern.nnz > 0 ? 3 : 1); ++i) {
         const auto& [name, span] = arrays[i];
-        require(span.begin != 0, name, " is null; kernel ", kernel.name, " reads it");
+        require(span.begin != 0, name, " must not be null: kernel ", kernel.name, " reads it");
         check_aligned(reinterpret_cast<const void*>(span.begin), sizeof(int32_t), name);
     }
     if (kernel.device == DeviceType::cpu) check_bounds(problem.pattern, problem.op == Op::dds_nn);
@@ -30,23 +30,25 @@ void check_arrays(const Problem& problem, const Kernel& kernel) {
 // The plan, or what a kernel without one reads in its place.
 void check_plan(const ts_matmul_desc& desc, const Problem& problem, const Kernel& kernel) {
     if (kernel.plan.tile == 0) return check_arrays(problem, kernel);
-    require(desc.plan != nullptr, "plan is null; kernel ", kernel.name, " needs one from ts_plan_build");
+    require(desc.plan != nullptr, "plan must not be null: kernel ", kernel.name,
+            " needs one from ts_plan_build or ts_plan_device_build");
     if (desc.plan_bytes < sizeof(PlanHeader))
-        fail(TS_WORKSPACE_TOO_SMALL, "plan_bytes is ", desc.plan_bytes, ", less than a plan's header of ",
-             sizeof(PlanHeader));
+        fail(TS_WORKSPACE_TOO_SMALL, "plan_bytes must be at least ", sizeof(PlanHeader),
+             ", a plan's header, got ", desc.plan_bytes);
     if (desc.plan_key == 0) return;
     const int32_t key = plan_key(problem.pattern, problem.op, kernel.plan);
-    require(desc.plan_key == key, "plan_key is ", desc.plan_key, ", but kernel ", kernel.name,
-            " computes this and walks plans of key ", key,
-            "; set kernel to that for which the plan was made");
+    require(desc.plan_key == key, "plan_key must be ", key, ", the key of plans for kernel ", kernel.name,
+            ", which computes this, got ", desc.plan_key,
+            "; set kernel to the one that the plan was made for");
 }
 
 // Memory of the caller's that a kernel needs `needed` bytes of.
 void check_area(const void* area, size_t bytes, size_t needed, const char* name, const Kernel& kernel) {
     if (needed == 0) return;
     if (bytes < needed)
-        fail(TS_WORKSPACE_TOO_SMALL, name, "_bytes is ", bytes, "; kernel ", kernel.name, " needs ", needed);
-    require(area != nullptr, name, " is null");
+        fail(TS_WORKSPACE_TOO_SMALL, name, "_bytes must be at least ", needed, " for kernel ", kernel.name,
+             ", got ", bytes);
+    require(area != nullptr, name, " must not be null");
     check_aligned(area, kernel.device == DeviceType::cpu ? 64 : kDeviceAreaAlignment, name);
 }
 
@@ -57,9 +59,9 @@ void check_packed(const ts_matmul_desc& desc, const Problem& problem, const Choi
     if (desc.packed == nullptr || needed == 0) return;
     const Kernel& kernel = *choice.kernel;
     const int32_t key = plan_key(problem.pattern, problem.op, kernel.plan);
-    require(desc.packed_key == 0 || desc.packed_key == key, "packed_key is ", desc.packed_key,
-            ", but kernel ", kernel.name, " computes this and reads packed values of key ", key,
-            "; set kernel to that for which they were packed, or pack them for this one");
+    require(desc.packed_key == 0 || desc.packed_key == key, "packed_key must be ", key,
+            ", the key of kernel ", kernel.name, ", which computes this, got ", desc.packed_key,
+            "; set kernel to the one that the values were prepacked for, or prepack them for this one");
     check_area(desc.packed, desc.packed_bytes, needed, "packed", kernel);
 }
 

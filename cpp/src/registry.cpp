@@ -69,8 +69,8 @@ const std::string& architectures() {
 
 const Kernel& kernel_at(int32_t index) {
     const auto& kernels = registry();
-    require(index >= 0 && index < static_cast<int32_t>(kernels.size()), "kernel is ", index,
-            "; allowed are 0 to ", kernels.size() - 1);
+    require(index >= 0 && index < static_cast<int32_t>(kernels.size()), "kernel must be 0 to ",
+            kernels.size() - 1, ", got ", index);
     return *kernels[index];
 }
 

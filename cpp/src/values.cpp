@@ -201,7 +201,7 @@ void compress_on_device(const Compression& c, void* stream) {
 namespace {
 
 [[noreturn]] void refuse() {
-    fail(TS_NO_DEVICE, "this library was built without CUDA; it has values on the CPU only");
+    fail(TS_NO_DEVICE, "this library was built without CUDA and handles values on the CPU only");
 }
 void expand_on_device(const Problem&, void*, void*) { refuse(); }
 void compress_on_device(const Compression&, void*) { refuse(); }

@@ -20,7 +20,7 @@ Bytes forward(const Layer& layer, const Bytes& x, bool relu) {
     const size_t itemsize = tilesparse::size_of(layer.dtype);
     const size_t row = static_cast<size_t>(in_features) * itemsize;
     if (row == 0 || x.size() % row != 0)
-        fail("x: rows of " + std::to_string(row) + " bytes expected, got " + std::to_string(x.size()));
+        fail("x must be rows of " + std::to_string(row) + " bytes, got " + std::to_string(x.size()));
     const size_t tokens = x.size() / row;
     Bytes y(tokens * static_cast<size_t>(out_features) * itemsize);
 
@@ -49,7 +49,7 @@ int main(int count, char** arguments) {
             named("layer '" + std::string(arguments[i]) + "'", [&] {
                 const Layer layer = read_layer(checkpoint, arguments[i]);
                 if (dtype.value_or(layer.dtype) != layer.dtype)
-                    fail("the dtype of the layer before expected");
+                    fail("dtype must be that of the layer before");
                 dtype = layer.dtype;
                 values = forward(layer, values, i + 1 < count);
             });

@@ -77,7 +77,7 @@ inline int64_t integer(const Json& number, int64_t largest) {
     const char* end = number.text.data() + number.text.size();
     const auto [stopped, error] = std::from_chars(number.text.data(), end, value);
     if (number.kind != Json::Number || error != std::errc() || stopped != end || value < 0 || value > largest)
-        fail("an integer from 0 to " + std::to_string(largest) + " expected");
+        fail("the number must be an integer from 0 to " + std::to_string(largest));
     return value;
 }
 
@@ -89,7 +89,7 @@ inline std::vector<int64_t> integers(const Json& object, std::string_view key, i
 
 inline std::pair<int64_t, int64_t> two_integers(const Json& object, std::string_view key) {
     const std::vector<int64_t> numbers = integers(object, key, INT32_MAX);
-    if (numbers.size() != 2) fail(std::string(key) + ": two numbers expected");
+    if (numbers.size() != 2) fail(std::string(key) + " must be two numbers");
     return {numbers[0], numbers[1]};
 }
 
@@ -161,7 +161,7 @@ class Checkpoint {
         named(name, [&] {
             const Stored& tensor = stored(name);
             if (tensor.dtype != dtype.in_file || tensor.shape != shape)
-                fail("another dtype or shape expected");
+                fail("the tensor must have the dtype and shape that config.json says");
             bytes = read_bytes(tensor.file, tensor.begin, tensor.bytes);
             check_sum(tensor.checksum.kind == Json::Null ? nullptr : &tensor.checksum, bytes);
         });
@@ -181,7 +181,7 @@ class Checkpoint {
             places = member(read_json(kIndex), "weight_map", Json::Object);
             for (const Json& file : places.items)
                 if (file.kind != Json::String || fs::path(file.text).filename() != file.text)
-                    fail("weight_map: names of files in this folder expected");
+                    fail("weight_map must name files in this folder");
         });
         std::set<std::string> files;
         for (const Json& file : places.items) files.insert(file.text);
@@ -226,7 +226,7 @@ class Checkpoint {
         if (method == nullptr || method->text != "tilesparse")
             section = &member(config, "tilesparse", Json::Object);
         if (integer(member(*section, "version", Json::Number), INT32_MAX) != 1)
-            fail("version: 1 expected; a newer program is needed");
+            fail("version must be 1; a newer program is needed");
         section_ = *section;
         ties_ = texts("ties");
         files_ = texts("files");
@@ -237,7 +237,7 @@ class Checkpoint {
         const Json* found = section_.find(key);
         if (found == nullptr || found->kind == Json::Null) return {};
         for (const Json& item : member(section_, key, Json::Object).items)
-            if (item.kind != Json::String) fail(std::string(key) + ": texts expected");
+            if (item.kind != Json::String) fail(std::string(key) + " must be texts");
         return *found;
     }
 
@@ -245,7 +245,7 @@ class Checkpoint {
     void check_ties() const {
         for (size_t i = 0; i < ties_.keys.size(); ++i)
             if (tensors_.count(ties_.keys[i]) > 0 || tensors_.count(ties_.items[i].text) == 0)
-                fail("ties: " + ties_.keys[i] + ": another name for a stored tensor expected");
+                fail("ties: " + ties_.keys[i] + " must be another name for a stored tensor");
     }
 
     // A safetensors file: the length of its header in eight bytes, the header, the tensors.
@@ -257,7 +257,8 @@ class Checkpoint {
         uint64_t length = 0;
         for (int i = 7; i >= 0; --i)
             length = length << 8 | static_cast<unsigned char>(prefix[static_cast<size_t>(i)]);
-        if (length > std::min(kLargestJson, size - 8)) fail("the header is longer than allowed");
+        if (length > std::min(kLargestJson, size - 8))
+            fail("the header must not be longer than the file or 16 MiB");
         const Bytes text = read_bytes(file, 0, 8 + length);
         check_file(name, text);
         const Json header = JsonReader({text.data() + 8, text.size() - 8}).read();
@@ -283,7 +284,7 @@ class Checkpoint {
         stored.shape = integers(entry, "shape", INT64_MAX);
         const std::vector<int64_t> offsets = integers(entry, "data_offsets", INT64_MAX);
         if (offsets.size() != 2 || offsets[0] > offsets[1] || static_cast<uint64_t>(offsets[1]) > size)
-            fail("data_offsets: a range within the file expected");
+            fail("data_offsets must be a range within the file");
         stored.begin = static_cast<uint64_t>(offsets[0]);
         stored.bytes = static_cast<uint64_t>(offsets[1] - offsets[0]);
         for (const Dtype& dtype : kDtypes)
@@ -329,7 +330,7 @@ class LayerReader {
         const bool is_quantized = !is_plain && storage != "compressed";
         const Dtype& values_dtype = is_quantized ? dtype_of(storage, "storage") : dtype_;
         if (is_quantized && values_dtype.code < TS_INT8) fail("storage: " + storage + " is not known here");
-        if (dtype_.code < 0 || dtype_.code > TS_BFLOAT16) fail("dtype: one of activations expected");
+        if (dtype_.code < 0 || dtype_.code > TS_BFLOAT16) fail("dtype must be one of activations");
 
         Layer layer{read_pattern(),
                     static_cast<tilesparse::Dtype>(dtype_.code),
@@ -371,7 +372,7 @@ class LayerReader {
         const auto [out_features, in_features] = two_integers(entry_, "shape");
         const auto [bn, bk] = two_integers(entry_, "block_shape");
         const int64_t nnz = integer(member(entry_, "nnz", Json::Number), INT32_MAX);
-        if (bn == 0) fail("block_shape: sizes from 16 to 128 expected");
+        if (bn == 0) fail("block_shape must have sides from 16 to 128");
         const Dtype& int32 = dtype_of("int32");
         return tilesparse::Pattern({out_features, in_features},
                                    {static_cast<int32_t>(bn), static_cast<int32_t>(bk)},
@@ -384,7 +385,7 @@ class LayerReader {
         const Json* nm = entry_.find("nm");
         if (nm == nullptr || nm->kind == Json::Null) return false;
         if (two_integers(entry_, "nm") != std::pair<int64_t, int64_t>(2, 4))
-            fail("nm: [2, 4] or null expected");
+            fail("nm must be [2, 4] or null");
         return true;
     }
 

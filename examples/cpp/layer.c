@@ -178,7 +178,7 @@ static int read_integers(const char* value, int64_t* integers, int count) {
 static int64_t integer(const char* object, const char* key) {
     int64_t number = 0;
     if (read_integers(member(object, key), &number, 1) != 1 || number > INT32_MAX)
-        fail("%s: an integer from 0 to %d expected", key, INT32_MAX);
+        fail("%s must be an integer from 0 to %d", key, INT32_MAX);
     return number;
 }
 
@@ -239,16 +239,17 @@ static void* read_tensor(const tensors* from, const char* name, const char* dtyp
     if (entry == NULL) fail("%s: missing", key);
     int64_t shape[4], range[2], count = 1;
     const int rank = read_integers(member(entry, "shape"), shape, 4);
-    if (rank > 4) fail("%s: shape: at most 4 integers from 0 on expected", key);
+    if (rank > 4) fail("%s: shape must be at most 4 integers that are not negative", key);
     for (int i = 0; i < rank; ++i) {
-        if (shape[i] > 0 && count > elements / shape[i]) fail("%s: more elements than expected", key);
+        if (shape[i] > 0 && count > elements / shape[i])
+            fail("%s: shape has more elements than the layer", key);
         count *= shape[i];
     }
     if (!is_text(member(entry, "dtype"), dtype) || count != elements)
-        fail("%s: another dtype or shape expected", key);
+        fail("%s must have the dtype and shape that config.json says", key);
     if (read_integers(member(entry, "data_offsets"), range, 2) != 2 || range[0] > range[1] ||
         range[1] > from->size || (uint64_t)(range[1] - range[0]) != (uint64_t)elements * itemsize)
-        fail("%s: data_offsets: a range within the file expected", key);
+        fail("%s: data_offsets must be a range within the file", key);
     void* tensor = allocate((size_t)(range[1] - range[0]));
     memcpy(tensor, from->data + range[0], (size_t)(range[1] - range[0]));
     return tensor;
@@ -270,22 +271,22 @@ static layer read_layer(const char* folder, const char* name) {
     const char* section = find(config, "quantization_config"); /* of Transformers */
     const char* method = find(section, "quant_method");
     if (method == NULL || !is_text(method, "tilesparse")) section = member(config, "tilesparse");
-    if (integer(section, "version") != 1) fail("config.json: version: 1 expected; a newer program is needed");
+    if (integer(section, "version") != 1) fail("config.json: version must be 1; a newer program is needed");
     const char* entry = member(member(section, "layers"), name);
     const char* nm = find(entry, "nm");
     if (!is_text(member(entry, "storage"), "plain") || (nm != NULL && *nm != 'n'))
-        fail("%s: a plain layer expected; checkpoint.h reads the others", name);
+        fail("%s must be stored as dense blocks; checkpoint.h reads the others", name);
 
     layer read = {.dtype = -1};
     for (int32_t i = 0; i < 4; ++i)
         if (is_text(member(entry, "dtype"), dtype_names[i])) read.dtype = i;
     int64_t shape[2], block[2];
-    if (read.dtype < 0) fail("%s: dtype: that of activations expected", name);
+    if (read.dtype < 0) fail("%s: dtype must be one of activations", name);
     if (read_integers(member(entry, "shape"), shape, 2) != 2 || shape[0] > INT32_MAX || shape[1] > INT32_MAX)
-        fail("%s: shape: two numbers expected", name);
+        fail("%s: shape must be two numbers", name);
     if (read_integers(member(entry, "block_shape"), block, 2) != 2 || block[0] < 16 || block[0] > 128 ||
         block[1] < 16 || block[1] > 128)
-        fail("%s: block_shape: two numbers from 16 to 128 expected", name);
+        fail("%s: block_shape must be two numbers from 16 to 128", name);
 
     char prefix[1000];
     if ((size_t)snprintf(prefix, sizeof prefix, "%s%s", name, *name != '\0' ? "." : "") >= sizeof prefix)
@@ -416,7 +417,7 @@ int main(int count, char** arguments) {
     char* end = "";
     const long tokens = count == 4 ? strtol(arguments[3], &end, 10) : 64;
     if (tokens < 1 || tokens > 1 << 20 || *end != '\0')
-        fail("TOKENS is %s; allowed are 1 to 1048576", arguments[3]);
+        fail("TOKENS must be 1 to 1048576, got %s", arguments[3]);
 
     ts_device_info info = {.struct_size = sizeof info};
 #ifdef WITH_CUDA

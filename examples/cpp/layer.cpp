@@ -188,7 +188,7 @@ size_t tokens_of(const std::string& text) {
     size_t tokens = 0;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), tokens);
     if (error != std::errc() || end != text.data() + text.size() || tokens < 1 || tokens > 1 << 20)
-        fail("TOKENS is " + text + "; allowed are 1 to 1048576");
+        fail("TOKENS must be 1 to 1048576, got " + text);
     return tokens;
 }
 

@@ -149,7 +149,8 @@ class Calls {
 
     uintptr_t at(nb::handle object) const {
         dlpack::Tensor tensor;
-        if (!tensors_.read(object, tensor)) throw nb::type_error("a plain tensor expected of PyTorch");
+        if (!tensors_.read(object, tensor))
+            throw nb::type_error("an allocation must be a torch.Tensor on the CPU or a CUDA device");
         return address(tensor);
     }
 

@@ -35,8 +35,8 @@ T make() {
 template <size_t size>
 void copy_text(char (&target)[size], const std::string& source, const char* name) {
     if (source.size() >= size)
-        throw nb::value_error((std::string(name) + ": at most " + std::to_string(size - 1) +
-                               " bytes expected, got " + std::to_string(source.size()))
+        throw nb::value_error((std::string(name) + " must have at most " + std::to_string(size - 1) +
+                               " bytes, got " + std::to_string(source.size()))
                                   .c_str());
     source.copy(target, size - 1);
 }

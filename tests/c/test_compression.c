@@ -73,27 +73,37 @@ static void test_transposed_compression(void) {
 
 static void test_bad_compressions(void) {
     REFUSES_COMPRESSION(given = NULL, TS_INVALID_ARGUMENT, "pattern");
-    REFUSES_COMPRESSION(pattern.block_rows = 8, TS_INVALID_ARGUMENT, "pattern.block_rows is 8");
-    REFUSES_COMPRESSION(pattern.block_cols = 16, TS_INVALID_ARGUMENT, "pattern.block_cols is 16; TS_STORAGE");
-    REFUSES_COMPRESSION(transposed = 1, TS_INVALID_ARGUMENT, "pattern.block_rows is 16; TS_STORAGE_2_4");
-    REFUSES_COMPRESSION(transposed = 2, TS_INVALID_ARGUMENT, "transposed is 2; allowed are 0 and 1");
-    REFUSES_COMPRESSION(device = 2, TS_INVALID_ARGUMENT, "device is 2; allowed are 0 to 1");
-    REFUSES_COMPRESSION(dtype = 6, TS_INVALID_ARGUMENT, "dtype is 6; allowed are 0 to 5");
-    REFUSES_COMPRESSION(dtype = -1, TS_INVALID_ARGUMENT, "dtype is -1");
-    REFUSES_COMPRESSION(values = NULL, TS_INVALID_ARGUMENT, "values is null");
-    REFUSES_COMPRESSION(mask = NULL, TS_INVALID_ARGUMENT, "mask is null");
-    REFUSES_COMPRESSION(compressed = NULL, TS_INVALID_ARGUMENT, "compressed is null");
-    REFUSES_COMPRESSION(metadata = NULL, TS_INVALID_ARGUMENT, "metadata is null");
-    REFUSES_COMPRESSION(values = s.values + 1, TS_INVALID_ARGUMENT, "values is at address");
-    REFUSES_COMPRESSION(compressed = s.compressed + 2, TS_INVALID_ARGUMENT, "compressed is at address");
-    REFUSES_COMPRESSION(metadata = (uint32_t*)(s.compressed + 2), TS_INVALID_ARGUMENT, "metadata is at");
-    REFUSES_COMPRESSION(compressed = s.values, TS_INVALID_ARGUMENT, "values and compressed overlap");
-    REFUSES_COMPRESSION(compressed = s.mask, TS_INVALID_ARGUMENT, "mask and compressed overlap");
-    REFUSES_COMPRESSION(metadata = (uint32_t*)s.values, TS_INVALID_ARGUMENT, "values and metadata overlap");
-    REFUSES_COMPRESSION(metadata = (uint32_t*)s.mask, TS_INVALID_ARGUMENT, "mask and metadata overlap");
+    REFUSES_COMPRESSION(pattern.block_rows = 8, TS_INVALID_ARGUMENT,
+                        "pattern.block_rows must be 16, 32, 64 or 128, got 8");
+    REFUSES_COMPRESSION(pattern.block_cols = 16, TS_INVALID_ARGUMENT,
+                        "pattern.block_cols must be 32, 64 or 128 for TS_STORAGE_2_4, got 16");
+    REFUSES_COMPRESSION(transposed = 1, TS_INVALID_ARGUMENT,
+                        "pattern.block_rows must be 32, 64 or 128 for TS_STORAGE_2_4, got 16");
+    REFUSES_COMPRESSION(transposed = 2, TS_INVALID_ARGUMENT, "transposed must be 0 or 1, got 2");
+    REFUSES_COMPRESSION(device = 2, TS_INVALID_ARGUMENT, "device must be 0 or 1, got 2");
+    REFUSES_COMPRESSION(dtype = 6, TS_INVALID_ARGUMENT, "dtype must be 0 to 5, got 6");
+    REFUSES_COMPRESSION(dtype = -1, TS_INVALID_ARGUMENT, "dtype must be 0 to 5, got -1");
+    REFUSES_COMPRESSION(values = NULL, TS_INVALID_ARGUMENT, "values must not be null");
+    REFUSES_COMPRESSION(mask = NULL, TS_INVALID_ARGUMENT, "mask must not be null");
+    REFUSES_COMPRESSION(compressed = NULL, TS_INVALID_ARGUMENT, "compressed must not be null");
+    REFUSES_COMPRESSION(metadata = NULL, TS_INVALID_ARGUMENT, "metadata must not be null");
+    REFUSES_COMPRESSION(values = s.values + 1, TS_INVALID_ARGUMENT, "values must be aligned to 4 bytes");
+    REFUSES_COMPRESSION(compressed = s.compressed + 2, TS_INVALID_ARGUMENT,
+                        "compressed must be aligned to 4 bytes");
+    REFUSES_COMPRESSION(metadata = (uint32_t*)(s.compressed + 2), TS_INVALID_ARGUMENT,
+                        "metadata must be aligned to 4 bytes");
+    REFUSES_COMPRESSION(compressed = s.values, TS_INVALID_ARGUMENT,
+                        "values and compressed must not overlap in memory");
+    REFUSES_COMPRESSION(compressed = s.mask, TS_INVALID_ARGUMENT,
+                        "mask and compressed must not overlap in memory");
+    REFUSES_COMPRESSION(metadata = (uint32_t*)s.values, TS_INVALID_ARGUMENT,
+                        "values and metadata must not overlap in memory");
+    REFUSES_COMPRESSION(metadata = (uint32_t*)s.mask, TS_INVALID_ARGUMENT,
+                        "mask and metadata must not overlap in memory");
     REFUSES_COMPRESSION(metadata = (uint32_t*)s.compressed, TS_INVALID_ARGUMENT,
-                        "compressed and metadata overlap");
-    REFUSES_COMPRESSION((device = TS_CUDA, mask = s.mask + 1), TS_INVALID_ARGUMENT, "mask is at address");
+                        "compressed and metadata must not overlap in memory");
+    REFUSES_COMPRESSION((device = TS_CUDA, mask = s.mask + 1), TS_INVALID_ARGUMENT,
+                        "mask must be aligned to 16 bytes");
     ts_device_info info = {.struct_size = sizeof info};
     if (ts_device_get(TS_CUDA, -1, &info) == TS_SUCCESS) return;
     REFUSES_COMPRESSION(device = TS_CUDA, TS_NO_DEVICE, "CUDA");

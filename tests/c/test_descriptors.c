@@ -11,7 +11,7 @@ static void test_bad_descriptors(void) {
     REFUSES(TS_DDS_NT, o.desc.op = -1, TS_INVALID_ARGUMENT, "op");
     REFUSES(TS_DDS_NT, o.desc.dtype = 4, TS_INVALID_ARGUMENT, "dtype");
     REFUSES(TS_DDS_NT, o.desc.device = 2, TS_INVALID_ARGUMENT, "device");
-    REFUSES(TS_DDS_NT, o.desc.storage = 2, TS_INVALID_ARGUMENT, "storage is 2; allowed are 0 to 1");
+    REFUSES(TS_DDS_NT, o.desc.storage = 2, TS_INVALID_ARGUMENT, "storage must be 0 or 1, got 2");
     REFUSES(TS_DDS_NT, o.desc.activation = 4, TS_INVALID_ARGUMENT, "activation");
     REFUSES(TS_DDS_NT, o.desc.precision = 2, TS_INVALID_ARGUMENT, "precision");
     REFUSES(TS_DDS_NT, o.desc.accumulate = 2, TS_INVALID_ARGUMENT, "accumulate");
@@ -29,23 +29,27 @@ static void test_bad_descriptors(void) {
     REFUSES(TS_DDS_NN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
     REFUSES(TS_SDD_TN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
     REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.layout = TS_FEATURE_MAJOR), TS_INVALID_ARGUMENT,
-            "gate.layout is 1; it must be y.layout, 0");
+            "gate.layout must be y.layout, 0, got 1");
     REFUSES(TS_DDS_NT, o.desc.gate.reserved = 1, TS_INVALID_ARGUMENT, "gate.reserved");
-    REFUSES(TS_DDS_NN, o.desc.gate.data = o.memory[4], TS_INVALID_ARGUMENT, "gate is given; only dds_nt");
-    REFUSES(TS_SDD_TN, o.desc.gate.data = o.memory[4], TS_INVALID_ARGUMENT, "gate is given; only dds_nt");
-    REFUSES(TS_DDS_NN, o.desc.bias_gradient = o.memory[3], TS_INVALID_ARGUMENT, "bias_gradient is given");
+    REFUSES(TS_DDS_NN, o.desc.gate.data = o.memory[4], TS_INVALID_ARGUMENT,
+            "gate must be null unless op is dds_nt");
+    REFUSES(TS_SDD_TN, o.desc.gate.data = o.memory[4], TS_INVALID_ARGUMENT,
+            "gate must be null unless op is dds_nt");
+    REFUSES(TS_DDS_NN, o.desc.bias_gradient = o.memory[3], TS_INVALID_ARGUMENT,
+            "bias_gradient must be null unless op is sdd_tn");
     REFUSES(TS_SDD_TN, o.desc.accumulate_bias = 1, TS_INVALID_ARGUMENT, "bias_gradient is null");
     REFUSES(TS_SDD_TN, o.desc.bias_gradient_dtype = 1, TS_INVALID_ARGUMENT, "bias_gradient is null");
-    REFUSES(TS_SDD_TN, give_bias_gradient(&o, 2), TS_INVALID_ARGUMENT, "accumulate_bias is 2");
+    REFUSES(TS_SDD_TN, give_bias_gradient(&o, 2), TS_INVALID_ARGUMENT,
+            "accumulate_bias must be 0 or 1, got 2");
     REFUSES(TS_SDD_TN, (give_bias_gradient(&o, 0), o.desc.bias_gradient_dtype = TS_FLOAT64 + 1 + 2),
-            TS_INVALID_ARGUMENT, "bias_gradient_dtype stands for float16");
+            TS_INVALID_ARGUMENT, "bias_gradient_dtype must be that of the activations, float32, got float16");
     REFUSES(TS_SDD_TN, o.desc.bias_gradient = o.desc.values, TS_INVALID_ARGUMENT,
-            "values and bias_gradient overlap");
+            "values and bias_gradient must not overlap in memory");
     REFUSES(TS_SDD_TN, o.desc.bias_gradient = o.desc.y.data, TS_INVALID_ARGUMENT,
-            "y and bias_gradient overlap");
+            "y and bias_gradient must not overlap in memory");
     REFUSES(TS_DDS_NT, (give_gate(&o), give_residual(&o)), TS_INVALID_ARGUMENT,
-            "gate is given beside residual");
-    REFUSES(TS_DDS_NT, o.desc.values_dtype = 7, TS_INVALID_ARGUMENT, "values_dtype is 7; allowed are 0 to 6");
+            "gate must be null where a residual is given");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = 7, TS_INVALID_ARGUMENT, "values_dtype must be 0 to 6, got 7");
     REFUSES(TS_DDS_NT, o.desc.values_dtype = -1, TS_INVALID_ARGUMENT, "values_dtype");
     REFUSES(TS_DDS_NT, o.desc.result_dtype = 5, TS_INVALID_ARGUMENT, "result_dtype");
     REFUSES(TS_SDD_TN, o.desc.result_dtype = TS_FLOAT16 + 1, TS_INVALID_ARGUMENT, "result_dtype");
@@ -70,7 +74,7 @@ static void test_short_structures(void) {
     o.desc.gate.data = NULL; /* there is none for the library */
     check_forward(&o);
     REFUSES(TS_DDS_NT, o.desc.struct_size = FIRST_MATMUL_DESC - 1, TS_INVALID_ARGUMENT,
-            "desc.struct_size is 159; allowed are 160");
+            "desc.struct_size must be 160 (the first version) to 4096, got 159");
 
     ts_kernel_info info;
     memset(&info, 0xa5, sizeof info);
@@ -105,10 +109,12 @@ static void test_long_structures(void) {
     free(workspace);
     check_forward(&o);
     pattern.unknown[23] = 1;
-    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 111 of pattern is not 0");
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT,
+          "pattern must be 0 beyond the 88 bytes that this library (ABI 1) knows, got a nonzero byte 111");
     pattern.unknown[23] = 0;
     desc.unknown[0] = 1;
-    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "byte 328 of desc is not 0");
+    FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT,
+          "desc must be 0 beyond the 328 bytes that this library (ABI 1) knows, got a nonzero byte 328");
     desc.known.struct_size = UINT32_MAX;
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "desc.struct_size");
 
@@ -132,7 +138,7 @@ static void test_bad_pattern_descriptors(void) {
     REFUSES(TS_DDS_NT, o.pattern.nnz = ROWS * COLS + 1, TS_INVALID_ARGUMENT, "nnz");
     REFUSES(TS_DDS_NT, o.pattern.nnz = -1, TS_INVALID_ARGUMENT, "nnz");
     REFUSES(TS_DDS_NT, o.desc.pattern = (ts_pattern*)((char*)&o.pattern + 1), TS_INVALID_ARGUMENT,
-            "pattern is at address");
+            "pattern must be aligned to 8 bytes");
 }
 
 void test_descriptors(void) {

@@ -5,41 +5,44 @@ static void test_bad_gradients_of_activations(void) {
     static float z[16 * 16], workspace[64];
     size_t bytes = 0;
     FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, 16, NULL), TS_INVALID_ARGUMENT, "bytes");
-    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT64, 4, 16, &bytes), TS_UNSUPPORTED, "dtype is 0");
-    FAILS(ts_activation_gradient_workspace_size(TS_INT8, 4, 16, &bytes), TS_INVALID_ARGUMENT, "dtype is 4");
+    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT64, 4, 16, &bytes), TS_UNSUPPORTED,
+          "dtype must not be 0: no kernel computes this in float64");
+    FAILS(ts_activation_gradient_workspace_size(TS_INT8, 4, 16, &bytes), TS_INVALID_ARGUMENT,
+          "dtype must be 0 to 3, got 4");
     FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, -1, 16, &bytes), TS_INVALID_ARGUMENT, "tokens");
     FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, 24, &bytes), TS_INVALID_ARGUMENT, "features");
     FAILS(ts_activation_gradient(TS_FLOAT32, TS_NO_ACTIVATION, 4, 16, z, z + 64, z + 64, z + 128, workspace,
                                  sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "activation is 0; allowed are 1 to 3");
+          TS_INVALID_ARGUMENT, "activation must be 1 to 3, got 0");
     FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, NULL, z + 64, z + 64, z + 128, workspace,
                                  sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "z is null");
+          TS_INVALID_ARGUMENT, "z must not be null");
     FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 65, z + 128, workspace,
                                  sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "result is at address");
+          TS_INVALID_ARGUMENT, "result must be aligned to 16 bytes");
     FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z, z + 128, workspace,
                                  sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "z and result overlap");
+          TS_INVALID_ARGUMENT, "z and result must not overlap in memory");
     FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 64, NULL, workspace,
                                  sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "bias_gradient is null");
+          TS_INVALID_ARGUMENT, "bias_gradient must not be null");
     FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 64, z + 100, workspace,
                                  sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "gradient and bias_gradient overlap");
+          TS_INVALID_ARGUMENT, "gradient and bias_gradient must not overlap in memory");
     const int64_t most = (INT64_C(1) << 31) - (1 << 16), many = INT64_C(1) << 30;
     FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, most + 1, 16, &bytes), TS_INVALID_ARGUMENT,
-          "tokens is 2147418113; allowed are 0 to 2147418112 on a CUDA device");
+          "tokens must be 0 to 2147418112 on a CUDA device, got 2147418113");
     FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, most + 16, &bytes), TS_INVALID_ARGUMENT,
-          "features is 2147418128");
+          "features must be 0 to 2147418112 on a CUDA device, got 2147418128");
     FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, most, most, &bytes), TS_INVALID_ARGUMENT,
-          "z has 2147418112 tokens of 2147418112 features; at most 140737488355328 elements are allowed");
+          "z must have at most 140737488355328 elements, got 2147418112 tokens of 2147418112 features");
     FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, most, most, z, z + 64, z + 64, z + 128, workspace,
                                  sizeof workspace, NULL),
           TS_INVALID_ARGUMENT, "elements");
     FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, many, 4096, z, z, z, z + 128, workspace,
                                  sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "z has 17592186044416 bytes; at most 4398046511104");
+          TS_INVALID_ARGUMENT,
+          "z must have at most 4398046511104 bytes on a CUDA device, got 17592186044416");
     ts_device_info info = {.struct_size = sizeof info};
     if (ts_device_get(TS_CUDA, -1, &info) != TS_SUCCESS) return;
     static _Alignas(256) float scratch[1 << 16]; /* refused before the device sees any of this */
@@ -60,32 +63,41 @@ static void test_bad_gates(void) {
 #define GATE(dtype, activation, ...) ts_gate(dtype, activation, 2, 16, __VA_ARGS__, NULL)
 #define GRADIENT(...) ts_gate_gradient(TS_FLOAT32, TS_SILU, 2, 16, __VA_ARGS__, NULL)
     FAILS(ts_gate(TS_FLOAT32, TS_SILU, -1, 16, &gate, &factor, &of_result, NULL), TS_INVALID_ARGUMENT,
-          "tokens is -1");
+          "tokens must be 0 to 2147418112 on a CUDA device, got -1");
     FAILS(ts_gate(TS_FLOAT32, TS_SILU, 2, 24, &gate, &factor, &of_result, NULL), TS_INVALID_ARGUMENT,
-          "features is 24");
-    FAILS(GATE(TS_FLOAT64, TS_SILU, &gate, &factor, &of_result), TS_UNSUPPORTED, "dtype is 0");
-    FAILS(GATE(TS_INT8, TS_SILU, &gate, &factor, &of_result), TS_INVALID_ARGUMENT, "dtype is 4");
-    FAILS(GATE(TS_FLOAT32, 4, &gate, &factor, &of_result), TS_INVALID_ARGUMENT, "activation is 4");
-    FAILS(GATE(TS_FLOAT32, -1, &gate, &factor, &of_result), TS_INVALID_ARGUMENT, "activation is -1");
-    FAILS(GATE(TS_FLOAT32, TS_SILU, NULL, &factor, &of_result), TS_INVALID_ARGUMENT, "gate is null");
+          "features must be a multiple of 16, got 24");
+    FAILS(GATE(TS_FLOAT64, TS_SILU, &gate, &factor, &of_result), TS_UNSUPPORTED,
+          "dtype must not be 0: no kernel computes this in float64");
+    FAILS(GATE(TS_INT8, TS_SILU, &gate, &factor, &of_result), TS_INVALID_ARGUMENT,
+          "dtype must be 0 to 3, got 4");
+    FAILS(GATE(TS_FLOAT32, 4, &gate, &factor, &of_result), TS_INVALID_ARGUMENT,
+          "activation must be 0 to 3, got 4");
+    FAILS(GATE(TS_FLOAT32, -1, &gate, &factor, &of_result), TS_INVALID_ARGUMENT,
+          "activation must be 0 to 3, got -1");
+    FAILS(GATE(TS_FLOAT32, TS_SILU, NULL, &factor, &of_result), TS_INVALID_ARGUMENT, "gate must not be null");
     FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &factor, &factor), TS_INVALID_ARGUMENT,
-          "factor and result overlap");
+          "factor and result must not overlap in memory");
     other = gate, other.data = NULL;
-    FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &other, &of_result), TS_INVALID_ARGUMENT, "factor.data is null");
+    FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &other, &of_result), TS_INVALID_ARGUMENT,
+          "factor.data must not be null");
     other = gate, other.ld = 8;
-    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT, "gate.ld is 8");
+    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT,
+          "gate.ld must be at least 16, got 8");
     other = gate, other.ld = 17;
-    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT, "gate.ld is 17");
+    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT,
+          "gate.ld must be a multiple of 16 bytes, got 17 elements of 4 bytes");
     other = gate, other.layout = TS_FEATURE_MAJOR;
-    FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &factor, &other), TS_INVALID_ARGUMENT, "result.layout is 1");
+    FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &factor, &other), TS_INVALID_ARGUMENT,
+          "result.layout must be 0, got 1");
     other = gate, other.data = memory[0] + 1;
-    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT, "gate is at address");
+    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT,
+          "gate must be aligned to 16 bytes");
     FAILS(GRADIENT(&gate, &factor, &of_result, &of_gate, NULL), TS_INVALID_ARGUMENT,
-          "factor_gradient is null");
+          "factor_gradient must not be null");
     FAILS(GRADIENT(&gate, &factor, &of_result, &gate, &of_factor), TS_INVALID_ARGUMENT,
-          "gate and gate_gradient overlap");
+          "gate and gate_gradient must not overlap in memory");
     FAILS(GRADIENT(&gate, &factor, &of_result, &of_gate, &of_gate), TS_INVALID_ARGUMENT,
-          "gate_gradient and factor_gradient overlap");
+          "gate_gradient and factor_gradient must not overlap in memory");
 #undef GATE
 #undef GRADIENT
 }

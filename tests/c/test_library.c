@@ -92,7 +92,7 @@ int32_t portable_kernel(void) {
     } while (0)
 
 static void test_bad_devices(void) {
-    REFUSES_DEVICE(device.multiprocessors = 0, "device.multiprocessors is 0; allowed are 1 to");
+    REFUSES_DEVICE(device.multiprocessors = 0, "device.multiprocessors must be 1 to 65536, got 0");
     REFUSES_DEVICE(device.multiprocessors = -1, "device.multiprocessors");
     REFUSES_DEVICE(device.multiprocessors = INT32_MIN, "device.multiprocessors");
     REFUSES_DEVICE(device.multiprocessors = INT32_MAX, "device.multiprocessors");
@@ -101,7 +101,7 @@ static void test_bad_devices(void) {
     REFUSES_DEVICE(device.compute_capability = -90, "device.compute_capability");
     REFUSES_DEVICE(device.compute_capability = INT32_MAX, "device.compute_capability");
     REFUSES_DEVICE(device.reserved = 1, "device.reserved");
-    REFUSES_DEVICE(device.max_cluster = -1, "device.max_cluster is -1; allowed are 0 to 16");
+    REFUSES_DEVICE(device.max_cluster = -1, "device.max_cluster must be 0 to 16, got -1");
     REFUSES_DEVICE(device.max_cluster = 17, "device.max_cluster");
     REFUSES_DEVICE(device.device = 2, "device.device");
     REFUSES_DEVICE((device.device = TS_CPU, o.desc.device = TS_CPU), "device.compute_capability");

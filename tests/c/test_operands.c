@@ -16,42 +16,46 @@ static void test_bad_operands(void) {
     REFUSES(TS_SDD_TN, o.desc.values = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
     REFUSES(TS_DDS_NT, o.desc.bias = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
     REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.layout = TS_FEATURE_MAJOR), TS_INVALID_ARGUMENT,
-            "residual.layout is 1; it must be y.layout, 0");
+            "residual.layout must be y.layout, 0, got 1");
     REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.ld = OUT - 1), TS_INVALID_ARGUMENT, "residual.ld");
     REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.data = (char*)o.memory[4] + 1),
-            TS_INVALID_ARGUMENT, "residual is at address");
+            TS_INVALID_ARGUMENT, "residual must be aligned to 4 bytes");
     REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.data = o.desc.y.data), TS_INVALID_ARGUMENT,
-            "y and residual overlap");
+            "y and residual must not overlap in memory");
     REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.ld = OUT - 1), TS_INVALID_ARGUMENT, "gate.ld");
     REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.data = o.desc.y.data), TS_INVALID_ARGUMENT,
-            "y and gate overlap");
-    REFUSES(TS_DDS_NT, o.desc.bias = (char*)o.memory[3] + 2, TS_INVALID_ARGUMENT, "bias is at address");
+            "y and gate must not overlap in memory");
+    REFUSES(TS_DDS_NT, o.desc.bias = (char*)o.memory[3] + 2, TS_INVALID_ARGUMENT,
+            "bias must be aligned to 4 bytes");
     REFUSES(TS_DDS_NT, (o.desc.packed = o.desc.y.data, o.desc.packed_bytes = 4), TS_INVALID_ARGUMENT,
-            "y and packed overlap");
+            "y and packed must not overlap in memory");
     REFUSES(TS_DDS_NT, (o.desc.plan = o.desc.y.data, o.desc.plan_bytes = 4), TS_INVALID_ARGUMENT,
-            "y and plan overlap");
+            "y and plan must not overlap in memory");
     REFUSES(TS_DDS_NT, (o.desc.packed = o.memory[3], o.desc.packed_bytes = SIZE_MAX), TS_INVALID_ARGUMENT,
-            "packed has");
+            "packed must end within the address space, got 18446744073709551615 bytes");
     REFUSES(TS_DDS_NT,
             (o.desc.tokens = INT32_MAX, o.pattern.in_features = INT32_MAX / BK * BK, o.desc.x.ld = INT32_MAX),
-            TS_INVALID_ARGUMENT, "x has 2147483647 tokens");
+            TS_INVALID_ARGUMENT,
+            "x must have at most 140737488355328 elements, got 2147483647 tokens of 2147483616 features");
     REFUSES(TS_DDS_NT, (o.desc.tokens = INT32_MAX, o.desc.dtype = TS_FLOAT64, o.desc.x.ld = INT32_MAX),
             TS_INVALID_ARGUMENT, "x.ld");
     REFUSES(TS_DDS_NT, (o.desc.tokens = 1 << 24, o.desc.x.data = (void*)(UINTPTR_MAX - 15)),
-            TS_INVALID_ARGUMENT, "x has");
+            TS_INVALID_ARGUMENT, "x must end within the address space, got 4496293876 bytes");
     REFUSES(
         TS_DDS_NT,
         (o.desc.device = TS_CUDA, o.desc.plan = (char*)o.memory[3] + 8, o.desc.x.ld = IN, o.desc.y.ld = OUT),
-        TS_INVALID_ARGUMENT, "plan is at address");
+        TS_INVALID_ARGUMENT, "plan must be aligned to 16 bytes");
     REFUSES(TS_DDS_NT,
             (o.desc.device = TS_CUDA, o.desc.packed = (char*)0x1010, o.desc.x.ld = IN, o.desc.y.ld = OUT),
-            TS_INVALID_ARGUMENT, "packed is at address");
+            TS_INVALID_ARGUMENT, "packed must be aligned to 256 bytes");
     REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.tokens = INT32_MAX), TS_INVALID_ARGUMENT,
-            "tokens is 2147483647; allowed are 0 to 2147418112 on a CUDA device");
+            "tokens must be 0 to 2147418112 on a CUDA device, got 2147483647");
     REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.pattern.out_features = INT32_MAX / BN * BN),
-            TS_INVALID_ARGUMENT, "pattern.out_features is");
+            TS_INVALID_ARGUMENT,
+            "pattern.out_features must be 0 to 2147418112 on a CUDA device, got 2147483632");
     REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.tokens = 1 << 20, o.desc.x.ld = 1 << 24),
-            TS_INVALID_ARGUMENT, "bytes; at most 4398046511104 are allowed on a CUDA device");
+            TS_INVALID_ARGUMENT,
+            "x must have at most 4398046511104 bytes on a CUDA device, got 70368677069056");
     /* On CUDA 16 bytes of alignment are asked for; this is found before any device is looked for. */
     REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.x.data = (char*)o.memory[0] + 4), TS_INVALID_ARGUMENT,
             "x");
@@ -59,16 +63,24 @@ static void test_bad_operands(void) {
 
 /* Kernels of the CPU read the pattern's arrays, those by column for dds_nn. */
 static void test_missing_arrays(void) {
-    REFUSES(TS_DDS_NT, o.pattern.row_ptr = NULL, TS_INVALID_ARGUMENT, "pattern.row_ptr is null");
-    REFUSES(TS_DDS_NT, o.pattern.col_idx = NULL, TS_INVALID_ARGUMENT, "pattern.col_idx is null");
-    REFUSES(TS_DDS_NT, o.pattern.row_slot = NULL, TS_INVALID_ARGUMENT, "pattern.row_slot is null");
-    REFUSES(TS_SDD_TN, o.pattern.row_ptr = NULL, TS_INVALID_ARGUMENT, "pattern.row_ptr is null");
-    REFUSES(TS_SDD_TN, o.pattern.row_slot = NULL, TS_INVALID_ARGUMENT, "pattern.row_slot is null");
-    REFUSES(TS_DDS_NN, o.pattern.col_ptr = NULL, TS_INVALID_ARGUMENT, "pattern.col_ptr is null");
-    REFUSES(TS_DDS_NN, o.pattern.row_idx = NULL, TS_INVALID_ARGUMENT, "pattern.row_idx is null");
-    REFUSES(TS_DDS_NN, o.pattern.col_slot = NULL, TS_INVALID_ARGUMENT, "pattern.col_slot is null");
+    REFUSES(TS_DDS_NT, o.pattern.row_ptr = NULL, TS_INVALID_ARGUMENT,
+            "pattern.row_ptr must not be null: kernel");
+    REFUSES(TS_DDS_NT, o.pattern.col_idx = NULL, TS_INVALID_ARGUMENT,
+            "pattern.col_idx must not be null: kernel");
+    REFUSES(TS_DDS_NT, o.pattern.row_slot = NULL, TS_INVALID_ARGUMENT,
+            "pattern.row_slot must not be null: kernel");
+    REFUSES(TS_SDD_TN, o.pattern.row_ptr = NULL, TS_INVALID_ARGUMENT,
+            "pattern.row_ptr must not be null: kernel");
+    REFUSES(TS_SDD_TN, o.pattern.row_slot = NULL, TS_INVALID_ARGUMENT,
+            "pattern.row_slot must not be null: kernel");
+    REFUSES(TS_DDS_NN, o.pattern.col_ptr = NULL, TS_INVALID_ARGUMENT,
+            "pattern.col_ptr must not be null: kernel");
+    REFUSES(TS_DDS_NN, o.pattern.row_idx = NULL, TS_INVALID_ARGUMENT,
+            "pattern.row_idx must not be null: kernel");
+    REFUSES(TS_DDS_NN, o.pattern.col_slot = NULL, TS_INVALID_ARGUMENT,
+            "pattern.col_slot must not be null: kernel");
     REFUSES(TS_DDS_NT, o.pattern.row_ptr = (int32_t*)((char*)row_ptr + 2), TS_INVALID_ARGUMENT,
-            "pattern.row_ptr is at address");
+            "pattern.row_ptr must be aligned to 4 bytes");
 }
 
 /* Arrays that lead out of the weight or the values. */
@@ -78,7 +90,8 @@ static void test_wild_arrays(void) {
     REFUSES(TS_DDS_NT, o.pattern.row_ptr = wild, TS_INVALID_PATTERN, "row_ptr");
     static int32_t crowded[ROWS + 1] = {0, NNZ, NNZ, NNZ}; /* a row with more blocks than columns */
     REFUSES(TS_DDS_NT, o.pattern.row_ptr = crowded, TS_INVALID_PATTERN, "row_ptr");
-    REFUSES(TS_DDS_NT, o.pattern.col_idx = wild, TS_INVALID_PATTERN, "col_idx has the entry 2147483647");
+    REFUSES(TS_DDS_NT, o.pattern.col_idx = wild, TS_INVALID_PATTERN,
+            "col_idx must have entries 0 to 1, got 2147483647");
     REFUSES(TS_SDD_TN, o.pattern.row_slot = wild, TS_INVALID_PATTERN, "row_slot");
     REFUSES(TS_DDS_NN, o.pattern.col_ptr = wild, TS_INVALID_PATTERN, "col_ptr");
     REFUSES(TS_DDS_NN, o.pattern.row_idx = wild, TS_INVALID_PATTERN, "row_idx");
@@ -126,13 +139,13 @@ static void test_overlapping_workspace(void) {
                 SUCCEEDS(ts_matmul(&o.desc, workspace, sizeof workspace, NULL));
             else
                 FAILS(ts_matmul(&o.desc, workspace, sizeof workspace, NULL), TS_INVALID_ARGUMENT,
-                      "and workspace overlap in memory");
+                      "and workspace must not overlap in memory");
         }
     }
     init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
     o.pattern.row_ptr = memcpy(o.desc.y.data, o.pattern.row_ptr, (OUT / BN + 1) * sizeof(int32_t));
     FAILS(ts_matmul(&o.desc, workspace, sizeof workspace, NULL), TS_INVALID_ARGUMENT,
-          "pattern.row_ptr and y overlap in memory");
+          "pattern.row_ptr and y must not overlap in memory");
 }
 
 void test_memory_of_operands(void) {

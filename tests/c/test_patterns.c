@@ -50,10 +50,10 @@ static void test_pattern_transpose(void) {
     FAILS(ts_pattern_transpose(&pattern, made_ptr, NULL, made_slot), TS_INVALID_ARGUMENT, "row_idx");
     FAILS(ts_pattern_transpose(&pattern, made_ptr, made_idx, NULL), TS_INVALID_ARGUMENT, "col_slot");
     FAILS(ts_pattern_transpose(&pattern, made_ptr, col_idx, made_slot), TS_INVALID_ARGUMENT,
-          "row_idx and pattern.col_idx overlap");
+          "row_idx and pattern.col_idx must not overlap in memory");
     FAILS(ts_pattern_transpose(&pattern, made_ptr, made_idx, made_idx + 1), TS_INVALID_ARGUMENT, "overlap");
     FAILS(ts_pattern_transpose(&pattern, (int32_t*)((char*)made_ptr + 1), made_idx, made_slot),
-          TS_INVALID_ARGUMENT, "col_ptr is at address");
+          TS_INVALID_ARGUMENT, "col_ptr must be aligned to 4 bytes");
     col_idx[1] = COLS;
     made_ptr[0] = -7;
     FAILS(ts_pattern_transpose(&pattern, made_ptr, made_idx, made_slot), TS_INVALID_PATTERN, "col_idx");

@@ -99,7 +99,7 @@ static void test_vast_plans(void) {
         const int32_t op = info.ops >> TS_SDD_TN & 1 ? TS_SDD_TN : info.ops >> TS_DDS_NN & 1;
         size_t bytes = 0;
         if (info.plan != 0)
-            FAILS(ts_plan_size(&pattern, kernel, op, &bytes), TS_UNSUPPORTED, "places for blocks");
+            FAILS(ts_plan_size(&pattern, kernel, op, &bytes), TS_UNSUPPORTED, "blocks, kept or not");
         else
             SUCCEEDS(ts_plan_size(&pattern, kernel, op, &bytes));
     }
@@ -139,11 +139,12 @@ static void test_plans_on_the_device(void) {
     FAILS(ts_plan_device_size(&pattern, 0, TS_DDS_NT, &plan, NULL), TS_INVALID_ARGUMENT, "workspace_bytes");
     FAILS(ts_pattern_device_transpose_size(&pattern, NULL), TS_INVALID_ARGUMENT, "workspace_bytes");
     ts_array_pair pair = {.first = col_ptr, .second = row_idx, .count = 1};
-    FAILS(ts_arrays_compare(NULL, 1, 1, NULL), TS_INVALID_ARGUMENT, "pairs is null");
-    FAILS(ts_arrays_compare(&pair, -1, 1, NULL), TS_INVALID_ARGUMENT, "count is -1");
-    FAILS(ts_arrays_compare(&pair, 1, 0, NULL), TS_INVALID_ARGUMENT, "mark is 0");
+    FAILS(ts_arrays_compare(NULL, 1, 1, NULL), TS_INVALID_ARGUMENT, "pairs must not be null");
+    FAILS(ts_arrays_compare(&pair, -1, 1, NULL), TS_INVALID_ARGUMENT, "count must be 0 to 16777216, got -1");
+    FAILS(ts_arrays_compare(&pair, 1, 0, NULL), TS_INVALID_ARGUMENT,
+          "mark must not be 0, which means that a pair does not differ");
     FAILS(ts_arrays_compare(&pair, 1, 1, NULL), has_cuda ? TS_INVALID_ARGUMENT : TS_UNSUPPORTED,
-          has_cuda ? "not in pinned memory" : "CUDA");
+          has_cuda ? "must be in pinned memory" : "CUDA");
     CHECK(pair.differs == 0, "the pair has the mark %d", (int)pair.differs);
     if (!has_cuda) {
         FAILS(ts_plan_device_size(&pattern, 0, TS_DDS_NT, &plan, &workspace), TS_UNSUPPORTED, "CUDA");
@@ -162,11 +163,11 @@ static void test_plans_on_the_device(void) {
         CHECK((plan > 0) == (info.plan != 0), "kernel %d has a plan of %d bytes", (int)kernel, (int)plan);
         if (plan > 0)
             FAILS(ts_plan_device_build(&pattern, kernel, op, memory, plan, memory, workspace, NULL),
-                  TS_INVALID_ARGUMENT, "not in memory of a CUDA device");
+                  TS_INVALID_ARGUMENT, "must be in memory of a CUDA device");
     }
     SUCCEEDS(ts_pattern_device_transpose_size(&pattern, &workspace));
     FAILS(ts_pattern_device_transpose(&pattern, col_ptr, row_idx, col_slot, memory, workspace, NULL),
-          TS_INVALID_ARGUMENT, "not in memory of a CUDA device");
+          TS_INVALID_ARGUMENT, "must be in memory of a CUDA device");
 }
 
 void test_plans(void) {

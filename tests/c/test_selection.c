@@ -89,9 +89,9 @@ static void test_preferences(void) {
         CHECK(kernel == best, "kernel %d", (int)kernel);
     }
     REFUSES(TS_DDS_NT, strcpy(o.desc.prefer, "sm70_"), TS_INVALID_ARGUMENT,
-            "prefer is sm70_, with which no kernel's name begins; there are cpu_");
+            "prefer must be the beginning of a kernel's name, got sm70_");
     REFUSES(TS_DDS_NT, memset(o.desc.prefer, 'c', sizeof o.desc.prefer), TS_INVALID_ARGUMENT,
-            "prefer has 64");
+            "prefer must end in a zero within 64 characters");
 }
 
 static void test_estimates(void) {
@@ -107,7 +107,8 @@ static void test_estimates(void) {
     FAILS(ts_matmul_estimate(NULL, &cpu, 0, &time), TS_INVALID_ARGUMENT, "desc");
     FAILS(ts_matmul_estimate(&o.desc, NULL, 0, &time), TS_INVALID_ARGUMENT, "device");
     FAILS(ts_matmul_estimate(&o.desc, &cpu, 0, NULL), TS_INVALID_ARGUMENT, "microseconds");
-    FAILS(ts_matmul_estimate(&o.desc, &gpu, 0, &time), TS_INVALID_ARGUMENT, "device.device is 1");
+    FAILS(ts_matmul_estimate(&o.desc, &gpu, 0, &time), TS_INVALID_ARGUMENT,
+          "device.device must be desc.device, 0, got 1");
     FAILS(ts_matmul_estimate(&o.desc, &cpu, ts_kernel_count(), &time), TS_INVALID_ARGUMENT, "kernel");
     FAILS(ts_matmul_estimate(&o.desc, &cpu, -2, &time), TS_INVALID_ARGUMENT, "kernel");
     o.desc.device = TS_CUDA;
@@ -145,11 +146,12 @@ static void test_measurements(void) {
     const int32_t best = chosen(&o, &cpu, reason), portable = portable_kernel();
     FAILS(ts_measurement_add(NULL, &cpu, portable, 1, 0), TS_INVALID_ARGUMENT, "desc");
     FAILS(ts_measurement_add(&o.desc, NULL, portable, 1, 0), TS_INVALID_ARGUMENT, "device");
-    FAILS(ts_measurement_add(&o.desc, &cpu, -1, 1, 0), TS_INVALID_ARGUMENT, "kernel is -1");
-    FAILS(ts_measurement_add(&o.desc, &cpu, portable, 0, 0), TS_INVALID_ARGUMENT, "microseconds is 0");
+    FAILS(ts_measurement_add(&o.desc, &cpu, -1, 1, 0), TS_INVALID_ARGUMENT, "kernel must be 0 to ");
+    FAILS(ts_measurement_add(&o.desc, &cpu, portable, 0, 0), TS_INVALID_ARGUMENT,
+          "microseconds must be a finite number above 0, got 0");
     FAILS(ts_measurement_add(&o.desc, &cpu, portable, NAN, 0), TS_INVALID_ARGUMENT, "microseconds");
     FAILS(ts_measurement_add(&o.desc, &cpu, portable, 1, -1), TS_INVALID_ARGUMENT,
-          "dense_microseconds is -1");
+          "dense_microseconds must be 0 or a finite number above 0, got -1");
     FAILS(ts_measurement_add(&o.desc, &cpu, portable, 1, INFINITY), TS_INVALID_ARGUMENT, "dense_micro");
     if (strstr(ts_architectures(), "sm_80") != NULL)
         FAILS(ts_measurement_add(&o.desc, &cpu, ts_kernel_count() - 1, 1, 0), TS_UNSUPPORTED,

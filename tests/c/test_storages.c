@@ -63,7 +63,7 @@ static void test_room_for_the_expansion(void) {
     ts_device_info cpu = {.struct_size = sizeof cpu};
     SUCCEEDS(ts_device_get(TS_CPU, -1, &cpu));
     SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, reason, sizeof reason));
-    CHECK(strstr(reason, "it is given expanded values") != NULL, "%s", reason);
+    CHECK(strstr(reason, "it is given dense blocks") != NULL, "%s", reason);
     if (strstr(ts_architectures(), "sm_") == NULL) return;
     o.desc.device = TS_CUDA;
     o.desc.dtype = TS_FLOAT16;
@@ -80,38 +80,42 @@ static void test_room_for_the_expansion(void) {
 static void test_bad_storages(void) {
     enum { INT8 = TS_INT8 + 1 };
     REFUSES(TS_DDS_NT, o.desc.metadata = o.memory[3], TS_INVALID_ARGUMENT,
-            "metadata is given; only TS_STORAGE_2_4 has any");
-    REFUSES(TS_DDS_NT, o.desc.storage = TS_STORAGE_2_4, TS_INVALID_ARGUMENT, "metadata is null");
+            "metadata must be null unless storage is TS_STORAGE_2_4");
+    REFUSES(TS_DDS_NT, o.desc.storage = TS_STORAGE_2_4, TS_INVALID_ARGUMENT, "metadata must not be null");
     REFUSES(TS_DDS_NT, o.desc.values_dtype = TS_FLOAT16 + 1, TS_INVALID_ARGUMENT,
-            "values_dtype stands for float16 and dtype is float32");
-    REFUSES(TS_DDS_NT, o.desc.values_dtype = INT8, TS_INVALID_ARGUMENT, "scales is null");
+            "values_dtype must be that of the activations, float32, or int8 or float8_e4m3fn, got float16");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = INT8, TS_INVALID_ARGUMENT,
+            "scales must not be null for 8-bit values");
     REFUSES(TS_DDS_NT, o.desc.scales = (float*)o.memory[3], TS_INVALID_ARGUMENT,
-            "scales is given; values of float32 have none");
-    REFUSES(TS_DDS_NT, o.desc.row_scales = 1, TS_INVALID_ARGUMENT, "row_scales is 1; values of float32");
-    REFUSES(TS_DDS_NT, o.desc.dtype = TS_INT8, TS_INVALID_ARGUMENT, "dtype is 4; allowed are 0 to 3");
-    REFUSES(TS_DDS_NT, o.desc.result_dtype = INT8, TS_INVALID_ARGUMENT, "result_dtype is 5; allowed are 0");
+            "scales must be null for values of float32");
+    REFUSES(TS_DDS_NT, o.desc.row_scales = 1, TS_INVALID_ARGUMENT,
+            "row_scales must be 0 for values of float32");
+    REFUSES(TS_DDS_NT, o.desc.dtype = TS_INT8, TS_INVALID_ARGUMENT, "dtype must be 0 to 3, got 4");
+    REFUSES(TS_DDS_NT, o.desc.result_dtype = INT8, TS_INVALID_ARGUMENT, "result_dtype must be 0 to 4, got 5");
     REFUSES(TS_SDD_TN, (o.desc.storage = TS_STORAGE_2_4, o.desc.metadata = o.memory[3]), TS_INVALID_ARGUMENT,
-            "storage is 1; sdd_tn writes plain values");
+            "storage must be 0 for sdd_tn, which writes dense blocks, got 1");
     REFUSES(TS_SDD_TN, (o.desc.values_dtype = INT8, o.desc.scales = (float*)o.memory[3]), TS_INVALID_ARGUMENT,
-            "values_dtype stands for int8 and result_dtype for float32");
-    REFUSES_STORED(TS_DDS_NN, TS_INT8, 0, o.desc.row_scales = 2, TS_INVALID_ARGUMENT, "row_scales is 2");
+            "values_dtype must be result_dtype for sdd_tn, float32, got int8");
+    REFUSES_STORED(TS_DDS_NN, TS_INT8, 0, o.desc.row_scales = 2, TS_INVALID_ARGUMENT,
+                   "row_scales must be 0 or 1, got 2");
     REFUSES_STORED(TS_DDS_NN, TS_INT8, 0, o.desc.scales = (float*)((char*)s.scales + 1), TS_INVALID_ARGUMENT,
-                   "scales is at address");
+                   "scales must be aligned to 4 bytes");
     REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.scales = (float*)o.memory[1], TS_INVALID_ARGUMENT,
-                   "y and scales overlap");
+                   "y and scales must not overlap in memory");
     REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.values = o.memory[1], TS_INVALID_ARGUMENT,
-                   "y and values overlap");
-    REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.values = NULL, TS_INVALID_ARGUMENT, "values is null");
+                   "y and values must not overlap in memory");
+    REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.values = NULL, TS_INVALID_ARGUMENT,
+                   "values must not be null");
     REFUSES_STORED(TS_DDS_NT, TS_FLOAT32, 1, o.desc.metadata = (char*)s.metadata + 2, TS_INVALID_ARGUMENT,
-                   "metadata is at address");
+                   "metadata must be aligned to 4 bytes");
     REFUSES_STORED(TS_DDS_NT, TS_FLOAT32, 1, o.desc.metadata = o.memory[1], TS_INVALID_ARGUMENT,
-                   "y and metadata overlap");
+                   "y and metadata must not overlap in memory");
     REFUSES_STORED(TS_DDS_NT, TS_FLOAT32, 1, o.pattern.block_cols = 16, TS_INVALID_ARGUMENT,
-                   "pattern.block_cols is 16; TS_STORAGE_2_4 is for 32, 64 and 128");
+                   "pattern.block_cols must be 32, 64 or 128 for TS_STORAGE_2_4, got 16");
     REFUSES_STORED(
         TS_DDS_NT, TS_FLOAT32, 1,
         (o.desc.device = TS_CUDA, o.desc.x.ld = IN, o.desc.y.ld = 8, o.desc.metadata = s.metadata + 1),
-        TS_INVALID_ARGUMENT, "metadata is at address");
+        TS_INVALID_ARGUMENT, "metadata must be aligned to 16 bytes");
 }
 
 /* After `change` of a product with values of 8 bits in 2:4, their expansion is refused and not written. */
@@ -133,18 +137,21 @@ static void test_bad_storages(void) {
 
 static void test_bad_expansions(void) {
     FAILS(ts_values_expand(NULL, NULL, 0, NULL), TS_INVALID_ARGUMENT, "desc");
-    REFUSES_EXPANSION(plain = NULL, TS_INVALID_ARGUMENT, "plain is null");
-    REFUSES_EXPANSION(plain = (char*)memory + 2, TS_INVALID_ARGUMENT, "plain is at address");
-    REFUSES_EXPANSION(--bytes, TS_WORKSPACE_TOO_SMALL, "plain_bytes is 6143; 6144 are needed");
-    REFUSES_EXPANSION(plain = s.compressed, TS_INVALID_ARGUMENT, "values and plain overlap");
-    REFUSES_EXPANSION(o.desc.metadata = memory, TS_INVALID_ARGUMENT, "metadata and plain overlap");
-    REFUSES_EXPANSION(o.desc.scales = memory, TS_INVALID_ARGUMENT, "scales and plain overlap");
-    REFUSES_EXPANSION(o.desc.values = NULL, TS_INVALID_ARGUMENT, "values is null");
-    REFUSES_EXPANSION(o.desc.scales = NULL, TS_INVALID_ARGUMENT, "scales is null");
+    REFUSES_EXPANSION(plain = NULL, TS_INVALID_ARGUMENT, "plain must not be null");
+    REFUSES_EXPANSION(plain = (char*)memory + 2, TS_INVALID_ARGUMENT, "plain must be aligned to 4 bytes");
+    REFUSES_EXPANSION(--bytes, TS_WORKSPACE_TOO_SMALL, "plain_bytes must be at least 6144, got 6143");
+    REFUSES_EXPANSION(plain = s.compressed, TS_INVALID_ARGUMENT,
+                      "values and plain must not overlap in memory");
+    REFUSES_EXPANSION(o.desc.metadata = memory, TS_INVALID_ARGUMENT,
+                      "metadata and plain must not overlap in memory");
+    REFUSES_EXPANSION(o.desc.scales = memory, TS_INVALID_ARGUMENT,
+                      "scales and plain must not overlap in memory");
+    REFUSES_EXPANSION(o.desc.values = NULL, TS_INVALID_ARGUMENT, "values must not be null");
+    REFUSES_EXPANSION(o.desc.scales = NULL, TS_INVALID_ARGUMENT, "scales must not be null for 8-bit values");
     REFUSES_EXPANSION(o.desc.op = TS_SDD_TN, TS_INVALID_ARGUMENT, "sdd_tn");
     REFUSES_EXPANSION((o.desc.op = TS_SDD_TN, o.desc.storage = 0, o.desc.metadata = NULL,
                        o.desc.scales = NULL, o.desc.values_dtype = 0),
-                      TS_INVALID_ARGUMENT, "op is 2; the values are those of dds_nt or dds_nn");
+                      TS_INVALID_ARGUMENT, "op must be dds_nt or dds_nn, got 2");
     ts_device_info info = {.struct_size = sizeof info};
     if (ts_device_get(TS_CUDA, -1, &info) == TS_SUCCESS) return;
     REFUSES_EXPANSION(o.desc.device = TS_CUDA, TS_NO_DEVICE, "CUDA");

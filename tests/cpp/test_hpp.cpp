@@ -185,7 +185,7 @@ void test_storages() {
         expect(plain[i] == expected, "the expansion is wrong");
     }
     product.run();
-    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "metadata has 47 elements; allowed are 48", [&] {
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "metadata must have 48 elements, got 47", [&] {
         const ts::Span<const std::uint32_t> shorter(metadata.data(), metadata.size() - 1);
         product.metadata(shorter).run();
     });
@@ -205,16 +205,19 @@ void test_patterns() {
     expect(copy.c().row_ptr != pattern.c().row_ptr && is(copy.row_ptr(), row_ptr), "a copy shares arrays");
 
     const std::vector<std::uint8_t> mask(5);
-    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "mask has 5 entries; allowed are 6",
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "mask must have 6 entries for this shape, got 5",
                                      [&] { ts::Pattern::from_mask(mask, {kOut, kIn}, {kRows, kCols}); });
-    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "block_shape is (0, 32)",
-                                     [] { ts::Pattern::from_mask({1}, {32, 32}, {0, 32}); });
-    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "shape is (-16, 32)",
-                                     [] { ts::Pattern({-16, 32}, {16, 32}, {0}, {}); });
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT,
-                                     "allowed are 0 to 2147483647",  // and takes no memory
-                                     [] { ts::Pattern::from_mask({}, {INT64_MAX, 0}, {16, 32}); });
-    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "row_ptr has 3 entries; allowed are 4",
+                                     "block_shape must have sides of 16, 32, 64 or 128, got (0, 32)",
+                                     [] { ts::Pattern::from_mask({1}, {32, 32}, {0, 32}); });
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT,
+                                     "shape must have sides of 0 to 2147483647, got (-16, 32)",
+                                     [] { ts::Pattern({-16, 32}, {16, 32}, {0}, {}); });
+    throws<ts::InvalidArgumentError>(
+        TS_INVALID_ARGUMENT,
+        "shape must have sides of 0 to 2147483647, got (9223372036854775807, 0)",  // and takes no memory
+        [] { ts::Pattern::from_mask({}, {INT64_MAX, 0}, {16, 32}); });
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "row_ptr must have 4 entries for this shape, got 3",
                                      [] { ts::Pattern({kOut, kIn}, {kRows, kCols}, {0, 1, 1}, {0}); });
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "out_features",
                                      [] { ts::Pattern::from_mask({1}, {40, 32}, {32, 32}); });
@@ -235,39 +238,40 @@ void test_refusals() {
             product.run();
         });
     };
-    refused("y is const", [&](ts::Product& p) { p.y(fixed); });
-    refused("x has 240 elements; 5 rows of 64", [&](ts::Product& p) { p.x(y); });
-    refused("y has 240 elements; 5 rows of 48, each 49",
+    refused("y must not be const: this product writes it", [&](ts::Product& p) { p.y(fixed); });
+    refused("x must hold 5 rows of 64 elements with ld 64, got 240 elements",
+            [&](ts::Product& p) { p.x(y); });
+    refused("y must hold 5 rows of 48 elements with ld 49, got 240 elements",
             [&](ts::Product& p) { p.y(y, ts::Layout::row_major, 49); });
-    refused("y has 240 elements; 48 columns of 5, each 6",
+    refused("y must hold 48 columns of 5 elements with ld 6, got 240 elements",
             [&](ts::Product& p) { p.y(y, ts::Layout::feature_major, 6); });
-    refused("y.ld is 47", [&](ts::Product& p) { p.y(y, ts::Layout::row_major, 47); });
-    refused("values has 240 elements; allowed are 1536", [&](ts::Product& p) { p.values(y); });
-    refused("bias has 240 elements; allowed are 48", [&](ts::Product& p) { p.bias(y); });
-    refused("bias is of dtype float64; allowed is that of x, float32",
-            [&](ts::Product& p) { p.bias(doubles); });
-    refused("residual is of dtype float64; allowed is that of y, float32",
+    refused("y.ld must be at least 48, got 47", [&](ts::Product& p) { p.y(y, ts::Layout::row_major, 47); });
+    refused("values must have 1536 elements, got 240", [&](ts::Product& p) { p.values(y); });
+    refused("bias must have 48 elements, got 240", [&](ts::Product& p) { p.bias(y); });
+    refused("bias must be of the dtype of x, float32, got float64", [&](ts::Product& p) { p.bias(doubles); });
+    refused("residual must be of the dtype of y, float32, got float64",
             [&](ts::Product& p) { p.residual(doubles); });
-    refused("bias_gradient has 240 elements; allowed are 48", [&](ts::Product& p) { p.bias_gradient(y); });
-    refused("gate is of dtype float64; allowed is that of y, float32",
-            [&](ts::Product& p) { p.gate(doubles); });
-    refused("scales has 47 elements", [&](ts::Product& p) {
+    refused("bias_gradient must have 48 elements, got 240", [&](ts::Product& p) { p.bias_gradient(y); });
+    refused("gate must be of the dtype of y, float32, got float64", [&](ts::Product& p) { p.gate(doubles); });
+    refused("scales must have 48 elements, got 47", [&](ts::Product& p) {
         static const std::vector<float> scales(47);
         p.scales(scales);
     });
-    refused("kernel is -1", [](ts::Product& p) { p.kernel(-1); });
-    refused("kernel is 100000", [](ts::Product& p) { p.kernel(100000); });
-    refused("prefer has 64 characters", [](ts::Product& p) { p.prefer(std::string(64, 'c')); });
-    refused("prefer has a zero", [](ts::Product& p) { p.prefer({"cpu_\0", 5}); });
-    refused("prefer is sm70_, with which", [](ts::Product& p) { p.prefer("sm70_"); });
-    refused("pattern.nnz is 9223372036854775807", [&](ts::Product&) {
+    refused("kernel must be 0 to ", [](ts::Product& p) { p.kernel(-1); });
+    refused("got 100000", [](ts::Product& p) { p.kernel(100000); });
+    refused("prefer must have fewer than 64 characters, got 64",
+            [](ts::Product& p) { p.prefer(std::string(64, 'c')); });
+    refused("prefer must not contain a zero", [](ts::Product& p) { p.prefer({"cpu_\0", 5}); });
+    refused("prefer must be the beginning of a kernel's name, got sm70_",
+            [](ts::Product& p) { p.prefer("sm70_"); });
+    refused("pattern.nnz must be 0 to 6, got 9223372036854775807", [&](ts::Product&) {
         ts_pattern endless = pattern.c();
         endless.nnz = INT64_MAX;
         ts::Product(ts::Op::dds_nt, endless, kTokens, ts::Device::cpu).x(x).values(values).y(y).run();
     });
-    refused("tokens is -1",
+    refused("tokens must be 0 to 2147483647, got -1",
             [&](ts::Product&) { ts::Product(ts::Op::dds_nt, pattern, -1).x(x).values(values).y(y).run(); });
-    refused("values is not set",
+    refused("values must be set",
             [&](ts::Product&) { ts::Product(ts::Op::dds_nt, pattern, kTokens).x(x).y(y).run(); });
     throws<ts::WorkspaceTooSmallError>(TS_WORKSPACE_TOO_SMALL, "", [] { ts::check(TS_WORKSPACE_TOO_SMALL); });
     throws<ts::UnsupportedError>(TS_UNSUPPORTED, "", [] { ts::check(TS_UNSUPPORTED); });
@@ -388,7 +392,7 @@ void test_devices() {
     target = ts::Buffer<double>::copy_of(two);
     target.copy_to(back);
     expect(back == two, "not copied back");
-    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "target has 1 elements; allowed is 2",
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "target must have the size of the buffer, 2, got 1",
                                      [&] { target.copy_to(ts::Span<double>(back.data(), 1)); });
 }
 

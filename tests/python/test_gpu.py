@@ -799,7 +799,7 @@ def test_weights_packed_for_another_kernel_are_refused() -> None:
         for wrong in (key + 1, _C.plan_key(kept.descriptor, packed.product.resolve()[0], DDS_NN)):
             packed.plan_key = wrong
             kept._forget_calls()
-            with pytest.raises(InvalidArgumentError, match=f"packed_key is {wrong}, .* of key {key};"):
+            with pytest.raises(InvalidArgumentError, match=f"packed_key must be {key}, .* got {wrong};"):
                 layer(x)
         packed.plan_key = key
         kept._forget_calls()

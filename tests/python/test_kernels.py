@@ -659,20 +659,20 @@ def test_refused_calls_write_nothing(row: Row) -> None:
     x, values = operands.buffers["x"], operands.buffers["values"]
     size = row.dtype.itemsize
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("x is at address", {"x": x.address + size}),
-        ("x.data is null", {"x": 0}),
+        ("x must be aligned", {"x": x.address + size}),
+        ("x.data must not be null", {"x": 0}),
         ("x.ld", {"arguments": {"ldx": x.ld - CHUNK // size}}),
         ("x.ld", {"arguments": {"ldx": x.ld + 1}}),
-        ("values is at address", {"values": values.address + row.result.itemsize}),
+        ("values must be aligned", {"values": values.address + row.result.itemsize}),
         ("overlap", {"y": x.address, "values": x.address}),
         *_bad_residuals(row, operands),
         *_bad_extras(operands),
-        ("kernel is", {"arguments": {"kernel": 1_000_000}}),
+        ("kernel must be 0 to", {"arguments": {"kernel": 1_000_000}}),
     ]
     if row.plan:
         plan = plan_of(row, problem)
         refused += [
-            ("plan is null", {"plan": plan._replace(address=0)}),
+            ("plan must not be null", {"plan": plan._replace(address=0)}),
             ("plan_bytes", {"plan": plan._replace(size=8)}),
             ("plan_key", {"plan": plan._replace(key=plan.key ^ 1)}),
         ]
@@ -688,16 +688,16 @@ def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, An
     good = {"residual": residual.address}
     gated = {"arguments": {"gated": True}}
     if row.op != DDS_NT:
-        return [("residual is given", good), ("gate is given", good | gated)]
+        return [("residual must be null", good), ("gate must be null", good | gated)]
     short = {"arguments": {"ldr": operands.y.shape[1] - CHUNK // size}}
     return [
-        ("residual is at address", {"residual": residual.address + size}),
+        ("residual must be aligned", {"residual": residual.address + size}),
         ("residual.ld", good | short),
         ("residual.ld", good | {"arguments": {"ldr": residual.ld + 1}}),
-        ("y and residual overlap", {"residual": operands.output.address}),
-        ("gate is at address", gated | {"residual": residual.address + size}),
+        ("y and residual must not overlap", {"residual": operands.output.address}),
+        ("gate must be aligned", gated | {"residual": residual.address + size}),
         ("gate.ld", good | {"arguments": {"ldr": residual.ld + 1, "gated": True}}),
-        ("y and gate overlap", gated | {"residual": operands.output.address}),
+        ("y and gate must not overlap", gated | {"residual": operands.output.address}),
     ]
 
 
@@ -707,7 +707,10 @@ def _bad_extras(operands: Operands) -> list[tuple[str, dict[str, Any]]]:
     for name, least in (("metadata", CHUNK), ("scales", 4)):
         if name in operands.buffers:
             address = operands.buffers[name].address
-            found += [(f"{name} is null", {name: 0}), (f"{name} is at address", {name: address + least // 2})]
+            found += [
+                (f"{name} must not be null", {name: 0}),
+                (f"{name} must be aligned", {name: address + least // 2}),
+            ]
     return found
 
 
@@ -728,7 +731,7 @@ def test_a_short_workspace_is_refused(row: Row) -> None:
     with pytest.raises(InvalidArgumentError, match="workspace_bytes"):
         run(product, problem, operands, workspace.address)
     assert product.workspace_size() == needed
-    with pytest.raises(InvalidArgumentError, match="workspace is null"):
+    with pytest.raises(InvalidArgumentError, match="workspace must not be null"):
         run(product, problem, operands, 0)
     assert operands.output.is_poison(inside=True)
 

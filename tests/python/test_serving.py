@@ -160,23 +160,23 @@ def index_a_tensor_that_is_not_there(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (replaced("config.json", '"version": 1', '"version": 2'), "config.json: version: 1 expected"),
+        (replaced("config.json", '"version": 1', '"version": 2'), "config.json: version must be 1"),
         (
             configured(ties={"layer.other": "gone"}),
-            "config.json: ties: layer.other: another name for a stored",
+            "config.json: ties: layer.other must be another name for a stored",
         ),
-        (configured(ties={"layer.other": 5}), "config.json: ties: texts expected"),
+        (configured(ties={"layer.other": 5}), "config.json: ties must be texts"),
         (configured(files=["model.safetensors"]), "config.json: files: "),
         (configured(files={"other.safetensors": "0"}), "model.safetensors: does not belong to config.json"),
         (index_a_tensor_that_is_not_there, "index.json: layer.lost: in none of the files"),
-        (replaced("config.json", '"nnz": 4', '"nnz": 5'), "another dtype or shape expected"),
+        (replaced("config.json", '"nnz": 4', '"nnz": 5'), "must have the dtype and shape"),
         (replaced("config.json", "{", "["), "config.json: no JSON"),
         (replaced("config.json", '"plain"', '"plan"'), "storage: plan is not known here"),
         (replaced("model.safetensors", '"shape":[4', '"shape":[3'), "model.safetensors: damaged"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: "),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors.index.json: "),
-        (lambda folder: os.truncate(folder / "model.safetensors", 200), "header is longer than allowed"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 3000), "a range within the file expected"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 200), "header must not be longer"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 3000), "must be a range within the file"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_with_a_sentence(
@@ -194,7 +194,7 @@ def test_wrong_arguments_are_refused_with_a_sentence(program: Path, tmp_path: Pa
     x = randn(5, IN, dtype=torch.float32)
     for given, layer, said in (
         (x, "other", "layer 'other': config.json"),
-        (x.view(-1)[:100], "", "x: rows of 512 bytes"),
+        (x.view(-1)[:100], "", "x must be rows of 512 bytes"),
     ):
         result = run(program, tmp_path, given, layer)
         assert result.returncode == 1 and said in result.stderr.decode()
@@ -269,7 +269,7 @@ def test_plain_layers_are_measured_in_c(programs: Path, tmp_path: Path) -> None:
     for name in ("masked", "compressed", "int8"):
         result = measured(programs / "layer_c", tmp_path / "model", name)
         assert (result.returncode, result.stdout) == (1, "")
-        assert f"{name}: a plain layer expected" in result.stderr
+        assert f"{name} must be stored as dense blocks" in result.stderr
 
 
 def test_the_program_in_c_refuses_a_bias_that_is_stored_elsewhere(programs: Path, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_layer_without_inputs_is_measured(programs: Path, tmp_path: Path, name
     (tmp_path / "config.json").write_text(json.dumps({"tilesparse": {"version": 1, "layers": {"": layer}}}))
     assert_is_measured(programs / name, tmp_path, "", 3)
     result = measured(programs / name, tmp_path, "", "3x")
-    assert (result.returncode, result.stdout) == (1, "") and "TOKENS is 3x" in result.stderr
+    assert (result.returncode, result.stdout) == (1, "") and "got 3x" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["layer", "layer_c"])
@@ -321,16 +321,16 @@ def test_a_wrong_result_is_noticed(programs: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (replaced("config.json", '"version": 1', '"version": 2'), "version: 1 expected"),
-        (replaced("config.json", '"nnz": 4', '"nnz": 5'), "layer.weight: another dtype or shape expected"),
-        (replaced("config.json", '"nnz": 4', '"nnz": 4.5'), "nnz: an integer from 0 to"),
-        (replaced("model.safetensors", '"shape":[4,', '"shape":[4.'), "shape: at most 4 integers"),
-        (replaced("model.safetensors", '"shape":[4', '"shape":[9'), "more elements than expected"),
+        (replaced("config.json", '"version": 1', '"version": 2'), "version must be 1"),
+        (replaced("config.json", '"nnz": 4', '"nnz": 5'), "layer.weight must have the dtype and shape"),
+        (replaced("config.json", '"nnz": 4', '"nnz": 4.5'), "nnz must be an integer from 0 to"),
+        (replaced("model.safetensors", '"shape":[4,', '"shape":[4.'), "shape must be at most 4 integers"),
+        (replaced("model.safetensors", '"shape":[4', '"shape":[9'), "more elements than the layer"),
         (replaced("model.safetensors", '"layer.slot', '"layer.slut'), "layer.slot: missing"),
         (replaced("config.json", "{", "["), "tilesparse: missing"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read"),
         (lambda folder: os.truncate(folder / "model.safetensors", 200), "header is longer than the file"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 3000), "a range within the file expected"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 3000), "must be a range within the file"),
     ],
 )
 def test_the_program_in_c_refuses_damaged_files(

@@ -59,9 +59,9 @@ class Buffer {
         return buffer;
     }
     void copy_to(Span<T> target) const {
-        detail::require(target.size() == size_, "target has " + std::to_string(target.size()) +
-                                                    " elements; allowed is " + std::to_string(size_) +
-                                                    ", the size of the buffer");
+        detail::require(target.size() == size_, "target must have the size of the buffer, " +
+                                                    std::to_string(size_) + ", got " +
+                                                    std::to_string(target.size()));
         if (size_ > 0) Memory(memory_).copy(target.data(), data_, bytes());
     }
 

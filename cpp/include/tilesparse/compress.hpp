@@ -20,15 +20,15 @@ inline namespace v0_1 {
 inline void compress(const Pattern& pattern, Array values, Span<const std::uint8_t> mask, Array compressed,
                      Span<std::uint32_t> metadata) {
     const auto check_size = [](const char* name, std::size_t size, std::size_t expected) {
-        detail::require(size == expected, std::string(name) + " has " + std::to_string(size) +
-                                              " elements; allowed are " + std::to_string(expected));
+        detail::require(size == expected, std::string(name) + " must have " + std::to_string(expected) +
+                                              " elements, got " + std::to_string(size));
     };
     check_size("values", values.size(), pattern.values_size());
     check_size("mask", mask.size(), pattern.values_size());
     check_size("compressed", compressed.size(), pattern.values_size() / 2);
     check_size("metadata", metadata.size(), pattern.values_size() / 32);
-    detail::require(!compressed.is_const(), "compressed is const; it is what is written");
-    detail::require(compressed.dtype() == values.dtype(), "compressed and values are of different dtypes");
+    detail::require(!compressed.is_const(), "compressed must not be const");
+    detail::require(compressed.dtype() == values.dtype(), "compressed must be of the dtype of values");
     const ts_pattern c = pattern.c();
     check(ts_values_compress(&c, TS_CPU, static_cast<std::int32_t>(values.dtype()), values.data(),
                              mask.data(), 0, compressed.data(), metadata.data(), nullptr));

@@ -24,9 +24,9 @@ inline Operand given(const Array& array) { return {true, array.is_const(), array
 
 // Refuses an operand that is given in another dtype than that of another one.
 inline void check_same_dtype(const char* name, const Operand& operand, const char* other, const Operand& as) {
-    require(!operand.is_given || operand.dtype == as.dtype,
-            std::string(name) + " is of dtype " + name_of(operand.dtype) + "; allowed is that of " + other +
-                ", " + name_of(as.dtype));
+    require(!operand.is_given || operand.dtype == as.dtype, std::string(name) + " must be of the dtype of " +
+                                                                other + ", " + name_of(as.dtype) + ", got " +
+                                                                name_of(operand.dtype));
 }
 
 // Sets the ld of a matrix without gaps, and checks that its memory does not end before its last element.
@@ -40,14 +40,14 @@ inline void finish_matrix(const char* name, const Operand& operand, ts_matrix& m
     if (lines <= 0 || length <= 0 || matrix.ld < length) return;  // of which ts_matmul says what is wrong
     const auto size = static_cast<std::int64_t>(operand.size);
     const bool fits = length <= size && (lines == 1 || matrix.ld <= (size - length) / (lines - 1));
-    require(fits, std::string(name) + " has " + std::to_string(operand.size) + " elements; " + text(lines) +
-                      (is_row_major ? " rows" : " columns") + " of " + text(length) + ", each " +
-                      text(matrix.ld) + " after the one before, take more");
+    require(fits, std::string(name) + " must hold " + text(lines) + (is_row_major ? " rows" : " columns") +
+                      " of " + text(length) + " elements with ld " + text(matrix.ld) + ", got " +
+                      std::to_string(operand.size) + " elements");
 }
 
 inline void check_count(const char* name, std::size_t size, std::int64_t expected) {
     require(size == static_cast<std::uint64_t>(expected),
-            std::string(name) + " has " + std::to_string(size) + " elements; allowed are " + text(expected));
+            std::string(name) + " must have " + text(expected) + " elements, got " + std::to_string(size));
 }
 
 }  // namespace detail

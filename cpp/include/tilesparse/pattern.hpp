@@ -102,19 +102,18 @@ class Pattern {
 
   private:
     static void check_shape(Shape shape, BlockShape block) {
-        detail::require(block.rows > 0 && block.cols > 0, "block_shape is (" + detail::text(block.rows) +
-                                                              ", " + detail::text(block.cols) +
-                                                              "); allowed are 16, 32, 64 and 128");
+        detail::require(block.rows > 0 && block.cols > 0,
+                        "block_shape must have sides of 16, 32, 64 or 128, got (" + detail::text(block.rows) +
+                            ", " + detail::text(block.cols) + ")");
         const auto fits = [](std::int64_t features) { return features >= 0 && features <= INT32_MAX; };
         detail::require(fits(shape.out_features) && fits(shape.in_features),
-                        "shape is (" + detail::text(shape.out_features) + ", " +
-                            detail::text(shape.in_features) + "); allowed are 0 to " +
-                            detail::text(INT32_MAX));
+                        "shape must have sides of 0 to " + detail::text(INT32_MAX) + ", got (" +
+                            detail::text(shape.out_features) + ", " + detail::text(shape.in_features) + ")");
     }
     static void check_size(const char* name, std::size_t size, std::int64_t expected) {
         detail::require(size == static_cast<std::uint64_t>(expected),
-                        std::string(name) + " has " + std::to_string(size) + " entries; allowed are " +
-                            detail::text(expected) + " for this shape");
+                        std::string(name) + " must have " + detail::text(expected) +
+                            " entries for this shape, got " + std::to_string(size));
     }
 
     ts_pattern c_{};  // without arrays

@@ -121,19 +121,19 @@ class Product {
     // The beginning of the names of kernels that are to compute it if they can; empty: what TILESPARSE_KERNEL
     // says. Fewer than 64 characters, none of them zero.
     Product& prefer(std::string_view names) {
-        detail::require(names.size() < sizeof desc_.prefer, "prefer has " + std::to_string(names.size()) +
-                                                                " characters; allowed are fewer than " +
-                                                                std::to_string(sizeof desc_.prefer));
-        detail::require(names.find('\0') == names.npos, "prefer has a zero in it; no kernel's name has");
+        detail::require(names.size() < sizeof desc_.prefer,
+                        "prefer must have fewer than " + std::to_string(sizeof desc_.prefer) +
+                            " characters, got " + std::to_string(names.size()));
+        detail::require(names.find('\0') == names.npos, "prefer must not contain a zero");
         std::memset(desc_.prefer, 0, sizeof desc_.prefer);
         names.copy(desc_.prefer, names.size());
         return *this;
     }
     // The index in kernels() of the one to use; without it the library chooses in each call.
     Product& kernel(std::int32_t kernel) {
-        detail::require(kernel >= 0 && kernel < ts_kernel_count(), "kernel is " + detail::text(kernel) +
-                                                                       "; allowed are 0 to " +
-                                                                       detail::text(ts_kernel_count() - 1));
+        detail::require(
+            kernel >= 0 && kernel < ts_kernel_count(),
+            "kernel must be 0 to " + detail::text(ts_kernel_count() - 1) + ", got " + detail::text(kernel));
         if (desc_.kernel != kernel + 1) forget_packed();
         desc_.kernel = kernel + 1;
         return *this;
@@ -181,7 +181,8 @@ class Product {
 
     // Computes the product. On the CPU, with a workspace that the Product keeps.
     void run() {
-        detail::require(desc_.device == TS_CPU, "device is cuda; run(workspace, stream) computes there");
+        detail::require(desc_.device == TS_CPU,
+                        "device must be the CPU: on a GPU call run(workspace, stream)");
         const std::size_t bytes = workspace_size();
         if (workspace_.size() < bytes) workspace_ = Buffer<std::byte>(bytes);
         run(workspace_.data(), workspace_.size(), nullptr);
@@ -219,11 +220,11 @@ class Product {
     // Plain values [nnz, rows, cols] in the dtype of the activations, of values in any storage.
     void expand(Array plain, ts_stream_t stream = nullptr) const {
         const ts_matmul_desc desc = c();
-        detail::require(!plain.is_const(), "plain is const; it is what is written");
+        detail::require(!plain.is_const(), "plain must not be const");
         const auto dtype = static_cast<Dtype>(desc.dtype);
-        detail::require(plain.dtype() == dtype, std::string("plain is of dtype ") + name_of(plain.dtype()) +
-                                                    "; allowed is that of the activations, " +
-                                                    name_of(dtype));
+        detail::require(plain.dtype() == dtype,
+                        std::string("plain must be of the dtype of the activations, ") + name_of(dtype) +
+                            ", got " + name_of(plain.dtype()));
         check(ts_values_expand(&desc, plain.data(), plain.size() * size_of(plain.dtype()), stream));
     }
 
@@ -271,11 +272,11 @@ class Product {
         const char* const names[] = {"x", "y", "values"};
         const int result = desc_.op == TS_DDS_NT ? 1 : desc_.op == TS_DDS_NN ? 0 : 2;
         for (int i = 0; i < 3; ++i) {
-            detail::require(operands[i]->is_given, std::string(names[i]) + " is not set");
+            detail::require(operands[i]->is_given, std::string(names[i]) + " must be set");
             detail::require(i != result || !operands[i]->is_const,
-                            std::string(names[i]) + " is const; it is what this product writes");
+                            std::string(names[i]) + " must not be const: this product writes it");
         }
-        detail::require(!bias_gradient_.is_const, "bias_gradient is const; it is what this product writes");
+        detail::require(!bias_gradient_.is_const, "bias_gradient must not be const: this product writes it");
     }
 
     void check_dtypes() const {

@@ -32,8 +32,9 @@ ts_status_t ts_activation_gradient(int32_t dtype, int32_t activation, int64_t to
         const Device& device = cuda_device(-1).properties;
         const size_t needed = activation_gradient_workspace_size(of, device);
         if (workspace_bytes < needed)
-            fail(TS_WORKSPACE_TOO_SMALL, "workspace_bytes is ", workspace_bytes, "; ", needed, " are needed");
-        require(needed == 0 || workspace != nullptr, "workspace is null");
+            fail(TS_WORKSPACE_TOO_SMALL, "workspace_bytes must be at least ", needed, ", got ",
+                 workspace_bytes);
+        require(needed == 0 || workspace != nullptr, "workspace must not be null");
         check_aligned(workspace, kDeviceAreaAlignment, "workspace");
         check_workspace(of, workspace, needed);
         activation_gradient(of, device, workspace, stream);

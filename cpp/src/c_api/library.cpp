@@ -103,7 +103,7 @@ ts_status_t ts_kernel_get(int32_t index, ts_kernel_info* info) {
 ts_status_t ts_device_get(int32_t device, int32_t ordinal, ts_device_info* info) {
     return guard([&] {
         checked_size(info, "info");
-        require(device == TS_CPU || device == TS_CUDA, "device is ", device, "; allowed are 0 and 1");
+        require(device == TS_CPU || device == TS_CUDA, "device must be 0 or 1, got ", device);
         const NamedDevice& found = device == TS_CPU ? cpu_device() : cuda_device(ordinal);
         ts_device_info result{};
         result.device = device;

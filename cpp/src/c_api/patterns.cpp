@@ -43,8 +43,8 @@ ts_status_t ts_pattern_device_transpose(const ts_pattern* pattern, int32_t* col_
 ts_status_t ts_arrays_compare(ts_array_pair* pairs, int32_t count, int64_t mark, ts_stream_t stream) {
     return guard([&] {
         check_pointer(pairs, "pairs");
-        require(count >= 0 && count <= kMaxPairs, "count is ", count, ", not from 0 to ", kMaxPairs);
-        require(mark != 0, "mark is 0, which says that a pair does not differ");
+        require(count >= 0 && count <= kMaxPairs, "count must be 0 to ", kMaxPairs, ", got ", count);
+        require(mark != 0, "mark must not be 0, which means that a pair does not differ");
         compare_arrays(pairs, count, mark, stream);
     });
 }

@@ -15,17 +15,17 @@ namespace ts {
 namespace {
 
 const Kernel& kernel_for(int32_t index, int32_t op) {
-    require(op >= TS_DDS_NT && op <= TS_SDD_TN, "op is ", op, "; allowed are 0 to ", TS_SDD_TN);
+    require(op >= TS_DDS_NT && op <= TS_SDD_TN, "op must be 0 to ", TS_SDD_TN, ", got ", op);
     const Kernel& kernel = kernel_at(index);
-    require(kernel.covers(static_cast<Op>(op)), "op is ", op, ", which kernel ", kernel.name,
-            " does not compute");
+    require(kernel.covers(static_cast<Op>(op)), "op must be one that kernel ", kernel.name, " computes, got ",
+            op);
     return kernel;
 }
 
 std::vector<int32_t> plan_of(const ts_pattern* source, int32_t index, int32_t op) {
     const Pattern pattern = check_pattern(source);
     const Kernel& kernel = kernel_for(index, op);
-    require(pattern.cols.ptr != nullptr, "pattern.col_ptr is null; a plan needs both directions");
+    require(pattern.cols.ptr != nullptr, "pattern.col_ptr must not be null: a plan needs both directions");
     validate_pattern(pattern);
     return build_plan(pattern, static_cast<Op>(op), kernel.plan);
 }
@@ -47,8 +47,9 @@ ts_status_t ts_plan_build(const ts_pattern* pattern, int32_t kernel, int32_t op,
     return guard([&] {
         const std::vector<int32_t> words = plan_of(pattern, kernel, op);
         const size_t needed = words.size() * sizeof(int32_t);
-        if (bytes < needed) fail(TS_WORKSPACE_TOO_SMALL, "bytes is ", bytes, "; the plan needs ", needed);
-        require(needed == 0 || plan != nullptr, "plan is null");
+        if (bytes < needed)
+            fail(TS_WORKSPACE_TOO_SMALL, "bytes must be at least ", needed, " for this plan, got ", bytes);
+        require(needed == 0 || plan != nullptr, "plan must not be null");
         if (needed > 0) std::memcpy(plan, words.data(), needed);
     });
 }

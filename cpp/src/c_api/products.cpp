@@ -18,8 +18,8 @@ namespace {
 // The device that a caller describes, which must be of the kind that the problem is for.
 NamedDevice described_device(const ts_device_info* info, const Problem& problem) {
     const NamedDevice device = check_device(read_struct(info, "device"));
-    require(device.properties.type == problem.device, "device.device is ", info->device,
-            ", but desc.device is ", static_cast<int32_t>(problem.device));
+    require(device.properties.type == problem.device, "device.device must be desc.device, ",
+            static_cast<int32_t>(problem.device), ", got ", info->device);
     return device;
 }
 
@@ -80,10 +80,10 @@ ts_status_t ts_measurement_add(const ts_matmul_desc* source, const ts_device_inf
         const Problem problem = check_problem(desc);
         const NamedDevice device = described_device(info, problem);
         kernel_at(kernel);
-        require(microseconds > 0 && std::isfinite(microseconds), "microseconds is ", microseconds,
-                "; a number above 0 is expected");
-        require(dense_microseconds >= 0 && std::isfinite(dense_microseconds), "dense_microseconds is ",
-                dense_microseconds, "; 0 or a number above it is expected");
+        require(microseconds > 0 && std::isfinite(microseconds),
+                "microseconds must be a finite number above 0, got ", microseconds);
+        require(dense_microseconds >= 0 && std::isfinite(dense_microseconds),
+                "dense_microseconds must be 0 or a finite number above 0, got ", dense_microseconds);
         estimate(problem, device.properties, kernel);  // refuses a kernel that does not compute it
         add_measurement(problem, device, {kernel, microseconds, dense_microseconds});
     });

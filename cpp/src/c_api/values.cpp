@@ -29,7 +29,7 @@ ts_status_t ts_values_expand(const ts_matmul_desc* source, void* plain, size_t p
                              ts_stream_t stream) {
     return guard([&] {
         const Problem problem = check_problem(read_struct(source, "desc"));
-        require(problem.op != Op::sdd_tn, "op is ", TS_SDD_TN, "; the values are those of dds_nt or dds_nn");
+        require(problem.op != Op::sdd_tn, "op must be dds_nt or dds_nn, got ", TS_SDD_TN);
         check_expansion(problem, plain, plain_bytes);
         expand_values(problem, plain, stream);
     });
@@ -39,7 +39,7 @@ ts_status_t ts_values_compress(const ts_pattern* pattern, int32_t device, int32_
                                const uint8_t* mask, int32_t transposed, void* compressed, uint32_t* metadata,
                                ts_stream_t stream) {
     return guard([&] {
-        require(transposed == 0 || transposed == 1, "transposed is ", transposed, "; allowed are 0 and 1");
+        require(transposed == 0 || transposed == 1, "transposed must be 0 or 1, got ", transposed);
         const Compression compression{check_pattern(pattern),
                                       check_device_type(device),
                                       check_value_dtype(dtype),

@@ -22,15 +22,14 @@ namespace {
 void check_size(const Pattern& pattern) {
     const int64_t blocks = block_row_count(pattern) * block_col_count(pattern);
     if (blocks > std::numeric_limits<int32_t>::max())
-        fail(TS_UNSUPPORTED, "the weight has ", blocks, " places for blocks; at most ",
-             std::numeric_limits<int32_t>::max(), " are within reach of the GPU's builder");
+        fail(TS_UNSUPPORTED, "the weight must have at most ", std::numeric_limits<int32_t>::max(),
+             " blocks, kept or not, to make its plan on the GPU, got ", blocks);
 }
 
 void check_device_array(const void* array, const char* name, size_t alignment = alignof(int32_t)) {
-    require(array != nullptr, name, " is null");
+    require(array != nullptr, name, " must not be null");
     check_aligned(array, alignment, name);
-    require(plans::is_on_device(array), name, " is at address ", array,
-            ", which is not in memory of a CUDA device");
+    require(plans::is_on_device(array), name, " must be in memory of a CUDA device, got address ", array);
 }
 
 void check_arrays(const Adjacency& arrays, int64_t nnz, const char* ptr, const char* idx, const char* slot) {
@@ -42,7 +41,8 @@ void check_arrays(const Adjacency& arrays, int64_t nnz, const char* ptr, const c
 
 // An area of device memory that is written.
 void check_area(const void* area, size_t bytes, size_t needed, const char* name, size_t alignment) {
-    if (bytes < needed) fail(TS_WORKSPACE_TOO_SMALL, name, "_bytes is ", bytes, "; ", needed, " are needed");
+    if (bytes < needed)
+        fail(TS_WORKSPACE_TOO_SMALL, name, "_bytes must be at least ", needed, ", got ", bytes);
     check_device_array(area, name, alignment);
 }
 
@@ -54,7 +54,7 @@ DevicePlanBytes device_plan_bytes(const Pattern& pattern, Op op, const Kernel& k
     check_size(pattern);
     const auto [plan, workspace] = plans::bytes_of(pattern, op, kernel.plan);
     if (plan / sizeof(int32_t) >= size_t{std::numeric_limits<int32_t>::max()})
-        fail(TS_UNSUPPORTED, "the plan could take ", plan, " bytes or more, which 32 bits cannot number");
+        fail(TS_UNSUPPORTED, "the plan must take less than 8 GiB, got up to ", plan, " bytes");
     return {plan, workspace};
 }
 
@@ -103,8 +103,8 @@ void compare_arrays(ts_array_pair* pairs, int32_t count, int64_t mark, void* str
                   offsetof(ts_array_pair, differs) == offsetof(plans::ArrayPair, differs));
     if (count == 0) return;
     check_aligned(pairs, alignof(ts_array_pair), "pairs");
-    require(plans::is_shared_with_host(pairs), "pairs is at address ", static_cast<const void*>(pairs),
-            ", which is not in pinned memory of the host");
+    require(plans::is_shared_with_host(pairs), "pairs must be in pinned memory of the host, got address ",
+            static_cast<const void*>(pairs));
     launch_checked("comparing arrays", [&] {
         return plans::compare(reinterpret_cast<plans::ArrayPair*>(pairs), count, mark, stream);
     });

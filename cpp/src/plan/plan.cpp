@@ -24,7 +24,7 @@ void check_host_size(const View& view, PlanShape shape) {
         sets + (pairs ? view.row_count / 2 * static_cast<int64_t>(sizeof(Candidate)) : 0);
     if (view.row_count > 0 && row_bytes > kMostBytes / view.row_count)
         fail(TS_UNSUPPORTED, "the weight has ", view.row_count, " x ", view.col_count,
-             " places for blocks; the host's builder would need more than ", kMostBytes, " bytes");
+             " blocks, kept or not: making its plan on the host would need more than ", kMostBytes, " bytes");
 }
 
 std::vector<int32_t> build_words(const Pattern& pattern, Op op, PlanShape shape) {
@@ -53,8 +53,8 @@ std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<i
         *offsets[i] = static_cast<int32_t>(at);
         at += static_cast<int64_t>((sections[i].size() + 3) / 4 * 4);  // each section 16-byte aligned
         if (at > std::numeric_limits<int32_t>::max())
-            fail(TS_UNSUPPORTED, "the plan would take more than ", std::numeric_limits<int32_t>::max(),
-                 " words, more than 32 bits can number");
+            fail(TS_UNSUPPORTED, "the plan must have at most ", std::numeric_limits<int32_t>::max(),
+                 " words");
     }
     header.words = static_cast<int32_t>(at);
     std::vector<int32_t> plan(at, -1);
@@ -67,16 +67,17 @@ std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<i
 void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
     if (shape.kind == PlanKind::aligned) {
         const View view = view_of(pattern, op);
-        require(view.row_block <= 32 && view.row_block <= view.col_block,
-                "the kernel's blocks have 16 or 32 features of the result and at least as many of k, not ",
-                view.row_block, " and ", view.col_block);
+        require(
+            view.row_block <= 32 && view.row_block <= view.col_block,
+            "block_shape must have 16 or 32 output features and at least as many of k for this kernel, got ",
+            view.row_block, " and ", view.col_block);
     } else if (shape.kind == PlanKind::lists) {
-        require(are_listed_blocks(pattern), "the kernel's blocks are 16 x 16, not ", pattern.block_rows,
-                " x ", pattern.block_cols);
+        require(are_listed_blocks(pattern), "block_shape must be 16 x 16 for this kernel, got ",
+                pattern.block_rows, " x ", pattern.block_cols);
     } else if (shape.kind == PlanKind::tiles) {
         const int32_t features = view_of(pattern, op).row_block;
-        require(features <= shape.tile, "the kernel's tile of ", shape.tile,
-                " features is less than the block's ", features);
+        require(features <= shape.tile, "block_shape must have at most ", shape.tile,
+                " output features for this kernel, got ", features);
     }
 }
 
