@@ -1,4 +1,4 @@
-// What crosses the C interface: pointers, and structures of any version of the header.
+// Reading and writing across the C interface: pointers, and structures of any version of the header.
 #pragma once
 
 #include <algorithm>
@@ -23,11 +23,10 @@ inline constexpr uint32_t kFirstSize<ts_device_info> = TS_FIRST_DEVICE_INFO;
 template <>
 inline constexpr uint32_t kFirstSize<ts_kernel_info> = TS_FIRST_KERNEL_INFO;
 
-// More than any version will have; beyond, a size is a mistake and what it claims to hold is not read.
+// More than any version will have. A larger size is a mistake, and memory is not read that far.
 constexpr uint32_t kMostSize = 4096;
 
-// Bytes to which what a CUDA device reads or writes is aligned: operands and plans; and areas of its own
-// layout.
+// Alignment in bytes on a CUDA device: of operands and plans, and of workspaces and prepacked values.
 constexpr size_t kDeviceAlignment = 16;
 constexpr size_t kDeviceAreaAlignment = 256;
 

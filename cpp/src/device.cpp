@@ -27,7 +27,7 @@ std::string version_text(int version) {
     return std::to_string(version / 1000) + '.' + std::to_string(version % 1000 / 10);
 }
 
-// What the CUDA version of the driver, 0 without one, is to that with which this library was built.
+// Compares the CUDA version of the driver (0 without one) with that of this build.
 std::string describe_driver() {
     int driver = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
@@ -40,7 +40,7 @@ std::string describe_driver() {
            ".0 or newer, build the library with the older CUDA, or compute on the CPU";
 }
 
-// What to do about an error, where that is known.
+// Advice on an error, or nothing.
 std::string advice(cudaError_t code) {
     switch (code) {
         case cudaErrorInsufficientDriver:
@@ -73,8 +73,8 @@ NamedDevice query_device(int32_t ordinal, const LastError& last_error) {
             properties.name};
 }
 
-// The same, with which clusters the current device has room for. Every kernel that launches some takes a
-// multiprocessor for each thread block, so that one speaks for all.
+// Adds the clusters that the current device has room for. Every kernel with clusters takes one multiprocessor
+// per thread block, so one kernel is asked for all.
 NamedDevice with_clusters(NamedDevice device, const LastError& last_error) {
     for (const Kernel* kernel : registry()) {
         if (kernel->clusters == nullptr) continue;

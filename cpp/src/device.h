@@ -1,4 +1,4 @@
-// What the machine offers.
+// Devices of this machine.
 #pragma once
 
 #include <string>

@@ -95,7 +95,7 @@ const char* reason_for(const Kernel& kernel) {
 // The kernel with the least estimate of those that compute the problem and whose names begin with `prefix`,
 // the first one of several or where there are no estimates. kernel is nullptr if there is none.
 Choice best(const Problem& problem, const Device& device, std::string_view prefix) {
-    Choice choice{TS_EXPAND_AND_RUN_DENSE, nullptr, nullptr};
+    Choice choice{TS_RUN_DENSE, nullptr, nullptr};
     double least = std::numeric_limits<double>::infinity();
     const auto& kernels = registry();
     for (size_t i = 0; i < kernels.size(); ++i) {
@@ -179,9 +179,9 @@ void check_preference(const Preference& preference) {
 // What was measured, as far as the kernel computes this problem, too.
 Choice best_measured(const Problem& problem, const NamedDevice& device) {
     const std::optional<Measurement> found = find_measurement(problem, device);
-    if (!found) return {TS_EXPAND_AND_RUN_DENSE, nullptr, nullptr};
+    if (!found) return {TS_RUN_DENSE, nullptr, nullptr};
     const Kernel& kernel = *registry()[found->kernel];
-    if (why_not(kernel, problem, device.properties)) return {TS_EXPAND_AND_RUN_DENSE, nullptr, nullptr};
+    if (why_not(kernel, problem, device.properties)) return {TS_RUN_DENSE, nullptr, nullptr};
     return {found->kernel, &kernel, "the fastest when measured on this device", expands(kernel, problem),
             found};
 }
@@ -244,13 +244,13 @@ Choice choose(const Problem& problem, const NamedDevice& device, const Wish& wis
     const Preference preference = preference_of(wish);
     const Choice choice = best_wished(problem, device, preference);
     if (const char* reason = why_dense(choice, problem, device.properties, preference, wish.policy))
-        return {TS_EXPAND_AND_RUN_DENSE, choice.kernel, reason, false, choice.measured};
+        return {TS_RUN_DENSE, choice.kernel, reason, false, choice.measured};
     if (choice.kernel == nullptr) fail_unsupported(problem, device.properties);
     return choice;
 }
 
 std::optional<double> estimate(const Problem& problem, const Device& device, int32_t kernel) {
-    if (kernel == TS_EXPAND_AND_RUN_DENSE) return estimate_of_dense(problem, device);
+    if (kernel == TS_RUN_DENSE) return estimate_of_dense(problem, device);
     return estimate_of(checked_kernel(problem, device, kernel), problem, device);
 }
 

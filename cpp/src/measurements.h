@@ -1,4 +1,4 @@
-// What kernels were measured to take, which counts for more than what is estimated.
+// Measured times of kernels, which come before estimates.
 #pragma once
 
 #include <optional>
@@ -14,7 +14,7 @@ struct Measurement {
     double dense;    // likewise; 0: not measured
 };
 
-// What counts for a problem; see ts_measurement_add for which do.
+// The measurement for a problem; ts_measurement_add says which problems share one.
 std::optional<Measurement> find_measurement(const Problem& problem, const NamedDevice& device);
 
 void add_measurement(const Problem& problem, const NamedDevice& device, const Measurement& measurement);

@@ -11,7 +11,7 @@
 namespace ts {
 namespace {
 
-// Of an operand in device memory, so that a grid has enough thread blocks for it.
+// The most bytes of an operand in device memory, so that a grid has enough thread blocks for it.
 constexpr uint64_t kMaxDeviceBytes = uint64_t{1} << 42;
 
 constexpr int64_t kMaxLd = std::numeric_limits<int32_t>::max();
@@ -27,19 +27,19 @@ Span span_of(const void* data, uint64_t bytes, const char* name, DeviceType devi
 
 bool overlap(const Span& a, const Span& b) {
     if (a.begin == a.end || b.begin == b.end || a.begin >= b.end || b.begin >= a.end) return false;
-    if (a.pitch != b.pitch) return true;
+    if (a.stride != b.stride) return true;
     // Column slices of one buffer interleave without sharing an element.
     const Span& low = a.begin <= b.begin ? a : b;
     const Span& high = a.begin <= b.begin ? b : a;
-    const uint64_t offset = (high.begin - low.begin) % low.pitch;
-    return offset < low.length || high.length > low.pitch - offset;
+    const uint64_t offset = (high.begin - low.begin) % low.stride;
+    return offset < low.length || high.length > low.stride - offset;
 }
 
 void check_alignment(const void* data, int element_bytes, const char* name, DeviceType device) {
     check_aligned(data, device == DeviceType::cuda ? kDeviceAlignment : element_bytes, name);
 }
 
-// What a matrix takes of memory, after checking that it can.
+// The memory of a matrix, checked.
 Span check_operand(const Matrix& matrix, int64_t tokens, int64_t features, DType dtype, const char* name,
                    DeviceType device) {
     if (tokens == 0 || features == 0) return {};
@@ -47,17 +47,17 @@ Span check_operand(const Matrix& matrix, int64_t tokens, int64_t features, DType
     require(matrix.data != nullptr, name, ".data must not be null");
     check_alignment(matrix.data, size, name, device);
     const bool row_major = matrix.layout == Layout::row_major;
-    const int64_t line = row_major ? features : tokens, lines = row_major ? tokens : features;
-    require(matrix.ld >= line, name, ".ld must be at least ", line, ", got ", matrix.ld);
+    const int64_t contiguous = row_major ? features : tokens, vectors = row_major ? tokens : features;
+    require(matrix.ld >= contiguous, name, ".ld must be at least ", contiguous, ", got ", matrix.ld);
     require(matrix.ld <= kMaxLd, name, ".ld must be at most ", kMaxLd, ", got ", matrix.ld);
-    const int64_t pitch = matrix.ld * size, length = line * size;
-    require(device == DeviceType::cpu || pitch % 16 == 0, name, ".ld must be a multiple of 16 bytes, got ",
+    const int64_t stride = matrix.ld * size, length = contiguous * size;
+    require(device == DeviceType::cpu || stride % 16 == 0, name, ".ld must be a multiple of 16 bytes, got ",
             matrix.ld, " elements of ", size, " bytes");
-    require(lines <= std::numeric_limits<int64_t>::max() / pitch, name,
-            ".ld must let the matrix fit into the address space, got ", matrix.ld, " for ", lines,
+    require(vectors <= std::numeric_limits<int64_t>::max() / stride, name,
+            ".ld must let the matrix fit into the address space, got ", matrix.ld, " for ", vectors,
             row_major ? " rows" : " columns");
-    Span span = span_of(matrix.data, (lines - 1) * pitch + length, name, device);
-    span.pitch = pitch;
+    Span span = span_of(matrix.data, (vectors - 1) * stride + length, name, device);
+    span.stride = stride;
     span.length = length;
     return span;
 }
@@ -67,14 +67,14 @@ Span check_operand(const Matrix& matrix, int64_t features, DType dtype, const ch
     return check_operand(matrix, problem.tokens, features, dtype, name, problem.device);
 }
 
-// What kernels read element by element, so that it needs no more than an element's alignment.
+// A vector that kernels read element by element, so an element's alignment is enough.
 Span vector_span(const void* data, int64_t elements, DType dtype, const char* name) {
     if (data == nullptr) return {};
     check_aligned(data, element_size(dtype), name);
     return span_of(data, elements * element_size(dtype), name);
 }
 
-// An array that lies beside a pattern, as large as the pattern makes it.
+// An array whose size follows from the pattern.
 Span array_span(const void* data, int64_t bytes, int element_bytes, const char* name, DeviceType device) {
     if (bytes == 0) return {};
     require(data != nullptr, name, " must not be null");
@@ -97,7 +97,7 @@ ValueSpans value_spans(const Problem& problem) {
                                     scale_bytes / int64_t{sizeof(float)}, DType::float32, "scales")}}};
 }
 
-// Memory that is made from the values must not be theirs.
+// Memory written from the values must not overlap them.
 void check_apart_from_values(const Problem& problem, const Operand& written) {
     for (const Operand& read : value_spans(problem)) check_apart(read, written);
 }
@@ -179,22 +179,22 @@ void Operands::check_read(const Operand& read) const {
     for (const Operand& written : written_) check_apart(read, written);
 }
 
-void check_packing(const Problem& problem, size_t plan_bytes, const void* packed, size_t bytes) {
+void check_prepacking(const Problem& problem, size_t plan_bytes, const void* packed, size_t bytes) {
     if (problem.device == DeviceType::cuda) check_aligned(problem.plan, kDeviceAlignment, "plan");
     const Operand written = area("packed", packed, bytes);
     check_apart_from_values(problem, written);
     check_apart(area("plan", problem.plan, plan_bytes), written);
 }
 
-void check_expansion(const Problem& problem, const void* plain, size_t bytes) {
+void check_dequantization(const Problem& problem, const void* dense, size_t bytes) {
     const auto needed = static_cast<size_t>(problem.expanded_bytes());
     if (bytes < needed)
-        fail(TS_WORKSPACE_TOO_SMALL, "plain_bytes must be at least ", needed, ", got ", bytes);
+        fail(TS_WORKSPACE_TOO_SMALL, "dense_bytes must be at least ", needed, ", got ", bytes);
     if (needed > 0) {
-        require(plain != nullptr, "plain must not be null");
-        check_alignment(plain, element_size(problem.dtype), "plain", problem.device);
+        require(dense != nullptr, "dense must not be null");
+        check_alignment(dense, element_size(problem.dtype), "dense", problem.device);
     }
-    check_apart_from_values(problem, {"plain", span_of(plain, needed, "plain", problem.device)});
+    check_apart_from_values(problem, {"dense", span_of(dense, needed, "dense", problem.device)});
 }
 
 void check_compression(const Compression& compression) {

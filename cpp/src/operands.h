@@ -1,4 +1,4 @@
-// Where operands lie in memory: that it can hold them, and that nothing that is read is written.
+// Checks of operands in memory: they fit, and nothing that is read is written.
 #pragma once
 
 #include <array>
@@ -12,11 +12,11 @@
 
 namespace ts {
 
-// Memory from `begin` to `end` in which lines of `length` bytes begin every `pitch` bytes.
+// Memory from `begin` to `end`: rows (or columns) of `length` bytes, `stride` bytes apart.
 struct Span {
     uintptr_t begin;
     uintptr_t end;
-    uint64_t pitch;
+    uint64_t stride;
     uint64_t length;
 };
 
@@ -25,24 +25,24 @@ struct Operand {
     Span span;
 };
 
-// So many bytes on end; none where there is no address.
+// Contiguous memory, empty where `data` is null.
 Operand area(const char* name, const void* data, uint64_t bytes);
 
-// Throws if the two share a byte, of which one is written.
+// Throws if the two share a byte.
 void check_apart(const Operand& one, const Operand& other);
 
 // A pattern's arrays that a product, or its plan, reads: by column for dds_nn, otherwise by row.
 std::array<Operand, 3> arrays_of(const Pattern& pattern, Op op);
 
-// The operands of a product, which are checked: pointers, leading dimensions, alignment and overlap.
+// The operands of a product. The constructor checks pointers, leading dimensions, alignment and overlap.
 class Operands {
   public:
     Operands(const Problem& problem, const ts_matmul_desc& desc);
 
-    // Scratch memory, which lies apart from all of them.
+    // Checks that scratch memory overlaps none of them.
     void add_workspace(const void* data, size_t bytes);
 
-    // More that is read, which lies apart from all that is written.
+    // Checks that more input overlaps no output.
     void check_read(const Operand& read) const;
 
   private:
@@ -51,13 +51,13 @@ class Operands {
     std::array<Operand, 3> written_{};  // the result, the gradient of the bias and the workspace
 };
 
-// Checks where values and plan of a problem lie, for packing the values into other memory than theirs.
-void check_packing(const Problem& problem, size_t plan_bytes, const void* packed, size_t bytes);
+// Checks values, plan and target of ts_values_pack.
+void check_prepacking(const Problem& problem, size_t plan_bytes, const void* packed, size_t bytes);
 
-// Checks memory for the expansion of the values, and where these lie.
-void check_expansion(const Problem& problem, const void* plain, size_t bytes);
+// Checks the values of ts_values_expand and the memory for its dense blocks.
+void check_dequantization(const Problem& problem, const void* dense, size_t bytes);
 
-// Plain values that are to be compressed, see ts_values_compress.
+// The arguments of ts_values_compress.
 struct Compression {
     Pattern pattern;
     DeviceType device;

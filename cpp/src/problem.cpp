@@ -53,7 +53,7 @@ void check_elements(int64_t tokens, int64_t features, const char* name) {
             " elements, got ", tokens, " tokens of ", features, " features");
 }
 
-// Of an empty matrix nothing is read or written, wherever it is said to lie.
+// An empty matrix is neither read nor written: its address is dropped.
 Matrix check_matrix(const ts_matrix& source, int64_t tokens, int64_t features, const char* name) {
     require(source.reserved == 0, name, ".reserved must be 0, got ", source.reserved);
     const auto layout = check_enum<Layout>(source.layout, 2, name, ".layout");
@@ -96,7 +96,7 @@ Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
             storage};
 }
 
-// Of a residual or gate, if it is given.
+// Checks a residual or gate, if it is given.
 void check_other(const Matrix& other, const Problem& problem, const char* name) {
     if (other.data == nullptr) return;
     require(problem.forward(), name, " must be null unless op is dds_nt");

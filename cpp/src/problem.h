@@ -23,16 +23,16 @@ DType check_value_dtype(int32_t dtype);
 // Checks the side of a block along which it is cut into groups of four.
 void check_compressed(int32_t side, const char* name);
 
-// Checks what ts_activation_gradient is told.
+// Checks the arguments of ts_activation_gradient.
 ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens,
                                              int64_t features);
 
-// The same for ts_gate and ts_gate_gradient with what both read, and for another matrix of them.
+// Checks what ts_gate and ts_gate_gradient both read, and one more of their matrices.
 Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, const ts_matrix* gate,
                 const ts_matrix* factor);
 Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name);
 
-// What kernels are chosen by, as a caller describes it.
+// Checks the properties of a device that a caller describes.
 NamedDevice check_device(const ts_device_info& info);
 
 // Blocks along each dimension.

@@ -42,7 +42,7 @@ void check_plan(const ts_matmul_desc& desc, const Problem& problem, const Kernel
             "; set kernel to the one that the plan was made for");
 }
 
-// Memory of the caller's that a kernel needs `needed` bytes of.
+// The caller's memory, of which a kernel needs `needed` bytes.
 void check_area(const void* area, size_t bytes, size_t needed, const char* name, const Kernel& kernel) {
     if (needed == 0) return;
     if (bytes < needed)
@@ -52,8 +52,7 @@ void check_area(const void* area, size_t bytes, size_t needed, const char* name,
     check_aligned(area, kernel.device == DeviceType::cpu ? 64 : kDeviceAreaAlignment, name);
 }
 
-// The caller's packed values, if the kernel reads any. They lie in the order of the plan, so that they have
-// its key.
+// The caller's prepacked values, if the kernel reads any. They lie in the order of the plan and have its key.
 void check_packed(const ts_matmul_desc& desc, const Problem& problem, const Choice& choice) {
     const size_t needed = packed_size(problem, choice);
     if (desc.packed == nullptr || needed == 0) return;
@@ -65,22 +64,22 @@ void check_packed(const ts_matmul_desc& desc, const Problem& problem, const Choi
     check_area(desc.packed, desc.packed_bytes, needed, "packed", kernel);
 }
 
-// The expansion of the values, if the kernel needs it, lies before its own workspace.
-size_t expansion_bytes(const Problem& problem, const Choice& choice) {
+// Dense blocks, if the kernel needs them, lie before its own workspace.
+size_t dense_bytes(const Problem& problem, const Choice& choice) {
     const auto bytes = static_cast<size_t>(problem.expanded_bytes());
     return choice.expands ? (bytes + kDeviceAreaAlignment - 1) / kDeviceAreaAlignment * kDeviceAreaAlignment
                           : 0;
 }
 
-// Whether y is summed before the product and apart from it.
+// True if the gradient of the bias is summed apart from the product.
 bool sums_apart(const Problem& problem, const Device& device, const Kernel& kernel) {
     return problem.bias_gradient.data != nullptr &&
            (kernel.sums_y == nullptr || !kernel.sums_y(problem, device));
 }
 
-// What is left to the kernel.
-Problem given_to_kernel(const Problem& problem, const Device& device, const Choice& choice, void* plain) {
-    Problem given = choice.expands ? expanded(problem, plain) : problem;
+// The problem that the kernel is given.
+Problem given_to_kernel(const Problem& problem, const Device& device, const Choice& choice, void* dense) {
+    Problem given = choice.expands ? expanded(problem, dense) : problem;
     if (sums_apart(problem, device, *choice.kernel)) given.bias_gradient = {};
     return given;
 }
@@ -90,8 +89,8 @@ Problem given_to_kernel(const Problem& problem, const Device& device, const Choi
 void launch(const Problem& problem, const Device& device, const Choice& choice, void* workspace,
             void* stream) {
     const Kernel& kernel = *choice.kernel;
-    if (choice.expands) expand_values(problem, workspace, stream);
-    void* const rest = static_cast<std::byte*>(workspace) + expansion_bytes(problem, choice);
+    if (choice.expands) dequantize_values(problem, workspace, stream);
+    void* const rest = static_cast<std::byte*>(workspace) + dense_bytes(problem, choice);
     const Problem given = given_to_kernel(problem, device, choice, workspace);
     const auto run = [&] { return kernel.launch(given, device, rest, stream); };
     if (kernel.device == DeviceType::cpu)
@@ -115,7 +114,7 @@ size_t packed_size(const Problem& problem, const Choice& choice) {
 
 size_t workspace_size(const Problem& problem, const Device& device, const Choice& choice) {
     const Problem given = given_to_kernel(problem, device, choice, nullptr);
-    const size_t bytes = expansion_bytes(problem, choice) + choice.kernel->workspace_size(given, device);
+    const size_t bytes = dense_bytes(problem, choice) + choice.kernel->workspace_size(given, device);
     const bool apart = sums_apart(problem, device, *choice.kernel);
     return apart ? std::max(bytes, sums_workspace_size(problem, device)) : bytes;
 }
@@ -137,7 +136,7 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
     launch(problem, device.properties, choice, workspace, stream);
 }
 
-void pack_values(const ts_matmul_desc& desc, void* packed, size_t bytes, void* stream) {
+void prepack_values(const ts_matmul_desc& desc, void* packed, size_t bytes, void* stream) {
     const Problem problem = check_problem(desc);
     const Choice choice = choose(problem, device_of(problem), wish_of(desc));
     const Kernel& kernel = *choice.kernel;
@@ -145,7 +144,7 @@ void pack_values(const ts_matmul_desc& desc, void* packed, size_t bytes, void* s
     if (needed == 0) return;
     check_plan(desc, problem, kernel);
     check_area(packed, bytes, needed, "packed", kernel);
-    check_packing(problem, desc.plan_bytes, packed, needed);
+    check_prepacking(problem, desc.plan_bytes, packed, needed);
     launch_checked(kernel.name, [&] { return kernel.pack(problem, packed, stream); });
 }
 

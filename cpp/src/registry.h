@@ -12,15 +12,15 @@ namespace ts {
 // CPU kernels, best instruction set first, then those of each GPU architecture in tiles.def's order.
 const std::vector<const Kernel*>& registry();
 
-// Microseconds of expanding the values and computing the product with the dense W, of each architecture; no
-// value where nothing was measured on the device.
+// Microseconds to write W dense and run the dense product, one estimate per architecture; none where nothing
+// was measured on the device.
 using DenseEstimate = std::optional<double> (*)(const Problem&, const Device&);
 const std::vector<DenseEstimate>& dense_estimates();
 
-// "cpu,sm_80": what the library holds code for.
+// The architectures that the library holds code for, e.g. "cpu,sm_80".
 const std::string& architectures();
 
-// That of a number in ts_kernel_get, which is checked.
+// The kernel with an index of ts_kernel_get, which is checked.
 const Kernel& kernel_at(int32_t index);
 
 }  // namespace ts

@@ -1,4 +1,4 @@
-// The gradient of a bias, on whichever device it is, for products whose kernel does not sum y.
+// The gradient of a bias on either device, for products whose kernel does not sum y.
 #pragma once
 
 #include "common/problem.h"

@@ -14,8 +14,8 @@
 namespace ts {
 namespace {
 
-// What is called of an OpenMP runtime: GNU's, or another that offers GNU's entry points, as LLVM's and
-// Intel's do.
+// The entry points of an OpenMP runtime that are called: GNU's, or another that offers GNU's entry points, as
+// LLVM's and Intel's do.
 struct Runtime {
     void (*parallel)(void (*function)(void*), void* data, unsigned threads, unsigned flags) = nullptr;
     void (*barrier)() = nullptr;

@@ -13,10 +13,10 @@ namespace ts {
 // stays valid.
 int processors();
 
-// How many threads a region that the calling thread begins has at most.
+// The most threads of a region that the calling thread begins.
 int max_threads();
 
-// What the threads of a region share.
+// State shared by the threads of a region.
 struct Team {
     static constexpr int kRanges = 64;  // of indices; threads beyond them have none of their own
     struct alignas(64) Counter {

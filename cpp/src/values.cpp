@@ -25,7 +25,7 @@ uint16_t read_half(const uint32_t* metadata, int index) {
     return static_cast<uint16_t>(metadata[index / 2] >> index % 2 * 16);
 }
 
-// Which two of four are kept: the first two in a mask, others in the place of those it lacks.
+// The two of four that are kept: the first two in the mask, or others where it has fewer.
 struct Pair {
     int first, second;
     bool has_first, has_second;  // in the mask
@@ -40,9 +40,9 @@ Pair pair_of(const bool (&mask)[kGroup]) {
     return kept[0] == 3 ? Pair{0, 3, false, true} : Pair{kept[0], 3, true, false};
 }
 
-// ---- expansion ----
+// ---- dequantization and decompression ----
 
-// Of each four bits of metadata: which of four words are the first and the second that is kept.
+// Masks of words for each four bits of metadata: where the first and the second kept value go.
 template <class Word>
 struct Places {
     Word first[16][kGroup] = {}, second[16][kGroup] = {};
@@ -58,7 +58,7 @@ struct Places {
 
 template <class Word>
 void scatter_row(const Word* compressed, const uint32_t* metadata, int rows, int row, int columns,
-                 std::byte* plain) {
+                 std::byte* dense) {
     static constexpr Places<Word> places;
     for (int half = 0; half < columns; half += kHalf) {
         uint32_t bits = read_half(metadata, half_index(rows, row, half));
@@ -67,25 +67,25 @@ void scatter_row(const Word* compressed, const uint32_t* metadata, int rows, int
             Word four[kGroup];
             for (int i = 0; i < kGroup; ++i)
                 four[i] = (first & places.first[bits & 15][i]) | (second & places.second[bits & 15][i]);
-            std::memcpy(plain + column * sizeof(Word), four, sizeof four);
+            std::memcpy(dense + column * sizeof(Word), four, sizeof four);
         }
     }
 }
 
 template <class Word>
-class Expansion {
+class Dequantizer {
   public:
-    Expansion(const Problem& problem, void* plain)
+    Dequantizer(const Problem& problem, void* dense)
         : values_(problem.values),
           rows_(problem.pattern.block_rows),
           columns_(problem.pattern.block_cols),
           element_(element_size(problem.dtype)),
           steps_(cpu::widest().steps[static_cast<int>(problem.dtype)]),
-          plain_(static_cast<std::byte*>(plain)) {}
+          dense_(static_cast<std::byte*>(dense)) {}
 
-    void expand_block(int64_t block) const {
+    void dequantize_block(int64_t block) const {
         const int64_t size = int64_t{rows_} * columns_;
-        std::byte* const to = plain_ + block * size * element_;
+        std::byte* const to = dense_ + block * size * element_;
         if (!values_.is_compressed()) {
             const auto* from = static_cast<const Word*>(values_.data) + block * size;
             return put(from, block, 0, rows_, to);
@@ -95,9 +95,9 @@ class Expansion {
         for (int row = 0; row < rows_; ++row, from += columns_ / 2) {
             std::byte* const row_to = to + row * columns_ * element_;
             if constexpr (sizeof(Word) == 1) {
-                alignas(64) Word plain[kMostColumns];
-                scatter_row(from, metadata, rows_, row, columns_, reinterpret_cast<std::byte*>(plain));
-                put(plain, block, row, 1, row_to);
+                alignas(64) Word dense[kMostColumns];
+                scatter_row(from, metadata, rows_, row, columns_, reinterpret_cast<std::byte*>(dense));
+                put(dense, block, row, 1, row_to);
             } else {
                 scatter_row(from, metadata, rows_, row, columns_, row_to);
             }
@@ -105,7 +105,7 @@ class Expansion {
     }
 
   private:
-    // Writes some rows of a block that are whole.
+    // Writes some dense rows of a block.
     void put(const Word* from, int64_t block, int first, int rows, std::byte* to) const {
         const int64_t count = int64_t{rows} * columns_;
         if constexpr (sizeof(Word) > 1) {
@@ -123,18 +123,18 @@ class Expansion {
     const Values& values_;
     int rows_, columns_, element_;
     const cpu::Steps& steps_;
-    std::byte* plain_;
+    std::byte* dense_;
 };
 
 template <class Word>
-void expand_on_host(const Problem& problem, void* plain) {
-    const Expansion<Word> expansion(problem, plain);
-    for_each(problem.pattern.nnz, [&](int64_t block) { expansion.expand_block(block); });
+void dequantize_on_host(const Problem& problem, void* dense) {
+    const Dequantizer<Word> dequantizer(problem, dense);
+    for_each(problem.pattern.nnz, [&](int64_t block) { dequantizer.dequantize_block(block); });
 }
 
 // ---- compression ----
 
-// Rows and columns are those of what results, which of a transposed weight is the other way round.
+// Rows and columns are those of the result, swapped for a transposed weight.
 template <class Word>
 void compress_block(const Compression& compression, int64_t block) {
     const Pattern& pattern = compression.pattern;
@@ -174,10 +174,10 @@ void compress_on_host(const Compression& compression) {
 
 namespace {
 
-// Where there is no device, `cuda_device` says so.
-void expand_on_device(const Problem& problem, void* plain, void* stream) {
+// cuda_device() throws where there is no device.
+void dequantize_on_device(const Problem& problem, void* dense, void* stream) {
     cuda_device(-1);
-    launch_checked("expanding values", [&] { return values::expand(problem, plain, stream); });
+    launch_checked("dequantizing values", [&] { return values::expand(problem, dense, stream); });
 }
 
 void compress_on_device(const Compression& c, void* stream) {
@@ -203,24 +203,24 @@ namespace {
 [[noreturn]] void refuse() {
     fail(TS_NO_DEVICE, "this library was built without CUDA and handles values on the CPU only");
 }
-void expand_on_device(const Problem&, void*, void*) { refuse(); }
+void dequantize_on_device(const Problem&, void*, void*) { refuse(); }
 void compress_on_device(const Compression&, void*) { refuse(); }
 
 }  // namespace
 
 #endif
 
-void expand_values(const Problem& problem, void* plain, void* stream) {
-    if (problem.device == DeviceType::cuda) return expand_on_device(problem, plain, stream);
+void dequantize_values(const Problem& problem, void* dense, void* stream) {
+    if (problem.device == DeviceType::cuda) return dequantize_on_device(problem, dense, stream);
     switch (element_size(problem.values.dtype)) {
         case 1:
-            return expand_on_host<uint8_t>(problem, plain);
+            return dequantize_on_host<uint8_t>(problem, dense);
         case 2:
-            return expand_on_host<uint16_t>(problem, plain);
+            return dequantize_on_host<uint16_t>(problem, dense);
         case 4:
-            return expand_on_host<uint32_t>(problem, plain);
+            return dequantize_on_host<uint32_t>(problem, dense);
         default:
-            return expand_on_host<uint64_t>(problem, plain);
+            return dequantize_on_host<uint64_t>(problem, dense);
     }
 }
 

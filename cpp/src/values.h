@@ -1,4 +1,4 @@
-// Values from one storage to another, on whichever device they are.
+// Conversions between storages of values, on either device.
 #pragma once
 
 #include "common/problem.h"
@@ -6,8 +6,8 @@
 
 namespace ts {
 
-// Checked values as a plain storage has them, in the dtype of the activations.
-void expand_values(const Problem& problem, void* plain, void* stream);
+// Writes dense blocks in the dtype of the activations, from checked values in any storage.
+void dequantize_values(const Problem& problem, void* dense, void* stream);
 
 void compress_values(const Compression& compression, void* stream);
 

@@ -64,7 +64,7 @@ inline const Dtype& dtype_of(std::string_view name, const char* key = "dtype") {
     fail(std::string(key) + ": " + std::string(name) + " is not known here");
 }
 
-// What JSON has, checked.
+// Checked access to JSON.
 
 inline const Json& member(const Json& object, std::string_view key, Json::Kind kind) {
     const Json* found = object.find(key);
@@ -146,7 +146,7 @@ class Checkpoint {
         named("config.json", [this] { check_ties(); });
     }
 
-    // What the configuration says of a layer.
+    // The entry of a layer in the configuration.
     const Json& layer(const std::string& name) const {
         const Json* found = member(section_, "layers", Json::Object).find(name);
         if (found == nullptr) fail("config.json does not have it");
@@ -169,7 +169,7 @@ class Checkpoint {
     }
 
   private:
-    // Of one file, or of those that the index names.
+    // Reads the headers of one file, or of those that the index names.
     void read_headers() {
         if (fs::exists(folder_ / "model.safetensors")) {
             named("model.safetensors", [this] { read_header("model.safetensors"); });
@@ -277,7 +277,7 @@ class Checkpoint {
         }
     }
 
-    // Where a tensor lies in the data of a file of so many bytes.
+    // The range of a tensor in the data of a file.
     static Stored place(const Json& entry, uint64_t size) {
         Stored stored;
         stored.dtype = member(entry, "dtype", Json::String).text;

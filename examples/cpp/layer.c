@@ -3,8 +3,8 @@
  *
  *     layer_c FOLDER LAYER [TOKENS]
  *
- * It reads plain layers from one file, and compares no checksums; checkpoint.h reads all that there is. The
- * process ends with the first thing that is wrong, in a sentence and with the exit code 1. */
+ * It reads layers of dense blocks from one file, and compares no checksums; checkpoint.h reads all that there
+ * is. The process ends with the first thing that is wrong, in a sentence and with the exit code 1. */
 
 #define _POSIX_C_SOURCE 200809L
 

@@ -29,7 +29,7 @@ constexpr int kRepetitions = 21;
 struct Outcome {
     std::string kernel;
     Bytes y;
-    Bytes weights;  // plain, in the dtype of the activations
+    Bytes weights;  // dense blocks, in the dtype of the activations
     double milliseconds;
 };
 

@@ -17,13 +17,13 @@
 namespace bindings {
 namespace {
 
-// What a product is asked to do, but for its pattern: x and values for TS_DDS_NT, y and values for TS_DDS_NN,
+// One request for a product of the pattern: x and values for TS_DDS_NT, y and values for TS_DDS_NN,
 // y and x for TS_SDD_TN. What follows them may be None.
 struct Request {
     int32_t op;
     nb::handle first, second, bias, residual;
     int32_t activation;
-    bool feature_major;
+    bool column_major;
     nb::handle metadata, scales;  // of values
     int32_t kernel;               // as in ts_matmul_desc
     bool gated;                   // the residual is a gate
@@ -34,7 +34,7 @@ struct Operands {
     Key key;
     uintptr_t first = 0, second = 0, bias = 0, residual = 0, metadata = 0, scales = 0, stream = 0;
 
-    // False for what is out of the ordinary.
+    // Returns false for requests that are not kept.
     bool read(const Tensors& tensors, const Request& request) {
         dlpack::Tensor like, other;
         if (!add(tensors, request.first, like, first) || !add(tensors, request.second, other, second) ||
@@ -54,7 +54,7 @@ struct Operands {
             tf32 = tensors.multiplies_in_tf32(like);
         }
         key.add(static_cast<int64_t>(stream));
-        key.add(request.op | request.activation << 8 | request.feature_major << 16 | tf32 << 17 |
+        key.add(request.op | request.activation << 8 | request.column_major << 16 | tf32 << 17 |
                 request.gated << 18);
         key.add(request.kernel);
         return true;
@@ -73,7 +73,7 @@ struct Operands {
     }
 };
 
-// How to make a tensor: a method of PyTorch's tensors, and its arguments.
+// A recipe for a tensor: a method of torch.Tensor and its arguments.
 class Allocation {
   public:
     Allocation() = default;
@@ -98,8 +98,8 @@ class Allocation {
     nb::tuple arguments_;
 };
 
-// The products of one pattern that have run, so that to run one again takes one look-up. What is out of the
-// ordinary is not kept: more dimensions, operands that must be copied, another device than the current one.
+// The products of one pattern that have run, so that running one again takes one look-up. Not kept are
+// operands of more dimensions, operands that must be copied, and other devices than the current one.
 class Calls {
   public:
     explicit Calls(const Tensors& tensors) : tensors_(tensors) {}
@@ -128,7 +128,7 @@ class Calls {
         return result;
     }
 
-    // Runs such products in this way from now on.
+    // Runs such products from now on without asking again.
     void keep(const Request& request, const Product& product, Allocation result, Allocation workspace) {
         Operands operands;
         if (!operands.read(tensors_, request) || !result.fits() || !workspace.fits()) return;
@@ -167,9 +167,9 @@ void bind_calls(nb::module_& m) {
         .def(
             "run",
             [](const Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
-               nb::handle residual, int32_t activation, bool feature_major, nb::handle metadata,
+               nb::handle residual, int32_t activation, bool column_major, nb::handle metadata,
                nb::handle scales, int32_t kernel, bool gated) {
-                return self.run({op, first, second, bias, residual, activation, feature_major, metadata,
+                return self.run({op, first, second, bias, residual, activation, column_major, metadata,
                                  scales, kernel, gated});
             },
             "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
@@ -177,11 +177,11 @@ void bind_calls(nb::module_& m) {
         .def(
             "keep",
             [](Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
-               nb::handle residual, int32_t activation, bool feature_major, nb::handle metadata,
+               nb::handle residual, int32_t activation, bool column_major, nb::handle metadata,
                nb::handle scales, int32_t kernel, bool gated, const Product& product,
                std::pair<nb::object, AnyTuple> result,
                std::optional<std::pair<nb::object, AnyTuple>> workspace) {
-                self.keep({op, first, second, bias, residual, activation, feature_major, metadata, scales,
+                self.keep({op, first, second, bias, residual, activation, column_major, metadata, scales,
                            kernel, gated},
                           product, {result.first, result.second},
                           workspace ? Allocation{workspace->first, workspace->second} : Allocation{});

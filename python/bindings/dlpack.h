@@ -1,5 +1,5 @@
-// What tilesparse._C uses of DLPack's exchange of tensors between Python packages: how structures of version
-// 1 lie in memory, and which functions a package offers (https://github.com/dmlc/dlpack,
+// The part of DLPack's exchange of tensors between Python packages that tilesparse._C uses: the layout of
+// structures of version 1, and the functions that a package offers (https://github.com/dmlc/dlpack,
 // include/dlpack/dlpack.h, Apache-2.0). Only facts of that binary interface are stated here, with names of
 // our own.
 
@@ -31,8 +31,8 @@ struct Tensor {
     uint64_t byte_offset;
 };
 
-// What the attribute __dlpack_c_exchange_api__ of a type of tensors points to. Functions return 0, or -1 with
-// a Python exception set.
+// The table that the attribute __dlpack_c_exchange_api__ of a tensor type points to. Functions return 0, or
+// -1 with a Python exception set.
 struct Exchange {
     uint32_t major;
     uint32_t minor;

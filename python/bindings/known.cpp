@@ -1,4 +1,4 @@
-// What is kept for the patterns that PyTorch's tensors hold.
+// Objects kept for patterns that PyTorch's tensors hold.
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -16,7 +16,7 @@
 namespace bindings {
 namespace {
 
-// How often the patterns of a device were looked at for writes that PyTorch does not count.
+// Counts how often the patterns of a device were checked for writes that PyTorch does not count.
 struct Looks {
     uint64_t count = 0;
 };
@@ -28,8 +28,8 @@ class Known {
   public:
     explicit Known(const Tensors& tensors) : tensors_(tensors) {}
 
-    // What is kept for a pattern, or None. With `looking` also where it was found so since the last look at
-    // the patterns of its device: then it is time for another one.
+    // Returns the object of a pattern, or None. With `looking` also where it was found so since the last look
+    // at the patterns of its device: then it is time for another one.
     std::optional<nb::any> find(const AnyTuple& index, bool looking) {
         const auto found = objects_.find(key(index));
         State now;

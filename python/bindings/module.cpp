@@ -30,8 +30,8 @@ std::vector<std::string> libraries() {
     return found;
 }
 
-// What the loader has found need not be the library that this module was built with: LD_LIBRARY_PATH comes
-// before the package's own folder, and a program may have loaded one of its own.
+// Refuses another library than the one this module was built with, which the loader may find: LD_LIBRARY_PATH
+// comes before the package's own folder, and a program may have loaded one of its own.
 void check_library() {
     if (std::string_view(ts_version()) == TS_VERSION && ts_abi_version() == TS_ABI_VERSION) return;
     Dl_info info{};

@@ -25,7 +25,7 @@ ts_pattern make_pattern(int32_t block_rows, int32_t block_cols, int64_t out_feat
     return pattern;
 }
 
-// Whether arrays in host memory hold what the pattern's own do.
+// Returns true if arrays in host memory equal the pattern's own.
 bool pattern_holds(const ts_pattern& pattern, uintptr_t row_ptr, uintptr_t col_idx, uintptr_t row_slot) {
     const auto same = [](const int32_t* own, uintptr_t other, int64_t count) {
         return std::equal(own, own + count, pointer<int32_t>(other));
@@ -39,7 +39,7 @@ void arrays_compare(uintptr_t pairs, int32_t count, int64_t mark, uintptr_t stre
     check(ts_arrays_compare(pointer<ts_array_pair>(pairs), count, mark, pointer<CUstream_st>(stream)));
 }
 
-// Whether one of them has a mark.
+// Returns true if one of the pairs has a mark.
 bool arrays_differ(uintptr_t pairs, int32_t count) {
     const auto* first = pointer<const volatile ts_array_pair>(pairs);
     return std::any_of(first, first + count,

@@ -11,8 +11,8 @@
 
 namespace bindings {
 
-// One product but for the addresses of its operands: what stays the same from call to call. Kept by those who
-// make it together with the memory it names.
+// One product without the addresses of its operands: all that stays the same from call to call. Whoever makes
+// it keeps it together with the memory it names.
 class Product {
   public:
     Product(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int64_t tokens,
@@ -45,7 +45,7 @@ class Product {
         copy_text(desc_.prefer, prefer, "prefer");
     }
 
-    // The kernel for that device, or TS_EXPAND_AND_RUN_DENSE, and why.
+    // The kernel for that device, or TS_RUN_DENSE, and why.
     std::pair<int32_t, std::string> select(const ts_device_info& device) const {
         char reason[256];
         const int32_t index = choose(device, reason, sizeof reason);
@@ -107,7 +107,7 @@ class Product {
         return workspace_bytes_;
     }
 
-    // The expansion of values, which have no metadata or scales where their addresses are 0.
+    // Writes dense blocks from values, which have no metadata or scales where their addresses are 0.
     void expand(uintptr_t values, uintptr_t metadata, uintptr_t scales, uintptr_t plain, size_t bytes,
                 uintptr_t stream) const {
         auto desc = described();

@@ -1,4 +1,4 @@
-// What all groups of bindings use: errors, addresses, structures, and where each group is defined.
+// Shared by all groups of bindings: errors, addresses, structures, and the function that defines each group.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -12,7 +12,7 @@
 
 namespace bindings {
 
-// What PyTorch says of its tensors and settings. Through Python's attributes it takes several times as long.
+// Reads PyTorch's tensors and settings. Python's attributes take several times as long.
 class Tensors {
   public:
     bool enabled = true;  // false has everything take the way without it, for tests
@@ -45,7 +45,7 @@ class Tensors {
         return tensor.device_type == dlpack::cpu || tensor.device_type == dlpack::cuda;
     }
 
-    // How often a tensor was written to, as far as PyTorch counts; 0 where it does not.
+    // The version of a tensor, which PyTorch counts up with every write; 0 where it does not count.
     uint64_t read_version(nb::handle tensor) const {
         PyObject* number = PyObject_GetAttr(tensor.ptr(), version_.ptr());
         const uint64_t version = number == nullptr ? 0 : nb::cast<uint64_t>(nb::steal(number));

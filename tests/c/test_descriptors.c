@@ -28,7 +28,7 @@ static void test_bad_descriptors(void) {
     REFUSES(TS_DDS_NT, o.desc.residual.reserved = 1, TS_INVALID_ARGUMENT, "residual.reserved");
     REFUSES(TS_DDS_NN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
     REFUSES(TS_SDD_TN, o.desc.residual.data = o.memory[4], TS_INVALID_ARGUMENT, "residual");
-    REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.layout = TS_FEATURE_MAJOR), TS_INVALID_ARGUMENT,
+    REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.layout = TS_COLUMN_MAJOR), TS_INVALID_ARGUMENT,
             "gate.layout must be y.layout, 0, got 1");
     REFUSES(TS_DDS_NT, o.desc.gate.reserved = 1, TS_INVALID_ARGUMENT, "gate.reserved");
     REFUSES(TS_DDS_NN, o.desc.gate.data = o.memory[4], TS_INVALID_ARGUMENT,

@@ -86,7 +86,7 @@ static void test_bad_gates(void) {
     other = gate, other.ld = 17;
     FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT,
           "gate.ld must be a multiple of 16 bytes, got 17 elements of 4 bytes");
-    other = gate, other.layout = TS_FEATURE_MAJOR;
+    other = gate, other.layout = TS_COLUMN_MAJOR;
     FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &factor, &other), TS_INVALID_ARGUMENT,
           "result.layout must be 0, got 1");
     other = gate, other.data = memory[0] + 1;

@@ -15,7 +15,7 @@ static void test_bad_operands(void) {
     REFUSES(TS_DDS_NN, o.desc.x.data = o.desc.values, TS_INVALID_ARGUMENT, "overlap");
     REFUSES(TS_SDD_TN, o.desc.values = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
     REFUSES(TS_DDS_NT, o.desc.bias = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
-    REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.layout = TS_FEATURE_MAJOR), TS_INVALID_ARGUMENT,
+    REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.layout = TS_COLUMN_MAJOR), TS_INVALID_ARGUMENT,
             "residual.layout must be y.layout, 0, got 1");
     REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.ld = OUT - 1), TS_INVALID_ARGUMENT, "residual.ld");
     REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.data = (char*)o.memory[4] + 1),
@@ -106,7 +106,7 @@ static void test_small_workspace(void) {
     FAILS(ts_matmul_workspace_size(NULL, NULL), TS_INVALID_ARGUMENT, "desc");
     FAILS(ts_matmul_workspace_size(&o.desc, NULL), TS_INVALID_ARGUMENT, "bytes");
     for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op) {
-        init_operands(&o, op, TS_FLOAT32, TS_FEATURE_MAJOR, TS_FEATURE_MAJOR);
+        init_operands(&o, op, TS_FLOAT32, TS_COLUMN_MAJOR, TS_COLUMN_MAJOR);
         size_t bytes = 0;
         SUCCEEDS(ts_matmul_workspace_size(&o.desc, &bytes));
         if (bytes == 0) continue;
@@ -126,7 +126,7 @@ static void test_overlapping_workspace(void) {
     for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op) {
         size_t bytes = 0;
         for (int which = 0; which < 4; ++which) {
-            init_operands(&o, op, TS_FLOAT32, TS_FEATURE_MAJOR, TS_FEATURE_MAJOR);
+            init_operands(&o, op, TS_FLOAT32, TS_COLUMN_MAJOR, TS_COLUMN_MAJOR);
             SUCCEEDS(ts_matmul_workspace_size(&o.desc, &bytes));
             if (which == 0) o.desc.x.data = workspace;
             if (which == 1) o.desc.y.data = workspace;

@@ -102,7 +102,7 @@ static void test_estimates(void) {
     double time = -1;
     SUCCEEDS(ts_matmul_estimate(&o.desc, &cpu, portable_kernel(), &time));
     CHECK(time == 0, "%g us on a CPU", time);
-    SUCCEEDS(ts_matmul_estimate(&o.desc, &cpu, TS_EXPAND_AND_RUN_DENSE, &time));
+    SUCCEEDS(ts_matmul_estimate(&o.desc, &cpu, TS_RUN_DENSE, &time));
     CHECK(time == 0, "%g us on a CPU", time);
     FAILS(ts_matmul_estimate(NULL, &cpu, 0, &time), TS_INVALID_ARGUMENT, "desc");
     FAILS(ts_matmul_estimate(&o.desc, NULL, 0, &time), TS_INVALID_ARGUMENT, "device");
@@ -126,7 +126,7 @@ static void test_estimates(void) {
         if (ts_matmul_estimate(&o.desc, &gpu, kernel, &time) == TS_SUCCESS)
             CHECK(time >= least, "%s: %g us, less than the %g of what was chosen", kernel_name(kernel), time,
                   least);
-    SUCCEEDS(ts_matmul_estimate(&o.desc, &gpu, TS_EXPAND_AND_RUN_DENSE, &time));
+    SUCCEEDS(ts_matmul_estimate(&o.desc, &gpu, TS_RUN_DENSE, &time));
     CHECK(time > 0, "%g us", time);
 }
 
@@ -166,7 +166,7 @@ static void test_measurements(void) {
     o.desc.policy = TS_POLICY_AUTO; /* dense was not measured */
     CHECK(chosen(&o, &cpu, reason) == portable, "%s", reason);
     SUCCEEDS(ts_measurement_add(&o.desc, &cpu, portable, 12, 11)); /* in place of the first */
-    CHECK(chosen(&o, &cpu, reason) == TS_EXPAND_AND_RUN_DENSE, "%s", reason);
+    CHECK(chosen(&o, &cpu, reason) == TS_RUN_DENSE, "%s", reason);
     CHECK(strstr(reason, "dense was measured to be faster; measured 12.0 us by cpu_portable, dense 11.0 us"),
           "%s", reason);
     o.desc.policy = TS_POLICY_SPARSE;
@@ -217,7 +217,7 @@ static void test_select_few_tokens(void) {
         if (few.max_tokens == 0) continue;
         int32_t kernel = -1;
         o.desc.dtype = few.dtypes >> TS_FLOAT16 & 1 ? TS_FLOAT16 : TS_BFLOAT16;
-        o.desc.storage = few.storages >> TS_STORAGE_PLAIN & 1 ? TS_STORAGE_PLAIN : TS_STORAGE_2_4;
+        o.desc.storage = few.storages >> TS_STORAGE_DENSE & 1 ? TS_STORAGE_DENSE : TS_STORAGE_2_4;
         o.desc.values_dtype = few.values_dtypes >> TS_INT8 & 1 ? TS_INT8 + 1 : 0;
         o.desc.tokens = 1;
         SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));

@@ -8,8 +8,8 @@ static void give_stored(operands* o, stored* s, int32_t dtype, int32_t storage, 
     init_stored(s, dtype);
     SUCCEEDS(compress(s, &o->pattern));
     o->desc.storage = storage;
-    o->desc.values = storage == TS_STORAGE_PLAIN ? s->values : s->compressed;
-    o->desc.metadata = storage == TS_STORAGE_PLAIN ? NULL : s->metadata;
+    o->desc.values = storage == TS_STORAGE_DENSE ? s->values : s->compressed;
+    o->desc.metadata = storage == TS_STORAGE_DENSE ? NULL : s->metadata;
     if (dtype != TS_FLOAT32) {
         o->desc.values_dtype = dtype + 1;
         o->desc.scales = s->scales;
@@ -17,7 +17,7 @@ static void give_stored(operands* o, stored* s, int32_t dtype, int32_t storage, 
     }
     for (int i = 0; i < COUNT; ++i) {
         const double scale = dtype == TS_FLOAT32 ? 1 : s->scales[row_scales ? i / BK : i / (BN * BK)];
-        const int is_there = storage == TS_STORAGE_PLAIN || is_kept(s, i);
+        const int is_there = storage == TS_STORAGE_DENSE || is_kept(s, i);
         put(o, 2, i, is_there ? number_at(s->values, dtype, i) * scale : 0);
     }
 }
@@ -27,7 +27,7 @@ static void test_stored_values(int32_t dtype, int32_t storage, int32_t row_scale
     static stored s;
     static float plain[COUNT + 1];
     for (int32_t op = TS_DDS_NT; op <= TS_DDS_NN; ++op) {
-        init_operands(&o, op, TS_FLOAT32, TS_ROW_MAJOR, TS_FEATURE_MAJOR);
+        init_operands(&o, op, TS_FLOAT32, TS_ROW_MAJOR, TS_COLUMN_MAJOR);
         give_stored(&o, &s, dtype, storage, row_scales);
         SUCCEEDS(run(&o));
         if (op == TS_DDS_NT)
@@ -137,9 +137,9 @@ static void test_bad_storages(void) {
 
 static void test_bad_expansions(void) {
     FAILS(ts_values_expand(NULL, NULL, 0, NULL), TS_INVALID_ARGUMENT, "desc");
-    REFUSES_EXPANSION(plain = NULL, TS_INVALID_ARGUMENT, "plain must not be null");
-    REFUSES_EXPANSION(plain = (char*)memory + 2, TS_INVALID_ARGUMENT, "plain must be aligned to 4 bytes");
-    REFUSES_EXPANSION(--bytes, TS_WORKSPACE_TOO_SMALL, "plain_bytes must be at least 6144, got 6143");
+    REFUSES_EXPANSION(plain = NULL, TS_INVALID_ARGUMENT, "dense must not be null");
+    REFUSES_EXPANSION(plain = (char*)memory + 2, TS_INVALID_ARGUMENT, "dense must be aligned to 4 bytes");
+    REFUSES_EXPANSION(--bytes, TS_WORKSPACE_TOO_SMALL, "dense_bytes must be at least 6144, got 6143");
     REFUSES_EXPANSION(plain = s.compressed, TS_INVALID_ARGUMENT,
                       "values and plain must not overlap in memory");
     REFUSES_EXPANSION(o.desc.metadata = memory, TS_INVALID_ARGUMENT,

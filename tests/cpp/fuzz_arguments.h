@@ -180,7 +180,7 @@ inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
         if (chance(25)) desc.values_dtype = static_cast<int32_t>(draw(TS_INT8, TS_FLOAT8_E4M3FN)) + 1;
         if (desc.values_dtype != 0) desc.row_scales = static_cast<int32_t>(draw(0, 1));
     }
-    if ((desc.storage != TS_STORAGE_PLAIN) == chance(97)) desc.metadata = wild_address();
+    if ((desc.storage != TS_STORAGE_DENSE) == chance(97)) desc.metadata = wild_address();
     if ((desc.values_dtype != 0) == chance(97)) desc.scales = static_cast<float*>(wild_address());
     while (chance(35)) spoil(desc, kDescFields);
     desc.plan = chance(80) ? nullptr : wild_address();
@@ -217,7 +217,7 @@ inline const ts_matmul_desc* followed_product(ts_matmul_desc& desc, const ts_pat
     const ts_matmul_desc* const given = as_caller_has_it(desc);
     uint32_t size = sizeof desc;
     if (given != nullptr) std::memcpy(&size, given, sizeof size);
-    const bool is_plain = desc.storage == TS_STORAGE_PLAIN && desc.values_dtype == 0;
+    const bool is_plain = desc.storage == TS_STORAGE_DENSE && desc.values_dtype == 0;
     return is_plain || size >= sizeof desc ? given : nullptr;
 }
 

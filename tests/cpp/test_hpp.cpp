@@ -115,7 +115,7 @@ void test_products() {
     std::vector<T> y(kTokens * kOut), dx(kTokens * kIn), dw(values.size(), T(1)), db(kOut, T(2));
 
     ts::Product forward(ts::Op::dds_nt, pattern, kTokens);
-    forward.x(x, ts::Layout::feature_major, x_ld).values(values).bias(bias).residual(residual).y(y).run();
+    forward.x(x, ts::Layout::column_major, x_ld).values(values).bias(bias).residual(residual).y(y).run();
     for (std::size_t t = 0; t < kTokens; ++t)
         for (std::size_t n = 0; n < kOut; ++n) {
             double sum = static_cast<double>(bias[n]) + static_cast<double>(residual[t * kOut + n]);
@@ -125,7 +125,7 @@ void test_products() {
         }
 
     ts::Product gated(ts::Op::dds_nt, pattern, kTokens);
-    gated.x(x, ts::Layout::feature_major, x_ld).values(values).gate(residual).y(y).run();
+    gated.x(x, ts::Layout::column_major, x_ld).values(values).gate(residual).y(y).run();
     for (std::size_t t = 0; t < kTokens; ++t)
         for (std::size_t n = 0; n < kOut; ++n) {
             double sum = 0;
@@ -146,7 +146,7 @@ void test_products() {
         }
 
     ts::Product gradient(ts::Op::sdd_tn, pattern, kTokens);
-    gradient.x(x, ts::Layout::feature_major, x_ld).values(dw).y(residual).accumulate(true);
+    gradient.x(x, ts::Layout::column_major, x_ld).values(dw).y(residual).accumulate(true);
     gradient.bias_gradient(db, true).run();
     for (std::size_t n = 0; n < kOut; ++n) {
         double sum = 2;
@@ -244,7 +244,7 @@ void test_refusals() {
     refused("y must hold 5 rows of 48 elements with ld 49, got 240 elements",
             [&](ts::Product& p) { p.y(y, ts::Layout::row_major, 49); });
     refused("y must hold 48 columns of 5 elements with ld 6, got 240 elements",
-            [&](ts::Product& p) { p.y(y, ts::Layout::feature_major, 6); });
+            [&](ts::Product& p) { p.y(y, ts::Layout::column_major, 6); });
     refused("y.ld must be at least 48, got 47", [&](ts::Product& p) { p.y(y, ts::Layout::row_major, 47); });
     refused("values must have 1536 elements, got 240", [&](ts::Product& p) { p.values(y); });
     refused("bias must have 48 elements, got 240", [&](ts::Product& p) { p.bias(y); });
@@ -345,7 +345,7 @@ void test_devices() {
             const ts::Choice choice = product.select(device);
             expect(!choice.is_dense() && !choice.reason.empty(), "no kernel, or no reason");
             const std::optional<double> time = product.estimate(choice.kernel, device);
-            expect(time && *time > 0 && product.estimate(TS_EXPAND_AND_RUN_DENSE, device), "no estimate");
+            expect(time && *time > 0 && product.estimate(TS_RUN_DENSE, device), "no estimate");
             throws<ts::UnsupportedError>(TS_UNSUPPORTED, "it is for another kind of device",
                                          [&] { product.estimate(0, device); });
             const ts::Plan<CountingMemory> plan(pattern, choice.kernel, ts::Op::dds_nt, memory);

@@ -13,8 +13,8 @@
 namespace tilesparse {
 inline namespace v0_1 {
 
-// TS_STORAGE_2_4 of plain values [nnz, rows, cols], on the CPU: of each 4 neighbours in a row of a block,
-// those whose byte in `mask` is not 0, the first two if there are more. `compressed` has half as many
+// Compresses dense blocks [nnz, rows, cols] to TS_STORAGE_2_4, on the CPU: of each 4 neighbours in a row of a
+// block, those whose byte in `mask` is not 0, the first two if there are more. `compressed` has half as many
 // elements and `metadata` a word for each 32. Throws InvalidArgumentError. ts_values_compress does it on a
 // stream, too.
 inline void compress(const Pattern& pattern, Array values, Span<const std::uint8_t> mask, Array compressed,

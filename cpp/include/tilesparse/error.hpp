@@ -57,7 +57,7 @@ class CudaError : public Error {
     explicit CudaError(const std::string& text) : Error(TS_CUDA_ERROR, text) {}
 };
 
-// Of host memory, within the library. Containers and HostMemory throw std::bad_alloc.
+// The library ran out of host memory. Containers and HostMemory throw std::bad_alloc.
 class OutOfMemoryError : public Error {
   public:
     explicit OutOfMemoryError(const std::string& text) : Error(TS_OUT_OF_MEMORY, text) {}

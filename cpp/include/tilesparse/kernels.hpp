@@ -33,12 +33,12 @@ inline ts_device_info device_info(Device device, std::int32_t ordinal = -1) {
     return info;
 }
 
-// What would compute a product, and why.
+// The choice for a product, and its reason.
 struct Choice {
-    std::int32_t kernel;  // an index of kernels(), or TS_EXPAND_AND_RUN_DENSE
+    std::int32_t kernel;  // an index of kernels(), or TS_RUN_DENSE
     std::string reason;
 
-    bool is_dense() const { return kernel == TS_EXPAND_AND_RUN_DENSE; }
+    bool is_dense() const { return kernel == TS_RUN_DENSE; }
 };
 
 }  // namespace v0_1

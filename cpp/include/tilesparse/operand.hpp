@@ -1,4 +1,4 @@
-// What a Product keeps of each operand for its checks.
+// What a Product knows of an operand, and the checks of it.
 #ifndef TILESPARSE_OPERAND_HPP_
 #define TILESPARSE_OPERAND_HPP_
 

@@ -76,7 +76,7 @@ class Pattern {
     Shape shape() const { return {c_.out_features, c_.in_features}; }
     BlockShape block_shape() const { return {c_.block_rows, c_.block_cols}; }
     std::int64_t nnz() const { return c_.nnz; }
-    // Elements of plain values [nnz, rows, cols].
+    // Elements of dense blocks [nnz, rows, cols].
     std::size_t values_size() const {
         return col_idx_.size() * static_cast<std::size_t>(c_.block_rows) *
                static_cast<std::size_t>(c_.block_cols);

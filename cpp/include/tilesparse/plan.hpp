@@ -14,12 +14,12 @@
 namespace tilesparse {
 inline namespace v0_1 {
 
-// What a kernel for a CUDA device walks: made from a pattern once, for every number of tokens and all kernels
-// whose ts_kernel_info has the same `plan`. Empty for a kernel that needs none.
+// The plan that a kernel for a CUDA device walks. Made from a pattern once, for any number of tokens and all
+// kernels whose ts_kernel_info has the same `plan`. Empty for a kernel that needs none.
 template <class Memory>
 class Plan {
   public:
-    // Throws UnsupportedError for weights of more places for blocks than the builder has room for.
+    // Throws UnsupportedError for weights of more blocks, kept or not, than the builder has room for.
     Plan(const Pattern& pattern, std::int32_t kernel, Op op, Memory memory = Memory())
         : kernel_(kernel), plan_(build(pattern.c(), kernel, op, std::move(memory))) {
         const ts_pattern c = pattern.c();

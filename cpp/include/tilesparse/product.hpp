@@ -38,7 +38,7 @@ class Product {
     Product(Op, const Pattern&&, std::int64_t) = delete;  // would not live
     template <class Memory>
     Product(Op, const DevicePattern<Memory>&&, std::int64_t) = delete;
-    // Of a pattern that other code keeps, for example one that changes on the device.
+    // For a pattern that other code keeps, for example one that changes on the device.
     Product(Op op, const ts_pattern& pattern, std::int64_t tokens, Device device) : pattern_(pattern) {
         check_version();
         desc_.struct_size = sizeof desc_;
@@ -48,7 +48,7 @@ class Product {
     }
 
     // x [tokens, in_features], y, residual and gate [tokens, out_features]. `ld` is the number of elements
-    // from one row (feature-major: column) to the next; 0 stands for no gap.
+    // from one row (column-major: column) to the next; 0 stands for no gap.
     Product& x(Array x, Layout layout = Layout::row_major, std::int64_t ld = 0) {
         return set(x_, desc_.x, x, layout, ld);
     }
@@ -59,7 +59,7 @@ class Product {
     Product& residual(Array residual, std::int64_t ld = 0) {
         return set(residual_, desc_.residual, residual, Layout::row_major, ld);
     }
-    // Likewise, in the place of a residual: the activation is then that of the gate.
+    // A GLU gate, in place of a residual. The activation then applies to the gate.
     Product& gate(Array gate, std::int64_t ld = 0) {
         return set(gate_, desc_.gate, gate, Layout::row_major, ld);
     }
@@ -92,7 +92,7 @@ class Product {
         desc_.bias = bias.data();
         return *this;
     }
-    // Of Op::sdd_tn: [out_features], in the dtype of the activations or, where that has 16 bits, float32.
+    // Op::sdd_tn only: [out_features], in the dtype of the activations or, where that has 16 bits, float32.
     // Receives the sums over tokens of y, which are added to what is there if `accumulate` says so.
     Product& bias_gradient(Array gradient, bool accumulate = false) {
         bias_gradient_ = detail::given(gradient);
@@ -108,12 +108,12 @@ class Product {
         desc_.precision = static_cast<std::int32_t>(precision);
         return *this;
     }
-    // Of Op::sdd_tn: adds to the values.
+    // Op::sdd_tn only: adds to the values.
     Product& accumulate(bool accumulate) {
         desc_.accumulate = accumulate;
         return *this;
     }
-    // What select() may answer.
+    // The answers that select() may give.
     Product& policy(Policy policy) {
         desc_.policy = static_cast<std::int32_t>(policy);
         return *this;
@@ -150,7 +150,7 @@ class Product {
     template <class Memory>
     Product& plan(const Plan<Memory>&&) = delete;
 
-    // What would compute this, on a device that need not be there, or on that of the product.
+    // The kernel that would compute this, on a device that need not be there or on that of the product.
     Choice select(const ts_device_info& device) const {
         const ts_matmul_desc desc = c();
         std::vector<char> reason(1024);
@@ -161,7 +161,7 @@ class Product {
     }
     Choice select() const { return select(device_info(static_cast<Device>(desc_.device))); }
 
-    // Microseconds that a kernel, or TS_EXPAND_AND_RUN_DENSE, is estimated to take for this, where there is
+    // Microseconds that a kernel, or TS_RUN_DENSE, is estimated to take for this, where there is
     // an estimate. Throws UnsupportedError, which says why, where that kernel does not compute it on the
     // device.
     std::optional<double> estimate(std::int32_t kernel, const ts_device_info& device) const {
@@ -197,9 +197,9 @@ class Product {
         check(ts_matmul(&desc, workspace, bytes, stream));
     }
 
-    // Values in the order in which the kernel reads them, kept for many products: packed_size() bytes, 0 for
-    // kernels that have no use for it. The kernel and plan are set before; pack() again when values change.
-    // Setters of values and of another kernel forget them.
+    // Prepacks values into the order in which the kernel reads them, for many products: packed_size() bytes,
+    // 0 for kernels that have no use for it. The kernel and plan are set before; pack() again when values
+    // change. Setters of values and of another kernel forget them.
     std::size_t packed_size() const {
         const ts_matmul_desc desc = c();
         std::size_t bytes = 0;
@@ -217,15 +217,15 @@ class Product {
         return *this;
     }
 
-    // Plain values [nnz, rows, cols] in the dtype of the activations, of values in any storage.
-    void expand(Array plain, ts_stream_t stream = nullptr) const {
+    // Dequantizes values of any storage to dense blocks [nnz, rows, cols] in the dtype of the activations.
+    void expand(Array dense, ts_stream_t stream = nullptr) const {
         const ts_matmul_desc desc = c();
-        detail::require(!plain.is_const(), "plain must not be const");
+        detail::require(!dense.is_const(), "dense must not be const");
         const auto dtype = static_cast<Dtype>(desc.dtype);
-        detail::require(plain.dtype() == dtype,
-                        std::string("plain must be of the dtype of the activations, ") + name_of(dtype) +
-                            ", got " + name_of(plain.dtype()));
-        check(ts_values_expand(&desc, plain.data(), plain.size() * size_of(plain.dtype()), stream));
+        detail::require(dense.dtype() == dtype,
+                        std::string("dense must be of the dtype of the activations, ") + name_of(dtype) +
+                            ", got " + name_of(dense.dtype()));
+        check(ts_values_expand(&desc, dense.data(), dense.size() * size_of(dense.dtype()), stream));
     }
 
     // For the functions of tilesparse.h, sizes and dtypes checked; valid while the Product stays where it is.

@@ -13,8 +13,8 @@ namespace tilesparse {
 inline namespace v0_1 {
 
 namespace detail {
-// What has data() and size() and lives on: an lvalue, or a span, which has an element_type where owners have
-// none.
+// Containers with data() and size() that outlive the call: an lvalue, or a span, which has an element_type
+// where owners have none.
 template <class C, class = void>
 struct IsSpan : std::false_type {};
 template <class C>

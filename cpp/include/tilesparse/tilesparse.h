@@ -1,4 +1,5 @@
-/* TileSparse: block-sparse linear algebra, the whole public C ABI.
+/* TileSparse: block-sparse linear algebra, the whole public C ABI. It stays one file: programs copy it, and
+ * the baseline of the ABI is read from it.
  *
  * A weight W of shape [out_features, in_features] is cut into blocks of block_rows x block_cols;
  * only `nnz` of them are kept. Three products are offered on x [tokens, in_features] and
@@ -10,7 +11,7 @@
  *   TS_SDD_TN   W  = y^T x, on the pattern                 gradient of W
  *               and the sums over tokens of y              gradient of the bias
  *
- * The product dsd, Y = W X with X [in_features, tokens], is TS_DDS_NT on feature-major x and y.
+ * The product dsd, Y = W X with X [in_features, tokens], is TS_DDS_NT on column-major x and y.
  *
  * Rules that hold for every function:
  *  - The caller owns all memory. No function allocates device memory or synchronises, so every
@@ -73,7 +74,7 @@ enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 };                     /* ts_
 enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
 /* How the values of the kept blocks lie in memory.
  *
- * TS_STORAGE_PLAIN: [nnz, bn, bk].
+ * TS_STORAGE_DENSE: dense blocks [nnz, bn, bk]. TS_STORAGE_PLAIN is its former name.
  * TS_STORAGE_2_4: [nnz, bn, bk / 2], for bk of 32, 64 or 128. Of each 4 neighbours in a row of a block at
  * most two are not zero; two of them are there, in order, and the metadata says which. Metadata is 32-bit
  * words [nnz, bk / 32, bn / 16, 8, 2]: word (i, c, r, g, h) has the columns 32 c + 16 h and the 15 behind it,
@@ -84,14 +85,16 @@ enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
  * With values of TS_INT8 or TS_FLOAT8_E4M3FN each storage has float32 scales, for each row of a block [nnz,
  * bn] or for each block [nnz]: a weight is value times scale in float32, rounded to the dtype of the
  * activations. */
-enum { TS_STORAGE_PLAIN = 0, TS_STORAGE_2_4 = 1 };
-/* What ts_matmul_select may answer: a kernel of this library; whichever is estimated to be faster, such a
- * kernel or TS_EXPAND_AND_RUN_DENSE; always the latter. */
+enum { TS_STORAGE_DENSE = 0, TS_STORAGE_2_4 = 1, TS_STORAGE_PLAIN = 0 };
+/* The answers that ts_matmul_select may give: a kernel of this library; such a kernel or TS_RUN_DENSE,
+ * whichever is estimated to be faster; always TS_RUN_DENSE. */
 enum { TS_POLICY_SPARSE = 0, TS_POLICY_AUTO = 1, TS_POLICY_DENSE = 2 };
-/* In place of a kernel: write W out dense and leave the product to a dense library. ts_matmul does not. */
-enum { TS_EXPAND_AND_RUN_DENSE = -1 };
-/* Where elements of a tokens x features matrix lie: (t, f) is at t * ld + f, or at f * ld + t. */
-enum { TS_ROW_MAJOR = 0, TS_FEATURE_MAJOR = 1 };
+/* In place of a kernel: the caller writes W dense and runs the product in a dense library, which ts_matmul
+ * does not do. TS_EXPAND_AND_RUN_DENSE is its former name. */
+enum { TS_RUN_DENSE = -1, TS_EXPAND_AND_RUN_DENSE = -1 };
+/* Element (t, f) of a tokens x features matrix is at t * ld + f (row-major) or f * ld + t (column-major).
+ * TS_FEATURE_MAJOR is the former name of the latter. */
+enum { TS_ROW_MAJOR = 0, TS_COLUMN_MAJOR = 1, TS_FEATURE_MAJOR = 1 };
 /* How float32 is multiplied on tensor cores: with float32-level error (3xTF32), or in plain TF32. */
 enum { TS_PRECISION_HIGHEST = 0, TS_PRECISION_TF32 = 1 };
 
@@ -123,8 +126,8 @@ typedef struct ts_pattern {
 /* A matrix of tokens x features in one of the two layouts. */
 typedef struct ts_matrix {
     void* data;
-    int64_t ld;       /* elements from one row (column) to the next */
-    int32_t layout;   /* TS_ROW_MAJOR or TS_FEATURE_MAJOR */
+    int64_t ld;       /* leading dimension: elements from one row (column) to the next */
+    int32_t layout;   /* TS_ROW_MAJOR or TS_COLUMN_MAJOR */
     int32_t reserved; /* zero */
 } ts_matrix;
 
@@ -150,7 +153,7 @@ typedef struct ts_matmul_desc {
     const ts_pattern* pattern;
     ts_matrix x;
     ts_matrix y;
-    void* values;     /* contiguous, as `storage` has them; TS_SDD_TN writes TS_STORAGE_PLAIN alone */
+    void* values;     /* contiguous, as `storage` has them; TS_SDD_TN writes TS_STORAGE_DENSE only */
     const void* bias; /* [out_features] or NULL; TS_DDS_NT only */
     const void* plan; /* made by ts_plan_build or ts_plan_device_build; NULL where ts_plan_size gives 0 */
     size_t plan_bytes;
@@ -179,7 +182,7 @@ typedef struct ts_matmul_desc {
     int32_t accumulate_bias;     /* 1 adds to bias_gradient instead of overwriting it */
 } ts_matmul_desc;
 
-/* What kernels are chosen by. */
+/* The properties of a device that kernels are chosen by. */
 typedef struct ts_device_info {
     uint32_t struct_size;
     int32_t device;             /* TS_CPU or TS_CUDA */
@@ -252,7 +255,7 @@ TS_API ts_status_t ts_matmul_select(const ts_matmul_desc* desc, const ts_device_
 /* The plan a kernel walks for one pattern: what to load and multiply, in which order. It depends on
  * the kernel's `plan` and op and on the pattern alone. Built in host memory from host arrays (both
  * directions); for TS_CUDA the caller copies it to the device, aligned to 16 bytes. TS_UNSUPPORTED: the
- * weight has so many places for blocks, kept or not, that the builder would need more than 8 GiB. */
+ * weight has so many blocks, kept or not, that the builder would need more than 8 GiB. */
 TS_API ts_status_t ts_plan_size(const ts_pattern* pattern, int32_t kernel, int32_t op, size_t* bytes);
 TS_API ts_status_t ts_plan_build(const ts_pattern* pattern, int32_t kernel, int32_t op, void* plan,
                                  size_t bytes);
@@ -265,31 +268,31 @@ TS_API ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* desc, size_t* 
  * plan. ts_matmul_desc.plan_key is for it, and the plan holds it, too. */
 TS_API ts_status_t ts_plan_key(const ts_pattern* pattern, int32_t kernel, int32_t op, int64_t* key);
 
-/* Some kernels copy the values before every product into the order in which they multiply them. The caller
- * may keep that copy instead, while values and plan stay as they are: `packed` of the descriptor, in device
- * memory aligned to 256 bytes. ts_values_packed_size gives 0 for kernels that have no use for it; with
- * `packed` set (its address is not followed), ts_matmul_workspace_size counts no room for the copy.
- * ts_values_pack reads values, pattern, plan and kernel of the descriptor, no activations, and does nothing
- * where the size is 0. A copy serves kernels with the ts_plan_key of the one it was made for: set desc.kernel
- * for all of these calls. With `packed_key` set ts_matmul refuses a copy for others. */
+/* Some kernels prepack the values before every product: they copy them into the order in which they multiply
+ * them. The caller may keep that copy instead, while values and plan stay as they are: `packed` of the
+ * descriptor, in device memory aligned to 256 bytes. ts_values_packed_size gives 0 for kernels that have no
+ * use for it; with `packed` set (its address is not followed), ts_matmul_workspace_size counts no room for
+ * the copy. ts_values_pack reads values, pattern, plan and kernel of the descriptor, no activations, and does
+ * nothing where the size is 0. A copy serves kernels with the ts_plan_key of the one it was made for: set
+ * desc.kernel for all of these calls. With `packed_key` set ts_matmul refuses a copy for others. */
 TS_API ts_status_t ts_values_packed_size(const ts_matmul_desc* desc, size_t* bytes);
 TS_API ts_status_t ts_values_pack(const ts_matmul_desc* desc, void* packed, size_t packed_bytes,
                                   ts_stream_t stream);
 
-/* Kernels read the storages and dtypes of values that ts_kernel_info names. Another kernel computes a product
- * with other values all the same: it is given their expansion, which ts_matmul writes before every product to
- * its workspace. The reason that ts_matmul_select gives says so. Such kernels pack nothing.
+/* Kernels read the storages and dtypes of values that ts_kernel_info names. For other values ts_matmul first
+ * dequantizes (or decompresses) them to dense blocks in its workspace, in every product. The reason that
+ * ts_matmul_select gives says so. Such kernels prepack nothing.
  *
- * ts_values_expand writes the expansion alone: plain values [nnz, bn, bk] of the descriptor's dtype, from
+ * ts_values_expand only dequantizes: it writes dense blocks [nnz, bn, bk] of the descriptor's dtype, from
  * values, metadata and scales of the descriptor. No activations are read. */
-TS_API ts_status_t ts_values_expand(const ts_matmul_desc* desc, void* plain, size_t plain_bytes,
+TS_API ts_status_t ts_values_expand(const ts_matmul_desc* desc, void* dense, size_t dense_bytes,
                                     ts_stream_t stream);
 
-/* TS_STORAGE_2_4 of plain values of any dtype: of each 4 neighbours in a row of a block, those whose byte in
- * `mask` [nnz, bn, bk] is not 0, the first two if there are more. With `transposed` of each 4 in a column:
- * what results are the values of the transposed weight, [nnz, bk, bn / 2] with metadata for blocks of bk x
- * bn. Of the pattern only sizes are read. On TS_CUDA all memory lies on the current device, aligned to 16
- * bytes. */
+/* Compresses dense blocks of any dtype to TS_STORAGE_2_4: of each 4 neighbours in a row of a block, those
+ * whose byte in `mask` [nnz, bn, bk] is not 0, the first two if there are more. With `transposed` of each 4
+ * in a column: the results are the values of the transposed weight, [nnz, bk, bn / 2] with metadata for
+ * blocks of bk x bn. Of the pattern only sizes are read. On TS_CUDA all memory lies on the current device,
+ * aligned to 16 bytes. */
 TS_API ts_status_t ts_values_compress(const ts_pattern* pattern, int32_t device, int32_t dtype,
                                       const void* values, const uint8_t* mask, int32_t transposed,
                                       void* compressed, uint32_t* metadata, ts_stream_t stream);
@@ -324,7 +327,7 @@ TS_API ts_status_t ts_gate_gradient(int32_t dtype, int32_t activation, int64_t t
                                     const ts_matrix* gate_gradient, const ts_matrix* factor_gradient,
                                     ts_stream_t stream);
 
-/* The same plans made by the GPU, of a pattern whose arrays lie in memory of the current device, for
+/* Makes the same plans on the GPU, from a pattern whose arrays lie in memory of the current device, for
  * patterns that change there: nothing waits for the GPU, and the call can be captured in a graph, whose
  * replays then follow what the arrays hold. Equal patterns give equal plans, bit by bit. TS_DDS_NN reads
  * the arrays by column and the other products those by row; the caller answers for what is in them.
@@ -358,15 +361,15 @@ typedef struct ts_array_pair {
  * TS_UNSUPPORTED: the library was built without CUDA. */
 TS_API ts_status_t ts_arrays_compare(ts_array_pair* pairs, int32_t count, int64_t mark, ts_stream_t stream);
 
-/* Microseconds that a kernel (index for ts_kernel_get), or TS_EXPAND_AND_RUN_DENSE, is estimated to take for
+/* Microseconds that a kernel (index for ts_kernel_get), or TS_RUN_DENSE, is estimated to take for
  * a product on that device; 0 where there is no estimate. Estimates were fitted on one GPU, an H200. They
  * read what ts_matmul_select reads, and neither desc->kernel, prefer and policy nor measurements.
  * TS_UNSUPPORTED: the kernel does not compute the product on that device, and why. */
 TS_API ts_status_t ts_matmul_estimate(const ts_matmul_desc* desc, const ts_device_info* device,
                                       int32_t kernel, double* microseconds);
 
-/* What was measured of a product on that device: its fastest kernel, the microseconds that this takes, and
- * those of TS_EXPAND_AND_RUN_DENSE, 0 where it was not measured. From then on this process chooses so for
+/* Adds a measurement of a product on that device: its fastest kernel, its time in microseconds, and that of
+ * TS_RUN_DENSE, 0 where it was not measured. From then on this process chooses so for
  * products that have the same op, dtypes, storage, precision, layouts, features and block shape, tokens that
  * round up to the same power of two, and a number of blocks that differs by at most an eighth (of several
  * measurements the nearest counts), on devices with the same name, compute capability and number of

@@ -1,4 +1,4 @@
-// What is around every public function: exceptions become a status and this thread's last error.
+// The guard around every public function: exceptions become a status and this thread's last error.
 #pragma once
 
 #include <exception>
@@ -10,7 +10,7 @@
 
 namespace ts {
 
-// Keeps the sentence, also where there is no memory left for it.
+// Keeps the sentence, even where memory has run out.
 ts_status_t report(ts_status_t status, const char* sentence) noexcept;
 
 template <class Body>

@@ -68,7 +68,7 @@ ts_status_t ts_matmul_estimate(const ts_matmul_desc* source, const ts_device_inf
         check_pointer(microseconds, "microseconds");
         const Problem problem = check_problem(desc);
         const NamedDevice device = described_device(info, problem);
-        if (kernel != TS_EXPAND_AND_RUN_DENSE) kernel_at(kernel);
+        if (kernel != TS_RUN_DENSE) kernel_at(kernel);
         *microseconds = estimate(problem, device.properties, kernel).value_or(0);
     });
 }

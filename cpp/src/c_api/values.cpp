@@ -22,16 +22,16 @@ ts_status_t ts_values_packed_size(const ts_matmul_desc* source, size_t* bytes) {
 
 ts_status_t ts_values_pack(const ts_matmul_desc* source, void* packed, size_t packed_bytes,
                            ts_stream_t stream) {
-    return guard([&] { pack_values(read_struct(source, "desc"), packed, packed_bytes, stream); });
+    return guard([&] { prepack_values(read_struct(source, "desc"), packed, packed_bytes, stream); });
 }
 
-ts_status_t ts_values_expand(const ts_matmul_desc* source, void* plain, size_t plain_bytes,
+ts_status_t ts_values_expand(const ts_matmul_desc* source, void* dense, size_t dense_bytes,
                              ts_stream_t stream) {
     return guard([&] {
         const Problem problem = check_problem(read_struct(source, "desc"));
         require(problem.op != Op::sdd_tn, "op must be dds_nt or dds_nn, got ", TS_SDD_TN);
-        check_expansion(problem, plain, plain_bytes);
-        expand_values(problem, plain, stream);
+        check_dequantization(problem, dense, dense_bytes);
+        dequantize_values(problem, dense, stream);
     });
 }
 

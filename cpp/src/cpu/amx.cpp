@@ -43,7 +43,7 @@ TS_INLINE void tile_multiply() {
 
 // Sums of 16 * Rows rows and 16 * (J, ...) columns stay in tiles 0 to 3; A follows, then B.
 template <int Rows, int... J>
-void multiply_tiles(const Strip& s, int64_t row, int64_t column, int64_t depth,
+void multiply_tiles(const RowTile& s, int64_t row, int64_t column, int64_t depth,
                     std::integer_sequence<int, J...>) {
     constexpr int cols = sizeof...(J), a_tile = 4, b_tile = 4 + Rows, b_tiles = 4 - Rows;
     const auto* a_rows = static_cast<const uint32_t*>(s.a) + row * s.a_row;
@@ -72,7 +72,7 @@ void multiply_tiles(const Strip& s, int64_t row, int64_t column, int64_t depth,
 }
 
 template <int Rows, int Cols>
-int64_t multiply_columns(const Strip& s, int64_t row, int64_t column, int64_t depth) {
+int64_t multiply_columns(const RowTile& s, int64_t row, int64_t column, int64_t depth) {
     for (; column + 16 * Cols <= s.columns; column += 16 * Cols)
         multiply_tiles<Rows>(s, row, column, depth, std::make_integer_sequence<int, Cols>{});
     return column;
@@ -90,7 +90,7 @@ void configure_token_tiles(int rows, int64_t depth) {
 
 // Sums of one or two tiles of tokens and 32 features.
 template <int Rows>
-void multiply_token_tiles(const TokenStrip& s, int64_t token, int64_t depth) {
+void multiply_token_tiles(const TokenTile& s, int64_t token, int64_t depth) {
     const char* const x = static_cast<const char*>(s.x) + token * s.x_ld;
     const auto* w = static_cast<const uint32_t*>(s.w);
     tile_zero<0>(), tile_zero<1>();
@@ -132,7 +132,7 @@ bool request_amx_bf16() {
 #endif
 }
 
-void multiply_amx(const Strip& s) {
+void multiply_amx(const RowTile& s) {
     const int64_t depth = std::min<int64_t>(s.depth, 16);
     TileConfig config;
     for (int tile = 0; tile < 8; ++tile) {
@@ -154,7 +154,7 @@ void multiply_amx(const Strip& s) {
     asm volatile("tilerelease");
 }
 
-void multiply_tokens_amx(const TokenStrip& s) {
+void multiply_tokens_amx(const TokenTile& s) {
     const int64_t depth = std::min<int64_t>(s.depth, 16);
     int64_t token = 0;
     configure_token_tiles(16, depth);

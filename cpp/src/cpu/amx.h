@@ -8,7 +8,7 @@ namespace ts::cpu {
 // Linux lets a process use the tile registers once it has asked for them. False where there are none.
 bool request_amx_bf16();
 
-void multiply_amx(const Strip& s);
-void multiply_tokens_amx(const TokenStrip& s);
+void multiply_amx(const RowTile& s);
+void multiply_tokens_amx(const TokenTile& s);
 
 }  // namespace ts::cpu

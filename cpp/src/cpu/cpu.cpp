@@ -14,11 +14,11 @@ const char* refuses(const Problem& problem, const Device&) {
     const bool is_wide = problem.op == Op::sdd_tn && problem.result_dtype == DType::float32 &&
                          element_size(problem.dtype) == 2;
     if (problem.result_dtype != problem.dtype && !is_wide)
-        return "of other dtypes than the activations' it writes float32 alone, for sdd_tn of 16 bits";
+        return "results of another dtype are float32 for sdd_tn of 16 bits only";
     return set.available() ? nullptr : set.missing;
 }
 
-// Whether a product writes nothing.
+// True if the product writes nothing.
 bool is_empty(const Problem& problem) {
     if (problem.op == Op::sdd_tn) return problem.pattern.nnz == 0;
     return problem.tokens == 0 || problem.features() == 0;
@@ -34,7 +34,7 @@ size_t workspace_size(const Problem& problem, const Device& device) {
     const Steps& steps = steps_of<set>(problem);
     if (is_empty(problem)) return 0;
     if (problem.op == Op::sdd_tn) return sdd_workspace_size(steps, problem, device);
-    if (suits_few_tokens(steps, problem)) return few_tokens_workspace_size(steps, problem, device);
+    if (suits_decode(steps, problem)) return decode_workspace_size(steps, problem, device);
     return dds_workspace_size(steps, problem, device);
 }
 
@@ -45,8 +45,8 @@ int32_t launch(const Problem& problem, const Device& device, void* workspace, vo
     advise_huge_pages(workspace, workspace_size<set>(problem, device));
     if (problem.op == Op::sdd_tn)
         sdd(steps, set.steps[static_cast<int>(problem.result_dtype)].finish, problem, device, workspace);
-    else if (suits_few_tokens(steps, problem))
-        few_tokens(steps, problem, device, workspace);
+    else if (suits_decode(steps, problem))
+        decode(steps, problem, device, workspace);
     else
         dds(steps, problem, device, workspace);
     return 0;

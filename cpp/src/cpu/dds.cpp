@@ -143,67 +143,67 @@ class Dds {
     void compute(const Panels& panels, int64_t feature, int64_t feature_end, int64_t token, int64_t token_end,
                  int thread) const {
         alignas(64) std::byte sums[kSumBytes];
-        Strip strips[kTaskFeatures / kMinRows];
+        RowTile row_tiles[kTaskFeatures / kMinRows];
         const int64_t count = (feature_end - feature) / rows_;
         const int64_t place = thread * (kTaskFeatures / rows_);
-        for (int64_t i = 0; i < count; ++i) strips[i] = strip_of(feature + i * rows_, place + i);
+        for (int64_t i = 0; i < count; ++i) row_tiles[i] = row_tile_of(feature + i * rows_, place + i);
         for (; token < token_end; token += steps_.tile) {
             const int64_t tokens = tile_tokens(token, token_end);
             const Output output = output_of(feature, feature_end - feature, token, tokens, sums);
             prefetch_output(output, element_size(p_.dtype));
             for (int64_t i = 0; i < count; ++i) {
                 if (by_tokens_)
-                    multiply_tokens(strips[i], token, tokens, reinterpret_cast<float*>(sums) + i * rows_);
+                    multiply_tokens(row_tiles[i], token, tokens, reinterpret_cast<float*>(sums) + i * rows_);
                 else
-                    multiply(strips[i], panel(panels, token),
+                    multiply(row_tiles[i], panel(panels, token),
                              offset(sums, i * rows_ * output.sums_ld * steps_.packed_size), output.sums_ld);
             }
             steps_.finish(output);
         }
     }
 
-    void multiply(Strip& strip, const void* panel, void* sums, int64_t columns) const {
-        strip.b = panel;
-        strip.columns = columns;
-        strip.sums = sums;
-        steps_.multiply(strip);
+    void multiply(RowTile& row_tile, const void* panel, void* sums, int64_t columns) const {
+        row_tile.b = panel;
+        row_tile.columns = columns;
+        row_tile.sums = sums;
+        steps_.multiply(row_tile);
     }
 
-    void multiply_tokens(const Strip& strip, int64_t token, int64_t tokens, float* sums) const {
+    void multiply_tokens(const RowTile& row_tile, int64_t token, int64_t tokens, float* sums) const {
         const int64_t ld = input_.ld * element_size(p_.dtype);
-        steps_.multiply_tokens({offset(input_.data, token * ld), ld, strip.a, strip.idx, strip.entries,
-                                strip.depth, tokens, sums, kTaskFeatures});
+        steps_.multiply_tokens({offset(input_.data, token * ld), ld, row_tile.a, row_tile.idx,
+                                row_tile.entries, row_tile.depth, tokens, sums, kTaskFeatures});
     }
 
-    // The strip that begins at a feature, all but its tokens. Values that are packed get one of the places.
-    Strip strip_of(int64_t feature, int64_t place) const {
+    // The row tile that begins at a feature, without its tokens. Packed values go to `place`.
+    RowTile row_tile_of(int64_t feature, int64_t place) const {
         const int64_t row = feature / block_, first = adjacency_.ptr[row];
-        Strip strip{};
-        strip.entries = adjacency_.ptr[row + 1] - first;
-        strip.idx = adjacency_.idx + first;
-        strip.depth = depth_block_;
-        strip.rows = rows_;
-        set_values(strip, adjacency_.slot + first, feature % block_, place);
-        return strip;
+        RowTile row_tile{};
+        row_tile.entries = adjacency_.ptr[row + 1] - first;
+        row_tile.idx = adjacency_.idx + first;
+        row_tile.depth = depth_block_;
+        row_tile.rows = rows_;
+        set_values(row_tile, adjacency_.slot + first, feature % block_, place);
+        return row_tile;
     }
 
-    void set_values(Strip& strip, const int32_t* slots, int64_t within, int64_t place) const {
+    void set_values(RowTile& row_tile, const int32_t* slots, int64_t within, int64_t place) const {
         if (direct_) {
-            strip.a = block_rows(0, within);
-            strip.slot = slots;
-            strip.a_entry = block_ * depth_block_;
-            strip.a_row = forward_ ? depth_block_ : 1;
-            strip.a_step = forward_ ? 1 : block_;
+            row_tile.a = block_rows(0, within);
+            row_tile.slot = slots;
+            row_tile.a_entry = block_ * depth_block_;
+            row_tile.a_row = forward_ ? depth_block_ : 1;
+            row_tile.a_step = forward_ ? 1 : block_;
         } else {
-            strip.a = offset(values_, place * value_bytes_);
-            strip.a_entry = rows_ * depth_block_;
-            strip.a_row = depth_block_;
-            strip.a_step = 1;
-            pack_values(slots, strip.entries, within, strip.a);
+            row_tile.a = offset(values_, place * value_bytes_);
+            row_tile.a_entry = rows_ * depth_block_;
+            row_tile.a_row = depth_block_;
+            row_tile.a_step = 1;
+            pack_values(slots, row_tile.entries, within, row_tile.a);
         }
     }
 
-    // Where the features [within, within + rows) of a block begin.
+    // Address of features [within, within + rows) of a block.
     const void* block_rows(int64_t slot, int64_t within) const {
         const int64_t rows = p_.pattern.block_rows, cols = p_.pattern.block_cols;
         return offset(p_.values.data,

@@ -32,7 +32,7 @@ struct PairProducts {
 // Adds entries [first, last) to Rows x Vectors sums in registers; entry 0 starts from zero.
 // AcrossRows: a_row is 1, otherwise a_step is.
 template <class P, int Rows, int Vectors, bool AcrossRows>
-TS_INLINE void multiply_rows(const Strip& s, int row, int64_t first, int64_t last) {
+TS_INLINE void multiply_rows(const RowTile& s, int row, int64_t first, int64_t last) {
     using X = typename P::Operand;
     using V = typename P::Sum;
     using E = element_t<X>;
@@ -91,16 +91,16 @@ TS_INLINE void multiply_rows(const Strip& s, int row, int64_t first, int64_t las
     }
 }
 
-// All rows of the strip, Rows at a time, over entries [first, last).
+// All rows of the row tile, Rows at a time, over entries [first, last).
 template <class P, int Rows, int Vectors, bool AcrossRows>
-TS_INLINE void multiply_entries(const Strip& s, int64_t first, int64_t last) {
+TS_INLINE void multiply_entries(const RowTile& s, int64_t first, int64_t last) {
     for (int row = 0; row < s.rows; row += Rows)
         multiply_rows<P, Rows, Vectors, AcrossRows>(s, row, first, last);
 }
 
 // All rows pass over as many entries as the first-level cache holds panels of, then over the next.
 template <class P, int Rows, int Vectors>
-TS_INLINE void multiply_tile(const Strip& s) {
+TS_INLINE void multiply_tile(const RowTile& s) {
     // A single vector leaves registers for twice the rows, but not for as many addresses.
     constexpr int across_rows = Vectors == 1 ? 2 * Rows : Rows;
     const int64_t panel_bytes = s.depth * Vectors * static_cast<int64_t>(sizeof(typename P::Operand));
@@ -117,7 +117,7 @@ TS_INLINE void multiply_tile(const Strip& s) {
 }
 
 template <class P, int Rows>
-TS_INLINE void multiply(const Strip& s) {
+TS_INLINE void multiply(const RowTile& s) {
     switch (s.columns / lanes_of<typename P::Sum>) {
         case 1:
             return multiply_tile<P, Rows, 1>(s);

@@ -1,11 +1,12 @@
-// The CPU products. Every one is a sum over kept blocks of strips of 16 features times panels of columns:
+// The CPU products. Every one is a sum over kept blocks of row tiles of 16 or 32 features times panels of
+// columns:
 //
 //   dds  columns are tokens; the activations are packed into panels once, W is read where it lies;
-//        for few tokens, with which panels would be nearly empty, vectors lie along k
+//        for decode, where panels would be nearly empty, vectors lie along k
 //   sdd  columns are features of x; tokens are cut into slabs, which take the place of the blocks
 //
-// A task, what one thread does by itself, owns what it writes and sums in the order of the pattern, so
-// results do not depend on the number of threads.
+// A task is what one thread computes. It owns what it writes and sums in the order of the pattern, so results
+// do not depend on the number of threads.
 #pragma once
 
 #include <cstddef>
@@ -21,9 +22,9 @@ constexpr int64_t kSumBytes = kTaskFeatures * 64 * 4;  // of a task times the wi
 size_t dds_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
 void dds(const Steps& steps, const Problem& problem, const Device& device, void* workspace);
 
-bool suits_few_tokens(const Steps& steps, const Problem& problem);
-size_t few_tokens_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
-void few_tokens(const Steps& steps, const Problem& problem, const Device& device, void* workspace);
+bool suits_decode(const Steps& steps, const Problem& problem);
+size_t decode_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
+void decode(const Steps& steps, const Problem& problem, const Device& device, void* workspace);
 
 size_t sdd_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
 // `finish`: the last step for the dtype of the result.

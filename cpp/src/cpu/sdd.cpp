@@ -108,19 +108,19 @@ class Sdd {
 
     void compute_block(int64_t row, int64_t col, int64_t slot) const {
         alignas(64) std::byte sums[kSumBytes];
-        Strip strip{};
-        strip.entries = slabs_;
-        strip.depth = slab_ / steps_.pair;
-        strip.a_entry = rows_ * strip.depth;
-        strip.a_row = y_tokens_first_ ? 1 : strip.depth;
-        strip.a_step = y_tokens_first_ ? rows_ : 1;
-        strip.rows = rows_;
-        strip.columns = tile_;
-        strip.sums = sums;
+        RowTile row_tile{};
+        row_tile.entries = slabs_;
+        row_tile.depth = slab_ / steps_.pair;
+        row_tile.a_entry = rows_ * row_tile.depth;
+        row_tile.a_row = y_tokens_first_ ? 1 : row_tile.depth;
+        row_tile.a_step = y_tokens_first_ ? rows_ : 1;
+        row_tile.rows = rows_;
+        row_tile.columns = tile_;
+        row_tile.sums = sums;
         for (int64_t n = 0; n < block_rows_; n += rows_)
             for (int64_t k = 0; k < block_cols_; k += tile_) {
-                strip.a = offset(y_panels_, (row * block_rows_ + n) % y_wave_ * feature_bytes_);
-                strip.b = offset(x_panels_, (col * block_cols_ + k) % x_wave_ * feature_bytes_);
+                row_tile.a = offset(y_panels_, (row * block_rows_ + n) % y_wave_ * feature_bytes_);
+                row_tile.b = offset(x_panels_, (col * block_cols_ + k) % x_wave_ * feature_bytes_);
                 const int64_t first = (slot * block_rows_ + n) * block_cols_ + k,
                               size = element_size(p_.result_dtype);
                 void* block = offset(p_.values.data, first * size);
@@ -139,7 +139,7 @@ class Sdd {
                                     false,
                                     Activation::none};
                 prefetch_output(output, size);
-                steps_.multiply(strip);
+                steps_.multiply(row_tile);
                 finish_(output);
             }
     }

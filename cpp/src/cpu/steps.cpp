@@ -12,7 +12,7 @@
 #include "cpu/amx.h"
 #include "cpu/finish.h"
 #include "cpu/multiply.h"
-#include "cpu/multiply_few.h"
+#include "cpu/multiply_decode.h"
 #include "cpu/pack.h"
 #include "cpu/scale.h"
 #include "cpu/vectors.h"
@@ -26,7 +26,7 @@ template <class Set, DType T>
 constexpr Steps steps_of() {
     using C = Codec<T, Set::kBytes>;
     using V = typename C::V;
-    static_assert(lanes_of<V> / 2 <= kMostFewTokens);
+    static_assert(lanes_of<V> / 2 <= kMostDecodeTokens);
     return {kVectors * lanes_of<V>,
             lanes_of<V>,
             1,
@@ -36,7 +36,7 @@ constexpr Steps steps_of() {
             &Set::template multiply_with<Products<V>>,
             &Set::template finish_with<C>,
             nullptr,
-            &Set::template multiply_few_with<C, PlainCodec<element_t<V>, Set::kBytes>>,
+            &Set::template multiply_decode_with<C, PlainCodec<element_t<V>, Set::kBytes>>,
             lanes_of<V> / 2,
             &Set::template scale_with<C>};
 }
@@ -50,29 +50,29 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
 }
 
 // Vectors of BYTES bytes; ROWS rows are multiplied at once.
-#define TS_INSTRUCTION_SET(NAME, TARGET, BYTES, ROWS)                   \
-    struct NAME {                                                       \
-        static constexpr int kBytes = BYTES;                            \
-        template <class Reader>                                         \
-        TARGET static void pack_with(const Pack& p) {                   \
-            pack<Reader>(p);                                            \
-        }                                                               \
-        template <class P>                                              \
-        TARGET static void multiply_with(const Strip& s) {              \
-            multiply<P, ROWS>(s);                                       \
-        }                                                               \
-        template <class C, class XC>                                    \
-        TARGET static void multiply_few_with(const FewTokensStrip& s) { \
-            multiply_few<C, XC>(s);                                     \
-        }                                                               \
-        template <class C>                                              \
-        TARGET static void finish_with(const Output& o) {               \
-            finish<C>(o);                                               \
-        }                                                               \
-        template <class C>                                              \
-        TARGET static void scale_with(const Scaling& s) {               \
-            scale<C>(s);                                                \
-        }                                                               \
+#define TS_INSTRUCTION_SET(NAME, TARGET, BYTES, ROWS)                  \
+    struct NAME {                                                      \
+        static constexpr int kBytes = BYTES;                           \
+        template <class Reader>                                        \
+        TARGET static void pack_with(const Pack& p) {                  \
+            pack<Reader>(p);                                           \
+        }                                                              \
+        template <class P>                                             \
+        TARGET static void multiply_with(const RowTile& s) {           \
+            multiply<P, ROWS>(s);                                      \
+        }                                                              \
+        template <class C, class XC>                                   \
+        TARGET static void multiply_decode_with(const DecodeTile& s) { \
+            multiply_decode<C, XC>(s);                                 \
+        }                                                              \
+        template <class C>                                             \
+        TARGET static void finish_with(const Output& o) {              \
+            finish<C>(o);                                              \
+        }                                                              \
+        template <class C>                                             \
+        TARGET static void scale_with(const Scaling& s) {              \
+            scale<C>(s);                                               \
+        }                                                              \
     }
 
 TS_INSTRUCTION_SET(Portable, , 16, 4);
@@ -89,7 +89,7 @@ TS_AVX512_BF16 void pack_pairs(const Pack& p) {
         pack<ColumnPairs<64>>(p);
 }
 
-TS_AVX512_BF16 void multiply_pairs(const Strip& s) { multiply<PairProducts<64>, 8>(s); }
+TS_AVX512_BF16 void multiply_pairs(const RowTile& s) { multiply<PairProducts<64>, 8>(s); }
 
 // Rounds with the processor's own instruction, which takes subnormal numbers for zero as its products do.
 // In assembly, because intrinsics could not be inlined into code that is written for every instruction set.
@@ -104,8 +104,8 @@ struct NativeBfloat16 : Codec<DType::bfloat16, 64> {
 TS_AVX512_BF16 void finish_pairs(const Output& o) { finish<NativeBfloat16>(o); }
 
 constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int32_t tile,
-                                  void (*multiply)(const Strip&), void (*multiply_tokens)(const TokenStrip&),
-                                  int32_t few_tokens) {
+                                  void (*multiply)(const RowTile&), void (*multiply_tokens)(const TokenTile&),
+                                  int32_t decode_tokens) {
     const Steps steps = {tile,
                          16,
                          2,
@@ -115,8 +115,8 @@ constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int3
                          multiply,
                          finish_pairs,
                          multiply_tokens,
-                         Avx512::multiply_few_with<Codec<DType::bfloat16, 64>, Codec<DType::bfloat16, 64>>,
-                         few_tokens,
+                         Avx512::multiply_decode_with<Codec<DType::bfloat16, 64>, Codec<DType::bfloat16, 64>>,
+                         decode_tokens,
                          Avx512::scale_with<Codec<DType::bfloat16, 64>>};
     Steps wide{};  // results in float32 alone
     wide.finish = Avx512::finish_with<Codec<DType::float32, 64>>;

@@ -1,7 +1,7 @@
 // The steps of every CPU product: what one instruction set does for one dtype, as functions.
 //
 //   pack      copies an operand into panels that the multiplication reads front to back,
-//   multiply  sums one strip of 16 or 32 features x some columns over the kept blocks,
+//   multiply  sums one row tile, 16 or 32 features x some columns, over the kept blocks,
 //   finish    adds the bias, applies the activation, adds the residual or multiplies by the gate, rounds and
 //             writes the output's layout.
 #pragma once
@@ -12,11 +12,11 @@
 
 namespace ts::cpu {
 
-constexpr int kMinRows = 16, kMaxRows = 32;     // features summed at once, a strip
+constexpr int kMinRows = 16, kMaxRows = 32;     // features of a row tile
 constexpr int kTaskFeatures = 64;               // features written at once: whole lines of memory
-constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a strip pass over in turn
-constexpr int64_t kFewBytes = 8 << 10;          // of values that all of a few tokens pass over in turn
-constexpr int kMostFewTokens = 8;
+constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a row tile reuse
+constexpr int64_t kDecodeBytes = 8 << 10;       // of values that all tokens of a decode reuse
+constexpr int kMostDecodeTokens = 8;
 constexpr int64_t kAheadRowBytes = 256;  // of a row of values, between those multiplied and those fetched
 
 // A copy of a row-major matrix [rows, cols], or its transpose, zero-filled up to the padded size.
@@ -38,7 +38,7 @@ struct Pack {
 //                and a_row is depth
 //   B(e, d, c) = b[(idx[e] * depth + d) * columns + c]
 // Elements are pairs where the kernel multiplies pairs. Where slot or idx is null it is e itself.
-struct Strip {
+struct RowTile {
     const void* a;
     const int32_t* slot;
     int64_t a_entry, a_row, a_step;
@@ -49,10 +49,10 @@ struct Strip {
     void* sums;             // [rows, columns]
 };
 
-// The same the other way round, for row-major x and strips of 32 features: sums[t][f] = sum over entries e
+// A row tile of 32 features for row-major x, transposed: sums[t][f] = sum over entries e
 // and depths d of the products of the pairs x[t, idx[e] * depth + d] and w[e, d, f], with x read where it
 // lies.
-struct TokenStrip {
+struct TokenTile {
     const void* x;
     int64_t x_ld;   // bytes
     const void* w;  // pairs [entries, depth, 32]
@@ -63,10 +63,10 @@ struct TokenStrip {
     int64_t sums_ld;
 };
 
-// A strip of few tokens, for row-major x and blocks that lie along k, which are read where they lie:
+// A row tile of a small batch, for row-major x. Blocks lie along k and are read in place:
 // sums[t][f] = sum over entries e and depths d of
 //   x[t * x_ld + idx[e] * depth + d] * values[slot[e] * entry + f * depth + d].
-struct FewTokensStrip {
+struct DecodeTile {
     const void* x;  // packed, as [tokens, k]; where an element is packed as it is stored it need not be
     int64_t x_ld;
     const void* values;
@@ -74,12 +74,12 @@ struct FewTokensStrip {
     int64_t entry;
     const int32_t* idx;
     int64_t entries, depth;
-    int64_t rows, tokens;  // features: 16 or 32; at most few_tokens
+    int64_t rows, tokens;  // features: 16 or 32; at most decode_tokens
     void* sums;
     int64_t sums_ld;
 };
 
-// Element (i, c) of a strip goes to data[i * ld + c], or to data[c * ld + i] if transposed.
+// Element (i, c) of a row tile goes to data[i * ld + c], or to data[c * ld + i] if transposed.
 struct Output {
     void* sums;  // changed in place
     int64_t sums_ld;
@@ -113,11 +113,11 @@ struct Steps {
     int32_t packed_size;  // bytes of a packed element or pair
     bool values_direct;   // values are multiplied as they are stored
     void (*pack)(const Pack&);
-    void (*multiply)(const Strip&);
+    void (*multiply)(const RowTile&);
     void (*finish)(const Output&);
-    void (*multiply_tokens)(const TokenStrip&);  // or null
-    void (*multiply_few)(const FewTokensStrip&);
-    int32_t few_tokens;  // up to which multiply_few is the faster one; 0: there is none
+    void (*multiply_tokens)(const TokenTile&);  // or null
+    void (*multiply_decode)(const DecodeTile&);
+    int32_t decode_tokens;  // most tokens for which multiply_decode is faster; 0: never
     void (*scale)(const Scaling&);
 };
 

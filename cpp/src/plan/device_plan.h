@@ -13,7 +13,7 @@ struct DevicePlanBytes {
     size_t workspace;
 };
 
-// What a plan takes at most, for a checked pattern and a kernel that computes `op`. Zeros if it needs none.
+// The most bytes of a plan, for a checked pattern and a kernel that computes `op`; 0 if it needs none.
 DevicePlanBytes device_plan_bytes(const Pattern& pattern, Op op, const Kernel& kernel);
 
 void build_device_plan(const Pattern& pattern, Op op, const Kernel& kernel, void* plan, size_t plan_bytes,

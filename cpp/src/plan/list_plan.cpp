@@ -93,7 +93,7 @@ class ListPlanBuilder {
         }
     }
 
-    // Where a block row or column begins in some units, in 16 features.
+    // The place of a block row or column in some units, counted in 16 features.
     static int32_t strip_of(int32_t line, const std::vector<int32_t>& units) {
         const auto unit = std::lower_bound(units.begin(), units.end(), line / kUnitBlocks) - units.begin();
         return kUnitBlocks * static_cast<int32_t>(unit) + line % kUnitBlocks;

@@ -259,7 +259,7 @@ class StripPlanBuilder {
         write_slots(tile, second_strip, tile.second_window, tile.second_begin, tile.unit_count(), plan.slots);
     }
 
-    // Those of the units from `begin` to `end`, as seen through a window.
+    // Writes the slots of units `begin` to `end`, as seen through a window.
     void write_slots(const StripTile& tile, int32_t strip, int32_t window, int32_t begin, int32_t end,
                      Units& to) const {
         for (int32_t i = window; i < window + window_; ++i) {

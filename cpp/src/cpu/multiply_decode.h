@@ -1,4 +1,4 @@
-// The step that multiplies few tokens, for vectors of any length.
+// The multiplication of decode (a small batch), for vectors of any length.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 namespace ts::cpu {
 
-// Vectors lie along k, so that no lane is without work where a tile of tokens would be nearly empty. Each
-// lane has a sum of its own, which are added up in the end.
+// Vectors lie along k: a tile of tokens would leave most lanes idle. Every lane keeps its own sum, and the
+// lanes are added at the end.
 template <class V>
-constexpr int kFewSums = sizeof(V) == 64 ? 16 : 8;  // in registers
+constexpr int kDecodeSums = sizeof(V) == 64 ? 16 : 8;  // in registers
 
 template <class Codec>
 TS_INLINE typename Codec::V read(const typename Codec::Stored* from) {
@@ -21,11 +21,11 @@ TS_INLINE typename Codec::V read(const typename Codec::Stored* from) {
 
 // Adds entries [first, last) to sums [Tokens][kMinRows] of vectors; entry 0 starts from zero.
 template <class Codec, class XCodec, int Tokens>
-TS_INLINE void multiply_few_rows(const FewTokensStrip& s, int64_t row, int64_t token, int64_t first,
-                                 int64_t last, typename Codec::V* to) {
+TS_INLINE void multiply_decode_rows(const DecodeTile& s, int64_t row, int64_t token, int64_t first,
+                                    int64_t last, typename Codec::V* to) {
     using V = typename Codec::V;
     using Stored = typename Codec::Stored;
-    constexpr int rows = kFewSums<V> / Tokens;
+    constexpr int rows = kDecodeSums<V> / Tokens;
     V sums[Tokens][rows];
     TS_UNROLL
     for (int t = 0; t < Tokens; ++t) {
@@ -62,32 +62,31 @@ TS_INLINE void multiply_few_rows(const FewTokensStrip& s, int64_t row, int64_t t
     }
 }
 
-// The same for kMinRows rows and as many tokens as are left, Tokens at a time; returns the first that is not
-// among them.
+// Does so for kMinRows rows and the remaining tokens, Tokens at a time. Returns the first token left over.
 template <class Codec, class XCodec, int Tokens>
-TS_INLINE int64_t multiply_few_tokens(const FewTokensStrip& s, int64_t row, int64_t token, int64_t first,
-                                      int64_t last, typename Codec::V* sums) {
+TS_INLINE int64_t multiply_decode_tokens(const DecodeTile& s, int64_t row, int64_t token, int64_t first,
+                                         int64_t last, typename Codec::V* sums) {
     for (; token + Tokens <= s.tokens; token += Tokens)
-        for (int i = 0; i < kMinRows; i += kFewSums<typename Codec::V> / Tokens)
-            multiply_few_rows<Codec, XCodec, Tokens>(s, row + i, token, first, last,
-                                                     sums + token * kMinRows + i);
+        for (int i = 0; i < kMinRows; i += kDecodeSums<typename Codec::V> / Tokens)
+            multiply_decode_rows<Codec, XCodec, Tokens>(s, row + i, token, first, last,
+                                                        sums + token * kMinRows + i);
     return token;
 }
 
 // All tokens pass over as many entries as the first-level cache holds, then over the next.
 template <class Codec, class XCodec>
-TS_INLINE void multiply_few(const FewTokensStrip& s) {
+TS_INLINE void multiply_decode(const DecodeTile& s) {
     using V = typename Codec::V;
     const int64_t entry_bytes = kMinRows * s.depth * static_cast<int64_t>(sizeof(typename Codec::Stored));
-    const int64_t batch = std::max<int64_t>(1, kFewBytes / entry_bytes);
-    V sums[kMostFewTokens * kMinRows];
+    const int64_t batch = std::max<int64_t>(1, kDecodeBytes / entry_bytes);
+    V sums[kMostDecodeTokens * kMinRows];
     for (int64_t row = 0; row < s.rows; row += kMinRows) {
         int64_t first = 0;
         do {
             const int64_t last = std::min(first + batch, s.entries);
-            int64_t token = multiply_few_tokens<Codec, XCodec, 4>(s, row, 0, first, last, sums);
-            token = multiply_few_tokens<Codec, XCodec, 2>(s, row, token, first, last, sums);
-            multiply_few_tokens<Codec, XCodec, 1>(s, row, token, first, last, sums);
+            int64_t token = multiply_decode_tokens<Codec, XCodec, 4>(s, row, 0, first, last, sums);
+            token = multiply_decode_tokens<Codec, XCodec, 2>(s, row, token, first, last, sums);
+            multiply_decode_tokens<Codec, XCodec, 1>(s, row, token, first, last, sums);
             first = last;
         } while (first < s.entries);
         for (int64_t token = 0; token < s.tokens; ++token)

@@ -1,4 +1,4 @@
-// y = x W^T of few tokens.
+// y = x W^T for a small batch (decode).
 #include <algorithm>
 #include <cstdint>
 
@@ -10,9 +10,9 @@ namespace ts::cpu {
 namespace {
 
 // Forward, to row-major results. Blocks of W are read where they lie, as vectors along k.
-class FewTokens {
+class Decode {
   public:
-    FewTokens(const Steps& steps, const Problem& problem, const Device& device, void* memory)
+    Decode(const Steps& steps, const Problem& problem, const Device& device, void* memory)
         : steps_(steps),
           p_(problem),
           adjacency_(p_.block_rows()),
@@ -53,19 +53,19 @@ class FewTokens {
 
     // Computes as many features from `feature` on.
     void compute(int64_t feature, int64_t features) const {
-        alignas(64) std::byte sums[kMostFewTokens * kTaskFeatures * sizeof(double)];
+        alignas(64) std::byte sums[kMostDecodeTokens * kTaskFeatures * sizeof(double)];
         const Output output = output_of(feature, features, sums);
         prefetch_output(output, element_);
         const int64_t block_rows = p_.pattern.block_rows, block_cols = p_.pattern.block_cols;
         for (int64_t first = 0; first < features; first += rows_) {
             const int64_t row = (feature + first) / block_rows, within = (feature + first) % block_rows;
             const int64_t begin = adjacency_.ptr[row];
-            steps_.multiply_few({packs_ ? x_ : p_.input().data, packs_ ? x_ld_ : p_.input().ld,
-                                 offset(p_.values.data, within * block_cols * element_),
-                                 adjacency_.slot + begin, block_rows * block_cols, adjacency_.idx + begin,
-                                 adjacency_.ptr[row + 1] - begin, block_cols, rows_, p_.tokens,
-                                 offset(sums, first * std::max<int64_t>(element_, sizeof(float))),
-                                 kTaskFeatures});
+            steps_.multiply_decode({packs_ ? x_ : p_.input().data, packs_ ? x_ld_ : p_.input().ld,
+                                    offset(p_.values.data, within * block_cols * element_),
+                                    adjacency_.slot + begin, block_rows * block_cols, adjacency_.idx + begin,
+                                    adjacency_.ptr[row + 1] - begin, block_cols, rows_, p_.tokens,
+                                    offset(sums, first * std::max<int64_t>(element_, sizeof(float))),
+                                    kTaskFeatures});
         }
         steps_.finish(output);
     }
@@ -92,17 +92,17 @@ class FewTokens {
 
 }  // namespace
 
-bool suits_few_tokens(const Steps& steps, const Problem& problem) {
-    return problem.forward() && problem.tokens <= steps.few_tokens &&
+bool suits_decode(const Steps& steps, const Problem& problem) {
+    return problem.forward() && problem.tokens <= steps.decode_tokens &&
            problem.output().layout == Layout::row_major;
 }
 
-size_t few_tokens_workspace_size(const Steps& steps, const Problem& problem, const Device& device) {
-    return FewTokens(steps, problem, device, nullptr).workspace_size();
+size_t decode_workspace_size(const Steps& steps, const Problem& problem, const Device& device) {
+    return Decode(steps, problem, device, nullptr).workspace_size();
 }
 
-void few_tokens(const Steps& steps, const Problem& problem, const Device& device, void* workspace) {
-    FewTokens(steps, problem, device, workspace).run();
+void decode(const Steps& steps, const Problem& problem, const Device& device, void* workspace) {
+    Decode(steps, problem, device, workspace).run();
 }
 
 }  // namespace ts::cpu
