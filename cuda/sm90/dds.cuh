@@ -16,7 +16,6 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "sm90/chunks.cuh"
 #include "sm90/dds_epilogue.cuh"
 #include "sm90/dds_producer.cuh"
 #include "sm90/dds_reduce.cuh"
@@ -24,7 +23,9 @@
 #include "sm90/dds_traits.cuh"
 #include "sm90/launch.cuh"
 #include "sm90/select.h"
-#include "sm90/tensor_map.h"
+#include "tma/chunks.cuh"
+#include "tma/launch.cuh"
+#include "tma/tensor_map.h"
 
 namespace ts::sm90 {
 

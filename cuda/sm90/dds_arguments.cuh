@@ -5,8 +5,8 @@
 
 #include "common/plan.h"
 #include "common/problem.h"
-#include "sm90/schedule.cuh"
 #include "sm90/wgmma.cuh"
+#include "tma/schedule.cuh"
 
 namespace ts::sm90 {
 

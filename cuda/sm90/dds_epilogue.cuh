@@ -8,7 +8,7 @@
 #include "common/launch.cuh"
 #include "sm90/dds_staging.cuh"
 #include "sm90/dds_traits.cuh"
-#include "sm90/tensor_map.h"
+#include "tma/tensor_map.h"
 
 namespace ts::sm90 {
 

@@ -24,14 +24,15 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "sm90/chunks.cuh"
 #include "sm90/dds_epilogue.cuh"
 #include "sm90/dds_narrow_pack.cuh"
 #include "sm90/dds_narrow_traits.cuh"
 #include "sm90/launch.cuh"
-#include "sm90/partial.cuh"
 #include "sm90/select.h"
-#include "sm90/tensor_map.h"
+#include "tma/chunks.cuh"
+#include "tma/launch.cuh"
+#include "tma/partial_sums.cuh"
+#include "tma/tensor_map.h"
 
 namespace ts::sm90 {
 

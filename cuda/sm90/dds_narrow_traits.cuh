@@ -5,7 +5,7 @@
 
 #include "sm90/dds_arguments.cuh"
 #include "sm90/dds_narrow_weight.cuh"
-#include "sm90/pipeline.cuh"
+#include "tma/ring.cuh"
 
 namespace ts::sm90 {
 
@@ -87,7 +87,7 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     // Of the sums of other parts a CTA has those of one or two of its warpgroups, in place of activations.
     static_assert(!kSplits_ || kStages * kInputBytes >= kWarpgroups * kSums * 128 * 4);
     using Costs = NarrowCosts<kBlock, kStep, kBlockRows, kRowRanks>;
-    using Schedule = sm90::Schedule<kSplits, Costs>;
+    using Schedule = tma::Schedule<kSplits, Costs>;
 
     struct Shared {
         // Row-major [kLines][kTileTokens][kLine], else [kTileTokens / 64][kStep][64].

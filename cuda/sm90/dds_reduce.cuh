@@ -3,8 +3,8 @@
 
 #include "sm90/dds_epilogue.cuh"
 #include "sm90/dds_traits.cuh"
-#include "sm90/launch.cuh"
-#include "sm90/partial.cuh"
+#include "tma/launch.cuh"
+#include "tma/partial_sums.cuh"
 
 namespace ts::sm90 {
 

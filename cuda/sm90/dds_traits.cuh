@@ -56,7 +56,7 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
     static constexpr bool kSplits = kTileTokens <= 128;                   // made for few tiles
     using Costs = StepCosts;
-    using Schedule = sm90::Schedule<kSplits, Costs>;
+    using Schedule = tma::Schedule<kSplits, Costs>;
 
     struct Shared {
         // Row-major [pieces][kTileTokens][k of a piece], else [pieces][kTileTokens / 64][k of a piece][64];

@@ -6,9 +6,9 @@
 
 #include "common/weight.h"
 #include "sm90/dds_arguments.cuh"
-#include "sm90/pipeline.cuh"
 #include "sm90/select.h"
-#include "sm90/tensor_map.h"
+#include "tma/ring.cuh"
+#include "tma/tensor_map.h"
 
 namespace ts::sm90 {
 

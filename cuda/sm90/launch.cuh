@@ -1,9 +1,6 @@
-// Launching clusters of thread blocks that stay on their multiprocessors, and kernels that follow them.
+// What the host side of all kernels of this folder has in common.
 #pragma once
 
-#include <array>
-
-#include "common/launch.cuh"
 #include "common/problem.h"
 
 namespace ts::sm90 {
@@ -15,94 +12,6 @@ inline const char* refuses(const Device& device, int shared_bytes, int cluster) 
     if (device.max_cluster != 0 && device.max_cluster < cluster)
         return "the device has no room for clusters of thread blocks";
     return device.shared_memory < shared_bytes ? "the device has too little shared memory" : nullptr;
-}
-
-// `kKernel` takes one argument by value.
-template <auto kKernel, class Arguments>
-class ClusterLauncher {
-  public:
-    // At most as many clusters are launched as the device holds at a time. `early`: while the kernel before
-    // it still runs, for which it waits by itself.
-    static cudaError_t launch(const Arguments& arguments, int64_t clusters, int cluster_size, int threads,
-                              int shared_bytes, void* stream, bool early) {
-        cudaLaunchAttribute attributes[2];
-        attributes[0].id = cudaLaunchAttributeClusterDimension;
-        attributes[0].val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
-        attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[1].val.programmaticStreamSerializationAllowed = 1;
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(cluster_size);
-        config.blockDim = dim3(threads);
-        config.dynamicSmemBytes = shared_bytes;
-        config.stream = static_cast<cudaStream_t>(stream);
-        config.attrs = attributes;
-        config.numAttrs = early ? 2 : 1;
-        int resident = 0;
-        if (const cudaError_t error = resident_clusters(config, cluster_size, resident)) return error;
-        if (resident == 0) return cudaErrorLaunchOutOfResources;
-        config.gridDim.x *= static_cast<unsigned>(clusters < resident ? clusters : resident);
-        void* parameters[] = {const_cast<Arguments*>(&arguments)};
-        return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), parameters);
-    }
-
-    // How many clusters the device holds at a time.
-    static cudaError_t resident(int cluster_size, int threads, int shared_bytes, int& count) {
-        cudaLaunchAttribute attribute;
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(cluster_size);
-        config.blockDim = dim3(threads);
-        config.dynamicSmemBytes = shared_bytes;
-        config.attrs = &attribute;
-        config.numAttrs = 1;
-        return resident_clusters(config, cluster_size, count);
-    }
-
-  private:
-    // Asked once for each device and size of clusters, when the kernel's limit of shared memory is raised.
-    static cudaError_t resident_clusters(const cudaLaunchConfig_t& config, int cluster_size, int& count) {
-        constexpr int kMaxSize = 8;
-        static std::array<std::atomic<int>, kMaxDevices * kMaxSize> known{};  // one more than the number
-        int device = 0;
-        if (const cudaError_t error = cudaGetDevice(&device)) return error;
-        std::atomic<int>& answer = known[device % kMaxDevices * kMaxSize + (cluster_size - 1) % kMaxSize];
-        count = answer.load(std::memory_order_relaxed) - 1;
-        if (count >= 0) return cudaSuccess;
-        const auto kernel = reinterpret_cast<const void*>(kKernel);
-        if (const cudaError_t error =
-                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     static_cast<int>(config.dynamicSmemBytes)))
-            return error;
-        if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&count, kernel, &config)) return error;
-        answer.store(count + 1, std::memory_order_relaxed);
-        return cudaSuccess;
-    }
-};
-
-// See Kernel::clusters.
-template <auto kKernel, class Arguments, class Traits>
-int32_t count_clusters(int32_t& count) {
-    return ClusterLauncher<kKernel, Arguments>::resident(Traits::kRanks, Traits::kThreads,
-                                                         Traits::kSharedBytes, count);
-}
-
-// Launches a kernel while the one before it still runs, for which it waits by itself.
-template <auto kKernel, int kSharedBytes, class Arguments>
-cudaError_t launch_early(const Arguments& arguments, int64_t ctas, int threads, void* stream) {
-    static_assert(kSharedBytes <= kUsualSharedBytes);
-    cudaLaunchAttribute early;
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(ctas));
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = kSharedBytes;
-    config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &early;
-    config.numAttrs = 1;
-    void* parameters[] = {const_cast<Arguments*>(&arguments)};
-    return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), parameters);
 }
 
 }  // namespace ts::sm90

@@ -23,7 +23,8 @@
 #include "sm90/sdd_epilogue.cuh"
 #include "sm90/sdd_traits.cuh"
 #include "sm90/select.h"
-#include "sm90/tensor_map.h"
+#include "tma/launch.cuh"
+#include "tma/tensor_map.h"
 
 namespace ts::sm90 {
 

@@ -7,8 +7,8 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/epilogue.cuh"
-#include "sm90/partial.cuh"
 #include "sm90/sdd_traits.cuh"
+#include "tma/partial_sums.cuh"
 
 namespace ts::sm90 {
 

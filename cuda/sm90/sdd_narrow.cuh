@@ -16,12 +16,13 @@
 #include "common/epilogue.cuh"
 #include "common/list_plan.h"
 #include "sm90/launch.cuh"
-#include "sm90/partial.cuh"
-#include "sm90/pipeline.cuh"
-#include "sm90/sdd_schedule.cuh"
 #include "sm90/select.h"
-#include "sm90/tensor_map.h"
 #include "sm90/wgmma.cuh"
+#include "tma/launch.cuh"
+#include "tma/partial_sums.cuh"
+#include "tma/ring.cuh"
+#include "tma/sdd_schedule.cuh"
+#include "tma/tensor_map.h"
 
 namespace ts::sm90 {
 

@@ -6,9 +6,9 @@
 #include "common/problem.h"
 #include "common/strip_plan.h"
 #include "elementwise/sums.h"
-#include "sm90/pipeline.cuh"
-#include "sm90/sdd_schedule.cuh"
 #include "sm90/wgmma.cuh"
+#include "tma/ring.cuh"
+#include "tma/sdd_schedule.cuh"
 
 namespace ts::sm90 {
 

@@ -10,7 +10,7 @@
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
-namespace ts::sm90 {
+namespace ts::tma {
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
@@ -95,4 +95,4 @@ __device__ inline void load_bytes(const void* from, const Barrier& barrier, Mult
                                        target, bytes);
 }
 
-}  // namespace ts::sm90
+}  // namespace ts::tma

@@ -11,7 +11,7 @@
 
 #include "common/problem.h"
 
-namespace ts::sm90 {
+namespace ts::tma {
 
 // One dimension of a tensor, innermost first.
 struct Extent {
@@ -144,4 +144,4 @@ inline const char* refuses_results(const Matrix& output, int64_t tokens) {
                : nullptr;
 }
 
-}  // namespace ts::sm90
+}  // namespace ts::tma

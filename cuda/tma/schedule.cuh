@@ -17,9 +17,9 @@
 
 #include <cutlass/fast_math.h>
 
-#include "sm90/pipeline.cuh"
+#include "tma/ring.cuh"
 
-namespace ts::sm90 {
+namespace ts::tma {
 
 struct Work {
     int tile;   // of the plan; -1: no more
@@ -307,4 +307,4 @@ class Schedule {
     uint32_t given_[kMostRounds][kMaxClusters];  // keys of the items of a round, by cluster
 };
 
-}  // namespace ts::sm90
+}  // namespace ts::tma

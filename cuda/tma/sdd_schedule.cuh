@@ -15,7 +15,7 @@
 
 #include "common/problem.h"
 
-namespace ts::sm90 {
+namespace ts::tma {
 
 constexpr int kSddStep = 64;  // tokens
 
@@ -232,4 +232,4 @@ cudaError_t use_split_memory(Arguments& arguments, void* workspace, bool is_pace
     return cudaMemsetAsync(workspace, 0, kPaceBytes, static_cast<cudaStream_t>(stream));
 }
 
-}  // namespace ts::sm90
+}  // namespace ts::tma

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace ts::sm90 {
+namespace ts::tma {
 
 // Where the thread keeps the sums that are its warpgroup's `place`-th: in vectors of 16 bytes, those of a
 // warpgroup side by side, [places][kSums / 4][128].
@@ -53,4 +53,4 @@ __device__ inline void add_sums(const float4* from, float (&sums)[kSums]) {
     for (int i = 0; i < kSums / 4; ++i) add_vector(__ldcs(from + 128 * i), sums + 4 * i);
 }
 
-}  // namespace ts::sm90
+}  // namespace ts::tma

@@ -5,7 +5,7 @@
 
 #include "common/problem.h"
 
-namespace ts::sm90 {
+namespace ts::tma {
 
 // Some tokens of a product, as a product.
 inline Problem tokens_of(const Problem& problem, int64_t first, int64_t count) {
@@ -33,4 +33,4 @@ int32_t in_chunks(const Problem& problem, int64_t span_tokens, int64_t most_span
     return 0;
 }
 
-}  // namespace ts::sm90
+}  // namespace ts::tma

@@ -1,0 +1,76 @@
+// The element types by the names that rows of tiles.def use.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "common/problem.h"
+#include "tma/ring.cuh"
+
+namespace ts::sm90 {
+
+using namespace tma;  // the parts that kernels of every TMA architecture are made of
+
+//     kMapType: the type that TMA loads them as
+//     Atom: the product of 64 x kColumns sums from shared memory
+//     kParts: what is multiplied of an activation; see dds_split.cuh for two
+struct bf16 {
+    using Element = __nv_bfloat16;
+    using Pair = __nv_bfloat162;
+    static constexpr DType kDType = DType::bfloat16;
+    static constexpr Precision kPrecision = Precision::highest;
+    static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    static constexpr int kParts = 1;
+    template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB, int kColumns = 256>
+    using Atom = std::conditional_t<
+        kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<kA, kB>,
+        std::conditional_t<kColumns == 128, cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<kA, kB>,
+                           cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<kA, kB>>>;
+    __device__ static Pair round(float first, float second) { return __floats2bfloat162_rn(first, second); }
+};
+struct f16 {
+    using Element = __half;
+    using Pair = __half2;
+    static constexpr DType kDType = DType::float16;
+    static constexpr Precision kPrecision = Precision::highest;
+    static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    static constexpr int kParts = 1;
+    template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB, int kColumns = 256>
+    using Atom = std::conditional_t<
+        kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<kA, kB>,
+        std::conditional_t<kColumns == 128, cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<kA, kB>,
+                           cute::SM90::GMMA::MMA_64x64x16_F32F16F16_SS<kA, kB>>>;
+    __device__ static Pair round(float first, float second) { return __floats2half2_rn(first, second); }
+};
+
+// float32 as TF32, to which TMA rounds what it loads.
+struct tf32 {
+    using Element = float;
+    static constexpr DType kDType = DType::float32;
+    static constexpr Precision kPrecision = Precision::tf32;
+    static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
+    static constexpr int kParts = 1;
+};
+// float32 with its own error, in three products of TF32.
+struct tf32x3 {
+    using Element = float;
+    static constexpr DType kDType = DType::float32;
+    static constexpr Precision kPrecision = Precision::highest;
+    static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    static constexpr int kParts = 2;
+};
+
+// Two sums as results that lie side by side.
+template <class Math>
+__device__ inline uint32_t rounded(float first, float second) {
+    const auto pair = Math::round(first, second);
+    return reinterpret_cast<const uint32_t&>(pair);
+}
+
+}  // namespace ts::sm90
