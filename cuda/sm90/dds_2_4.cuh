@@ -2,10 +2,9 @@
 // gradient of x is such a product, too, of the transposed pattern with values compressed along their columns.
 #pragma once
 
-#include "sm90/dds.cuh"
+#include "sm90/dds_launch.cuh"
 #include "sm90/dds_weight_2_4.cuh"
 
-#undef TS_INSTANCE
 #define TS_INSTANCE(name, kernel, math, token_ranks, row_ranks, tile_tokens)                                \
     namespace ts::sm90 {                                                                                    \
     const Kernel& name() {                                                                                  \

@@ -1,0 +1,167 @@
+// The warpgroups that multiply in a dds kernel.
+#pragma once
+
+#include "sm90/dds_epilogue.cuh"
+#include "sm90/dds_traits.cuh"
+#include "tma/partial_sums.cuh"
+
+namespace ts::sm90 {
+
+// One warpgroup's products of all its tiles.
+template <class Traits, bool kRowMajorInput>
+class DdsConsumer {
+  public:
+    __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
+                           const DdsPlan& plan, int rank, int warpgroup)
+        : arguments_(arguments),
+          shared_(shared),
+          plan_(plan),
+          rank_(rank),
+          warpgroup_(warpgroup),
+          lane_(threadIdx.x % kWarpSize) {}
+
+    __device__ void run() {
+        DdsEpilogue<Traits> epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_],
+                                     warpgroup_);
+        float sums[Traits::kSums];
+        Work work = next_work(epilogue);
+        epilogue.read_bias();
+        while (work.tile >= 0) {
+            epilogue.begin(Traits::first_token(work, rank_));
+            const int64_t partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);
+            if constexpr (Traits::kSplitsInput) products_.begin(sums);
+            const bool any = multiply_all(sums, work);
+            // While the last products are under way, so that what the plan says of the next tile has arrived
+            // when the barriers of the epilogue wait for all that is read.
+            work = next_work(epilogue);
+            release_multiplied(sums);
+            if (!any) clear(sums);
+            if (Traits::kSplits && arguments_.partial != nullptr)
+                store_sums(partial_sums<Traits::kSums>(arguments_.partial, partial), sums);
+            else
+                epilogue.store(sums);
+        }
+        epilogue.finish_stores();
+    }
+
+  private:
+    using InputPosition = typename Ring<Traits::kInputStages>::Position;
+    using WeightPosition = typename Ring<Traits::kWeightStages>::Position;
+    static constexpr int kWarpSize = 32;
+
+    __device__ Work next_work(DdsEpilogue<Traits>& epilogue) {
+        const Work work = shared_.schedule.pop(next_, lane_);
+        if (work.tile < 0) return work;
+        mask_ = mask_from(work, 0);
+        epilogue.prepare(Traits::rows_of(plan_, work.tile, rank_));
+        return work;
+    }
+
+    // What the plan says of the lane's step, of 32 from the tile's step `first`.
+    __device__ uint32_t mask_from(const Work& work, int first) const {
+        const int step = first + lane_;
+        return step < work.steps ? __ldg(plan_.masks + Traits::plan_index(work.step + step, rank_)) : 0;
+    }
+
+    // Starts all products of a tile; false if there are none. The last may be under way afterwards.
+    __device__ bool multiply_all(float (&sums)[Traits::kSums], const Work& work) {
+        bool any = false;
+        for (int first = 0; first < work.steps; first += kWarpSize) {
+            // Those in which the warpgroup has blocks.
+            const uint32_t steps_present = __ballot_sync(~0u, (mask_ >> 16 * warpgroup_ & 0xffff) != 0);
+            mask_ = mask_from(work, first + kWarpSize);
+            const int count = min(kWarpSize, work.steps - first);
+            for (int step = 0; step < count; ++step) {
+                wait_input();
+                if (steps_present >> step & 1) {
+                    multiply(sums, any);
+                    any = true;
+                } else {
+                    release_multiplied(sums);
+                    release_input(input_.stage);
+                }
+                input_.advance();
+            }
+        }
+        return any;
+    }
+
+    __device__ void wait_input() const {
+        if constexpr (Traits::kSplitsInput)
+            wait(shared_.split[input_.stage], input_.parity);
+        else
+            shared_.input_ring.wait_full(input_);
+    }
+
+    __device__ static void clear(float (&sums)[Traits::kSums]) {
+        asm volatile("");  // a branch, which is rarely taken, is faster than choosing each sum
+#pragma unroll
+        for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0.0f;
+    }
+
+    __device__ void multiply(float (&sums)[Traits::kSums], bool add) {
+        shared_.weight_ring[warpgroup_].wait_full(weight_);
+        const char* const stage = shared_.weight[warpgroup_][weight_.stage];
+        const uint32_t tokens = operand_address(shared_.input[input_.stage]);
+        if constexpr (Traits::Weight::kInRegisters) {
+            release_multiplied(sums);  // they read registers that are written now
+            products_.start(sums, stage, arguments_.tokens_by_k, tokens, add);
+        } else {
+            Traits::Weight::template multiply<kRowMajorInput, Traits::kTileTokens>(sums, arguments_, stage,
+                                                                                   tokens, add);
+            if (multiplied_) {
+                cute::warpgroup_wait<1>();
+                release(multiplied_input_, multiplied_weight_);
+            }
+        }
+        multiplied_ = true;
+        multiplied_input_ = input_.stage;
+        multiplied_weight_ = weight_.stage;
+        weight_.advance();
+    }
+
+    // Waits for the products under way and gives their stages back.
+    __device__ void release_multiplied(float (&sums)[Traits::kSums]) {
+        cute::warpgroup_wait<0>();  // outside of the condition, or the compiler serialises wgmma
+        if (!multiplied_) return;
+        if constexpr (Traits::kSplitsInput) products_.add(sums);
+        release(multiplied_input_, multiplied_weight_);
+        multiplied_ = false;
+    }
+
+    __device__ void release(int input, int weight) const {
+        release_input(input);
+        const int thread = threadIdx.x % 128;
+        if (Traits::kTokenRanks > 1) {
+            if (thread < Traits::kRanks) shared_.weight_ring[warpgroup_].empty[weight].arrive(thread);
+        } else if (thread == 0) {
+            shared_.weight_ring[warpgroup_].empty[weight].arrive();
+        }
+    }
+    // Every warp for itself: in steps without products nothing else keeps the warps together, and one that
+    // is late would mistake the stage's next use but one for the one it waits for.
+    __device__ void release_input(int stage) const {
+        if (Traits::kRowRanks > 1) {
+            if (lane_ < Traits::kRanks) shared_.input_ring.empty[stage].arrive(lane_);
+        } else if (lane_ == 0) {
+            shared_.input_ring.empty[stage].arrive();
+        }
+    }
+
+    const DdsArguments& arguments_;
+    typename Traits::Shared& shared_;
+    const DdsPlan& plan_;
+    int rank_;
+    int warpgroup_;
+    int lane_;
+    typename Ring<Traits::Schedule::kQueue>::Position next_;
+    uint32_t mask_ = 0;  // what the plan says of the lane's step of the next tile
+    InputPosition input_;
+    WeightPosition weight_;
+    bool multiplied_ = false;
+    int multiplied_input_ = 0;
+    int multiplied_weight_ = 0;
+    typename Traits::Weight::template Products<Traits::kTileTokens> products_;
+};
+
+}  // namespace ts::sm90

@@ -1,0 +1,166 @@
+// The host side of dds kernels.
+#pragma once
+
+#include <algorithm>
+
+#include "sm90/dds_kernel.cuh"
+#include "sm90/dds_reduce.cuh"
+#include "sm90/launch.cuh"
+#include "sm90/select.h"
+#include "tma/chunks.cuh"
+#include "tma/launch.cuh"
+#include "tma/tensor_map.h"
+
+namespace ts::sm90 {
+
+// One row of the registry.
+template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens,
+          class Weight = PlainWeight<kOp, Math>>
+struct Dds {
+    using Traits = DdsTraits<Math, Weight, kTokenRanks, kRowRanks, kTileTokens>;
+    static constexpr PlanShape kPlan = {Traits::kTileFeatures, Traits::kStep, kRowRanks};
+    static constexpr int kSpanTokens = kTokenRanks * Traits::kTileTokens;
+    static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
+
+    static const char* refuses(const Problem& problem, const Device& device) {
+        if (const char* reason = sm90::refuses(device, Traits::kSharedBytes, Traits::kRanks)) return reason;
+        if constexpr (Weight::kInRegisters)
+            if (const char* reason = Weight::refuses(problem)) return reason;
+        if (Weight::value_rows(problem.pattern) > INT32_MAX - 128)
+            return "values of 2^31 rows or more are out of its reach";
+        if (most_spans(problem, device) <= 0) return "so large a weight is out of its reach";
+        return refuses_results(problem.output(), problem.tokens);
+    }
+
+    // The partial sums.
+    static size_t workspace_size(const Problem& problem, const Device& device) {
+        return partial_bytes<Traits>(tile_count(problem) * span_count(problem), parts_of(problem, device));
+    }
+
+    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
+        const int64_t parts = parts_of(problem, device);
+        return in_chunks(problem, kSpanTokens, most_spans(problem, device),
+                         [&](const Problem& chunk) { return launch_chunk(chunk, parts, workspace, stream); });
+    }
+
+    static constexpr Kernel row(const char* name) {
+        Kernel row{name,
+                   DeviceType::cuda,
+                   90,
+                   1u << static_cast<int>(kOp),
+                   1u << static_cast<int>(Math::kDType),
+                   Math::kPrecision,
+                   kPlan,
+                   kSpanTokens,
+                   kClusterFeatures,
+                   0,
+                   refuses,
+                   workspace_size,
+                   launch,
+                   Traits::kSplits,
+                   Weight::kStorages,
+                   Weight::kDTypes};
+        row.estimate = Weight::kEstimate;
+        row.clusters = count_clusters<dds_kernel<Traits, true>, DdsArguments, Traits>;
+        return row;
+    }
+
+  private:
+    static cudaError_t launch_chunk(const Problem& problem, int64_t parts, void* workspace, void* stream) {
+        const int64_t tiles = tile_count(problem), spans = span_count(problem);
+        if (tiles * spans == 0) return cudaSuccess;
+        DdsArguments arguments{};
+        if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
+        if constexpr (Traits::kSplits)
+            if (parts > 1) {
+                arguments.partial = static_cast<float4*>(workspace);
+                return multiply_parts(arguments, problem, tiles * spans, stream);
+            }
+        return multiply(arguments, problem, tiles * spans, stream);
+    }
+
+    static int64_t parts_of(const Problem& problem, const Device& device) {
+        if (!Traits::kSplits) return 1;
+        return part_count(problem, tile_count(problem) * span_count(problem),
+                          device.multiprocessors / Traits::kRanks);
+    }
+
+    static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, int64_t items,
+                                void* stream) {
+        auto start = ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch;
+        if constexpr (!Weight::kInRegisters)
+            if (problem.input().layout != Layout::row_major)
+                start = ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
+        const int64_t clusters = std::min<int64_t>(items, Traits::Schedule::kMaxClusters);
+        return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream,
+                     false);
+    }
+
+    static cudaError_t multiply_parts(DdsArguments& arguments, const Problem& problem, int64_t items,
+                                      void* stream) {
+        const int64_t all_parts = items * arguments.schedule.by_parts.divisor;
+        if (const cudaError_t error = multiply(without_epilogue(arguments), problem, all_parts, stream))
+            return error;
+        return reduce_parts<Traits>(arguments, items, stream);
+    }
+
+    static int64_t tile_count(const Problem& problem) {
+        const int64_t tile_rows = kClusterFeatures / problem.row_block();
+        return (problem.features() / problem.row_block() + tile_rows - 1) / tile_rows;
+    }
+    static int64_t span_count(const Problem& problem) {
+        return (problem.tokens + kSpanTokens - 1) / kSpanTokens;
+    }
+
+    static int64_t most_spans(const Problem& problem, const Device& device) {
+        return Traits::Schedule::most_spans(tile_count(problem), problem.k_size() / Traits::kStep + 1,
+                                            device.multiprocessors);
+    }
+
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t spans,
+                                int64_t parts) {
+        const Pattern& pattern = problem.pattern;
+        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.plan_key = plan_key(pattern, problem.op, kPlan);
+        arguments.tokens = static_cast<int>(problem.tokens);
+        arguments.k_size = static_cast<int>(problem.k_size());
+        arguments.k_block = problem.k_block();
+        arguments.value_rows = Weight::value_rows(pattern);
+        arguments.spans = static_cast<int>(spans);
+        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
+                                                static_cast<int>(parts), band_spans(arguments.k_size));
+        if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
+        if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
+        if constexpr (!Weight::kInRegisters) arguments.weight = Weight::operand(arguments);
+        arguments.tokens_by_k = describe_input<Traits>(arguments, problem.input().layout);
+        if (const cudaError_t error = map_input(arguments, problem)) return error;
+        return Weight::map(arguments, problem);
+    }
+
+    // So many tokens that their activations take a third of L2, but two spans at least: within a band tiles
+    // are in order, and the longer the order the better they are balanced.
+    static int band_spans(int k_size) {
+        constexpr int64_t kPanelBytes = 16 << 20;
+        const int64_t bytes = int64_t{kSpanTokens} * std::max(k_size, 1) * Traits::kElementBytes;
+        return static_cast<int>(std::max<int64_t>(2, kPanelBytes / bytes));
+    }
+
+    static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {
+        const Matrix& matrix = problem.input();
+        const int width = k_width<Traits>(arguments);
+        const int64_t k_size = arguments.k_size, tokens = problem.tokens;
+        if (matrix.layout == Layout::row_major)
+            return encode(arguments.input, Math::kMapType, matrix.data,
+                          {{k_size, 1, width}, {tokens, matrix.ld, Traits::kTileTokens}});
+        constexpr int kAtom = 64;
+        const int64_t atoms = std::max<int64_t>(1, tokens / kAtom);
+        if (const cudaError_t error = encode(
+                arguments.input, problem.dtype, matrix.data,
+                {{kAtom, 1, kAtom}, {k_size, matrix.ld, width}, {atoms, kAtom, Traits::kTileTokens / kAtom}}))
+            return error;
+        return encode(arguments.input_tail, problem.dtype, matrix.data,
+                      {{tokens, 1, kAtom}, {k_size, matrix.ld, width}});
+    }
+};
+
+}  // namespace ts::sm90

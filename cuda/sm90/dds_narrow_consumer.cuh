@@ -1,0 +1,177 @@
+// The warpgroups that multiply in the dds kernel for narrow blocks.
+#pragma once
+
+#include "sm90/dds_epilogue.cuh"
+#include "sm90/dds_narrow_traits.cuh"
+#include "tma/partial_sums.cuh"
+
+namespace ts::sm90 {
+
+// One warpgroup's products of all its tiles.
+template <class Traits, bool kRowMajorInput>
+class NarrowConsumer {
+  public:
+    __device__ NarrowConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
+                              const DdsPlan& plan, int rank, int first_rank, int warp, int lane)
+        : arguments_(arguments),
+          shared_(shared),
+          plan_(plan),
+          rank_(rank),
+          first_rank_(first_rank),
+          warpgroup_(warp / 4),
+          warp_(warp % 4),
+          lane_(lane),
+          place_(Weight::first_place(warp_ * Traits::kWarpFeatures % Traits::kBlock, lane)) {}
+
+    __device__ void run() {
+        Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
+        float sums[Traits::kSums];
+        Work work = next_work(epilogue);
+        epilogue.read_bias();
+        while (work.tile >= 0) {
+            epilogue.begin(Traits::first_token(work, rank_));
+            multiply_all(sums, work);
+            work = next_work(epilogue);
+            epilogue.store(sums);
+        }
+        epilogue.finish_stores();
+    }
+
+    // Of the one part of a tile that the CTA has.
+    __device__ void run_part() {
+        Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
+        float sums[Traits::kSums];
+        const Work work = next_work(epilogue);
+        const int parts = arguments_.schedule.by_parts.divisor, adding = warpgroup_ % parts;
+        if (work.part == adding) {
+            epilogue.read_bias();
+            epilogue.begin(Traits::first_token(work, rank_));
+        }
+        multiply_all(sums, work);
+        cute::cluster_sync();  // nobody needs the stages any more
+        const auto others = reinterpret_cast<float4*>(shared_.input);
+        const int first = warpgroup_ / parts * (parts - 1);
+        if (work.part != adding) {
+            const int place = first + work.part - (work.part > adding);
+            void* const to = __cluster_map_shared_rank(others, adding * Traits::kRanks + rank_);
+            store_sums(partial_sums<Traits::kSums>(static_cast<float4*>(to), place), sums);
+        }
+        cute::cluster_sync();
+        if (work.part == adding) {
+            for (int i = 0; i < parts - 1; ++i) add(sums, partial_sums<Traits::kSums>(others, first + i));
+            epilogue.store(sums);
+            epilogue.finish_stores();
+        }
+    }
+
+  private:
+    using Weight = typename Traits::Weight;
+    using Epilogue = DdsEpilogue<Traits>;
+    using Atom =
+        typename NarrowAtom<typename Traits::Math,
+                            kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>::Type;
+    static constexpr int kQuarters = Traits::kLine / 16;
+    static constexpr int kBlockQuarters = Traits::kBlock / 16;
+    // Of activations as an operand, but for their address; see operand().
+    static constexpr uint32_t kInput = kRowMajorInput ? 0 : Traits::kBoxTokens * Traits::kStep * 2 / 16 << 16;
+
+    __device__ static void add(float (&sums)[Traits::kSums], const float4* from) {
+#pragma unroll
+        for (int i = 0; i < Traits::kSums / 4; ++i) add_vector(from[128 * i], sums + 4 * i);
+    }
+
+    __device__ Work next_work(Epilogue& epilogue) {
+        const Work work = shared_.schedule.pop(next_, lane_);
+        if (work.tile < 0) return work;
+        masks_ = masks_from(work, 0);
+        epilogue.prepare(Traits::rows_of(plan_, work.tile, rank_));
+        return work;
+    }
+
+    // What the plan says of the lane's step, of 32 from the tile's step `first`.
+    __device__ int2 masks_from(const Work& work, int first) const {
+        const int step = work.step + min(first + lane_, work.steps - 1);
+        if (work.steps == 0) return {};
+        const auto* const masks = reinterpret_cast<const int2*>(plan_.masks);
+        return __ldg(masks + Traits::plan_index(step, rank_) * Traits::kWarpgroups + warpgroup_);
+    }
+
+    __device__ void multiply_all(float (&sums)[Traits::kSums], const Work& work) {
+#pragma unroll
+        for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0.0f;
+        for (int first = 0; first < work.steps; first += 32) {
+            const int2 masks = masks_;
+            masks_ = masks_from(work, first + 32);
+            const int count = min(32, work.steps - first);
+            for (int i = 0; i < count; ++i)
+                multiply_step(sums, __shfl_sync(~0u, masks.x, i), __shfl_sync(~0u, masks.y, i));
+        }
+    }
+
+    // `mask`: for each 16 of k which 16 features have a block. `firsts`: the first block of each warp.
+    __device__ void multiply_step(float (&sums)[Traits::kSums], uint32_t mask, uint32_t firsts) {
+        shared_.ring.wait_full(position_);
+        const uint32_t input = kInput + operand_address(shared_.input[position_.stage]);
+        const uint32_t block = shared_.first_block[position_.stage] + (firsts >> 8 * warp_ & 0xff);
+        uint32_t weight = place_ + block * Traits::kBlockBytes;
+        constexpr uint32_t kNext =
+            kRowMajorInput ? Traits::kTileTokens * Traits::kLine * 2 / 16 : Traits::kLine * 128 / 16;
+#pragma unroll
+        for (int line = 0; line < Traits::kLines; ++line)
+            if (const uint32_t present = mask >> 16 * line & 0xffff)
+                multiply(sums, present, weight, input + line * kNext);
+        // Every warp for itself, since without products nothing keeps them together.
+        if (lane_ < Traits::kRanks) shared_.ring.empty[position_.stage].arrive(first_rank_ + lane_);
+        position_.advance();
+    }
+
+    // 64 of k. `weight`: where the warp's next block is.
+    __device__ void multiply(float (&sums)[Traits::kSums], uint32_t mask, uint32_t& weight, uint32_t input) {
+        WeightFragment fragments[kQuarters];
+        const uint32_t own = mask >> warp_;
+#pragma unroll
+        for (int k16 = 0; k16 < kQuarters; k16 += kBlockQuarters) {
+            const bool present = own >> 4 * k16 & 1;
+#pragma unroll
+            for (int i = 0; i < kBlockQuarters; ++i) {
+                WeightFragment& fragment = fragments[k16 + i];
+                fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0;
+                if (present) Weight::read(fragment, shared_.weight[0], weight, i);
+            }
+            if (present) weight += Traits::kBlockBytes;
+        }
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int k16 = 0; k16 < kQuarters; k16 += kBlockQuarters) {
+            if ((mask >> 4 * k16 & 0xf) == 0) continue;
+#pragma unroll
+            for (int i = k16; i < k16 + kBlockQuarters; ++i)
+                fma(sums, fragments[i],
+                    uint64_t{arguments_.tokens_by_k.high} << 32 | (input + i * (kRowMajorInput ? 2 : 128)),
+                    std::make_index_sequence<Traits::kSums>());
+            cute::warpgroup_commit_batch();
+        }
+        cute::warpgroup_wait<0>();
+    }
+
+    template <size_t... kIndex>
+    __device__ static void fma(float (&sums)[Traits::kSums], const WeightFragment& a, uint64_t b,
+                               std::index_sequence<kIndex...>) {
+        Atom::fma(a[0], a[1], a[2], a[3], b, sums[kIndex]..., cute::SM90::GMMA::ScaleOut::One);
+    }
+
+    const DdsArguments& arguments_;
+    typename Traits::Shared& shared_;
+    const DdsPlan& plan_;
+    int rank_;
+    int first_rank_;
+    int warpgroup_;
+    int warp_;
+    int lane_;
+    uint32_t place_;  // see Weight::first_place()
+    typename Ring<Traits::Schedule::kQueue>::Position next_;
+    int2 masks_ = {};  // what the plan says of the lane's step of the next tile
+    typename Ring<Traits::kStages>::Position position_;
+};
+
+}  // namespace ts::sm90

@@ -1,0 +1,218 @@
+// The host side of the dds kernel for narrow blocks.
+#pragma once
+
+#include <algorithm>
+
+#include "sm90/dds_narrow_kernel.cuh"
+#include "sm90/dds_narrow_pack.cuh"
+#include "sm90/launch.cuh"
+#include "sm90/select.h"
+#include "tma/chunks.cuh"
+#include "tma/launch.cuh"
+#include "tma/tensor_map.h"
+
+namespace ts::sm90 {
+
+// One row of the registry.
+template <class Math, int kTokenRanks, int kRowRanks, template <class, int> class Weight = PlainNarrowWeight>
+struct DdsNarrow {
+    template <int kBlock, bool kSplits>
+    using Kinds = NarrowKinds<Math, Weight<Math, kBlock>, kTokenRanks, kSplits>;
+    // For what is the same for all blocks and kinds.
+    using Common = typename Kinds<32, false>::Common;
+    static_assert(Common::kRowRanks == kRowRanks);
+    static constexpr int kClusterTokens = kTokenRanks * Common::kTileTokens;
+    static constexpr int kClusterFeatures = kRowRanks * Common::kTileFeatures;
+    static constexpr PlanShape kPlan = {kClusterFeatures, Common::kStep, kRowRanks, PlanKind::aligned};
+
+    static const char* refuses(const Problem& problem, const Device& device) {
+        if (const char* reason = sm90::refuses(device, Kinds<32, false>::kSharedBytes, Common::kRanks))
+            return reason;
+        if (problem.row_block() > 32 || problem.row_block() > problem.k_block())
+            return "its blocks have 16 or 32 features of the result and at least as many of k";
+        if (most_spans(problem, device) <= 0 || square_count(problem) > INT32_MAX)
+            return "so large a weight is out of its reach";
+        return refuses_results(problem.output(), problem.tokens);
+    }
+
+    // The packed weight, where each call packs.
+    static size_t workspace_size(const Problem& problem, const Device& device) {
+        return packs_itself(problem, device) ? packed_size(problem) : 0;
+    }
+
+    static size_t packed_size(const Problem& problem) {
+        constexpr int64_t kWide = Weight<Math, 32>::kBlockBytes, kNarrow = Weight<Math, 16>::kBlockBytes;
+        return square_count(problem) * (is_wide(problem) ? kWide : kNarrow);
+    }
+
+    static int32_t pack(const Problem& problem, void* packed, void* stream) {
+        return is_wide(problem) ? pack_as<Weight<Math, 32>>(problem, packed, stream)
+                                : pack_as<Weight<Math, 16>>(problem, packed, stream);
+    }
+
+    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
+        const bool wide = is_wide(problem);
+        int64_t parts = 1;
+        if (const cudaError_t error = (wide ? find_parts<32> : find_parts<16>)(problem, device, parts))
+            return error;
+        const auto start = parts > 1 ? (wide ? launch_as<32, true> : launch_as<16, true>)
+                                     : (wide ? launch_as<32, false> : launch_as<16, false>);
+        const int64_t most = most_spans(problem, device);
+        if (span_count(problem) <= most) return start(problem, device, parts, workspace, stream);
+        Problem packed = problem;  // once for all chunks
+        if (packs_itself(problem, device)) {
+            packed.packed = workspace;
+            if (const int32_t error = pack(problem, workspace, stream)) return error;
+        }
+        return in_chunks(packed, kClusterTokens, most,
+                         [&](const Problem& chunk) { return start(chunk, device, parts, nullptr, stream); });
+    }
+
+    static constexpr Kernel row(const char* name) {
+        Kernel row{name,
+                   DeviceType::cuda,
+                   90,
+                   1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
+                   1u << static_cast<int>(Math::kDType),
+                   Precision::highest,
+                   kPlan,
+                   kClusterTokens,
+                   kClusterFeatures,
+                   0,
+                   refuses,
+                   workspace_size,
+                   launch,
+                   true,
+                   Weight<Math, 32>::kStorages,
+                   Weight<Math, 32>::kDTypes,
+                   0,
+                   nullptr,
+                   nullptr,
+                   packed_size,
+                   pack};
+        row.estimate = estimate_narrow;
+        return row;
+    }
+
+  private:
+    // So many that all clusters are there at a time.
+    template <int kBlock>
+    static cudaError_t find_parts(const Problem& problem, const Device& device, int64_t& parts) {
+        using Split = Kinds<kBlock, true>;
+        const int64_t items = tile_count(problem) * span_count(problem);
+        for (parts = narrow_parts(problem, device, kPlan); parts > 1; --parts) {
+            int resident = 0;
+            if (const cudaError_t error =
+                    ClusterLauncher<dds_narrow_kernel<Split, true>, DdsArguments>::resident(
+                        static_cast<int>(parts) * Split::kRanks, Split::kThreads, Split::kSharedBytes,
+                        resident))
+                return error;
+            if (resident >= items) break;
+        }
+        return cudaSuccess;
+    }
+    static bool is_wide(const Problem& problem) { return problem.row_block() == 32; }
+    static int64_t square_count(const Problem& problem) {
+        return problem.pattern.nnz * (problem.k_block() / problem.row_block());
+    }
+    static bool packs_itself(const Problem& problem, const Device& device) {
+        return problem.packed == nullptr && !narrow_reads_blocks(problem, device, kPlan) &&
+               problem.pattern.nnz > 0;
+    }
+
+    static int64_t tile_count(const Problem& problem) {
+        return (problem.features() + kClusterFeatures - 1) / kClusterFeatures;
+    }
+    static int64_t span_count(const Problem& problem) {
+        return (problem.tokens + kClusterTokens - 1) / kClusterTokens;
+    }
+    static int64_t most_spans(const Problem& problem, const Device& device) {
+        return Common::Schedule::most_spans(tile_count(problem), problem.k_size() / Common::kStep + 1,
+                                            device.multiprocessors);
+    }
+
+    template <int kBlock, bool kInParts>
+    static int32_t launch_as(const Problem& problem, const Device& device, int64_t parts, void* workspace,
+                             void* stream) {
+        using Own = Kinds<kBlock, kInParts>;
+        const int64_t tiles = tile_count(problem), spans = span_count(problem);
+        if (tiles * spans == 0) return cudaSuccess;
+        DdsArguments arguments{};
+        const bool packs = packs_itself(problem, device);
+        arguments.packed = static_cast<const char*>(packs ? workspace : problem.packed);
+        if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
+        if (packs)
+            if (const cudaError_t error = pack_as<Weight<Math, kBlock>>(problem, workspace, stream))
+                return error;
+        const auto start = problem.input().layout == Layout::row_major
+                               ? ClusterLauncher<dds_narrow_kernel<Own, true>, DdsArguments>::launch
+                               : ClusterLauncher<dds_narrow_kernel<Own, false>, DdsArguments>::launch;
+        const int64_t clusters = std::min<int64_t>(tiles * spans, Common::Schedule::kMaxClusters);
+        return start(arguments, clusters, static_cast<int>(parts) * Own::kRanks, Own::kThreads,
+                     Own::kSharedBytes, stream, packs);
+    }
+
+    template <class Format>
+    static cudaError_t pack_as(const Problem& problem, void* packed, void* stream) {
+        constexpr int kThreads = 256;
+        auto count = static_cast<int>(square_count(problem));
+        int squares = problem.k_block() / problem.row_block();
+        if (count == 0) return cudaSuccess;
+        const auto kernel =
+            problem.forward() ? pack_narrow_kernel<Format, false> : pack_narrow_kernel<Format, true>;
+        const int64_t ctas = (int64_t{count} * 32 + kThreads - 1) / kThreads;
+        const void* plan = problem.plan;
+        int key = plan_key(problem.pattern, problem.op, kPlan);
+        void* values = problem.values.data;
+        void* parameters[] = {&plan, &key, &count, &squares, &values, &packed};
+        return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(ctas), kThreads,
+                                parameters, 0, static_cast<cudaStream_t>(stream));
+    }
+
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t spans,
+                                int64_t parts) {
+        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
+        arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
+        arguments.spans = static_cast<int>(spans);
+        arguments.schedule =
+            schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts),
+                               static_cast<int>(parts) * band_spans(problem, tiles, spans));
+        arguments.tokens_by_k = operand(128, 0);
+        if (arguments.value_rows > 0)
+            if (const cudaError_t error = map_input(arguments, problem)) return error;
+        if (arguments.value_rows > 0 && arguments.packed == nullptr)
+            if (const cudaError_t error = map_blocks(arguments, problem)) return error;
+        return describe_results<Common>(arguments, problem);
+    }
+
+    // So many tokens that their activations take a sixth of L2. In two rounds nearly all is under way at
+    // once, and long tiles, with which a band begins, should not have to wait for the second: all tokens are
+    // one band if L2 holds their activations.
+    static int band_spans(const Problem& problem, int64_t tiles, int64_t spans) {
+        constexpr int64_t kPanelBytes = 8 << 20, kHeldBytes = 32 << 20;
+        const int64_t bytes = int64_t{kClusterTokens} * std::max<int64_t>(problem.k_size(), 1) * 2;
+        if (tiles * spans <= Common::Schedule::kMaxClusters && spans * bytes <= kHeldBytes)
+            return static_cast<int>(spans);
+        return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));
+    }
+
+    static cudaError_t map_blocks(DdsArguments& arguments, const Problem& problem) {
+        const int block = problem.pattern.block_rows;
+        return encode(arguments.values, problem.dtype, problem.values.data,
+                      {{block, 1, block}, {arguments.value_rows, block, block}});
+    }
+
+    static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {
+        const Matrix& matrix = problem.input();
+        if (matrix.layout == Layout::row_major)
+            return encode(
+                arguments.input, problem.dtype, matrix.data,
+                {{problem.k_size(), 1, Common::kLine}, {problem.tokens, matrix.ld, Common::kRankTokens}});
+        return encode(
+            arguments.input, problem.dtype, matrix.data,
+            {{problem.tokens, 1, Common::kBoxTokens}, {problem.k_size(), matrix.ld, Common::kLine}});
+    }
+};
+
+}  // namespace ts::sm90

@@ -1,0 +1,208 @@
+// The host side of the sdd kernel.
+#pragma once
+
+#include <algorithm>
+
+#include "sm90/launch.cuh"
+#include "sm90/sdd_kernel.cuh"
+#include "sm90/select.h"
+#include "tma/launch.cuh"
+#include "tma/tensor_map.h"
+
+namespace ts::sm90 {
+
+// One row of the registry.
+template <class Math>
+struct Sdd {
+    using Traits = SddTraits<Math>;
+    using WideTraits = SddTraits<Math, float>;
+    static constexpr PlanShape kPlan = {Traits::kStrip, Traits::kWindow, Traits::kHalves, PlanKind::strips};
+
+    static const char* refuses(const Problem& problem, const Device& device) {
+        if (const char* reason = sm90::refuses(device, Traits::kSharedBytes, 1)) return reason;
+        return sdd_fits(problem, device) ? nullptr : "so many tokens are out of its reach";
+    }
+
+    // Beside products, which take most of what L2 gives, the warps that load nothing read so many bytes in a
+    // microsecond (H200). Where the products take less time than that, a kernel of its own is faster.
+    static bool sums_y(const Problem& problem, const Device& device) {
+        constexpr double kBytes = 0.75e6;
+        const double bytes = 2.0 * problem.tokens * problem.pattern.out_features;
+        return problem.pattern.nnz > 0 && bytes < kBytes * estimate_sdd(row(""), problem, device);
+    }
+
+    // Counters of the pace and partial sums, and behind them the sums of y.
+    static size_t workspace_size(const Problem& problem, const Device& device) {
+        if (problem.pattern.nnz == 0) return 0;
+        const bool sums_y = problem.bias_gradient.data != nullptr;
+        return bytes_of_splits(problem, device) +
+               (sums_y ? sums::partial_bytes(problem, sum_warps(device)) : 0);
+    }
+
+    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
+        if (problem.pattern.nnz == 0) return cudaSuccess;
+        SddArguments arguments{};
+        if (const cudaError_t error = describe(arguments, problem, device)) return error;
+        if (arguments.may_split) {
+            const bool paced = is_paced(problem, device);
+            if (const cudaError_t error = use_split_memory(arguments, workspace, paced, stream)) return error;
+        }
+        const auto start = problem.result_dtype == Math::kDType ? start_for<Traits> : start_for<WideTraits>;
+        if (problem.bias_gradient.data == nullptr) return start(arguments, problem, stream);
+        void* const partial = static_cast<char*>(workspace) + bytes_of_splits(problem, device);
+        arguments.sums = sums::share(problem, sum_warps(device), partial);
+        if (const cudaError_t error = start(arguments, problem, stream)) return error;
+        return sums::add_partial(problem, arguments.sums, stream);
+    }
+
+    static constexpr Kernel row(const char* name) {
+        Kernel row{name,
+                   DeviceType::cuda,
+                   90,
+                   1u << static_cast<int>(Op::sdd_tn),
+                   1u << static_cast<int>(Math::kDType),
+                   Precision::highest,
+                   kPlan,
+                   0,
+                   Traits::kHalves * Traits::kStrip,
+                   0,
+                   refuses,
+                   workspace_size,
+                   launch};
+        row.result_dtypes = 1u << static_cast<int>(Math::kDType) | 1u << static_cast<int>(DType::float32);
+        row.sums_y = sums_y;
+        row.estimate = estimate_sdd;
+        return row;
+    }
+
+  private:
+    // A tile holds at most so many values.
+    static constexpr int64_t kTileValues = Traits::kHalves * Traits::kStrip * Traits::kWindow;
+
+    static size_t bytes_of_splits(const Problem& problem, const Device& device) {
+        return may_split(problem, device) ? split_bytes(device, kTileValues) : 0;
+    }
+
+    static int64_t sum_warps(const Device& device) {
+        return int64_t{Traits::kSumWarps} * device.multiprocessors;
+    }
+
+    static int team_size(const Problem& problem, const Device& device) {
+        const bool pairs = device.multiprocessors > 1 && device.max_cluster != 1;
+        return are_wide_blocks(problem.pattern) && pairs ? 2 : 1;
+    }
+
+    // The number of tiles is on the device. That of wide blocks is nearly known, though: most are in pairs.
+    // If it would not be split, there is no need to launch a second kernel that finds nothing to do.
+    static bool may_split(const Problem& problem, const Device& device) {
+        constexpr int kSpareTiles = 4;
+        const int steps = sdd_steps(problem), team = team_size(problem, device);
+        if (!are_wide_blocks(problem.pattern)) return steps >= kMinSplitSteps;
+        const auto pairs = static_cast<int>((problem.pattern.nnz + 1) / 2);
+        for (int tiles = pairs; tiles <= pairs + kSpareTiles; ++tiles)
+            if (SddSchedule(tiles, steps, device.multiprocessors / team, team, true).is_split()) return true;
+        return false;
+    }
+
+    // Where tiles come one after another quickly, storing the results of one would keep the next waiting.
+    // Where they take longer, or come alone, a fourth stage is worth more.
+    static bool stages_results(const Problem& problem, const Device& device) {
+        constexpr int kMostSteps = 12;
+        return stages_last(problem) && sdd_steps(problem) <= kMostSteps &&
+               fills(problem, device, kTileValues);
+    }
+    static bool stages_last(const Problem& problem) {
+        return are_wide_blocks(problem.pattern) && !problem.accumulate &&
+               problem.result_dtype == Math::kDType;
+    }
+
+    // Only where there is a round of tiles that are not split. Wide blocks have no use for it.
+    static bool is_paced(const Problem& problem, const Device& device) {
+        return !are_wide_blocks(problem.pattern) && fills(problem, device, kTileValues);
+    }
+
+    // The kernel, and the one that adds partial sums, for one dtype of results.
+    template <class OfResult>
+    static cudaError_t start_for(const SddArguments& arguments, const Problem& problem, void* stream) {
+        const bool row_major_y = problem.y.layout == Layout::row_major;
+        const bool row_major_x = problem.x.layout == Layout::row_major;
+        const auto start =
+            row_major_y ? (row_major_x ? start_on<OfResult, true, true> : start_on<OfResult, true, false>)
+                        : (row_major_x ? start_on<OfResult, false, true> : start_on<OfResult, false, false>);
+        if (const cudaError_t error = start(arguments, stream)) return error;
+        if (!arguments.may_split) return cudaSuccess;
+        const int ctas = 16 * arguments.teams * arguments.team_size;
+        return launch_early<sdd_reduce<OfResult>, 0>(arguments, ctas, 128, stream);
+    }
+
+    template <class OfResult, bool kRowMajorY, bool kRowMajorX>
+    static cudaError_t start_on(const SddArguments& arguments, void* stream) {
+        return ClusterLauncher<sdd_kernel<OfResult, kRowMajorY, kRowMajorX>, SddArguments>::launch(
+            arguments, arguments.teams, arguments.team_size, Traits::kThreads, Traits::kSharedBytes, stream,
+            false);
+    }
+
+    static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device) {
+        const Pattern& pattern = problem.pattern;
+        const int unit = strip_unit(pattern);
+        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.plan_key = plan_key(pattern, problem.op, kPlan);
+        arguments.values = problem.values.data;
+        arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
+        arguments.x_operand = describe_operand(problem.x, unit);
+        arguments.plan_lines = plan_lines(pattern);
+        arguments.steps = sdd_steps(problem);
+        arguments.team_size = team_size(problem, device);
+        arguments.teams = device.multiprocessors / arguments.team_size;
+        arguments.may_split = may_split(problem, device);
+        arguments.stages_results = stages_results(problem, device);
+        arguments.stages_last = stages_last(problem);
+        if (arguments.stages_last) {
+            const int64_t lines = pattern.nnz * kWideBlock;
+            if (const cudaError_t error = encode(arguments.blocks, problem.dtype, problem.values.data,
+                                                 {{kWideBlock, 1, unit}, {lines, kWideBlock, unit}}))
+                return error;
+        }
+        arguments.unit_shift = log2_of_block(unit);
+        arguments.row_shift = log2_of_block(pattern.block_rows);
+        arguments.col_shift = log2_of_block(pattern.block_cols);
+        arguments.accumulate = problem.accumulate;
+        if (problem.tokens == 0) return cudaSuccess;  // nothing is loaded
+        if (const cudaError_t error =
+                map(arguments.y, problem, problem.y, pattern.out_features, Traits::kStrip))
+            return error;
+        return map(arguments.x, problem, problem.x, pattern.in_features, unit);
+    }
+
+    static int plan_lines(const Pattern& pattern) {
+        const int64_t tiles = (pattern.value_count() + kTileValues - 1) / kTileValues;
+        const int units = 2 * Traits::kWindow / strip_unit(pattern);
+        const int64_t words = tiles * (4 + 2 * units);  // of tiles, units and slots
+        return static_cast<int>(std::min<int64_t>((sizeof(PlanHeader) + 4 * words) / 128, 4096));
+    }
+
+    // Row-major: tokens are lines of `width` features. Feature-major: features are lines of 64 tokens.
+    static Operand describe_operand(const Matrix& matrix, int width) {
+        const bool row_major = matrix.layout == Layout::row_major;
+        Operand result =
+            row_major ? operand(2 * width, width * Traits::kFeatureBytes) : operand(2 * Traits::kStep, 0);
+        for (int i = 0; i < 4; ++i)
+            result.step[i] = static_cast<uint32_t>(16 * i * (row_major ? 2 * width : 2) / 16);
+        return result;
+    }
+
+    static cudaError_t map(CUtensorMap& map, const Problem& problem, const Matrix& matrix, int64_t features,
+                           int width) {
+        const bool row_major = matrix.layout == Layout::row_major;
+        // What lies beside a line may not be needed before it leaves L2 again.
+        const auto promotion =
+            row_major && width == 32 ? CU_TENSOR_MAP_L2_PROMOTION_L2_64B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+        if (row_major)
+            return encode(map, problem.dtype, matrix.data,
+                          {{features, 1, width}, {problem.tokens, matrix.ld, Traits::kStep}}, promotion);
+        return encode(map, problem.dtype, matrix.data,
+                      {{problem.tokens, 1, Traits::kStep}, {features, matrix.ld, width}}, promotion);
+    }
+};
+
+}  // namespace ts::sm90

@@ -1,0 +1,110 @@
+// The host side of the sdd kernel for blocks of 16 x 16.
+#pragma once
+
+#include "sm90/launch.cuh"
+#include "sm90/sdd_narrow_kernel.cuh"
+#include "sm90/select.h"
+#include "tma/launch.cuh"
+#include "tma/tensor_map.h"
+
+namespace ts::sm90 {
+
+// One row of the registry.
+template <class Math>
+struct SddNarrow {
+    using Common = SddNarrowTraits<Math, float>;  // for what is the same for all
+
+    static const char* refuses(const Problem& problem, const Device& device) {
+        if (const char* reason = sm90::refuses(device, Common::kSharedBytes, 1)) return reason;
+        if (!sdd_fits(problem, device)) return "so many tokens are out of its reach";
+        return are_listed_blocks(problem.pattern) ? nullptr : "its blocks are 16 x 16";
+    }
+
+    static size_t workspace_size(const Problem& problem, const Device& device) {
+        if (problem.pattern.nnz == 0 || !may_split(problem)) return 0;
+        return split_bytes(device, kTileValues);
+    }
+
+    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
+        if (problem.pattern.nnz == 0) return cudaSuccess;
+        SddNarrowArguments arguments{};
+        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.plan_key = plan_key(problem.pattern, problem.op, kListPlan);
+        arguments.values = problem.values.data;
+        arguments.steps = sdd_steps(problem);
+        arguments.ctas = device.multiprocessors;
+        arguments.may_split = may_split(problem);
+        arguments.accumulate = problem.accumulate;
+        if (problem.tokens > 0) {
+            const Pattern& pattern = problem.pattern;
+            if (const cudaError_t error = map(arguments.y, problem, problem.y, pattern.out_features))
+                return error;
+            if (const cudaError_t error = map(arguments.x, problem, problem.x, pattern.in_features))
+                return error;
+        }
+        if (arguments.may_split) {
+            const bool is_paced = fills(problem, device, kTileValues);
+            if (const cudaError_t error = use_split_memory(arguments, workspace, is_paced, stream))
+                return error;
+        }
+        const auto start =
+            problem.result_dtype == Math::kDType ? start_for<typename Math::Element> : start_for<float>;
+        return start(arguments, problem, stream);
+    }
+
+    static constexpr Kernel row(const char* name) {
+        Kernel row{name,
+                   DeviceType::cuda,
+                   90,
+                   1u << static_cast<int>(Op::sdd_tn),
+                   1u << static_cast<int>(Math::kDType),
+                   Precision::highest,
+                   kListPlan,
+                   0,
+                   kListUnit,
+                   0,
+                   refuses,
+                   workspace_size,
+                   launch};
+        row.result_dtypes = 1u << static_cast<int>(Math::kDType) | 1u << static_cast<int>(DType::float32);
+        row.estimate = estimate_sdd_narrow;
+        return row;
+    }
+
+  private:
+    static constexpr int64_t kTileValues = int64_t{kListTileBlocks} * Common::kBlock * Common::kBlock;
+
+    // The number of tiles is on the device.
+    static bool may_split(const Problem& problem) { return sdd_steps(problem) >= kMinSplitSteps; }
+
+    // The kernel, and the one that adds partial sums.
+    template <class Result>
+    static cudaError_t start_for(const SddNarrowArguments& arguments, const Problem& problem, void* stream) {
+        using Traits = SddNarrowTraits<Math, Result>;
+        const bool row_major_y = problem.y.layout == Layout::row_major;
+        const bool row_major_x = problem.x.layout == Layout::row_major;
+        const auto start =
+            row_major_y ? (row_major_x ? start_on<Traits, true, true> : start_on<Traits, true, false>)
+                        : (row_major_x ? start_on<Traits, false, true> : start_on<Traits, false, false>);
+        if (const cudaError_t error = start(arguments, stream)) return error;
+        if (!arguments.may_split) return cudaSuccess;
+        return launch_early<sdd_narrow_reduce<Traits>, 0>(arguments, 16 * arguments.ctas, 128, stream);
+    }
+
+    template <class Traits, bool kRowMajorY, bool kRowMajorX>
+    static cudaError_t start_on(const SddNarrowArguments& arguments, void* stream) {
+        constexpr auto kKernel = sdd_narrow_kernel<Traits, kRowMajorY, kRowMajorX>;
+        return ClusterLauncher<kKernel, SddNarrowArguments>::launch(
+            arguments, arguments.ctas, 1, Traits::kThreads, Traits::kSharedBytes, stream, false);
+    }
+
+    static cudaError_t map(CUtensorMap& map, const Problem& problem, const Matrix& matrix, int64_t features) {
+        if (matrix.layout == Layout::row_major)
+            return encode(map, problem.dtype, matrix.data,
+                          {{features, 1, kListUnit}, {problem.tokens, matrix.ld, Common::kStageTokens}});
+        return encode(map, problem.dtype, matrix.data,
+                      {{problem.tokens, 1, Common::kStageTokens}, {features, matrix.ld, kListUnit}});
+    }
+};
+
+}  // namespace ts::sm90
