@@ -230,6 +230,14 @@ std::string microseconds(const char* what, double time) {
     return text;
 }
 
+Choice with_decision(Choice choice, const Problem& problem, const Device& device) {
+    const Kernel& kernel = *choice.kernel;
+    if (kernel.decide != nullptr)
+        choice.decision =
+            kernel.decide(kernel, choice.expands ? expanded(problem, nullptr) : problem, device);
+    return choice;
+}
+
 }  // namespace
 
 Problem expanded(const Problem& problem, void* plain) {
@@ -240,13 +248,14 @@ Problem expanded(const Problem& problem, void* plain) {
 }
 
 Choice choose(const Problem& problem, const NamedDevice& device, const Wish& wish) {
-    if (wish.kernel != 0) return force(problem, device.properties, wish.kernel);
+    if (wish.kernel != 0)
+        return with_decision(force(problem, device.properties, wish.kernel), problem, device.properties);
     const Preference preference = preference_of(wish);
     const Choice choice = best_wished(problem, device, preference);
     if (const char* reason = why_dense(choice, problem, device.properties, preference, wish.policy))
         return {TS_RUN_DENSE, choice.kernel, reason, false, choice.measured};
     if (choice.kernel == nullptr) fail_unsupported(problem, device.properties);
-    return choice;
+    return with_decision(choice, problem, device.properties);
 }
 
 std::optional<double> estimate(const Problem& problem, const Device& device, int32_t kernel) {

@@ -27,6 +27,7 @@ struct Choice {
     const char* reason;
     bool expands = false;                      // the kernel is given the expansion of the values
     std::optional<Measurement> measured = {};  // by which was chosen
+    Decision decision = {};                    // for the kernel and what it is given
 };
 
 // The problem as such a kernel is given it, with plain values, wherever they lie.

@@ -72,15 +72,14 @@ size_t dense_bytes(const Problem& problem, const Choice& choice) {
 }
 
 // True if the gradient of the bias is summed apart from the product.
-bool sums_apart(const Problem& problem, const Device& device, const Kernel& kernel) {
-    return problem.bias_gradient.data != nullptr &&
-           (kernel.sums_y == nullptr || !kernel.sums_y(problem, device));
+bool sums_apart(const Problem& problem, const Choice& choice) {
+    return problem.bias_gradient.data != nullptr && !choice.decision.sums_y;
 }
 
 // The problem that the kernel is given.
-Problem given_to_kernel(const Problem& problem, const Device& device, const Choice& choice, void* dense) {
+Problem given_to_kernel(const Problem& problem, const Choice& choice, void* dense) {
     Problem given = choice.expands ? expanded(problem, dense) : problem;
-    if (sums_apart(problem, device, *choice.kernel)) given.bias_gradient = {};
+    if (sums_apart(problem, choice)) given.bias_gradient = {};
     return given;
 }
 
@@ -91,13 +90,13 @@ void launch(const Problem& problem, const Device& device, const Choice& choice, 
     const Kernel& kernel = *choice.kernel;
     if (choice.expands) dequantize_values(problem, workspace, stream);
     void* const rest = static_cast<std::byte*>(workspace) + dense_bytes(problem, choice);
-    const Problem given = given_to_kernel(problem, device, choice, workspace);
-    const auto run = [&] { return kernel.launch(given, device, rest, stream); };
+    const Problem given = given_to_kernel(problem, choice, workspace);
+    const auto run = [&] { return kernel.launch(given, device, choice.decision, rest, stream); };
     if (kernel.device == DeviceType::cpu)
         run();
     else
         launch_checked(kernel.name, run);
-    if (sums_apart(problem, device, kernel)) sum_y(problem, device, workspace, stream);
+    if (sums_apart(problem, choice)) sum_y(problem, device, workspace, stream);
 }
 
 }  // namespace
@@ -113,9 +112,10 @@ size_t packed_size(const Problem& problem, const Choice& choice) {
 }
 
 size_t workspace_size(const Problem& problem, const Device& device, const Choice& choice) {
-    const Problem given = given_to_kernel(problem, device, choice, nullptr);
-    const size_t bytes = dense_bytes(problem, choice) + choice.kernel->workspace_size(given, device);
-    const bool apart = sums_apart(problem, device, *choice.kernel);
+    const Problem given = given_to_kernel(problem, choice, nullptr);
+    const size_t bytes =
+        dense_bytes(problem, choice) + choice.kernel->workspace_size(given, device, choice.decision);
+    const bool apart = sums_apart(problem, choice);
     return apart ? std::max(bytes, sums_workspace_size(problem, device)) : bytes;
 }
 

@@ -180,6 +180,14 @@ struct PlanShape {
     PlanKind kind = PlanKind::tiles;
 };
 
+// What the choice of kernels decides for one product beside the kernel. The workspace and the launch follow
+// it.
+struct Decision {
+    int64_t parts = 1;          // at most, into which the sums of a tile over k are cut (split-K)
+    bool reads_blocks = false;  // from where they lie in values, one by one, instead of packing them first
+    bool sums_y = false;        // for the gradient of the bias, which ts_matmul otherwise sums on its own
+};
+
 // One row of the registry.
 struct Kernel {
     const char* name;
@@ -194,17 +202,16 @@ struct Kernel {
     int32_t max_tokens;  // 0: any number
     // nullptr if the kernel computes the problem on the device, otherwise why not.
     const char* (*refuses)(const Problem&, const Device&);
-    size_t (*workspace_size)(const Problem&, const Device&);
+    size_t (*workspace_size)(const Problem&, const Device&, const Decision&);
     // 0, or the CUDA error of the launch.
-    int32_t (*launch)(const Problem&, const Device&, void* workspace, void* stream);
+    int32_t (*launch)(const Problem&, const Device&, const Decision&, void* workspace, void* stream);
     bool splits = false;  // the sums of few tiles into parts, see part_count
     // What of values and results it computes with; the dtypes are bits, 0 for those of the activations.
     uint32_t storages = 1u << static_cast<int>(Storage::plain);
     uint32_t values_dtypes = 0;
     uint32_t result_dtypes = 0;
-    // Whether it computes the gradient of the bias with that of the values. Where it does not, or for
-    // nullptr, ts_matmul sums y in a kernel of its own, before.
-    bool (*sums_y)(const Problem&, const Device&) = nullptr;
+    // nullptr where there is nothing to decide.
+    Decision (*decide)(const Kernel&, const Problem&, const Device&) = nullptr;
     // Microseconds the product would take; nullptr where kernels go by their place in the registry.
     double (*estimate)(const Kernel&, const Problem&, const Device&) = nullptr;
     // A copy of the values as the kernel multiplies them, which serves until values or plan change: its

@@ -123,9 +123,10 @@ struct Dds {
         return occupancy(device).resident == 0 ? "the device has too little shared memory" : nullptr;
     }
 
-    static size_t workspace_size(const Problem&, const Device&) { return 0; }
+    static size_t workspace_size(const Problem&, const Device&, const Decision&) { return 0; }
 
-    static int32_t launch(const Problem& problem, const Device& device, void*, void* stream) {
+    static int32_t launch(const Problem& problem, const Device& device, const Decision&, void*,
+                          void* stream) {
         const Matrix &input = problem.input(), &output = problem.output();
         const int64_t tiles = row_tiles(problem) * token_tiles(problem);
         if (tiles == 0) return cudaSuccess;

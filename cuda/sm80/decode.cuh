@@ -122,9 +122,10 @@ struct Decode {
         return device.shared_memory < kSharedBytes ? "the device has too little shared memory" : nullptr;
     }
 
-    static size_t workspace_size(const Problem&, const Device&) { return 0; }
+    static size_t workspace_size(const Problem&, const Device&, const Decision&) { return 0; }
 
-    static int32_t launch(const Problem& problem, const Device& device, void*, void* stream) {
+    static int32_t launch(const Problem& problem, const Device& device, const Decision&, void*,
+                          void* stream) {
         if (problem.tokens == 0 || problem.features() == 0) return cudaSuccess;
         const int64_t features = problem.features() * ((problem.tokens + 63) / 64) / device.multiprocessors;
         return Formats::with_format(problem, [&](auto format) {

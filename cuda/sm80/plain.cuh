@@ -133,9 +133,9 @@ __global__ void __launch_bounds__(kPlainThreads) plain_sdd(const __grid_constant
 // Host side: the row of the registry.
 struct Plain {
     static const char* refuses(const Problem&, const Device&) { return nullptr; }
-    static size_t workspace_size(const Problem&, const Device&) { return 0; }
+    static size_t workspace_size(const Problem&, const Device&, const Decision&) { return 0; }
 
-    static int32_t launch(const Problem& problem, const Device&, void*, void* stream) {
+    static int32_t launch(const Problem& problem, const Device&, const Decision&, void*, void* stream) {
         return problem.op == Op::sdd_tn ? launch_sdd(problem, stream) : launch_dds(problem, stream);
     }
 

@@ -154,12 +154,13 @@ struct Sdd {
         return best;
     }
 
-    static size_t workspace_size(const Problem& problem, const Device& device) {
+    static size_t workspace_size(const Problem& problem, const Device& device, const Decision&) {
         const int count = choose_parts(problem, device);
         return count > 1 ? count * problem.pattern.value_count() * sizeof(float) : 0;
     }
 
-    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
+    static int32_t launch(const Problem& problem, const Device& device, const Decision&, void* workspace,
+                          void* stream) {
         if (problem.pattern.nnz == 0) return cudaSuccess;
         const int parts = choose_parts(problem, device), stage_count = stages(device);
         const int64_t steps = (problem.tokens + Traits::kStep - 1) / Traits::kStep;

@@ -33,14 +33,15 @@ struct Dds {
     }
 
     // The partial sums.
-    static size_t workspace_size(const Problem& problem, const Device& device) {
-        return partial_bytes<Traits>(tile_count(problem) * span_count(problem), parts_of(problem, device));
+    static size_t workspace_size(const Problem& problem, const Device&, const Decision& decision) {
+        return partial_bytes<Traits>(tile_count(problem) * span_count(problem), decision.parts);
     }
 
-    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
-        const int64_t parts = parts_of(problem, device);
-        return in_chunks(problem, kSpanTokens, most_spans(problem, device),
-                         [&](const Problem& chunk) { return launch_chunk(chunk, parts, workspace, stream); });
+    static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
+                          void* workspace, void* stream) {
+        return in_chunks(problem, kSpanTokens, most_spans(problem, device), [&](const Problem& chunk) {
+            return launch_chunk(chunk, decision.parts, workspace, stream);
+        });
     }
 
     static constexpr Kernel row(const char* name) {
@@ -61,6 +62,7 @@ struct Dds {
                    Weight::kStorages,
                    Weight::kDTypes};
         row.estimate = Weight::kEstimate;
+        row.decide = decide_dds;
         row.clusters = count_clusters<dds_kernel<Traits, true>, DdsArguments, Traits>;
         return row;
     }
@@ -77,12 +79,6 @@ struct Dds {
                 return multiply_parts(arguments, problem, tiles * spans, stream);
             }
         return multiply(arguments, problem, tiles * spans, stream);
-    }
-
-    static int64_t parts_of(const Problem& problem, const Device& device) {
-        if (!Traits::kSplits) return 1;
-        return part_count(problem, tile_count(problem) * span_count(problem),
-                          device.multiprocessors / Traits::kRanks);
     }
 
     static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, int64_t items,

@@ -36,8 +36,8 @@ struct DdsNarrow {
     }
 
     // The packed weight, where each call packs.
-    static size_t workspace_size(const Problem& problem, const Device& device) {
-        return packs_itself(problem, device) ? packed_size(problem) : 0;
+    static size_t workspace_size(const Problem& problem, const Device&, const Decision& decision) {
+        return packs_itself(problem, decision) ? packed_size(problem) : 0;
     }
 
     static size_t packed_size(const Problem& problem) {
@@ -50,22 +50,23 @@ struct DdsNarrow {
                                 : pack_as<Weight<Math, 16>>(problem, packed, stream);
     }
 
-    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
+    static int32_t launch(const Problem& problem, const Device& device, const Decision& chosen,
+                          void* workspace, void* stream) {
+        Decision decision = chosen;
         const bool wide = is_wide(problem);
-        int64_t parts = 1;
-        if (const cudaError_t error = (wide ? find_parts<32> : find_parts<16>)(problem, device, parts))
+        if (const cudaError_t error = (wide ? fit_parts<32> : fit_parts<16>)(problem, decision.parts))
             return error;
-        const auto start = parts > 1 ? (wide ? launch_as<32, true> : launch_as<16, true>)
-                                     : (wide ? launch_as<32, false> : launch_as<16, false>);
+        const auto start = decision.parts > 1 ? (wide ? launch_as<32, true> : launch_as<16, true>)
+                                              : (wide ? launch_as<32, false> : launch_as<16, false>);
         const int64_t most = most_spans(problem, device);
-        if (span_count(problem) <= most) return start(problem, device, parts, workspace, stream);
+        if (span_count(problem) <= most) return start(problem, decision, workspace, stream);
         Problem packed = problem;  // once for all chunks
-        if (packs_itself(problem, device)) {
+        if (packs_itself(problem, decision)) {
             packed.packed = workspace;
             if (const int32_t error = pack(problem, workspace, stream)) return error;
         }
         return in_chunks(packed, kClusterTokens, most,
-                         [&](const Problem& chunk) { return start(chunk, device, parts, nullptr, stream); });
+                         [&](const Problem& chunk) { return start(chunk, decision, nullptr, stream); });
     }
 
     static constexpr Kernel row(const char* name) {
@@ -91,16 +92,17 @@ struct DdsNarrow {
                    packed_size,
                    pack};
         row.estimate = estimate_narrow;
+        row.decide = decide_narrow;
         return row;
     }
 
   private:
-    // So many that all clusters are there at a time.
+    // Lowers the number of parts until the current device holds all clusters at a time.
     template <int kBlock>
-    static cudaError_t find_parts(const Problem& problem, const Device& device, int64_t& parts) {
+    static cudaError_t fit_parts(const Problem& problem, int64_t& parts) {
         using Split = Kinds<kBlock, true>;
         const int64_t items = tile_count(problem) * span_count(problem);
-        for (parts = narrow_parts(problem, device, kPlan); parts > 1; --parts) {
+        for (; parts > 1; --parts) {
             int resident = 0;
             if (const cudaError_t error =
                     ClusterLauncher<dds_narrow_kernel<Split, true>, DdsArguments>::resident(
@@ -115,9 +117,8 @@ struct DdsNarrow {
     static int64_t square_count(const Problem& problem) {
         return problem.pattern.nnz * (problem.k_block() / problem.row_block());
     }
-    static bool packs_itself(const Problem& problem, const Device& device) {
-        return problem.packed == nullptr && !narrow_reads_blocks(problem, device, kPlan) &&
-               problem.pattern.nnz > 0;
+    static bool packs_itself(const Problem& problem, const Decision& decision) {
+        return problem.packed == nullptr && !decision.reads_blocks && problem.pattern.nnz > 0;
     }
 
     static int64_t tile_count(const Problem& problem) {
@@ -132,13 +133,14 @@ struct DdsNarrow {
     }
 
     template <int kBlock, bool kInParts>
-    static int32_t launch_as(const Problem& problem, const Device& device, int64_t parts, void* workspace,
+    static int32_t launch_as(const Problem& problem, const Decision& decision, void* workspace,
                              void* stream) {
         using Own = Kinds<kBlock, kInParts>;
         const int64_t tiles = tile_count(problem), spans = span_count(problem);
         if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};
-        const bool packs = packs_itself(problem, device);
+        const int64_t parts = decision.parts;
+        const bool packs = packs_itself(problem, decision);
         arguments.packed = static_cast<const char*>(packs ? workspace : problem.packed);
         if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
         if (packs)

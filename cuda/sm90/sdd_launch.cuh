@@ -23,23 +23,15 @@ struct Sdd {
         return sdd_fits(problem, device) ? nullptr : "so many tokens are out of its reach";
     }
 
-    // Beside products, which take most of what L2 gives, the warps that load nothing read so many bytes in a
-    // microsecond (H200). Where the products take less time than that, a kernel of its own is faster.
-    static bool sums_y(const Problem& problem, const Device& device) {
-        constexpr double kBytes = 0.75e6;
-        const double bytes = 2.0 * problem.tokens * problem.pattern.out_features;
-        return problem.pattern.nnz > 0 && bytes < kBytes * estimate_sdd(row(""), problem, device);
-    }
-
     // Counters of the pace and partial sums, and behind them the sums of y.
-    static size_t workspace_size(const Problem& problem, const Device& device) {
+    static size_t workspace_size(const Problem& problem, const Device& device, const Decision& decision) {
         if (problem.pattern.nnz == 0) return 0;
-        const bool sums_y = problem.bias_gradient.data != nullptr;
         return bytes_of_splits(problem, device) +
-               (sums_y ? sums::partial_bytes(problem, sum_warps(device)) : 0);
+               (decision.sums_y ? sums::partial_bytes(problem, sum_warps(device)) : 0);
     }
 
-    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
+    static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
+                          void* workspace, void* stream) {
         if (problem.pattern.nnz == 0) return cudaSuccess;
         SddArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem, device)) return error;
@@ -48,7 +40,7 @@ struct Sdd {
             if (const cudaError_t error = use_split_memory(arguments, workspace, paced, stream)) return error;
         }
         const auto start = problem.result_dtype == Math::kDType ? start_for<Traits> : start_for<WideTraits>;
-        if (problem.bias_gradient.data == nullptr) return start(arguments, problem, stream);
+        if (!decision.sums_y) return start(arguments, problem, stream);
         void* const partial = static_cast<char*>(workspace) + bytes_of_splits(problem, device);
         arguments.sums = sums::share(problem, sum_warps(device), partial);
         if (const cudaError_t error = start(arguments, problem, stream)) return error;
@@ -70,8 +62,8 @@ struct Sdd {
                    workspace_size,
                    launch};
         row.result_dtypes = 1u << static_cast<int>(Math::kDType) | 1u << static_cast<int>(DType::float32);
-        row.sums_y = sums_y;
         row.estimate = estimate_sdd;
+        row.decide = decide_sdd;
         return row;
     }
 

@@ -20,12 +20,13 @@ struct SddNarrow {
         return are_listed_blocks(problem.pattern) ? nullptr : "its blocks are 16 x 16";
     }
 
-    static size_t workspace_size(const Problem& problem, const Device& device) {
+    static size_t workspace_size(const Problem& problem, const Device& device, const Decision&) {
         if (problem.pattern.nnz == 0 || !may_split(problem)) return 0;
         return split_bytes(device, kTileValues);
     }
 
-    static int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
+    static int32_t launch(const Problem& problem, const Device& device, const Decision&, void* workspace,
+                          void* stream) {
         if (problem.pattern.nnz == 0) return cudaSuccess;
         SddNarrowArguments arguments{};
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);

@@ -51,6 +51,13 @@ double float_share(const Kernel& kernel) {
 
 double pairs(const Device& device) { return std::floor(multiprocessors(device) / kCluster); }
 
+int64_t dds_parts(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (!kernel.splits) return 1;
+    const double tiles = divide_up(static_cast<double>(problem.tokens), kernel.tile_tokens) *
+                         divide_up(static_cast<double>(problem.features()), kernel.tile_features);
+    return part_count(problem, static_cast<int64_t>(tiles), device.multiprocessors / kCluster);
+}
+
 // A step of 64 k of a CTA's tile of so many tokens and 128 features, by the narrowest side of a block.
 double dds_step_time(int tokens, int block, bool shares_weight) {
     const int place = block < 64 ? 0 : block == 64 ? 1 : 2;
@@ -82,9 +89,7 @@ double dds_time_of_some_tokens(const Kernel& kernel, const Problem& problem, con
     constexpr double kWhole = 0.35, kLongest = 1.25;
     const double tiles = divide_up(static_cast<double>(problem.tokens), kernel.tile_tokens) *
                          divide_up(static_cast<double>(problem.features()), kernel.tile_features);
-    const auto parts = static_cast<double>(
-        kernel.splits ? part_count(problem, static_cast<int64_t>(tiles), device.multiprocessors / kCluster)
-                      : 1);
+    const auto parts = static_cast<double>(dds_parts(kernel, problem, device));
     const Steps steps = dds_steps_of(kernel, problem);
     const int tokens = shares_weight(kernel) ? kernel.tile_tokens / kCluster : kernel.tile_tokens;
     const double step =
@@ -106,6 +111,16 @@ double narrow_tiles(const Problem& problem, const PlanShape& plan) {
            divide_up(static_cast<double>(problem.tokens), kNarrowResults / plan.tile);
 }
 
+// Clusters of many CTAs leave some of the device's multiprocessors idle.
+int64_t narrow_parts(const Problem& problem, const Device& device, const PlanShape& plan) {
+    constexpr int64_t kMost = 4;  // eight CTAs
+    constexpr double kFilled = 0.92;
+    const auto tiles = static_cast<int64_t>(narrow_tiles(problem, plan));
+    int64_t parts = std::min(part_count(problem, tiles, device.multiprocessors / kCluster), kMost);
+    while (parts > 1 && static_cast<double>(tiles * parts) > kFilled * pairs(device)) --parts;
+    return parts;
+}
+
 double packing_time(const Problem& problem) {
     constexpr double kLeast = 1.3, kRate = 3.3e6;
     return std::max(kLeast, 2 * value_bytes(problem) / kRate);
@@ -119,6 +134,13 @@ double block_time(const Problem& problem, const Device& device, const PlanShape&
                           pattern.block_rows * pattern.density();
     const auto parts = static_cast<double>(narrow_parts(problem, device, plan));
     return kBlock * blocks * divide_up(narrow_tiles(problem, plan) * parts, pairs(device)) / parts;
+}
+
+bool narrow_reads_blocks(const Problem& problem, const Device& device, const PlanShape& plan) {
+    const Pattern& pattern = problem.pattern;
+    return problem.packed == nullptr && problem.forward() && has_small_blocks(problem) &&
+           pattern.nnz * pattern.block_rows <= std::numeric_limits<int32_t>::max() &&
+           block_time(problem, device, plan) < packing_time(problem);
 }
 
 double narrow_time_of_some_tokens(const Problem& problem, const Device& device, const PlanShape& plan) {
@@ -183,6 +205,10 @@ double estimate_dds_float(const Kernel& kernel, const Problem& problem, const De
     return dds_time(kernel, problem, device, float_share(kernel), kCluster);
 }
 
+Decision decide_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
+    return {dds_parts(kernel, problem, device)};
+}
+
 // Tiles of 256 x 256, which share the weight, read less than dds_work counts where there is little k, and are
 // the faster ones for rows of unequal length. Packing is a part of what was fitted, but for few tokens and
 // long blocks.
@@ -197,21 +223,8 @@ double estimate_narrow(const Kernel& kernel, const Problem& problem, const Devic
     return packs ? time + packing_time(problem) : time;
 }
 
-// Clusters of many CTAs leave some of the device's multiprocessors idle.
-int64_t narrow_parts(const Problem& problem, const Device& device, const PlanShape& plan) {
-    constexpr int64_t kMost = 4;  // eight CTAs
-    constexpr double kFilled = 0.92;
-    const auto tiles = static_cast<int64_t>(narrow_tiles(problem, plan));
-    int64_t parts = std::min(part_count(problem, tiles, device.multiprocessors / kCluster), kMost);
-    while (parts > 1 && static_cast<double>(tiles * parts) > kFilled * pairs(device)) --parts;
-    return parts;
-}
-
-bool narrow_reads_blocks(const Problem& problem, const Device& device, const PlanShape& plan) {
-    const Pattern& pattern = problem.pattern;
-    return problem.packed == nullptr && problem.forward() && has_small_blocks(problem) &&
-           pattern.nnz * pattern.block_rows <= std::numeric_limits<int32_t>::max() &&
-           block_time(problem, device, plan) < packing_time(problem);
+Decision decide_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
+    return {narrow_parts(problem, device, kernel.plan), narrow_reads_blocks(problem, device, kernel.plan)};
 }
 
 double estimate_sdd(const Kernel&, const Problem& problem, const Device& device) {
@@ -221,6 +234,17 @@ double estimate_sdd(const Kernel&, const Problem& problem, const Device& device)
     const double product = time.columns * present(problem.pattern.density(), rows) + time.all;
     const double products = problem_size(problem) * product / multiprocessors(device);
     return kStart + 1e-6 * (products + time.byte * activation_bytes(problem));
+}
+
+// Beside products, which take most of what L2 gives, the warps that load nothing read so many bytes of y in a
+// microsecond (H200). Where the products take less time than that, a kernel of its own is faster.
+Decision decide_sdd(const Kernel& kernel, const Problem& problem, const Device& device) {
+    constexpr double kBytes = 0.75e6;
+    if (problem.bias_gradient.data == nullptr || problem.pattern.nnz == 0) return {};
+    const double bytes = 2.0 * problem.tokens * problem.pattern.out_features;
+    Decision decision;
+    decision.sums_y = bytes < kBytes * estimate_sdd(kernel, problem, device);
+    return decision;
 }
 
 // Shared memory brings blocks one by one, and tiles have more units for a block the fewer there are.

@@ -1,4 +1,5 @@
-// What the kernels of this folder take, which is what kernels are chosen by: microseconds, host code.
+// The choice among the kernels of this folder: estimates of their times, in microseconds, and what is decided
+// for the one that is chosen. Host code.
 #pragma once
 
 #include <optional>
@@ -17,9 +18,9 @@ double estimate_sdd_narrow(const Kernel& kernel, const Problem& problem, const D
 // Writing W out dense and leaving the product to cuBLAS, where it was measured on such a device.
 std::optional<double> estimate_dense(const Problem& problem, const Device& device);
 
-// Of the kernels for narrow blocks, by their plans: into how many parts sums over k are cut, in a cluster of
-// two CTAs each; and whether blocks are read where they are, for which no call packs the weight.
-int64_t narrow_parts(const Problem& problem, const Device& device, const PlanShape& plan);
-bool narrow_reads_blocks(const Problem& problem, const Device& device, const PlanShape& plan);
+// See Kernel::decide.
+Decision decide_dds(const Kernel& kernel, const Problem& problem, const Device& device);
+Decision decide_narrow(const Kernel& kernel, const Problem& problem, const Device& device);
+Decision decide_sdd(const Kernel& kernel, const Problem& problem, const Device& device);
 
 }  // namespace ts::sm90

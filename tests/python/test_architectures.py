@@ -69,8 +69,8 @@ namespace ts::sm86 {
 template <int kTileTokens>
 struct Stub {
     static const char* refuses(const Problem&, const Device&) { return nullptr; }
-    static size_t workspace_size(const Problem&, const Device&) { return 0; }
-    static int32_t launch(const Problem&, const Device&, void*, void*) { return 0; }
+    static size_t workspace_size(const Problem&, const Device&, const Decision&) { return 0; }
+    static int32_t launch(const Problem&, const Device&, const Decision&, void*, void*) { return 0; }
     static constexpr Kernel row(const char* name) {
         Kernel row{name, DeviceType::cuda, 86, 1u << static_cast<int>(Op::dds_nt),
                    1u << static_cast<int>(DType::float16), Precision::highest, {0, 0}, kTileTokens, 128, 0,

@@ -30,7 +30,7 @@ const Steps& steps_of(const Problem& problem) {
 }
 
 template <const InstructionSet& set>
-size_t workspace_size(const Problem& problem, const Device& device) {
+size_t workspace_size(const Problem& problem, const Device& device, const Decision&) {
     const Steps& steps = steps_of<set>(problem);
     if (is_empty(problem)) return 0;
     if (problem.op == Op::sdd_tn) return sdd_workspace_size(steps, problem, device);
@@ -39,10 +39,11 @@ size_t workspace_size(const Problem& problem, const Device& device) {
 }
 
 template <const InstructionSet& set>
-int32_t launch(const Problem& problem, const Device& device, void* workspace, void*) {
+int32_t launch(const Problem& problem, const Device& device, const Decision& decision, void* workspace,
+               void*) {
     const Steps& steps = steps_of<set>(problem);
     if (is_empty(problem)) return 0;
-    advise_huge_pages(workspace, workspace_size<set>(problem, device));
+    advise_huge_pages(workspace, workspace_size<set>(problem, device, decision));
     if (problem.op == Op::sdd_tn)
         sdd(steps, set.steps[static_cast<int>(problem.result_dtype)].finish, problem, device, workspace);
     else if (suits_decode(steps, problem))
