@@ -32,6 +32,12 @@ constexpr int element_size(DType dtype) {
     return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
 }
 
+// A set of operations, dtypes or storages as the registry has it.
+template <class... Values>
+constexpr uint32_t bits_of(Values... values) {
+    return (... | (1u << static_cast<int>(values)));
+}
+
 // One direction of a pattern: the kept blocks of each row (or column), in order.
 struct Adjacency {
     const int32_t* ptr;   // [rows + 1]
@@ -193,8 +199,8 @@ struct Kernel {
     const char* name;
     DeviceType device;
     int32_t min_compute_capability;
-    uint32_t ops;     // bit 1 << Op
-    uint32_t dtypes;  // bit 1 << DType
+    uint32_t ops;     // see bits_of()
+    uint32_t dtypes;  // of the activations
     Precision precision;
     PlanShape plan;
     int32_t tile_tokens;
@@ -207,7 +213,7 @@ struct Kernel {
     int32_t (*launch)(const Problem&, const Device&, const Decision&, void* workspace, void* stream);
     bool splits = false;  // the sums of few tiles into parts, see part_count
     // What of values and results it computes with; the dtypes are bits, 0 for those of the activations.
-    uint32_t storages = 1u << static_cast<int>(Storage::plain);
+    uint32_t storages = bits_of(Storage::plain);
     uint32_t values_dtypes = 0;
     uint32_t result_dtypes = 0;
     // nullptr where there is nothing to decide.

@@ -13,7 +13,7 @@ namespace ts {
 
 // Of all formats for blocks as they are, in the dtype of the activations.
 struct PlainStorage {
-    static constexpr uint32_t kStorages = 1u << static_cast<int>(Storage::plain);
+    static constexpr uint32_t kStorages = bits_of(Storage::plain);
     static constexpr uint32_t kDTypes = 0;
 };
 

@@ -13,8 +13,8 @@ namespace ts::sm90 {
 struct DdsArguments {
     // Left empty where nothing is read through them. Those of activations and results are row-major
     // [tokens][features], else [features][tokens].
-    CUtensorMap input;       // of dds_kernel, feature-major: [tokens / 64][k][64]
-    CUtensorMap input_tail;  // feature-major: the tokens that do not fill 64
+    CUtensorMap input;       // of dds_kernel, column-major: [tokens / 64][k][64]
+    CUtensorMap input_tail;  // column-major: the tokens that do not fill 64
     CUtensorMap values;      // [nnz * block_rows][block_cols]
     CUtensorMap output;
     CUtensorMap residual;  // or gate

@@ -45,22 +45,15 @@ struct Dds {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row{name,
-                   DeviceType::cuda,
-                   90,
-                   1u << static_cast<int>(kOp),
-                   1u << static_cast<int>(Math::kDType),
-                   Math::kPrecision,
-                   kPlan,
-                   kSpanTokens,
-                   kClusterFeatures,
-                   0,
-                   refuses,
-                   workspace_size,
-                   launch,
-                   Traits::kSplits,
-                   Weight::kStorages,
-                   Weight::kDTypes};
+        Kernel row = make_row<Dds>(name);
+        row.ops = bits_of(kOp);
+        row.dtypes = bits_of(Math::kDType);
+        row.precision = Math::kPrecision;
+        row.tile_tokens = kSpanTokens;
+        row.tile_features = kClusterFeatures;
+        row.splits = Traits::kSplits;
+        row.storages = Weight::kStorages;
+        row.values_dtypes = Weight::kDTypes;
         row.estimate = Weight::kEstimate;
         row.decide = decide_dds;
         row.clusters = count_clusters<dds_kernel<Traits, true>, DdsArguments, Traits>;

@@ -67,9 +67,8 @@ class NarrowConsumer {
   private:
     using Weight = typename Traits::Weight;
     using Epilogue = DdsEpilogue<Traits>;
-    using Atom =
-        typename NarrowAtom<typename Traits::Math,
-                            kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>::Type;
+    using Atom = typename Traits::Math::template RegisterAtom<
+        kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN, Traits::kTileTokens>;
     static constexpr int kQuarters = Traits::kLine / 16;
     static constexpr int kBlockQuarters = Traits::kBlock / 16;
     // Of activations as an operand, but for their address; see operand().
@@ -146,18 +145,13 @@ class NarrowConsumer {
             if ((mask >> 4 * k16 & 0xf) == 0) continue;
 #pragma unroll
             for (int i = k16; i < k16 + kBlockQuarters; ++i)
-                fma(sums, fragments[i],
+                wgmma<Atom>(
+                    sums, fragments[i],
                     uint64_t{arguments_.tokens_by_k.high} << 32 | (input + i * (kRowMajorInput ? 2 : 128)),
-                    std::make_index_sequence<Traits::kSums>());
+                    true);
             cute::warpgroup_commit_batch();
         }
         cute::warpgroup_wait<0>();
-    }
-
-    template <size_t... kIndex>
-    __device__ static void fma(float (&sums)[Traits::kSums], const WeightFragment& a, uint64_t b,
-                               std::index_sequence<kIndex...>) {
-        Atom::fma(a[0], a[1], a[2], a[3], b, sums[kIndex]..., cute::SM90::GMMA::ScaleOut::One);
     }
 
     const DdsArguments& arguments_;

@@ -70,27 +70,16 @@ struct DdsNarrow {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row{name,
-                   DeviceType::cuda,
-                   90,
-                   1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn),
-                   1u << static_cast<int>(Math::kDType),
-                   Precision::highest,
-                   kPlan,
-                   kClusterTokens,
-                   kClusterFeatures,
-                   0,
-                   refuses,
-                   workspace_size,
-                   launch,
-                   true,
-                   Weight<Math, 32>::kStorages,
-                   Weight<Math, 32>::kDTypes,
-                   0,
-                   nullptr,
-                   nullptr,
-                   packed_size,
-                   pack};
+        Kernel row = make_row<DdsNarrow>(name);
+        row.ops = bits_of(Op::dds_nt, Op::dds_nn);
+        row.dtypes = bits_of(Math::kDType);
+        row.tile_tokens = kClusterTokens;
+        row.tile_features = kClusterFeatures;
+        row.splits = true;
+        row.storages = Weight<Math, 32>::kStorages;
+        row.values_dtypes = Weight<Math, 32>::kDTypes;
+        row.packed_size = packed_size;
+        row.pack = pack;
         row.estimate = estimate_narrow;
         row.decide = decide_narrow;
         return row;

@@ -5,21 +5,10 @@
 
 #include "sm90/dds_arguments.cuh"
 #include "sm90/dds_narrow_weight.cuh"
+#include "sm90/shared_memory.cuh"
 #include "tma/ring.cuh"
 
 namespace ts::sm90 {
-
-// Products of 64 features, whose weight is in registers, and 128 tokens.
-template <class Math, cute::SM90::GMMA::Major kInput>
-struct NarrowAtom;
-template <cute::SM90::GMMA::Major kInput>
-struct NarrowAtom<bf16, kInput> {
-    using Type = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, kInput>;
-};
-template <cute::SM90::GMMA::Major kInput>
-struct NarrowAtom<f16, kInput> {
-    using Type = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kInput>;
-};
 
 // A step takes a while, and longer the more blocks are in it. Steps of 128 k of random patterns at densities
 // .1, .25 and .5 took about .22 + density in units of 2 us.
@@ -46,7 +35,7 @@ struct NarrowCosts {
 //
 // Warpgroups with more blocks in a step than others fall behind by what shared memory holds beside the
 // results.
-template <class Math_, class Weight_, int kTokenRanks, int kStep_, int kStages_, bool kSplits_ = false>
+template <class Math_, class Weight_, int kTokenRanks, int kStep_, int kInputRingBytes, bool kSplits_>
 struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     using Ranks = DdsRanks<kTokenRanks, 2 / kTokenRanks, 128>;
     using Math = Math_;
@@ -61,8 +50,8 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     }
 
     static constexpr int kRankTokens = kTileTokens / kRowRanks;  // of which a CTA loads the activations
-    static constexpr int kBoxTokens = 64;  // of feature-major activations, those that lie side by side
-    static constexpr int kWarpgroups = 4;  // warpgroups that multiply
+    static constexpr int kBoxTokens = 64;          // of column-major activations, those that lie side by side
+    static constexpr int kWarpgroups = 4;          // warpgroups that multiply
     static constexpr int kWarpgroupFeatures = 64;  // as many as wgmma has rows
     static constexpr int kTileFeatures = kWarpgroups * kWarpgroupFeatures;
     static constexpr int kWarpFeatures = kWarpgroupFeatures / 4;  // of which one warp has the weight
@@ -72,20 +61,21 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     static constexpr int kStep = kStep_;
     static constexpr int kLine = 64;  // of k that lie side by side
     static constexpr int kLines = kStep / kLine;
-    static constexpr int kStages = kStages_;
     static constexpr int kInputBytes = kTileTokens * kStep * 2;
+    static constexpr int kStages = kInputRingBytes / kInputBytes;
     static constexpr int kBlockBytes = Weight::kBlockBytes;
-    static constexpr int kBlocks = ((192 << 10) - kStages * kInputBytes) / kBlockBytes;
-    static_assert(kBlocks >= kBlockRows * kStep / kBlock);  // as many as a step can have
-
     static constexpr int kChunkTokens = 64;  // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * 2;
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = 1;
+    static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;
+    static constexpr int kBlocks = (kStagedBytes - kResultBytes - kInputRingBytes) / kBlockBytes;
+    static_assert(kBlocks >= kBlockRows * kStep / kBlock);  // as many as a step can have
+
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
     static constexpr bool kSplits = kSplits_;                             // for few tiles
     // Of the sums of other parts a CTA has those of one or two of its warpgroups, in place of activations.
-    static_assert(!kSplits_ || kStages * kInputBytes >= kWarpgroups * kSums * 128 * 4);
+    static_assert(!kSplits_ || kInputRingBytes >= kWarpgroups * kSums * 128 * 4);
     using Costs = NarrowCosts<kBlock, kStep, kBlockRows, kRowRanks>;
     using Schedule = tma::Schedule<kSplits, Costs>;
 
@@ -102,16 +92,18 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
         Schedule schedule;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
-    static_assert(kSharedBytes <= 227 * 1024);
+    static_assert(kSharedBytes <= kSharedCapacity);
 };
 
 // What there is of shared memory is for activations where the weight is sparse, for more of the weight where
 // it is not: by the steps of the plan, and how full they are.
 template <class Math, class Weight, int kTokenRanks, bool kSplits>
 struct NarrowKinds {
-    using Crowded = NarrowTraits<Math, Weight, kTokenRanks, 64, kSplits ? 8 : 6, kSplits>;  // narrow steps
-    using Common = NarrowTraits<Math, Weight, kTokenRanks, 128, kSplits ? 4 : 3, kSplits>;
-    using Thin = NarrowTraits<Math, Weight, kTokenRanks, 128, 4, kSplits>;
+    // For activations. Where tiles are split, these bytes also receive the sums of other parts.
+    static constexpr int kMoreBytes = 128 << 10, kFewerBytes = kSplits ? kMoreBytes : 96 << 10;
+    using Crowded = NarrowTraits<Math, Weight, kTokenRanks, 64, kFewerBytes, kSplits>;  // narrow steps
+    using Common = NarrowTraits<Math, Weight, kTokenRanks, 128, kFewerBytes, kSplits>;
+    using Thin = NarrowTraits<Math, Weight, kTokenRanks, 128, kMoreBytes, kSplits>;
     static constexpr int kThinFill = 20;  // up to which a plan is thin; see PlanHeader
 
     static constexpr int kRanks = Common::kRanks, kThreads = Common::kThreads;

@@ -5,11 +5,9 @@
 #include <cute/arch/copy_sm75.hpp>
 
 #include "common/weight.h"
+#include "sm90/wgmma.cuh"
 
 namespace ts::sm90 {
-
-// Of the weight, what a lane gives to a product of a warp's 16 features by 16 of k.
-using WeightFragment = uint32_t[4];
 
 // A packed block is [kBlock features][kBlock of k]. Of its lines of 2 kBlock bytes, vectors of 16 are
 // swizzled as TMA does over that width, so that eight features can be read from shared memory at once.

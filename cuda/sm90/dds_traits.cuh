@@ -6,6 +6,7 @@
 
 #include "sm90/dds_arguments.cuh"
 #include "sm90/dds_weight.cuh"
+#include "sm90/shared_memory.cuh"
 
 namespace ts::sm90 {
 
@@ -46,13 +47,19 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     static constexpr int kElementBytes = sizeof(Element);
     static constexpr int kTokenBytes = kTileTokens * kElementBytes;  // of all tokens at one k
     static constexpr int kInputBytes = kTokenBytes * kStep;
-    static constexpr int kInputStages = kTileTokens == 64 ? 10 : 4 * 256 / kTileTokens / Math::kParts;
-    static constexpr int kWeightStages = Weight::stages(kTileTokens);
-
     static constexpr int kChunkTokens = 128 / kElementBytes;  // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * kElementBytes;
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
-    static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;       // buffers of a warpgroup
+    static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;  // buffers of a warpgroup
+    static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;
+
+    // The weight has what activations and results leave, up to the stages that its format asks for.
+    static constexpr int kInputRingBytes = (kTileTokens == 64 ? 80 : 128) << 10;
+    static constexpr int kInputStages = kInputRingBytes / (Math::kParts * kInputBytes);
+    static constexpr int kWeightStages =
+        std::min((kStagedBytes - kResultBytes - kInputRingBytes) / (kWarpgroups * Weight::kStageBytes),
+                 Weight::most_stages(kTileTokens));
+
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
     static constexpr bool kSplits = kTileTokens <= 128;                   // made for few tiles
     using Costs = StepCosts;
@@ -73,7 +80,7 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
         std::conditional_t<kSplitsInput, Barrier[kInputStages], NoBarriers> split;  // of the input's stages
     };
     static constexpr int kSharedBytes = sizeof(Shared);
-    static_assert(kSharedBytes <= 227 * 1024);
+    static_assert(kSharedBytes <= kSharedCapacity);
 };
 
 // Host side: of k that lie in one block, those of a step.

@@ -33,7 +33,7 @@ struct PlainWeight : PlainStorage, InSharedMemory {
     static constexpr int kOtherFills = 0;  // arrivals that say that what is not in boxes is there
     static constexpr auto kEstimate = estimate_dds;
 
-    static constexpr int stages(int tile_tokens) { return tile_tokens == 64 ? 6 : 3; }
+    static constexpr int most_stages(int tile_tokens) { return tile_tokens == 64 ? 6 : 3; }
 
     // Lines of values, which are [nnz * block_rows, block_cols].
     static int64_t value_rows(const Pattern& pattern) { return pattern.nnz * pattern.block_rows; }

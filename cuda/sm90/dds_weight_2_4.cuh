@@ -2,6 +2,8 @@
 // multiply by wgmma for sparse operands.
 #pragma once
 
+#include <climits>
+
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/mma_sm90_gmma_sparse.hpp>
 
@@ -30,7 +32,7 @@ TS_SPARSE_ATOM(f16, 256, GMMA_64x256x32_F32F16F16_SS)
 // memory, which every CTA loads for itself: the words that the threads of a warp need lie side by side.
 template <class Math>
 struct CompressedWeight : InSharedMemory {
-    static constexpr uint32_t kStorages = 1u << static_cast<int>(Storage::two_of_four);
+    static constexpr uint32_t kStorages = bits_of(Storage::two_of_four);
     static constexpr uint32_t kDTypes = 0;
     static constexpr int kFeatures = 64;
     static constexpr int kStep = 64;
@@ -39,8 +41,8 @@ struct CompressedWeight : InSharedMemory {
     static constexpr int kOtherFills = 32;  // one by each lane
     static constexpr auto kEstimate = estimate_dds_2_4;
 
-    // As many as there is room for: steps are short.
-    static constexpr int stages(int tile_tokens) { return tile_tokens == 256 ? 5 : 7; }
+    // As many as fit: steps are short.
+    static constexpr int most_stages(int) { return INT_MAX; }
 
     // Lines of values, which are [nnz * block_rows, block_cols / 2].
     static int64_t value_rows(const Pattern& pattern) { return pattern.nnz * pattern.block_rows; }
@@ -126,12 +128,11 @@ struct CompressedWeight : InSharedMemory {
         const uint32_t metadata = reinterpret_cast<const uint32_t*>(stage + kBoxBytes)[metadata_place()];
         const uint32_t weight = operand_address(stage);
         const Operand &a = arguments.weight, &b = arguments.tokens_by_k;
-        constexpr auto kAll = std::make_index_sequence<kSums>();
         cute::warpgroup_arrive();
-        fma<SparseAtom<Math, kMajor, kTokens, SparseSel::Zero>>(sums, a.at(weight, 0), b.at(tokens, 0),
-                                                                metadata, add, kAll);
-        fma<SparseAtom<Math, kMajor, kTokens, SparseSel::One>>(sums, a.at(weight, 1), b.at(tokens, 2),
-                                                               metadata, true, kAll);
+        wgmma<SparseAtom<Math, kMajor, kTokens, SparseSel::Zero>>(sums, a.at(weight, 0), b.at(tokens, 0), add,
+                                                                  metadata);
+        wgmma<SparseAtom<Math, kMajor, kTokens, SparseSel::One>>(sums, a.at(weight, 1), b.at(tokens, 2), true,
+                                                                 metadata);
         cute::warpgroup_commit_batch();
     }
 
@@ -144,13 +145,6 @@ struct CompressedWeight : InSharedMemory {
     __device__ static int metadata_place() {
         const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
         return warp * 32 + lane % 4 / 2 * 16 + lane / 4 * 2 + lane % 2;
-    }
-
-    template <class Atom, int kSums, size_t... kIndex>
-    __device__ static void fma(float (&sums)[kSums], uint64_t a, uint64_t b, uint32_t metadata, bool add,
-                               std::index_sequence<kIndex...>) {
-        Atom::fma(a, b, sums[kIndex]..., metadata,
-                  add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
     }
 };
 

@@ -9,11 +9,6 @@
 
 namespace ts::sm90 {
 
-// Products of 64 features and kTokens tokens by 8 of k.
-template <int kTokens>
-using FloatAtom = std::conditional_t<kTokens == 256, cute::SM90::GMMA::MMA_64x256x8_F32TF32TF32_RS_TN<>,
-                                     cute::SM90::GMMA::MMA_64x128x8_F32TF32TF32_RS_TN<>>;
-
 // A stage holds lines of 32 values, swizzled over their 128 bytes, as blocks are:
 //   dds_nt: [kFeatures][kStep]      dds_nn: [kFeatures / 32][kStep][32]
 template <Op kOp, class Math>
@@ -66,8 +61,8 @@ struct FloatWeight : PlainWeight<kOp, Math> {
     class Products {
         static constexpr int kSums = kFeatures * kTokens / 128;
         static constexpr bool kSplit = Math::kParts > 1;
-        using Atom = FloatAtom<kTokens>;
-        using Fragment = uint32_t[4];
+        using Atom = typename Math::template RegisterAtom<cute::SM90::GMMA::Major::K, kTokens>;
+        using Fragment = WeightFragment;
         static constexpr int kFragments = kStep / 8;
 
       public:
@@ -89,11 +84,11 @@ struct FloatWeight : PlainWeight<kOp, Math> {
                 const uint64_t operand = tokens_by_k.at(tokens, i);
                 if constexpr (kSplit) {  // small ones first
                     constexpr uint32_t kBehind = kTokens * kStep * 4 / 16;
-                    multiply(step_, rest[i], operand, i > 0);
-                    multiply(step_, weight[i], operand + kBehind, true);
-                    multiply(step_, weight[i], operand, true);
+                    wgmma<Atom>(step_, rest[i], operand, i > 0);
+                    wgmma<Atom>(step_, weight[i], operand + kBehind, true);
+                    wgmma<Atom>(step_, weight[i], operand, true);
                 } else {
-                    multiply(sums, weight[i], operand, add || i > 0);
+                    wgmma<Atom>(sums, weight[i], operand, add || i > 0);
                 }
             }
             cute::warpgroup_commit_batch();
@@ -118,17 +113,6 @@ struct FloatWeight : PlainWeight<kOp, Math> {
                 weight[i] = round_to_tf32(value);
                 rest[i] = round_to_tf32(value - __uint_as_float(weight[i]));
             }
-        }
-
-        __device__ static void multiply(float (&sums)[kSums], const Fragment& weight, uint64_t tokens,
-                                        bool add) {
-            multiply(sums, weight, tokens, add, std::make_index_sequence<kSums>());
-        }
-        template <size_t... kIndex>
-        __device__ static void multiply(float (&sums)[kSums], const Fragment& weight, uint64_t tokens,
-                                        bool add, std::index_sequence<kIndex...>) {
-            Atom::fma(weight[0], weight[1], weight[2], weight[3], tokens, sums[kIndex]...,
-                      add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
         }
 
         // Of the first fragment: what the lane reads for its warp's matrices of 8 x 4, or for itself.

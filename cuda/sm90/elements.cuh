@@ -18,7 +18,7 @@ namespace ts::sm90 {
 using namespace tma;  // the parts that kernels of every TMA architecture are made of
 
 //     kMapType: the type that TMA loads them as
-//     Atom: the product of 64 x kColumns sums from shared memory
+//     Atom, RegisterAtom: wgmma of 64 x kColumns sums, the first operand in shared memory or in registers
 //     kParts: what is multiplied of an activation; see dds_split.cuh for two
 struct bf16 {
     using Element = __nv_bfloat16;
@@ -32,6 +32,11 @@ struct bf16 {
         kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<kA, kB>,
         std::conditional_t<kColumns == 128, cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<kA, kB>,
                            cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<kA, kB>>>;
+    template <cute::SM90::GMMA::Major kB, int kColumns>
+    using RegisterAtom =
+        std::conditional_t<kColumns == 256,
+                           cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, kB>,
+                           cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, kB>>;
     __device__ static Pair round(float first, float second) { return __floats2bfloat162_rn(first, second); }
 };
 struct f16 {
@@ -46,11 +51,23 @@ struct f16 {
         kColumns == 256, cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<kA, kB>,
         std::conditional_t<kColumns == 128, cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<kA, kB>,
                            cute::SM90::GMMA::MMA_64x64x16_F32F16F16_SS<kA, kB>>>;
+    template <cute::SM90::GMMA::Major kB, int kColumns>
+    using RegisterAtom =
+        std::conditional_t<kColumns == 256,
+                           cute::SM90::GMMA::MMA_64x256x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kB>,
+                           cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kB>>;
     __device__ static Pair round(float first, float second) { return __floats2half2_rn(first, second); }
 };
 
+// Operands of TF32, which wgmma reads along k alone.
+struct Tf32Products {
+    template <cute::SM90::GMMA::Major kB, int kColumns>
+    using RegisterAtom =
+        std::conditional_t<kColumns == 256, cute::SM90::GMMA::MMA_64x256x8_F32TF32TF32_RS_TN<>,
+                           cute::SM90::GMMA::MMA_64x128x8_F32TF32TF32_RS_TN<>>;
+};
 // float32 as TF32, to which TMA rounds what it loads.
-struct tf32 {
+struct tf32 : Tf32Products {
     using Element = float;
     static constexpr DType kDType = DType::float32;
     static constexpr Precision kPrecision = Precision::tf32;
@@ -58,7 +75,7 @@ struct tf32 {
     static constexpr int kParts = 1;
 };
 // float32 with its own error, in three products of TF32.
-struct tf32x3 {
+struct tf32x3 : Tf32Products {
     using Element = float;
     static constexpr DType kDType = DType::float32;
     static constexpr Precision kPrecision = Precision::highest;

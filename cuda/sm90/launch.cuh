@@ -14,4 +14,27 @@ inline const char* refuses(const Device& device, int shared_bytes, int cluster) 
     return device.shared_memory < shared_bytes ? "the device has too little shared memory" : nullptr;
 }
 
+// What all rows of this folder have in common. `Host`: the host side of a kernel.
+template <class Host>
+constexpr Kernel make_row(const char* name) {
+    Kernel row{};
+    row.name = name;
+    row.device = DeviceType::cuda;
+    row.min_compute_capability = 90;
+    row.plan = Host::kPlan;
+    row.refuses = Host::refuses;
+    row.workspace_size = Host::workspace_size;
+    row.launch = Host::launch;
+    return row;
+}
+
 }  // namespace ts::sm90
+
+// Defines the function by which the registry finds a row. The last arguments are the host side of the kernel.
+#define TS_SM90_ROW(name, ...)                                  \
+    namespace ts::sm90 {                                        \
+    const Kernel& name() {                                      \
+        static constexpr Kernel kRow = __VA_ARGS__::row(#name); \
+        return kRow;                                            \
+    }                                                           \
+    }

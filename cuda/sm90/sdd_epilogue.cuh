@@ -7,6 +7,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/epilogue.cuh"
+#include "sm90/exchange.cuh"
 #include "sm90/sdd_traits.cuh"
 #include "tma/partial_sums.cuh"
 

@@ -48,20 +48,11 @@ struct Sdd {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row{name,
-                   DeviceType::cuda,
-                   90,
-                   1u << static_cast<int>(Op::sdd_tn),
-                   1u << static_cast<int>(Math::kDType),
-                   Precision::highest,
-                   kPlan,
-                   0,
-                   Traits::kHalves * Traits::kStrip,
-                   0,
-                   refuses,
-                   workspace_size,
-                   launch};
-        row.result_dtypes = 1u << static_cast<int>(Math::kDType) | 1u << static_cast<int>(DType::float32);
+        Kernel row = make_row<Sdd>(name);
+        row.ops = bits_of(Op::sdd_tn);
+        row.dtypes = bits_of(Math::kDType);
+        row.result_dtypes = bits_of(Math::kDType, DType::float32);
+        row.tile_features = Traits::kHalves * Traits::kStrip;
         row.estimate = estimate_sdd;
         row.decide = decide_sdd;
         return row;
@@ -173,7 +164,7 @@ struct Sdd {
         return static_cast<int>(std::min<int64_t>((sizeof(PlanHeader) + 4 * words) / 128, 4096));
     }
 
-    // Row-major: tokens are lines of `width` features. Feature-major: features are lines of 64 tokens.
+    // Row-major: tokens are rows of `width` features. Column-major: features are rows of 64 tokens.
     static Operand describe_operand(const Matrix& matrix, int width) {
         const bool row_major = matrix.layout == Layout::row_major;
         Operand result =

@@ -1,21 +1,19 @@
-// sdd, the gradient of the block-sparse weight, of blocks of 16 x 16: W[n, k] = sum over tokens t
-// of y[t, n] x[t, k], for the kept blocks only, written (or added) to their slots in values.
-//
-// wgmma multiplies 64 features of y at least, in which nearly every 16 of x have a block where a quarter is
-// kept. mma.sync multiplies 16 by 8, at 62 % of its rate, and so nothing but the blocks. A CTA computes tiles
-// of up to 128 blocks of 16 x 16 that lie in some units of 64 features of y and of x (see
-// common/list_plan.h): one warp loads these units through TMA, in stages of 32 tokens, whichever blocks are
-// in them. Each of 16 warps has a list of blocks, whose sums it keeps in registers: ldmatrix brings the
-// features of x of one block after another, and those of y where they change. Shared memory limits that: 512
-// bytes for each block and 16 tokens. sdd_schedule.cuh says which CTA computes what.
+// Wgrad for blocks of 16 x 16 (sm_90, mma.sync).
+//   W[n,k] (+)= sum over tokens t of Y[t,n] * X[t,k], for the kept blocks only, in their slots.
+// wgmma multiplies 64 features of Y at least, in which nearly every 16 of X have a block where a quarter
+// is kept. mma.sync multiplies 16 by 8, at 62 % of its rate, and so nothing but the blocks.
+// Operands: Y and X row- or column-major, bf16 or fp16, through TMA; W in their dtype or float32.
+//   stage   [18 units], each row-major [32 tokens][64 features], else [64 features][32 tokens]
+// CTA: up to 128 blocks that lie in up to 18 units of 64 features of Y and of X (common/list_plan.h). No
+// clusters.
+// Warps: 1 loads, 16 multiply a list of up to 8 blocks each and keep their sums in registers.
+// Loop over tokens: stages of 32. ldmatrix brings the features of X of one block after another, and
+// those of Y where they change: shared memory is the limit, at 512 bytes for each block and 16 tokens.
+// Split: tiles of the last round are cut over the tokens (tma/sdd_schedule.cuh); a second kernel adds
+// the sums.
+// Chosen where its estimate is least (estimate_sdd_narrow), where few blocks are kept.
 #pragma once
 
 #include "sm90/sdd_narrow_launch.cuh"
 
-#define TS_INSTANCE(name, kernel, math)                             \
-    namespace ts::sm90 {                                            \
-    const Kernel& name() {                                          \
-        static constexpr Kernel kRow = SddNarrow<math>::row(#name); \
-        return kRow;                                                \
-    }                                                               \
-    }
+#define TS_INSTANCE(name, kernel, math) TS_SM90_ROW(name, SddNarrow<math>)

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "common/epilogue.cuh"
+#include "sm90/exchange.cuh"
 #include "sm90/sdd_narrow_traits.cuh"
-#include "sm90/wgmma.cuh"
 #include "tma/partial_sums.cuh"
 
 namespace ts::sm90 {

@@ -13,6 +13,7 @@ namespace ts::sm90 {
 template <class Math>
 struct SddNarrow {
     using Common = SddNarrowTraits<Math, float>;  // for what is the same for all
+    static constexpr PlanShape kPlan = kListPlan;
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Common::kSharedBytes, 1)) return reason;
@@ -54,20 +55,11 @@ struct SddNarrow {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row{name,
-                   DeviceType::cuda,
-                   90,
-                   1u << static_cast<int>(Op::sdd_tn),
-                   1u << static_cast<int>(Math::kDType),
-                   Precision::highest,
-                   kListPlan,
-                   0,
-                   kListUnit,
-                   0,
-                   refuses,
-                   workspace_size,
-                   launch};
-        row.result_dtypes = 1u << static_cast<int>(Math::kDType) | 1u << static_cast<int>(DType::float32);
+        Kernel row = make_row<SddNarrow>(name);
+        row.ops = bits_of(Op::sdd_tn);
+        row.dtypes = bits_of(Math::kDType);
+        row.result_dtypes = bits_of(Math::kDType, DType::float32);
+        row.tile_features = kListUnit;
         row.estimate = estimate_sdd_narrow;
         return row;
     }

@@ -6,6 +6,7 @@
 #include "common/list_plan.h"
 #include "common/problem.h"
 #include "sm90/elements.cuh"
+#include "sm90/shared_memory.cuh"
 #include "tma/ring.cuh"
 #include "tma/sdd_schedule.cuh"
 
@@ -37,9 +38,9 @@ struct SddNarrowTraits {
     static constexpr int kStageTokens = 32;
     static constexpr int kBlockSums = kBlock * kBlock / 32;  // of a lane
     static constexpr int kSums = kBlocks * kBlockSums;
-    static constexpr int kStages = 3;
     static constexpr int kUnitBytes = kListUnit * kStageTokens * 2;
     static constexpr int kStageBytes = kListUnits * kUnitBytes;
+    static constexpr int kStages = kSharedCapacity / kStageBytes;
 
     struct Shared {
         // Of a unit lines of 128 bytes, [kStageTokens][kListUnit], or of 64 bytes, [kListUnit][kStageTokens].

@@ -6,6 +6,7 @@
 #include "common/problem.h"
 #include "common/strip_plan.h"
 #include "elementwise/sums.h"
+#include "sm90/shared_memory.cuh"
 #include "sm90/wgmma.cuh"
 #include "tma/ring.cuh"
 #include "tma/sdd_schedule.cuh"
@@ -54,11 +55,13 @@ struct SddTraits {
     static constexpr int kFeatureBytes = kStep * 2;  // of a feature in a stage
     static constexpr int kStripBytes = kStrip * kFeatureBytes;
 
-    // Most tiles leave room for a fourth stage, or for their results.
-    static constexpr int kMaxStages = 4;
+    // Most tiles are small and leave room for one more stage, or for their results.
+    static constexpr int kLargeStageBytes = kStripTileFeatures * kFeatureBytes;
+    static constexpr int kSmallStageBytes = kSmallTileFeatures * kFeatureBytes;
+    static constexpr int kLargeStages = kSharedCapacity / kLargeStageBytes;
+    static constexpr int kMaxStages = kSharedCapacity / kSmallStageBytes;
     // There is no room for results of float.
     static constexpr bool kMayStageResults = sizeof(Result) == 2;
-    static constexpr int kSmallStageBytes = kSmallTileFeatures * kFeatureBytes;
     static constexpr int kResultBytes = 2 * kStrip * kWindow;  // of a half
 
     template <bool kRowMajor>
@@ -71,7 +74,7 @@ struct SddTraits {
         // A stage has the strips and then the units of a tile, row-major [kStep][width], else [width][kStep].
         // At kResultsAt results are [kHalves][units of a window][64][64]; in the place of the strips, a
         // unit's are in each stage.
-        alignas(1024) char stages[3 * kStripTileFeatures * kFeatureBytes];
+        alignas(1024) char stages[kLargeStages * kLargeStageBytes];
         Ring<kMaxStages> rings[2];  // of the stages of small and of large tiles
     };
     static_assert(sizeof(Shared::stages) >= kMaxStages * kSmallStageBytes);
@@ -151,7 +154,7 @@ struct SddCursor {
     __device__ explicit SddCursor(const SddArguments& arguments)
         : small_stages(arguments.stages_results ? Traits::kMaxStages - 1 : Traits::kMaxStages) {}
 
-    __device__ int stages() const { return large ? 3 : small_stages; }
+    __device__ int stages() const { return large ? Traits::kLargeStages : small_stages; }
     __device__ int stage_offset() const {
         return position.stage * Traits::kFeatureBytes * (large ? kStripTileFeatures : kSmallTileFeatures);
     }

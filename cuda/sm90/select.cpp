@@ -47,7 +47,7 @@ double float_share(const Kernel& kernel) {
     return is_halved(kernel) ? 1.2 : 0.95;
 }
 
-// --- up to some thousand tokens ---
+// --- medium batches, see has_some_thousand_tokens ---
 
 double pairs(const Device& device) { return std::floor(multiprocessors(device) / kCluster); }
 
@@ -210,7 +210,7 @@ Decision decide_dds(const Kernel& kernel, const Problem& problem, const Device& 
 }
 
 // Tiles of 256 x 256, which share the weight, read less than dds_work counts where there is little k, and are
-// the faster ones for rows of unequal length. Packing is a part of what was fitted, but for few tokens and
+// the faster ones for rows of unequal length. Packing is a part of what was fitted, but for small batches and
 // long blocks.
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
     if (has_some_thousand_tokens(problem, device))

@@ -1,7 +1,8 @@
-// Products of a warpgroup: 64 x 256, 64 x 128 or 64 x 64 sums from operands in shared memory.
+// Products of a warpgroup by wgmma: 64 x 256, 64 x 128 or 64 x 64 sums.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include <cute/arch/util.hpp>
@@ -38,11 +39,24 @@ inline Operand operand(int width, int outer) {
     return {static_cast<uint32_t>(outer / 16) << 16, eight_lines | layout << 30, {}};
 }
 
-template <class Atom, int kCount, size_t... kIndex>
-__device__ inline void multiply(float (&sums)[kCount], uint64_t a, uint64_t b, bool add,
-                                std::index_sequence<kIndex...>) {
-    Atom::fma(a, b, sums[kIndex]...,
-              add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+// What a thread holds of an operand in registers for one instruction: four words.
+using WeightFragment = uint32_t[4];
+
+template <class Atom, class A, int kCount, size_t... kIndex, class... Metadata>
+__device__ inline void start_wgmma(float (&sums)[kCount], const A& a, uint64_t b, bool add,
+                                   std::index_sequence<kIndex...>, Metadata... metadata) {
+    const auto scale = add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+    if constexpr (std::is_same_v<A, WeightFragment>)
+        Atom::fma(a[0], a[1], a[2], a[3], b, sums[kIndex]..., scale);
+    else
+        Atom::fma(a, b, sums[kIndex]..., metadata..., scale);
+}
+
+// Starts sums (+)= a b, one instruction. `a`: the descriptor of an operand in shared memory, with the
+// thread's metadata if it is 2:4, or what the thread holds of the operand in registers.
+template <class Atom, class A, int kCount, class... Metadata>
+__device__ inline void wgmma(float (&sums)[kCount], const A& a, uint64_t b, bool add, Metadata... metadata) {
+    start_wgmma<Atom>(sums, a, b, add, std::make_index_sequence<kCount>(), metadata...);
 }
 
 // sums (+)= a b for 64 elements of k.
@@ -52,25 +66,8 @@ __device__ inline void multiply_step(float (&sums)[kCount], const Operand& a, ui
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k16 = 0; k16 < 4; ++k16)
-        multiply<Atom>(sums, a.at(a_address, k16), b.at(b_address, k16), add || k16 > 0,
-                       std::make_index_sequence<kCount>());
+        wgmma<Atom>(sums, a.at(a_address, k16), b.at(b_address, k16), add || k16 > 0);
     cute::warpgroup_commit_batch();
-}
-
-// Transposes 2 x 2 words over lanes whose numbers differ in one bit.
-__device__ inline void exchange(uint32_t& low, uint32_t& high, int bit) {
-    const bool upper = threadIdx.x & bit;
-    const uint32_t other = __shfl_xor_sync(~0u, upper ? low : high, bit);
-    (upper ? low : high) = other;
-}
-
-// Transposes 4 x 4 words of four lanes. Of 32 neighbours that they hold, each two of every eight, every lane
-// gets eight.
-__device__ inline void exchange(uint32_t (&words)[4]) {
-    exchange(words[0], words[1], 1);
-    exchange(words[2], words[3], 1);
-    exchange(words[0], words[2], 2);
-    exchange(words[1], words[3], 2);
 }
 
 }  // namespace ts::sm90

@@ -1,4 +1,5 @@
-// dds products of more tokens than one launch can number are several, of some of the tokens each.
+// Chunks of dds: a product of more tokens than one launch can number is launched as several of some tokens
+// each.
 #pragma once
 
 #include <algorithm>

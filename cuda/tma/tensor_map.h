@@ -140,7 +140,7 @@ inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
 // its end.
 inline const char* refuses_results(const Matrix& output, int64_t tokens) {
     return output.layout == Layout::feature_major && tokens % 8 != 0
-               ? "it stores feature-major results of a multiple of 8 tokens only"
+               ? "it stores column-major results of a multiple of 8 tokens only"
                : nullptr;
 }
 

@@ -476,7 +476,7 @@ def host_plan(row: Row, problem: Problem) -> tuple[Plan, Tensor]:
 def check(row: Row, problem: Problem, plan: Plan | None = None) -> None:
     """Runs a problem twice and checks everything about it.
 
-    Some kernels store feature-major results in whole vectors of 16 bytes only: they get more tokens.
+    Some kernels store column-major results in whole vectors of 16 bytes only: they get more tokens.
     """
     layouts = (problem.x_layout, problem.y_layout)
     if not accepts(row, problem.pattern.block_shape, *layouts, problem.tokens):
