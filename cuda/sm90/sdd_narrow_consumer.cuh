@@ -5,6 +5,7 @@
 
 #include <cute/arch/mma_sm80.hpp>
 
+#include "common/ldmatrix.cuh"
 #include "sm90/sdd_narrow_epilogue.cuh"
 #include "sm90/sdd_narrow_traits.cuh"
 
@@ -26,21 +27,9 @@ __device__ inline uint32_t strip_offset(uint32_t strip) {
     return strip / 4 * 4096 | (kRowMajor ? strip % 4 * 32 : strip % 4 * 1024);
 }
 
+// load_matrices() unless the condition is 0, without a branch, which would cut the code around it in two.
 template <bool kRowMajor>
-__device__ inline void load_fragment(uint32_t (&fragment)[4], uint32_t address) {
-    if constexpr (kRowMajor)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                     : "r"(address));
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                     : "r"(address));
-}
-
-// Unless the condition is 0, without a branch, which would cut the code around it in two.
-template <bool kRowMajor>
-__device__ inline void load_fragment_if(uint32_t condition, uint32_t (&fragment)[4], uint32_t address) {
+__device__ inline void load_matrices_if(uint32_t condition, uint32_t (&fragment)[4], uint32_t address) {
     if constexpr (kRowMajor)
         asm volatile(
             "{ .reg .pred load; setp.ne.u32 load, %5, 0; "
@@ -132,7 +121,7 @@ class SddNarrowConsumer {
                 cute::cast_smem_ptr_to_uint(shared_.stages) + position_.stage * Traits::kStageBytes;
             uint32_t a[4], b[kAhead + 1][4];
             const auto load_x = [&](int turn) {
-                load_fragment<kRowMajorX>(b[turn % (kAhead + 1)],
+                load_matrices<kRowMajorX>(b[turn % (kAhead + 1)],
                                           address<kRowMajorX>(base, at_x_[turn % kCount], turn / kCount));
             };
 #pragma unroll
@@ -141,7 +130,7 @@ class SddNarrowConsumer {
             for (int turn = 0; turn < kTurns; ++turn) {
                 const int block = turn % kCount;
                 if (turn + kAhead < kTurns) load_x(turn + kAhead);
-                load_fragment_if<kRowMajorY>(changes_ & 1u << block, a,
+                load_matrices_if<kRowMajorY>(changes_ & 1u << block, a,
                                              address<kRowMajorY>(base, at_y_[block], turn / kCount));
                 multiply_strip<typename Traits::Math>(sums + block * Traits::kBlockSums, a,
                                                       b[turn % (kAhead + 1)]);
