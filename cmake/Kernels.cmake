@@ -1,33 +1,33 @@
-# Every row of cuda/<folder>/tiles.def becomes one translation unit, and every folder and row one line of the
-# generated tilesparse_kernels.inc that the registry includes.
+# Every paragraph of cuda/<folder>/tiles.def becomes one translation unit, named after its first row, and every folder
+# and row one line of the generated tilesparse_kernels.inc that the registry includes. Rows that share a translation unit
+# share the time to parse CUTLASS, which takes longer than most kernels do.
 
-# Reads the rows TS_TILE(name, kernel, argument, ...) of a folder; comments and blank lines are dropped.
+# Reads the rows TS_TILE(name, kernel, argument, ...) of a folder, without comments; a blank line becomes the element "-".
 function(read_rows folder result)
   set(file ${PROJECT_SOURCE_DIR}/cuda/${folder}/tiles.def)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
   file(READ ${file} text)
-  string(REGEX REPLACE "//[^\n]*" "" text "${text}")
+  string(REGEX REPLACE "[ \t\r]*//[^\n]*" "" text "${text}")
+  string(REGEX REPLACE "\n[ \t\r]*\n" "\n-\n" text "${text}")
   string(REGEX REPLACE "[ \t\r]*\n[ \t]*" ";" rows "${text}")
   list(FILTER rows EXCLUDE REGEX "^[ \t]*$")
   set(${result} ${rows} PARENT_SCOPE)
 endfunction()
 
-# Writes the translation unit of one row: sets <name> and <source> in the caller.
-function(generate_kernel folder row)
+# Reads one row: sets <name>, <header> and <instance> in the caller.
+function(parse_row folder row)
   if(NOT row MATCHES "^TS_TILE\\(([a-z0-9_]+), *([a-z0-9_]+)(, *[^,()]+)*\\)$")
     message(FATAL_ERROR "cuda/${folder}/tiles.def: malformed row\n  ${row}\n"
                         "A row reads TS_TILE(name, kernel, argument, ...) with lower-case name and kernel.")
   endif()
-  set(name ${CMAKE_MATCH_1})
+  set(name ${CMAKE_MATCH_1} PARENT_SCOPE)
   set(header ${folder}/${CMAKE_MATCH_2}.cuh)
   if(NOT EXISTS ${PROJECT_SOURCE_DIR}/cuda/${header})
     message(FATAL_ERROR "cuda/${folder}/tiles.def: there is no cuda/${header} for the row\n  ${row}")
   endif()
+  set(header ${header} PARENT_SCOPE)
   string(REPLACE "TS_TILE(" "TS_INSTANCE(" instance "${row}")
-  set(source ${PROJECT_BINARY_DIR}/generated/${folder}/${name}.cu)
-  file(CONFIGURE OUTPUT ${source} CONTENT "#include \"${header}\"\n\n${instance}\n" @ONLY)
-  set(name ${name} PARENT_SCOPE)
-  set(source ${source} PARENT_SCOPE)
+  set(instance "${instance}" PARENT_SCOPE)
 endfunction()
 
 # Compiles all rows of one architecture into an object library and links it into tilesparse, and with it what
@@ -45,15 +45,33 @@ function(add_architecture architecture)
   target_sources(tilesparse PRIVATE ${select})
   string(APPEND registry "TS_ARCHITECTURE(${folder})\n")
   read_rows(${folder} rows)
+  set(unit "") # the name of the current translation unit
   foreach(row IN LISTS rows)
-    generate_kernel(${folder} "${row}")
+    if(row STREQUAL "-")
+      set(unit "")
+      continue()
+    endif()
+    parse_row(${folder} "${row}")
     if(name IN_LIST names)
       message(FATAL_ERROR "cuda/${folder}/tiles.def: two rows are named ${name}")
     endif()
     list(APPEND names ${name})
-    list(APPEND sources ${source})
     string(APPEND registry "TS_KERNEL(${folder}, ${name})\n")
+    if(NOT unit)
+      set(unit ${name})
+      set(unit_header ${header})
+      list(PREPEND sources ${unit}) # the kernels that take longest stand last, and are to be compiled first
+      set(content_${unit} "#include \"${header}\"\n\n")
+    elseif(NOT header STREQUAL unit_header)
+      message(FATAL_ERROR "cuda/${folder}/tiles.def: rows of ${unit_header} and ${header} need a blank line between them")
+    endif()
+    string(APPEND content_${unit} "${instance}\n")
   endforeach()
+  foreach(unit IN LISTS sources)
+    file(CONFIGURE OUTPUT generated/${folder}/${unit}.cu CONTENT "${content_${unit}}" @ONLY)
+  endforeach()
+  list(TRANSFORM sources PREPEND ${PROJECT_BINARY_DIR}/generated/${folder}/)
+  list(TRANSFORM sources APPEND .cu)
   set(registry "${registry}" PARENT_SCOPE)
 
   set(code ${architecture})
