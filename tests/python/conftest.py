@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 
 os.environ["TILESPARSE_TUNE_FILE"] = ""  # what somebody has measured here must not decide what is tested
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # processes that share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(workers))))
 
 import hypothesis
 import pytest

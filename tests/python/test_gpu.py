@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -575,10 +576,19 @@ def test_another_device_than_the_current_one() -> None:
         twin(x)
 
 
+@pytest.fixture
+def free_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Bytes of free GPU memory; one process at a time looks at them and takes them."""
+    with open(tmp_path_factory.getbasetemp().parent / "gpu_memory", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield torch.cuda.mem_get_info()[0]
+        torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
-def test_more_than_2_to_the_31_elements(feature_major: bool) -> None:
+def test_more_than_2_to_the_31_elements(feature_major: bool, free_memory: int) -> None:
     """The last tokens alone are not zero, so that little is enough to know the results."""
-    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+    if free_memory < 16 * 2**30:
         pytest.skip("needs 16 GiB of free GPU memory")
     pattern = make_pattern("random 50%", (2, 64), (32, 32))
     tokens, last = 2**31 // pattern.in_features + 104, slice(-100, None)
@@ -602,9 +612,9 @@ def test_more_than_2_to_the_31_elements(feature_major: bool) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["sm80_dds_nt_bf16_128x128", "sm80_dds_nt_bf16_32x128"])
-def test_more_than_2_to_the_30_tokens_of_feature_major_activations(kernel: str) -> None:
+def test_more_than_2_to_the_30_tokens_of_feature_major_activations(kernel: str, free_memory: int) -> None:
     """The first tokens alone are not zero: as many bytes are left behind them as 32 bits do not count."""
-    if torch.cuda.mem_get_info()[0] < 72 * 2**30:
+    if free_memory < 72 * 2**30:
         pytest.skip("needs 72 GiB of free GPU memory")
     pattern = make_pattern("full", (1, 1), (16, 16))
     values = random_values(pattern, dtype=BF16, device="cuda")
@@ -621,8 +631,10 @@ def test_more_than_2_to_the_30_tokens_of_feature_major_activations(kernel: str) 
 )
 @pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
 @pytest.mark.parametrize("kernel", ["sm90_narrow_bf16_256x256", "sm90_narrow_bf16_128x512"])
-def test_more_work_than_a_launch_can_count_takes_several(kernel: str, feature_major: bool) -> None:
-    if torch.cuda.mem_get_info()[0] < 32 * 2**30:
+def test_more_work_than_a_launch_can_count_takes_several(
+    kernel: str, feature_major: bool, free_memory: int
+) -> None:
+    if free_memory < 32 * 2**30:
         pytest.skip("needs 32 GiB of free GPU memory")
     pattern = BlockPattern.random((2**17, 2**19), block_shape=16, nnz=2**15).to("cuda")
     values = random_values(pattern, dtype=BF16, device="cuda")
