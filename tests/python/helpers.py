@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 from collections.abc import Callable, Iterable
 from itertools import product
@@ -309,6 +310,15 @@ def same(these: list[Tensor], those: list[Tensor]) -> bool:
 def here() -> str:
     """The device of this process, among several."""
     return "cpu" if dist.get_backend() == "gloo" else f"cuda:{dist.get_rank()}"
+
+
+def spawn(function: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
+    """Run function(rank, *arguments) in several processes, forked from one that has imported PyTorch."""
+    imported = ["fsdp", "tensor.parallel", "checkpoint.state_dict"]
+    multiprocessing.set_forkserver_preload(
+        ["tilesparse", "pytest", *(f"torch.distributed.{m}" for m in imported)]
+    )
+    torch.multiprocessing.start_processes(function, arguments, processes, start_method="forkserver")
 
 
 def run_scenes(

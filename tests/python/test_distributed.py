@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import here, randn, run_scenes, seeded
+from helpers import here, randn, run_scenes, seeded, spawn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -258,7 +258,7 @@ def test_every_way_to_train_together(backend: str, tmp_path: Path) -> None:
     """One test, since starting processes takes longer than all they do."""
     if backend == "nccl" and torch.cuda.device_count() < WORLD:
         pytest.skip("needs two GPUs")
-    torch.multiprocessing.spawn(_run, (backend, str(tmp_path / "rendezvous")), nprocs=WORLD)
+    spawn(_run, (backend, str(tmp_path / "rendezvous")), WORLD)
 
 
 def test_one_process_alone_needs_no_agreement() -> None:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Recorder, seeded
+from helpers import Recorder, seeded, spawn
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -475,7 +475,7 @@ def _train_in_two_processes(rank: int, file: str, results: str) -> None:
 
 def test_distributed_data_parallel_shares_pattern_and_gradients(tmp_path: Path) -> None:
     arguments = (str(tmp_path / "rendezvous"), str(tmp_path / "state"))
-    torch.multiprocessing.spawn(_train_in_two_processes, arguments, nprocs=2)
+    spawn(_train_in_two_processes, arguments, 2)
     layer = make(seed=0)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for _ in range(2):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers import here, randn, run_scenes, seeded
+from helpers import here, randn, run_scenes, seeded, spawn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -779,4 +779,4 @@ def test_every_way_to_share_a_model(backend: str, size: int, tmp_path: Path) -> 
     """One test for each number of processes, since starting them takes longer than all they do."""
     if backend == "nccl" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    torch.multiprocessing.spawn(_run, (backend, size, str(tmp_path)), nprocs=size)
+    spawn(_run, (backend, size, str(tmp_path)), size)

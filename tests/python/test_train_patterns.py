@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DEVICES, dense_weight, here, randn, run_scenes, same, seeded, state_of
+from helpers import DEVICES, dense_weight, here, randn, run_scenes, same, seeded, spawn, state_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -794,7 +794,7 @@ def _run(rank: int, backend: str, rendezvous: str) -> None:
 def test_processes_move_blocks_alike(backend: str, tmp_path: Path) -> None:
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    torch.multiprocessing.spawn(_run, (backend, str(tmp_path / "rendezvous")), nprocs=2)
+    spawn(_run, (backend, str(tmp_path / "rendezvous")), 2)
 
 
 @pytest.mark.gpu
