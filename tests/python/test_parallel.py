@@ -44,7 +44,7 @@ from tilesparse import (
 from tilesparse.checkpoint import prepare, section
 from tilesparse.parallel import ColwiseParallel, RowwiseParallel, synchronize_patterns
 from tilesparse.parallel import tensor as _tensor_parallel
-from tilesparse.pattern.block_pattern import _moved
+from tilesparse.pattern.block_pattern import moved_index
 
 WIDTH, HIDDEN = 128, 256
 BATCH = 8  # sequences of all processes together
@@ -445,7 +445,10 @@ def in_inference_mode(rank: int) -> None:
         model.load_state_dict(other.state_dict())
         alike(model(x), other(x))
     model = parallelize_module(make(), mesh(), PLAN)
-    with torch.inference_mode(), mock.patch.object(_tensor_parallel, "_moved", partial(_moved, copy=True)):
+    with (
+        torch.inference_mode(),
+        mock.patch.object(_tensor_parallel, "moved_index", partial(moved_index, copy=True)),
+    ):
         model(x)  # its index is a copy, as on a GPU
     torch.compile(model, backend="aot_eager")(x).sum().backward()
 

@@ -30,11 +30,11 @@ from ..errors import (
 )
 from ..functional import linear_on
 from ..nn.linear import BlockSparseLinear
-from ..patch.patcher import _compiled, _names_of_modules, _owners_of_parameters, _set_submodule
+from ..patch.patcher import compiled_pattern, names_of_modules, owners_of_parameters, set_submodule
 from ..pattern.block_pattern import BlockPattern
 
 _VERSION = 1  # of the file
-_ARRAYS = ("weight", "crow_indices", "col_indices", "slot")
+INDEX_NAMES = ("weight", "crow_indices", "col_indices", "slot")
 
 
 class AdaptedLinear(nn.Module):
@@ -270,7 +270,7 @@ class BlockSparseAdapter:
             name, _, own = key.rpartition(".")
             owned[name][own] = tensor
         modules, deltas = dict(model.named_modules()), {}
-        owners = _owners_of_parameters(modules.values())
+        owners = owners_of_parameters(modules.values())
         for name, entry in about.items():
             try:
                 deltas[name] = _loaded(_target(modules, owners, name), name, entry, owned[name])
@@ -282,7 +282,7 @@ class BlockSparseAdapter:
 
 
 def _matching(model: nn.Module, regex: str) -> dict[str, BlockSparseLinear]:
-    match = _compiled(regex).match
+    match = compiled_pattern(regex).match
     modules = dict(model.named_modules())
     adapted = tuple(f"{name}." for name, module in modules.items() if isinstance(module, AdaptedLinear))
     names = [
@@ -296,7 +296,7 @@ def _matching(model: nn.Module, regex: str) -> dict[str, BlockSparseLinear]:
         raise InvalidArgumentError(
             f"regex: names of block-sparse layers expected, got {regex!r}, which has none"
         )
-    owners = _owners_of_parameters(modules.values())
+    owners = owners_of_parameters(modules.values())
     return {name: _target(modules, owners, name) for name in names}
 
 
@@ -388,7 +388,7 @@ def _loaded(base: BlockSparseLinear, name: str, entry: Any, state: Mapping[str, 
     shape = [base.out_features, base.in_features]
     if not isinstance(entry, dict) or entry.get("shape") != shape:
         raise InvalidArgumentError(f"shape: {shape} expected, got {entry}")
-    missing = [key for key in _ARRAYS if key not in state]
+    missing = [key for key in INDEX_NAMES if key not in state]
     if missing:
         raise InvalidArgumentError(f"{missing[0]}: missing")
     weight = state["weight"]
@@ -447,7 +447,7 @@ def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]
 
 def _replace(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
     """Each module by another one, under all names that it has."""
-    names = _names_of_modules(model)
+    names = names_of_modules(model)
     for module, replacement in new.items():
         for name in names.get(module, ()):
-            _set_submodule(model, name, replacement)
+            set_submodule(model, name, replacement)

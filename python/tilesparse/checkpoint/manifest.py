@@ -44,13 +44,13 @@ from .._runtime.tensor_files import (
 from ..config import QUANTIZED_BY_NAME, STORAGES, check_nm, check_nm_blocks, check_storage
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from ..integrations.transformers_hooks import check_can_follow, follow
-from ..nn.linear import _ARRAYS, _SHARED, _STORED, BlockSparseLinear, _is_sharded, is_conv1d
+from ..nn.linear import INDEX_NAMES, SHARED, STORED_NAMES, BlockSparseLinear, is_conv1d, is_sharded
 from ..patch.patcher import (
-    _names_of_modules,
-    _reason_from_parents,
-    _set_submodule,
-    _share_hooks,
-    _what_would_be_lost,
+    names_of_modules,
+    reason_from_parents,
+    set_submodule,
+    share_hooks,
+    what_would_be_lost,
 )
 from ..pattern.block_pattern import BlockPattern
 
@@ -67,7 +67,7 @@ _HOW_TO_GATHER = (
 )
 
 
-class _Form(NamedTuple):
+class SavedForm(NamedTuple):
     """What the section says of a layer."""
 
     shape: tuple[int, int]
@@ -214,7 +214,7 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise InvalidArgumentError(f"dtype: one of {list(DTYPES)} or None expected, got {dtype}")
     folder = _folder(path)
-    forms, ties, files = _read_section(folder)
+    forms, ties, files = read_section(folder)
     stored = read_headers(folder, files)
     model = _built(model_or_class)
     check_can_follow(model)
@@ -239,18 +239,18 @@ def load(
     for replacement in replacements:
         layer = model.get_submodule(replacement.names[0])
         assert isinstance(layer, BlockSparseLinear)
-        layer._mark(_SHARED)
+        layer._mark(SHARED)
     follow(model)
     return model
 
 
-def forms(folder: Path) -> Mapping[str, _Form]:
+def forms(folder: Path) -> Mapping[str, SavedForm]:
     """What the configuration of a checkpoint says of each layer, by name.
 
     Raises:
         CheckpointError: it is none, or damaged.
     """
-    return _read_section(folder)[0]
+    return read_section(folder)[0]
 
 
 def check_section(section: object) -> None:
@@ -304,7 +304,7 @@ def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> li
     config = read_json(folder / CONFIG)[0]
     if METHOD not in config and not _is_method(config.get("quantization_config")):
         return []
-    forms, _, files = _read_section(folder)
+    forms, _, files = read_section(folder)
     scaled = [name for name, form in forms.items() if form.scales is not None]
     if scaled and dtype not in (None, torch.float32):
         raise UnsupportedError(
@@ -320,7 +320,7 @@ def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> li
     return [replacement.names[0] for replacement in replacements]
 
 
-def _forms(section: object) -> dict[str, _Form]:
+def _forms(section: object) -> dict[str, SavedForm]:
     if not isinstance(section, Mapping):
         raise InvalidArgumentError(f"tilesparse: a section expected, got {shown(section)}")
     version, layers = section.get("version"), section.get("layers")
@@ -335,18 +335,18 @@ def _forms(section: object) -> dict[str, _Form]:
     return {name: _form(name, entry) for name, entry in layers.items()}
 
 
-def _form(name: str, entry: object) -> _Form:
+def _form(name: str, entry: object) -> SavedForm:
     try:
-        if not isinstance(entry, Mapping) or set(entry) != {*_Form._fields}:
+        if not isinstance(entry, Mapping) or set(entry) != {*SavedForm._fields}:
             raise InvalidArgumentError(
-                f"an entry with {', '.join(_Form._fields)} expected, got {shown(entry)}"
+                f"an entry with {', '.join(SavedForm._fields)} expected, got {shown(entry)}"
             )
         return _checked_form(entry)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"layers: {shown(name)}: {error}") from None
 
 
-def _checked_form(entry: Mapping[str, Any]) -> _Form:
+def _checked_form(entry: Mapping[str, Any]) -> SavedForm:
     for field in ("shape", "block_shape"):
         if not isinstance(entry[field], list | tuple) or len(entry[field]) != 2:
             raise InvalidArgumentError(f"{field}: two numbers expected, got {shown(entry[field])}")
@@ -374,14 +374,14 @@ def _checked_form(entry: Mapping[str, Any]) -> _Form:
             f"scales: one of {list(scales)} expected with storage {storage!r}, got {shown(entry['scales'])}"
         )
     checked = {"shape": shape, "block_shape": block_shape, "dtype": _DTYPES[entry["dtype"]]}
-    return _Form(**{**entry, **checked, "nm": None if nm is None else (2, 4)})
+    return SavedForm(**{**entry, **checked, "nm": None if nm is None else (2, 4)})
 
 
-def _replacements(model: nn.Module, forms: Mapping[str, _Form]) -> list[_Replacement]:
+def _replacements(model: nn.Module, forms: Mapping[str, SavedForm]) -> list[_Replacement]:
     """Everything that can fail; the model is only read."""
-    names = _names_of_modules(model)
+    names = names_of_modules(model)
     modules = {alias: module for module, aliases in names.items() for alias in aliases}
-    found: dict[nn.Module, _Form] = {}
+    found: dict[nn.Module, SavedForm] = {}
     for name, form in forms.items():
         module = modules.get(name)
         if module is None:
@@ -400,7 +400,7 @@ def _replacements(model: nn.Module, forms: Mapping[str, _Form]) -> list[_Replace
 
 
 def _reason_not_replaceable(
-    model: nn.Module, module: nn.Module, aliases: list[str], form: _Form
+    model: nn.Module, module: nn.Module, aliases: list[str], form: SavedForm
 ) -> str | None:
     # Also of classes that only a patcher of the user's own replaces: the checkpoint says that it did.
     is_linear = isinstance(module, BlockSparseLinear | nn.Linear) or is_conv1d(module)
@@ -413,14 +413,14 @@ def _reason_not_replaceable(
     if (shape := _shape(module)) != form.shape:
         return f"shape {form.shape}, but {shape} in the model"
     sparse = isinstance(module, BlockSparseLinear)
-    known = {"weight", "bias", *((*_ARRAYS, *_STORED, *module._modules) if sparse else ())}
+    known = {"weight", "bias", *((*INDEX_NAMES, *STORED_NAMES, *module._modules) if sparse else ())}
     if others := sorted({*module._parameters, *module._buffers, *module._modules} - known):
         return f"it holds {', '.join(others)} besides weight and bias"
     if sparse:
         return None
     if module is model:
         return "the model itself cannot be replaced in place"
-    return _reason_from_parents(model, aliases) or _what_would_be_lost(module)
+    return reason_from_parents(model, aliases) or what_would_be_lost(module)
 
 
 def _shape(module: Any) -> tuple[int, int]:
@@ -431,7 +431,7 @@ def _shape(module: Any) -> tuple[int, int]:
     return out_features, in_features
 
 
-def _empty(module: Any, form: _Form) -> BlockSparseLinear:
+def _empty(module: Any, form: SavedForm) -> BlockSparseLinear:
     """The layer of that form on the meta device, alike in all that the form does not say."""
     (out_features, in_features), (bn, _) = form.shape, form.block_shape
     crow, col, slot = (
@@ -461,9 +461,9 @@ def _install(model: nn.Module, replacements: list[_Replacement]) -> None:
         if isinstance(module, BlockSparseLinear):
             module._become(layer)
             continue
-        _share_hooks(module, layer)
+        share_hooks(module, layer)
         for name in names:
-            _set_submodule(model, name, layer)
+            set_submodule(model, name, layer)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -473,7 +473,8 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield attribute, tensor
 
 
-def _joined(prefix: str, attribute: str) -> str:
+def joined(prefix: str, attribute: str) -> str:
+    """Join the name of a module and an attribute's."""
     return f"{prefix}.{attribute}" if prefix else attribute
 
 
@@ -501,7 +502,7 @@ def _to_save(
         if isinstance(module, BlockSparseLinear) and "weight" not in module._parameters:
             raise CheckpointError(f"model: {name!r}: parametrized; remove its parametrizations first")
     own = {
-        _joined(prefix, attribute): tensor
+        joined(prefix, attribute): tensor
         for prefix, module in model.named_modules(remove_duplicate=False)
         for attribute, tensor in _tensors_of(module)
     }
@@ -532,7 +533,7 @@ def _to_save(
 
 
 def _check_storable(name: str, tensor: object) -> None:
-    if isinstance(tensor, Tensor) and _is_sharded(tensor):
+    if isinstance(tensor, Tensor) and is_sharded(tensor):
         raise CheckpointError(f"model: {name!r}: a part of a sharded tensor; {_HOW_TO_GATHER}")
     if type(tensor) not in (Tensor, nn.Parameter):
         raise CheckpointError(f"model: {name!r}: a tensor expected, got {type(tensor).__name__}")
@@ -547,7 +548,7 @@ def _check_storable(name: str, tensor: object) -> None:
 # Loading.
 
 
-def _read_section(folder: Path) -> tuple[dict[str, _Form], dict[str, str], dict[str, str] | None]:
+def read_section(folder: Path) -> tuple[dict[str, SavedForm], dict[str, str], dict[str, str] | None]:
     """What the configuration says of layers, of names of one tensor, and of files."""
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"path: a folder expected, there is none at {str(folder)!r}")
@@ -620,7 +621,7 @@ def _places(
     for prefix, module in model.named_modules(remove_duplicate=False):
         owner = layers.get(module, module)
         for attribute, tensor in _tensors_of(owner):
-            name = _joined(prefix, attribute)
+            name = joined(prefix, attribute)
             if type(tensor) not in (Tensor, nn.Parameter):
                 raise CheckpointError(
                     f"model: {name!r}: a plain tensor expected, got {type(tensor).__name__}; load before a "
@@ -646,7 +647,7 @@ def _non_persistent(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Ten
         for attribute in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(attribute)
             if buffer is not None:
-                yield _joined(prefix, attribute), module, attribute, buffer
+                yield joined(prefix, attribute), module, attribute, buffer
 
 
 def _check_buffers(model: nn.Module, places: Mapping[str, _Place]) -> None:
@@ -712,7 +713,7 @@ def _check_forms(
         source, (shape, dtype) = stored[sources[name]], (tuple(place.tensor.shape), place.tensor.dtype)
         allowed: tuple[torch.dtype, ...] = (dtype,)
         if isinstance(place.owner, BlockSparseLinear) and place.attribute != "bias":
-            allowed = (torch.int32, torch.int64) if place.attribute in _ARRAYS else allowed
+            allowed = (torch.int32, torch.int64) if place.attribute in INDEX_NAMES else allowed
         elif dtype in DTYPES:
             allowed = tuple(DTYPES)
         if source.shape != shape or source.dtype not in allowed:
@@ -777,7 +778,7 @@ def _read_pattern(
 ) -> dict[str, Tensor]:
     """The arrays of a layer's pattern, by the names that they are stored under."""
     prefix, layer = replacement.names[0], replacement.layer
-    own = {array: sources[_joined(prefix, array)] for array in _ARRAYS}
+    own = {array: sources[joined(prefix, array)] for array in INDEX_NAMES}
     arrays = {array: read_tensor(stored[source]) for array, source in own.items()}
     with named(f"{stored[own['slot']].file.name}: {prefix!r}"):
         pattern = layer._check_arrays(arrays, layer.block_shape)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._arguments import checked
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import sdd
-from ..nn.linear import _ARRAYS, BlockSparseLinear
+from ..nn.linear import INDEX_NAMES, BlockSparseLinear
 from . import hooks as _hooks
 from . import peft_hooks as _peft
 
@@ -269,7 +269,7 @@ def merge_loss(model: nn.Module, adapter_names: list[str] | None = None) -> dict
 
 def _blocks(layer: BlockSparseLinear) -> list[Tensor]:
     """Copies of the pattern's arrays on the host, and the shape of a block."""
-    arrays = [layer.get_buffer(name).to("cpu", copy=True) for name in _ARRAYS]
+    arrays = [layer.get_buffer(name).to("cpu", copy=True) for name in INDEX_NAMES]
     return [*arrays, torch.tensor(layer.block_shape)]
 
 

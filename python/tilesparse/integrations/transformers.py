@@ -38,8 +38,8 @@ from .._runtime.tensor_files import StoredTensor, check_belongs, read_header
 from ..checkpoint.manifest import METHOD, VERSION, check_section, prepare, section
 from ..config import QUANTIZED_BY_NAME
 from ..errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
-from ..nn.linear import _ARRAYS, _STORED, BlockSparseLinear, is_conv1d
-from ..patch.patcher import _set_submodule, _share_hooks
+from ..nn.linear import INDEX_NAMES, STORED_NAMES, BlockSparseLinear, is_conv1d
+from ..patch.patcher import set_submodule, share_hooks
 from .hooks import revert
 from .transformers_hooks import LIBRARY
 
@@ -50,7 +50,7 @@ for _name in ("_process_model_before_weight_loading", "_process_model_after_weig
         )
 
 TAGS = ("tilesparse", "block-sparse")
-_OWN = ("weight", "bias", *_ARRAYS, *_STORED)  # names of a layer's tensors
+OWN = ("weight", "bias", *INDEX_NAMES, *STORED_NAMES)  # names of a layer's tensors
 
 
 @register_quantization_config(METHOD)
@@ -306,8 +306,8 @@ def to_dense(model: Any, dtype: torch.dtype | None = None) -> Any:
         (name, module) for name, module in model.named_modules(remove_duplicate=False) if module in dense
     ]
     for name, layer in names:  # a layer that the model shares has several
-        _share_hooks(layer, dense[layer])
-        _set_submodule(model, name, dense[layer])
+        share_hooks(layer, dense[layer])
+        set_submodule(model, name, dense[layer])
     follow(model)
     return model if dtype is None else model.to(dtype)
 
@@ -562,7 +562,7 @@ def _check_files(layers: Mapping[str, nn.Module], files: Sequence[str], checksum
             check_belongs(file.name, checksum, checksums)
             stored |= tensors
     for name, layer in layers.items():
-        given = {own: stored[f"{name}.{own}"] for own in _OWN if f"{name}.{own}" in stored}
+        given = {own: stored[f"{name}.{own}"] for own in OWN if f"{name}.{own}" in stored}
         if given:
             _check_forms(name, given, dict(_tensors(layer)))
 
@@ -592,7 +592,7 @@ def _settle(name: str, layer: BlockSparseLinear) -> None:
         layer._dtype = layer.weight.dtype
     row_scales = layer.scales is None or layer.scales.dim() == 2
     forms = layer._forms(layer.col_indices.shape[0], layer.block_shape, row_scales)
-    dtypes = {own: dtype for own, (_, dtype) in forms.items()} | dict.fromkeys(_ARRAYS, torch.int32)
+    dtypes = {own: dtype for own, (_, dtype) in forms.items()} | dict.fromkeys(INDEX_NAMES, torch.int32)
     weight = layer.weight.detach().to(dtypes.pop("weight"))
     layer.weight = nn.Parameter(weight, layer.storage == "plain")
     if layer.metadata is not None and layer.metadata.is_floating_point():

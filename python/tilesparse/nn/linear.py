@@ -37,8 +37,8 @@ from .resized import watch
 if TYPE_CHECKING:
     from ..parallel.tensor import Part
 
-_ARRAYS = ("crow_indices", "col_indices", "slot")
-_STORED = ("mask", "metadata", "scales")  # what some storages have besides the weight
+INDEX_NAMES = ("crow_indices", "col_indices", "slot")
+STORED_NAMES = ("mask", "metadata", "scales")  # what some storages have besides the weight
 
 # What `BlockSparseLinear` keeps besides its shape, hooks and mode.
 _FORM = (
@@ -48,7 +48,7 @@ _FORM = (
 
 # Where a layer's pattern comes from: all processes are known to have it, or there is one; this process, so
 # that others may have another one; nowhere yet; a file or another process, of which others are to be told.
-_SHARED, _OWN, _MISSING, _LOADED = range(4)
+SHARED, OWN, MISSING, LOADED = range(4)
 
 
 class BlockSparseLinear(nn.Module):
@@ -161,10 +161,10 @@ class BlockSparseLinear(nn.Module):
         like = torch.empty(0, device=device, dtype=dtype)
         self._dtype = like.dtype  # of plain values
         self._storage_error = 0.0
-        for name in _ARRAYS:
+        for name in INDEX_NAMES:
             self.register_buffer(name, getattr(pattern, name).to(like.device, copy=True))
         self._allocate(pattern.nnz, like)
-        self._mark(_MISSING if self.slot.is_meta else _OWN)
+        self._mark(MISSING if self.slot.is_meta else OWN)
         self.reset_parameters(generator)
 
     @classmethod
@@ -217,7 +217,7 @@ class BlockSparseLinear(nn.Module):
         out_features, in_features = weight.shape
         parts = check_parts_beside(pattern, parts)
         if pattern is None:
-            pattern = _best_blocks(weight, scores, density, check_block_shape(block_shape), parts)
+            pattern = best_blocks(weight, scores, density, check_block_shape(block_shape), parts)
             rows, columns = empty_of(pattern.block_indices(), pattern.shape, pattern.block_shape)
             if pattern.nnz and (rows or columns):
                 warnings.warn(
@@ -443,7 +443,7 @@ class BlockSparseLinear(nn.Module):
 
     def _check_whole(self, method: str) -> None:
         _refuse_norms(self)
-        if _is_sharded(self.weight):
+        if is_sharded(self.weight):
             raise UnsupportedError(
                 f"{method}: a whole weight expected, got one that several processes have parts of; call it "
                 "before fully_shard or parallelize_module"
@@ -477,7 +477,7 @@ class BlockSparseLinear(nn.Module):
 
     def _keep(self, stored: Mapping[str, Tensor]) -> None:
         """Makes these the buffers beside the weight; torch.export takes none after one that is None."""
-        for name in sorted(_STORED, key=lambda name: name not in stored):
+        for name in sorted(STORED_NAMES, key=lambda name: name not in stored):
             self._buffers.pop(name, None)
             self.register_buffer(name, stored.get(name))
 
@@ -491,7 +491,7 @@ class BlockSparseLinear(nn.Module):
             InvalidPatternError: there is none yet, see above.
             InvalidArgumentError: what is assigned does not fit.
         """
-        if self._origin == _MISSING:
+        if self._origin == MISSING:
             self._settle()
         return BlockPattern._of(self._index(), self._updated)
 
@@ -552,13 +552,13 @@ class BlockSparseLinear(nn.Module):
         if self.weight.is_meta:
             return
         on_cpu = generator is not None and generator.device.type == "cpu"
-        for_pattern, shared = generator if on_cpu else None, _is_sharded(self.weight)
+        for_pattern, shared = generator if on_cpu else None, is_sharded(self.weight)
         if shared:
             self._check_trainable("reset_parameters of a sharded layer")
             for_pattern, generator = _common_generators(self.weight, generator)
-        if self._origin == _MISSING:
+        if self._origin == MISSING:
             self.pattern = self._random_pattern(for_pattern)
-            self._mark(_SHARED if _is_everywhere(self.weight) else _OWN)
+            self._mark(SHARED if _is_everywhere(self.weight) else OWN)
         bn, bk = self._block_shape
         fan_in = self.crow_indices.diff() * bk
         if self._nm is not None:
@@ -746,14 +746,14 @@ class BlockSparseLinear(nn.Module):
     # Where the pattern comes from, and whether it was written to since that was noted.
 
     def _mark(self, origin: int) -> None:
-        arrays = (self.get_buffer(name) for name in _ARRAYS)
+        arrays = (self.get_buffer(name) for name in INDEX_NAMES)
         self._origin, self._marked = origin, [(array, version(array)) for array in arrays]
 
     def _mark_loaded(self) -> None:
-        self._mark(_LOADED if has_peers() else _SHARED)
+        self._mark(LOADED if has_peers() else SHARED)
 
     def _is_without_pattern(self) -> bool:
-        return self._origin == _MISSING and (self.col_indices.is_meta or self._is_blank())
+        return self._origin == MISSING and (self.col_indices.is_meta or self._is_blank())
 
     def _is_blank(self) -> bool:
         """Whether the buffers are the zeros with which a layer leaves the meta device; waits for a GPU."""
@@ -761,10 +761,10 @@ class BlockSparseLinear(nn.Module):
 
     def _updated(self) -> None:
         """What this process writes is its own, unless the others are known to have had the same before."""
-        self._mark(_OWN if self._origin == _MISSING else self._origin)
+        self._mark(OWN if self._origin == MISSING else self._origin)
 
     def _is_as_marked(self) -> bool:
-        arrays = (self._buffers[name] for name in _ARRAYS)
+        arrays = (self._buffers[name] for name in INDEX_NAMES)
         return all(
             array is marked and version(marked) == count
             for array, (marked, count) in zip(arrays, self._marked, strict=True)
@@ -772,9 +772,9 @@ class BlockSparseLinear(nn.Module):
 
     def _settle(self) -> None:
         """Raises where a step would go wrong because the pattern is missing, or others may have another."""
-        if self._origin == _MISSING and not self.col_indices.is_meta:
+        if self._origin == MISSING and not self.col_indices.is_meta:
             self._check_filled()
-        elif self._origin != _MISSING and self.training and torch.is_grad_enabled() and has_peers():
+        elif self._origin != MISSING and self.training and torch.is_grad_enabled() and has_peers():
             self._check_shared()
 
     @constant_when_compiled
@@ -786,18 +786,18 @@ class BlockSparseLinear(nn.Module):
                 "pattern: missing, because the layer left the meta device empty; call load_state_dict or "
                 "reset_parameters, or assign layer.pattern"
             )
-        self._check_arrays({name: self.get_buffer(name) for name in _ARRAYS}, self._block_shape)
+        self._check_arrays({name: self.get_buffer(name) for name in INDEX_NAMES}, self._block_shape)
         self._mark_loaded()
 
     @constant_when_compiled
     def _check_shared(self) -> None:
         from .._runtime import agreement as _agreement
 
-        if self._origin == _OWN and self._is_as_marked():
+        if self._origin == OWN and self._is_as_marked():
             _agreement.check(self._index())
         else:  # written by a broadcast or from a file; processes that were not may want to know
             _agreement.publish(self._index())
-        self._mark(_SHARED)
+        self._mark(SHARED)
 
     @torch.no_grad()
     def _keep_slots(self, slots: Tensor) -> None:
@@ -815,12 +815,12 @@ class BlockSparseLinear(nn.Module):
             self.weight.grad = gradient[slots]
         if self.mask is not None:
             self._buffers["mask"] = self.mask[slots]
-        for name in _ARRAYS:
+        for name in INDEX_NAMES:
             self._buffers[name] = getattr(kept, name)
         self._updated()
 
     def _check_arrays(self, arrays: Mapping[str, Tensor], block_shape: Sequence[int]) -> BlockPattern:
-        crow, col, slot = (arrays[name] for name in _ARRAYS)
+        crow, col, slot = (arrays[name] for name in INDEX_NAMES)
         return BlockPattern(crow, col, shape=self._shape, block_shape=block_shape, slot=slot, device="cpu")
 
     def _become(self, other: BlockSparseLinear) -> None:
@@ -831,7 +831,7 @@ class BlockSparseLinear(nn.Module):
     # What torch.nn.Module calls to move, save, copy and load a layer.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSparseLinear:
-        before: dict[str, Any] = {name: self._buffers[name] for name in (*_ARRAYS, *_STORED)}
+        before: dict[str, Any] = {name: self._buffers[name] for name in (*INDEX_NAMES, *STORED_NAMES)}
         weight = self.weight.detach() if self._storage in QUANTIZED_BY_NAME else None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
@@ -842,19 +842,19 @@ class BlockSparseLinear(nn.Module):
         if weight is not None:
             if self.weight.dtype != weight.dtype:
                 kept = _as_before(self.weight.detach(), weight)
-                if _is_sharded(kept):  # whose dtype cannot be set
+                if is_sharded(kept):  # whose dtype cannot be set
                     self.weight = nn.Parameter(kept, requires_grad=False)
                 else:
                     self.weight.data = kept
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=weight.device)).dtype
         else:
             self._dtype = self.weight.dtype
-        self._mark(_MISSING if before["slot"].is_meta or self.slot.is_meta else self._origin)
+        self._mark(MISSING if before["slot"].is_meta or self.slot.is_meta else self._origin)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # torch.distributed.checkpoint reads into a state dict; its zeros are no pattern for who loads them.
-        if self._origin == _MISSING and not _is_sharded(self.weight):
+        if self._origin == MISSING and not is_sharded(self.weight):
             self._settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -892,24 +892,24 @@ class BlockSparseLinear(nn.Module):
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
         if pattern is not None and not self.slot.is_meta:
-            for name in _ARRAYS:  # those assigned may have another dtype
+            for name in INDEX_NAMES:  # those assigned may have another dtype
                 if self.get_buffer(name).dtype != torch.int32:
                     self._buffers[name] = getattr(pattern, name).to(self.slot.device)
             self._mark_loaded()
 
     def _checked_pattern(self, state: Mapping[str, Any]) -> BlockPattern | None:
         """The pattern of a saved layer, once everything saved is known to fit together; None without one."""
-        known = ("weight", "bias", *_ARRAYS, *_STORED)
+        known = ("weight", "bias", *INDEX_NAMES, *STORED_NAMES)
         for name in known:
             if name in state and not isinstance(state[name], Tensor):
                 raise InvalidArgumentError(f"{name}: a tensor expected, got {type(state[name]).__name__}")
         # With parametrizations and the like the weight has other names.
         weights = [name for name in state if name.startswith(("weight", "parametrizations.weight."))]
-        arrays = {name: state[name] for name in _ARRAYS if name in state}
+        arrays = {name: state[name] for name in INDEX_NAMES if name in state}
         own = self._values_shape()
         pattern, shape = None, own
         if arrays or weights:
-            for name in _ARRAYS:
+            for name in INDEX_NAMES:
                 if name not in state:
                     there = next(iter([*weights, *arrays]))
                     raise InvalidArgumentError(
@@ -941,7 +941,7 @@ class BlockSparseLinear(nn.Module):
                     f"{name}: shape {expected} expected, got {tuple(state[name].shape)}"
                 )
             mine = self._parameters.get(name, self._buffers.get(name))
-            if name in state and mine is not None and _is_sharded(mine) and not _is_sharded(state[name]):
+            if name in state and mine is not None and is_sharded(mine) and not is_sharded(state[name]):
                 raise InvalidArgumentError(
                     f"{name}: a DTensor expected, as several processes have parts of the layer's, got a "
                     "plain tensor; torch.distributed.checkpoint has set_model_state_dict for it"
@@ -951,7 +951,7 @@ class BlockSparseLinear(nn.Module):
     def _check_stored(self, state: Mapping[str, Any]) -> None:
         """That what is to be loaded is stored as the layer is."""
         own = f"the layer has nm={self._nm} and storage {self._storage!r}"
-        for name in _STORED:
+        for name in STORED_NAMES:
             if (name in state) != (self._buffers[name] is not None):
                 given = "there" if name in state else "missing"
                 raise InvalidArgumentError(
@@ -976,7 +976,9 @@ class BlockSparseLinear(nn.Module):
                 self._buffers[name] = _zeros_like(tensor, shape)
         if before == (pattern.nnz, *pattern.block_shape):
             return
-        for name in _ARRAYS:  # all of them, so that graphs of autograd keep the pattern they were made with
+        for (
+            name
+        ) in INDEX_NAMES:  # all of them, so that graphs of autograd keep the pattern they were made with
             self._buffers[name] = self.get_buffer(name).new_empty(getattr(pattern, name).shape)
 
 
@@ -1063,13 +1065,14 @@ def representation(layer: Any) -> str:
     )
 
 
-def _best_blocks(
+def best_blocks(
     weight: Tensor,
     scores: Tensor | None,
     density: float,
     block_shape: tuple[int, int],
     parts: tuple[int, int],
 ) -> BlockPattern:
+    """Return the pattern of the blocks with the highest scores, by default their Frobenius norms."""
     if weight.is_meta and scores is None:
         raise InvalidArgumentError("linear: on the meta device there is nothing to score, give pattern")
     if scores is None:
@@ -1099,7 +1102,7 @@ def _draw(parameter: nn.Parameter, bound: Tensor, generator: torch.Generator | N
 @torch.no_grad()
 def _fill(target: Tensor, whole: Tensor) -> None:
     """Writes a whole tensor; of a sharded one what this process has of it."""
-    if not _is_sharded(target):
+    if not is_sharded(target):
         target.copy_(whole)
         return
     from torch.distributed.tensor import DTensor, Replicate
@@ -1110,14 +1113,14 @@ def _fill(target: Tensor, whole: Tensor) -> None:
     target.copy_(everywhere.redistribute(placements=placements))
 
 
-def _is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor; not every build of PyTorch has the class."""
     return hasattr(tensor, "device_mesh")
 
 
 def _zeros_like(tensor: Any, shape: tuple[int, ...]) -> Tensor:
     """Of another shape; of a sharded one cut alike, which those of `Tensor.new_zeros` are not."""
-    if not _is_sharded(tensor):
+    if not is_sharded(tensor):
         return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
     from torch.distributed.tensor import zeros
 
@@ -1127,7 +1130,7 @@ def _zeros_like(tensor: Any, shape: tuple[int, ...]) -> Tensor:
 
 def _is_everywhere(tensor: Any) -> bool:
     """Whether all processes have a part of it."""
-    return _is_sharded(tensor) and tensor.device_mesh.size() == torch.distributed.get_world_size()
+    return is_sharded(tensor) and tensor.device_mesh.size() == torch.distributed.get_world_size()
 
 
 def _common_generators(

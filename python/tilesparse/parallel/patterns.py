@@ -11,7 +11,7 @@ from torch import nn
 from .._arguments import checked
 from .._checks import Index, checked_count
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
-from ..nn.linear import _SHARED, BlockSparseLinear
+from ..nn.linear import SHARED, BlockSparseLinear
 from ..pattern.block_pattern import BlockPattern
 
 
@@ -42,7 +42,7 @@ def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = Non
     layers = {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
     for layer, pattern in zip(layers.values(), broadcast_patterns(layers, group, src), strict=True):
         layer.pattern = pattern
-        layer._mark(_SHARED)
+        layer._mark(SHARED)
 
 
 def broadcast_patterns(

@@ -18,8 +18,8 @@ from .._ops.autocast import autocast
 from .._runtime.launch import content_of, exclusive
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..functional import linear_on, straight_through
-from ..nn.linear import _SHARED, _STORED, BlockSparseLinear
-from ..pattern.block_pattern import BlockPattern, _moved, _overwrite
+from ..nn.linear import SHARED, STORED_NAMES, BlockSparseLinear
+from ..pattern.block_pattern import BlockPattern, moved_index, overwrite_index
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -160,8 +160,8 @@ class Part:
         mine = self._cut(pattern)._index
         if self._index is None or self._index.col_indices.device != device:
             with torch.inference_mode(False):  # training may go on with it
-                return _moved(mine, device)
-        _overwrite(self._index, mine)  # so that what was prepared follows
+                return moved_index(mine, device)
+        overwrite_index(self._index, mine)  # so that what was prepared follows
         return self._index
 
     def _cut(self, pattern: BlockPattern) -> BlockPattern:
@@ -185,7 +185,7 @@ class Part:
             (residual,) = autocast(residual)
         local = self._input(x)
         weight, bias = _local(layer.weight), self._bias(layer.bias)
-        mask, metadata, scales = (_local(layer._buffers[name]) for name in _STORED)
+        mask, metadata, scales = (_local(layer._buffers[name]) for name in STORED_NAMES)
         index = self.index(layer)
         if mask is not None:
             y = layer._masked_linear(local, weight, mask, index, bias, None)
@@ -240,13 +240,13 @@ def _parallelize(
         arranged, order = part.arranged(pattern), part.order(pattern)
         layer.pattern = arranged
         if source is not None and mesh.size() == dist.get_world_size():
-            layer._mark(_SHARED)
+            layer._mark(SHARED)
 
     def sharded(blocks: Tensor) -> Tensor:
         return _sharded(blocks if order is None else blocks[order], mesh, source)
 
     layer.weight = nn.Parameter(sharded(layer.weight.detach()), layer.weight.requires_grad)
-    for name in _STORED:
+    for name in STORED_NAMES:
         if layer._buffers[name] is not None:
             layer._buffers[name] = sharded(layer.get_buffer(name))
     if layer.bias is not None:

@@ -23,7 +23,7 @@ from .._reports import aligned, empty_of, empty_texts, listed, without_numbers
 from ..config import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
 from ..errors import InvalidArgumentError, TileSparseError
 from ..integrations.transformers_hooks import check_can_follow, follow
-from ..nn.linear import BlockSparseLinear, _best_blocks, dense_weight, is_conv1d
+from ..nn.linear import BlockSparseLinear, best_blocks, dense_weight, is_conv1d
 from ..nn.mlp import BlockSparseMLP, is_known, reason_not_known
 from ..nn.reference import PseudoBlockSparseLinear
 from ..pattern.block_pattern import BlockPattern, check_parts_beside
@@ -222,7 +222,7 @@ class _Match(NamedTuple):
     named: bool
 
 
-class _CannotBeCutError(InvalidArgumentError):
+class CannotBeCutError(InvalidArgumentError):
     """A weight's shape is no multiple of the block shape."""
 
 
@@ -294,7 +294,7 @@ class BlockSparseModelPatcher:
         Raises:
             InvalidArgumentError: `regex` is no regular expression, or an option is unknown or wrong.
         """
-        compiled = _compiled(regex)
+        compiled = compiled_pattern(regex)
         self._rules.append(_Rule(compiled, fullmatch, _checked_options({} if options is None else options)))
 
     @checked
@@ -320,9 +320,9 @@ class BlockSparseModelPatcher:
         pattern, parts = options["pattern"], options["parts"]
         if isinstance(module, nn.Linear) or is_conv1d(module):
             if pattern is None:  # chosen here, as the report names what that leaves empty
-                _check_blocks_can_be_chosen(module, options["block_shape"])
+                check_blocks_can_be_chosen(module, options["block_shape"])
                 weight = dense_weight(module)
-                pattern = _best_blocks(weight, None, options["density"], options["block_shape"], parts)
+                pattern = best_blocks(weight, None, options["density"], options["block_shape"], parts)
                 parts = (1, 1)
             _check_can_be_stored(module, options["storage"])
         layer = BlockSparseLinear.from_linear(
@@ -363,7 +363,7 @@ class BlockSparseModelPatcher:
                 its weight, or infinities where that is to be stored in 8 bits, or is on the meta device
                 without a ``pattern``.
         """
-        names = _names_of_modules(model)
+        names = names_of_modules(model)
         reads = weight_reads(model)
         targets, skipped = self._plan(model, names, reads)
         if strict:
@@ -392,7 +392,7 @@ class BlockSparseModelPatcher:
             dry_run: only report what would be done.
         """
         targets, skipped = [], []
-        for module, aliases in _names_of_modules(model).items():
+        for module, aliases in names_of_modules(model).items():
             named = "mlp" in type(module).__name__.lower()
             if isinstance(module, BlockSparseMLP) or not (named or is_known(module)):
                 continue
@@ -425,10 +425,10 @@ class BlockSparseModelPatcher:
                     "merge or remove adapters first"
                 )
         for name, target in reversed(self._originals.pop(model).items()):
-            _share_hooks(target.replacement, target.module)
+            share_hooks(target.replacement, target.module)
             if isinstance(target.replacement, BlockSparseMLP):  # adapters may have come since
                 target.module._modules.update(target.replacement._modules)
-            _set_submodule(model, name, target.module)
+            set_submodule(model, name, target.module)
         follow(model)
 
     def _plan(
@@ -440,7 +440,7 @@ class BlockSparseModelPatcher:
         for done, (module, aliases, options, named) in enumerate(matched, 1):
             try:
                 replacement = self._build(aliases[0], module, options)
-            except _CannotBeCutError as error:
+            except CannotBeCutError as error:
                 if named:
                     raise InvalidArgumentError(f"layer {aliases[0]!r}: {error}") from error
                 skipped.append(SkippedLayer(aliases[0], type(module).__name__, str(error)))
@@ -456,7 +456,7 @@ class BlockSparseModelPatcher:
         reads: Mapping[nn.Module, Read],
     ) -> tuple[list[_Match], list[SkippedLayer]]:
         """Which layers are replaced, with their names and options, and which are not."""
-        owners, outputs = _owners_of_parameters(names), _output_embeddings(names)
+        owners, outputs = owners_of_parameters(names), _output_embeddings(names)
         matched: list[_Match] = []
         skipped: list[SkippedLayer] = []
         for module, aliases in names.items():
@@ -513,7 +513,7 @@ class BlockSparseModelPatcher:
             return _reason_not_patchable(module)
         if module is model:
             return "the model itself cannot be replaced in place"
-        reason = _reason_from_parents(model, aliases) or _what_would_be_lost(module)
+        reason = reason_from_parents(model, aliases) or what_would_be_lost(module)
         if reason is None and _is_linear(module):
             reason = _reason_not_sparse(module, options)
         return reason
@@ -521,7 +521,7 @@ class BlockSparseModelPatcher:
     def _build(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> _Replacement:
         try:
             return self.new_child_module(name, module, options)
-        except _CannotBeCutError:
+        except CannotBeCutError:
             raise
         except TileSparseError as error:
             raise type(error)(f"layer {name!r}: {error}") from error
@@ -529,16 +529,16 @@ class BlockSparseModelPatcher:
     def _replace(self, model: nn.Module, targets: Sequence[_Target]) -> None:
         originals = self._originals.setdefault(model, {})
         for target in targets:
-            _share_hooks(target.module, target.replacement)
+            share_hooks(target.module, target.replacement)
             for name in target.names:
-                _set_submodule(model, name, target.replacement)
+                set_submodule(model, name, target.replacement)
                 originals[name] = target
 
 
 def _reason_not_fused(model: nn.Module, module: nn.Module) -> str | None:
     if module is model:
         return "the model itself cannot be replaced in place"
-    return _what_would_be_lost(module) or reason_not_known(module)
+    return what_would_be_lost(module) or reason_not_known(module)
 
 
 def _fused(target: _Target) -> FusedMLP:
@@ -546,7 +546,8 @@ def _fused(target: _Target) -> FusedMLP:
     return FusedMLP(target.names[0], type(target.module).__name__, mlp.gated, mlp.activation_name)
 
 
-def _compiled(regex: str) -> re.Pattern[str]:
+def compiled_pattern(regex: str) -> re.Pattern[str]:
+    """Compile a regular expression, or raise InvalidArgumentError."""
     try:
         return re.compile(regex)
     except (re.error, TypeError) as error:
@@ -586,14 +587,16 @@ def _check_storage_options(options: Mapping[str, Any]) -> None:
     check_nm_blocks(nm, transposable, options["block_shape"] if pattern is None else pattern.block_shape)
 
 
-def _names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
+def names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Map each module of a model to all of its names."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     return names
 
 
-def _owners_of_parameters(modules: Iterable[nn.Module]) -> dict[nn.Parameter, list[nn.Module]]:
+def owners_of_parameters(modules: Iterable[nn.Module]) -> dict[nn.Parameter, list[nn.Module]]:
+    """Map each parameter to the modules that hold it directly."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in modules:
         for parameter in module.parameters(recurse=False):
@@ -638,7 +641,7 @@ def _reason_not_patchable(module: nn.Module) -> str:
     return _NOT_LINEAR
 
 
-def _reason_from_parents(model: nn.Module, aliases: Iterable[str]) -> str | None:
+def reason_from_parents(model: nn.Module, aliases: Iterable[str]) -> str | None:
     """What in the modules around a layer keeps it from being another one."""
     parents = (model.get_submodule(name.rpartition(".")[0]) for name in aliases)
     if torch.backends.mha.get_fastpath_enabled() and any(
@@ -651,7 +654,7 @@ def _reason_from_parents(model: nn.Module, aliases: Iterable[str]) -> str | None
     return None
 
 
-def _what_would_be_lost(module: nn.Module) -> str | None:
+def what_would_be_lost(module: nn.Module) -> str | None:
     """What belongs to the module and could not be kept in another one."""
     parameters = module.parameters(recurse=False)
     if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
@@ -683,11 +686,12 @@ def _reason_not_sparse(module: Any, options: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _check_blocks_can_be_chosen(module: Any, block_shape: Sequence[int]) -> None:
+def check_blocks_can_be_chosen(module: Any, block_shape: Sequence[int]) -> None:
+    """Raise CannotBeCutError unless the blocks of a dense layer can be ranked."""
     sizes = zip(("out_features", "in_features"), dense_weight(module).shape, strict=True)
     for (name, size), block in zip(sizes, block_shape, strict=True):
         if size % block:
-            raise _CannotBeCutError(
+            raise CannotBeCutError(
                 f"block_shape: {tuple(block_shape)} does not fit, {name} is {size}, no multiple of {block}"
             )
     if module.weight.is_meta:
@@ -718,12 +722,14 @@ def _tie(
     return None
 
 
-def _share_hooks(source: nn.Module, receiver: nn.Module) -> None:
+def share_hooks(source: nn.Module, receiver: nn.Module) -> None:
+    """Let `receiver` have the very hooks of `source`."""
     for attribute in _HOOKS:
         setattr(receiver, attribute, getattr(source, attribute))
 
 
-def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
+def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the one with this name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 

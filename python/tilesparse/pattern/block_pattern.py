@@ -418,7 +418,7 @@ class BlockPattern:
     @checked
     def to(self, device: torch.device | str | int) -> BlockPattern:
         """A copy on another device, or this pattern if it is there."""
-        index = _moved(self._index, torch.device(device))
+        index = moved_index(self._index, torch.device(device))
         return self if index is self._index else BlockPattern._of(index)
 
     def index_on(self, device: torch.device) -> Index:
@@ -426,15 +426,15 @@ class BlockPattern:
         if device == self.device:
             return self._index
         if torch.compiler.is_compiling():
-            return _moved(self._index, device)
+            return moved_index(self._index, device)
         if not isinstance(device, torch.device):
             raise InvalidTypeError(f"device must be a torch.device, got {shown(device)}")
         with _launch.exclusive():  # so that threads get one copy
             content, copied = _launch.content_of(self._index), self._copies.get(device)
             if copied is None:
-                copied = _moved(self._index, device), content
+                copied = moved_index(self._index, device), content
             elif copied[1] != content:
-                _overwrite(copied[0], self._index)
+                overwrite_index(copied[0], self._index)
             self._copies[device] = copied[0], content
             return copied[0]
 
@@ -462,7 +462,7 @@ class BlockPattern:
                 f"other: {self.nnz} blocks expected, as many as the layer has weights for, got {other.nnz}"
             )
         with torch.inference_mode(False):
-            self._own(_moved(other._index, self.device, copy=True))
+            self._own(moved_index(other._index, self.device, copy=True))
         return self
 
     @checked
@@ -520,9 +520,9 @@ class BlockPattern:
 
     def _take(self, other: Index) -> BlockPattern:
         with _launch.exclusive():
-            _overwrite(self._index, other)
+            overwrite_index(self._index, other)
             for device, (copied, _) in self._copies.items():
-                _overwrite(copied, self._index)
+                overwrite_index(copied, self._index)
                 self._copies[device] = copied, _launch.content_of(self._index)
         if self._after_update is not None:
             self._after_update()
@@ -590,10 +590,10 @@ def _checked(
         slot = torch.arange(nnz, dtype=torch.int32, device="cpu")
     index = Index(crow, col, _index_array("slot", slot, nnz), shape, block_shape)
     validate(index)
-    return _moved(index, torch.device(device))
+    return moved_index(index, torch.device(device))
 
 
-def _moved(index: Index, device: torch.device, copy: bool = False) -> Index:
+def moved_index(index: Index, device: torch.device, copy: bool = False) -> Index:
     """On that device; pinned on the way to a GPU, so that the host need not wait."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -607,9 +607,9 @@ def _moved(index: Index, device: torch.device, copy: bool = False) -> Index:
 
 
 @torch.no_grad()
-def _overwrite(target: Index, source: Index) -> None:
+def overwrite_index(target: Index, source: Index) -> None:
     """Writes the source's pattern where the target's is, and what is derived from it."""
-    source = _moved(source, target.col_indices.device)
+    source = moved_index(source, target.col_indices.device)
     with update_of(target), torch.inference_mode(target.col_indices.is_inference()):
         for to, tensor in zip(target[:3], source[:3], strict=True):
             to.copy_(tensor)

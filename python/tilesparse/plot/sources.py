@@ -28,9 +28,9 @@ from .._runtime.tensor_files import (
     shown,
     write_tensors,
 )
-from ..checkpoint.manifest import _Form, _joined, _read_section
+from ..checkpoint.manifest import SavedForm, joined, read_section
 from ..errors import CheckpointError, InvalidArgumentError
-from ..nn.linear import _ARRAYS, BlockSparseLinear
+from ..nn.linear import INDEX_NAMES, BlockSparseLinear
 from ..pattern.block_pattern import BlockPattern
 from ..storage.values import expand, forms_of
 
@@ -85,7 +85,7 @@ def layers_of(source: object) -> dict[str, Callable[[], Layer]]:
                     )
                 found[name] = partial(_of_model, module)
     elif isinstance(source, str | os.PathLike):
-        forms, ties, files = _read_section(Path(source))
+        forms, ties, files = read_section(Path(source))
         stored = read_headers(Path(source), files)
         for name in sorted(forms, key=_numerically):
             found[name] = partial(_of_checkpoint, name, forms[name], stored, ties)
@@ -106,30 +106,30 @@ def _of_model(layer: BlockSparseLinear) -> Layer:
 
 
 def _of_checkpoint(
-    name: str, form: _Form, stored: Mapping[str, StoredTensor], ties: Mapping[str, str]
+    name: str, form: SavedForm, stored: Mapping[str, StoredTensor], ties: Mapping[str, str]
 ) -> Layer:
     """One layer, of which nothing but its own tensors is read."""
     block_rows = form.shape[0] // form.block_shape[0]
     sizes = {"crow_indices": block_rows + 1, "col_indices": form.nnz, "slot": form.nnz}
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    forms = {array: ((sizes[array],), torch.int32) for array in _ARRAYS}
+    forms = {array: ((sizes[array],), torch.int32) for array in INDEX_NAMES}
     forms |= forms_of(
         form.nnz, form.block_shape, form.nm, form.storage, form.dtype, row_scales=form.scales == "row"
     )
     own: dict[str, Tensor] = {}
     for attribute, (shape, dtype) in forms.items():
-        full_name = _joined(name, attribute)
+        full_name = joined(name, attribute)
         source = stored.get(ties.get(full_name, full_name))
         if source is None:
             raise CheckpointError(f"tensors: {shown(full_name)}: missing")
-        allowed = (torch.int32, torch.int64) if attribute in _ARRAYS else (dtype,)
+        allowed = (torch.int32, torch.int64) if attribute in INDEX_NAMES else (dtype,)
         if source.shape != shape or source.dtype not in allowed:
             raise CheckpointError(
                 f"{source.file.name}: {shown(source.name)}: shape {shape} of {dtype} expected, "
                 f"got {source.shape} of {source.dtype}"
             )
         own[attribute] = read_tensor(source)
-    crow, col, slot = (own[array] for array in _ARRAYS)
+    crow, col, slot = (own[array] for array in INDEX_NAMES)
     with named(shown(name)):
         pattern = BlockPattern(crow, col, slot=slot, shape=form.shape, block_shape=form.block_shape)
     if "mask" in own:

@@ -20,11 +20,11 @@ from ..integrations.transformers_hooks import check_can_follow
 from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
 from ..patch.patcher import (
     BlockSparseModelPatcher,
+    CannotBeCutError,
     PatchReport,
     SkippedLayer,
-    _CannotBeCutError,
-    _check_blocks_can_be_chosen,
-    _names_of_modules,
+    check_blocks_can_be_chosen,
+    names_of_modules,
     warn_of_empty,
 )
 from ..patch.weight_reads import Read, weight_reads
@@ -405,14 +405,14 @@ def _matched(
             patcher.add_pattern(regex, _options(choice))
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"layers: {error}") from error
-    names = _names_of_modules(model)
+    names = names_of_modules(model)
     matched, others = patcher._match(model, names, weight_reads(model) if reads is None else reads)
     targets: dict[str, Choice] = {}
     for module, aliases, _, named in matched:
         try:
             with _about(aliases[0]):
-                _check_blocks_can_be_chosen(module, choice.block_shape)
-        except _CannotBeCutError as error:
+                check_blocks_can_be_chosen(module, choice.block_shape)
+        except CannotBeCutError as error:
             if cut and named:
                 raise
             others.append(SkippedLayer(aliases[0], type(module).__name__, str(error.__cause__)))

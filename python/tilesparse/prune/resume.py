@@ -18,7 +18,7 @@ from .layer import Solution
 VERSION = 1
 _FILE = "pruning.json"
 _NUMBERS = ("error_before_refit", "error", "damping", "tokens")
-_ARRAYS = ("crow_indices", "col_indices", "slot")
+INDEX_NAMES = ("crow_indices", "col_indices", "slot")
 
 
 class Progress:
@@ -70,7 +70,7 @@ class Progress:
             return None
         stored = {own: read_tensor(tensor) for own, tensor in read_header(file)[0].items()}
         try:
-            crow, col, slot = (stored[own] for own in _ARRAYS)
+            crow, col, slot = (stored[own] for own in INDEX_NAMES)
             pattern = BlockPattern(crow, col, shape=shape, block_shape=block_shape, slot=slot)
             numbers = dict(zip(_NUMBERS, stored["numbers"].tolist(), strict=True))
             values = stored["values"]
@@ -81,7 +81,7 @@ class Progress:
 
     def save(self, name: str, solution: Solution) -> None:
         """Writes a layer's solution; if that is interrupted it counts as not written."""
-        tensors = {own: getattr(solution.pattern, own) for own in _ARRAYS}
+        tensors = {own: getattr(solution.pattern, own) for own in INDEX_NAMES}
         numbers = [float(getattr(solution, own)) for own in _NUMBERS]
         tensors |= {"values": solution.values, "numbers": torch.tensor(numbers, dtype=torch.float64)}
         tensors |= {own: tensor for own in ("mask", "bias") if (tensor := getattr(solution, own)) is not None}
