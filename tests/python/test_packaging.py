@@ -41,39 +41,6 @@ maps = open("/proc/self/maps").read().split()
 runtimes = {word for word in maps if os.path.basename(word).startswith(("libgomp", "libomp", "libiomp"))}
 print(json.dumps([before, threads(), sorted(runtimes)]))
 """
-# Layers, pruning within a budget, training, files and the command line where numpy is not installed.
-WITHOUT_NUMPY = """
-import sys, warnings
-sys.modules["numpy"] = None
-warnings.simplefilter("ignore")  # PyTorch says that it has none
-import torch, tilesparse
-from tilesparse import adapter, cli, plot, prune, train
-
-model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
-x = torch.randn(96, 64)
-half, quarter = (prune.Choice(density, (16, 16)) for density in (0.5, 0.25))
-curves = {name: {half: 0.1, quarter: 0.3} for name in ("0", "2")}
-assert prune.erk(model, curves, 0.3, block_shape=16).keys() == curves.keys()
-table = prune.LatencyTable("cpu", 96, "float32", {}, {(128, 64): {half: 2.0, quarter: 1.0}})
-assert table.milliseconds((128, 64), prune.Choice(0.375, (16, 16))) == 1.5
-prune.prune_model(model, [x], block_shape=16, choices=prune.allocate(curves, model, parameters=6144))
-assert sorted(model[number].density for number in (0, 2)) == [0.25, 0.5]
-optimizer = torch.optim.AdamW(model.parameters())
-schedule = train.PatternSchedule(model, optimizer, every=1)
-for _ in range(2):
-    model(x).square().mean().backward()
-    optimizer.step()
-    schedule.step()
-tilesparse.save(model, "model")
-assert torch.equal(tilesparse.load(model, "model")(x), model(x))
-sparse = adapter.BlockSparseAdapter(model, ".*", density=0.2)
-sparse.save("adapter.safetensors")
-sparse.remove()
-adapter.BlockSparseAdapter.load(model, "adapter.safetensors").merge()
-plot.save_snapshots("snapshots.safetensors", [(step, {"0": torch.eye(4).bool()}) for step in range(2)])
-assert len(plot.load_snapshots("snapshots.safetensors")) == 2
-sys.exit(cli.main(["info"]))
-"""
 # A library that hides the system's OpenMP runtime, as where it is not installed.
 HIDE_OPENMP = r"""
 #define _GNU_SOURCE
@@ -146,8 +113,12 @@ def test_one_pool_of_threads_with_pytorch() -> None:
     assert len(runtimes) == 1, runtimes
 
 
-def test_numpy_need_not_be_installed(tmp_path: Path) -> None:
-    run("env", "-C", tmp_path, sys.executable, "-c", WITHOUT_NUMPY)
+def test_an_import_is_silent_and_its_dependencies_are_stated() -> None:
+    code = "import sys, tilesparse, tilesparse.prune, tilesparse.tuning; sys.stderr.write('imported')"
+    command = sys.executable, "-W", "always", "-c", code
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stderr == "imported"
+    required = {re.split(r"[ <>=!;\[]", line)[0] for line in importlib.metadata.requires("tilesparse") or []}
+    assert {"torch", "safetensors", "numpy", "scipy", "filelock", "platformdirs", "tqdm"} <= required
 
 
 def test_licences_and_bill_of_materials_are_installed() -> None:
