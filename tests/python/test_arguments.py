@@ -317,6 +317,7 @@ CASES: dict[str, Callable[[], Any]] = {
         {"x": tokens()},
     ),
     "BlockSparseLinear": lambda: {**LAYER},
+    "BlockSparseLinear.from_spec": lambda: {"spec": layer().spec},
     "BlockSparseLinear.from_linear": lambda: {"linear": nn.Linear(64, 32)},
     "BlockSparseLinear.set_nm": lambda: (layer().set_nm, {"nm": (2, 4)}),
     "BlockSparseLinear.update_mask_": lambda: (layer(nm=(2, 4)).update_mask_, {}),

@@ -22,6 +22,7 @@ from tilesparse import (
     PseudoBlockSparseLinear,
     UnsupportedError,
 )
+from tilesparse.config import LayerSpec
 from tilesparse.storage import STORAGES, two_of_four
 
 IN, OUT = 128, 96
@@ -479,6 +480,26 @@ def test_copies_are_equal_and_independent(name: str) -> None:
             if tensor.dtype != torch.int32:
                 tensor.data.view(torch.uint8).zero_()
     assert same(states(layer), before)
+
+
+@every_layer
+@on_every_device
+def test_a_layer_is_made_from_its_spec(device: str, name: str) -> None:
+    saved = make(name, device=device).to_storage(LAYERS[name].get("storage", "plain"), per="block")
+    spec = saved.spec
+    assert LayerSpec.from_json(spec.to_json()) == spec
+    assert spec.nnz == len(saved.weight) and spec.shape == (OUT, IN) and spec.storage == saved.storage
+    layer = BlockSparseLinear.from_spec(spec, device=device)
+    assert layer.spec == spec and repr(layer) == repr(saved)
+    with pytest.raises(InvalidPatternError, match="pattern: missing"):
+        layer(randn(1, IN, device=device))
+    layer.load_state_dict(saved.state_dict())
+    assert same(states(layer), states(saved)) and layer.spec == spec
+    assert torch.equal(layer(randn(3, IN, device=device)), saved(randn(3, IN, device=device)))
+    drawn = BlockSparseLinear.from_spec(saved.to(torch.float64).spec, bias=False, device=device)
+    assert drawn.bias is None and drawn.spec.dtype == torch.float64
+    drawn.reset_parameters()
+    assert drawn.pattern.nnz == spec.nnz and drawn.plain_values().dtype == torch.float64
 
 
 @every_layer

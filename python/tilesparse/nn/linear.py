@@ -19,7 +19,7 @@ from .._ops.register import COMPRESS
 from .._reports import empty_of
 from .._runtime.launch import blocks_of, multiplies_compressed, prepared, update_of
 from .._runtime.private import constant_when_compiled, refuse_fakes, transforms_active, version
-from ..config import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
+from ..config import QUANTIZED_BY_NAME, LayerSpec, check_nm, check_nm_blocks, check_storage
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..functional import (
     activation_code,
@@ -169,6 +169,36 @@ class BlockSparseLinear(nn.Module):
 
     @classmethod
     @checked
+    def from_spec(
+        cls, spec: LayerSpec, *, bias: bool = True, device: torch.device | str | int | None = None
+    ) -> BlockSparseLinear:
+        """Return a layer of this spec without a pattern and with uninitialized parameters.
+
+        Its pattern and values come from `load_state_dict`, or from `reset_parameters`; forward raises before.
+
+        Args:
+            spec: shape, number of blocks, storage and dtype of the layer.
+            bias: whether the layer has a bias [out_features].
+            device: of the parameters and buffers; None is PyTorch's default device.
+        """
+        refuse_fakes("a layer")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        like = torch.empty(0, device=device, dtype=spec.dtype)
+        layer._shape, layer._block_shape, layer._dtype = spec.shape, spec.block_shape, spec.dtype
+        layer._nm, layer._transposable, layer._storage = spec.nm, spec.transposable, spec.storage
+        layer._storage_error = 0.0
+        layer.policy = spec.policy
+        layer.register_parameter("weight", None)  # comes first
+        layer.register_parameter("bias", nn.Parameter(like.new_empty(spec.shape[0])) if bias else None)
+        for name, size in zip(INDEX_NAMES, (spec.grid[0] + 1, spec.nnz, spec.nnz), strict=True):
+            layer.register_buffer(name, like.new_zeros(size, dtype=torch.int32))
+        layer._allocate(spec.nnz, like, spec.scales != "block")
+        layer._mark(MISSING)
+        return layer
+
+    @classmethod
+    @checked
     def from_linear(
         cls,
         linear: nn.Module,
@@ -299,6 +329,23 @@ class BlockSparseLinear(nn.Module):
     @out_features.setter
     def out_features(self, value: int) -> None:
         _check_size("out_features", value, self._shape[0])
+
+    @property
+    def spec(self) -> LayerSpec:
+        """How the layer is stored now: shape, block shape, number of blocks, dtype, storage and policy."""
+        quantized = self._storage in QUANTIZED_BY_NAME
+        return LayerSpec(
+            shape=self._shape,
+            block_shape=self._block_shape,
+            nnz=self.col_indices.shape[0],
+            # Unquantized, the weight's dtype: ``weight.data`` may have changed it.
+            dtype=self._dtype if quantized else self.weight.dtype,
+            storage=self._storage,
+            nm=self._nm,
+            transposable=self._transposable,
+            scales=None if self.scales is None else "row" if self.scales.dim() == 2 else "block",
+            policy=self._policy,
+        )
 
     @property
     def nm(self) -> tuple[int, int] | None:
