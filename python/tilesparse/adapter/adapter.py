@@ -30,7 +30,8 @@ from ..errors import (
 )
 from ..functional import linear_on
 from ..nn.linear import BlockSparseLinear
-from ..patch.patcher import compiled_pattern, names_of_modules, owners_of_parameters, set_submodule
+from ..patch.modules import names_of_modules, owners_of_parameters, set_submodule
+from ..patch.rules import compiled_pattern
 from ..pattern.block_pattern import BlockPattern
 
 _VERSION = 1  # of the file

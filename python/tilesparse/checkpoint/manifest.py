@@ -45,7 +45,7 @@ from ..config import QUANTIZED_BY_NAME, STORAGES, check_nm, check_nm_blocks, che
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from ..integrations.transformers_hooks import check_can_follow, follow
 from ..nn.linear import INDEX_NAMES, SHARED, STORED_NAMES, BlockSparseLinear, is_conv1d, is_sharded
-from ..patch.patcher import (
+from ..patch.modules import (
     names_of_modules,
     reason_from_parents,
     set_submodule,

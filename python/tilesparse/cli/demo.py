@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from .._progress import Progress
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
-from ..patch.patcher import BlockSparseModelPatcher, PatchReport
+from ..patch.patcher import BlockSparseModelPatcher
+from ..patch.reports import PatchReport
 
 VOCABULARY = 256  # tokens are bytes
 TEXT_BYTES = 8 << 20

@@ -39,7 +39,7 @@ from ..checkpoint.manifest import METHOD, VERSION, check_section, prepare, secti
 from ..config import QUANTIZED_BY_NAME
 from ..errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..nn.linear import INDEX_NAMES, STORED_NAMES, BlockSparseLinear, is_conv1d
-from ..patch.patcher import set_submodule, share_hooks
+from ..patch.modules import set_submodule, share_hooks
 from .hooks import revert
 from .transformers_hooks import LIBRARY
 

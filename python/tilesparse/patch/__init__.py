@@ -1,16 +1,8 @@
 """Replaces the linear layers of whole models."""
 
-from .patcher import (
-    DEFAULT_OPTIONS,
-    BlockSparseModelPatcher,
-    DenseParameter,
-    FusedMLP,
-    FuseReport,
-    PatchedLayer,
-    PatchReport,
-    Size,
-    SkippedLayer,
-)
+from .patcher import BlockSparseModelPatcher
+from .reports import DenseParameter, FusedMLP, FuseReport, PatchedLayer, PatchReport, Size, SkippedLayer
+from .rules import DEFAULT_OPTIONS
 
 __all__ = [
     "DEFAULT_OPTIONS",

@@ -18,15 +18,10 @@ from .._reports import empty_of
 from ..errors import InvalidArgumentError, TileSparseError
 from ..integrations.transformers_hooks import check_can_follow
 from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
-from ..patch.patcher import (
-    BlockSparseModelPatcher,
-    CannotBeCutError,
-    PatchReport,
-    SkippedLayer,
-    check_blocks_can_be_chosen,
-    names_of_modules,
-    warn_of_empty,
-)
+from ..patch.matching import CannotBeCutError, check_blocks_can_be_chosen
+from ..patch.modules import names_of_modules
+from ..patch.patcher import BlockSparseModelPatcher
+from ..patch.reports import PatchReport, SkippedLayer, warn_of_empty
 from ..patch.weight_reads import Read, weight_reads
 from ..pattern.block_pattern import BlockPattern
 from ._checks import (

@@ -11,7 +11,7 @@ from torch import nn
 
 from .._reports import MOST, aligned, empty_texts, listed
 from ..nn.linear import dense_weight
-from ..patch.patcher import DenseParameter, Size, SkippedLayer, by_reason, dense_lines
+from ..patch.reports import DenseParameter, Size, SkippedLayer, by_reason, dense_lines
 from .choice import Choice
 
 

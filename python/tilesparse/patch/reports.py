@@ -1,0 +1,265 @@
+"""Reports on what became of the modules of a model."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from .._reports import aligned, empty_of, empty_texts, listed, without_numbers
+from ..nn.linear import BlockSparseLinear
+from ..nn.reference import PseudoBlockSparseLinear
+from .modules import Replacement, Target
+from .weight_reads import Read
+
+
+@dataclass(frozen=True)
+class Size:
+    """Numbers of parameters and of bytes (of parameters and buffers).
+
+    A shared tensor counts once, and what is not initialised yet (in lazy layers) does not count.
+    """
+
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PatchedLayer:
+    """One replaced layer.
+
+    `shape` is (out_features, in_features). `policy`, `nm` and `storage` are those of the `BlockSparseLinear`;
+    for a `PseudoBlockSparseLinear`, whose weight is plain, `policy` is "pseudo". `error` is the layer's
+    `storage_error`: what 8 bits have changed of the weights that are kept, and not what was left out.
+    `empty_rows` and `empty_columns` count block rows and columns without a block, but on the meta device.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    block_shape: tuple[int, int]
+    density: float
+    policy: str
+    nm: tuple[int, int] | None
+    storage: str
+    error: float
+    before: Size
+    after: Size
+    empty_rows: int
+    empty_columns: int
+
+
+@dataclass(frozen=True)
+class SkippedLayer:
+    """A module that a pattern matched and that was left alone, the name of its class, and why."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class DenseParameter:
+    """A parameter of two dimensions or more that is no block-sparse weight.
+
+    `share` is its fraction of all parameters that the model had before.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    share: float
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What `BlockSparseModelPatcher.patch_model` did, or would do; ``str()`` makes a table of it.
+
+    Attributes:
+        layers: those that are replaced.
+        skipped: those that a regular expression names and that stay as they are, with the reason.
+        unmatched: the regular expressions that no name of the model matches.
+        before: the size of the whole model.
+        after: its size with the replaced layers.
+        dense: all parameters of two dimensions or more that stay dense, also those of other modules.
+    """
+
+    layers: list[PatchedLayer]
+    skipped: list[SkippedLayer]
+    unmatched: list[str]
+    before: Size
+    after: Size
+    dense: list[DenseParameter]
+
+    def __str__(self) -> str:
+        choices = ("shape", "block", "density", "storage", "error", "policy")
+        rows: list[tuple[str, ...]] = [("layer", *choices, "parameters", "after", "bytes", "after")]
+        for layer in self.layers:
+            shape, block = (f"{out}x{in_}" for out, in_ in (layer.shape, layer.block_shape))
+            error = f"{layer.error:.2g}" if layer.error else ""
+            choices = (shape, block, f"{layer.density:.3f}", _storage(layer), error, layer.policy)
+            rows.append((layer.name, *choices, *_sizes(layer.before, layer.after)))
+        rows.append(("whole model", *[""] * len(choices), *_sizes(self.before, self.after)))
+        lines = aligned(rows)
+        lines += [f"skipped {text}" for text in by_reason(self.skipped)]
+        lines += [f"no layer matches {regex!r}" for regex in self.unmatched]
+        return "\n".join([*lines, *empty_texts(self.layers), *dense_lines(self.dense)])
+
+
+@dataclass(frozen=True)
+class FusedMLP:
+    """One MLP that became a `BlockSparseMLP`; `activation` is None where PyTorch computes it."""
+
+    name: str
+    kind: str
+    gated: bool
+    activation: str | None
+
+
+@dataclass(frozen=True)
+class FuseReport:
+    """What `BlockSparseModelPatcher.fuse_mlps` did, or would do; ``str()`` makes a table of it.
+
+    Attributes:
+        mlps: those that became a `BlockSparseMLP`.
+        skipped: modules with "MLP" in the name of their class, or whose function is known, that stay as they
+            are, with the reason.
+    """
+
+    mlps: list[FusedMLP]
+    skipped: list[SkippedLayer]
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("MLP", "class", "gated", "activation")]
+        for mlp in self.mlps:
+            rows.append((mlp.name, mlp.kind, "yes" if mlp.gated else "no", mlp.activation or "of PyTorch"))
+        return "\n".join([*aligned(rows), *(f"skipped {text}" for text in by_reason(self.skipped))])
+
+
+def fused_mlp(target: Target) -> FusedMLP:
+    """Return the entry of a report for an MLP that becomes a `BlockSparseMLP`."""
+    mlp: Any = target.replacement
+    return FusedMLP(target.names[0], type(target.module).__name__, mlp.gated, mlp.activation_name)
+
+
+def _size(modules: Iterable[nn.Module]) -> Size:
+    parameters: set[torch.Tensor] = set()
+    buffers: set[torch.Tensor] = set()
+    for module in modules:
+        parameters.update(tensor for tensor in module.parameters(recurse=False) if not is_lazy(tensor))
+        buffers.update(tensor for tensor in module.buffers(recurse=False) if not is_lazy(tensor))
+    return Size(
+        sum(parameter.numel() for parameter in parameters),
+        sum(tensor.nbytes for tensor in parameters | buffers),
+    )
+
+
+def patch_report(
+    names: Mapping[nn.Module, list[str]],
+    targets: Sequence[Target],
+    skipped: list[SkippedLayer],
+    unmatched: list[str],
+) -> PatchReport:
+    """Return the report of a model with these replacements, put in already or not."""
+    replaced = {target.module: target.replacement for target in targets}
+    layers = [_patched(target) for target in targets]
+    before, after = _size(names), _size(replaced.get(module, module) for module in names)
+    left = {module: aliases for module, aliases in names.items() if module not in replaced}
+    dense = _dense_parameters(left, before.parameters)
+    return PatchReport(layers, skipped, unmatched, before, after, dense)
+
+
+def _dense_parameters(names: Mapping[nn.Module, list[str]], whole: int) -> list[DenseParameter]:
+    """Those of modules that are not block-sparse, the largest share first; a shared one is there once."""
+    found: dict[nn.Parameter, DenseParameter] = {}
+    for module, aliases in names.items():
+        if isinstance(module, Replacement):
+            continue
+        for own, parameter in module.named_parameters(recurse=False):
+            if not is_lazy(parameter) and parameter.dim() > 1:
+                name = f"{aliases[0]}.{own}".removeprefix(".")
+                shape, share = tuple(parameter.shape), parameter.numel() / max(1, whole)
+                found.setdefault(parameter, DenseParameter(name, shape, share))
+    return sorted(found.values(), key=lambda one: -one.share)
+
+
+def dense_lines(parameters: Sequence[DenseParameter]) -> list[str]:
+    """A table of parameters that stay dense, in which those that differ in numbers of their names are one."""
+    groups: dict[tuple[str, tuple[int, ...]], list[DenseParameter]] = {}
+    for one in parameters:
+        groups.setdefault((without_numbers(one.name), one.shape), []).append(one)
+    rows: list[tuple[str, ...]] = [("stays dense", "count", "shape", "of the model")]
+    for (name, shape), own in sorted(groups.items(), key=lambda group: -sum(one.share for one in group[1])):
+        share = f"{sum(one.share for one in own):.1%}"
+        rows.append((own[0].name if len(own) == 1 else name, str(len(own)), "x".join(map(str, shape)), share))
+    return aligned(rows) if len(rows) > 1 else []
+
+
+def warn_of_empty(layers: Iterable[Any]) -> None:
+    """Says which layers have outputs that are their bias alone, or inputs that nothing reads."""
+    texts = empty_texts(layers)
+    if texts:
+        warnings.warn(f"the blocks that were chosen leave {'; '.join(texts)}", stacklevel=4)
+
+
+def warn_of_reads(targets: Sequence[Target], reads: Mapping[nn.Module, Read]) -> None:
+    """Warn of replaced layers whose weight another module reads in some of its branches."""
+    readers: dict[str, list[str]] = {}
+    for target in targets:
+        if target.module in reads:
+            readers.setdefault(reads[target.module].reader, []).append(target.names[0])
+    for reader, layers in readers.items():
+        warnings.warn(
+            f"{reader} calls block-sparse layers, but also reads their weight itself in some branches, which "
+            f"fail from now on (such as fused kernels for training): {listed(layers)}",
+            stacklevel=4,
+        )
+
+
+def _patched(target: Target) -> PatchedLayer:
+    name, module, new = target.names[0], target.module, target.replacement
+    assert isinstance(new, Replacement)
+    choices: tuple[str, tuple[int, int] | None, str] = "pseudo", None, "plain"
+    if isinstance(new, BlockSparseLinear):
+        choices = new.policy, new.nm, new.storage
+    sizes = _size([module]), _size([new])
+    shape = new.out_features, new.in_features
+    if isinstance(new, PseudoBlockSparseLinear):
+        places = new.block_rows, new.block_cols
+    else:
+        places = new.pattern.block_indices()
+    empty = empty_of(places, shape, new.block_shape)
+    return PatchedLayer(
+        name, shape, new.block_shape, new.density, *choices, new.storage_error, *sizes, *empty
+    )
+
+
+def _storage(layer: PatchedLayer) -> str:
+    """As "plain", "2:4", which is plain with a mask, "2:4 compressed", "int8" or "2:4 int8"."""
+    if layer.nm is None:
+        return layer.storage
+    return "2:4" if layer.storage == "plain" else f"2:4 {layer.storage}"
+
+
+def _sizes(before: Size, after: Size) -> tuple[str, str, str, str]:
+    numbers = (before.parameters, after.parameters, before.bytes, after.bytes)
+    return tuple(f"{number:,}" for number in numbers)  # type: ignore[return-value]
+
+
+def by_reason(skipped: Iterable[SkippedLayer]) -> Iterator[str]:
+    """A line for each reason: how many layers of which kinds, and why."""
+    groups: dict[str, list[SkippedLayer]] = {}
+    for layer in skipped:
+        groups.setdefault(layer.reason, []).append(layer)
+    for reason, group in groups.items():
+        first, counts = group[0], Counter(layer.kind for layer in group)
+        if len(group) == 1:
+            text = f"{first.name or 'the model'} ({first.kind})"
+        else:
+            text = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+            text += f" ({first.name}, …)" if len(counts) == 1 else ""
+        yield f"{text}: {reason}"
