@@ -1,6 +1,7 @@
 """Block-sparse adapters of block-sparse layers."""
 
-from .adapter import AdaptedLinear, BlockSparseAdapter
+from .adapter import BlockSparseAdapter
+from .linear import AdaptedLinear
 
 __all__ = [
     "AdaptedLinear",

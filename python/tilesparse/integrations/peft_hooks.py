@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from ..adapter.adapter import AdaptedLinear
+from ..adapter.linear import AdaptedLinear
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from .hooks import adapt, when_imported

@@ -1,0 +1,119 @@
+"""Which layers and which of their blocks an adapter has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidArgumentError
+from ..nn.linear import BlockSparseLinear
+from ..patch.modules import owners_of_parameters
+from ..patch.rules import compiled_pattern
+from ..pattern.block_pattern import BlockPattern
+from .linear import AdaptedLinear
+
+
+def matching_layers(model: nn.Module, regex: str) -> dict[str, BlockSparseLinear]:
+    """Return the block-sparse layers that a regular expression matches, by name."""
+    match = compiled_pattern(regex).match
+    modules = dict(model.named_modules())
+    adapted = tuple(f"{name}." for name, module in modules.items() if isinstance(module, AdaptedLinear))
+    names = [
+        name
+        for name, module in modules.items()
+        if match(name)
+        and isinstance(module, BlockSparseLinear | AdaptedLinear)
+        and not name.startswith(adapted)
+    ]
+    if not names:
+        raise InvalidArgumentError(
+            f"regex: names of block-sparse layers expected, got {regex!r}, which has none"
+        )
+    owners = owners_of_parameters(modules.values())
+    return {name: adaptable_layer(modules, owners, name) for name in names}
+
+
+def adaptable_layer(
+    modules: Mapping[str, nn.Module], owners: Mapping[nn.Parameter, list[nn.Module]], name: str
+) -> BlockSparseLinear:
+    """The layer of this name, if one can be adapted."""
+    layer = modules.get(name)
+    if isinstance(layer, AdaptedLinear):
+        raise InvalidArgumentError(f"model: layer {name!r} has an adapter; call its merge or remove first")
+    if not isinstance(layer, BlockSparseLinear) or not name:
+        kind = "nothing" if layer is None else type(layer).__name__
+        raise InvalidArgumentError(f"model: a BlockSparseLinear inside it expected as {name!r}, got {kind}")
+    sharing = [owner for owner in owners.get(layer.weight, ()) if owner is not layer]
+    if sharing:
+        other = next(other for other, module in modules.items() if module is sharing[0])
+        raise InvalidArgumentError(
+            f"model: a weight of its own expected of layer {name!r}, got one that {other!r} has, too"
+        )
+    return layer
+
+
+def chosen_slots(
+    name: str,
+    layer: BlockSparseLinear,
+    density: float,
+    scores: Tensor | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Slots of the blocks to train, ascending, on the host."""
+    nnz = layer.pattern.nnz
+    if nnz == 0:
+        raise InvalidArgumentError(f"regex: layers that keep blocks expected, {name!r} has none")
+    if scores is None:
+        order = torch.randperm(nnz, generator=generator, device="cpu")
+    elif not isinstance(scores, Tensor):
+        raise InvalidArgumentError(f"scores: a tensor expected for {name!r}, got {type(scores).__name__}")
+    elif scores.shape != (nnz,):
+        raise InvalidArgumentError(f"scores: shape {(nnz,)} expected for {name!r}, got {tuple(scores.shape)}")
+    elif bool(scores.isnan().any()):
+        raise InvalidArgumentError(f"scores: NaN of {name!r} cannot be ranked")
+    else:
+        order = scores.detach().cpu().argsort(descending=True, stable=True)
+    return order[: max(1, round(density * nnz))].sort().values
+
+
+def zero_delta(base: BlockSparseLinear, slots: Tensor) -> BlockSparseLinear:
+    """Zeros for these blocks of a layer, and the entries of 2:4 that it keeps."""
+    blocks = torch.stack(base.pattern.to("cpu").block_indices(), dim=1)[slots]
+    delta = BlockSparseLinear(
+        base.in_features,
+        base.out_features,
+        bias=False,
+        pattern=BlockPattern.from_blocks(
+            blocks, shape=(base.out_features, base.in_features), block_shape=base.block_shape
+        ),
+        nm=base.nm,
+        transposable=base.transposable,
+        device=base.weight.device,
+        dtype=torch.promote_types(base._dtype, torch.float32),
+    )
+    mask = base._kept()
+    with torch.no_grad():
+        delta.weight.zero_()
+        if mask is not None and delta.mask is not None:
+            delta.mask.copy_(mask[slots.to(mask.device)])
+    return delta
+
+
+def slots_of(name: str, base: BlockSparseLinear, pattern: BlockPattern) -> Tensor:
+    """Where the layer has the blocks of a pattern, by their slots there."""
+    places = {block: slot for slot, block in enumerate(_blocks(base.pattern))}
+    blocks = _blocks(pattern)
+    missing = [block for block in blocks if block not in places]
+    if missing:
+        raise InvalidArgumentError(
+            f"pattern: block {missing[0]} of the adapter is not kept by layer {name!r}"
+        )
+    return torch.tensor([places[block] for block in blocks], device=base.weight.device)
+
+
+def _blocks(pattern: BlockPattern) -> list[tuple[int, int]]:
+    """(row, column) of each block, by slot."""
+    rows, cols = pattern.block_indices()
+    return list(zip(rows.tolist(), cols.tolist(), strict=True))

@@ -1,0 +1,69 @@
+"""A layer with an adapter beside it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import checked
+from ..functional import linear_on
+from ..nn.linear import BlockSparseLinear
+
+
+class AdaptedLinear(nn.Module):
+    """y = base_layer(x) + x Δᵀ, where Δ has some of the blocks that the layer keeps.
+
+    Attributes:
+        base_layer: the frozen `BlockSparseLinear`, in any storage.
+        delta: a `BlockSparseLinear` without bias whose weight [n, bn, bk] is Δ, in float32 for layers of 16
+            bits: it is multiplied in the dtype of x, and its gradient is summed up in its own. In other
+            storages than "plain" it can be multiplied and merged, but neither trained nor saved.
+    """
+
+    @checked
+    def __init__(self, base_layer: BlockSparseLinear, delta: BlockSparseLinear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.delta = delta
+
+    # As of the layer, which models read: T5 asks for the dtype of the weight.
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Of base_layer, without Δ."""
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """Of base_layer."""
+        return self.base_layer.bias
+
+    @property
+    def in_features(self) -> int:
+        """Size of the last dimension of x."""
+        return self.base_layer.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Size of the last dimension of y."""
+        return self.base_layer.out_features
+
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """Computes y = x (W + Δ)ᵀ + bias, Δ in its own blocks alone.
+
+        Args:
+            x: [..., in_features].
+            residual: [..., out_features], added to the result, or None.
+
+        Returns:
+            y [..., out_features].
+        """
+        y = self.base_layer(x, residual=residual)
+        delta = self.delta
+        if delta._origin:
+            delta._settle()
+        if delta.storage != "plain":  # by a loop over all layers of the model
+            values = delta.plain_values()
+        else:
+            values = delta.weight if delta.mask is None else torch.where(delta.mask, delta.weight, 0)
+        return linear_on(x, values.to(x.dtype), delta._index(), residual=y)
