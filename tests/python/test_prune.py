@@ -39,7 +39,7 @@ from tilesparse.cli.prune import _pieces
 from tilesparse.demo import GPT, SIZES
 from tilesparse.prune import Choice, PruneReport, measure_errors, prune_model, refit, scores
 from tilesparse.prune import compensation as exact
-from tilesparse.prune.calibration import Moments
+from tilesparse.prune.moments import Moments
 
 B = 16
 

@@ -3,10 +3,11 @@
 from .allocation import AllocatedLayer, Allocation, allocate, erk, uniform
 from .choice import Choice, ErrorCurves
 from .compensation import refit
-from .driver import measure_errors, prune_model
+from .driver import prune_model
 from .folds import Fold, Rows, find_folds, permute_
 from .latency import LatencyTable, measure_latency, time_layers
 from .permutation import PermutationReport, PermutedFold, permute_model
+from .profiles import measure_errors
 from .report import PrunedLayer, PruneReport
 from .sensitivity import measure_sensitivity
 

@@ -12,9 +12,9 @@ from torch import nn
 from .._checks import check_policy, checked_number
 from .._replay.batches import check_batches
 from ..errors import InvalidArgumentError
-from .calibration import Moments
 from .choice import Choice
 from .layer import METHODS
+from .moments import Moments
 
 
 def check_numbers(method: str, damping: float, refit: bool, policy: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from copy import copy
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,119 +12,11 @@ from torch.func import functional_call
 
 from .._replay.batches import call, device_of, mapped, mask_of, moved, stacks
 from ..errors import InvalidArgumentError
-from .compensation import exact_products
+from .moments import Moments
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 _HIDDEN = "hidden_states"  # the name of a block's input where it is not the first positional argument
-
-
-class Moments:
-    """Sums over the tokens that a layer has met, in float64.
-
-    They are sums of its inputs X, of X₀, which these are in the dense model, and of their products XᵀX and
-    X₀ᵀX.
-
-    Products are computed in float32, or float64 for inputs in that, and added up in float64. All are of
-    inputs less their mean in the first call, so that nothing is lost where these vary little about a large
-    mean.
-
-    Args:
-        features: the layer's in_features.
-        device: of the sums.
-        compare: whether there are X₀.
-    """
-
-    def __init__(self, features: int, device: torch.device, compare: bool) -> None:
-        options: Any = {"dtype": torch.float64, "device": device}
-        self._products = torch.zeros(features, features, **options)
-        self._sums, self._origin = torch.zeros(features, **options), torch.zeros(features, **options)
-        self._across = torch.zeros(features, features, **options) if compare else None
-        self._dense_sums, self._dense_origin = self._sums.clone(), self._origin.clone()
-        self._tokens = torch.zeros((), **options)
-        self._finite: dict[int, Tensor] = {}
-
-    def add(self, x: Tensor, dense: Tensor | None, number: int, keep: Tensor | None = None) -> None:
-        """Counts the inputs of one call; nothing waits for a GPU.
-
-        Args:
-            x: [..., features].
-            dense: what it is in the dense model. Another shape, or None, means that there are other tokens:
-                x then counts in its place.
-            number: of the batch.
-            keep: bools [...], False for tokens that do not count, such as padding; those of another shape
-                are for other tokens.
-        """
-        if dense is None or dense.shape != x.shape:
-            dense = x
-        if keep is None or keep.shape != x.shape[:-1]:
-            keep = torch.ones(x.shape[:-1], dtype=torch.bool)
-        keep = keep.to(self._sums.device).reshape(-1, 1)
-        if not self._finite:
-            self._origin, self._dense_origin = self._mean_of(x, keep), self._mean_of(dense, keep)
-        self._tokens += keep.sum()
-        x = self._rows(x, keep, self._origin)
-        sums = x.sum(0, dtype=torch.float64)
-        with exact_products(x.device):
-            self._products += x.T @ x
-            if self._across is not None:
-                dense = self._rows(dense, keep, self._dense_origin)
-                self._across += dense.T @ x
-                self._dense_sums += dense.sum(0, dtype=torch.float64)
-        self._sums += sums
-        self._finite[number] = self._finite.get(number, True) & sums.isfinite().all()
-
-    def _rows(self, x: Tensor, keep: Tensor, origin: Tensor) -> Tensor:
-        """[tokens, features] less the origin; zeros for tokens that do not count."""
-        x = x.detach().to(self._sums.device, torch.promote_types(x.dtype, torch.float32))
-        return torch.where(keep, x.reshape(-1, x.shape[-1]) - origin.to(x.dtype), 0)
-
-    def _mean_of(self, x: Tensor, keep: Tensor) -> Tensor:
-        """Of tokens that count, as a number that the inputs can be less without rounding it."""
-        rows = self._rows(x, keep, torch.zeros_like(self._origin))
-        return (rows.sum(0, dtype=torch.float64) / keep.sum().clamp(min=1)).to(rows.dtype).double()
-
-    def tokens(self) -> int:
-        """How many tokens were counted; waits for the GPU, as `not_finite` does."""
-        return int(self._tokens)
-
-    def not_finite(self) -> int | None:
-        """The first batch with NaN or infinities."""
-        if not self._finite:
-            return None
-        good = torch.stack(list(self._finite.values())).tolist()
-        return next((number for number, fine in zip(self._finite, good, strict=True) if not fine), None)
-
-    def second(self, *, centred: bool = False) -> Tensor:
-        """XᵀX / tokens [features, features], of X less its mean if it is to be centred."""
-        off = self._sums / self._tokens
-        found = (self._products / self._tokens).addr_(off, off, alpha=-1)
-        return found if centred else found.addr_(self.mean(), self.mean())
-
-    def across(self, *, centred: bool = False) -> Tensor | None:
-        """X₀ᵀX / tokens [features, features], of both less their means if so; or None where X₀ = X."""
-        if self._across is None:
-            return None
-        dense, off = self._dense_sums / self._tokens, self._sums / self._tokens
-        found = (self._across / self._tokens).addr_(dense, off, alpha=-1)
-        return found if centred else found.addr_(self.dense_mean(), self.mean())
-
-    def mean(self) -> Tensor:
-        """The mean of X [features]."""
-        return self._sums / self._tokens + self._origin
-
-    def dense_mean(self) -> Tensor:
-        """The mean of X₀ [features], where there are any."""
-        return self._dense_sums / self._tokens + self._dense_origin
-
-    def reordered(self, order: Tensor) -> Moments:
-        """Of the same inputs, whose feature order[i] has become feature i."""
-        other, order = copy(self), order.to(self._sums.device)
-        other._products, other._sums = self._products[order][:, order], self._sums[order]
-        other._across = None if self._across is None else self._across[order][:, order]
-        other._dense_sums = self._dense_sums[order]
-        other._origin, other._dense_origin = self._origin[order], self._dense_origin[order]
-        return other
 
 
 class Unit(NamedTuple):

@@ -4,40 +4,31 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import _progress
 from .._arguments import checked
 from .._replay.batches import chosen_device, evaluating
 from .._reports import empty_of
-from ..errors import InvalidArgumentError, TileSparseError
+from ..errors import InvalidArgumentError
 from ..integrations.transformers_hooks import check_can_follow
-from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
-from ..patch.matching import CannotBeCutError, check_blocks_can_be_chosen
-from ..patch.modules import names_of_modules
+from ..nn.linear import BlockSparseLinear
 from ..patch.patcher import BlockSparseModelPatcher
 from ..patch.reports import PatchReport, SkippedLayer, warn_of_empty
-from ..patch.weight_reads import Read, weight_reads
 from ..pattern.block_pattern import BlockPattern
-from ._checks import (
-    check_model,
-    check_numbers,
-    checked_choice,
-    checked_moments,
-    checked_path,
-    collected,
-)
-from .calibration import Calibration, Forward, Loss, Unit, call_model, own_loss
-from .choice import Choice, ErrorCurves
+from ._checks import check_model, check_numbers, checked_path, collected
+from .calibration import Calibration, Forward, Loss, call_model
+from .choice import Choice
 from .compensation import DAMPING
-from .layer import GRADIENT_METHODS, Pruner, Solution, built, dense_parameters
+from .gradients import gradient_scores
+from .layer import GRADIENT_METHODS, Pruner, Solution, built
 from .report import PrunedLayer, PruneReport, warn_of_dense, warn_of_few_tokens
 from .resume import Progress
+from .run import Run
+from .targets import check_shapes_of, choice_of, reasons, targets_matching, targets_named
 
 
 @checked
@@ -139,19 +130,19 @@ def prune_model(
     check_model(model)
     if choices is None and patterns is None:
         uniform = Choice(0.5 if density is None else density, block_shape, nm, storage)  # type: ignore[arg-type]
-        targets, skipped = _matched(model, layers, uniform, strict)
+        targets, skipped = targets_matching(model, layers, uniform, strict)
     elif patterns is None:
-        targets, skipped = _named(model, choices or {}, "choices")
+        targets, skipped = targets_named(model, choices or {}, "choices")
     else:
-        named = {name: _choice_of(name, pattern, nm, storage) for name, pattern in patterns.items()}
-        targets, skipped = _named(model, named, "patterns")
-        _check_shapes_of(model, patterns)
+        named = {name: choice_of(name, pattern, nm, storage) for name, pattern in patterns.items()}
+        targets, skipped = targets_named(model, named, "patterns")
+        check_shapes_of(model, patterns)
     # With choices all are None: a plan that has found room for all layers.
     if not targets and (choices or not strict):
         unchanged = _Replacer({}).patch_model(model, dry_run=True, strict=False)
         return _report({}, {}, skipped, None, method, unchanged)
     if not targets:
-        raise InvalidArgumentError(f"model: no layer is left to prune; {_why(skipped)}")
+        raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
     data = collected(batches)
     device = chosen_device(model, device)
     check_can_follow(model)
@@ -168,9 +159,9 @@ def prune_model(
     with evaluating(model):
         block_scores: Mapping[str, Tensor] = {}
         if patterns is None and method in GRADIENT_METHODS:
-            block_scores = _gradient_scores(model, data, targets, method, forward, loss)
+            block_scores = gradient_scores(model, data, targets, method, forward, loss)
         calibration = Calibration(model, data, forward or call_model, list(targets), device, compare=refit)
-        run = _Run(model, calibration, targets, damping, progress)
+        run = Run(model, calibration, targets, damping, progress)
 
         def solution(name: str, pruner: Pruner) -> Solution:
             return pruner.prune(
@@ -194,171 +185,6 @@ def prune_model(
     return report
 
 
-@checked
-def measure_errors(
-    model: nn.Module,
-    batches: Iterable[Any],
-    choices: Sequence[Choice],
-    *,
-    layers: str | Sequence[str] | None = None,
-    method: str = "obs",
-    refit: bool = True,
-    damping: float = DAMPING,
-    forward: Forward | None = None,
-    device: torch.device | str | int | None = None,
-) -> ErrorCurves:
-    """What each choice would do to the output of each layer, of the dense model; nothing changes.
-
-    Inputs are those of the dense model, gathered block by block as in `prune_model`. With "obs" the order in
-    which blocks go is found once for each block shape, and serves all densities.
-
-    Args:
-        model: dense; only read.
-        batches: calibration data, as of `prune_model`.
-        choices: ways to store a layer. A layer that cannot be cut into some blocks, or of which a density
-            rounds to no block, has no entries for these.
-        layers: regular expressions of names, or None, as of `prune_model`.
-        method: as of `prune_model`, one that needs no gradient.
-        refit: whether the kept weights make up for the others.
-        damping: as of `prune_model`.
-        forward: as of `prune_model`.
-        device: where blocks of the stack and all matrices are computed, as of `prune_model`.
-
-    Returns:
-        By layer and choice ‖y - ŷ‖² / ‖X Wᵀ‖², of the layer as it would be stored.
-
-    Warns:
-        UserWarning: of too few tokens, as `prune_model`.
-
-    Raises:
-        InvalidArgumentError: as of `prune_model`.
-    """
-    check_numbers(method, damping, refit, "sparse")
-    if method in GRADIENT_METHODS:
-        raise InvalidArgumentError(f"method: one that needs no gradient expected, got {method!r}")
-    if not isinstance(choices, Iterable):
-        raise InvalidArgumentError(f"choices: a list of Choice expected, got {choices!r}")
-    checked = [checked_choice(choice, "choices: ") for choice in choices]
-    if not checked:
-        raise InvalidArgumentError("choices: at least one expected, got none")
-    check_model(model)
-    fitting: dict[str, list[Choice]] = {}
-    reasons: list[SkippedLayer] = []
-    for choice in dict.fromkeys(checked):
-        targets, skipped = _matched(model, layers, choice, strict=False, cut=False)
-        reasons += skipped
-        for name in targets:
-            fitting.setdefault(name, []).append(choice)
-    if not fitting:
-        raise InvalidArgumentError(f"model: no layer is left to measure; {_why(reasons)}")
-    order = [name for name, _ in model.named_modules() if name in fitting]
-    data, device = collected(batches), chosen_device(model, device)
-    curves: dict[str, dict[Choice, float]] = {}
-    tokens: dict[str, int] = {}
-    with evaluating(model):
-        calibration = Calibration(model, data, forward or call_model, order, device, compare=False)
-        run = _Run(model, calibration, fitting, damping)
-        for name, pruner in run.pruners():
-            tokens[name] = pruner.tokens
-            curves[name] = {
-                choice: pruner.prune(choice, method, refit=refit)[0].error for choice in fitting[name]
-            }
-    if refit or method == "obs":
-        warn_of_few_tokens(model, tokens)
-    return curves
-
-
-class _Run:
-    """The way of the data through the model, with what becomes of layers on it."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        calibration: Calibration,
-        targets: Mapping[str, Any],
-        damping: float,
-        progress: Progress | None = None,
-    ) -> None:
-        self._model, self._calibration, self._targets = model, calibration, targets
-        self._damping, self._progress = damping, progress
-        self._said = _progress.Progress(len(targets))
-        self._done = 0
-
-    def layer(self, name: str) -> Any:
-        return self._model.get_submodule(name)
-
-    def pruners(self) -> Iterator[tuple[str, Pruner]]:
-        """Of all layers, by the inputs that they have in the dense model."""
-        for unit in self._calibration.units():
-            for group in self._calibration.groups(unit):
-                yield from self._of(unit, group, {})
-            self._calibration.advance(unit, {})
-
-    def solutions(self, solve: Callable[[str, Pruner], Solution]) -> dict[str, Solution]:
-        """Of all layers, by the inputs that they have behind pruned blocks."""
-        solutions: dict[str, Solution] = {}
-        for unit in self._calibration.units():
-            solutions |= self._saved(unit)
-            # Layers outside the stack come last, and run with everything before them pruned.
-            before = (
-                [] if unit.number is not None else [name for name in solutions if name not in unit.layers]
-            )
-            parameters = self._parameters(before, solutions)
-            for group in self._calibration.groups(unit):
-                missing = [name for name in group if name not in solutions]
-                for name, pruner in self._of(unit, missing, parameters):
-                    with _about(name):
-                        solutions[name] = solve(name, pruner)
-                    if self._progress is not None:
-                        self._progress.save(name, solutions[name])
-                parameters |= self._parameters(group, solutions)
-            self._calibration.advance(unit, parameters)
-        return solutions
-
-    def _saved(self, unit: Unit) -> dict[str, Solution]:
-        if self._progress is None:
-            return {}
-        found = {}
-        for name in unit.layers:
-            shape = dense_weight(self.layer(name)).shape
-            solution = self._progress.load(name, self._targets[name].block_shape, (shape[0], shape[1]))
-            if solution is not None:
-                found[name] = solution
-        self._done += len(found)
-        self._said.skip(len(found))
-        return found
-
-    def _of(
-        self, unit: Unit, names: list[str], parameters: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, Pruner]]:
-        """Of layers that have the same input."""
-        if not names:
-            return
-        moments = checked_moments(names[0], self._calibration.moments(unit, names[0], parameters))
-        for name in names:
-            with _about(name):
-                pruner = Pruner(self.layer(name), moments, self._damping)
-            yield name, pruner
-            self._done += 1
-            self._said.show(self._done, f"layers pruned, {name} the last")
-
-    def _parameters(self, names: Iterable[str], solutions: Mapping[str, Solution]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name in names:
-            layer = built(self.layer(name), solutions[name], self._targets[name])
-            found |= dense_parameters(name, self.layer(name), layer)
-        return found
-
-
-@contextmanager
-def _about(name: str) -> Iterator[None]:
-    """Says in errors which layer they are about."""
-    try:
-        yield
-    except TileSparseError as error:
-        raise type(error)(f"layer {name!r}: {error}") from error
-
-
 class _Replacer(BlockSparseModelPatcher):
     """Patches a model with layers that are there already."""
 
@@ -370,167 +196,6 @@ class _Replacer(BlockSparseModelPatcher):
 
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> BlockSparseLinear:
         return self._made[name]
-
-
-# Which layers.
-
-
-def _matched(
-    model: nn.Module,
-    layers: str | Sequence[str] | None,
-    choice: Choice,
-    strict: bool = True,
-    cut: bool = True,
-    reads: Mapping[nn.Module, Read] | None = None,
-) -> tuple[dict[str, Choice], list[SkippedLayer]]:
-    """Layers that a choice is for, and linear ones that stay dense.
-
-    Args:
-        model: only read.
-        layers: regular expressions, or None for all.
-        choice: for all of them.
-        strict: each expression has to find a layer.
-        cut: one that is named has to fit the blocks.
-        reads: `weight_reads` of the model, where it is known.
-    """
-    patcher = BlockSparseModelPatcher()
-    regexes = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-    for regex in regexes:
-        try:
-            patcher.add_pattern(regex, _options(choice))
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"layers: {error}") from error
-    names = names_of_modules(model)
-    matched, others = patcher._match(model, names, weight_reads(model) if reads is None else reads)
-    targets: dict[str, Choice] = {}
-    for module, aliases, _, named in matched:
-        try:
-            with _about(aliases[0]):
-                check_blocks_can_be_chosen(module, choice.block_shape)
-        except CannotBeCutError as error:
-            if cut and named:
-                raise
-            others.append(SkippedLayer(aliases[0], type(module).__name__, str(error.__cause__)))
-        else:
-            targets[aliases[0]] = choice
-    if strict and layers is not None and targets:
-        patcher._check_rules(names, {model.get_submodule(name) for name in targets}, others)
-    return targets, [layer for layer in others if _is_linear(model, layer.name)]
-
-
-def _named(
-    model: nn.Module, choices: Mapping[str, Choice | None], argument: str
-) -> tuple[dict[str, Choice], list[SkippedLayer]]:
-    """Layers with a choice each, in the order of the model."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    reads = weight_reads(model)
-    targets: dict[str, Choice] = {}
-    skipped: list[SkippedLayer] = []
-    for name, choice in choices.items():
-        if name not in modules:
-            raise InvalidArgumentError(f"{argument}: names of layers expected, got {name!r}")
-        if choice is None:
-            skipped.append(SkippedLayer(name, type(modules[name]).__name__, "choices say None"))
-            continue
-        choice = checked_choice(choice, f"{argument}: layer {name!r}: ")
-        found, refused = _matched(model, f"{re.escape(name)}$", choice, strict=False, reads=reads)
-        if not found:
-            reason = refused[0].reason if refused else "not nn.Linear"
-            raise InvalidArgumentError(f"{argument}: layer {name!r} cannot be pruned: {reason}")
-        first = next(iter(found))
-        if first != name:
-            raise InvalidArgumentError(f"{argument}: {name!r} is another name of {first!r}; use that one")
-        targets[first] = choice
-    return {name: targets[name] for name, _ in model.named_modules() if name in targets}, skipped
-
-
-def _options(choice: Choice) -> dict[str, Any]:
-    return {
-        "density": choice.density,
-        "block_shape": choice.block_shape,
-        "nm": choice.nm,
-        "storage": choice.storage,
-    }
-
-
-def _is_linear(model: nn.Module, name: str) -> bool:
-    module = model.get_submodule(name)
-    return isinstance(module, nn.Linear | BlockSparseLinear) or is_conv1d(module)
-
-
-def _choice_of(name: str, pattern: BlockPattern, nm: Any, storage: str) -> Choice:
-    if pattern.nnz == 0:
-        raise InvalidArgumentError(
-            f"patterns: a BlockPattern with blocks expected for {name!r}, got {pattern!r}"
-        )
-    return Choice(pattern.density, pattern.block_shape, nm, storage)
-
-
-def _check_shapes_of(model: nn.Module, patterns: Mapping[str, BlockPattern]) -> None:
-    for name, pattern in patterns.items():
-        shape = tuple(dense_weight(model.get_submodule(name)).shape)
-        if pattern.shape != shape:
-            raise InvalidArgumentError(
-                f"patterns: layer {name!r}: shape {shape} expected, got {pattern.shape}"
-            )
-
-
-def _why(skipped: Sequence[SkippedLayer]) -> str:
-    if not skipped:
-        return "no linear layer is named so"
-    return "; ".join(dict.fromkeys(f"{layer.name!r}: {layer.reason}" for layer in skipped[:3]))
-
-
-# Gradients.
-
-
-def _gradient_scores(
-    model: nn.Module,
-    batches: Sequence[Any],
-    targets: Mapping[str, Choice],
-    method: str,
-    forward: Forward | None,
-    loss: Loss | None,
-) -> dict[str, Tensor]:
-    """Scores of blocks by "taylor" and "movement", added up over the batches."""
-    score = GRADIENT_METHODS[method]
-    weights = [model.get_submodule(name).get_parameter("weight") for name in targets]
-    frozen = [weight for weight in weights if not weight.requires_grad]
-    found: dict[str, Tensor] = {}
-    try:
-        for weight in frozen:
-            weight.requires_grad_(True)
-        for number, batch in enumerate(batches):
-            with torch.enable_grad():
-                value = loss(model, batch) if loss else own_loss((forward or call_model)(model, batch))
-                if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-                    raise InvalidArgumentError(
-                        "loss: a tensor with one number that depends on the weights expected, got "
-                        f"{type(value).__name__ if not isinstance(value, Tensor) else tuple(value.shape)}"
-                    )
-                gradients = torch.autograd.grad(value, weights, allow_unused=True)
-            for (name, choice), gradient in zip(targets.items(), gradients, strict=True):
-                layer = model.get_submodule(name)
-                if gradient is None:
-                    continue
-                gradient = gradient.T if is_conv1d(layer) else gradient
-                scores = score(dense_weight(layer), gradient, choice.block_shape)
-                if not bool(scores.isfinite().all()):
-                    raise InvalidArgumentError(
-                        f"loss: batch {number} (counted from 0) gives layer {name!r} a gradient with NaN or "
-                        "infinities"
-                    )
-                found[name] = found[name] + scores if name in found else scores
-    finally:
-        for weight in frozen:
-            weight.requires_grad_(False)
-    without = [name for name in targets if name not in found]
-    if without:
-        raise InvalidArgumentError(f"loss: does not depend on layer {without[0]!r}")
-    return found
-
-
-# Reports.
 
 
 def _indices(pattern: BlockPattern) -> list[list[int]]:

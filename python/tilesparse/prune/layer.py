@@ -13,9 +13,9 @@ from ..pattern.block_pattern import BlockPattern
 from ..pattern.matrix import BlockSparseMatrix
 from ..storage.values import two_of_four
 from . import scores
-from .calibration import Moments
 from .choice import Choice
 from .compensation import Elimination, choose_two_of_four, damped, eliminate, solve, solve_masked
+from .moments import Moments
 
 GRADIENT_METHODS = {"taylor": scores.taylor, "movement": scores.movement}
 # Of what pruning has changed of a layer's inputs, how much the layer makes up for. All of it follows the

@@ -17,11 +17,12 @@ from ..errors import InvalidArgumentError
 from ..nn.linear import dense_weight
 from ._checks import check_model, check_numbers, checked_choice, checked_moments, collected
 from ._layers import checked_choices, shape_of
-from .calibration import Calibration, Forward, Moments, call_model
+from .calibration import Calibration, Forward, call_model
 from .choice import Choice
 from .compensation import DAMPING
 from .folds import Fold, Part, find_folds, parts_of, permute_, reason_against
 from .layer import Pruner
+from .moments import Moments
 
 ROUNDS = 8  # of a search
 DIFFERENCE = {4: 1e-3, 8: 1e-6}  # of outputs that count as equal, relative, by bytes of a number

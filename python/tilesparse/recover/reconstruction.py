@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 
 from .._arguments import checked
 from .._checks import checked_count, checked_number, checked_seed
@@ -23,66 +20,24 @@ from .._replay.batches import (
     chosen_device,
     evaluating,
     mask_of,
-    stacks,
     without_labels,
 )
-from .._replay.replay import Call, Stream, placed, tensor_of
-from .._reports import aligned, listed
-from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.linear import BlockSparseLinear, is_conv1d
+from .._replay.replay import Stream, placed
+from ..errors import InvalidArgumentError
 from .distillation import Forward, autocasting, check_autocast
-
-
-@dataclass(frozen=True)
-class FittedSubmodule:
-    """One submodule, and its error on the held-out batches: ‖y - t‖² / ‖t‖² of its output and its target.
-
-    `after` is that of the fitted weights, in the model's dtype. They are `kept` where it is below `before`.
-    """
-
-    name: str
-    before: float
-    after: float
-    kept: bool
-
-
-@dataclass(frozen=True)
-class SkippedSubmodule:
-    """One that was left alone, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class ReconstructionReport:
-    """What `reconstruct` did; ``str()`` makes a table of it.
-
-    `blocks` are the modules that were on the device one at a time; [""] is the whole model.
-    """
-
-    submodules: list[FittedSubmodule]
-    skipped: list[SkippedSubmodule]
-    blocks: list[str]
-
-    def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("submodule", "error before", "after", "")]
-        for one in self.submodules:
-            fate = "" if one.kept else "left as it was"
-            rows.append((one.name, f"{one.before:.4f}", f"{one.after:.4f}", fate))
-        lines = [line.rstrip() for line in aligned(rows)]
-        return "\n".join([*lines, *(f"skipped {one.name}: {one.reason}" for one in self.skipped)])
-
-
-class _Settings(NamedTuple):
-    epochs: int
-    lr: float
-    training: Sequence[int]  # indices of batches
-    held_out: Sequence[int]
-    masks: Sequence[Tensor | None]
-    device: torch.device
-    autocast: torch.dtype | None
-    generator: torch.Generator
+from .fitting import Settings, fit, trained_parameters
+from .report import FittedSubmodule, ReconstructionReport, SkippedSubmodule, warn_of_skipped
+from .submodules import (
+    Piece,
+    check_running,
+    check_runs,
+    check_separate,
+    checked_names,
+    in_order,
+    is_within,
+    outside,
+    pieces_of,
+)
 
 
 @checked
@@ -148,20 +103,20 @@ def reconstruct(
     home = chosen_device(model, device)
     batches = _checked_batches(batches)
     count = _held_out(held_out, len(batches))
-    names = _checked_names(model, teacher, submodules)
-    skipped = _outside(model, names) if submodules is None else []
+    names = checked_names(model, teacher, submodules)
+    skipped = outside(model, names) if submodules is None else []
     skipped += [
         SkippedSubmodule(name, "no parameter of it is trained")
         for name in names
-        if not _trained(model.get_submodule(name))
+        if not trained_parameters(model.get_submodule(name))
     ]
     names = [name for name in names if not any(one.name == name for one in skipped)]
     if not names:
         raise InvalidArgumentError(
             f"submodules: one with parameters to train expected, {skipped[-1].name!r} has none"
         )
-    _check_separate(model, names)
-    settings = _Settings(
+    check_separate(model, names)
+    settings = Settings(
         epochs,
         lr,
         range(len(batches) - count),
@@ -173,23 +128,14 @@ def reconstruct(
     )
     with evaluating(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
         run = forward or _call
-        pieces = _in_order(model, _pieces(model, names), batches[0], run, home)
+        pieces = in_order(model, pieces_of(model, names), batches[0], run, home)
         idle = [name for name in names if not any(name in piece.names for piece in pieces)]
         if idle and (submodules is not None or not pieces):
-            _check_running(idle, [])
+            check_running(idle, [])
         blocks, fitted = _reconstruct(model, teacher, batches, pieces, run, settings)
     skipped += [SkippedSubmodule(name, "does not run in a forward pass") for name in idle]
-    _warn(skipped)
+    warn_of_skipped(skipped)
     return ReconstructionReport(fitted, skipped, blocks)
-
-
-def _warn(skipped: Sequence[SkippedSubmodule]) -> None:
-    reasons = dict.fromkeys(one.reason for one in skipped)
-    texts = [
-        f"{listed(one.name for one in skipped if one.reason == reason)} ({reason})" for reason in reasons
-    ]
-    if texts:
-        warnings.warn(f"reconstruct did not fit {'; '.join(texts)}", stacklevel=4)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -201,122 +147,33 @@ def _reconstruct(
     model: nn.Module,
     teacher: nn.Module,
     batches: Sequence[Any],
-    pieces: Sequence[_Piece],
+    pieces: Sequence[Piece],
     run: Forward,
-    settings: _Settings,
+    settings: Settings,
 ) -> tuple[list[str], list[FittedSubmodule]]:
     progress = Progress(sum(len(piece.names) for piece in pieces))
     fitted: list[FittedSubmodule] = []
     done: list[str] = []
     for piece in pieces:
         ours, theirs = _streams(model, teacher, batches, piece.blocks, run, settings)
-        _check_running(piece.names, ours.order)
+        check_running(piece.names, ours.order)
         done += ours.order
         for block in ours.order:
-            parts = {name: model.get_submodule(name) for name in piece.names if _is_within(name, block)}
+            parts = {name: model.get_submodule(name) for name in piece.names if is_within(name, block)}
             dense = {name: teacher.get_submodule(name) for name in parts}
             with (
                 placed((model.get_submodule(block), teacher.get_submodule(block)), settings.device),
                 autocasting(settings.device, settings.autocast),
             ):
                 targets = theirs.outputs(block, dense)
-                _check_runs(parts, targets, len(batches))
+                check_runs(parts, targets, len(batches))
                 for name in list(targets):  # in the order in which they run
                     calls = ours.capture(block, {name: parts[name]})
-                    _check_runs([name], calls, len(batches))
-                    fitted.append(_fit(name, parts[name], calls[name], targets.pop(name), settings))
+                    check_runs([name], calls, len(batches))
+                    fitted.append(fit(name, parts[name], calls[name], targets.pop(name), settings))
                     progress.show(len(fitted), f"submodules reconstructed, {name} the last")
                 ours.outputs(block, {})
     return list(dict.fromkeys(done)), fitted
-
-
-def _fit(
-    name: str, part: nn.Module, calls: Sequence[Call], targets: Sequence[Tensor], settings: _Settings
-) -> FittedSubmodule:
-    parameters = _trained(part)
-    pairs = [_Pair(*one) for one in zip(calls, targets, settings.masks, strict=True)]
-
-    def squares(pair: _Pair, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return pair.squares(name, part, values, settings.device)
-
-    def error(values: Mapping[str, Tensor]) -> float:
-        sums = [torch.stack(squares(pairs[i], values)) for i in settings.held_out]
-        wrong, whole = torch.stack(sums).double().sum(0).tolist()
-        return float(wrong / whole) if whole else float(wrong)
-
-    masters = {key: _master(value) for key, value in parameters.items()}
-    optimizer = torch.optim.AdamW(masters.values(), lr=settings.lr, weight_decay=0.0)
-    steps = settings.epochs * len(settings.training)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    before = error({})
-    if not math.isfinite(before):
-        raise InvalidArgumentError(f"batches: submodule {name!r} gives NaN or infinity for them")
-    best, kept = math.inf, {}
-    for _ in range(settings.epochs):
-        for i in torch.randperm(len(settings.training), generator=settings.generator).tolist():
-            with torch.enable_grad():
-                wrong, whole = squares(pairs[i], _rounded(masters, parameters))
-                # A sum, and no mean: gradients in float16 are then far from 0, and Adam scales them anyhow.
-                scale = whole.div(targets[i].numel()).sqrt().clamp_min(1e-6)
-                torch.autograd.backward(wrong / scale)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        values = {key: value.detach().clone() for key, value in _rounded(masters, parameters).items()}
-        after = error(values)
-        if after < best:  # never of NaN
-            best, kept = after, values
-    if best < before:
-        _keep(part, parameters, kept)
-    return FittedSubmodule(name, before, best, best < before)
-
-
-class _Pair(NamedTuple):
-    """What a submodule is given in the sparse model, and what it is to give."""
-
-    call: Call
-    target: Tensor
-    mask: Tensor | None
-
-    def squares(
-        self, name: str, part: nn.Module, values: Mapping[str, Tensor], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """‖y - t‖² and ‖t‖², with these values as parameters."""
-        moved = self.call.on(device)
-        output = tensor_of(name, functional_call(part, dict(values), moved.args, moved.kwargs))
-        target = self.target.to(device)
-        if output.shape != target.shape:
-            raise InvalidArgumentError(
-                f"teacher: an output of {name!r} of shape {tuple(output.shape)} expected, got "
-                f"{tuple(target.shape)}"
-            )
-        dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
-        output, target = output.to(dtype), target.to(dtype)
-        if self.mask is not None and output.dim() > 2 and output.shape[:2] == self.mask.shape:
-            left_out = self.mask.to(device).eq(0).view(*self.mask.shape, *(1,) * (output.dim() - 2))
-            output, target = output.masked_fill(left_out, 0), target.masked_fill(left_out, 0)
-        return (output - target).square().sum(), target.square().sum()
-
-
-def _trained(part: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in part.named_parameters() if parameter.requires_grad}
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    """In float32 at least, so that small steps of weights in 16 bits are not lost."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    return parameter.detach().to(dtype, copy=True).requires_grad_()
-
-
-def _rounded(masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: master.to(parameters[name].dtype) for name, master in masters.items()}
-
-
-def _keep(part: nn.Module, parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
-    masks = {id(layer.weight): layer.mask for layer in part.modules() if isinstance(layer, BlockSparseLinear)}
-    for name, parameter in parameters.items():
-        mask = masks.get(id(parameter))  # what is masked has had gradients, and counts for nothing
-        parameter.copy_(values[name] if mask is None else torch.where(mask, values[name], parameter))
 
 
 def _streams(
@@ -325,7 +182,7 @@ def _streams(
     batches: Sequence[Any],
     blocks: Sequence[str],
     run: Forward,
-    settings: _Settings,
+    settings: Settings,
 ) -> tuple[Stream, Stream]:
     """Of both models, through the blocks of a stack, or through the whole model where they are no chain."""
 
@@ -338,133 +195,6 @@ def _streams(
         if ours.is_chain and theirs.is_chain and ours.order == theirs.order:
             return ours, theirs
     return through([""])
-
-
-class _Piece(NamedTuple):
-    """Blocks that data go through one by one, and the submodules in them that are fitted."""
-
-    blocks: list[str]
-    names: list[str]
-
-
-def _stacks(model: nn.Module) -> list[list[str]]:
-    """The blocks of all stacks that have block-sparse layers; none where most of these lie outside."""
-    modules = dict(model.named_modules())
-    sparse = [name for name, module in modules.items() if isinstance(module, BlockSparseLinear)]
-    linear = [
-        name
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear | BlockSparseLinear) or is_conv1d(module)
-    ]
-    found: list[list[str]] = []
-    held = 0
-    for stack in stacks(model, linear):
-        container: Any = modules[stack]
-        blocks = [_join(stack, key) for key, _ in container.named_children()]
-        others = [block for other in found for block in other]
-        if any(_is_within(a, b) or _is_within(b, a) for a in blocks for b in others):
-            continue
-        inside = sum(any(_is_within(layer, block) for block in blocks) for layer in sparse)
-        if inside and len(blocks) == len(container):  # none is there twice
-            found.append(blocks)
-            held += inside
-    return found if 2 * held > len(sparse) else []
-
-
-def _pieces(model: nn.Module, names: Sequence[str]) -> list[_Piece]:
-    """The whole model is one block where a submodule lies in none of a stack."""
-    pieces = [
-        _Piece(blocks, [name for name in names if any(_is_within(name, block) for block in blocks)])
-        for blocks in _stacks(model)
-    ]
-    if sum(len(piece.names) for piece in pieces) < len(names):
-        return [_Piece([""], list(names))]
-    return [piece for piece in pieces if piece.names]
-
-
-def _in_order(
-    model: nn.Module, pieces: list[_Piece], batch: Any, run: Forward, device: torch.device
-) -> list[_Piece]:
-    """As they run in a forward pass, without those that do not."""
-    if len(pieces) == 1:
-        return pieces
-    by_head = {piece.blocks[0]: piece for piece in pieces}
-    return [by_head[name] for name in Stream(model, list(by_head), [batch], run, device).order]
-
-
-def _checked_names(model: nn.Module, teacher: nn.Module, submodules: Sequence[str] | None) -> list[str]:
-    if submodules is None:
-        names = _default_names(model)
-        if not names:
-            raise InvalidArgumentError("model: no BlockSparseLinear in it; name submodules to fit others")
-    elif isinstance(submodules, str) or not isinstance(submodules, Sequence) or not submodules:
-        raise InvalidArgumentError(f"submodules: a sequence of names expected, got {submodules!r}")
-    else:
-        names = list(submodules)
-    for whose, one in (("model", model), ("teacher", teacher)):
-        known = {name for name, _ in one.named_modules(remove_duplicate=False)}
-        for name in names:
-            if name not in known:
-                raise InvalidArgumentError(f"submodules: names in the {whose} expected, {name!r} is none")
-    for name in names:
-        if sum(_is_within(name, other) for other in names) > 1:
-            raise InvalidArgumentError(f"submodules: {name!r} is there twice, or lies within another")
-    for tensor in (*model.parameters(), *teacher.parameters()):
-        if tensor.is_meta:
-            raise InvalidArgumentError("model, teacher: parameters with data expected, got the meta device")
-    return names
-
-
-def _default_names(model: nn.Module) -> list[str]:
-    names = []
-    for block in (block for blocks in _stacks(model) or [[""]] for block in blocks):
-        module = model.get_submodule(block)
-        names += _parts(block, module) or ([block] if _has_sparse(module) else [])
-    return names
-
-
-def _parts(name: str, module: nn.Module) -> list[str]:
-    """The children that have block-sparse layers; of containers, which are never called, what is in them."""
-    parts = []
-    for key, child in module.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            parts += _parts(_join(name, key), child)
-        elif _has_sparse(child):
-            parts.append(_join(name, key))
-    return parts
-
-
-def _outside(model: nn.Module, names: Sequence[str]) -> list[SkippedSubmodule]:
-    """Block-sparse layers that no submodule has."""
-    return [
-        SkippedSubmodule(name, "outside of the stack of blocks; fitted where submodules names it")
-        for name, module in model.named_modules()
-        if isinstance(module, BlockSparseLinear) and not any(_is_within(name, one) for one in names)
-    ]
-
-
-def _check_separate(model: nn.Module, names: Sequence[str]) -> None:
-    owners: dict[int, str] = {}
-    for name in names:
-        for parameter in _trained(model.get_submodule(name)).values():
-            other = owners.setdefault(id(parameter), name)
-            if other != name:
-                raise UnsupportedError(f"submodules: {other!r} and {name!r} share a parameter")
-
-
-def _check_running(names: Sequence[str], blocks: Sequence[str]) -> None:
-    for name in names:
-        if not any(_is_within(name, block) for block in blocks):
-            raise InvalidArgumentError(f"submodules: {name!r} does not run in a forward pass")
-
-
-def _check_runs(names: Iterable[str], found: Mapping[str, Sequence[Any]], batches: int) -> None:
-    for name in names:
-        runs = len(found.get(name, ()))
-        if runs < batches:
-            raise InvalidArgumentError(f"submodules: {name!r} does not run in every forward pass")
-        if runs > batches:
-            raise UnsupportedError(f"submodules: {name!r} runs more than once in a forward pass")
 
 
 def _checked_batches(batches: Iterable[Any]) -> list[Any]:
@@ -487,7 +217,7 @@ def _held_out(fraction: object, batches: int) -> int:
 @contextlib.contextmanager
 def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Writes the parameters back if anything goes wrong; copies are kept where the model is."""
-    parameters = [one for name in names for one in _trained(model.get_submodule(name)).values()]
+    parameters = [one for name in names for one in trained_parameters(model.get_submodule(name)).values()]
     copies = [parameter.detach().clone() for parameter in parameters]
     try:
         yield
@@ -517,15 +247,3 @@ def _configs(model: nn.Module) -> Iterator[Any]:
         config = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
             yield config
-
-
-def _has_sparse(module: nn.Module) -> bool:
-    return any(isinstance(one, BlockSparseLinear) for one in module.modules())
-
-
-def _is_within(name: str, block: str) -> bool:
-    return not block or name == block or name.startswith(f"{block}.")
-
-
-def _join(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key

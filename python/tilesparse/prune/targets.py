@@ -1,0 +1,142 @@
+"""The layers of a model that are pruned, and the configuration of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..errors import InvalidArgumentError, TileSparseError
+from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..patch.patcher import (
+    BlockSparseModelPatcher,
+    CannotBeCutError,
+    SkippedLayer,
+    check_blocks_can_be_chosen,
+    names_of_modules,
+)
+from ..patch.weight_reads import Read, weight_reads
+from ..pattern.block_pattern import BlockPattern
+from ._checks import checked_choice
+from .choice import Choice
+
+
+def targets_matching(
+    model: nn.Module,
+    layers: str | Sequence[str] | None,
+    choice: Choice,
+    strict: bool = True,
+    cut: bool = True,
+    reads: Mapping[nn.Module, Read] | None = None,
+) -> tuple[dict[str, Choice], list[SkippedLayer]]:
+    """Layers that a choice is for, and linear ones that stay dense.
+
+    Args:
+        model: only read.
+        layers: regular expressions, or None for all.
+        choice: for all of them.
+        strict: each expression has to find a layer.
+        cut: one that is named has to fit the blocks.
+        reads: `weight_reads` of the model, where it is known.
+    """
+    patcher = BlockSparseModelPatcher()
+    regexes = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    for regex in regexes:
+        try:
+            patcher.add_pattern(regex, _options(choice))
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"layers: {error}") from error
+    names = names_of_modules(model)
+    matched, others = patcher._match(model, names, weight_reads(model) if reads is None else reads)
+    targets: dict[str, Choice] = {}
+    for module, aliases, _, named in matched:
+        try:
+            with naming_layer(aliases[0]):
+                check_blocks_can_be_chosen(module, choice.block_shape)
+        except CannotBeCutError as error:
+            if cut and named:
+                raise
+            others.append(SkippedLayer(aliases[0], type(module).__name__, str(error.__cause__)))
+        else:
+            targets[aliases[0]] = choice
+    if strict and layers is not None and targets:
+        patcher._check_rules(names, {model.get_submodule(name) for name in targets}, others)
+    return targets, [layer for layer in others if _is_linear(model, layer.name)]
+
+
+def targets_named(
+    model: nn.Module, choices: Mapping[str, Choice | None], argument: str
+) -> tuple[dict[str, Choice], list[SkippedLayer]]:
+    """Layers with a choice each, in the order of the model."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    reads = weight_reads(model)
+    targets: dict[str, Choice] = {}
+    skipped: list[SkippedLayer] = []
+    for name, choice in choices.items():
+        if name not in modules:
+            raise InvalidArgumentError(f"{argument}: names of layers expected, got {name!r}")
+        if choice is None:
+            skipped.append(SkippedLayer(name, type(modules[name]).__name__, "choices say None"))
+            continue
+        choice = checked_choice(choice, f"{argument}: layer {name!r}: ")
+        found, refused = targets_matching(model, f"{re.escape(name)}$", choice, strict=False, reads=reads)
+        if not found:
+            reason = refused[0].reason if refused else "not nn.Linear"
+            raise InvalidArgumentError(f"{argument}: layer {name!r} cannot be pruned: {reason}")
+        first = next(iter(found))
+        if first != name:
+            raise InvalidArgumentError(f"{argument}: {name!r} is another name of {first!r}; use that one")
+        targets[first] = choice
+    return {name: targets[name] for name, _ in model.named_modules() if name in targets}, skipped
+
+
+def _options(choice: Choice) -> dict[str, Any]:
+    return {
+        "density": choice.density,
+        "block_shape": choice.block_shape,
+        "nm": choice.nm,
+        "storage": choice.storage,
+    }
+
+
+def _is_linear(model: nn.Module, name: str) -> bool:
+    module = model.get_submodule(name)
+    return isinstance(module, nn.Linear | BlockSparseLinear) or is_conv1d(module)
+
+
+def choice_of(name: str, pattern: BlockPattern, nm: Any, storage: str) -> Choice:
+    """Return how a layer with a given pattern is to be stored."""
+    if pattern.nnz == 0:
+        raise InvalidArgumentError(
+            f"patterns: a BlockPattern with blocks expected for {name!r}, got {pattern!r}"
+        )
+    return Choice(pattern.density, pattern.block_shape, nm, storage)
+
+
+def check_shapes_of(model: nn.Module, patterns: Mapping[str, BlockPattern]) -> None:
+    """Raise InvalidArgumentError unless each pattern has the shape of its layer."""
+    for name, pattern in patterns.items():
+        shape = tuple(dense_weight(model.get_submodule(name)).shape)
+        if pattern.shape != shape:
+            raise InvalidArgumentError(
+                f"patterns: layer {name!r}: shape {shape} expected, got {pattern.shape}"
+            )
+
+
+def reasons(skipped: Sequence[SkippedLayer]) -> str:
+    """Say why layers were skipped, of the first three."""
+    if not skipped:
+        return "no linear layer is named so"
+    return "; ".join(dict.fromkeys(f"{layer.name!r}: {layer.reason}" for layer in skipped[:3]))
+
+
+@contextmanager
+def naming_layer(name: str) -> Iterator[None]:
+    """Says in errors which layer they are about."""
+    try:
+        yield
+    except TileSparseError as error:
+        raise type(error)(f"layer {name!r}: {error}") from error
