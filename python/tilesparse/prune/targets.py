@@ -11,13 +11,10 @@ from torch import nn
 
 from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
-from ..patch.patcher import (
-    BlockSparseModelPatcher,
-    CannotBeCutError,
-    SkippedLayer,
-    check_blocks_can_be_chosen,
-    names_of_modules,
-)
+from ..patch.matching import CannotBeCutError, check_blocks_can_be_chosen
+from ..patch.modules import names_of_modules
+from ..patch.patcher import BlockSparseModelPatcher
+from ..patch.reports import SkippedLayer
 from ..patch.weight_reads import Read, weight_reads
 from ..pattern.block_pattern import BlockPattern
 from ._checks import checked_choice
