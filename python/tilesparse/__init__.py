@@ -20,10 +20,10 @@ from .errors import (
     UnsynchronizedPatternError,
 )
 from .integrations import accelerate, peft_hooks, transformers_hooks
+from .matrix import BlockSparseMatrix
 from .nn import BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear
 from .patch import BlockSparseModelPatcher, FuseReport, PatchReport
 from .pattern import BlockPattern
-from .pattern.matrix import BlockSparseMatrix
 from .tuning import Measurement, tune
 from .tuning.selection import Device, KernelChoice, KernelInfo, Product, choose, kernels, prefer
 

@@ -1,7 +1,389 @@
-"""The import path of 0.1.0 of `tilesparse.pattern.matrix`."""
+"""Block-sparse matrices: values and where they lie, with conversions and products."""
 
-from .pattern.matrix import BlockSparseMatrix
+import math
+from collections.abc import Sequence
+from typing import Any
 
-__all__ = [
-    "BlockSparseMatrix",
-]
+import torch
+from torch import Tensor
+
+from . import functional
+from ._arguments import checked, shown
+from ._checks import as_number, check_factor, check_like_product, check_values, checked_number
+from ._ops.autograd import call
+from ._ops.register import EXPAND, GATHER
+from .errors import InvalidArgumentError, UnsupportedError
+from .pattern.block_pattern import BlockPattern
+from .pattern.choosing import canonical_scipy
+
+
+class BlockSparseMatrix:
+    """A matrix [out_features, in_features] of which only some blocks are stored; the rest is zero.
+
+    ``==`` and hashing go by identity; `equal` compares contents. Products and conversions to tensors
+    are differentiable with respect to ``values`` and their dense operands. Several matrices may share
+    one pattern.
+
+    Args:
+        values: [nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. Not copied.
+        pattern: where the blocks lie: values[i] is the block ``pattern`` stores at slot i.
+
+    Raises:
+        InvalidArgumentError: ``values`` does not fit ``pattern``.
+    """
+
+    @checked
+    def __init__(self, values: Tensor, pattern: BlockPattern) -> None:
+        check_values("values", values, pattern.index_on(values.device))
+        self.values = values
+        self.pattern = pattern
+
+    @classmethod
+    @checked
+    def zeros(
+        cls,
+        pattern: BlockPattern,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> "BlockSparseMatrix":
+        """Every kept element 0.
+
+        Args:
+            pattern: which blocks are kept; shared, not copied.
+            dtype: of the values, float64, float32, float16 or bfloat16; None is PyTorch's default.
+            device: of the values; None is PyTorch's default.
+        """
+        return cls(torch.zeros(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
+
+    @classmethod
+    @checked
+    def ones(
+        cls,
+        pattern: BlockPattern,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> "BlockSparseMatrix":
+        """Every kept element 1.
+
+        Args:
+            pattern: which blocks are kept; shared, not copied.
+            dtype: of the values, float64, float32, float16 or bfloat16; None is PyTorch's default.
+            device: of the values; None is PyTorch's default.
+        """
+        return cls(torch.ones(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
+
+    @classmethod
+    @checked
+    def randn(
+        cls,
+        pattern: BlockPattern,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> "BlockSparseMatrix":
+        """Kept elements drawn from the standard normal distribution.
+
+        Args:
+            pattern: which blocks are kept; shared, not copied.
+            generator: of the values' device; None is PyTorch's default one.
+            dtype: of the values, float64, float32, float16 or bfloat16; None is PyTorch's default.
+            device: of the values; None is PyTorch's default.
+        """
+        size = (pattern.nnz, *pattern.block_shape)
+        return cls(torch.randn(size, generator=generator, dtype=dtype, device=device), pattern)
+
+    @classmethod
+    @checked
+    def from_blocks(
+        cls, blocks: Tensor | Sequence[tuple[int, int]], values: Tensor, *, shape: Sequence[int]
+    ) -> "BlockSparseMatrix":
+        """values[i] at (block row, block column) ``blocks[i]``, in any order.
+
+        Args:
+            blocks: [nnz, 2] integers or a list of pairs.
+            values: [nnz, bn, bk], contiguous.
+            shape: (out_features, in_features).
+        """
+        return cls(values, BlockPattern.from_blocks(blocks, shape=shape, block_shape=values.shape[1:]))
+
+    @classmethod
+    @checked
+    def from_dense(
+        cls,
+        dense: Tensor,
+        pattern: BlockPattern | None = None,
+        *,
+        block_shape: Sequence[int] | None = None,
+        density: float | None = None,
+        nnz: int | None = None,
+    ) -> "BlockSparseMatrix":
+        """Blocks of a dense matrix [out_features, in_features]; differentiable.
+
+        Args:
+            dense: what to take the blocks of.
+            pattern: which blocks; None for those that the other arguments say.
+            block_shape: (bn, bk), in place of a pattern. Without density and nnz every block with a nonzero
+                is kept.
+            density: the kept fraction, of the blocks with the largest Frobenius norm.
+            nnz: how many of these, in place of a density.
+
+        Raises:
+            InvalidArgumentError: neither or both of pattern and block_shape, or sizes that do not fit.
+        """
+        if block_shape is not None and pattern is None:
+            if density is None and nnz is None:
+                pattern = BlockPattern.from_mask(dense, block_shape=block_shape)
+            else:
+                pattern = BlockPattern.from_dense(dense, block_shape=block_shape, density=density, nnz=nnz)
+        elif pattern is None or any(given is not None for given in (block_shape, density, nnz)):
+            raise InvalidArgumentError("pattern: expected alone, or else block_shape with density or nnz")
+        return cls(call(GATHER, dense, None, pattern.index_on(dense.device)), pattern)
+
+    @classmethod
+    @checked
+    def from_mask(cls, dense: Tensor, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockSparseMatrix":
+        """The blocks of ``dense`` in which ``mask`` (same shape) has a nonzero, whole.
+
+        Args:
+            dense: [out_features, in_features]; differentiable.
+            mask: bool or numbers, of the same shape.
+            block_shape: (bn, bk).
+
+        Raises:
+            InvalidArgumentError: shapes differ, or are no multiples of the block.
+        """
+        return cls.from_dense(dense, BlockPattern.from_mask(mask, block_shape=block_shape))
+
+    @classmethod
+    def from_bsr(cls, matrix: Tensor) -> "BlockSparseMatrix":
+        """From a ``torch.sparse_bsr`` matrix; shares its values where they are contiguous."""
+        pattern = BlockPattern.from_bsr(matrix)
+        return cls(matrix.values().contiguous(), pattern)
+
+    @classmethod
+    @checked
+    def from_scipy(
+        cls,
+        matrix: Any,
+        *,
+        block_shape: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> "BlockSparseMatrix":
+        """From a scipy.sparse matrix of any format, float64 or float32; duplicates are summed.
+
+        Args:
+            matrix: [out_features, in_features].
+            block_shape: (bn, bk); None takes that of a BSR matrix.
+            device: of the result; None is the CPU.
+        """
+        matrix = canonical_scipy(matrix, block_shape)
+        return cls(torch.from_numpy(matrix.data).contiguous().to(device), BlockPattern.from_scipy(matrix))
+
+    @classmethod
+    @checked
+    def from_product(cls, y: Tensor, x: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
+        """The kept blocks of yᵀ x; differentiable, see `functional.sdd`.
+
+        Args:
+            y: [..., out_features].
+            x: [..., in_features], with as many rows and of the same dtype and device.
+            pattern: which blocks are computed; shared, not copied.
+        """
+        return cls(functional.sdd(y, x, pattern), pattern)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self.pattern.shape
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(bn, bk)."""
+        return self.pattern.block_shape
+
+    @property
+    def nnz(self) -> int:
+        """Number of stored blocks."""
+        return self.pattern.nnz
+
+    @property
+    def density(self) -> float:
+        """Stored fraction of the blocks."""
+        return self.pattern.density
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the values."""
+        return self.values.device
+
+    def __repr__(self) -> str:
+        return f"BlockSparseMatrix({self.pattern!r}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def to_dense(self) -> Tensor:
+        """[out_features, in_features], zero outside the stored blocks; differentiable."""
+        return call(EXPAND, self.values, None, self.pattern.index_on(self.device))
+
+    def to_bsr(self) -> Tensor:
+        """A ``torch.sparse_bsr`` tensor with the values in row order, detached."""
+        index = self.pattern.index_on(self.device)
+        return torch.sparse_bsr_tensor(
+            index.crow_indices.clone(),
+            index.col_indices.clone(),
+            self._in_row_order(),
+            self.shape,
+            check_invariants=False,  # a pattern holds them
+        )
+
+    def to_scipy(self) -> Any:
+        """A ``scipy.sparse.bsr_array`` on the host; half precision becomes float32.
+
+        Raises:
+            UnsupportedError: scipy is not installed.
+        """
+        try:
+            import scipy.sparse  # optional: only this function needs it
+        except ImportError as error:
+            raise UnsupportedError("scipy is needed: pip install scipy") from error
+
+        values = self._in_row_order().cpu()
+        if values.dtype in (torch.float16, torch.bfloat16):
+            values = values.float()
+        pattern = self.pattern.to("cpu")
+        arrays = (values.numpy(), pattern.col_indices.numpy().copy(), pattern.crow_indices.numpy().copy())
+        return scipy.sparse.bsr_array(arrays, shape=self.shape)
+
+    def to(self, *args: Any, **kwargs: Any) -> "BlockSparseMatrix":
+        """The same matrix with ``values.to(...)``: another dtype or device."""
+        return BlockSparseMatrix(self.values.to(*args, **kwargs), self.pattern)
+
+    def t(self) -> "BlockSparseMatrix":
+        """The transposed matrix [in_features, out_features]; its values are a copy, differentiable."""
+        return BlockSparseMatrix(self.values.transpose(1, 2).contiguous(), self.pattern.transpose())
+
+    @checked
+    def matmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
+        """W @ dense, or with ``transpose=True`` Wᵀ @ dense; differentiable, see `functional.dsd`.
+
+        Args:
+            dense: [in_features, n], or [out_features, n] for Wᵀ.
+            transpose: whether W is transposed.
+
+        Returns:
+            [out_features, n], or [in_features, n].
+        """
+        return functional.dsd(self.values, self.pattern, dense, transpose=transpose)
+
+    @checked
+    def rmatmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
+        """Dense @ W, or with ``transpose=True`` dense @ Wᵀ; differentiable, see `functional.dds`.
+
+        Args:
+            dense: [..., out_features], or [..., in_features] for Wᵀ.
+            transpose: whether W is transposed.
+
+        Returns:
+            [..., in_features], or [..., out_features].
+        """
+        return functional.dds(dense, self.values, self.pattern, transpose=transpose)
+
+    def __matmul__(self, dense: Tensor) -> Tensor:
+        return self.matmul(dense)
+
+    def __rmatmul__(self, dense: Tensor) -> Tensor:
+        return self.rmatmul(dense)
+
+    @checked
+    def add_product_(self, y: Tensor, x: Tensor) -> "BlockSparseMatrix":
+        """Adds the kept blocks of yᵀ x to the values, in place and without a gradient; see `functional.sdd`.
+
+        Args:
+            y: [..., out_features].
+            x: [..., in_features], with as many rows.
+
+        Returns:
+            This matrix.
+        """
+        functional.sdd(y, x, self.pattern, out=self.values, accumulate=True)
+        return self
+
+    @checked
+    def copy_from_dense_(self, dense: Tensor) -> "BlockSparseMatrix":
+        """Overwrites the values with the same blocks of a dense matrix [out_features, in_features]."""
+        with torch.no_grad():
+            self.values.copy_(call(GATHER, dense, None, self.pattern.index_on(dense.device)))
+        return self
+
+    @checked
+    def mul_(self, factor: Tensor | float) -> "BlockSparseMatrix":
+        """Multiplies the values by a real number, or a tensor that broadcasts to [nnz, bn, bk].
+
+        Raises:
+            InvalidArgumentError: the tensor has another shape, device or a complex dtype.
+        """
+        if isinstance(factor, Tensor):
+            check_factor("factor", factor, self.values)
+        with torch.no_grad():
+            self.values.mul_(factor)
+        return self
+
+    @checked
+    def block_norm(self, p: float = 2) -> Tensor:
+        """[nnz] the p-norm of every block, in slot order; half precision is summed in float32."""
+        if math.isnan(as_number(p)):
+            raise InvalidArgumentError(f"p must be a number or infinite, got {shown(p)}")
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        norms: Tensor = torch.linalg.vector_norm(self.values, p, dim=(1, 2), dtype=dtype)
+        return norms
+
+    @checked
+    def move_blocks_(
+        self, slots: Tensor | Sequence[int], blocks: Tensor | Sequence[tuple[int, int]]
+    ) -> "BlockSparseMatrix":
+        """Gives the stored blocks at ``slots`` new places; values stay where they are in memory.
+
+        The pattern is updated, for everything that shares it. Blocks may take places that other moved
+        blocks leave.
+
+        Args:
+            slots: [n] integers, each at most once.
+            blocks: [n, 2] the new (block row, block column) of each.
+
+        Raises:
+            InvalidPatternError: a place lies outside, or is taken. Nothing has changed then.
+        """
+        self.pattern.move_blocks_(slots, blocks)
+        return self
+
+    @checked
+    def equal(self, other: "BlockSparseMatrix") -> bool:
+        """Whether both store the same blocks with the same values, in whatever slots."""
+        mine, theirs = (matrix.pattern.index_on(self.device) for matrix in (self, other))
+        return (
+            (*mine[3:], self.dtype, self.nnz) == (*theirs[3:], other.dtype, other.nnz)
+            and torch.equal(mine.crow_indices, theirs.crow_indices)
+            and torch.equal(mine.col_indices, theirs.col_indices)
+            and torch.equal(self._in_row_order(), other._in_row_order())
+        )
+
+    @checked
+    def allclose(self, dense: Tensor, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
+        """Whether this matrix is close to a dense one, zeros outside the stored blocks included.
+
+        Raises:
+            InvalidArgumentError: ``dense`` has another shape, dtype or device.
+        """
+        rtol, atol = checked_number("rtol", rtol), checked_number("atol", atol)
+        check_like_product("dense", dense, self.values.new_empty(()).expand(self.shape))
+        return torch.allclose(self.to_dense(), dense, rtol=rtol, atol=atol)
+
+    def _in_row_order(self) -> Tensor:
+        """A detached copy of the values, entry by entry of the pattern."""
+        return self.values.detach()[self.pattern.index_on(self.device).slot.long()]

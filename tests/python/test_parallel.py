@@ -44,7 +44,7 @@ from tilesparse import (
 from tilesparse.checkpoint import prepare, section
 from tilesparse.parallel import ColwiseParallel, RowwiseParallel, synchronize_patterns
 from tilesparse.parallel import tensor as _tensor_parallel
-from tilesparse.pattern.block_pattern import moved_index
+from tilesparse.pattern.indices import moved_index
 
 WIDTH, HIDDEN = 128, 256
 BATCH = 8  # sequences of all processes together

@@ -29,8 +29,10 @@ from ..functional import (
     masked,
     straight_through,
 )
-from ..pattern.block_pattern import BlockPattern, check_parts_beside, index_of
-from ..pattern.matrix import BlockSparseMatrix
+from ..matrix import BlockSparseMatrix
+from ..pattern.block_pattern import BlockPattern
+from ..pattern.choosing import check_parts_beside
+from ..pattern.indices import index_of
 from ..storage.values import expand, forms_of, stored_as, two_of_four
 from .resized import watch
 

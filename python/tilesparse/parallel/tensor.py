@@ -19,7 +19,8 @@ from .._runtime.launch import content_of, exclusive
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..functional import linear_on, straight_through
 from ..nn.linear import SHARED, STORED_NAMES, BlockSparseLinear
-from ..pattern.block_pattern import BlockPattern, moved_index, overwrite_index
+from ..pattern.block_pattern import BlockPattern
+from ..pattern.indices import moved_index, overwrite_index
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

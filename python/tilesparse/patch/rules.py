@@ -11,7 +11,8 @@ from typing import Any
 from .._checks import check_block_shape, check_policy
 from ..config import check_nm, check_nm_blocks, check_storage
 from ..errors import InvalidArgumentError
-from ..pattern.block_pattern import BlockPattern, check_parts_beside
+from ..pattern.block_pattern import BlockPattern
+from ..pattern.choosing import check_parts_beside
 
 DEFAULT_OPTIONS: Mapping[str, Any] = {
     "density": 0.5,

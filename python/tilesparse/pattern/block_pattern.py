@@ -10,20 +10,18 @@ from torch import Tensor
 
 from .._arguments import checked, shown
 from .._checks import (
-    INT32_MAX,
     Index,
-    as_integer,
     check_block_shape,
     check_content,
     check_index,
     check_shapes,
-    checked_count,
-    checked_fraction,
 )
 from .._runtime import launch as _launch
-from .._runtime.launch import blocks_of, update_of, validate
+from .._runtime.launch import blocks_of
 from .._runtime.private import refuse_fakes
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
+from .choosing import blocks_of_parts, canonical_scipy, check_matrix, check_parts, covering_blocks, drawn
+from .indices import checked_index, index_of, is_integer, moved_index, overwrite_index
 
 Device = torch.device | str | int | None
 
@@ -69,7 +67,7 @@ class BlockPattern:
     ) -> None:
         refuse_fakes("a pattern")
         with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
-            self._own(_checked(crow_indices, col_indices, shape, block_shape, slot, device))
+            self._own(checked_index(crow_indices, col_indices, shape, block_shape, slot, device))
 
     def _own(self, index: Index) -> None:
         self._index = index
@@ -130,10 +128,10 @@ class BlockPattern:
         shape, block_shape, grid = check_shapes(shape, block_shape)
         if not isinstance(cover, bool):
             raise InvalidArgumentError(f"cover must be True or False, got {cover!r}")
-        of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
-        covering = _covering(grid, check_parts(parts), kept if cover else 0, generator)
+        of_parts, kept = blocks_of_parts(grid, parts, density, nnz)
+        covering = covering_blocks(grid, check_parts(parts), kept if cover else 0, generator)
         chosen = [
-            numbers[_drawn(len(numbers), first, kept, generator)]
+            numbers[drawn(len(numbers), first, kept, generator)]
             for numbers, first in zip(of_parts, covering, strict=True)
         ]
         return cls._from_sorted(torch.cat(chosen).sort().values, shape, block_shape, device=device)
@@ -184,7 +182,7 @@ class BlockPattern:
         pairs = torch.as_tensor(blocks, device="cpu")
         if pairs.numel() == 0:
             pairs = torch.empty(0, 2, dtype=torch.int64, device="cpu")
-        if pairs.dim() != 2 or pairs.shape[1] != 2 or not _is_integer(pairs):
+        if pairs.dim() != 2 or pairs.shape[1] != 2 or not is_integer(pairs):
             raise InvalidPatternError(
                 f"blocks: (row, col) pairs of integers expected, "
                 f"got shape {tuple(pairs.shape)} of {pairs.dtype}"
@@ -213,7 +211,7 @@ class BlockPattern:
         Raises:
             InvalidArgumentError: the mask has not two dimensions, or the block shape is not allowed.
         """
-        _check_matrix("mask", mask)
+        check_matrix("mask", mask)
         bn, bk = check_block_shape(block_shape)
         shape = (mask.shape[0] * bn, mask.shape[1] * bk)
         chosen = mask.detach().cpu().reshape(-1).nonzero().reshape(-1)
@@ -231,7 +229,7 @@ class BlockPattern:
         Raises:
             InvalidArgumentError: the mask has not two dimensions, or cannot be cut into such blocks.
         """
-        _check_matrix("mask", mask)
+        check_matrix("mask", mask)
         block_shape = check_shapes(mask.shape, block_shape)[1]
         return cls.from_block_mask(blocks_of(mask != 0, block_shape).any(-1).any(-1), block_shape=block_shape)
 
@@ -298,7 +296,7 @@ class BlockPattern:
         Raises:
             InvalidArgumentError: as of `random`, or a score is NaN.
         """
-        _check_matrix("scores", scores)
+        check_matrix("scores", scores)
         if scores.is_complex():
             raise InvalidArgumentError(f"scores must be real numbers, got {scores.dtype}")
         bn, bk = check_block_shape(block_shape)
@@ -306,7 +304,7 @@ class BlockPattern:
         if bool(flat.isnan().any()):
             raise InvalidArgumentError("scores: NaN cannot be ranked")
         grid = scores.shape[0], scores.shape[1]
-        of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
+        of_parts, kept = blocks_of_parts(grid, parts, density, nnz)
         best = flat[of_parts].sort(dim=1, descending=True, stable=True).indices[:, :kept]
         chosen = of_parts.gather(1, best).flatten().sort().values
         return cls._from_sorted(chosen, (grid[0] * bn, grid[1] * bk), (bn, bk), device=scores.device)
@@ -334,7 +332,7 @@ class BlockPattern:
         Raises:
             InvalidArgumentError: as of `random`, or a norm is NaN.
         """
-        _check_matrix("dense", dense)
+        check_matrix("dense", dense)
         block_shape = check_shapes(dense.shape, block_shape)[1]
         blocks = blocks_of(dense.detach(), block_shape)
         precision = torch.promote_types(dense.dtype, torch.float32)
@@ -510,7 +508,7 @@ class BlockPattern:
         if isinstance(given, Tensor):
             check_content(name, given)
         numbers = torch.as_tensor(given, device=self.device)
-        if numbers.numel() and not _is_integer(numbers):
+        if numbers.numel() and not is_integer(numbers):
             raise InvalidArgumentError(f"{name} must be integers, got {numbers.dtype}")
         return numbers.long()
 
@@ -571,74 +569,6 @@ class BlockPattern:
         )
 
 
-def _checked(
-    crow_indices: Tensor | Sequence[int],
-    col_indices: Tensor | Sequence[int],
-    shape: Sequence[int],
-    block_shape: int | Sequence[int],
-    slot: Tensor | Sequence[int] | None,
-    device: Device,
-) -> Index:
-    """Copies of a pattern's arrays, once they are known to be one."""
-    if device is None:
-        device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
-    shape, block_shape, (block_rows, _) = check_shapes(shape, block_shape)
-    crow = _index_array("crow_indices", crow_indices, block_rows + 1)
-    col = _index_array("col_indices", col_indices)
-    nnz = len(col)
-    if slot is None:
-        slot = torch.arange(nnz, dtype=torch.int32, device="cpu")
-    index = Index(crow, col, _index_array("slot", slot, nnz), shape, block_shape)
-    validate(index)
-    return moved_index(index, torch.device(device))
-
-
-def moved_index(index: Index, device: torch.device, copy: bool = False) -> Index:
-    """On that device; pinned on the way to a GPU, so that the host need not wait."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    here = index.col_indices.device
-    if device == here and not copy:
-        return index
-    pinned = here.type == "cpu" and device.type == "cuda" and not torch.compiler.is_compiling()
-    tensors = (tensor.pin_memory() if pinned else tensor for tensor in index[:3])
-    crow, col, slot = (tensor.to(device, non_blocking=pinned, copy=True) for tensor in tensors)
-    return Index(crow, col, slot, index.shape, index.block_shape)
-
-
-@torch.no_grad()
-def overwrite_index(target: Index, source: Index) -> None:
-    """Writes the source's pattern where the target's is, and what is derived from it."""
-    source = moved_index(source, target.col_indices.device)
-    with update_of(target), torch.inference_mode(target.col_indices.is_inference()):
-        for to, tensor in zip(target[:3], source[:3], strict=True):
-            to.copy_(tensor)
-
-
-def index_of(numbers: Tensor, like: Index) -> Index:
-    """From the block row · block columns + block column of every slot; on a GPU the host does not wait."""
-    (out_features, in_features), (bn, bk) = like.shape, like.block_shape
-    rows, cols = out_features // bn, in_features // bk
-    numbers, slot = numbers.sort()
-    starts = torch.arange(rows + 1, device=numbers.device) * cols
-    crow = torch.searchsorted(numbers, starts, out_int32=True)
-    return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
-
-
-def canonical_scipy(matrix: Any, block_shape: int | Sequence[int] | None) -> Any:
-    """A scipy BSR copy with sorted columns and no duplicates."""
-    if not hasattr(matrix, "tobsr"):
-        raise InvalidTypeError(f"matrix must be a scipy.sparse matrix or array, got {shown(matrix)}")
-    if block_shape is None and matrix.format != "bsr":
-        raise InvalidArgumentError(f"block_shape: needed for a scipy matrix of format {matrix.format!r}")
-    if block_shape is not None:
-        block_shape = check_shapes(matrix.shape, block_shape)[1]
-    matrix = matrix.tobsr(blocksize=block_shape, copy=True)
-    matrix.sum_duplicates()
-    matrix.sort_indices()
-    return matrix
-
-
 def _rebuild(
     crow_indices: Tensor,
     col_indices: Tensor,
@@ -647,119 +577,3 @@ def _rebuild(
     block_shape: tuple[int, int],
 ) -> BlockPattern:
     return BlockPattern(crow_indices, col_indices, shape=shape, block_shape=block_shape, slot=slot)
-
-
-def _is_integer(array: Tensor) -> bool:
-    return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
-
-
-def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
-    """A host int32 copy of an index array."""
-    if isinstance(array, Tensor):
-        check_content(name, array)
-    given = torch.as_tensor(array, device="cpu")
-    if given.numel() == 0:
-        given = given.long()
-    if given.dim() != 1 or not _is_integer(given):
-        raise InvalidPatternError(
-            f"{name}: a 1-D array of integers expected, got shape {tuple(given.shape)} of {given.dtype}"
-        )
-    if length is not None and len(given) != length:
-        raise InvalidPatternError(f"{name}: {length} entries expected, got {len(given)}")
-    if len(given) and not 0 <= int(given.min()) <= int(given.max()) <= INT32_MAX:
-        raise InvalidPatternError(
-            f"{name}: entries from 0 to 2^31 - 1 expected, got {int(given.min())} to {int(given.max())}"
-        )
-    return given.to(torch.int32, copy=True).contiguous()
-
-
-def _check_matrix(name: str, matrix: Tensor) -> None:
-    if matrix.dim() != 2 or matrix.layout != torch.strided:
-        raise InvalidArgumentError(
-            f"{name}: a dense 2-D tensor expected, got shape {tuple(matrix.shape)}, {matrix.layout}"
-        )
-    check_content(name, matrix)
-
-
-def _blocks_of_parts(
-    grid: tuple[int, int], parts: Sequence[int], density: float | None, nnz: int | None
-) -> tuple[Tensor, int]:
-    """Ascending numbers row * C + col of all blocks, [r * c, blocks of a part], and how many a part keeps."""
-    (rows, cols), (r, c) = grid, check_parts(parts)
-    if rows % r or cols % c:
-        raise InvalidArgumentError(
-            f"parts: divisors of the {rows} x {cols} blocks of the shape expected, got {(r, c)}"
-        )
-    if nnz is None:
-        kept = _kept_blocks(rows * cols // (r * c), density, None)
-    else:
-        kept, left = divmod(_kept_blocks(rows * cols, density, nnz), r * c)
-        if left:
-            raise InvalidArgumentError(f"nnz: a multiple of the {r * c} parts expected, got {nnz}")
-    numbers = torch.arange(rows * cols, device="cpu").view(r, rows // r, c, cols // c)
-    return numbers.transpose(1, 2).reshape(r * c, -1), kept
-
-
-def _covering(
-    grid: tuple[int, int], parts: tuple[int, int], kept: int, generator: torch.Generator | None
-) -> Tensor:
-    """[r * c, n <= kept] places in each part, which cover as many block rows and columns as they can.
-
-    Parts side by side share an order of their block rows, and take turns in it; likewise for columns.
-    """
-    (r, c), (rows, cols) = parts, (grid[0] // parts[0], grid[1] // parts[1])
-    count = min(kept, max(-(-rows // c), -(-cols // r)))
-    if count == 0:
-        return torch.empty(r * c, 0, dtype=torch.int64, device="cpu")
-
-    def orders(length: int, number: int) -> Tensor:
-        each = [torch.randperm(length, generator=generator, device="cpu") for _ in range(number)]
-        return torch.stack(each)
-
-    of_rows, of_cols = orders(rows, r), orders(cols, c)
-    i, j, turn = (torch.arange(length, device="cpu") for length in (r, c, count))
-    row = of_rows[i[:, None, None], (j[:, None] * count + turn) % rows]
-    col = of_cols[j[:, None], (i[:, None, None] * count + turn) % cols]
-    return (row * cols + col).view(r * c, count)
-
-
-def _drawn(size: int, first: Tensor, kept: int, generator: torch.Generator | None) -> Tensor:
-    """Different places below ``size``: these first ones, and others at random."""
-    order = torch.randperm(size, generator=generator, device="cpu")
-    others = torch.ones(size, dtype=torch.bool, device="cpu").index_fill_(0, first, False)
-    return torch.cat((first, order[others[order]]))[:kept]
-
-
-def check_parts(parts: Sequence[int]) -> tuple[int, int]:
-    """Parts as two integers, or an error."""
-    try:
-        r, c = (as_integer(count) for count in parts)
-        if r > 0 and c > 0:
-            return r, c
-    except (TypeError, ValueError):
-        pass
-    raise InvalidArgumentError(f"parts: (r, c), two positive integers, expected, got {parts!r}")
-
-
-def check_parts_beside(pattern: BlockPattern | None, parts: Sequence[int]) -> tuple[int, int]:
-    """Parts of blocks that are still to be chosen: a pattern has its own."""
-    checked = check_parts(parts)
-    if pattern is not None and checked != (1, 1):
-        raise InvalidArgumentError(
-            f"parts: none beside a pattern expected, got {parts!r}; say it in the pattern"
-        )
-    return checked
-
-
-def _kept_blocks(total: int, density: float | None, nnz: int | None) -> int:
-    """How many of ``total`` blocks to keep."""
-    if (density is None) == (nnz is None):
-        raise InvalidArgumentError("density, nnz: exactly one of them expected")
-    if density is not None:
-        kept = round(checked_fraction("density", density) * total)
-        if kept == 0 and density > 0:
-            raise InvalidArgumentError(
-                f"density: {density} of {total} blocks rounds to none; give 0 or at least {1 / total:.3g}"
-            )
-        return kept
-    return checked_count("nnz", nnz, 0, total)

@@ -28,8 +28,8 @@ from .._arguments import checked
 from .._checks import check_shapes, checked_number
 from .._runtime.private import exact_float32
 from ..errors import InvalidArgumentError
+from ..matrix import BlockSparseMatrix
 from ..pattern.block_pattern import BlockPattern
-from ..pattern.matrix import BlockSparseMatrix
 from ..storage.values import two_of_four
 
 DAMPING = 0.01  # of the mean of the diagonal of XᵀX / tokens

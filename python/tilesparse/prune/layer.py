@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidArgumentError
+from ..matrix import BlockSparseMatrix
 from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
 from ..pattern.block_pattern import BlockPattern
-from ..pattern.matrix import BlockSparseMatrix
 from ..storage.values import two_of_four
 from . import scores
 from .choice import Choice

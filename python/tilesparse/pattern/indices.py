@@ -1,0 +1,91 @@
+"""The index tensors of a pattern: checked, moved, overwritten, and made of block numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._checks import INT32_MAX, Index, check_content, check_shapes
+from .._runtime.launch import update_of, validate
+from ..errors import InvalidPatternError
+
+
+def checked_index(
+    crow_indices: Tensor | Sequence[int],
+    col_indices: Tensor | Sequence[int],
+    shape: Sequence[int],
+    block_shape: int | Sequence[int],
+    slot: Tensor | Sequence[int] | None,
+    device: torch.device | str | int | None,
+) -> Index:
+    """Copies of a pattern's arrays, once they are known to be one."""
+    if device is None:
+        device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
+    shape, block_shape, (block_rows, _) = check_shapes(shape, block_shape)
+    crow = _index_array("crow_indices", crow_indices, block_rows + 1)
+    col = _index_array("col_indices", col_indices)
+    nnz = len(col)
+    if slot is None:
+        slot = torch.arange(nnz, dtype=torch.int32, device="cpu")
+    index = Index(crow, col, _index_array("slot", slot, nnz), shape, block_shape)
+    validate(index)
+    return moved_index(index, torch.device(device))
+
+
+def moved_index(index: Index, device: torch.device, copy: bool = False) -> Index:
+    """On that device; pinned on the way to a GPU, so that the host need not wait."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    here = index.col_indices.device
+    if device == here and not copy:
+        return index
+    pinned = here.type == "cpu" and device.type == "cuda" and not torch.compiler.is_compiling()
+    tensors = (tensor.pin_memory() if pinned else tensor for tensor in index[:3])
+    crow, col, slot = (tensor.to(device, non_blocking=pinned, copy=True) for tensor in tensors)
+    return Index(crow, col, slot, index.shape, index.block_shape)
+
+
+@torch.no_grad()
+def overwrite_index(target: Index, source: Index) -> None:
+    """Writes the source's pattern where the target's is, and what is derived from it."""
+    source = moved_index(source, target.col_indices.device)
+    with update_of(target), torch.inference_mode(target.col_indices.is_inference()):
+        for to, tensor in zip(target[:3], source[:3], strict=True):
+            to.copy_(tensor)
+
+
+def index_of(numbers: Tensor, like: Index) -> Index:
+    """From the block row · block columns + block column of every slot; on a GPU the host does not wait."""
+    (out_features, in_features), (bn, bk) = like.shape, like.block_shape
+    rows, cols = out_features // bn, in_features // bk
+    numbers, slot = numbers.sort()
+    starts = torch.arange(rows + 1, device=numbers.device) * cols
+    crow = torch.searchsorted(numbers, starts, out_int32=True)
+    return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
+
+
+def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
+    """A host int32 copy of an index array."""
+    if isinstance(array, Tensor):
+        check_content(name, array)
+    given = torch.as_tensor(array, device="cpu")
+    if given.numel() == 0:
+        given = given.long()
+    if given.dim() != 1 or not is_integer(given):
+        raise InvalidPatternError(
+            f"{name}: a 1-D array of integers expected, got shape {tuple(given.shape)} of {given.dtype}"
+        )
+    if length is not None and len(given) != length:
+        raise InvalidPatternError(f"{name}: {length} entries expected, got {len(given)}")
+    if len(given) and not 0 <= int(given.min()) <= int(given.max()) <= INT32_MAX:
+        raise InvalidPatternError(
+            f"{name}: entries from 0 to 2^31 - 1 expected, got {int(given.min())} to {int(given.max())}"
+        )
+    return given.to(torch.int32, copy=True).contiguous()
+
+
+def is_integer(array: Tensor) -> bool:
+    """Return True for tensors of integers; bool is none."""
+    return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
