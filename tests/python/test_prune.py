@@ -35,6 +35,7 @@ from transformers import (
 
 import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, cli
+from tilesparse._replay.replay import Stream
 from tilesparse.cli.prune import _pieces
 from tilesparse.demo import GPT, SIZES
 from tilesparse.prune import Choice, PruneReport, measure_errors, prune_model, refit, scores
@@ -707,6 +708,25 @@ def test_blocks_may_be_called_alike_for_short_batches_only() -> None:
     model, (short, *_) = Chain(longest=100), vectors()
     other, long = copy.deepcopy(model), inputs(200, 64, 9).float()
     assert errors_of(model, [short, long]) == pytest.approx(errors_of(other, [long, short]), rel=1e-4)
+
+
+def test_only_the_first_batch_of_a_shape_runs_through_all_blocks() -> None:
+    torch.manual_seed(0)
+    model, batches, runs = Chain(), vectors(), []
+    model.blocks[2].register_forward_hook(lambda *_: runs.append(1))
+    with torch.no_grad():
+        expected = [model(x) for x in batches]
+    runs.clear()
+    blocks = [f"blocks.{number}" for number in range(3)]
+    pruned = Stream(model, blocks, batches, lambda model, x: model(x), torch.device("cpu"))
+    assert len(runs) == 1 and pruned.is_chain and pruned.order == blocks
+    dense = pruned.fork()
+    for block in blocks[:2]:
+        weight = model.get_parameter(f"{block}.linear.weight")
+        pruned.advance(block, {f"{block}.linear.weight": torch.zeros_like(weight)})
+        dense.advance(block)
+    for found, other, y in zip(dense.results(blocks[2]), pruned.results(blocks[2]), expected, strict=True):
+        assert torch.equal(found, y) and not torch.equal(other, y)
 
 
 def test_inputs_may_vary_little_about_a_large_mean() -> None:

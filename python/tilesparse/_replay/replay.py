@@ -1,60 +1,48 @@
-"""Blocks of a model run one after the other, on inputs that were recorded."""
+"""A model run block by block on batches: the engine that pruning and recovery share."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from ..errors import InvalidArgumentError, UnsupportedError
 from .batches import device_of, moved, tensors_in
-
-
-@dataclass
-class Call:
-    """The arguments of one call of a module."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def on(self, device: torch.device) -> Call:
-        """A copy: a module may write to what it is given, and is run again."""
-        return Call(moved(self.args, device, copy=True), moved(self.kwargs, device, copy=True))
-
-    @property
-    def hidden(self) -> Any:
-        """The first argument, which the blocks of a stack hand on."""
-        return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
-
-    def with_hidden(self, hidden: Any) -> Call:
-        if self.args:
-            return Call((hidden, *self.args[1:]), self.kwargs)
-        return Call((), {**self.kwargs, next(iter(self.kwargs)): hidden})
-
-    def run(self, module: nn.Module) -> Any:
-        return module(*self.args, **self.kwargs)
+from .calls import Call, first_of, same, shapes_of, tensor_of
+from .devices import visiting
 
 
 class Stream:
-    """What goes through the blocks of one model: for every batch the inputs of the next block.
+    """The inputs of a model's next block, for every batch.
+
+    The batches run through the model once, up to the first block: what it is called with waits, and goes on
+    block by block. How the other blocks are called is recorded from the first batch of each shape, and only
+    where their arguments differ from those of the first block from every batch.
 
     Args:
         model: in evaluation mode.
         blocks: names of modules, each of which hands its output on to the next; ("",) for the whole model.
         batches: what `run` takes.
         run: ``run(model, batch)``.
-        device: where blocks are computed; what they give is kept where the model is.
+        device: where blocks are computed.
+        keep: where the inputs of the next block wait; None is where the model is.
 
-    Raises:
-        InvalidArgumentError: there are caches of keys and values in the batches.
-        UnsupportedError: a block runs more than once in a forward pass.
+    Attributes:
+        order: the blocks in the order in which they run.
+        is_chain: each block takes as its input what the one before it gave. Recording ends where one does
+            not.
+        shares: a block takes something else, too, that another block gave, such as a position bias.
+        repeated: a block that runs more than once in a forward pass, or None.
+        cached: a block that was given keys and values of former calls, or None; they are left out.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         model: nn.Module,
@@ -62,44 +50,62 @@ class Stream:
         batches: Sequence[Any],
         run: Callable[[nn.Module, Any], Any],
         device: torch.device,
+        keep: torch.device | None = None,
     ) -> None:
-        self._model, self._home, self._device = model, device_of(model), device
-        self.calls: dict[str, list[Call]] = {name: [] for name in blocks}
-        # Whether each block has taken what the one before it gave, and nothing else that a block gave.
-        self.is_chain = True
+        self._model, self._blocks, self._run, self._device = model, blocks, run, device
+        self._home = device_of(model)
+        self._keep = self._home if keep is None else keep
         self.order: list[str] = []
-        with _moving([model.get_submodule(name) for name in blocks], device, self._home):
+        self.is_chain, self.shares = True, False
+        self.repeated: str | None = None
+        self.cached: str | None = None
+        self._calls: list[list[Call]] = []  # of each batch: of each block, or one for all of them
+        self._hidden: list[Any] = []  # of each batch: the input of the next block
+        alike: dict[str, bool] = {}  # by shapes of batches, for masks of long sequences differ in more
+        with visiting([model.get_submodule(name) for name in blocks], device, self._home):
             for batch in batches:
-                self._record(blocks, batch, run)
-        self._hidden = [one.hidden for one in self.calls[self.order[0]]] if self.order else []
+                shapes = shapes_of(batch)
+                calls = self._record(batch, first_only=alike.get(shapes, False))
+                if not self.is_chain or not calls:
+                    break
+                rest = [call.with_hidden(None) for call in calls]
+                if alike.setdefault(shapes, all(same(call, rest[0]) for call in rest)):
+                    rest = rest[:1]
+                self._calls.append(rest)
+                self._hidden.append(moved(calls[0].hidden, self._keep))
 
-    def _record(self, blocks: Sequence[str], batch: Any, run: Callable[[nn.Module, Any], Any]) -> None:
+    def _record(self, batch: Any, first_only: bool) -> list[Call]:
+        """Return the calls of the blocks for a batch, and note how they hang together."""
         ran: list[str] = []
-        last: list[Any] = [None]
+        calls: list[Call] = []
+        last: Any = None
         given: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by id
 
         def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = Call(args, dict(kwargs))
+            self.cached = self.cached or (name if call.has_cache() else None)
+            call = call.without_caches()
             if name in ran:
-                raise UnsupportedError(f"model: {name!r} runs more than once in a forward pass")
-            recorded = Call(args, dict(kwargs))
-            _check_no_cache(name, recorded)
+                self.repeated, self.is_chain = name, False
             if ran:
-                self.is_chain &= isinstance(recorded.hidden, Tensor) and recorded.hidden is last[0]
-                recorded = recorded.with_hidden(None)  # computed anew, from reconstructed blocks
-                others = tensors_in((recorded.args, recorded.kwargs))
-                self.is_chain &= not any(given.get(id(one)) is one for one in others)
+                self.is_chain &= isinstance(call.hidden, Tensor) and same(call.hidden, last)
+                call = call.with_hidden(None)  # computed anew, from blocks that have changed
+                self.shares |= any(given.get(id(one)) is one for one in tensors_in((call.args, call.kwargs)))
             else:  # the block may write to it
-                recorded = recorded.with_hidden(moved(recorded.hidden, self._home, copy=True))
+                call = call.with_hidden(moved(call.hidden, self._home, copy=True))
             ran.append(name)
-            self.calls[name].append(recorded)
+            calls.append(call)
+            if first_only:
+                raise _FirstBlockReached
 
         def after(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            last[0] = first_of(output)
-            taken = {id(one) for one in tensors_in((args, kwargs))}  # what it only hands on is none of its
+            nonlocal last
+            last = first_of(output)
+            taken = {id(one) for one in tensors_in((args, kwargs))}  # handed on, not made here
             given.update((id(one), one) for one in tensors_in(output) if id(one) not in taken)
 
         with contextlib.ExitStack() as stack:
-            for name in blocks:
+            for name in self._blocks:
                 module = self._model.get_submodule(name)
                 hook = module.register_forward_pre_hook(
                     lambda _, args, kwargs, name=name: before(name, args, kwargs),
@@ -109,37 +115,58 @@ class Stream:
                 stack.callback(hook.remove)
                 hook = module.register_forward_hook(lambda _, *given: after(*given), with_kwargs=True)
                 stack.callback(hook.remove)
-            run(self._model, moved(batch, self._home, copy=True))  # which a model may write to
-        if self.order and ran != self.order:
-            self.is_chain = False
+            with contextlib.suppress(_FirstBlockReached):
+                self._run(self._model, batch)
         self.order = self.order or ran
+        self.is_chain &= ran == self.order[: 1 if first_only else None]
+        return calls
 
-    def inputs(self, block: str) -> Iterator[Call]:
-        """Those of the next block, batch by batch, on the device."""
-        for recorded, hidden in zip(self.calls[block], self._hidden, strict=True):
-            yield recorded.with_hidden(hidden).on(self._device)
+    def fork(self) -> Stream:
+        """Return a second stream that stands before the same block, to go through other blocks."""
+        other = copy(self)
+        other._hidden = list(self._hidden)
+        return other
+
+    @torch.no_grad()
+    def results(self, block: str, parameters: Mapping[str, Tensor] | None = None) -> Iterator[Any]:
+        """Run the next block on one batch after the other, on the device.
+
+        Args:
+            block: its name.
+            parameters: tensors in place of the model's parameters, by their names in the model.
+        """
+        module = self._model.get_submodule(block)
+        # By identity: the model may know a layer by another name than that of the block and its own in it.
+        new = {self._model.get_parameter(name): tensor for name, tensor in (parameters or {}).items()}
+        state: dict[str, Tensor] = {}
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            on_device = moved(new.get(tensor, tensor), self._device)  # type: ignore[call-overload]
+            if on_device is not tensor:
+                state[name] = on_device
+        position = self.order.index(block)
+        for calls, hidden in zip(self._calls, self._hidden, strict=True):
+            call = calls[position if len(calls) > 1 else 0].with_hidden(hidden).on(self._device)
+            yield functional_call(module, state, call.args, call.kwargs)
+
+    def advance(self, block: str, parameters: Mapping[str, Tensor] | None = None) -> None:
+        """Run the next block, so that the stream then stands before the block after it."""
+        for number, output in enumerate(self.results(block, parameters)):
+            self._hidden[number] = moved(first_of(output), self._keep)
 
     def capture(self, block: str, parts: Mapping[str, nn.Module]) -> dict[str, list[Call]]:
-        """What submodules of the next block are called with, batch by batch."""
+        """Return the calls of submodules of the next block, batch by batch."""
         found: dict[str, list[Call]] = {}
 
         def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             found.setdefault(name, []).append(Call(args, dict(kwargs)).on(self._home))
 
-        with contextlib.ExitStack() as stack:
-            for name, part in parts.items():
-                hook = part.register_forward_pre_hook(
-                    lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
-                )
-                stack.callback(hook.remove)
-            self._run(block)
+        with listening(parts, note):
+            for _ in self.results(block):
+                pass
         return found
 
     def outputs(self, block: str, parts: Mapping[str, nn.Module]) -> dict[str, list[Tensor]]:
-        """What submodules of the next block give, batch by batch, in the order in which they have run.
-
-        The stream then stands before the block after it.
-        """
+        """Advance, and return the outputs of submodules, batch by batch, in the order in which they ran."""
         found: dict[str, list[Tensor]] = {}
 
         def note(name: str, output: Any) -> None:
@@ -149,70 +176,23 @@ class Stream:
             for name, part in parts.items():
                 hook = part.register_forward_hook(lambda _, args, output, name=name: note(name, output))
                 stack.callback(hook.remove)
-            self._hidden = self._run(block)
+            self.advance(block)
         return found
 
-    def _run(self, block: str) -> list[Any]:
-        module = self._model.get_submodule(block)
-        return [moved(first_of(one.run(module)), self._home) for one in self.inputs(block)]
-
-
-def first_of(output: Any) -> Any:
-    """The tensor of a module's output, or the first entry of a tuple or mapping."""
-    if isinstance(output, Mapping):
-        return next(iter(output.values()), None)
-    return output[0] if isinstance(output, tuple | list) and output else output
-
-
-def tensor_of(name: str, output: Any) -> Tensor:
-    tensor = first_of(output)
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        raise UnsupportedError(
-            f"submodules: {name!r} gives {type(tensor).__name__}, and no tensor to compare"
-        )
-    return tensor
-
 
 @contextlib.contextmanager
-def placed(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
-    """On a device, and afterwards where they were."""
-    homes = {module: device_of(module, device) for module in modules}
-    away = {module: home for module, home in homes.items() if home != device}
-    try:
-        for module in away:
-            module.to(device)
-        yield
-    finally:
-        for module, home in away.items():
-            module.to(home)
-
-
-@contextlib.contextmanager
-def _moving(modules: Sequence[nn.Module], device: torch.device, default: torch.device) -> Iterator[None]:
-    """Each of the modules is on the device while it runs, and its results come back."""
+def listening(
+    modules: Mapping[str, nn.Module], note: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+) -> Iterator[None]:
+    """Call ``note(name, args, kwargs)`` before each call of a module."""
     with contextlib.ExitStack() as stack:
-        for module in modules:
-            home = device_of(module, default)
-            if home == device:
-                continue
-
-            def bring(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-                module.to(device)
-                return moved(args, device), moved(kwargs, device)
-
-            def back(module: nn.Module, args: Any, output: Any, home: torch.device = home) -> Any:
-                module.to(home)
-                return moved(output, home)
-
-            stack.callback(module.register_forward_pre_hook(bring, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(back).remove)
-            stack.callback(module.to, home)  # where it has raised
+        for name, module in modules.items():
+            hook = module.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
+            )
+            stack.callback(hook.remove)
         yield
 
 
-def _check_no_cache(name: str, recorded: Call) -> None:
-    if recorded.kwargs.get("past_key_values") is not None:
-        raise InvalidArgumentError(
-            f"batches: {name!r} is given past_key_values, which each call of it would change; leave them and "
-            "use_cache=True out"
-        )
+class _FirstBlockReached(BaseException):
+    """Ends a forward pass; no Exception, which a model or its caller might catch."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .._replay.replay import Call, tensor_of
+from .._replay.calls import Call, tensor_of
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from .report import FittedSubmodule

@@ -18,11 +18,14 @@ from .._replay.batches import (
     check_batches,
     check_distinct,
     chosen_device,
+    device_of,
     evaluating,
     mask_of,
+    moved,
     without_labels,
 )
-from .._replay.replay import Stream, placed
+from .._replay.devices import placed
+from .._replay.replay import Stream
 from ..errors import InvalidArgumentError
 from .distillation import Forward, autocasting, check_autocast
 from .fitting import Settings, fit, trained_parameters
@@ -37,6 +40,7 @@ from .submodules import (
     is_within,
     outside,
     pieces_of,
+    stream_of,
 )
 
 
@@ -127,7 +131,7 @@ def reconstruct(
         generator,
     )
     with evaluating(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
-        run = forward or _call
+        run = _on_copies(forward or _call)
         pieces = in_order(model, pieces_of(model, names), batches[0], run, home)
         idle = [name for name in names if not any(name in piece.names for piece in pieces)]
         if idle and (submodules is not None or not pieces):
@@ -140,6 +144,11 @@ def reconstruct(
 
 def _call(model: nn.Module, batch: Any) -> Any:
     return call(model, without_labels(batch))
+
+
+def _on_copies(forward: Forward) -> Forward:
+    """Call a model with copies on its device, which it may write to."""
+    return lambda model, batch: forward(model, moved(batch, device_of(model), copy=True))
 
 
 @torch.no_grad()
@@ -187,12 +196,13 @@ def _streams(
     """Of both models, through the blocks of a stack, or through the whole model where they are no chain."""
 
     def through(blocks: Sequence[str]) -> tuple[Stream, Stream]:
-        ours, theirs = (Stream(one, blocks, batches, run, settings.device) for one in (model, teacher))
+        ours, theirs = (stream_of(one, blocks, batches, run, settings.device) for one in (model, teacher))
         return ours, theirs
 
     if {name for name, _ in teacher.named_modules(remove_duplicate=False)}.issuperset(blocks):
         ours, theirs = through(blocks)
-        if ours.is_chain and theirs.is_chain and ours.order == theirs.order:
+        chains = all(stream.is_chain and not stream.shares for stream in (ours, theirs))
+        if chains and ours.order == theirs.order:
             return ours, theirs
     return through([""])
 

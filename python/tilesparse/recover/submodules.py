@@ -66,7 +66,26 @@ def in_order(
     if len(pieces) == 1:
         return pieces
     by_head = {piece.blocks[0]: piece for piece in pieces}
-    return [by_head[name] for name in Stream(model, list(by_head), [batch], run, device).order]
+    return [by_head[name] for name in stream_of(model, list(by_head), [batch], run, device).order]
+
+
+def stream_of(
+    model: nn.Module, blocks: Sequence[str], batches: Sequence[Any], run: Forward, device: torch.device
+) -> Stream:
+    """Record how batches run through blocks.
+
+    Raises:
+        InvalidArgumentError: a block is given keys and values of former calls, which each run would change.
+        UnsupportedError: a block runs more than once in a forward pass.
+    """
+    stream = Stream(model, blocks, batches, run, device)
+    if stream.repeated is not None:
+        raise UnsupportedError(f"model must run {stream.repeated!r} at most once in a forward pass")
+    if stream.cached is not None:
+        raise InvalidArgumentError(
+            f"batches must come without past_key_values and use_cache=True, which reach {stream.cached!r}"
+        )
+    return stream
 
 
 def checked_names(model: nn.Module, teacher: nn.Module, submodules: Sequence[str] | None) -> list[str]:
