@@ -141,11 +141,11 @@ static void test_bad_expansions(void) {
     REFUSES_EXPANSION(plain = (char*)memory + 2, TS_INVALID_ARGUMENT, "dense must be aligned to 4 bytes");
     REFUSES_EXPANSION(--bytes, TS_WORKSPACE_TOO_SMALL, "dense_bytes must be at least 6144, got 6143");
     REFUSES_EXPANSION(plain = s.compressed, TS_INVALID_ARGUMENT,
-                      "values and plain must not overlap in memory");
+                      "values and dense must not overlap in memory");
     REFUSES_EXPANSION(o.desc.metadata = memory, TS_INVALID_ARGUMENT,
-                      "metadata and plain must not overlap in memory");
+                      "metadata and dense must not overlap in memory");
     REFUSES_EXPANSION(o.desc.scales = memory, TS_INVALID_ARGUMENT,
-                      "scales and plain must not overlap in memory");
+                      "scales and dense must not overlap in memory");
     REFUSES_EXPANSION(o.desc.values = NULL, TS_INVALID_ARGUMENT, "values must not be null");
     REFUSES_EXPANSION(o.desc.scales = NULL, TS_INVALID_ARGUMENT, "scales must not be null for 8-bit values");
     REFUSES_EXPANSION(o.desc.op = TS_SDD_TN, TS_INVALID_ARGUMENT, "sdd_tn");

@@ -292,7 +292,7 @@ void test_dtypes() {
     const ts_matmul_desc c = product.y(results).c();
     expect(c.dtype == TS_BFLOAT16 && c.values_dtype == TS_BFLOAT16 + 1 && c.result_dtype == TS_FLOAT32 + 1,
            "dtypes are others");
-    throws<ts::UnsupportedError>(TS_UNSUPPORTED, "it writes float32 alone", [&] { product.run(); });
+    throws<ts::UnsupportedError>(TS_UNSUPPORTED, "it writes float32 instead", [&] { product.run(); });
     ts::Buffer<std::byte> packed(product.y(y).packed_size());
     expect(packed.size() == 0, "kernels of the CPU pack nothing");
     product.pack(packed, nullptr).pack(packed, nullptr).run();

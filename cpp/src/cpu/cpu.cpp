@@ -14,7 +14,7 @@ const char* refuses(const Problem& problem, const Device&) {
     const bool is_wide = problem.op == Op::sdd_tn && problem.result_dtype == DType::float32 &&
                          element_size(problem.dtype) == 2;
     if (problem.result_dtype != problem.dtype && !is_wide)
-        return "results of another dtype are float32 for sdd_tn of 16 bits only";
+        return "it writes float32 instead of the dtype of x and y only for sdd_tn of 16 bits";
     return set.available() ? nullptr : set.missing;
 }
 
