@@ -25,7 +25,9 @@ from .nn import BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear
 from .patch import BlockSparseModelPatcher, FuseReport, PatchReport
 from .pattern import BlockPattern
 from .tuning import Measurement, tune
-from .tuning.selection import Device, KernelChoice, KernelInfo, Product, choose, kernels, prefer
+from .tuning.devices import Device
+from .tuning.products import Product
+from .tuning.selection import KernelChoice, KernelInfo, choose, kernels, prefer
 
 __version__ = _belongs.VERSION
 

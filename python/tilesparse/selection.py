@@ -1,21 +1,8 @@
-"""The import path of 0.1.0 of `tilesparse.tuning.selection`."""
+"""The public names of `tilesparse.tuning` that say which kernel is chosen: the import path of 0.1.0."""
 
-from .tuning.selection import (
-    KINDS,
-    OPS,
-    Candidate,
-    Device,
-    KernelChoice,
-    KernelInfo,
-    Product,
-    choose,
-    default_device,
-    dtype_name,
-    kernels,
-    multiplied,
-    prefer,
-    runs_on,
-)
+from .tuning.devices import KINDS, Device, default_device, runs_on
+from .tuning.products import OPS, Product, dtype_name, multiplied
+from .tuning.selection import Candidate, KernelChoice, KernelInfo, choose, kernels, prefer
 
 __all__ = [
     "KINDS",

@@ -37,7 +37,7 @@ from problems import Case, Shape
 from torch import nn
 
 from tilesparse import _C
-from tilesparse.cli import command as cli
+from tilesparse.cli import info
 
 CPU = torch.device("cpu")
 RESULTS = Path(break_even.__file__).parent / "results"
@@ -344,7 +344,7 @@ def test_break_even_is_where_times_cross(times: dict[float, float], density: flo
 def test_break_even_of_the_package_is_that_of_the_committed_results() -> None:
     names = ("h200_bf16.json", "h200_break_even.json")
     documents = [json.loads((RESULTS / name).read_text()) for name in names]
-    assert json.loads(cli.BREAK_EVEN.read_text()) == break_even.break_even(documents)
+    assert json.loads(info.BREAK_EVEN.read_text()) == break_even.break_even(documents)
 
 
 def test_parallel_training_is_measured(tmp_path: Path) -> None:

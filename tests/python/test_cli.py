@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilesparse import _C, Device, Product, _progress, choose
+from tilesparse import _C, BlockPattern, Device, Product, _progress, choose
+from tilesparse.cli import bench, demo, info
 from tilesparse.cli import command as cli
+from tilesparse.selection import OPS
 from tilesparse.tuning import measuring as tuning
 
 LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16"]
@@ -31,7 +33,7 @@ def test_info_lists_versions_kernels_and_the_choice(capsys: pytest.CaptureFixtur
         assert ("int8" in line) == bool(kernel.values_dtypes >> 4 & 1)
     choice = text[text.index("64 -> 96 features") :]
     assert "blocks 32x16" in choice
-    for op in cli.OPS:
+    for op in OPS:
         line = next(line for line in choice.splitlines() if line.split()[:2] == ["cpu", op])
         assert any(f"{kernel.name}: " in line for kernel in _C.kernels())
 
@@ -39,7 +41,7 @@ def test_info_lists_versions_kernels_and_the_choice(capsys: pytest.CaptureFixtur
 def test_info_begins_with_what_is_asked_most(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_devices", lambda: [_C.device_info(0), _C.DeviceInfo(1, 90, 132, 227 << 10)])
+    monkeypatch.setattr(info, "_devices", lambda: [_C.device_info(0), _C.DeviceInfo(1, 90, 132, 227 << 10)])
     assert cli.main(["info", *LAYER]) == 0
     lines = capsys.readouterr().out.splitlines()
     starts = ["tilesparse 0", "library: ", "cpu: ", "  2:4, int8, ", "cuda: ", "  kernels: "]
@@ -55,7 +57,7 @@ def test_info_begins_with_what_is_asked_most(
 @pytest.mark.parametrize("gpu", ["A100", "H100", "B200", "RTX PRO 6000"])
 def test_info_names_the_kernels_that_are_chosen_from(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", *LAYER, "--gpu", gpu, "--op", "forward"]) == 0
-    named = cli._families(Device.find(gpu).info())
+    named = info._families(Device.find(gpu).info())
     problem = Product(4096, 4096, 512, 0.25, 64, torch.bfloat16)
     chosen_from = {each.kernel.partition("_")[0] for each in choose(problem, gpu).candidates}
     assert {word for word in ("sm80", "sm90") if word in named} == chosen_from
@@ -76,7 +78,7 @@ def test_the_kernels_of_a_gpu_are_those_that_run_on_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(_C, "kernels", lambda: kernels)
     old, new = "sm80 (float32, float16, bfloat16)", "sm90 (float16, bfloat16)"
     for capability, families in ((75, "none"), (89, old), (90, f"{new}, {old}"), (120, old)):
-        text = cli._describe_device(_C.DeviceInfo(1, capability, 10, 100 << 10))
+        text = info._describe_device(_C.DeviceInfo(1, capability, 10, 100 << 10))
         assert text.splitlines()[1].startswith(f"  kernels: {families}")
 
 
@@ -97,7 +99,7 @@ def test_a_gpu_without_kernels_is_left_alone_and_reported(
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         for command in ("bench", "tune", "demo", "prune a b --text c"):
-            arguments = cli._parser().parse_args(command.split())
+            arguments = cli._parser(command.split()).parse_args(command.split())
             monkeypatch.setattr(arguments, "run", lambda _: None)
             assert cli._run(arguments) == 0
             assert arguments.device == torch.device(device)
@@ -146,7 +148,7 @@ def test_info_says_what_multiplies_values_in_fewer_bytes(
         (89, old),
         (90, new),
     ):
-        text = cli._describe_storages(_C.DeviceInfo(1, capability, 10, 100 << 10))
+        text = info._describe_storages(_C.DeviceInfo(1, capability, 10, 100 << 10))
         assert text.splitlines() == lines
 
 
@@ -156,7 +158,7 @@ def test_info_says_from_which_density_dense_is_faster(capsys: pytest.CaptureFixt
     table = text[text.index("density from which dense is faster") :].splitlines()
     blocks = next(line.split()[1:] for line in table if line.split()[:1] == ["blocks"])
     assert blocks == ["16x16", "32x32", "64x64", "128x128"]
-    for op in cli.OPS:
+    for op in OPS:
         densities = next(line.split()[1:] for line in table if line.split()[:1] == [op])
         assert len(densities) == len(blocks) and all(0 <= float(density) <= 1 for density in densities)
 
@@ -169,10 +171,10 @@ def test_bench_compares_the_products_asked_for(capsys: pytest.CaptureFixture[str
     assert rows[0].count(" ms") == 3 and "x" in rows[0]
 
 
-@pytest.mark.parametrize("op", cli.OPS)
+@pytest.mark.parametrize("op", OPS)
 def test_bench_computes_the_same_on_all_sides(op: str) -> None:
-    pattern = cli.BlockPattern.full((96, 64), block_shape=(32, 32))
-    dense, written_out, sparse = cli._products(pattern, op, 16, torch.float32, torch.device("cpu"))
+    pattern = BlockPattern.full((96, 64), block_shape=(32, 32))
+    dense, written_out, sparse = bench._products(pattern, op, 16, torch.float32, torch.device("cpu"))
     assert written_out().shape == sparse().shape
     assert sparse().numel() == dense().numel()
 
@@ -222,7 +224,7 @@ def test_an_interrupt_ends_quietly(
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.demo, "run", interrupt)
+    monkeypatch.setattr(demo, "run", interrupt)
     assert cli.main(["demo"]) == 130
     assert "interrupted" in capsys.readouterr().err
 

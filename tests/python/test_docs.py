@@ -235,7 +235,9 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_every_command_is_explained() -> None:
     (commands,) = (
-        action.choices for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)
+        action.choices
+        for action in cli._parser([])._actions
+        if isinstance(action, argparse._SubParsersAction)
     )
     page = (ROOT / "docs/commands.md").read_text()
     assert [name for name in commands if f"`tilesparse {name}`" not in page] == []

@@ -27,7 +27,8 @@ from tilesparse import (
     tuning,
 )
 from tilesparse.cli import command as cli
-from tilesparse.tuning import measuring, selection
+from tilesparse.selection import OPS
+from tilesparse.tuning import document
 
 PRODUCT = Product(64, 128, 10, 0.5)
 PRODUCT_FIELDS = {"in_features": 64, "out_features": 128, "tokens": 10, "dtype": "float32"}
@@ -65,7 +66,7 @@ def last_is_fastest(dense: float = 9.0) -> Clock:
     return Clock(2.0, 1.0, dense)
 
 
-@pytest.mark.parametrize("op", selection.OPS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("form", ["plain", "feature_major", "compressed", "int8", "2:4 int8"])
 def test_every_product_is_measured_as_it_is_computed(op: str, form: str) -> None:
     forms: dict[str, dict[str, Any]] = {
@@ -210,8 +211,8 @@ def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> 
     expected = [
         Product.of(layer, tokens=tokens, op=op)
         for layer, ops in (
-            (model[0], selection.OPS),
-            (model[2], selection.OPS),
+            (model[0], OPS),
+            (model[2], OPS),
             (model[3], ("forward", "dgrad")),  # whose weight has no gradient
         )
         for op in ops
@@ -225,7 +226,7 @@ def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", selection.OPS)
+@pytest.mark.parametrize("op", OPS)
 def test_kernels_of_a_gpu_are_measured(op: str) -> None:
     product = Product(1024, 1024, 256, 0.25, 64, torch.bfloat16, op)
     (measured,) = tilesparse.tune([product], "cuda", candidates=4, repetitions=5)
@@ -322,7 +323,7 @@ def test_devices_of_a_file_are_checked(path: Path, change: dict[str, Any]) -> No
 
 
 def test_processors_may_have_long_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "name_of_cpu", lambda: "x" * 99)
+    monkeypatch.setattr(document, "name_of_cpu", lambda: "x" * 99)
     found = tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     assert tuning.load() == (found, 0)
 
@@ -353,8 +354,8 @@ def test_threads_and_programs_that_measure_at_once_lose_nothing(path: Path) -> N
     path.unlink()
 
     def add(measurement: tilesparse.Measurement) -> None:
-        with measuring._alone_in(path.parent):
-            measuring._write(path, measuring._merged(measuring._read(path), measurement))
+        with document.alone_in(path.parent):
+            document.write(path, document.merged(document.read(path), measurement))
 
     with ThreadPoolExecutor(4) as executor:
         list(executor.map(add, measured))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import random
@@ -22,6 +23,7 @@ from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ..patch.patcher import BlockSparseModelPatcher
 from ..patch.reports import PatchReport
+from .options import DTYPES, add_device, parse_block, parse_count, parse_density
 
 VOCABULARY = 256  # tokens are bytes
 TEXT_BYTES = 8 << 20
@@ -273,3 +275,41 @@ def _table(trainees: Sequence[Trainee], losses: Sequence[float]) -> str:
         ("speedup", [f"{seconds[0] / value:.2f}x" for value in seconds]),
     ]
     return "\n".join(f"{name:32}" + "".join(f"{cell:>16}" for cell in cells) for name, cells in rows)
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    command.add_argument(
+        "--density", type=parse_density, default=0.25, help="fraction of blocks kept (%(default)s)"
+    )
+    command.add_argument("--block", type=parse_block, help="32, or 32x64 for out x in (32; on a GPU 64)")
+    command.add_argument("--size", choices=SIZES, help="of the model (small; on a GPU medium or large)")
+    command.add_argument("--steps", type=parse_count, help="of training (80; on a GPU 300)")
+    add_device(command)
+    command.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="of products, by autocast; parameters are float32 (float32; on a GPU bfloat16)",
+    )
+    command.add_argument("--text", type=Path, help="a file to train on")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Trains by the options, and by the device where they say nothing."""
+    device = arguments.device
+    size, dtype, block, steps = ("small", "float32", (32, 32), 80)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        size = "large" if memory > 32 << 30 else "medium"
+        dtype, block, steps = ("bfloat16", (64, 64), 300)
+    run(
+        Settings(
+            size=SIZES[arguments.size or size],
+            device=device,
+            dtype=DTYPES[arguments.dtype or dtype],
+            density=arguments.density,
+            block_shape=arguments.block or block,
+            steps=arguments.steps or steps,
+            text=arguments.text,
+        )
+    )

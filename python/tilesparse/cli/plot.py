@@ -6,15 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..plot import figures as plot
-from ..plot.sources import load_points
+from ..plot.figures import evolution, patterns, tradeoff
+from ..plot.saving import FORMATS, check_file, save
+from ..plot.sources import load_points, load_snapshots
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to those of argparse."""
-    command = commands.add_parser(
-        "plot", help="draw kept blocks, how patterns changed in training, or quality against time"
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the pictures and the options of each."""
     pictures = command.add_subparsers(
         dest="picture", required=True, metavar="patterns | evolution | tradeoff"
     )
@@ -24,20 +22,20 @@ def add_to(commands: Any) -> None:
         "--output",
         type=Path,
         required=True,
-        help=f"a file whose name ends in {', '.join(plot.FORMATS)}",
+        help=f"a file whose name ends in {', '.join(FORMATS)}",
     )
     layers = argparse.ArgumentParser(add_help=False)
     layers.add_argument("--layers", metavar="REGEX", help="what the start of a layer's name has to match")
 
     picture = pictures.add_parser("patterns", parents=[output, layers], help="the kept blocks of each layer")
     picture.add_argument("checkpoint", type=Path, help="a folder, of tilesparse.save or save_pretrained")
-    picture.set_defaults(run=_patterns)
+    picture.set_defaults(draw=_patterns)
 
     picture = pictures.add_parser(
         "evolution", parents=[output, layers], help="which blocks moved, and how old they are"
     )
     picture.add_argument("snapshots", type=Path, help="a file of tilesparse.plot.save_snapshots")
-    picture.set_defaults(run=_evolution)
+    picture.set_defaults(draw=_evolution)
 
     picture = pictures.add_parser("tradeoff", parents=[output], help="quality against time or density")
     picture.add_argument(
@@ -47,26 +45,31 @@ def add_to(commands: Any) -> None:
     picture.add_argument("--y", required=True, help="what the vertical axis says")
     picture.add_argument("--log-x", action="store_true", help="a logarithmic axis")
     picture.add_argument("--log-y", action="store_true", help="likewise")
-    picture.set_defaults(run=_tradeoff)
+    picture.set_defaults(draw=_tradeoff)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Draws the picture asked for and says where it is."""
+    arguments.draw(arguments)
 
 
 def _patterns(arguments: argparse.Namespace) -> None:
-    file = plot.check_file(arguments.output)
-    _write(plot.patterns(arguments.checkpoint, layers=arguments.layers), file)
+    file = check_file(arguments.output)
+    _write(patterns(arguments.checkpoint, layers=arguments.layers), file)
 
 
 def _evolution(arguments: argparse.Namespace) -> None:
-    file = plot.check_file(arguments.output)
-    _write(plot.evolution(plot.load_snapshots(arguments.snapshots), layers=arguments.layers), file)
+    file = check_file(arguments.output)
+    _write(evolution(load_snapshots(arguments.snapshots), layers=arguments.layers), file)
 
 
 def _tradeoff(arguments: argparse.Namespace) -> None:
-    file = plot.check_file(arguments.output)
+    file = check_file(arguments.output)
     points = [point for path in arguments.results for point in load_points(path)]
-    figure = plot.tradeoff(points, x=arguments.x, y=arguments.y, log_x=arguments.log_x, log_y=arguments.log_y)
+    figure = tradeoff(points, x=arguments.x, y=arguments.y, log_x=arguments.log_x, log_y=arguments.log_y)
     _write([figure], file)
 
 
 def _write(figures: list[Any], file: Path) -> None:
-    for written in plot.save(figures, file):
+    for written in save(figures, file):
         print(f"wrote {written}")

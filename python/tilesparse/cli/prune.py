@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +14,35 @@ from ..config import STORAGES
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..prune.driver import prune_model
 from ..prune.layer import METHODS
+from .options import add_device, parse_block, parse_count, parse_density
 
 SAMPLES, LENGTH = 128, 2048
 
 
-def add_parser(
-    commands: Any,
-    count: Callable[[str], int],
-    density: Callable[[str], float],
-    block: Callable[[str], tuple[int, int]],
-    device: Callable[[str], torch.device],
-) -> None:
-    """Adds the command to those of a parser; the functions read arguments."""
-    command = commands.add_parser(
-        "prune", help="make a model of Transformers block-sparse, calibrated on a text, and save it"
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     command.add_argument("model", help="a folder that from_pretrained loads, or a name on the Hub")
     command.add_argument("output", type=Path, help="the folder to save to, which must be empty or not exist")
     command.add_argument("--text", type=Path, required=True, help="a file of text to calibrate on, in UTF-8")
-    command.add_argument("--density", type=density, default=0.5, help="fraction of blocks kept (%(default)s)")
-    command.add_argument("--block", type=block, default=(64, 64), help="64, or 64x32 for out x in (64)")
+    command.add_argument(
+        "--density", type=parse_density, default=0.5, help="fraction of blocks kept (%(default)s)"
+    )
+    command.add_argument("--block", type=parse_block, default=(64, 64), help="64, or 64x32 for out x in (64)")
     command.add_argument("--method", choices=METHODS, default="obs", help="to choose blocks by (%(default)s)")
     command.add_argument("--layers", action="append", metavar="REGEX", help="of names; may be repeated (all)")
     command.add_argument("--nm", action="store_true", help="2:4 inside the blocks")
     command.add_argument("--storage", choices=STORAGES, default="plain", help="(%(default)s)")
     command.add_argument(
-        "--samples", type=count, default=SAMPLES, help="pieces of text, evenly spread (%(default)s)"
+        "--samples", type=parse_count, default=SAMPLES, help="pieces of text, evenly spread (%(default)s)"
     )
     command.add_argument(
-        "--length", type=count, default=LENGTH, help="of a piece, in tokens, at most (%(default)s)"
+        "--length", type=parse_count, default=LENGTH, help="of a piece, in tokens, at most (%(default)s)"
     )
-    command.add_argument("--device", type=device, help="cpu or cuda (default: cuda if kernels run there)")
+    add_device(command)
     command.add_argument("--resume", type=Path, metavar="FOLDER", help="for progress, to go on after a stop")
-    command.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Prunes, saves, and prints what was done."""
     try:
         import transformers

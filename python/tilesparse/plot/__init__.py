@@ -1,6 +1,8 @@
 """Figures of patterns, of their evolution, and of what pruning trades."""
 
-from .figures import evolution, load_snapshots, patterns, save, save_snapshots, tradeoff
+from .figures import evolution, patterns, tradeoff
+from .saving import save
+from .sources import load_snapshots, save_snapshots
 
 __all__ = [
     "evolution",

@@ -1,8 +1,10 @@
 """Measures kernels on the GPU at hand and keeps what was measured."""
 
-from .measuring import VARIABLE as VARIABLE
-from .measuring import Measurement, file, load, products_of, status, tune
-from .measuring import load_on_import as load_on_import
+from .document import VARIABLE as VARIABLE
+from .document import Measurement, file
+from .loading import load, status
+from .loading import load_on_import as load_on_import
+from .measuring import products_of, tune
 
 __all__ = [
     "Measurement",

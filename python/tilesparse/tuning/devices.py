@@ -1,0 +1,162 @@
+"""The devices that kernels are chosen for, also GPUs that are not there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import _C
+from .._arguments import checked
+from .._checks import checked_count
+from ..errors import InvalidArgumentError
+
+KINDS = ("cpu", "cuda")  # likewise, device
+OF_ONE_CAPABILITY = (90,)  # whose kernels use what only GPUs of that compute capability have
+# Multiprocessors, and KiB of shared memory that a thread block may use. The first GPU of a compute capability
+# stands for it.
+_GPUS: dict[str, tuple[tuple[int, int], int, int]] = {
+    "V100": ((7, 0), 80, 96),
+    "T4": ((7, 5), 40, 64),
+    "A100": ((8, 0), 108, 163),
+    "A10": ((8, 6), 72, 99),
+    "A40": ((8, 6), 84, 99),
+    "RTX 3090": ((8, 6), 82, 99),
+    "AGX Orin": ((8, 7), 16, 163),
+    "L40S": ((8, 9), 142, 99),
+    "L4": ((8, 9), 58, 99),
+    "RTX 4090": ((8, 9), 128, 99),
+    "H100": ((9, 0), 132, 227),
+    "H100 PCIe": ((9, 0), 114, 227),
+    "H200": ((9, 0), 132, 227),
+    "B200": ((10, 0), 148, 227),
+    "B300": ((10, 3), 148, 227),
+    "RTX 5090": ((12, 0), 170, 99),
+    "RTX PRO 6000": ((12, 0), 188, 99),
+    "GB10": ((12, 1), 48, 99),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What kernels are chosen by, of a CPU or a GPU that need not be there.
+
+    Attributes:
+        name: as the driver says it, or of a GPU that stands for others; "CPU".
+        compute_capability: (major, minor); None of a CPU.
+        multiprocessors: of a CPU its processors.
+        shared_memory: bytes that a thread block may use; 0 of a CPU.
+
+    Raises:
+        InvalidArgumentError: a value is of no device; the text names it.
+    """
+
+    name: str
+    compute_capability: tuple[int, int] | None
+    multiprocessors: int
+    shared_memory: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidArgumentError(f"name: a string expected, got {self.name!r}")
+        if self.compute_capability is not None:
+            capability = _checked_capability(self.compute_capability)
+            object.__setattr__(self, "compute_capability", capability)
+        for name, least, most in (("multiprocessors", 1, 1 << 16), ("shared_memory", 0, 1 << 24)):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name), least, most))
+
+    @classmethod
+    @checked
+    def find(cls, what: Device | torch.device | str | tuple[int, int] | None = None) -> Device:
+        """The device that is meant.
+
+        Args:
+            what: "cpu"; "cuda" or "cuda:1", one that is there; the name of a GPU, as "H100" or "RTX 4090"; a
+                compute capability, as "8.6" or (8, 6), for which one such GPU stands. None is the current
+                CUDA device if kernels of the library run there, otherwise the CPU; a warning says why where
+                there is a GPU all the same.
+
+        Raises:
+            InvalidArgumentError: no such name is known; the text lists them. With a `Device` of your own any
+                GPU can be described.
+            NoDeviceError: "cuda" is not there.
+        """
+        if isinstance(what, Device):
+            return what
+        if what is None:
+            what = default_device()
+        if isinstance(what, tuple):
+            what = ".".join(map(str, what))
+        text = str(what)
+        kind, _, ordinal = text.partition(":")
+        if kind in KINDS and (not ordinal or (ordinal.isdecimal() and len(ordinal) < 10)):
+            return cls.of(_C.device_info(KINDS.index(kind), int(ordinal) if ordinal else -1))
+        for name, (capability, multiprocessors, kibibytes) in _GPUS.items():
+            if text == name or text == f"{capability[0]}.{capability[1]}":
+                return cls(name, capability, multiprocessors, kibibytes << 10)
+        raise InvalidArgumentError(
+            f'device: "cpu", "cuda", "cuda:N", one of {list(_GPUS)}, or the compute capability of one of '
+            f"these expected, got {what!r}"
+        )
+
+    @classmethod
+    def of(cls, info: _C.DeviceInfo) -> Device:
+        """What the native module says of one."""
+        capability = divmod(info.compute_capability, 10) if info.device else None
+        return cls(info.name, capability, info.multiprocessors, info.shared_memory)
+
+    def info(self) -> _C.DeviceInfo:
+        """The same for the native module.
+
+        Raises:
+            InvalidArgumentError: the name has more than 63 bytes, or is no printable text.
+        """
+        if not self.name.isprintable() or len(self.name.encode()) > 63:
+            raise InvalidArgumentError(f"name: up to 63 bytes of printable text expected, got {self.name!r}")
+        if self.compute_capability is None:
+            return _C.DeviceInfo(0, 0, self.multiprocessors, 0, self.name)
+        major, minor = self.compute_capability
+        return _C.DeviceInfo(1, 10 * major + minor, self.multiprocessors, self.shared_memory, self.name)
+
+    def __str__(self) -> str:
+        if self.compute_capability is None:
+            return f"{self.name} ({self.multiprocessors} processors)"
+        major, minor = self.compute_capability
+        return f"{self.name} (compute capability {major}.{minor}, {self.multiprocessors} multiprocessors)"
+
+
+def _checked_capability(capability: object) -> tuple[int, int]:
+    if isinstance(capability, Sequence) and not isinstance(capability, str) and len(capability) == 2:
+        major, minor = capability
+        return (
+            checked_count("compute_capability: major", major, 1, 99),
+            checked_count("compute_capability: minor", minor, 0, 9),
+        )
+    raise InvalidArgumentError(f"compute_capability: (major, minor) or None expected, got {capability!r}")
+
+
+def runs_on(kernel: _C.KernelInfo, device: int, compute_capability: int) -> bool:
+    """Whether a kernel runs on a device of that kind and compute capability, as `_C.DeviceInfo` has them."""
+    least = kernel.min_compute_capability
+    newer = least <= compute_capability and least not in OF_ONE_CAPABILITY
+    return kernel.device == device and (newer or least == compute_capability)
+
+
+def default_device() -> torch.device:
+    """The current CUDA device if there is one on which kernels of this library run, otherwise the CPU.
+
+    Where there is a GPU and it is not taken a warning says why.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    major, minor = torch.cuda.get_device_capability()
+    if any(runs_on(kernel, KINDS.index("cuda"), 10 * major + minor) for kernel in _C.kernels()):
+        return torch.device("cuda")
+    warnings.warn(
+        f"on the CPU: no kernel of this library runs on {torch.cuda.get_device_name()}, compute capability "
+        f"{major}.{minor}",
+        stacklevel=2,
+    )
+    return torch.device("cpu")

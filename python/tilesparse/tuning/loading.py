@@ -1,0 +1,75 @@
+"""What was measured counts in this process: in C++, where kernels are chosen, as well as here."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from pathlib import Path
+
+from .. import _C
+from .._arguments import checked
+from .._runtime import launch as _launch
+from ..errors import TuneFileError
+from .document import VARIABLE, Measurement, file, kernel_number, measurements
+
+
+def count_measurement(measurement: Measurement) -> None:
+    """Have a measurement count from now on, in place of one of the same product."""
+    device = measurement.device.info()
+    _launch.add_measurement(
+        measurement.product.descriptor(device),
+        device,
+        kernel_number(measurement.kernel),
+        measurement.microseconds[measurement.kernel],
+        measurement.dense_microseconds,
+    )
+
+
+@checked
+def load(path: Path | None = None) -> tuple[list[Measurement], int]:
+    """Has what a file says count in this process, in place of all that did.
+
+    Args:
+        path: of the file; None is that of the environment.
+
+    Returns:
+        What counts, and how many measurements do not, being of other CPUs or versions of the library.
+
+    Raises:
+        TuneFileError: the file is damaged, foreign or newer; then none counts.
+    """
+    _C.measurements_clear()
+    _launch.measurements_changed()
+    path = path or file()
+    found, others = ([], 0) if path is None else measurements(path)
+    for measurement in found:
+        count_measurement(measurement)
+    _launch.measurements_changed()
+    return found, others
+
+
+def load_on_import() -> None:
+    """Warns of a file that cannot be used."""
+    try:
+        load()
+    except TuneFileError as error:
+        warnings.warn(
+            f"what tilesparse tune has measured does not count: {error}", RuntimeWarning, stacklevel=3
+        )
+
+
+def status() -> str:
+    """What the file has, in a line for people."""
+    path = file()
+    if path is None:
+        return f"measured kernels: none are kept, {VARIABLE} is empty or the user has no home"
+    try:
+        found, others = load(path)
+    except TuneFileError as error:
+        return f"measured kernels: none count: {error}"
+    if not path.exists():
+        return f"measured kernels: none, there is no {path} (tilesparse tune makes it)"
+    devices = Counter(measurement.device.name for measurement in found)
+    counts = ", ".join(f"{count} products on {name}" for name, count in devices.items()) or "none that count"
+    ignored = f"; {others} of other CPUs or versions of the library do not count" if others else ""
+    return f"measured kernels: {counts}{ignored}; {path}"

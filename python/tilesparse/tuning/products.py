@@ -1,0 +1,181 @@
+"""Products with a block-sparse weight, as kernels are chosen and measured for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import _C
+from .._arguments import checked
+from .._checks import DTYPES, QUANTIZED, check_block_shape, check_shapes, checked_count, checked_fraction
+from .._runtime.private import tf32_allowed
+from ..config import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
+from ..errors import InvalidArgumentError
+from ..nn.linear import BlockSparseLinear
+from .devices import KINDS
+
+OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
+_MOST = (1 << 31) - 1  # tokens or features
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product with a block-sparse weight W [out_features, in_features].
+
+    Attributes:
+        in_features, out_features: of W.
+        tokens: rows of x and y.
+        density: fraction of the blocks that is kept.
+        block_shape: (bn, bk), or one number for both.
+        dtype: of activations.
+        op: "forward", y = x Wᵀ; "dgrad", its gradient for x; "wgrad", that for W.
+        storage: of the values, as `BlockSparseLinear` has it: "plain", "compressed", "int8" or
+            "float8_e4m3fn".
+        nm: (2, 4) of values that are 2:4 and not stored plain.
+        feature_major: whether x and y lie in memory feature by feature, as in `functional.dsd`.
+        tf32: whether float32 is multiplied in TF32 on CUDA devices; None as PyTorch's settings say now. Of
+            other dtypes it becomes False.
+
+    Raises:
+        InvalidArgumentError: a value breaks a rule of products; the text names it.
+    """
+
+    in_features: int
+    out_features: int
+    tokens: int
+    density: float = 0.5
+    block_shape: int | Sequence[int] = (32, 32)
+    dtype: torch.dtype = torch.float32
+    op: str = "forward"
+    storage: str = "plain"
+    nm: tuple[int, int] | None = None
+    feature_major: bool = False
+    tf32: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("in_features", "out_features", "tokens"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name), most=_MOST))
+        object.__setattr__(self, "density", checked_fraction("density", self.density))
+        block_shape = check_block_shape(self.block_shape)
+        object.__setattr__(self, "block_shape", block_shape)
+        check_shapes((self.out_features, self.in_features), block_shape)
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
+            raise InvalidArgumentError(f"dtype: one of {list(map(str, DTYPES))} expected, got {self.dtype}")
+        if self.op not in OPS:
+            raise InvalidArgumentError(f"op: one of {list(OPS)} expected, got {self.op!r}")
+        check_nm(self.nm, False)
+        if self.nm is not None:
+            object.__setattr__(self, "nm", tuple(self.nm))  # which has a hash
+        check_nm_blocks(self.nm, False, block_shape)
+        check_storage(self.storage, self.nm)
+        if self.storage == "plain" and self.nm is not None:
+            raise InvalidArgumentError("nm: None expected with storage 'plain'; kernels read 2:4 compressed")
+        if self.storage != "plain" and self.op == "wgrad":
+            raise InvalidArgumentError(f"storage: 'plain' expected of wgrad, got {self.storage!r}")
+        if not isinstance(self.feature_major, bool):
+            raise InvalidArgumentError(f"feature_major: True or False expected, got {self.feature_major!r}")
+        if not isinstance(self.tf32, bool | None):
+            raise InvalidArgumentError(f"tf32: True, False or None expected, got {self.tf32!r}")
+        tf32 = tf32_allowed() if self.tf32 is None else self.tf32
+        object.__setattr__(self, "tf32", self.dtype == torch.float32 and tf32)
+
+    @classmethod
+    @checked
+    def of(cls, layer: BlockSparseLinear, *, tokens: int, op: str = "forward") -> Product:
+        """What a layer does for so many tokens; while it trains with 2:4, its product with compressed values.
+
+        Args:
+            layer: whose sizes, pattern, dtype and storage count.
+            tokens: rows of x, the product of its leading dimensions.
+            op: "forward", "dgrad" (the gradient of x) or "wgrad" (that of W).
+
+        Raises:
+            InvalidArgumentError: no BlockSparseLinear, no such op, or another argument is not allowed.
+        """
+        bn, bk = layer.block_shape
+        blocks = layer.out_features // bn * (layer.in_features // bk)
+        storage, nm = multiplied(op, layer.storage, layer.nm)
+        return cls(
+            layer.in_features,
+            layer.out_features,
+            tokens,
+            layer.col_indices.shape[0] / blocks if blocks else 0.0,
+            (bn, bk),
+            layer._dtype,
+            op,
+            storage,
+            nm,
+        )
+
+    @property
+    def nnz(self) -> int:
+        """The number of kept blocks."""
+        return round(self.density * self.blocks)
+
+    @property
+    def blocks(self) -> int:
+        """The number of all blocks, kept or not."""
+        bn, bk = self._block_shape
+        return self.out_features // bn * (self.in_features // bk)
+
+    @property
+    def _block_shape(self) -> tuple[int, int]:
+        return check_block_shape(self.block_shape)
+
+    def descriptor(self, device: _C.DeviceInfo, *, policy: int = 0, prefer: str = "") -> _C.Product:
+        """The same for the native module, without operands.
+
+        Args:
+            device: on which it is computed.
+            policy: 0 for sparse, 1 for auto, 2 for dense.
+            prefer: the beginning of the names of kernels to take if they can.
+        """
+        shape = self.out_features, self.in_features
+        layout = int(self.feature_major)
+        ldx, ldy = (self.tokens, self.tokens) if layout else (self.in_features, self.out_features)
+        quantized = QUANTIZED_BY_NAME.get(self.storage)
+        return _C.Product(
+            _C.Pattern(*self._block_shape, *shape, self.nnz, 0, 0, 0),
+            OPS.index(self.op),
+            DTYPES[self.dtype],
+            device.device,
+            self.tokens,
+            precision=int(bool(self.tf32) and device.device == KINDS.index("cuda")),
+            policy=policy,
+            x_layout=layout,
+            ldx=ldx,
+            y_layout=layout,
+            ldy=ldy,
+            storage=int(self.nm is not None),
+            values_dtype=-1 if quantized is None else QUANTIZED[quantized],
+            row_scales=quantized is not None,
+            prefer=prefer,
+        )
+
+    def __str__(self) -> str:
+        bn, bk = self._block_shape
+        extras = [self.storage] * (self.storage != "plain") + ["2:4"] * (self.nm is not None)
+        extras += ["feature-major"] * self.feature_major + ["TF32"] * bool(self.tf32)
+        words = [
+            f"{self.op} of {self.in_features} -> {self.out_features} features",
+            f"{self.tokens} tokens",
+            f"density {self.density:.4g}",
+            f"blocks {bn}x{bk}",
+            dtype_name(self.dtype),
+            *extras,
+        ]
+        return ", ".join(words)
+
+
+def multiplied(op: str, storage: str, nm: tuple[int, int] | None) -> tuple[str, tuple[int, int] | None]:
+    """Storage and nm of the values that a layer with these multiplies: its gradient is plain."""
+    if op == "wgrad":
+        return "plain", None
+    return "compressed" if nm is not None and storage == "plain" else storage, nm
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the module: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
