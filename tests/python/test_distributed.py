@@ -39,7 +39,7 @@ def sparse_layers(model: nn.Module) -> list[Any]:
 
 
 def fingerprint(model: nn.Module) -> list[list[int]]:
-    return [tensor.tolist() for layer in sparse_layers(model) for tensor in layer._index()[:3]]
+    return [tensor.tolist() for layer in sparse_layers(model) for tensor in layer.index()[:3]]
 
 
 def patterns_agree(model: nn.Module) -> bool:
@@ -91,9 +91,9 @@ def by_default(rank: int) -> None:
         optimizer.step()
     for name, tensor in twin.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor)
-    entries = [_launch.prepared(layer._index()) for layer in sparse_layers(model)]
+    entries = [_launch.prepared(layer.index()) for layer in sparse_layers(model)]
     train(wrapped)
-    assert [_launch.prepared(layer._index()) for layer in sparse_layers(model)] == entries
+    assert [_launch.prepared(layer.index()) for layer in sparse_layers(model)] == entries
     # The first process broadcasts what it has: what was prepared elsewhere changed at most once, before.
     assert all(entry.generation <= 1 for entry in entries)
 

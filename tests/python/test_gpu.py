@@ -805,7 +805,7 @@ def test_weights_packed_for_another_kernel_are_refused() -> None:
         expected = layer(x)
         layer.pack()
         assert torch.equal(layer(x), expected)
-        kept = prepared(layer._index())
+        kept = prepared(layer.index())
         (packed,) = kept._packed.values()
         key = packed.plan_key
         for wrong in (key + 1, _C.plan_key(kept.descriptor, packed.product.resolve()[0], DDS_NN)):

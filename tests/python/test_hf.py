@@ -226,7 +226,7 @@ def test_layers_that_a_model_keeps_in_float32(tmp_path: Path, storage: str, dtyp
         assert kept.weight.dtype == (torch.float32 if dtype == torch.float16 else dtype)
     for layer, original in zip(sparse_layers(loaded), sparse_layers(model), strict=True):
         assert layer.pattern == original.pattern
-        assert torch.equal(layer.plain_values().float(), original.plain_values().to(layer._dtype).float())
+        assert torch.equal(layer.plain_values().float(), original.plain_values().to(layer.spec.dtype).float())
 
 
 TILESPARSE_FIRST = """

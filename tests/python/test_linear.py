@@ -349,10 +349,10 @@ def test_buffers_changed_in_place_replace_the_pattern() -> None:
     x = randn(3, IN)
     assert torch.equal(layer(x), other(x))
     assert layer.pattern == other.pattern
-    entry = prepared(layer._index())
+    entry = prepared(layer.index())
     layer.col_indices.copy_(layer.col_indices.clone())  # no change of content
     layer(x)
-    assert prepared(layer._index()) is entry and entry.generation == 0
+    assert prepared(layer.index()) is entry and entry.generation == 0
     layer.col_indices.fill_(99)
     with pytest.raises(InvalidPatternError, match="col_indices"):
         layer(x)

@@ -162,7 +162,7 @@ def alike(actual: Tensor, expected: Tensor) -> None:
 
 def forms(model: nn.Module) -> list[Any]:
     """What else than its values makes a layer: the steps have to leave it alone."""
-    return [[buffer.tolist() for buffer in layer._index()[:3]] for layer in layers_of(model)]
+    return [[buffer.tolist() for buffer in layer.index()[:3]] for layer in layers_of(model)]
 
 
 # ---- what each of the processes does ----

@@ -256,14 +256,20 @@ def test_update_takes_over_the_blocks_in_place() -> None:
     other = BlockPattern.from_blocks(
         [(0, 1), (3, 0), (2, 3), (1, 1)], shape=pattern.shape, block_shape=pattern.block_shape
     )
-    transposed, tensors, entry = pattern.transpose(), tensors_of(pattern), prepared(pattern._index)
+    transposed, tensors, entry = (
+        pattern.transpose(),
+        tensors_of(pattern),
+        prepared(pattern.index_on(pattern.device)),
+    )
     columns = [tensor.clone() for tensor in entry.columns()]
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert pattern.update_(other) is pattern
     assert pattern == other
     assert all(now is before for now, before in zip(tensors_of(pattern), tensors, strict=True))
     assert [tensor.data_ptr() for tensor in tensors] == addresses
-    assert prepared(pattern._index) is not entry  # whoever computes with it goes on with the old blocks
+    assert (
+        prepared(pattern.index_on(pattern.device)) is not entry
+    )  # whoever computes with it goes on with the old blocks
     assert all(map(torch.equal, entry.columns(), columns))
     assert pattern.transpose() == other.transpose() != transposed
 

@@ -109,7 +109,7 @@ def test_layers_of_every_storage(program: Path, tmp_path: Path, files: str) -> N
         tilesparse.save(module, folder, max_shard_size=20_000 if files == "shards" else "1GB")
     assert len(list(folder.glob("*.safetensors"))) > 1 or files != "shards"
     for name, layer in module.items():
-        x = randn(5, IN, dtype=layer._dtype)
+        x = randn(5, IN, dtype=layer.spec.dtype)
         torch.testing.assert_close(outcome(program, folder, x, name), layer(x).detach())
 
 

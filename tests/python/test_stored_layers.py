@@ -119,12 +119,12 @@ def test_from_linear_chooses_by_scores(storage: str) -> None:
     scores = torch.rand(OUT, IN, generator=seeded(3))
     layer: Any = BlockSparseLinear.from_linear(linear, 0.5, scores=scores, nm=NM, storage=storage)
     mask = two_of_four(blocks_of_dense(scores, layer.pattern))
-    assert torch.equal(layer._kept(), mask)
+    assert torch.equal(layer.kept_mask(), mask)
     by_block: Any = BlockSparseLinear.from_linear(
         linear, 0.5, scores=torch.rand(3, 4), nm=NM, storage=storage
     )
     magnitudes = blocks_of_dense(linear.weight.detach().abs(), by_block.pattern)
-    assert torch.equal(by_block._kept(), two_of_four(magnitudes))
+    assert torch.equal(by_block.kept_mask(), two_of_four(magnitudes))
 
 
 def test_from_linear_keeps_frozen_weights_frozen() -> None:
@@ -312,7 +312,7 @@ def test_set_nm_that_is_refused_changes_nothing() -> None:
 )
 def test_to_storage(nm: tuple[int, int] | None, source: str, target: str) -> None:
     layer = make("plain", nm=nm, dtype=torch.bfloat16, storage=source)
-    mask, before, bias = layer._kept(), layer.plain_values(), layer.bias
+    mask, before, bias = layer.kept_mask(), layer.plain_values(), layer.bias
     assert layer.to_storage(target) is layer and layer.storage == target
     after = layer.plain_values()
     assert after.dtype == torch.bfloat16 and layer.bias is bias
@@ -320,7 +320,7 @@ def test_to_storage(nm: tuple[int, int] | None, source: str, target: str) -> Non
         assert torch.equal(after, before)
     assert layer.storage_error <= 0.04
     assert_multiplies(layer, after, 2e-2)
-    assert layer.nm == nm and (nm is None or torch.equal(layer._kept(), mask))
+    assert layer.nm == nm and (nm is None or torch.equal(layer.kept_mask(), mask))
     assert layer.weight.requires_grad == (target == "plain")
     if target == "plain":  # trains again
         layer(randn(3, IN, dtype=torch.bfloat16)).sum().backward()

@@ -345,10 +345,10 @@ def test_writing_the_same_pattern_again_changes_nothing(device: str) -> None:
     loss = layer(x).sum()
     write(layer, make(1))
     loss.backward()
-    entry = _launch.prepared(layer._index())
+    entry = _launch.prepared(layer.index())
     write(layer, make(1))
     assert_right(layer, layer(x), x)
-    assert _launch.prepared(layer._index()) is entry and entry.generation == 0
+    assert _launch.prepared(layer.index()) is entry and entry.generation == 0
 
 
 def test_an_older_loss_of_a_free_pattern_still_has_its_gradient() -> None:

@@ -130,7 +130,7 @@ def test_a_loss_that_is_kept_does_not_disturb() -> None:
         schedule.step()
     x = randn(2, IN, dtype=torch.float32)
     y = model(x)
-    model[0]._keep_slots(torch.arange(3))
+    model[0].keep_blocks(torch.arange(3))
     with pytest.raises(PatternChangedError):
         y.sum().backward()
 

@@ -88,7 +88,7 @@ class BlockSparseAdapter:
         model.requires_grad_(False)
         for layer in model.modules():
             if isinstance(layer, BlockSparseLinear) and layer.storage != "plain":
-                layer._freeze()
+                layer.freeze()
         for name, delta in deltas.items():
             base: Any = model.get_submodule(name)
             self.layers[name] = AdaptedLinear(base, delta).train(base.training)
@@ -122,7 +122,7 @@ class BlockSparseAdapter:
                     "to_storage after merging"
                 )
             places[name] = slots_of(name, layer.base_layer, layer.delta.pattern)
-            mask = layer.base_layer._kept()
+            mask = layer.base_layer.kept_mask()
             if mask is not None and bool((layer.delta.plain_values()[~mask[places[name]]] != 0).any()):
                 raise UnsupportedError(
                     f"merge: layer {name!r} does not keep all weights that its adapter has; its mask has "

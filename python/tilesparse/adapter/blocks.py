@@ -91,9 +91,9 @@ def zero_delta(base: BlockSparseLinear, slots: Tensor) -> BlockSparseLinear:
         nm=base.nm,
         transposable=base.transposable,
         device=base.weight.device,
-        dtype=torch.promote_types(base._dtype, torch.float32),
+        dtype=torch.promote_types(base.spec.dtype, torch.float32),
     )
-    mask = base._kept()
+    mask = base.kept_mask()
     with torch.no_grad():
         delta.weight.zero_()
         if mask is not None and delta.mask is not None:

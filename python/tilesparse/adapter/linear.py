@@ -60,10 +60,10 @@ class AdaptedLinear(nn.Module):
         """
         y = self.base_layer(x, residual=residual)
         delta = self.delta
-        if delta._origin:
-            delta._settle()
+        if delta.origin.pending:
+            delta.validate_pattern()
         if delta.storage != "plain":  # by a loop over all layers of the model
             values = delta.plain_values()
         else:
             values = delta.weight if delta.mask is None else torch.where(delta.mask, delta.weight, 0)
-        return linear_on(x, values.to(x.dtype), delta._index(), residual=y)
+        return linear_on(x, values.to(x.dtype), delta.index(), residual=y)

@@ -44,7 +44,9 @@ from .._runtime.tensor_files import (
 from ..config import QUANTIZED_BY_NAME, STORAGES, check_nm, check_nm_blocks, check_storage
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from ..integrations.transformers_hooks import check_can_follow, follow
-from ..nn.linear import INDEX_NAMES, SHARED, STORED_NAMES, BlockSparseLinear, is_conv1d, is_sharded
+from ..nn.linear import INDEX_NAMES, STORED_NAMES, BlockSparseLinear, is_conv1d, is_sharded
+from ..nn.origin import checked_pattern
+from ..nn.origin import checked_pattern
 from ..patch.modules import (
     names_of_modules,
     reason_from_parents,
@@ -117,13 +119,11 @@ def section(model: nn.Module) -> dict[str, Any]:
 
 def _entry(layer: BlockSparseLinear) -> dict[str, Any]:
     scales = None if layer.scales is None else "row" if layer.scales.dim() == 2 else "block"
-    # Where it is not quantised that of the weight, which ``weight.data`` may have changed.
-    dtype = layer._dtype if layer.storage in QUANTIZED_BY_NAME else layer.weight.dtype
     return {
         "shape": [layer.out_features, layer.in_features],
         "block_shape": list(layer.block_shape),
         "nnz": layer.col_indices.shape[0],
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(layer.spec.dtype).removeprefix("torch."),
         "storage": layer.storage,
         "nm": None if layer.nm is None else list(layer.nm),
         "transposable": layer.transposable,
@@ -230,7 +230,7 @@ def load(
     moved = _other_buffers(model, places, contents, device)
     if dtype is not None:
         for replacement in replacements:
-            replacement.layer._dtype = dtype
+            replacement.layer.update_spec(dtype=dtype)
     _install(model, replacements)
     for name, place in places.items():
         setattr(place.owner, place.attribute, contents[name])
@@ -239,7 +239,7 @@ def load(
     for replacement in replacements:
         layer = model.get_submodule(replacement.names[0])
         assert isinstance(layer, BlockSparseLinear)
-        layer._mark(SHARED)
+        layer.declare_shared()
     follow(model)
     return model
 
@@ -442,7 +442,7 @@ def _empty(module: Any, form: SavedForm) -> BlockSparseLinear:
         in_features,
         out_features,
         module.bias is not None,
-        pattern=BlockPattern._of(Index(crow, col, slot, form.shape, form.block_shape)),
+        pattern=BlockPattern.from_index(Index(crow, col, slot, form.shape, form.block_shape)),
         policy=form.policy,
         nm=form.nm,
         transposable=form.transposable,
@@ -459,7 +459,7 @@ def _empty(module: Any, form: SavedForm) -> BlockSparseLinear:
 def _install(model: nn.Module, replacements: list[_Replacement]) -> None:
     for names, module, layer in replacements:
         if isinstance(module, BlockSparseLinear):
-            module._become(layer)
+            module.take_over(layer)
             continue
         share_hooks(module, layer)
         for name in names:
@@ -781,5 +781,6 @@ def _read_pattern(
     own = {array: sources[joined(prefix, array)] for array in INDEX_NAMES}
     arrays = {array: read_tensor(stored[source]) for array, source in own.items()}
     with named(f"{stored[own['slot']].file.name}: {prefix!r}"):
-        pattern = layer._check_arrays(arrays, layer.block_shape)
+        crow, col, slot = (arrays[array] for array in INDEX_NAMES)
+        pattern = checked_pattern(Index(crow, col, slot, layer.spec.shape, layer.block_shape))
     return {source: getattr(pattern, array) for array, source in own.items()}

@@ -75,7 +75,7 @@ class LoraLinear(Linear):
         super().__init__(base_layer, adapter_name, config, **kwargs)
         base: Any = base_layer
         if base.storage != "plain":
-            base._freeze()
+            base.freeze()
         self.fan_in_fan_out = False  # block-sparse layers that were a Conv1D are not transposed
         # Buffers, to move with the layer, but not part of what is saved.
         self.register_buffer("unmerged_weight", None, persistent=False)
@@ -203,7 +203,7 @@ class LoraLinear(Linear):
         """[nnz, bn, bk] of b a: the entries that the layer keeps, and zeros."""
         base: BlockSparseLinear = self.get_base_layer()
         delta = sdd(b.t(), a, base.pattern)
-        mask = base._kept()
+        mask = base.kept_mask()
         return delta if mask is None else torch.where(mask, delta, 0)
 
     def _factors(self, names: list[str]) -> tuple[Tensor, Tensor]:
@@ -237,7 +237,7 @@ class LoraLinear(Linear):
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
         """Where adapters begin: 8 bits are no dtype for them."""
         layer: Any = base_layer
-        return layer.weight.device, layer._dtype
+        return layer.weight.device, layer.spec.dtype
 
 
 def unregister() -> None:

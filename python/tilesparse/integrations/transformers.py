@@ -36,7 +36,6 @@ from .._arguments import checked
 from .._checks import DTYPES, check_module, check_text
 from .._runtime.tensor_files import StoredTensor, check_belongs, read_header
 from ..checkpoint.manifest import METHOD, VERSION, check_section, prepare, section
-from ..config import QUANTIZED_BY_NAME
 from ..errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..nn.linear import INDEX_NAMES, STORED_NAMES, BlockSparseLinear, is_conv1d
 from ..patch.modules import set_submodule, share_hooks
@@ -381,7 +380,7 @@ def _row(name: str, layer: BlockSparseLinear) -> str:
     storage = layer.storage if layer.nm is None else f"2:4 {layer.storage}"
     held = sum(tensor.nbytes for _, tensor in _tensors(layer))
     bias = 0 if layer.bias is None else layer.bias.nbytes
-    dense = layer.out_features * layer.in_features * layer._dtype.itemsize + bias
+    dense = layer.out_features * layer.in_features * layer.spec.dtype.itemsize + bias
     cells = (name, shape, f"{bn}x{bk}", f"{layer.density:.3f}", storage, f"{held:,}", f"{dense:,}")
     return f"| {' | '.join(cells)} |"
 
@@ -588,11 +587,9 @@ def _settle(name: str, layer: BlockSparseLinear) -> None:
         for own, tensor in _tensors(layer):
             if not hasattr(tensor, "_is_hf_initialized"):
                 raise CheckpointError(f"{name}.{own}: missing in the checkpoint")
-    if layer.storage not in QUANTIZED_BY_NAME:
-        layer._dtype = layer.weight.dtype
-    row_scales = layer.scales is None or layer.scales.dim() == 2
-    forms = layer._forms(layer.col_indices.shape[0], layer.block_shape, row_scales)
-    dtypes = {own: dtype for own, (_, dtype) in forms.items()} | dict.fromkeys(INDEX_NAMES, torch.int32)
+    dtypes = {own: dtype for own, (_, dtype) in layer.forms().items()} | dict.fromkeys(
+        INDEX_NAMES, torch.int32
+    )
     weight = layer.weight.detach().to(dtypes.pop("weight"))
     layer.weight = nn.Parameter(weight, layer.storage == "plain")
     if layer.metadata is not None and layer.metadata.is_floating_point():

@@ -18,7 +18,7 @@ from .._ops.autograd import is_plain, records_gradient
 from .._ops.register import COMPRESS
 from .._reports import empty_of
 from .._runtime.launch import blocks_of, multiplies_compressed, prepared, update_of
-from .._runtime.private import constant_when_compiled, refuse_fakes, transforms_active, version
+from .._runtime.private import constant_when_compiled, refuse_fakes
 from ..config import QUANTIZED_BY_NAME, LayerSpec, check_nm, check_nm_blocks, check_storage
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..functional import (
@@ -34,6 +34,7 @@ from ..pattern.block_pattern import BlockPattern
 from ..pattern.choosing import check_parts_beside
 from ..pattern.indices import index_of
 from ..storage.values import expand, forms_of, stored_as, two_of_four
+from .origin import PatternOrigin, Source, checked_pattern, has_peers
 from .resized import watch
 
 if TYPE_CHECKING:
@@ -45,12 +46,8 @@ STORED_NAMES = ("mask", "metadata", "scales")  # what some storages have besides
 # What `BlockSparseLinear` keeps besides its shape, hooks and mode.
 _FORM = (
     *("_block_shape", "_dtype", "_storage", "_storage_error", "_nm", "_transposable", "_policy", "_thaws"),
-    *("_parameters", "_buffers", "_non_persistent_buffers_set", "_origin", "_marked"),
+    *("_parameters", "_buffers", "_non_persistent_buffers_set", "origin"),
 )
-
-# Where a layer's pattern comes from: all processes are known to have it, or there is one; this process, so
-# that others may have another one; nowhere yet; a file or another process, of which others are to be told.
-SHARED, OWN, MISSING, LOADED = range(4)
 
 
 class BlockSparseLinear(nn.Module):
@@ -116,10 +113,10 @@ class BlockSparseLinear(nn.Module):
     mask: Tensor | None
     metadata: Tensor | None
     scales: Tensor | None
-    _part: Part | None = None  # of tensor parallelism
+    shard: Part | None = None  # of tensor parallelism
     _thaws: bool = True  # whether the weight, stored otherwise, gets its gradient back in the storage "plain"
     # Takes y and x of a call and gives y, whose gradient `tilesparse.train` sees so in steps that need it.
-    _observe: Callable[[Tensor, Tensor], Tensor] | None = None
+    observe: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @checked
     def __init__(
@@ -166,7 +163,7 @@ class BlockSparseLinear(nn.Module):
         for name in INDEX_NAMES:
             self.register_buffer(name, getattr(pattern, name).to(like.device, copy=True))
         self._allocate(pattern.nnz, like)
-        self._mark(MISSING if self.slot.is_meta else OWN)
+        self.origin = PatternOrigin(Source.MISSING if self.slot.is_meta else Source.OWN, self.index())
         self.reset_parameters(generator)
 
     @classmethod
@@ -196,7 +193,7 @@ class BlockSparseLinear(nn.Module):
         for name, size in zip(INDEX_NAMES, (spec.grid[0] + 1, spec.nnz, spec.nnz), strict=True):
             layer.register_buffer(name, like.new_zeros(size, dtype=torch.int32))
         layer._allocate(spec.nnz, like, spec.scales != "block")
-        layer._mark(MISSING)
+        layer.origin = PatternOrigin(Source.MISSING, layer.index())
         return layer
 
     @classmethod
@@ -385,7 +382,7 @@ class BlockSparseLinear(nn.Module):
                 layer is as it was.
         """
         check_nm(nm, transposable)
-        self._check_whole("set_nm")
+        check_whole(self, "set_nm")
         self._check_trainable("set_nm")
         check_nm_blocks(nm, transposable, self._block_shape)
         self.mask = None if nm is None else self._chosen(scores, transposable)
@@ -407,7 +404,7 @@ class BlockSparseLinear(nn.Module):
             UnsupportedError: the layer is not 2:4, its storage is not "plain", or the weight is sharded.
             InvalidArgumentError: ``scores`` has another shape.
         """
-        self._check_whole("update_mask_")
+        check_whole(self, "update_mask_")
         self._check_trainable("update_mask_")
         if self.mask is None:
             raise UnsupportedError("update_mask_: nm=(2, 4) expected, got None")
@@ -425,7 +422,7 @@ class BlockSparseLinear(nn.Module):
     @torch.no_grad()
     def plain_values(self) -> Tensor:
         """What products multiply by: a copy [nnz, bn, bk], zero where a mask says so, without gradient."""
-        self._check_whole("plain_values")
+        check_whole(self, "plain_values")
         if self._storage == "plain":
             weight = self.weight.detach()
             return weight.clone() if self.mask is None else masked(weight, self.mask)
@@ -453,7 +450,7 @@ class BlockSparseLinear(nn.Module):
                 bits.
             UnsupportedError: the weight is sharded, or offloaded by Accelerate.
         """
-        self._check_whole("to_storage")
+        check_whole(self, "to_storage")
         if self.weight.is_meta and hasattr(self, "_hf_hook"):  # which brings back the weight as it was
             raise UnsupportedError("to_storage: its weight is offloaded; load the model without")
         check_storage(storage, self._nm)
@@ -467,7 +464,7 @@ class BlockSparseLinear(nn.Module):
             self._allocate(self.col_indices.shape[0], like, per == "row")
             return self
         plain = self.plain_values()
-        mask = self._kept()
+        mask = self.kept_mask()
         values, stored = stored_as(plain, mask, storage, per)
         self._storage, self._dtype = storage, plain.dtype
         self.weight = nn.Parameter(values, self._has_gradient())
@@ -483,20 +480,12 @@ class BlockSparseLinear(nn.Module):
         """What the last `to_storage` lost: the Frobenius norm of what W changed by, over that of W."""
         return self._storage_error
 
-    def _kept(self) -> Tensor | None:
-        """The mask of 2:4, however it is stored."""
+    def kept_mask(self) -> Tensor | None:
+        """Return the mask of 2:4 [nnz, bn, bk], however it is stored; None without 2:4."""
         if self._nm is None or self.mask is not None:
             return self.mask
         ones = torch.ones(self.weight.shape, dtype=torch.float32, device=self.weight.device)
         return expand(ones, self.metadata) != 0
-
-    def _check_whole(self, method: str) -> None:
-        _refuse_norms(self)
-        if is_sharded(self.weight):
-            raise UnsupportedError(
-                f"{method}: a whole weight expected, got one that several processes have parts of; call it "
-                "before fully_shard or parallelize_module"
-            )
 
     def _check_trainable(self, method: str) -> None:
         if self._storage != "plain":
@@ -516,11 +505,20 @@ class BlockSparseLinear(nn.Module):
         self.weight = nn.Parameter(like.new_empty(shape, dtype=dtype), self._has_gradient())
         self._keep({name: like.new_zeros(size, dtype=dtype) for name, (size, dtype) in forms.items()})
 
+    def forms(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of the weight, and of what is stored with it, by name."""
+        spec = self.spec
+        return forms_of(spec.nnz, spec.block_shape, spec.nm, spec.storage, spec.dtype, spec.scales != "block")
+
+    def update_spec(self, *, dtype: torch.dtype) -> None:
+        """Change what the layer says of its tensors, which are the caller's to change."""
+        self._dtype = dtype
+
     def _has_gradient(self) -> bool:
         return self._storage == "plain" and self._thaws
 
-    def _freeze(self) -> None:
-        """For good, also if the weight is to be stored plain."""
+    def freeze(self) -> None:
+        """Freeze the weight for good, also if the weight is to be stored plain."""
         self._thaws = False
         self.weight.requires_grad_(False)
 
@@ -540,9 +538,9 @@ class BlockSparseLinear(nn.Module):
             InvalidPatternError: there is none yet, see above.
             InvalidArgumentError: what is assigned does not fit.
         """
-        if self._origin == MISSING:
-            self._settle()
-        return BlockPattern._of(self._index(), self._updated)
+        if self.origin.source is Source.MISSING:
+            self.validate_pattern()
+        return BlockPattern.from_index(self.index(), self._updated)
 
     @pattern.setter
     def pattern(self, other: BlockPattern) -> None:
@@ -555,7 +553,7 @@ class BlockSparseLinear(nn.Module):
                 f"the weight has them, got {other.shape} in {other.block_shape} with {other.nnz}"
             )
         if not self.col_indices.is_meta:
-            BlockPattern._of(self._index(), self._updated).update_(other)
+            BlockPattern.from_index(self.index(), self._updated).update_(other)
 
     @property
     def policy(self) -> str:
@@ -605,9 +603,10 @@ class BlockSparseLinear(nn.Module):
         if shared:
             self._check_trainable("reset_parameters of a sharded layer")
             for_pattern, generator = _common_generators(self.weight, generator)
-        if self._origin == MISSING:
+        if self.origin.source is Source.MISSING:
             self.pattern = self._random_pattern(for_pattern)
-            self._mark(SHARED if _is_everywhere(self.weight) else OWN)
+            source = Source.SHARED if _is_everywhere(self.weight) else Source.OWN
+            self.origin = PatternOrigin(source, self.index())
         bn, bk = self._block_shape
         fan_in = self.crow_indices.diff() * bk
         if self._nm is not None:
@@ -627,8 +626,8 @@ class BlockSparseLinear(nn.Module):
             _draw(self.bias, bound.repeat_interleave(bn, output_size=self.out_features), generator)
 
     def _random_pattern(self, generator: torch.Generator | None) -> BlockPattern:
-        if self._part is not None:
-            return self._part.random(self._index(), generator)
+        if self.shard is not None:
+            return self.shard.random(self.index(), generator)
         nnz = self.col_indices.shape[0]
         return BlockPattern.random(self._shape, block_shape=self._block_shape, nnz=nnz, generator=generator)
 
@@ -653,8 +652,8 @@ class BlockSparseLinear(nn.Module):
         Returns:
             y [..., out_features].
         """
-        if self._origin:
-            self._settle()
+        if self.origin.pending:
+            self.validate_pattern()
         try:
             if gate is not None or activation != "none":
                 activation_code(activation)
@@ -683,15 +682,15 @@ class BlockSparseLinear(nn.Module):
         activation: str,
         feature_major_output: bool,
     ) -> Tensor:
-        if self._part is not None:
-            return self._part.linear(self, x, residual)
+        if self.shard is not None:
+            return self.shard.linear(self, x, residual)
         parameters: dict[str, Any] = self._parameters
         try:
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # parametrizations and the like put attributes in their places
             _refuse_norms(self)
             weight, bias = self.weight, self.bias
-        index = self._index()
+        index = self.index()
         buffers: dict[str, Any] = self._buffers
         mask = buffers["mask"]
         beside = None  # the weight, and the bias, where gradients go to tensors beside them
@@ -709,12 +708,12 @@ class BlockSparseLinear(nn.Module):
             from .._ops.main_grad import add_gradient, add_gradient_uncompiled
 
             y = (add_gradient_uncompiled if is_compiling() else add_gradient)(y, x, *beside, index)
-        return y if self._observe is None else self._observe(y, x)
+        return y if self.observe is None else self.observe(y, x)
 
     def _needs_own_product(self) -> bool:
         """Whether something looks at the product itself, or at its gradient, before what is made of it."""
         beside = getattr(self.weight, "main_grad", None)
-        lookers = self._part, self._observe, self._buffers["mask"], beside
+        lookers = self.shard, self.observe, self._buffers["mask"], beside
         return any(each is not None for each in lookers)
 
     def _masked_linear(
@@ -770,8 +769,8 @@ class BlockSparseLinear(nn.Module):
             The layer.
         """
         if not self.col_indices.is_meta:
-            self._settle()
-            index = self._index() if self._part is None else self._part.index(self)
+            self.validate_pattern()
+            index = self.index() if self.shard is None else self.shard.index(self)
             prepared(index).keep_packed(enabled)
         return self
 
@@ -782,7 +781,8 @@ class BlockSparseLinear(nn.Module):
         text += ", transposable=True" if self._transposable else ""
         return text + ("" if self._storage == "plain" else f", storage={self._storage!r}")
 
-    def _index(self) -> Index:
+    def index(self) -> Index:
+        """Return the pattern as operators take it."""
         buffers: dict[str, Any] = self._buffers  # __getattr__ takes longer
         return Index(
             buffers["crow_indices"], buffers["col_indices"], buffers["slot"], self._shape, self._block_shape
@@ -792,71 +792,44 @@ class BlockSparseLinear(nn.Module):
         """(nnz, bn, bk) as the buffers have it, whatever stands for the weight."""
         return self.col_indices.shape[0], *self._block_shape
 
-    # Where the pattern comes from, and whether it was written to since that was noted.
+    # Where the pattern comes from.
 
-    def _mark(self, origin: int) -> None:
-        arrays = (self.get_buffer(name) for name in INDEX_NAMES)
-        self._origin, self._marked = origin, [(array, version(array)) for array in arrays]
+    def declare_shared(self) -> None:
+        """Record that all processes have this pattern."""
+        self.origin = PatternOrigin(Source.SHARED, self.index())
 
-    def _mark_loaded(self) -> None:
-        self._mark(LOADED if has_peers() else SHARED)
-
-    def _is_without_pattern(self) -> bool:
-        return self._origin == MISSING and (self.col_indices.is_meta or self._is_blank())
-
-    def _is_blank(self) -> bool:
-        """Whether the buffers are the zeros with which a layer leaves the meta device; waits for a GPU."""
-        return self._is_as_marked() and self.col_indices.shape[0] > 0 and not self.crow_indices.any()
+    def lacks_pattern(self) -> bool:
+        """Return True if the layer has no pattern yet; may wait for a GPU."""
+        return self.origin.lacks_pattern(self.index())
 
     def _updated(self) -> None:
-        """What this process writes is its own, unless the others are known to have had the same before."""
-        self._mark(OWN if self._origin == MISSING else self._origin)
+        self.origin = self.origin.updated(self.index())
 
-    def _is_as_marked(self) -> bool:
-        arrays = (self._buffers[name] for name in INDEX_NAMES)
-        return all(
-            array is marked and version(marked) == count
-            for array, (marked, count) in zip(arrays, self._marked, strict=True)
-        )
-
-    def _settle(self) -> None:
-        """Raises where a step would go wrong because the pattern is missing, or others may have another."""
-        if self._origin == MISSING and not self.col_indices.is_meta:
+    def validate_pattern(self) -> None:
+        """Raise where a step would go wrong because the pattern is missing, or others may have another."""
+        missing = self.origin.source is Source.MISSING
+        if missing and not self.col_indices.is_meta:
             self._check_filled()
-        elif self._origin != MISSING and self.training and torch.is_grad_enabled() and has_peers():
+        elif not missing and self.training and torch.is_grad_enabled() and has_peers():
             self._check_shared()
 
     @constant_when_compiled
     def _check_filled(self) -> None:
-        if transforms_active():  # within them nothing has a content to check
-            return
-        if self._is_blank():
-            raise InvalidPatternError(
-                "pattern: missing, because the layer left the meta device empty; call load_state_dict or "
-                "reset_parameters, or assign layer.pattern"
-            )
-        self._check_arrays({name: self.get_buffer(name) for name in INDEX_NAMES}, self._block_shape)
-        self._mark_loaded()
+        self.origin = self.origin.filled(self.index())
 
     @constant_when_compiled
     def _check_shared(self) -> None:
-        from .._runtime import agreement as _agreement
-
-        if self._origin == OWN and self._is_as_marked():
-            _agreement.check(self._index())
-        else:  # written by a broadcast or from a file; processes that were not may want to know
-            _agreement.publish(self._index())
-        self._mark(SHARED)
+        self.origin = self.origin.agreed(self.index())
 
     @torch.no_grad()
-    def _keep_slots(self, slots: Tensor) -> None:
+    def keep_blocks(self, slots: Tensor) -> None:
         """Leaves out all blocks but those at ``slots`` [n], ascending, which get the slots 0 to n - 1.
 
         The weight stays the same Parameter, and its gradient goes with it; the states that an optimizer has
         of it are the caller's. On a CUDA device the host does not wait. All of the pattern's tensors are new,
         so that a graph of autograd made before keeps the pattern it was made with, and refuses to go on.
         """
-        index, gradient = self._index(), self.weight.grad
+        index, gradient = self.index(), self.weight.grad
         rows, columns = self.pattern.block_indices()
         kept = index_of((rows * self.pattern.grid[1] + columns)[slots], index)
         _resize(self.weight, self.weight.detach()[slots])
@@ -868,11 +841,7 @@ class BlockSparseLinear(nn.Module):
             self._buffers[name] = getattr(kept, name)
         self._updated()
 
-    def _check_arrays(self, arrays: Mapping[str, Tensor], block_shape: Sequence[int]) -> BlockPattern:
-        crow, col, slot = (arrays[name] for name in INDEX_NAMES)
-        return BlockPattern(crow, col, shape=self._shape, block_shape=block_shape, slot=slot, device="cpu")
-
-    def _become(self, other: BlockSparseLinear) -> None:
+    def take_over(self, other: BlockSparseLinear) -> None:
         """Takes over form and tensors of another layer of this shape; hooks and mode stay."""
         for name in _FORM:
             setattr(self, name, getattr(other, name))
@@ -898,21 +867,23 @@ class BlockSparseLinear(nn.Module):
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=weight.device)).dtype
         else:
             self._dtype = self.weight.dtype
-        self._mark(MISSING if before["slot"].is_meta or self.slot.is_meta else self._origin)
+        empty = before["slot"].is_meta or self.slot.is_meta
+        self.origin = PatternOrigin(Source.MISSING if empty else self.origin.source, self.index())
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # torch.distributed.checkpoint reads into a state dict; its zeros are no pattern for who loads them.
-        if self._origin == MISSING and not is_sharded(self.weight):
-            self._settle()
+        if self.origin.source is Source.MISSING and not is_sharded(self.weight):
+            self.validate_pattern()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_marked", "_observe")}
+        state = {name: value for name, value in self.__dict__.items() if name != "observe"}
+        return {**state, "origin": self.origin.source}  # the versions of copied tensors begin anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark(self._origin)  # the versions of copied tensors begin anew
+        self.origin = PatternOrigin(state["origin"], self.index())
 
     def _load_from_state_dict(
         self,
@@ -935,8 +906,8 @@ class BlockSparseLinear(nn.Module):
                 del state_dict[name]  # PyTorch's copy: what parametrizes the weight is not loaded, either
             return
         if pattern is not None:
-            self._make_room(pattern, own.get("scales"))
-        with nullcontext() if pattern is None or self.slot.is_meta else update_of(self._index()):
+            self.make_room(pattern, own.get("scales"))
+        with nullcontext() if pattern is None or self.slot.is_meta else update_of(self.index()):
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
@@ -944,7 +915,7 @@ class BlockSparseLinear(nn.Module):
             for name in INDEX_NAMES:  # those assigned may have another dtype
                 if self.get_buffer(name).dtype != torch.int32:
                     self._buffers[name] = getattr(pattern, name).to(self.slot.device)
-            self._mark_loaded()
+            self.origin = PatternOrigin.loaded(self.index())
 
     def _checked_pattern(self, state: Mapping[str, Any]) -> BlockPattern | None:
         """The pattern of a saved layer, once everything saved is known to fit together; None without one."""
@@ -972,15 +943,16 @@ class BlockSparseLinear(nn.Module):
             if weight is not None:
                 bn, columns = weight.shape[1:]
                 block_shape = bn, columns * (1 if self.metadata is None else 2)
-            pattern = self._check_arrays(arrays, block_shape)
+            crow, col, slot = (arrays[name] for name in INDEX_NAMES)
+            pattern = checked_pattern(Index(crow, col, slot, self._shape, block_shape))
             shape = (pattern.nnz, *pattern.block_shape)
             if shape != own and (weight is None or type(self._parameters.get("weight")) is not nn.Parameter):
                 raise InvalidArgumentError(
                     f"col_indices: {own[0]} blocks of {own[1:]} expected, since the weight is not a "
                     f"plain parameter whose shape can change, got {shape[0]} of {shape[1:]}"
                 )
-        if pattern is not None and self._part is not None:
-            self._part.check(pattern)
+        if pattern is not None and self.shard is not None:
+            self.shard.check(pattern)
         scales = state.get("scales")
         forms = self._forms(shape[0], shape[1:], scales is None or scales.dim() != 1)
         shapes = {name: form for name, (form, _) in forms.items()}
@@ -1013,8 +985,8 @@ class BlockSparseLinear(nn.Module):
                 f"weight: {self.weight.dtype} expected, got {state['weight'].dtype}; {own}"
             )
 
-    def _make_room(self, pattern: BlockPattern, scales: Tensor | None) -> None:
-        """Gives the same Parameter and the buffers the sizes that a pattern needs."""
+    def make_room(self, pattern: BlockPattern, scales: Tensor | None = None) -> None:
+        """Give the same Parameter and the buffers the sizes that a pattern needs."""
         row_scales = scales is None or scales.dim() != 1
         before, self._block_shape = self._values_shape(), pattern.block_shape
         for name, (shape, _) in self._forms(pattern.nnz, pattern.block_shape, row_scales).items():
@@ -1099,12 +1071,6 @@ def _as_nm(nm: Sequence[int] | None) -> tuple[int, int] | None:
     return None if nm is None else (nm[0], nm[1])
 
 
-def has_peers() -> bool:
-    """Whether other processes may train with this one."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 def representation(layer: Any) -> str:
     """Of any block-sparse layer, in its repr."""
     return (
@@ -1160,6 +1126,16 @@ def _fill(target: Tensor, whole: Tensor) -> None:
     here = whole.to(target.device)
     everywhere = DTensor.from_local(here, mesh, [Replicate()] * mesh.ndim, run_check=False)
     target.copy_(everywhere.redistribute(placements=placements))
+
+
+def check_whole(layer: BlockSparseLinear, method: str) -> None:
+    """Raise UnsupportedError unless this process has the whole weight, as a parameter."""
+    _refuse_norms(layer)
+    if is_sharded(layer.weight):
+        raise UnsupportedError(
+            f"{method}: a whole weight expected, got one that several processes have parts of; call it "
+            "before fully_shard or parallelize_module"
+        )
 
 
 def is_sharded(tensor: Tensor) -> bool:

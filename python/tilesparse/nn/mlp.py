@@ -333,8 +333,8 @@ def _check_layers(up: Any, down: Any, gate: Any, gate_up: Any) -> None:
     if down is not None and down.in_features != hidden:
         of = "the out_features of up" if gate_up is None else "half the out_features of gate_up"
         raise InvalidArgumentError(f"down: in_features {hidden}, {of}, expected, got {down.in_features}")
-    if gate is not None and gate._shape != up._shape:
-        raise InvalidArgumentError(f"gate: shape {up._shape} of up expected, got {gate._shape}")
+    if gate is not None and gate.spec.shape != up.spec.shape:
+        raise InvalidArgumentError(f"gate: shape {up.spec.shape} of up expected, got {gate.spec.shape}")
 
 
 def _checked_names(names: Mapping[str, str] | None) -> dict[str, str]:

@@ -11,7 +11,7 @@ from torch import nn
 from .._arguments import checked
 from .._checks import Index, checked_count
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
-from ..nn.linear import SHARED, BlockSparseLinear
+from ..nn.linear import BlockSparseLinear
 from ..pattern.block_pattern import BlockPattern
 
 
@@ -42,7 +42,7 @@ def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = Non
     layers = {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
     for layer, pattern in zip(layers.values(), broadcast_patterns(layers, group, src), strict=True):
         layer.pattern = pattern
-        layer._mark(SHARED)
+        layer.declare_shared()
 
 
 def broadcast_patterns(
@@ -50,9 +50,10 @@ def broadcast_patterns(
 ) -> list[BlockPattern]:
     """The patterns that the layers have in one process."""
     mine = [
-        (name, layer._shape, layer.block_shape, layer.col_indices.shape[0]) for name, layer in layers.items()
+        (name, layer.spec.shape, layer.block_shape, layer.col_indices.shape[0])
+        for name, layer in layers.items()
     ]
-    missing = [name for name, layer in layers.items() if layer._is_without_pattern()]
+    missing = [name for name, layer in layers.items() if layer.lacks_pattern()]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (dist.get_rank(), mine, missing), group)
     if any(theirs != mine for _, theirs, _ in everyone):
@@ -68,9 +69,9 @@ def broadcast_patterns(
             )
     patterns = []
     for layer in layers.values():
-        index = layer._index()
+        index = layer.index()
         crow, col, slot = (tensor.clone() for tensor in index[:3])
         for tensor in (crow, col, slot):
             dist.broadcast(tensor, src, group)
-        patterns.append(BlockPattern._of(Index(crow, col, slot, index.shape, index.block_shape)))
+        patterns.append(BlockPattern.from_index(Index(crow, col, slot, index.shape, index.block_shape)))
     return patterns

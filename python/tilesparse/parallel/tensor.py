@@ -18,7 +18,7 @@ from .._ops.autocast import autocast
 from .._runtime.launch import content_of, exclusive
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..functional import linear_on, straight_through
-from ..nn.linear import SHARED, STORED_NAMES, BlockSparseLinear
+from ..nn.linear import STORED_NAMES, BlockSparseLinear
 from ..pattern.block_pattern import BlockPattern
 from ..pattern.indices import moved_index, overwrite_index
 
@@ -148,7 +148,7 @@ class Part:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # else it would be what it was when traced
     def index(self, layer: BlockSparseLinear) -> Index:
         """The pattern of the blocks that this process has, which follows that of the layer."""
-        whole = layer._index()
+        whole = layer.index()
         with exclusive():
             seen = content_of(whole)
             if self._index is None or self._seen != seen:
@@ -156,9 +156,10 @@ class Part:
             return self._index
 
     def _followed(self, index: Index) -> Index:
-        pattern, device = BlockPattern._of(index).to("cpu"), index.col_indices.device
+        pattern, device = BlockPattern.from_index(index).to("cpu"), index.col_indices.device
         self.check(pattern)
-        mine = self._cut(pattern)._index
+        cut = self._cut(pattern)
+        mine = cut.index_on(cut.device)
         if self._index is None or self._index.col_indices.device != device:
             with torch.inference_mode(False):  # training may go on with it
                 return moved_index(mine, device)
@@ -241,7 +242,7 @@ def _parallelize(
         arranged, order = part.arranged(pattern), part.order(pattern)
         layer.pattern = arranged
         if source is not None and mesh.size() == dist.get_world_size():
-            layer._mark(SHARED)
+            layer.declare_shared()
 
     def sharded(blocks: Tensor) -> Tensor:
         return _sharded(blocks if order is None else blocks[order], mesh, source)
@@ -254,7 +255,7 @@ def _parallelize(
         placement: Placement = Shard(0) if dim == 0 else Replicate()
         bias = _distributed(layer.bias.detach(), mesh, placement, source)
         layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
-    layer._part = part
+    layer.shard = part
     return layer
 
 
@@ -268,10 +269,10 @@ def _check_can_be_cut(layer: BlockSparseLinear, mesh: DeviceMesh, dim: int) -> N
             "it comes before fully_shard, and parametrizations are not cut"
         )
     name, count, block = ("out_features", "in_features")[dim], mesh.size(), layer.block_shape[dim]
-    if layer._shape[dim] % (count * block):
+    if layer.spec.shape[dim] % (count * block):
         raise InvalidArgumentError(
             f"{name}: a multiple of {count} x {block}, for {count} processes on block boundaries, expected, "
-            f"got {layer._shape[dim]}"
+            f"got {layer.spec.shape[dim]}"
         )
     # Where there is a pattern, all processes look at the same one later: none may leave the others waiting.
     if layer.weight.is_meta and len(layer.col_indices) % count:

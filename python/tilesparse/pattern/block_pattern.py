@@ -75,8 +75,8 @@ class BlockPattern:
         self._after_update: Callable[[], None] | None = None
 
     @classmethod
-    def _of(cls, index: Index, after_update: Callable[[], None] | None = None) -> BlockPattern:
-        """Of tensors that are known to be a pattern: those of a layer, if it wants to know of updates."""
+    def from_index(cls, index: Index, after_update: Callable[[], None] | None = None) -> BlockPattern:
+        """Wrap a layer's own tensors without validating them; call ``after_update`` after each change."""
         check_index(index)
         pattern = cls.__new__(cls)
         pattern._own(index)
@@ -417,7 +417,7 @@ class BlockPattern:
     def to(self, device: torch.device | str | int) -> BlockPattern:
         """A copy on another device, or this pattern if it is there."""
         index = moved_index(self._index, torch.device(device))
-        return self if index is self._index else BlockPattern._of(index)
+        return self if index is self._index else BlockPattern.from_index(index)
 
     def index_on(self, device: torch.device) -> Index:
         """As operators on that device take it: its own tensors, or a copy there that follows them."""
@@ -512,10 +512,6 @@ class BlockPattern:
             raise InvalidArgumentError(f"{name} must be integers, got {numbers.dtype}")
         return numbers.long()
 
-    def _place(self, numbers: Tensor) -> None:
-        """Gives all blocks new places, [nnz] int64 as block row times block columns plus block column."""
-        self._take(index_of(numbers, self._index))
-
     def _take(self, other: Index) -> BlockPattern:
         with _launch.exclusive():
             overwrite_index(self._index, other)
@@ -545,7 +541,7 @@ class BlockPattern:
         """The pattern of the transposed weight; every block keeps its slot."""
         col_ptr, row_idx, slot = (array.clone() for array in _launch.prepared(self._index).columns())
         (out_features, in_features), (bn, bk) = self.shape, self.block_shape
-        return BlockPattern._of(Index(col_ptr, row_idx, slot, (in_features, out_features), (bk, bn)))
+        return BlockPattern.from_index(Index(col_ptr, row_idx, slot, (in_features, out_features), (bk, bn)))
 
     def __eq__(self, other: object) -> bool:
         """Same shapes, same blocks at the same slots, on whatever devices."""

@@ -266,7 +266,7 @@ def time_layers(
                 f"layers: a linear layer expected as {name!r}, got {type(layer).__name__}"
             )
         features = layer.in_features if not is_conv1d(layer) else layer.weight.shape[0]
-        dtype = layer._dtype if isinstance(layer, BlockSparseLinear) else layer.weight.dtype
+        dtype = layer.spec.dtype if isinstance(layer, BlockSparseLinear) else layer.weight.dtype
         with own_numbers(layer.weight.device):
             x = torch.randn(tokens, features, device=layer.weight.device, dtype=dtype)
         calls[name] = partial(layer, x)

@@ -95,7 +95,7 @@ def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
                 f"model: layer {name!r}: a weight that is a parameter of its own expected; it is parametrized"
             )
         check_plain_weight(name, weight, "blocks of sharded weights stay where they are")
-        if layer._part is not None:
+        if layer.shard is not None:
             raise UnsupportedError(f"model: layer {name!r}: several processes have parts of it")
         check_plain_storage(name, layer)
         if weight.is_meta:

@@ -74,7 +74,7 @@ class AveragedModel(swa_utils.AveragedModel):
                 "model must be the one that is averaged, got one with other parameters"
             )
         for name, layer in layers.items():
-            content = content_of(layer._index())
+            content = content_of(layer.index())
             if self._seen.get(name) != content:
                 _take_pattern(name, averages[name], layer)
                 self._seen[name] = content
@@ -93,7 +93,7 @@ def _take_pattern(name: str, average: BlockSparseLinear, layer: BlockSparseLinea
         nearest = torch.searchsorted(found, now).clamp(max=len(found) - 1)
         stays = found[nearest] == now
         weight[stays] = average.weight.detach()[order[nearest[stays]]]
-    average._make_room(layer.pattern, None)
+    average.make_room(layer.pattern)
     average.pattern = layer.pattern
     average.weight.copy_(weight)
 

@@ -98,7 +98,7 @@ class BlockGates:
     def density(self) -> Tensor:
         """The penalty, differentiable: the expected fraction of these layers' weights with open gates."""
         sizes = {name: math.prod(layer.block_shape) for name, layer in self._layers.items()}
-        total = sum(math.prod(layer._shape) for layer in self._layers.values())
+        total = sum(math.prod(layer.spec.shape) for layer in self._layers.values())
         expected = [gate.open().sum() * (sizes[name] / total) for name, gate in self._gates.items()]
         return torch.stack([one.to(expected[0].device) for one in expected]).sum()
 

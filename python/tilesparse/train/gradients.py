@@ -107,7 +107,7 @@ class Observer:
     """Takes the norms of a layer's dense gradient in the backward passes until `take`."""
 
     def __init__(self, layer: BlockSparseLinear, norm: float) -> None:
-        (out_features, in_features), (bn, bk) = layer._shape, layer.block_shape
+        (out_features, in_features), (bn, bk) = layer.spec.shape, layer.block_shape
         self._block_shape, self._norm = (bn, bk), norm
         self.probe = torch.zeros(
             out_features // bn,

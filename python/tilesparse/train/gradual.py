@@ -212,7 +212,7 @@ def keep_slots(layer: BlockSparseLinear, optimizer: torch.optim.Optimizer | None
     """Leaves out all blocks but those at ``slots``, ascending, and what the optimizer has of them."""
     if optimizer is not None:
         narrow_states(optimizer, layer.weight, slots)
-    layer._keep_slots(slots)
+    layer.keep_blocks(slots)
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -243,7 +243,7 @@ def _check_shrinkable(layers: Layers) -> None:
 
 def _target(name: str, layer: BlockSparseLinear, density: float) -> int:
     """Blocks at the end."""
-    (out_features, in_features), (bn, bk) = layer._shape, layer.block_shape
+    (out_features, in_features), (bn, bk) = layer.spec.shape, layer.block_shape
     total = out_features // bn * (in_features // bk)
     last = round(density * total)
     if not 0 < last <= layer.weight.shape[0]:

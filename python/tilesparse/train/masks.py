@@ -13,7 +13,7 @@ from .._arguments import checked
 from .._checks import check_compressible, checked_count, checked_number
 from ..config import check_nm
 from ..errors import InvalidArgumentError
-from ..nn.linear import BlockSparseLinear
+from ..nn.linear import BlockSparseLinear, check_whole
 from ._layers import (
     Uncopied,
     check_keys,
@@ -51,7 +51,7 @@ def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = F
     check_nm(nm, transposable)
     layers = some_sparse_layers(model)
     for name, layer in layers.items():
-        layer._check_whole("set_nm")
+        check_whole(layer, "set_nm")
         check_plain_storage(name, layer)
         if nm is not None:
             check_compressible(f"model: layer {name!r}: 2:4", layer.block_shape)

@@ -317,12 +317,12 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         every = {"random": 0, "gradient": self._every, "momentum": self._sample_every}[self._grow]
         if every and (self.steps + 1) % every == 0:
             for name, layer in self._layers.items():
-                self._observers[name] = layer._observe = Observer(layer, self._norm)
+                self._observers[name] = layer.observe = Observer(layer, self._norm)
 
     def _stop_observing(self) -> None:
         for name, observer in self._observers.items():
-            if self._layers[name]._observe is observer:  # and not that of a schedule made later
-                del self._layers[name]._observe  # compiled code tells None from nothing
+            if self._layers[name].observe is observer:  # and not that of a schedule made later
+                del self._layers[name].observe  # compiled code tells None from nothing
         self._observers = {}
 
     def _observed(self) -> dict[str, Tensor]:
@@ -393,7 +393,8 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         free = growth.sort(descending=True, stable=True).indices[:count]
         places = torch.where(useful, free, kept.index_select(0, dropped))
         if count:
-            layer.pattern._place(kept.index_copy_(0, dropped, places))
+            blocks = torch.stack((places // cols, places % cols), 1)
+            layer.pattern.move_blocks_(dropped, blocks, check=False)
             self._renew(layer, dropped, useful, generator)
         if self._movement is not None:
             self._movement.of(name).zero_()
@@ -425,5 +426,5 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
 
     def _grid(self, name: str) -> tuple[int, int]:
         layer = self._layers[name]
-        (out_features, in_features), (bn, bk) = layer._shape, layer.block_shape
+        (out_features, in_features), (bn, bk) = layer.spec.shape, layer.block_shape
         return out_features // bn, in_features // bk

@@ -103,7 +103,7 @@ class Product:
             tokens,
             layer.col_indices.shape[0] / blocks if blocks else 0.0,
             (bn, bk),
-            layer._dtype,
+            layer.spec.dtype,
             op,
             storage,
             nm,
