@@ -46,7 +46,6 @@ from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentEr
 from ..integrations.transformers_hooks import check_can_follow, follow
 from ..nn.linear import INDEX_NAMES, STORED_NAMES, BlockSparseLinear, is_conv1d, is_sharded
 from ..nn.origin import checked_pattern
-from ..nn.origin import checked_pattern
 from ..patch.modules import (
     names_of_modules,
     reason_from_parents,
