@@ -21,7 +21,7 @@ from harness import CYCLES_PER_SECOND, environment, write_json
 from problems import LAYERS, OPS, Shape
 
 from tilesparse import _C, BlockPattern, functional
-from tilesparse._runtime.launch import prepared
+from tilesparse._runtime.lookup import prepared
 
 REPETITIONS = 20
 DELAY_SECONDS = 5e-3  # the host issues all launches of a plan in less

@@ -43,7 +43,8 @@ from torch.nn import functional as F
 
 from tilesparse import _C, BlockSparseMatrix, functional, storage
 from tilesparse._checks import DTYPES
-from tilesparse._runtime.launch import storage_of, use_kernel
+from tilesparse._runtime.kernels import use_kernel
+from tilesparse._runtime.values import storage_of
 from tilesparse.errors import UnsupportedError
 from tilesparse.storage.values import stored_as
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._runtime.launch import ACTIVATIONS
+from ._runtime.native import ACTIVATIONS
 from .errors import UnsupportedError
 
 __all__ = ["decompositions"]

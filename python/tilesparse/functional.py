@@ -54,9 +54,12 @@ from ._ops.register import (
     expand_values,
     refuse_gradient,
 )
-from ._runtime import launch as _launch
+from ._runtime import activations as _activations
+from ._runtime.choice import prefers_dense
 from ._runtime.layout import row_pitch
+from ._runtime.native import ACTIVATIONS
 from ._runtime.private import is_any_autocast_enabled, transforms_active
+from ._runtime.values import storage_of
 from .errors import InvalidArgumentError, UnsupportedError
 from .pattern.block_pattern import BlockPattern
 
@@ -162,7 +165,7 @@ def _sums_with_activation(x: Tensor, bias: Tensor | None) -> bool:
     """Whether the gradient of a bias is summed by what computes the activation's: eagerly, on CUDA."""
     if bias is None or not bias.requires_grad or not x.is_cuda or x.dtype == torch.float64:
         return False
-    return is_plain((x, bias)) and x.shape[:-1].numel() * bias.shape[0] >= _launch.MANY_ELEMENTS
+    return is_plain((x, bias)) and x.shape[:-1].numel() * bias.shape[0] >= _activations.MANY_ELEMENTS
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
@@ -191,7 +194,7 @@ class _Activated(torch.autograd.Function):
         if records_gradient(tensors) or not all(map(_is_whole, tensors)) or not is_plain(tensors):
             of_z = _GRADIENTS[ctx.activation](grad, z)  # which can be differentiated again
             return of_z, of_z.reshape(-1, z.shape[-1]).sum(0), None
-        return *_launch.activation_gradient(grad, z, activation_code(ctx.activation)), None
+        return *_activations.activation_gradient(grad, z, activation_code(ctx.activation)), None
 
 
 _activate: Callable[..., Tensor] = _Activated.apply
@@ -234,12 +237,17 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
 
 def _gated(y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
     given = (y,) if gate is None else (y, gate)
-    if is_plain(given) and _launch.multiplies_by_gate(y, gate):
+    if is_plain(given) and _activations.multiplies_by_gate(y, gate):
         if not records_gradient(given):
-            return _launch.gate(y, gate, activation_code(activation))
-        if gate is None or y.numel() >= _launch.MANY_ELEMENTS:
+            return _activations.gate(y, gate, activation_code(activation))
+        if gate is None or y.numel() >= _activations.MANY_ELEMENTS:
             return _gate(y, gate, activation)
-    if gate is None and is_compiling() and _launch.may_multiply_by_gate(y, 32) and not transforms_active():
+    if (
+        gate is None
+        and is_compiling()
+        and _activations.may_multiply_by_gate(y, 32)
+        and not transforms_active()
+    ):
         halves: Tensor = _GATED_HALVES(y, activation_code(activation))
         return halves
     factor, by = _halves(y, gate)
@@ -261,7 +269,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
         ctx.save_for_backward(y, gate)
         ctx.activation = activation
-        return _launch.gate(y, gate, activation_code(activation))
+        return _activations.gate(y, gate, activation_code(activation))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -269,7 +277,7 @@ class _Gated(torch.autograd.Function):
         tensors = (grad, y) if gate is None else (grad, y, gate)
         if records_gradient(tensors) or not is_plain(tensors):
             return *_gate_gradients(grad, y, gate, ctx.activation), None
-        return *_launch.gate_gradient(_in_rows(grad), y, gate, activation_code(ctx.activation)), None
+        return *_activations.gate_gradient(_in_rows(grad), y, gate, activation_code(ctx.activation)), None
 
 
 _gate: Callable[..., Tensor] = _Gated.apply
@@ -291,13 +299,13 @@ LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tens
 
 
 def _gated_halves(y: Tensor, code: int) -> Tensor:
-    return _launch.gate(_in_rows(y), None, code) if y.numel() else _gated_halves_fake(y, code)
+    return _activations.gate(_in_rows(y), None, code) if y.numel() else _gated_halves_fake(y, code)
 
 
 def _gated_halves_gradient(grad: Tensor, y: Tensor, code: int) -> Tensor:
     if y.numel() == 0:
         return y.new_empty(y.shape)
-    return _launch.gate_gradient(_in_rows(grad), _in_rows(y), None, code)[0]
+    return _activations.gate_gradient(_in_rows(grad), _in_rows(y), None, code)[0]
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
@@ -316,7 +324,7 @@ def _gated_halves_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) 
 def _gated_halves_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     (y,) = ctx.saved_tensors
     if records_gradient((grad, y)):
-        return _gate_gradients(grad, y, None, list(_launch.ACTIVATIONS)[ctx.code])[0], None
+        return _gate_gradients(grad, y, None, list(ACTIVATIONS)[ctx.code])[0], None
     return _GATED_HALVES_GRADIENT(grad, y, ctx.code), None
 
 
@@ -354,7 +362,7 @@ _GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def activation_code(activation: str) -> int:
     """Its number for operators."""
     try:
-        return _launch.ACTIVATIONS[activation]
+        return ACTIVATIONS[activation]
     except (KeyError, TypeError):
         pass
     if isinstance(activation, torch.fx.Proxy):
@@ -362,9 +370,7 @@ def activation_code(activation: str) -> int:
             "activation must be known when torch.fx.symbolic_trace traces a layer by itself: trace a module "
             "that contains it, or give concrete_args for all arguments but x"
         )
-    raise InvalidArgumentError(
-        f"activation: one of {list(_launch.ACTIVATIONS)} expected, got {shown(activation)}"
-    )
+    raise InvalidArgumentError(f"activation: one of {list(ACTIVATIONS)} expected, got {shown(activation)}")
 
 
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:
@@ -431,7 +437,7 @@ straight_through: Callable[[Tensor, Tensor], Tensor] = _StraightThrough.apply
 def _prefers_dense(
     x: Tensor, values: Tensor, index: Index, metadata: Tensor | None, scales: Tensor | None
 ) -> bool:
-    return _launch.prefers_dense(x, index, _launch.storage_of(values, metadata, scales))
+    return prefers_dense(x, index, storage_of(values, metadata, scales))
 
 
 def _extras(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> tuple[Any, ...]:

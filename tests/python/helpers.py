@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesparse import BlockPattern, storage
-from tilesparse._runtime.launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.native import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -13,7 +13,7 @@ from helpers import DEVICES, randn, seeded
 from torch import Tensor
 
 from tilesparse import BlockPattern, BlockSparseLinear
-from tilesparse._runtime import launch as _launch
+from tilesparse._runtime.lock import exclusive
 
 SIZE = 512
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -131,7 +131,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with _launch._lock:
+        with exclusive():
             held.set()
             release.wait()
 

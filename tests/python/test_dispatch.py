@@ -22,7 +22,8 @@ import torch
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import DTYPES
-from tilesparse._runtime.launch import DDS_NN, DDS_NT, SDD_TN, prepared
+from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.private import tf32_allowed
 
 KERNELS = _C.kernels()

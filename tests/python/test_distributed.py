@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilesparse import BlockSparseLinear, UnsupportedError, UnsynchronizedPatternError
 from tilesparse._runtime import agreement as _agreement
-from tilesparse._runtime import launch as _launch
+from tilesparse._runtime import lookup as _lookup
 from tilesparse.parallel import synchronize_patterns
 from tilesparse.train import MaskSchedule
 
@@ -91,9 +91,9 @@ def by_default(rank: int) -> None:
         optimizer.step()
     for name, tensor in twin.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor)
-    entries = [_launch.prepared(layer.index()) for layer in sparse_layers(model)]
+    entries = [_lookup.prepared(layer.index()) for layer in sparse_layers(model)]
     train(wrapped)
-    assert [_launch.prepared(layer.index()) for layer in sparse_layers(model)] == entries
+    assert [_lookup.prepared(layer.index()) for layer in sparse_layers(model)] == entries
     # The first process broadcasts what it has: what was prepared elsewhere changed at most once, before.
     assert all(entry.generation <= 1 for entry in entries)
 

@@ -39,7 +39,9 @@ from tilesparse import (
     functional,
 )
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._runtime.launch import DDS_NN, DDS_NT, SDD_TN, prepared, use_kernel
+from tilesparse._runtime.kernels import use_kernel
+from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
 
 pytestmark = pytest.mark.gpu
 
@@ -810,11 +812,11 @@ def test_weights_packed_for_another_kernel_are_refused() -> None:
         key = packed.plan_key
         for wrong in (key + 1, _C.plan_key(kept.descriptor, packed.product.resolve()[0], DDS_NN)):
             packed.plan_key = wrong
-            kept._forget_calls()
+            kept.forget_calls()
             with pytest.raises(InvalidArgumentError, match=f"packed_key must be {key}, .* got {wrong};"):
                 layer(x)
         packed.plan_key = key
-        kept._forget_calls()
+        kept.forget_calls()
         assert torch.equal(layer(x), expected)
 
 
@@ -921,11 +923,11 @@ def test_a_foreign_plan_ends_in_an_error() -> None:
     code = """
 import torch
 from tilesparse import BlockPattern, _C
-from tilesparse._runtime import launch as _launch
+from tilesparse._runtime.lookup import prepared
 a, b = (BlockPattern.random((1024, 1024), block_shape=64, density=d, device="cuda") for d in (0.25, 0.5))
 x, y = (torch.zeros(8192, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(2))
 values = torch.zeros(b.nnz, 64, 64, dtype=torch.bfloat16, device="cuda")
-entries = [_launch.prepared(p.index_on(p.device)) for p in (a, b)]
+entries = [prepared(p.index_on(p.device)) for p in (a, b)]
 product = _C.Product(entries[1].descriptor, 0, 3, 1, 8192, ldx=1024, ldy=1024)
 kernel, plan = product.resolve()
 assert plan, "the kernel walks no plan"

@@ -40,7 +40,9 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED
-from tilesparse._runtime.launch import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
+from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.native import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.prepared import Prepared
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
-from tilesparse._runtime.launch import prepared
+from tilesparse._runtime.lookup import prepared
 from tilesparse.errors import (
     InvalidArgumentError,
     InvalidPatternError,

@@ -22,7 +22,9 @@ from tilesparse import (
     UnsupportedError,
     functional,
 )
-from tilesparse._runtime.launch import ACTIVATIONS, TENSORS, prepared, use_kernel
+from tilesparse._runtime.kernels import use_kernel
+from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.native import ACTIVATIONS, TENSORS
 
 OPS = torch.ops.tilesparse
 EXCHANGE = "__dlpack_c_exchange_api__"  # of PyTorch 2.10 and later
@@ -278,7 +280,7 @@ def test_eager_products_in_inference_mode(device: str) -> None:
 
 
 def test_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilesparse._runtime.launch.MAX_CALLS", 4)
+    monkeypatch.setattr("tilesparse._runtime.prepared.MAX_CALLS", 4)
     pattern = make_pattern("full", (1, 1), (16, 16))
     values = random_values(pattern, dtype=torch.float32)
     for tokens in range(1, 12):
@@ -345,7 +347,7 @@ def test_products_of_threads_that_update_and_run() -> None:
     entry = prepared(pattern.index_on(values.device))
 
     def run(_: int) -> bool:
-        entry._forget_calls()
+        entry.forget_calls()
         return all(torch.equal(functional.linear(x, values, pattern), expected) for _ in range(50))
 
     with ThreadPoolExecutor(4) as executor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._runtime.launch import _entries, prepared
+from tilesparse._runtime.lookup import entries, prepared
 
 block_shapes = st.tuples(st.sampled_from(BLOCK_SIZES), st.sampled_from(BLOCK_SIZES))
 
@@ -234,14 +234,14 @@ def test_copies_have_tensors_of_their_own() -> None:
 def test_what_is_derived_goes_with_the_tensors() -> None:
     """Whichever object names them, and as soon as nothing does."""
     gc.collect()
-    pattern, before = BlockPattern.full((32, 32), block_shape=(16, 16)), len(_entries)
+    pattern, before = BlockPattern.full((32, 32), block_shape=(16, 16)), len(entries)
     index = pattern.index_on(pattern.device)
     assert prepared(index) is prepared(pattern.index_on(torch.device("cpu")))
-    assert len(_entries) == before + 1
+    assert len(entries) == before + 1
     alive = weakref.ref(prepared(index))
     del pattern, index
     gc.collect()
-    assert alive() is None and len(_entries) == before
+    assert alive() is None and len(entries) == before
 
 
 def test_arrays_are_copies() -> None:

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._runtime.launch import DDS_NN, DDS_NT, SDD_TN, Prepared, prepared
+from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.prepared import Prepared
 
 BLOCK_SHAPES = list(product(BLOCK_SIZES, BLOCK_SIZES))
 # The index of one kernel for each plan shape and set of products.

@@ -37,7 +37,7 @@ from torch import Tensor, func
 
 from tilesparse import BlockPattern, InvalidArgumentError, UnsupportedError, functional
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._runtime.launch import ACTIVATIONS, TENSORS
+from tilesparse._runtime.native import ACTIVATIONS, TENSORS
 from tilesparse.storage import compress, expand, quantize, two_of_four
 
 OPS = torch.ops.tilesparse

@@ -26,7 +26,7 @@ from tilesparse import (
     UnsupportedError,
     functional,
 )
-from tilesparse._runtime import launch as _launch
+from tilesparse._runtime.lookup import entries, prepared
 
 IN, OUT = 96, 64
 ARRAYS = ("crow_indices", "col_indices", "slot")
@@ -114,13 +114,13 @@ def test_swapping_memory_back_and_forth_leaves_nothing_behind(device: str) -> No
     layer, x = make(1, device=device), randn(5, IN, dtype=torch.float32, device=device)
     layer(x)
     memories = [[make(seed, device=device).get_buffer(name) for name in ARRAYS] for seed in (1, 2)]
-    finalizers, entries = len(weakref.finalize._registry), len(_launch._entries)
+    finalizers, before = len(weakref.finalize._registry), len(entries)
     for turn in range(10):
         for name, memory in zip(ARRAYS, memories[turn % 2], strict=True):
             layer.get_buffer(name).data = memory
         assert_right(layer, layer(x), x)
     assert len(weakref.finalize._registry) == finalizers
-    assert len(_launch._entries) == entries
+    assert len(entries) == before
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -345,10 +345,10 @@ def test_writing_the_same_pattern_again_changes_nothing(device: str) -> None:
     loss = layer(x).sum()
     write(layer, make(1))
     loss.backward()
-    entry = _launch.prepared(layer.index())
+    entry = prepared(layer.index())
     write(layer, make(1))
     assert_right(layer, layer(x), x)
-    assert _launch.prepared(layer.index()) is entry and entry.generation == 0
+    assert prepared(layer.index()) is entry and entry.generation == 0
 
 
 def test_an_older_loss_of_a_free_pattern_still_has_its_gradient() -> None:

@@ -120,13 +120,13 @@ def test_kept_calls_choose_anew_once_something_is_measured(monkeypatch: pytest.M
     layer(x)
     tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     resolved = []
-    call = tilesparse._runtime.launch.Prepared.call
+    call = tilesparse._runtime.prepared.Prepared.call
 
     def recording(self: Any, key: Any, product: _C.Product, *rest: Any) -> Any:
         resolved.append(_C.kernels()[product.resolve()[0]].name)
         return call(self, key, product, *rest)
 
-    monkeypatch.setattr(tilesparse._runtime.launch.Prepared, "call", recording)
+    monkeypatch.setattr(tilesparse._runtime.prepared.Prepared, "call", recording)
     layer(x)
     assert resolved == [names()[1]]
 

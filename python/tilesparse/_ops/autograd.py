@@ -20,7 +20,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from .._checks import Index
-from .._runtime.launch import Prepared, prepared
+from .._runtime.lookup import prepared
+from .._runtime.prepared import Prepared
 from .._runtime.private import is_forward_mode, may_be_watched, transforms_active
 from ..errors import PatternChangedError, UnsupportedError
 
@@ -39,7 +40,7 @@ class Product(NamedTuple):
         gradients: of the arguments that are tensors but extras, from that of the result and the factors, each
             of which is there if it is needed, and from the extras.
         transformed: the operator for the transforms of ``torch.func``.
-        looks: whether it is what a forward pass begins with, see `_launch.prepared`.
+        looks: whether it is what a forward pass begins with, see `lookup.prepared`.
     """
 
     op: Callable[..., Tensor]

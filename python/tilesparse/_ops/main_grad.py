@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .._checks import ALIGNMENT, Index, is_misaligned
-from .._runtime.launch import prepared, write_sdd
+from .._runtime.lookup import prepared
 from .._runtime.private import is_leaf_added_to, transforms_active
+from .._runtime.products import write_sdd
 from ..errors import InvalidArgumentError, UnsupportedError
 from .autograd import check_unchanged
 

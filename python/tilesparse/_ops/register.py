@@ -26,10 +26,15 @@ from .._checks import (
     check_stored,
     check_values,
 )
-from .._runtime import launch as _launch
-from .._runtime.launch import Prepared, dds, expand, gather, prepared, sdd, sdd_into, sdd_with_bias
+from .._runtime import activations as _activations
+from .._runtime import native as _native
+from .._runtime import values as _values
 from .._runtime.layout import empty, result_form
+from .._runtime.lookup import prepared
+from .._runtime.prepared import Prepared
 from .._runtime.private import INLINED, packaging, transforms_active
+from .._runtime.products import dds, sdd, sdd_into, sdd_with_bias
+from .._runtime.values import compress, empty_compressed, expand, gather
 from ..errors import InvalidArgumentError, UnsupportedError
 from .autograd import Product, Tensors, autograd_of, call, is_plain, records_gradient, transformable
 
@@ -61,8 +66,8 @@ LIB.define("expand_values(Tensor values, Tensor? metadata, Tensor? scales, int d
 # ---- kernels: of two factors, or one and None, a pattern, and what `call` takes after it ----
 
 
-_dds_nt = partial(dds, _launch.DDS_NT)
-_dds_nn = partial(dds, _launch.DDS_NN)
+_dds_nt = partial(dds, _native.DDS_NT)
+_dds_nn = partial(dds, _native.DDS_NN)
 
 
 def _of_compressed(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -128,14 +133,14 @@ def _dds_fake(
     if transposed:  # of the pattern only sizes are read here, which need no other tensors
         check_nothing_added(bias, residual, activation, gate)
         crow, col, slot, shape, block_shape = index
-        index, op = Index(crow, col, slot, shape[::-1], block_shape[::-1]), _launch.DDS_NN - op
-    name = "x" if op == _launch.DDS_NT else "y"
+        index, op = Index(crow, col, slot, shape[::-1], block_shape[::-1]), _native.DDS_NN - op
+    name = "x" if op == _native.DDS_NT else "y"
     check_dds(name, source, values, index, bias, residual, metadata, scales, gate)
     return empty(source, result_form(source, index.shape[op], feature_major))
 
 
-_dds_nt_fake = partial(_dds_fake, _launch.DDS_NT)
-_dds_nn_fake = partial(_dds_fake, _launch.DDS_NN)
+_dds_nt_fake = partial(_dds_fake, _native.DDS_NT)
+_dds_nn_fake = partial(_dds_fake, _native.DDS_NN)
 
 
 def _dds_nt_through_fake(x: Tensor, values: Tensor, index: Index, *rest: Any) -> Tensor:
@@ -190,7 +195,7 @@ def _other_gradients(grad: Tensor, x: Tensor, index: Index, needs: Sequence[bool
     if needs[1] and needs[2] and grad.is_cuda and not (transforms_active() or records_gradient((grad, x))):
         if not is_plain((grad, x)):
             return *SDD_TN_WITH_BIAS(grad, x, *index), of_residual
-        if grad.numel() >= _launch.MANY_ELEMENTS:
+        if grad.numel() >= _activations.MANY_ELEMENTS:
             return *sdd_with_bias(grad, x, prepared(index)), of_residual
     return (
         call(SDD_TN, grad, x, index) if needs[1] else None,
@@ -351,17 +356,17 @@ SDD_TN_INTO = _register("sdd_tn_into", 2, _sdd_tn_into, _sdd_tn_into_fake)
 
 def _compress(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
     check_mask(values, mask, transposed)
-    return _launch.compress(values, mask, transposed)
+    return compress(values, mask, transposed)
 
 
 def _compress_fake(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
     check_mask(values, mask, transposed)
-    return _launch.empty_compressed(values, transposed)
+    return empty_compressed(values, transposed)
 
 
 def _expand_values(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
     dtype = _checked_dtype(values, metadata, scales, code)
-    return _launch.expand_values(values, metadata, scales, dtype)
+    return _values.expand_values(values, metadata, scales, dtype)
 
 
 def _expand_values_fake(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:

@@ -17,7 +17,9 @@ from .._ops.autocast import autocast
 from .._ops.autograd import is_plain, records_gradient
 from .._ops.register import COMPRESS
 from .._reports import empty_of
-from .._runtime.launch import blocks_of, multiplies_compressed, prepared, update_of
+from .._runtime.choice import multiplies_compressed
+from .._runtime.indices import blocks_of
+from .._runtime.lookup import prepared, update_of
 from .._runtime.private import constant_when_compiled, refuse_fakes
 from ..config import QUANTIZED_BY_NAME, LayerSpec, check_nm, check_nm_blocks, check_storage
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import check_types, checked
-from .._runtime.launch import ACTIVATIONS
+from .._runtime.native import ACTIVATIONS
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import combined, gated
 from .linear import BlockSparseLinear

@@ -16,8 +16,10 @@ from .._checks import (
     check_index,
     check_shapes,
 )
-from .._runtime import launch as _launch
-from .._runtime.launch import blocks_of
+from .._runtime import indices as _indices
+from .._runtime.indices import blocks_of
+from .._runtime.lock import exclusive
+from .._runtime.lookup import content_of, prepared
 from .._runtime.private import refuse_fakes
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
 from .choosing import blocks_of_parts, canonical_scipy, check_matrix, check_parts, covering_blocks, drawn
@@ -427,8 +429,8 @@ class BlockPattern:
             return moved_index(self._index, device)
         if not isinstance(device, torch.device):
             raise InvalidTypeError(f"device must be a torch.device, got {shown(device)}")
-        with _launch.exclusive():  # so that threads get one copy
-            content, copied = _launch.content_of(self._index), self._copies.get(device)
+        with exclusive():  # so that threads get one copy
+            content, copied = content_of(self._index), self._copies.get(device)
             if copied is None:
                 copied = moved_index(self._index, device), content
             elif copied[1] != content:
@@ -513,18 +515,18 @@ class BlockPattern:
         return numbers.long()
 
     def _take(self, other: Index) -> BlockPattern:
-        with _launch.exclusive():
+        with exclusive():
             overwrite_index(self._index, other)
             for device, (copied, _) in self._copies.items():
                 overwrite_index(copied, self._index)
-                self._copies[device] = copied, _launch.content_of(self._index)
+                self._copies[device] = copied, content_of(self._index)
         if self._after_update is not None:
             self._after_update()
         return self
 
     def block_indices(self) -> tuple[Tensor, Tensor]:
         """(rows, cols), each [nnz] int64: where the block at every slot lies."""
-        return _launch.block_indices(self._index)
+        return _indices.block_indices(self._index)
 
     def to_block_mask(self) -> Tensor:
         """[R, C] bool, True for kept blocks."""
@@ -539,7 +541,7 @@ class BlockPattern:
 
     def transpose(self) -> BlockPattern:
         """The pattern of the transposed weight; every block keeps its slot."""
-        col_ptr, row_idx, slot = (array.clone() for array in _launch.prepared(self._index).columns())
+        col_ptr, row_idx, slot = (array.clone() for array in prepared(self._index).columns())
         (out_features, in_features), (bn, bk) = self.shape, self.block_shape
         return BlockPattern.from_index(Index(col_ptr, row_idx, slot, (in_features, out_features), (bk, bn)))
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .._checks import INT32_MAX, Index, check_content, check_shapes
-from .._runtime.launch import update_of, validate
+from .._runtime.indices import validate
+from .._runtime.lookup import update_of
 from ..errors import InvalidPatternError
 
 

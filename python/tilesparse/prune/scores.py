@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._arguments import checked
 from .._checks import check_shapes
-from .._runtime.launch import blocks_of
+from .._runtime.indices import blocks_of
 from ..errors import InvalidArgumentError
 
 

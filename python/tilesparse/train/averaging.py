@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from .._arguments import checked
-from .._runtime.launch import content_of
+from .._runtime.lookup import content_of
 from ..config import QUANTIZED_BY_NAME
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import _C
 from .._arguments import checked
-from .._runtime import launch as _launch
+from .._runtime.choice import add_measurement, measurements_changed
 from ..errors import TuneFileError
 from .document import VARIABLE, Measurement, file, kernel_number, measurements
 
@@ -16,7 +16,7 @@ from .document import VARIABLE, Measurement, file, kernel_number, measurements
 def count_measurement(measurement: Measurement) -> None:
     """Have a measurement count from now on, in place of one of the same product."""
     device = measurement.device.info()
-    _launch.add_measurement(
+    add_measurement(
         measurement.product.descriptor(device),
         device,
         kernel_number(measurement.kernel),
@@ -39,12 +39,12 @@ def load(path: Path | None = None) -> tuple[list[Measurement], int]:
         TuneFileError: the file is damaged, foreign or newer; then none counts.
     """
     _C.measurements_clear()
-    _launch.measurements_changed()
+    measurements_changed()
     path = path or file()
     found, others = ([], 0) if path is None else measurements(path)
     for measurement in found:
         count_measurement(measurement)
-    _launch.measurements_changed()
+    measurements_changed()
     return found, others
 
 

@@ -19,7 +19,11 @@ from torch.nn import functional as F
 from .. import functional
 from .._arguments import checked
 from .._checks import checked_count, checked_device
-from .._runtime import launch as _launch
+from .._runtime import values as _values
+from .._runtime.choice import measurements_changed
+from .._runtime.kernels import ask_for
+from .._runtime.lookup import prepared
+from .._runtime.values import gather
 from ..checkpoint import manifest as checkpoint
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
@@ -83,7 +87,7 @@ def tune(
     for product in wanted:
         found.append(_measured(product, on, described, candidates, repetitions, timer))
         count_measurement(found[-1])
-        _launch.measurements_changed()
+        measurements_changed()
         if path is not None:
             with alone_in(path.parent):
                 write(path, merged(read(path), found[-1]))
@@ -124,7 +128,7 @@ def _measured(
 
 def _on_kernel(asked: int, call: Call) -> Call:
     def on_kernel() -> Any:
-        with _launch.ask_for(asked):
+        with ask_for(asked):
             return call()
 
     return on_kernel
@@ -152,9 +156,9 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
         return made.t() if product.feature_major else made
 
     x, y = activations(product.in_features), activations(product.out_features)
-    kept = _launch.prepared(pattern.index_on(device))
+    kept = prepared(pattern.index_on(device))
     if product.op == "wgrad":
-        return lambda: functional.sdd(y, x, pattern), lambda: _launch.gather(y.t() @ x, kept)
+        return lambda: functional.sdd(y, x, pattern), lambda: gather(y.t() @ x, kept)
     metadata, scales = getattr(layer, "metadata", None), getattr(layer, "scales", None)
     forward = product.op == "forward"
     source = x if forward else y
@@ -167,7 +171,7 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
     def dense() -> Tensor:
         stored = metadata is not None or scales is not None
         plain = expand(values, metadata, scales, product.dtype) if stored else values
-        weight = _launch.expand(plain, kept)
+        weight = _values.expand(plain, kept)
         return F.linear(source, weight) if forward else source @ weight
 
     return sparse, dense

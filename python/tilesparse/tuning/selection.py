@@ -24,7 +24,8 @@ from .._checks import (
     QUANTIZED,
     check_policy,
 )
-from .._runtime import launch as _launch
+from .._runtime.choice import EXPAND_AND_RUN_DENSE
+from .._runtime.kernels import prefer_kernels, preference
 from ..errors import InvalidArgumentError, UnsupportedError
 from .devices import KINDS, Device
 from .products import OPS, Product, dtype_name
@@ -169,11 +170,11 @@ def choose(
     check_policy(policy)
     on = Device.find(device)
     info, names = on.info(), [kernel.name for kernel in kernels()]
-    asked = product.descriptor(info, policy=POLICIES.index(policy), prefer=_launch.preference())
+    asked = product.descriptor(info, policy=POLICIES.index(policy), prefer=preference())
     index, reason = asked.select(info)
     candidates, refused = _candidates(product, info)
-    dense = asked.estimate(info, _launch.EXPAND_AND_RUN_DENSE) or None
-    kernel = None if index == _launch.EXPAND_AND_RUN_DENSE else names[index]
+    dense = asked.estimate(info, EXPAND_AND_RUN_DENSE) or None
+    kernel = None if index == EXPAND_AND_RUN_DENSE else names[index]
     times = {candidate.kernel: candidate.microseconds for candidate in candidates}
     return KernelChoice(
         product,
@@ -234,5 +235,5 @@ def prefer(kernel: str) -> Iterator[None]:
             f"kernel: the name of a kernel or its beginning expected, got {kernel!r}; there are "
             f"{', '.join(names)}"
         )
-    with _launch.prefer_kernels(kernel):
+    with prefer_kernels(kernel):
         yield

@@ -1,0 +1,121 @@
+"""What is kept of every pattern that is in use, by the identity of its index tensors."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .._checks import Index, check_index
+from .device import refuse_capture
+from .indices import validate
+from .lock import exclusive
+from .native import KNOWN
+from .prepared import Prepared, state_of
+
+_Key = tuple[int, int, int, tuple[int, int], tuple[int, int]]
+entries: dict[_Key, Prepared] = {}
+
+
+def prepared(index: Index, looking: bool = False) -> Prepared:
+    """What is kept of a pattern, as its tensors are now.
+
+    Args:
+        index: the pattern.
+        looking: whether to find writes on CUDA devices that PyTorch does not count, too, see `writes`: for
+            forward products, as gradients are those of the pattern that these have read.
+    """
+    entry: Prepared | None = KNOWN.find(index, looking)
+    return _looked_up(index, looking) if entry is None else entry
+
+
+def content_of(index: Index) -> tuple[object, int]:
+    """Return what is equal for as long as a pattern's tensors hold what they do now."""
+    entry = prepared(index)
+    return entry, entry.generation
+
+
+def _looked_up(index: Index, looking: bool) -> Prepared:
+    check_index(index)
+    with exclusive():
+        entry = entries.get(_key(index))
+        if entry is None or not entry.is_of(index):
+            entry = _prepare(index, entry)
+        elif entry.device.type == "cuda":
+            known = entry.state == state_of(index)
+            if known and looking and entry.watch is not None and not torch.cuda.is_current_stream_capturing():
+                entry.watch.look()
+            if entry.state != state_of(index):
+                _follow(entry)
+        KNOWN.keep(index, entry, entry.snapshot(), None if entry.watch is None else entry.watch.looks)
+        return entry
+
+
+def _prepare(index: Index, before: Prepared | None) -> Prepared:
+    key, entry = _key(index), Prepared(index)
+    if before is None:
+        for tensor in index[:3]:
+            weakref.finalize(tensor, _forget, key).atexit = False
+    else:
+        entry.packs = before.packs
+        before.forget()
+    entries[key] = entry
+    return entry
+
+
+def _follow(entry: Prepared) -> None:
+    """Look whether tensors on a CUDA device that were written to hold something else.
+
+    DistributedDataParallel writes all buffers of a model before every forward pass, in general with
+    what they hold. So all patterns of the device are looked at together, and the host waits once.
+    """
+    refuse_capture()
+    written = [
+        (other, index)
+        for other in list(entries.values())
+        if other.device == entry.device and (index := other.written()) is not None
+    ]
+    same = torch.equal(
+        torch.cat([tensor for _, index in written for tensor in index[:3]]),
+        torch.cat([tensor for other, _ in written for tensor in other.index()[:3]]),
+    )
+    for other, index in written:
+        if same or all(map(torch.equal, index[:3], other.index()[:3])):
+            other.note(index)
+        elif other is entry:
+            validate(index)
+            entry.rewrite(index)
+
+
+def _key(index: Index) -> _Key:
+    crow, col, slot, shape, block_shape = index
+    return id(crow), id(col), id(slot), shape, block_shape
+
+
+def _forget(key: _Key) -> None:
+    entry = entries.pop(key, None)
+    if entry is not None:
+        entry.forget()
+    KNOWN.forget(key)
+
+
+def forget_calls() -> None:
+    """Has every product choose anew."""
+    for entry in list(entries.values()):
+        entry.forget_calls()
+
+
+@contextmanager
+def update_of(index: Index) -> Iterator[None]:
+    """Within it a pattern may be given other contents. What is derived from them follows, without a wait."""
+    with exclusive():
+        key = _key(index)
+        entry = entries.get(key)
+        if entry is None or entry.device.type == "cpu" or not entry.is_of(index):
+            yield  # calls find out by themselves
+            return
+        refuse_capture()
+        KNOWN.forget(key)  # so that calls of other threads wait for the lock
+        entry.stop()
+        yield
+        entry.rewrite(index)

@@ -1,0 +1,379 @@
+"""Patterns and products as the native library takes them: transposes, plans, kernels that were chosen.
+
+All that is derived from a pattern is kept by the identity of its index tensors. Kernels read that alone,
+never the tensors themselves, so a product sees one pattern from its first block to its last, whoever writes
+to them meanwhile.
+
+On the CPU what was derived is never written to again: every call compares the tensors with the copy that it
+was made of, and where they differ it is made anew. On CUDA devices it is written again in the same memory,
+behind what other streams still read, so that graphs that were captured follow a pattern that is updated.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._checks import Index, check_index
+from .copies import Expanded, Packed
+from .device import Run, allocate, on, refuse_capture, run_on
+from .indices import block_indices, validate
+from .layout import Form, allocation
+from .lock import exclusive
+from .native import KNOWN, TENSORS
+from .private import version
+from .writes import watch
+
+MAX_CALLS = 1024  # a program whose token counts never repeat must not grow without bound
+
+# A product's letter code, its first and second factor, bias, residual, activation, whether the result is
+# feature-major, the metadata and scales of values, the kernel asked for, and whether the residual is a gate.
+Request = tuple[
+    int, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, Tensor | None, Tensor | None, int, bool
+]
+
+
+class Call(NamedTuple):
+    """How to run a product whose operands were checked."""
+
+    run: Run
+    workspace: int  # elements
+    form: Form  # of the result
+    packed: Packed | None = None
+
+
+class Plan(NamedTuple):
+    memory: Tensor
+    kernel: int  # one of those that walk it
+
+
+State = tuple[int, ...]
+
+
+def state_of(index: Index) -> State:
+    """What changes when the tensors of a pattern on a CUDA device are written to or moved.
+
+    Tensors made in inference mode count no writes: of these only `BlockPattern.update_` is noticed.
+    """
+    crow, col, slot, _, _ = index
+    return (
+        crow.data_ptr(),
+        col.data_ptr(),
+        slot.data_ptr(),
+        version(crow),
+        version(col),
+        version(slot),
+    )
+
+
+class Prepared:
+    """A pattern in every form that was asked for so far.
+
+    Attributes:
+        generation: how often its contents have changed: never on the CPU, where each has its own object.
+        run: a product like one that has run before, and its result; None for any other, or one out of the
+            ordinary (see `_C.Calls`).
+        find: the call that was kept under a key, or None.
+        packs: whether values are kept packed from call to call; see `BlockSparseLinear.pack`.
+        watch: what looks for writes that PyTorch does not count; None on the CPU and for tensors of its own.
+        plain: those that are kept on the CPU.
+    """
+
+    @torch.inference_mode(False)  # what is made in it could not be written outside of it
+    def __init__(self, index: Index, watched: bool = True) -> None:
+        check_index(index)
+        shape, (bn, bk), nnz = index.shape, index.block_shape, index.col_indices.shape[0]
+        self.shape, self.block_shape, self.values_shape = shape, (bn, bk), (nnz, bn, bk)
+        self.device = index.col_indices.device
+        self.generation = 0
+        self.packs = False
+        self.plain = Expanded()
+        self._packed: dict[tuple[int, int, int], Packed] = {}
+        self.state: State = ()
+        self._tensors = tuple(weakref.ref(tensor) for tensor in index[:3])
+        sizes = shape[0] // bn + 1, nnz, nnz, shape[1] // bk + 1, nnz, nnz
+        memory = [area.view(torch.int32) for area in allocate((4 * size for size in sizes), self.device)]
+        self._snapshot, self._columns = memory[:3], memory[3:]
+        pointers = (tensor.data_ptr() for tensor in memory)
+        self.descriptor = _C.Pattern(bn, bk, *shape, nnz, *pointers)
+        self._plans: dict[tuple[int, int], Plan] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}  # that may be reading
+        self._arrivals: list[torch.cuda.Event] = []  # of all that is written
+        self._places: Tensor | None = None
+        self._transposed: Prepared | None = None
+        self._calls: dict[Hashable, Call] = {}
+        self.find: Callable[[Hashable], Call | None] = self._calls.get
+        self._kept = _C.Calls(TENSORS)
+        self.run: Callable[..., Tensor | None] = self._kept.run
+        self.watch = watch(self.device) if self.device.type == "cuda" and watched else None
+        self._place = -1 if self.watch is None else self.watch.add(self)
+        self._memory: list[torch.UntypedStorage] = []  # which is looked at, and stays while it is
+        self._write(index)
+
+    def is_of(self, index: Index) -> bool:
+        """Return True if it was made of these tensors as they are; on CUDA, of tensors of this size."""
+        if index.col_indices.device != self.device or index.col_indices.shape[0] != self.values_shape[0]:
+            return False
+        on_cpu = self.device.type == "cpu"
+        return not on_cpu or _C.pattern_holds(self.descriptor, *(tensor.data_ptr() for tensor in index[:3]))
+
+    def snapshot(self) -> tuple[int, int, int] | None:
+        """Return where the copies of the tensors lie on the CPU, None on a CUDA device."""
+        crow, col, slot = (tensor.data_ptr() for tensor in self._snapshot)
+        return (crow, col, slot) if self.device.type == "cpu" else None
+
+    def launching(self) -> AbstractContextManager[object]:
+        """Return what is held from settling a product's operands until it is launched."""
+        return nullcontext() if self.device.type == "cpu" else exclusive()
+
+    def index(self) -> Index:
+        """The pattern as kernels read it: copies of the tensors it was made of."""
+        crow, col, slot = self._snapshot
+        return Index(crow, col, slot, self.shape, self.block_shape)
+
+    def columns(self) -> list[Tensor]:
+        """[col_ptr [C + 1], row_idx [nnz], col_slot [nnz]], int32: the same blocks by column."""
+        self._wait()
+        return self._columns
+
+    def transposed(self) -> "Prepared":
+        """The pattern of the transposed weight, whose values have the same slots."""
+        with exclusive():
+            if self._transposed is None:
+                self._transposed = Prepared(self._transposed_index(), watched=False)
+            return self._transposed
+
+    def _transposed_index(self) -> Index:
+        col_ptr, row_idx, col_slot = self.columns()
+        return Index(col_ptr, row_idx, col_slot, self.shape[::-1], self.block_shape[::-1])
+
+    @torch.inference_mode(False)
+    def block_indices(self) -> tuple[Tensor, Tensor]:
+        """(rows, cols), each [nnz] int64: where the block at every slot lies."""
+        with exclusive():
+            return self._block_indices()
+
+    def _block_indices(self) -> tuple[Tensor, Tensor]:
+        if self._places is None:
+            (memory,) = allocate((16 * self._snapshot[1].shape[0],), self.device)
+            self._wait()
+            places = memory.view(torch.int64).view(2, -1)
+            self._write_places(places)
+            self._places = places
+            self._record()
+        elif self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            self._wait()
+            self._streams[stream.cuda_stream] = stream
+            self._places.record_stream(stream)
+        return self._places[0], self._places[1]
+
+    def stop(self) -> None:
+        """Have calls that are made from now on wait for what is written next, and that for those before."""
+        self.forget_calls()
+        self.wait_for_readers()
+
+    @torch.inference_mode(False)
+    def rewrite(self, index: Index) -> None:
+        """Follow changed contents on a CUDA device: everything derived is written anew, where it is."""
+        self.generation += 1
+        self.stop()
+        self._write(index)
+        if self._transposed is not None:
+            self._transposed.rewrite(self._transposed_index())
+
+    def wait_for_readers(self) -> None:
+        """Lets the current stream wait until no other one reads the pattern or its plans any more."""
+        current = torch.cuda.current_stream(self.device)
+        for stream in self._streams.values():
+            if stream != current:
+                current.wait_stream(stream)
+        if self._transposed is not None:
+            self._transposed.stop()
+
+    def call(self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form) -> Call:
+        """How to run the product on the current device and stream, kept under the key."""
+        with exclusive(), on(self.device):
+            kernel, plan_id = product.resolve()
+            plan_key = _C.plan_key(self.descriptor, kernel, op)
+            if plan_id:
+                memory = self._plan(op, kernel, plan_id).memory
+                product.use_plan(memory.data_ptr(), memory.numel(), plan_key)
+            packed = self._pack(product, op, plan_id, plan_key) if self.packs else None
+            workspace_bytes = product.workspace_size()
+            if self.device.type == "cuda":
+                self._read_on(torch.cuda.current_stream(self.device))
+        if len(self._calls) >= MAX_CALLS:
+            self.forget_calls()
+        here = self.device.type == "cpu" or self.device.index == torch.cuda.current_device()
+        run = product.run if here else run_on(self.device, product.run)
+        self._calls[key] = call = Call(run, -(-workspace_bytes // itemsize), form, packed)
+        return call
+
+    def keep_packed(self, keep: bool) -> None:
+        """Whether values are kept packed from call to call; what was kept is packed anew in any case."""
+        self.packs = keep
+        self.forget_calls()
+        self._packed.clear()
+        self.plain = Expanded()
+
+    def keep(self, request: Request, product: _C.Product, call: Call) -> None:
+        """Lets `run` do the same from now on."""
+        # On a GPU it may pack, but not in a graph that is being captured.
+        if not self.packs or self.device.type == "cpu":
+            workspace = (Tensor.new_empty, (call.workspace,)) if call.workspace else None
+            self._kept.keep(*request, product, allocation(call.form), workspace)
+
+    def forget_calls(self) -> None:
+        self._calls.clear()
+        self._kept.clear()
+
+    def follow_writes(self) -> bool:
+        """Follow tensors on a CUDA device that were written to; return False if they were not."""
+        index = self._held()
+        if index is None or all(map(torch.equal, index[:3], self._snapshot)):
+            return False
+        validate(index)
+        self.rewrite(index)
+        return True
+
+    def distrust(self) -> None:
+        """Have the next call look at the tensors itself, which hold no pattern."""
+        self.state = ()
+        crow, col, slot = (reference() for reference in self._tensors)
+        KNOWN.forget((crow, col, slot, self.shape, self.block_shape))
+        if self.watch is not None:
+            self.watch.rest(self._place)
+
+    def forget(self) -> None:
+        """Look at the tensors no more: they are gone, or somebody else's."""
+        if self.watch is not None:
+            self.watch.remove(self._place)
+
+    def _held(self) -> Index | None:
+        """The tensors this was made of, if they are still there, and of the same size."""
+        crow, col, slot = (reference() for reference in self._tensors)
+        if crow is None or col is None or slot is None:
+            return None
+        index = Index(crow, col, slot, self.shape, self.block_shape)
+        return index if self.is_of(index) else None
+
+    def written(self) -> Index | None:
+        """The tensors this was made of, if they may hold something else by now."""
+        index = self._held()
+        return None if index is None or state_of(index) == self.state else index
+
+    def _write(self, index: Index) -> None:
+        """Writes copies, the transpose and all plans on the current stream."""
+        col_ptr, row_idx, col_slot = self._columns
+        columns = col_ptr.data_ptr(), row_idx.data_ptr(), col_slot.data_ptr()
+        if self.device.type == "cpu":
+            self._copy(index)
+            validate(self.index())  # the copy: others may write to the tensors at any time
+            _C.pattern_transpose(self.descriptor, *columns)
+        else:
+            refuse_capture()
+            with on(self.device):
+                self._copy(index)
+                workspace = self._scratch(_C.pattern_device_transpose_size(self.descriptor))
+                stream = torch.cuda.current_stream(self.device).cuda_stream
+                _C.pattern_device_transpose(
+                    self.descriptor, *columns, workspace.data_ptr(), workspace.numel(), stream
+                )
+                for (op, _), plan in self._plans.items():
+                    self._build(op, plan)
+                if self._places is not None:
+                    self._write_places(self._places)
+                self._arrivals.clear()
+                self._record()
+        self.note(index)
+
+    def note(self, index: Index) -> None:
+        """Note that these tensors hold what was copied."""
+        self.state = state_of(index)
+        if self.watch is not None:
+            memory = [tensor.untyped_storage() for tensor in index[:3]]
+            self.watch.point(self._place, index, self.index())
+            self._memory = memory
+
+    def _copy(self, index: Index) -> None:
+        for snapshot, tensor in zip(self._snapshot, index[:3], strict=True):
+            snapshot.copy_(tensor)
+
+    def _write_places(self, places: Tensor) -> None:
+        for place, indices in zip(places, block_indices(self.index()), strict=True):
+            place.copy_(indices)
+
+    def _record(self) -> None:
+        """Notes that the current stream was asked to write something."""
+        if self.device.type == "cuda":
+            self._arrivals.append(torch.cuda.current_stream(self.device).record_event())
+
+    @torch.inference_mode(False)
+    def _plan(self, op: int, kernel: int, plan_id: int) -> Plan:
+        """The plan for kernels with that `plan` in the C interface, on the current device."""
+        plan = self._plans.get((op, plan_id))
+        if plan is None:
+            (memory,) = allocate(_C.plan_device_size(self.descriptor, kernel, op)[:1], self.device)
+            plan = Plan(memory, kernel)
+            self._wait()
+            self._build(op, plan)
+            self._record()
+            self._plans[op, plan_id] = plan
+        return plan
+
+    def _pack(self, product: _C.Product, op: int, plan_id: int, plan_key: int) -> Packed | None:
+        """Lets the product read packed values, where its kernel wants them so.
+
+        Not in a graph that is being captured: its replays would not see the values change.
+        """
+        size = product.packed_size()  # 0 on the CPU
+        if size == 0 or torch.cuda.is_current_stream_capturing():
+            return None
+        stream = torch.cuda.current_stream(self.device)
+        key = op, plan_id, stream.cuda_stream  # what one stream packs another may not have to wait for
+        packed = self._packed.get(key)
+        if packed is None:
+            (memory,) = allocate((size,), self.device)
+            memory.record_stream(stream)
+            packed = self._packed[key] = Packed(product, memory, plan_key)
+        product.use_packed(packed.memory.data_ptr(), size, packed.plan_key)
+        return packed
+
+    def _build(self, op: int, plan: Plan) -> None:
+        workspace = self._scratch(_C.plan_device_size(self.descriptor, plan.kernel, op)[1])
+        _C.plan_device_build(
+            self.descriptor,
+            plan.kernel,
+            op,
+            plan.memory.data_ptr(),
+            plan.memory.numel(),
+            workspace.data_ptr(),
+            workspace.numel(),
+            torch.cuda.current_stream(self.device).cuda_stream,
+        )
+
+    def _scratch(self, size: int) -> Tensor:
+        """Memory for what the current stream does next; to be held until that was asked for."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def _read_on(self, stream: torch.cuda.Stream) -> None:
+        """Makes what was written safe to read on a stream, also after this object is gone."""
+        self._wait()
+        self._streams[stream.cuda_stream] = stream
+        for tensor in (*self._snapshot, *self._columns, *(plan.memory for plan in self._plans.values())):
+            tensor.record_stream(stream)
+
+    def _wait(self) -> None:
+        """Lets the current stream wait for all that was written.
+
+        A graph cannot wait for what is not part of it, but whatever it needs was asked for before its
+        capture began, and so before any replay.
+        """
+        if self._arrivals and not torch.cuda.is_current_stream_capturing():
+            for event in self._arrivals:
+                torch.cuda.current_stream(self.device).wait_event(event)

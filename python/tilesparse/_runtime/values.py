@@ -1,0 +1,113 @@
+"""Values from one storage to another, and to and from a dense W."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._checks import COMPRESSIBLE, DTYPES, QUANTIZED, check_dense, check_stored, check_values
+from ..errors import InvalidArgumentError
+from .device import on
+from .indices import blocks_of
+from .layout import aligned
+from .native import DDS_NT
+from .prepared import Prepared
+
+
+def expand(values: Tensor, pattern: Prepared) -> Tensor:
+    """The dense W."""
+    check_values("values", values, pattern.index())
+    dense = values.new_zeros(pattern.shape)
+    # Written through a view: building the blocks and then transposing them takes twice as long.
+    with pattern.launching():
+        blocks_of(dense, pattern.block_shape)[pattern.block_indices()] = values
+    return dense
+
+
+def gather(dense: Tensor, pattern: Prepared) -> Tensor:
+    """The values of a dense W."""
+    check_dense(dense, pattern.index())
+    with pattern.launching():
+        return blocks_of(dense, pattern.block_shape)[pattern.block_indices()].contiguous()
+
+
+def expand_values(
+    values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Values as a plain storage has them, of that dtype unless they have one."""
+    nnz, bn, bk = values.shape[0], values.shape[1], values.shape[2] * (1 if metadata is None else 2)
+    if scales is None:
+        dtype = values.dtype
+    plain = values.new_empty(nnz, bn, bk, dtype=dtype)
+    device, stream = values.device, 0
+    product = _C.Product(
+        _blocks(nnz, (bn, bk)),
+        DDS_NT,
+        DTYPES[dtype],
+        int(values.is_cuda),
+        0,
+        **storage_of(values, metadata, scales),
+    )
+    with on(device):
+        if values.is_cuda:
+            values, stream = aligned(values), torch.cuda.current_stream(device).cuda_stream
+            metadata = None if metadata is None else aligned(metadata)
+        metadata_at = 0 if metadata is None else metadata.data_ptr()
+        scales_at = 0 if scales is None else scales.data_ptr()
+        product.expand(values.data_ptr(), metadata_at, scales_at, plain.data_ptr(), plain.nbytes, stream)
+    return plain
+
+
+def expanded(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"x must have one of the dtypes {list(DTYPES)}, got {dtype}")
+    check_stored(values, metadata, scales)
+    return expand_values(values, metadata, scales, dtype)
+
+
+def compress(values: Tensor, mask: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """(compressed, metadata) of plain values, where a mask keeps two of four, or those of the transpose."""
+    nnz, bn, bk = values.shape
+    compressed, metadata = empty_compressed(values, transposed)
+    dtype, stream = {**DTYPES, **QUANTIZED}[values.dtype], 0
+    with on(values.device):
+        if values.is_cuda:
+            values, mask = aligned(values), aligned(mask)
+            stream = torch.cuda.current_stream(values.device).cuda_stream
+        _C.values_compress(
+            _blocks(nnz, (bn, bk)),
+            int(values.is_cuda),
+            dtype,
+            values.data_ptr(),
+            mask.data_ptr(),
+            transposed,
+            compressed.data_ptr(),
+            metadata.data_ptr(),
+            stream,
+        )
+    return compressed, metadata
+
+
+def empty_compressed(values: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    nnz, rows, columns = values.shape
+    if transposed:
+        rows, columns = columns, rows
+    compressed = values.new_empty(nnz, rows, columns // 2)
+    return compressed, values.new_empty(nnz, columns // COMPRESSIBLE, rows, dtype=torch.int32)
+
+
+def storage_of(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> dict[str, Any]:
+    """How values are stored, as `_C.Product` takes it."""
+    return {
+        "storage": int(metadata is not None),
+        "values_dtype": -1 if scales is None else QUANTIZED[values.dtype],
+        "row_scales": scales is not None and scales.dim() == 2,
+    }
+
+
+def _blocks(nnz: int, block_shape: tuple[int, int]) -> _C.Pattern:
+    """Some pattern of so many blocks, of which only sizes are read."""
+    (bn, bk), rows = block_shape, min(nnz, 1 << 16)
+    columns = -(-nnz // rows) if rows else 0
+    return _C.Pattern(bn, bk, rows * bn, columns * bk, nnz, 0, 0, 0)
