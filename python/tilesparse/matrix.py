@@ -11,7 +11,7 @@ from . import functional
 from ._arguments import checked, shown
 from ._checks import as_number, check_factor, check_like_product, check_values, checked_number
 from ._ops.autograd import call
-from ._ops.register import EXPAND, GATHER
+from ._ops.products import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
 from .pattern.block_pattern import BlockPattern
 from .pattern.choosing import canonical_scipy

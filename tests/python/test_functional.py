@@ -28,6 +28,7 @@ from helpers import (
 from torch import Tensor
 
 from tilesparse import BlockPattern, InvalidArgumentError, PatternChangedError, functional
+from tilesparse._ops import linear as _linear
 from tilesparse._runtime import activations as _activations
 from tilesparse._runtime import native as _native
 
@@ -652,7 +653,7 @@ def test_second_gradients_through_activations(
     for many in (0, 1 << 62):
         monkeypatch.setattr(_activations, "MANY_ELEMENTS", many)
         if device == "cpu":
-            monkeypatch.setattr(functional, "_sums_with_activation", lambda *_, many=many: many == 0)
+            monkeypatch.setattr(_linear, "sums_with_activation", lambda *_, many=many: many == 0)
         values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
         bias = randn(pattern.out_features, dtype=torch.float32, device=device, seed=3).requires_grad_()
         y = functional.linear(x, values, pattern, bias, activation)
@@ -666,7 +667,7 @@ def test_second_gradients_through_activations(
 def test_a_bias_may_change_before_its_gradient_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch.nn.Linear, whose gradients do not depend on it; the kernel's place is taken."""
     monkeypatch.setattr(_activations, "activation_gradient", _gradient_by_pytorch)
-    monkeypatch.setattr(functional, "_sums_with_activation", lambda *_: True)
+    monkeypatch.setattr(_linear, "sums_with_activation", lambda *_: True)
     pattern = make_pattern("random 50%", (4, 3), (16, 16))
     x = randn(9, pattern.in_features, dtype=torch.float32, seed=1)
     values = random_values(pattern, dtype=torch.float32).requires_grad_()

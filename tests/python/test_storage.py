@@ -37,6 +37,7 @@ from torch import Tensor, func
 
 from tilesparse import BlockPattern, InvalidArgumentError, UnsupportedError, functional
 from tilesparse._checks import BLOCK_SIZES
+from tilesparse._ops.linear import linear_through
 from tilesparse._runtime.native import ACTIVATIONS, TENSORS
 from tilesparse.storage import compress, expand, quantize, two_of_four
 
@@ -637,7 +638,7 @@ def test_second_derivatives_pass_straight_through(
         return functional.linear(x, values + (values * ~t.mask).detach() * -1, t.pattern, t.bias)
 
     products = (
-        lambda values, x: functional.linear_through(x, values, t.index, t.bias, None, kept),
+        lambda values, x: linear_through(x, values, t.index, t.bias, None, kept),
         by_plain_values,
     )
     results = []
@@ -956,7 +957,7 @@ def test_transforms_of_products_whose_gradient_passes_through(transposed: bool) 
     kept = (*t.there, *(t.back if transposed else (None, None)))
 
     def loss(values: Tensor, x: Tensor) -> Tensor:
-        return functional.linear_through(x, values, t.index, t.bias, None, kept).square().sum()
+        return linear_through(x, values, t.index, t.bias, None, kept).square().sum()
 
     grad = 2 * (t.x @ t.weight.t() + t.bias)
     of_values, of_x = func.grad(loss, (0, 1))(t.values, t.x)

@@ -33,6 +33,7 @@ from .._runtime.private import is_leaf_added_to, transforms_active
 from .._runtime.products import write_sdd
 from ..errors import InvalidArgumentError, UnsupportedError
 from .autograd import check_unchanged
+from .bias import bias_gradient
 
 
 class GradientOf:
@@ -166,7 +167,7 @@ def _target(name: str, parameter: Any, node: Any, like: Tensor) -> _Target:
 
 def _sum(grad: Tensor, to: Tensor, adds: bool) -> None:
     """The gradient of a bias beside a weight that has none."""
-    sums = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=to.dtype)
+    sums = bias_gradient(grad, to.dtype)
     to.add_(sums) if adds else to.copy_(sums)
 
 

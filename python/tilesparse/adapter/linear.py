@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import checked
-from ..functional import linear_on
+from .._ops.linear import linear_on
 from ..nn.linear import BlockSparseLinear
 
 

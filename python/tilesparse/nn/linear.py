@@ -13,9 +13,12 @@ from torch.compiler import is_compiling
 
 from .._arguments import check_types, checked, shown
 from .._checks import Index, check_block_shape, check_one, check_policy, check_shapes
+from .._ops.activations import activation_code
 from .._ops.autocast import autocast
 from .._ops.autograd import is_plain, records_gradient
-from .._ops.register import COMPRESS
+from .._ops.linear import combined, linear_on, linear_through
+from .._ops.masks import masked, straight_through
+from .._ops.values import COMPRESS
 from .._reports import empty_of
 from .._runtime.choice import multiplies_compressed
 from .._runtime.indices import blocks_of
@@ -23,14 +26,6 @@ from .._runtime.lookup import prepared, update_of
 from .._runtime.private import constant_when_compiled, refuse_fakes
 from ..config import QUANTIZED_BY_NAME, LayerSpec, check_nm, check_nm_blocks, check_storage
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
-from ..functional import (
-    activation_code,
-    combined,
-    linear_on,
-    linear_through,
-    masked,
-    straight_through,
-)
 from ..matrix import BlockSparseMatrix
 from ..pattern.block_pattern import BlockPattern
 from ..pattern.choosing import check_parts_beside

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import check_types, checked
+from .._ops.linear import combined
 from .._runtime.native import ACTIVATIONS
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..functional import combined, gated
+from ..functional import gated
 from .linear import BlockSparseLinear
 
 _ROLES = ("up", "down", "gate", "gate_up", "activation", "dropout", "hidden_dropout")

@@ -15,10 +15,11 @@ from torch.distributed.tensor.placement_types import Placement
 from .._arguments import checked
 from .._checks import Index, check_like_product
 from .._ops.autocast import autocast
+from .._ops.linear import linear_on
+from .._ops.masks import straight_through
 from .._runtime.lock import exclusive
 from .._runtime.lookup import content_of
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
-from ..functional import linear_on, straight_through
 from ..nn.linear import STORED_NAMES, BlockSparseLinear
 from ..pattern.block_pattern import BlockPattern
 from ..pattern.indices import moved_index, overwrite_index

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._arguments import checked
 from .._checks import COMPRESSIBLE, check_content
-from .._ops.register import COMPRESS, expand_values
+from .._ops.values import COMPRESS, expand_values
 from ..config import QUANTIZED_BY_NAME
 from ..errors import InvalidArgumentError
 

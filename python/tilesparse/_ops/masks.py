@@ -1,0 +1,41 @@
+"""Weights with zeros where masks have them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .autograd import is_plain
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by their bytes
+
+
+def masked(weight: Tensor, mask: Tensor) -> Tensor:
+    """The weight with zeros where the mask has them, whatever is there."""
+    if not (weight.is_cpu and weight.shape == mask.shape and is_plain((weight, mask))):
+        return torch.where(mask, weight, 0)
+    # On the CPU `where` takes fifteen times as long.
+    word = _WORDS[weight.itemsize]
+    return mask.to(word).neg_().bitwise_and_(weight.view(word)).view(weight.dtype)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The weight with zeros where a mask has them, and its gradient as if it had none."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, mask: Tensor) -> Tensor:
+        return masked(weight, mask)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+straight_through: Callable[[Tensor, Tensor], Tensor] = _StraightThrough.apply

@@ -1,0 +1,179 @@
+"""The products as operators: what computes them, their gradients, and counts of their work."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .._checks import Index
+from .._runtime import native as _native
+from .._runtime.prepared import Prepared
+from .._runtime.products import dds, sdd, sdd_into
+from .._runtime.values import expand, gather
+from ..errors import UnsupportedError
+from . import fakes as _fakes
+from .autograd import Tensors, call, records_gradient
+from .bias import bias_gradient, weight_and_bias_gradients
+from .register import differentiable, register
+from .values import expand_values
+
+# ---- kernels: of two factors, or one and None, a pattern, and what `call` takes after it ----
+
+
+_dds_nt = partial(dds, _native.DDS_NT)
+_dds_nn = partial(dds, _native.DDS_NN)
+
+
+def _dds_nt_through(
+    x: Tensor,
+    values: Tensor,
+    pattern: Prepared,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    feature_major: bool,
+    compressed: Tensor,
+    metadata: Tensor,
+    *_: Tensor | None,
+) -> Tensor:
+    """The product by compressed values, in the place of the plain ones that have the gradient."""
+    return _dds_nt(x, compressed, pattern, bias, residual, activation, feature_major, metadata)
+
+
+def _sdd_tn(y: Tensor, x: Tensor, pattern: Prepared, *_: object) -> Tensor:
+    return sdd(y, x, pattern)
+
+
+def _sdd_tn_into(y: Tensor, x: Tensor, pattern: Prepared, out: Tensor, accumulate: bool) -> None:
+    sdd_into(y, x, out, pattern, accumulate)
+
+
+def _expand(values: Tensor, _: None, pattern: Prepared, *__: object) -> Tensor:
+    return expand(values, pattern)
+
+
+def _gather(dense: Tensor, _: None, pattern: Prepared, *__: object) -> Tensor:
+    return gather(dense, pattern)
+
+
+# ---- gradients ----
+
+
+def _dds_nt_gradients(
+    grad: Tensor, x: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *extras: Any
+) -> Tensors:
+    stored, gate = extras[:3], extras[3:]
+    refuse_gradient(needs[1], *stored)
+    if gate and gate[0] is not None:
+        raise UnsupportedError(
+            "gate: a fused one has no gradient; functional.linear multiplies by it after the product"
+        )
+    return (
+        call(DDS_NN, grad, values, index, extras=stored) if needs[0] else None,
+        *_other_gradients(grad, x, index, needs),
+    )
+
+
+def _other_gradients(grad: Tensor, x: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
+    """Of values, bias and residual."""
+    of_residual = grad if needs[3] else None
+    both = weight_and_bias_gradients(grad, x, index) if needs[1] and needs[2] else None
+    if both is not None:
+        return *both, of_residual
+    return (
+        call(SDD_TN, grad, x, index) if needs[1] else None,
+        bias_gradient(grad) if needs[2] else None,
+        of_residual,
+    )
+
+
+def refuse_gradient(
+    needed: bool, metadata: Tensor | None = None, scales: Tensor | None = None, transposed: bool = False
+) -> None:
+    """Of values that are stored in fewer bytes."""
+    if needed and (metadata is not None or scales is not None):
+        raise UnsupportedError(
+            "values: those of 2:4 or 8 bits have no gradient; train plain ones, with a mask for 2:4"
+        )
+
+
+def _dds_nt_through_gradients(
+    grad: Tensor,
+    x: Tensor,
+    values: Tensor,
+    index: Index,
+    needs: Sequence[bool],
+    compressed: Tensor,
+    metadata: Tensor,
+    transposed: Tensor | None,
+    transposed_metadata: Tensor | None,
+) -> Tensors:
+    kept: tuple[Any, ...] = compressed, (metadata, None, False)
+    if needs[0] and records_gradient((values,)):  # of the gradient, which passes through here, too
+        plain = expand_values(compressed, metadata, None, values.dtype)
+        kept = plain + (values - values.detach()), ()
+    elif transposed is not None:
+        kept = transposed, (transposed_metadata, None, True)
+    return (
+        call(DDS_NN, grad, kept[0], index, extras=kept[1]) if needs[0] else None,
+        *_other_gradients(grad, x, index, needs),  # as if the weight were plain
+    )
+
+
+def _dds_nn_gradients(
+    grad: Tensor, y: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *stored: Any
+) -> Tensors:
+    refuse_gradient(needs[1], *stored)
+    return (
+        call(DDS_NT, grad, values, index, extras=stored) if needs[0] else None,
+        call(SDD_TN, y, grad, index) if needs[1] else None,
+    )
+
+
+def _sdd_tn_gradients(grad: Tensor, y: Tensor, x: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
+    values = grad.contiguous()
+    return (
+        call(DDS_NT, x, values, index) if needs[0] else None,
+        call(DDS_NN, y, values, index) if needs[1] else None,
+    )
+
+
+def _expand_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
+    return (call(GATHER, grad, None, index),)
+
+
+def _gather_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
+    return (call(EXPAND, grad.contiguous(), None, index),)
+
+
+# ---- registration ----
+
+
+DDS_NT = differentiable("dds_nt", 2, (_dds_nt, _fakes.dds_nt_fake, _dds_nt_gradients), 2, 2, looks=True)
+DDS_NN = differentiable("dds_nn", 2, (_dds_nn, _fakes.dds_nn_fake, _dds_nn_gradients), 0, 1)
+_THROUGH = _dds_nt_through, _fakes.dds_nt_through_fake, _dds_nt_through_gradients
+DDS_NT_THROUGH = differentiable("dds_nt_through", 2, _THROUGH, 2, 2, looks=True)
+SDD_TN = differentiable("sdd_tn", 2, (_sdd_tn, _fakes.sdd_tn_fake, _sdd_tn_gradients))
+EXPAND = differentiable("expand", 1, (_expand, _fakes.expand_fake, _expand_gradients), looks=True)
+GATHER = differentiable("gather", 1, (_gather, _fakes.gather_fake, _gather_gradients))
+SDD_TN_INTO = register("sdd_tn_into", 2, _sdd_tn_into, _fakes.sdd_tn_into_fake)
+
+
+# ---- work ----
+
+
+def _flops(
+    first: Sequence[int], _: Sequence[int], crow: Any, col: Sequence[int], *rest: Any, **__: Any
+) -> int:
+    """Two for each kept element and token."""
+    block_shape = rest[2]
+    tokens = math.prod(first[:-1])
+    return 2 * tokens * col[0] * int(block_shape[0] * block_shape[1])
+
+
+for _name in ("dds_nt", "dds_nt_through", "dds_nn", "sdd_tn", "sdd_tn_with_bias", "sdd_tn_into"):
+    register_flop_formula(getattr(torch.ops.tilesparse, _name))(_flops)

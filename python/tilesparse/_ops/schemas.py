@@ -1,0 +1,37 @@
+"""Schemas of the operators ``torch.ops.tilesparse.*``.
+
+A pattern travels as its three tensors and two pairs of integers, so that whatever holds a graph of these
+operators holds its patterns, too. Index tensors on CUDA devices are taken as they are: `BlockPattern` checks
+what is in them where it is made.
+"""
+
+from typing import Any
+
+import torch
+
+_PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
+# How values are stored that are not plain: metadata of 2:4, scales of 8 bits, and whether these are the
+# values of the transposed weight.
+_STORED = "Tensor? metadata=None, Tensor? scales=None, bool transposed=False"
+LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped-call]
+LIB.define(
+    f"dds_nt(Tensor x, Tensor values, {_PATTERN}, Tensor? bias=None, Tensor? residual=None, "
+    f"int activation=0, bool feature_major=False, {_STORED}, Tensor? gate=None) -> Tensor"
+)
+LIB.define(
+    f"dds_nt_through(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
+    "bool feature_major, Tensor compressed, Tensor metadata, Tensor? transposed, "
+    "Tensor? transposed_metadata) -> Tensor"
+)
+LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=False, {_STORED}) -> Tensor")
+LIB.define(f"sdd_tn(Tensor y, Tensor x, {_PATTERN}) -> Tensor")
+LIB.define(f"sdd_tn_with_bias(Tensor y, Tensor x, {_PATTERN}) -> (Tensor, Tensor)")
+LIB.define(f"sdd_tn_into(Tensor y, Tensor x, {_PATTERN}, Tensor(a!) out, bool accumulate) -> ()")
+LIB.define(f"expand(Tensor values, {_PATTERN}) -> Tensor")
+LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
+LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tensor, Tensor)")
+# The dtype is its number in DTYPES: AOTInductor of PyTorch 2.11 hands operators another ScalarType.
+LIB.define("expand_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
+# Of halves there are operators for compiled code, since Inductor writes the gradient of each half by itself.
+LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
+LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")

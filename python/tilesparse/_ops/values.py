@@ -1,0 +1,53 @@
+"""Values from one storage to another, as operators."""
+
+import torch
+from torch import Tensor
+
+from .._checks import DTYPES, check_mask, check_stored
+from .._runtime import values as _values
+from .._runtime.values import compress, empty_compressed
+from ..errors import InvalidArgumentError
+from .register import register_plainly
+
+
+def _compress(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    check_mask(values, mask, transposed)
+    return compress(values, mask, transposed)
+
+
+def _compress_fake(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    check_mask(values, mask, transposed)
+    return empty_compressed(values, transposed)
+
+
+def _expand_values(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
+    dtype = _checked_dtype(values, metadata, scales, code)
+    return _values.expand_values(values, metadata, scales, dtype)
+
+
+def _expand_values_fake(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
+    dtype = _checked_dtype(values, metadata, scales, code)
+    nnz, bn, columns = values.shape
+    of_values = values.dtype if scales is None else dtype
+    return values.new_empty(nnz, bn, columns * (1 if metadata is None else 2), dtype=of_values)
+
+
+def _checked_dtype(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> torch.dtype:
+    if not 0 <= code < len(DTYPES):
+        raise InvalidArgumentError(f"dtype: a number from 0 to {len(DTYPES) - 1} expected, got {code}")
+    check_stored(values, metadata, scales)
+    return list(DTYPES)[code]
+
+
+COMPRESS = register_plainly("compress", _compress, _compress_fake)
+_EXPAND_VALUES = register_plainly("expand_values", _expand_values, _expand_values_fake)
+
+
+def expand_values(
+    values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Plain values of stored ones; see `storage.expand`."""
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"dtype: dtype of activations expected, got {dtype}")
+    plain: Tensor = _EXPAND_VALUES(values, metadata, scales, DTYPES[dtype])
+    return plain
