@@ -46,7 +46,13 @@ def allocate(sizes: Iterable[int], device: torch.device) -> list[Tensor]:
     return tensors
 
 
+def scratch(size: int, device: torch.device) -> Tensor:
+    """Return memory for what the current stream does next; hold it until that was asked for."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
 def refuse_capture() -> None:
+    """Raise if a CUDA graph is being captured."""
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "a CUDA graph is being captured and the pattern is not on the GPU in the form that this product "

@@ -116,6 +116,6 @@ def update_of(index: Index) -> Iterator[None]:
             return
         refuse_capture()
         KNOWN.forget(key)  # so that calls of other threads wait for the lock
-        entry.stop()
+        entry.forget_calls()  # for the same reason; nothing that kernels read is written before `rewrite`
         yield
         entry.rewrite(index)

@@ -12,6 +12,7 @@ behind what other streams still read, so that graphs that were captured follow a
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor
 from .. import _C
 from .._checks import Index, check_index
 from .copies import Expanded, Packed
-from .device import Run, allocate, on, refuse_capture, run_on
+from .device import Run, allocate, on, refuse_capture, run_on, scratch
 from .indices import block_indices, validate
 from .layout import Form, allocation
 from .lock import exclusive
 from .native import KNOWN, TENSORS
+from .plans import Plans, Streams
 from .private import version
 from .writes import watch
 
@@ -44,11 +46,6 @@ class Call(NamedTuple):
     workspace: int  # elements
     form: Form  # of the result
     packed: Packed | None = None
-
-
-class Plan(NamedTuple):
-    memory: Tensor
-    kernel: int  # one of those that walk it
 
 
 State = tuple[int, ...]
@@ -81,6 +78,7 @@ class Prepared:
         packs: whether values are kept packed from call to call; see `BlockSparseLinear.pack`.
         watch: what looks for writes that PyTorch does not count; None on the CPU and for tensors of its own.
         plain: those that are kept on the CPU.
+        plans: what kernels of CUDA devices walk.
     """
 
     @torch.inference_mode(False)  # what is made in it could not be written outside of it
@@ -100,9 +98,8 @@ class Prepared:
         self._snapshot, self._columns = memory[:3], memory[3:]
         pointers = (tensor.data_ptr() for tensor in memory)
         self.descriptor = _C.Pattern(bn, bk, *shape, nnz, *pointers)
-        self._plans: dict[tuple[int, int], Plan] = {}
-        self._streams: dict[int, torch.cuda.Stream] = {}  # that may be reading
-        self._arrivals: list[torch.cuda.Event] = []  # of all that is written
+        self._streams = Streams(self.device)
+        self.plans = Plans(self.descriptor, self.device, self._streams)
         self._places: Tensor | None = None
         self._transposed: Prepared | None = None
         self._calls: dict[Hashable, Call] = {}
@@ -137,7 +134,7 @@ class Prepared:
 
     def columns(self) -> list[Tensor]:
         """[col_ptr [C + 1], row_idx [nnz], col_slot [nnz]], int32: the same blocks by column."""
-        self._wait()
+        self._streams.wait()
         return self._columns
 
     def transposed(self) -> "Prepared":
@@ -160,40 +157,30 @@ class Prepared:
     def _block_indices(self) -> tuple[Tensor, Tensor]:
         if self._places is None:
             (memory,) = allocate((16 * self._snapshot[1].shape[0],), self.device)
-            self._wait()
+            self._streams.wait()
             places = memory.view(torch.int64).view(2, -1)
             self._write_places(places)
             self._places = places
-            self._record()
-        elif self.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.device)
-            self._wait()
-            self._streams[stream.cuda_stream] = stream
-            self._places.record_stream(stream)
+            self._streams.record()
+        else:
+            self._streams.read(iter((self._places,)))
         return self._places[0], self._places[1]
-
-    def stop(self) -> None:
-        """Have calls that are made from now on wait for what is written next, and that for those before."""
-        self.forget_calls()
-        self.wait_for_readers()
 
     @torch.inference_mode(False)
     def rewrite(self, index: Index) -> None:
         """Follow changed contents on a CUDA device: everything derived is written anew, where it is."""
         self.generation += 1
-        self.stop()
+        self.forget_calls()
+        self._wait_for_readers()
         self._write(index)
         if self._transposed is not None:
             self._transposed.rewrite(self._transposed_index())
 
-    def wait_for_readers(self) -> None:
-        """Lets the current stream wait until no other one reads the pattern or its plans any more."""
-        current = torch.cuda.current_stream(self.device)
-        for stream in self._streams.values():
-            if stream != current:
-                current.wait_stream(stream)
+    def _wait_for_readers(self) -> None:
+        """Have the current stream wait until no other one reads the pattern, its transpose or their plans."""
+        self._streams.wait_for_readers()
         if self._transposed is not None:
-            self._transposed.stop()
+            self._transposed._wait_for_readers()
 
     def call(self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form) -> Call:
         """How to run the product on the current device and stream, kept under the key."""
@@ -201,12 +188,11 @@ class Prepared:
             kernel, plan_id = product.resolve()
             plan_key = _C.plan_key(self.descriptor, kernel, op)
             if plan_id:
-                memory = self._plan(op, kernel, plan_id).memory
+                memory = self.plans.get(op, kernel, plan_id)
                 product.use_plan(memory.data_ptr(), memory.numel(), plan_key)
             packed = self._pack(product, op, plan_id, plan_key) if self.packs else None
             workspace_bytes = product.workspace_size()
-            if self.device.type == "cuda":
-                self._read_on(torch.cuda.current_stream(self.device))
+            self._streams.read(chain(self._snapshot, self._columns, self.plans.memory()))
         if len(self._calls) >= MAX_CALLS:
             self.forget_calls()
         here = self.device.type == "cpu" or self.device.index == torch.cuda.current_device()
@@ -229,8 +215,11 @@ class Prepared:
             self._kept.keep(*request, product, allocation(call.form), workspace)
 
     def forget_calls(self) -> None:
+        """Have every product resolved anew, also those that other threads have found but not launched."""
         self._calls.clear()
         self._kept.clear()
+        if self._transposed is not None:
+            self._transposed.forget_calls()
 
     def follow_writes(self) -> bool:
         """Follow tensors on a CUDA device that were written to; return False if they were not."""
@@ -279,17 +268,15 @@ class Prepared:
             refuse_capture()
             with on(self.device):
                 self._copy(index)
-                workspace = self._scratch(_C.pattern_device_transpose_size(self.descriptor))
+                workspace = scratch(_C.pattern_device_transpose_size(self.descriptor), self.device)
                 stream = torch.cuda.current_stream(self.device).cuda_stream
                 _C.pattern_device_transpose(
                     self.descriptor, *columns, workspace.data_ptr(), workspace.numel(), stream
                 )
-                for (op, _), plan in self._plans.items():
-                    self._build(op, plan)
+                self.plans.rebuild()
                 if self._places is not None:
                     self._write_places(self._places)
-                self._arrivals.clear()
-                self._record()
+                self._streams.record_all()
         self.note(index)
 
     def note(self, index: Index) -> None:
@@ -308,24 +295,6 @@ class Prepared:
         for place, indices in zip(places, block_indices(self.index()), strict=True):
             place.copy_(indices)
 
-    def _record(self) -> None:
-        """Notes that the current stream was asked to write something."""
-        if self.device.type == "cuda":
-            self._arrivals.append(torch.cuda.current_stream(self.device).record_event())
-
-    @torch.inference_mode(False)
-    def _plan(self, op: int, kernel: int, plan_id: int) -> Plan:
-        """The plan for kernels with that `plan` in the C interface, on the current device."""
-        plan = self._plans.get((op, plan_id))
-        if plan is None:
-            (memory,) = allocate(_C.plan_device_size(self.descriptor, kernel, op)[:1], self.device)
-            plan = Plan(memory, kernel)
-            self._wait()
-            self._build(op, plan)
-            self._record()
-            self._plans[op, plan_id] = plan
-        return plan
-
     def _pack(self, product: _C.Product, op: int, plan_id: int, plan_key: int) -> Packed | None:
         """Lets the product read packed values, where its kernel wants them so.
 
@@ -343,37 +312,3 @@ class Prepared:
             packed = self._packed[key] = Packed(product, memory, plan_key)
         product.use_packed(packed.memory.data_ptr(), size, packed.plan_key)
         return packed
-
-    def _build(self, op: int, plan: Plan) -> None:
-        workspace = self._scratch(_C.plan_device_size(self.descriptor, plan.kernel, op)[1])
-        _C.plan_device_build(
-            self.descriptor,
-            plan.kernel,
-            op,
-            plan.memory.data_ptr(),
-            plan.memory.numel(),
-            workspace.data_ptr(),
-            workspace.numel(),
-            torch.cuda.current_stream(self.device).cuda_stream,
-        )
-
-    def _scratch(self, size: int) -> Tensor:
-        """Memory for what the current stream does next; to be held until that was asked for."""
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
-
-    def _read_on(self, stream: torch.cuda.Stream) -> None:
-        """Makes what was written safe to read on a stream, also after this object is gone."""
-        self._wait()
-        self._streams[stream.cuda_stream] = stream
-        for tensor in (*self._snapshot, *self._columns, *(plan.memory for plan in self._plans.values())):
-            tensor.record_stream(stream)
-
-    def _wait(self) -> None:
-        """Lets the current stream wait for all that was written.
-
-        A graph cannot wait for what is not part of it, but whatever it needs was asked for before its
-        capture began, and so before any replay.
-        """
-        if self._arrivals and not torch.cuda.is_current_stream_capturing():
-            for event in self._arrivals:
-                torch.cuda.current_stream(self.device).wait_event(event)
