@@ -142,6 +142,7 @@ class LayerSpec:
 
     def with_storage(self, storage: str, scales: str = "row") -> LayerSpec:
         """Return the spec of the same layer in another storage; `scales` counts for 8 bits alone."""
+        check_storage(storage, self.nm)
         return replace(self, storage=storage, scales=scales if storage in QUANTIZED_BY_NAME else None)
 
     def to_json(self) -> dict[str, Any]:

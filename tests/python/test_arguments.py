@@ -71,7 +71,9 @@ def public() -> dict[str, Any]:
         for full, value in _listed(name, re.search(r"members: \[(.*)\]", options)):
             found[full] = value
             if inspect.isclass(value) and not issubclass(value, Exception):
-                found |= {f"{full}.{key}": method for key, method in _methods(value)}
+                classes = value.__mro__[::-1] if "inherited_members: true" in options else [value]
+                own = [cls for cls in classes if cls.__module__.startswith("tilesparse")]
+                found |= {f"{full}.{key}": method for cls in own for key, method in _methods(cls, value)}
     return found
 
 
@@ -88,8 +90,8 @@ def _listed(name: str, members: re.Match[str] | None) -> Iterator[tuple[str, Any
             yield f"{name}.{member}", getattr(value, member)
 
 
-def _methods(value: type) -> Iterator[tuple[str, Any]]:
-    for key, method in vars(value).items():
+def _methods(cls: type, value: type) -> Iterator[tuple[str, Any]]:
+    for key, method in vars(cls).items():
         if inspect.isfunction(method) or isinstance(method, classmethod | staticmethod):
             function = getattr(value, key)
             own = [name for name in inspect.signature(function).parameters if name != "self"]
@@ -128,8 +130,8 @@ NOT_CALLED = {
     "KernelInfo",
     "Measurement",
     "BlockPattern.from_index",
-    "BlockSparseLinear.keep_blocks",
-    "BlockSparseLinear.make_room",
+    "BlockSparseLinear.allocate",
+    "BlockSparseLinear.assign",
     "BlockSparseLinear.take_over",
     "BlockSparseLinear.update_spec",
     "Device.of",

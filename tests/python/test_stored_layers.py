@@ -185,7 +185,7 @@ def test_reset_parameters_draws_anew_in_the_same_storage(name: str) -> None:
 def compressed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether masked layers multiply compressed values, as where a kernel reads them."""
     if request.param:
-        monkeypatch.setattr("tilesparse.nn.linear.multiplies_compressed", lambda x, index: True)
+        monkeypatch.setattr("tilesparse.nn.masks.multiplies_compressed", lambda x, index: True)
     return bool(request.param)
 
 
@@ -345,7 +345,7 @@ def test_scales_of_rows_and_of_blocks(storage: str) -> None:
     loaded.load_state_dict(by_block.state_dict())
     assert same(states(loaded), states(by_block))
     assert_multiplies(loaded, by_block.plain_values())
-    with pytest.raises(InvalidArgumentError, match="per: 'row' or 'block' expected, got 'tensor'"):
+    with pytest.raises(InvalidArgumentError, match="per must be 'row' or 'block', got 'tensor'"):
         layer.to_storage(storage, per="tensor")
 
 

@@ -44,8 +44,10 @@ from .._runtime.tensor_files import (
 from ..config import QUANTIZED_BY_NAME, STORAGES, check_nm, check_nm_blocks, check_storage
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from ..integrations.transformers_hooks import check_can_follow, follow
-from ..nn.linear import INDEX_NAMES, STORED_NAMES, BlockSparseLinear, is_conv1d, is_sharded
+from ..nn.convert import is_conv1d
+from ..nn.linear import BlockSparseLinear
 from ..nn.origin import checked_pattern
+from ..nn.tensors import INDEX_NAMES, is_sharded
 from ..patch.modules import (
     names_of_modules,
     reason_from_parents,
@@ -54,6 +56,7 @@ from ..patch.modules import (
     what_would_be_lost,
 )
 from ..pattern.block_pattern import BlockPattern
+from ..storage.base import STORED_NAMES
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

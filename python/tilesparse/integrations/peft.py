@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from .._arguments import checked
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import sdd
-from ..nn.linear import INDEX_NAMES, BlockSparseLinear
+from ..nn.linear import BlockSparseLinear
+from ..nn.tensors import INDEX_NAMES
 from . import hooks as _hooks
 from . import peft_hooks as _peft
 

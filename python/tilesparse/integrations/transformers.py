@@ -37,8 +37,12 @@ from .._checks import DTYPES, check_module, check_text
 from .._runtime.tensor_files import StoredTensor, check_belongs, read_header
 from ..checkpoint.manifest import METHOD, VERSION, check_section, prepare, section
 from ..errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
-from ..nn.linear import INDEX_NAMES, STORED_NAMES, BlockSparseLinear, is_conv1d
+from ..nn.convert import is_conv1d
+from ..nn.linear import BlockSparseLinear
+from ..nn.tensors import INDEX_NAMES
 from ..patch.modules import set_submodule, share_hooks
+from ..storage.base import STORED_NAMES
+from ..storage.registry import forms_of
 from .hooks import revert
 from .transformers_hooks import LIBRARY
 
@@ -587,7 +591,7 @@ def _settle(name: str, layer: BlockSparseLinear) -> None:
         for own, tensor in _tensors(layer):
             if not hasattr(tensor, "_is_hf_initialized"):
                 raise CheckpointError(f"{name}.{own}: missing in the checkpoint")
-    dtypes = {own: dtype for own, (_, dtype) in layer.forms().items()} | dict.fromkeys(
+    dtypes = {own: dtype for own, (_, dtype) in forms_of(layer.spec).items()} | dict.fromkeys(
         INDEX_NAMES, torch.int32
     )
     weight = layer.weight.detach().to(dtypes.pop("weight"))

@@ -53,7 +53,7 @@ def broadcast_patterns(
         (name, layer.spec.shape, layer.block_shape, layer.col_indices.shape[0])
         for name, layer in layers.items()
     ]
-    missing = [name for name, layer in layers.items() if layer.lacks_pattern()]
+    missing = [name for name, layer in layers.items() if layer.origin.lacks_pattern(layer.index())]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (dist.get_rank(), mine, missing), group)
     if any(theirs != mine for _, theirs, _ in everyone):

@@ -20,15 +20,44 @@ from .._ops.masks import straight_through
 from .._runtime.lock import exclusive
 from .._runtime.lookup import content_of
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
-from ..nn.linear import STORED_NAMES, BlockSparseLinear
+from ..nn.linear import BlockSparseLinear
+from ..nn.masks import masked_linear
+from ..nn.shard import Shard as LayerShard
+from ..nn.stored import StoredWeight
 from ..pattern.block_pattern import BlockPattern
 from ..pattern.indices import moved_index, overwrite_index
+from ..storage.base import STORED_NAMES
+from .patterns import broadcast_patterns
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class ColwiseParallel(_Colwise):
+class _Style:
+    """Arguments of both styles, and what they do with a `BlockSparseLinear`: cut it along one dimension."""
+
+    dim: int
+
+    @checked
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        layouts: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        super().__init__(**layouts, use_local_output=use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, BlockSparseLinear):
+            return _parallelize(module, device_mesh, self)
+        dense: Any = super()
+        other: nn.Module = dense._apply(module, device_mesh)
+        return other
+
+
+class ColwiseParallel(_Style, _Colwise):
     """`torch.distributed.tensor.parallel.ColwiseParallel` that knows `BlockSparseLinear` as well.
 
     Every process gets equally many block rows of W, with equally many blocks in them. ``weight`` becomes a
@@ -40,31 +69,18 @@ class ColwiseParallel(_Colwise):
     ``input_layouts=Shard(1)``.
 
     Raises:
-        InvalidArgumentError: block rows are no multiple of the processes, or the mesh has several dimensions.
-        InvalidPatternError: the parts have different numbers of blocks, see ``parts`` of
+        InvalidArgumentError: block rows are not a multiple of the processes, or the mesh has several
+            dimensions.
+        InvalidPatternError: the shards have different numbers of blocks, see ``parts`` of
             `BlockPattern.random`.
-        UnsupportedError: the weight is no plain parameter, because it is sharded already, for one.
+        UnsupportedError: the weight is not a plain parameter, for example because it is sharded already.
         UnsynchronizedPatternError: the processes have other numbers of blocks, or block shapes.
     """
 
-    @checked
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        layouts: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
-        super().__init__(**layouts, use_local_output=use_local_output)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, BlockSparseLinear):
-            return super()._apply(module, device_mesh)
-        return _parallelize(module, device_mesh, 0, self)
+    dim = 0
 
 
-class RowwiseParallel(_Rowwise):
+class RowwiseParallel(_Style, _Rowwise):
     """`torch.distributed.tensor.parallel.RowwiseParallel` that knows `BlockSparseLinear` as well.
 
     Every process gets equally many block columns of W, with equally many blocks in them; ``bias`` is
@@ -75,28 +91,14 @@ class RowwiseParallel(_Rowwise):
         InvalidArgumentError, InvalidPatternError, UnsupportedError: as `ColwiseParallel`, of columns.
     """
 
-    @checked
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        layouts: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
-        super().__init__(**layouts, use_local_output=use_local_output)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, BlockSparseLinear):
-            return super()._apply(module, device_mesh)
-        return _parallelize(module, device_mesh, 1, self)
+    dim = 1
 
 
-class Part:
+class TensorShard(LayerShard):
     """The block rows (dim 0) or columns (dim 1) of a layer's weight that this process multiplies by."""
 
-    def __init__(self, mesh: DeviceMesh, dim: int, style: _Colwise | _Rowwise) -> None:
-        self._mesh, self._dim = mesh, dim
+    def __init__(self, mesh: DeviceMesh, style: ColwiseParallel | RowwiseParallel) -> None:
+        self._mesh, self._dim = mesh, style.dim
         self._input_layouts, self._output_layouts = style.input_layouts, style.output_layouts
         self._use_local_output = style.use_local_output
         self._index: Index | None = None
@@ -109,21 +111,21 @@ class Part:
         return (count, 1) if self._dim == 0 else (1, count)
 
     def check(self, pattern: BlockPattern) -> None:
-        """Raises unless the blocks of each part have the slots that its process has."""
-        parts = self._part_of(pattern)
+        """Raise InvalidPatternError unless the blocks of each shard have the slots of its process."""
+        shards = self._shard_of(pattern)
         count = self._mesh.size()
-        if not torch.equal(parts, torch.arange(count, device="cpu").repeat_interleave(pattern.nnz // count)):
+        if not torch.equal(shards, torch.arange(count, device="cpu").repeat_interleave(pattern.nnz // count)):
             raise InvalidPatternError(
                 f"pattern: slots in the order of the {count} parts that the layer is cut into, with "
                 f"{pattern.nnz // count} blocks each, expected; load other patterns before parallelize_module"
             )
 
     def arranged(self, pattern: BlockPattern) -> BlockPattern:
-        """The same blocks with slots in the order of rows or columns, which is that of the parts.
+        """Return the same blocks with slots in the order of rows or columns, which is that of the shards.
 
-        It is the same for every number of processes, so that a state dict of a few of them serves others.
+        The order is the same for every number of processes, so a state dict of a few serves others.
         """
-        counts = torch.bincount(self._part_of(pattern), minlength=self._mesh.size()).tolist()
+        counts = torch.bincount(self._shard_of(pattern), minlength=self._mesh.size()).tolist()
         if len(set(counts)) > 1:
             raise InvalidPatternError(
                 f"pattern: equally many blocks in each of the {len(counts)} parts of its block "
@@ -133,13 +135,13 @@ class Part:
         return BlockPattern.from_blocks(blocks, shape=pattern.shape, block_shape=pattern.block_shape)
 
     def order(self, pattern: BlockPattern) -> Tensor:
-        """For every slot of the arranged pattern the slot of the block in this one."""
+        """Return, for every slot of the arranged pattern, the slot of its block in this one."""
         rows, cols = pattern.block_indices()
         first, second = (rows, cols) if self._dim == 0 else (cols, rows)
         return (first * max(pattern.grid) + second).argsort()
 
     def random(self, like: Index, generator: torch.Generator | None) -> BlockPattern:
-        """Blocks drawn so that the parts have equally many."""
+        """Return a random pattern of the whole weight, with equally many blocks in each shard."""
         nnz = like.col_indices.shape[0]
         return self.arranged(
             BlockPattern.random(
@@ -148,16 +150,16 @@ class Part:
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # else it would be what it was when traced
-    def index(self, layer: BlockSparseLinear) -> Index:
-        """The pattern of the blocks that this process has, which follows that of the layer."""
+    def index(self, layer: StoredWeight) -> Index:
+        """Return the pattern of this process's blocks, kept in sync with the layer's."""
         whole = layer.index()
         with exclusive():
             seen = content_of(whole)
             if self._index is None or self._seen != seen:
-                self._index, self._seen = self._followed(whole), seen
+                self._index, self._seen = self._synced(whole), seen
             return self._index
 
-    def _followed(self, index: Index) -> Index:
+    def _synced(self, index: Index) -> Index:
         pattern, device = BlockPattern.from_index(index).to("cpu"), index.col_indices.device
         self.check(pattern)
         cut = self._cut(pattern)
@@ -165,7 +167,7 @@ class Part:
         if self._index is None or self._index.col_indices.device != device:
             with torch.inference_mode(False):  # training may go on with it
                 return moved_index(mine, device)
-        overwrite_index(self._index, mine)  # so that what was prepared follows
+        overwrite_index(self._index, mine)  # in place, so that prepared plans stay valid
         return self._index
 
     def _cut(self, pattern: BlockPattern) -> BlockPattern:
@@ -176,12 +178,12 @@ class Part:
         shape = [size // part for size, part in zip(pattern.shape, self.parts, strict=True)]
         return BlockPattern.from_blocks(blocks, shape=shape, block_shape=pattern.block_shape)
 
-    def _part_of(self, pattern: BlockPattern) -> Tensor:
-        """For every slot the part that its block lies in."""
+    def _shard_of(self, pattern: BlockPattern) -> Tensor:
+        """Return, for every slot, the shard that its block lies in."""
         return pattern.block_indices()[self._dim].cpu() // (pattern.grid[self._dim] // self._mesh.size())
 
     def linear(self, layer: BlockSparseLinear, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The forward pass: x in the style's input layout, the result and a residual in its output layout."""
+        """Compute the forward pass, with x in the style's input layout, and y in its output layout."""
         if getattr(layer.weight, "main_grad", None) is not None:
             raise UnsupportedError("main_grad: a whole weight expected, got one cut for tensor parallelism")
         if residual is not None:
@@ -192,7 +194,8 @@ class Part:
         mask, metadata, scales = (_local(layer._buffers[name]) for name in STORED_NAMES)
         index = self.index(layer)
         if mask is not None:
-            y = layer._masked_linear(local, weight, mask, index, bias, None)
+            how: Any = {"policy": layer.policy, "transposable": layer.transposable}
+            y = masked_linear(local, weight, mask, index, bias, None, **how)
         else:
             y = linear_on(local, weight, index, bias, policy=layer.policy, stored=(metadata, scales))
         given = Shard(y.dim() - 1) if self._dim == 0 else Partial()
@@ -225,23 +228,19 @@ class Part:
         return straight_through(whole, first)
 
 
-def _parallelize(
-    layer: BlockSparseLinear, mesh: DeviceMesh, dim: int, style: ColwiseParallel | RowwiseParallel
-) -> BlockSparseLinear:
-    """Cuts a layer in place, once it is known that it can be cut."""
-    from .patterns import broadcast_patterns
-
-    _check_can_be_cut(layer, mesh, dim)
+def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> BlockSparseLinear:
+    """Shard a layer in place, once it is known that it can be sharded."""
+    _check_can_be_cut(layer, mesh, style.dim)
     if not layer.weight.is_meta:
         layer.to(mesh.device_type)  # as PyTorch does with what it distributes
-    part = Part(mesh, dim, style)
+    shard = TensorShard(mesh, style)
     source, order = getattr(style, "src_data_rank", 0), None  # PyTorch 2.6 takes the first process always
     if not layer.weight.is_meta:
         pattern = layer.pattern
         if source is not None:
             group = mesh.get_group()
             (pattern,) = broadcast_patterns({"": layer}, group, dist.get_global_rank(group, source))
-        arranged, order = part.arranged(pattern), part.order(pattern)
+        arranged, order = shard.arranged(pattern), shard.order(pattern)
         layer.pattern = arranged
         if source is not None and mesh.size() == dist.get_world_size():
             layer.declare_shared()
@@ -254,10 +253,10 @@ def _parallelize(
         if layer._buffers[name] is not None:
             layer._buffers[name] = sharded(layer.get_buffer(name))
     if layer.bias is not None:
-        placement: Placement = Shard(0) if dim == 0 else Replicate()
+        placement: Placement = Shard(0) if style.dim == 0 else Replicate()
         bias = _distributed(layer.bias.detach(), mesh, placement, source)
         layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
-    layer.shard = part
+    layer.shard = shard
     return layer
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from .._checks import DTYPES
 from ..config import QUANTIZED_BY_NAME
 from ..errors import InvalidArgumentError
-from ..nn.linear import dense_weight
+from ..nn.convert import dense_weight
 from .modules import is_linear
 
 

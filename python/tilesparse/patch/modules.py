@@ -9,7 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from ..nn.linear import BlockSparseLinear, is_conv1d
+from ..nn.convert import is_conv1d
+from ..nn.linear import BlockSparseLinear
 from ..nn.reference import PseudoBlockSparseLinear
 
 Replacement: TypeAlias = BlockSparseLinear | PseudoBlockSparseLinear

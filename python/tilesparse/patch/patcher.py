@@ -13,7 +13,8 @@ from .._checks import check_text
 from .._progress import Progress
 from ..errors import InvalidArgumentError, TileSparseError
 from ..integrations.transformers_hooks import check_can_follow, follow
-from ..nn.linear import BlockSparseLinear, best_blocks, dense_weight, is_conv1d
+from ..nn.convert import best_blocks, dense_weight, is_conv1d
+from ..nn.linear import BlockSparseLinear
 from ..nn.mlp import BlockSparseMLP, is_known, reason_not_known
 from ..nn.reference import PseudoBlockSparseLinear
 from .matching import (

@@ -29,10 +29,12 @@ from .._runtime.tensor_files import (
     write_tensors,
 )
 from ..checkpoint.manifest import SavedForm, joined, read_section
+from ..config import LayerSpec
 from ..errors import CheckpointError, InvalidArgumentError
-from ..nn.linear import INDEX_NAMES, BlockSparseLinear
+from ..nn.linear import BlockSparseLinear
+from ..nn.tensors import INDEX_NAMES
 from ..pattern.block_pattern import BlockPattern
-from ..storage.values import expand, forms_of
+from ..storage.registry import forms_of, storage_of
 
 Snapshots: TypeAlias = Sequence[tuple[int, Mapping[str, Tensor]]]  # by step, then by layer: bool [R, C]
 Layer: TypeAlias = tuple[BlockPattern, Tensor]  # and plain values [nnz, bn, bk]
@@ -113,9 +115,7 @@ def _of_checkpoint(
     sizes = {"crow_indices": block_rows + 1, "col_indices": form.nnz, "slot": form.nnz}
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]]
     forms = {array: ((sizes[array],), torch.int32) for array in INDEX_NAMES}
-    forms |= forms_of(
-        form.nnz, form.block_shape, form.nm, form.storage, form.dtype, row_scales=form.scales == "row"
-    )
+    forms |= forms_of(LayerSpec(**form._asdict()))
     own: dict[str, Tensor] = {}
     for attribute, (shape, dtype) in forms.items():
         full_name = joined(name, attribute)
@@ -132,9 +132,7 @@ def _of_checkpoint(
     crow, col, slot = (own[array] for array in INDEX_NAMES)
     with named(shown(name)):
         pattern = BlockPattern(crow, col, slot=slot, shape=form.shape, block_shape=form.block_shape)
-    if "mask" in own:
-        return pattern, torch.where(own["mask"], own["weight"], 0)
-    return pattern, expand(own["weight"], own.get("metadata"), own.get("scales"), form.dtype)
+    return pattern, storage_of(form.storage).dense_blocks(own, form.dtype)
 
 
 def block_norms(name: str, layer: Layer) -> Map:

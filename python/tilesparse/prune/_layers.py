@@ -9,7 +9,7 @@ from torch import nn
 
 from .._checks import check_shapes
 from ..errors import InvalidArgumentError
-from ..nn.linear import dense_weight, is_conv1d
+from ..nn.convert import dense_weight, is_conv1d
 from ._checks import checked_choice
 from .choice import Choice
 

@@ -12,9 +12,10 @@ from torch import nn
 from .._arguments import checked
 from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
 from .._reports import aligned
+from ..config import LayerSpec
 from ..errors import InvalidArgumentError
-from ..nn.linear import dense_weight
-from ..storage.values import forms_of
+from ..nn.convert import dense_weight
+from ..storage.registry import forms_of
 from ._layers import (
     checked_choices,
     dense_layers,
@@ -306,7 +307,10 @@ def _bytes_of(layer: Any, choice: Choice | None) -> int:
     if choice is None:
         return weight.nbytes
     kept = kept_blocks(choice, shape_of(layer))
-    forms = forms_of(kept, choice.block_shape, choice.nm, choice.storage, weight.dtype, row_scales=True)
+    spec = LayerSpec(
+        shape=shape_of(layer), block_shape=choice.block_shape, nnz=kept, dtype=weight.dtype, nm=choice.nm
+    )
+    forms = forms_of(spec.with_storage(choice.storage))
     stored = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
     return stored + INDEX_BYTES * (weight.shape[0] // choice.block_shape[0] + 1 + 2 * kept)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._arguments import check_types, checked
 from .._checks import check_text, checked_count
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.linear import dense_weight, is_conv1d
+from ..nn.convert import dense_weight, is_conv1d
 
 # Names of layers within a module: those that give hidden features, and the one that takes them.
 _FEED_FORWARD = (

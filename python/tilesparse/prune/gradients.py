@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidArgumentError
-from ..nn.linear import dense_weight, is_conv1d
+from ..nn.convert import dense_weight, is_conv1d
 from .calibration import Forward, Loss, call_model, own_loss
 from .choice import Choice
 from .layer import GRADIENT_METHODS

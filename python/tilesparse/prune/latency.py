@@ -20,7 +20,8 @@ from .._arguments import checked, shown
 from .._checks import DTYPES, as_integer, as_number, checked_count, checked_device, is_sequence
 from .._progress import Progress
 from ..errors import CheckpointNotFoundError, InvalidArgumentError, TileSparseError
-from ..nn.linear import BlockSparseLinear, is_conv1d
+from ..nn.convert import is_conv1d
+from ..nn.linear import BlockSparseLinear
 from ..tuning.timing import medians, name_of, own_numbers
 from ._checks import checked_choice
 from ._layers import (

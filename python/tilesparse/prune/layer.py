@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
-from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..nn.convert import dense_weight, is_conv1d
+from ..nn.linear import BlockSparseLinear
 from ..pattern.block_pattern import BlockPattern
 from ..storage.values import two_of_four
 from . import scores

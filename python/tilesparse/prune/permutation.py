@@ -14,7 +14,7 @@ from .._progress import Progress
 from .._replay.batches import chosen_device, evaluating, tensors_in
 from .._reports import aligned
 from ..errors import InvalidArgumentError
-from ..nn.linear import dense_weight
+from ..nn.convert import dense_weight
 from ._checks import check_model, check_numbers, checked_choice, checked_moments, collected
 from ._layers import checked_choices, shape_of
 from .calibration import Calibration, Forward, call_model

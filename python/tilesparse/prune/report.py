@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .._reports import MOST, aligned, empty_texts, listed
-from ..nn.linear import dense_weight
+from ..nn.convert import dense_weight
 from ..patch.reports import DenseParameter, Size, SkippedLayer, by_reason, dense_lines
 from .choice import Choice
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import _progress
-from ..nn.linear import dense_weight
+from ..nn.convert import dense_weight
 from ._checks import checked_moments
 from .calibration import Calibration, Unit
 from .layer import Pruner, Solution, built, dense_parameters

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import InvalidArgumentError, TileSparseError
-from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..nn.convert import dense_weight, is_conv1d
+from ..nn.linear import BlockSparseLinear
 from ..patch.matching import CannotBeCutError, check_blocks_can_be_chosen
 from ..patch.modules import names_of_modules
 from ..patch.patcher import BlockSparseModelPatcher

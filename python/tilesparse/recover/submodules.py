@@ -11,7 +11,8 @@ from torch import nn
 from .._replay.batches import stacks
 from .._replay.replay import Stream
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.linear import BlockSparseLinear, is_conv1d
+from ..nn.convert import is_conv1d
+from ..nn.linear import BlockSparseLinear
 from .distillation import Forward
 from .fitting import trained_parameters
 from .report import SkippedSubmodule

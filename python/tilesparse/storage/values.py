@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from .._arguments import checked
-from .._checks import COMPRESSIBLE, check_content
+from .._checks import check_content
 from .._ops.values import COMPRESS, expand_values
-from ..config import QUANTIZED_BY_NAME
 from ..errors import InvalidArgumentError
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -159,7 +158,7 @@ def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[T
     if dtype not in _LARGEST:
         raise InvalidArgumentError(f"dtype: one of {list(_LARGEST)} expected, got {dtype}")
     if per not in ("row", "block"):
-        raise InvalidArgumentError(f"per: 'row' or 'block' expected, got {per!r}")
+        raise InvalidArgumentError(f"per must be 'row' or 'block', got {per!r}")
     check_content("values", values)
     if values.dim() != 3 or values.is_complex():
         raise InvalidArgumentError(
@@ -176,36 +175,3 @@ def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[T
     scaled = values / scales.view(*scales.shape, *(1,) * (3 - scales.dim()))
     scaled = scaled.clamp(-_LARGEST[dtype], _LARGEST[dtype])
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype).contiguous(), scales
-
-
-def forms_of(
-    nnz: int,
-    block_shape: tuple[int, int],
-    nm: tuple[int, int] | None,
-    storage: str,
-    dtype: torch.dtype,
-    row_scales: bool,
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of a layer's weight, and of what is stored with it."""
-    (bn, bk), halved = block_shape, nm is not None and storage != "plain"
-    forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    forms["weight"] = (nnz, bn, bk // 2 if halved else bk), QUANTIZED_BY_NAME.get(storage, dtype)
-    if halved:
-        forms["metadata"] = (nnz, bk // COMPRESSIBLE, bn), torch.int32
-    elif nm is not None:
-        forms["mask"] = (nnz, bn, bk), torch.bool
-    if storage in QUANTIZED_BY_NAME:
-        forms["scales"] = ((nnz, bn) if row_scales else (nnz,)), torch.float32
-    return forms
-
-
-def stored_as(plain: Tensor, mask: Tensor | None, storage: str, per: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """A layer's weight in a storage, and what is stored with it."""
-    stored = {}
-    if storage in QUANTIZED_BY_NAME:
-        plain, stored["scales"] = quantize(plain, QUANTIZED_BY_NAME[storage], per=per)
-    if mask is not None and storage == "plain":
-        stored["mask"] = mask
-    elif mask is not None:
-        plain, stored["metadata"] = compress(plain, mask)
-    return plain, stored

@@ -14,6 +14,7 @@ from .._runtime.lookup import content_of
 from ..config import QUANTIZED_BY_NAME
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
+from ..nn.state import make_room
 from ._layers import check_plain_storage, sparse_layers
 
 _UNAVERAGED = tuple(QUANTIZED_BY_NAME.values())
@@ -93,7 +94,7 @@ def _take_pattern(name: str, average: BlockSparseLinear, layer: BlockSparseLinea
         nearest = torch.searchsorted(found, now).clamp(max=len(found) - 1)
         stays = found[nearest] == now
         weight[stays] = average.weight.detach()[order[nearest[stays]]]
-    average.make_room(layer.pattern)
+    make_room(average, layer.pattern)
     average.pattern = layer.pattern
     average.weight.copy_(weight)
 

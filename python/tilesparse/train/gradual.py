@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .._arguments import checked
 from .._checks import checked_count, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.linear import BlockSparseLinear, has_peers
+from ..nn.linear import BlockSparseLinear
+from ..nn.origin import has_peers
+from ..nn.state import keep_blocks
 from ._layers import (
     Layers,
     check_keys,
@@ -212,7 +214,7 @@ def keep_slots(layer: BlockSparseLinear, optimizer: torch.optim.Optimizer | None
     """Leaves out all blocks but those at ``slots``, ascending, and what the optimizer has of them."""
     if optimizer is not None:
         narrow_states(optimizer, layer.weight, slots)
-    layer.keep_blocks(slots)
+    keep_blocks(layer, slots)
 
 
 def check_unwrapped(model: nn.Module) -> None:

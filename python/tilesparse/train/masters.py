@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.linear import has_peers
+from ..nn.origin import has_peers
 from ._layers import (
     Uncopied,
     check_keys,

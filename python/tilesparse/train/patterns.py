@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from .._arguments import checked
 from .._checks import checked_count, checked_fraction, checked_number, checked_seed
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
-from ..nn.linear import BlockSparseLinear, has_peers
+from ..nn.linear import BlockSparseLinear
+from ..nn.origin import has_peers
 from ._layers import (
     Uncopied,
     check_keys,

@@ -1,0 +1,191 @@
+"""Layers that are moved or loaded, or get another number of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import Index
+from .._runtime.lookup import update_of
+from ..config import QUANTIZED_BY_NAME, LayerSpec
+from ..errors import InvalidArgumentError
+from ..pattern.block_pattern import BlockPattern
+from ..pattern.indices import index_of
+from ..storage.base import STORED_NAMES
+from ..storage.registry import forms_of, storage_of
+from .origin import PatternOrigin, Source, checked_pattern
+from .tensors import INDEX_NAMES, is_sharded, resize, with_contents, zeros_like
+
+if TYPE_CHECKING:
+    from .stored import StoredWeight
+
+
+def move(layer: StoredWeight, fn: Callable[[Tensor], Tensor], apply: Callable[[], Any]) -> None:
+    """Move a layer's tensors by ``fn``, which ``apply`` has `torch.nn.Module` do; contents stay exact."""
+    before: dict[str, Any] = {name: layer._buffers[name] for name in (*INDEX_NAMES, *STORED_NAMES)}
+    quantized = layer.weight.detach() if layer.storage in QUANTIZED_BY_NAME else None
+    if quantized is not None:
+        dense = torch.empty(0, dtype=layer.spec.dtype, device=quantized.device)
+        layer.update_spec(dtype=fn(dense).dtype)
+    apply()
+    for name, old in before.items():
+        new: Any = layer._buffers[name]
+        # to_empty leaves them uninitialised, type() may round them.
+        if new is not old:
+            layer._buffers[name] = with_contents(new, old)
+    if quantized is not None and layer.weight.dtype != quantized.dtype:
+        kept = with_contents(layer.weight.detach(), quantized)
+        if is_sharded(kept):  # whose dtype cannot be set
+            layer.weight = nn.Parameter(kept, requires_grad=False)
+        else:
+            layer.weight.data = kept
+    empty = before["slot"].is_meta or layer.slot.is_meta
+    layer.origin = PatternOrigin(Source.MISSING if empty else layer.origin.source, layer.index())
+
+
+def load(
+    layer: StoredWeight,
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
+    errors: list[str],
+    load: Callable[[], Any],
+) -> None:
+    """Check a layer's entries of a state dict, make room for them, and have PyTorch ``load`` them."""
+    own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+    try:
+        pattern = _checked(layer, own)
+    except (ValueError, TypeError, RuntimeError) as error:
+        errors.append(f"{prefix}{error}")
+        for name in [name for name in state_dict if name.startswith(f"{prefix}parametrizations.")]:
+            del state_dict[name]  # PyTorch's copy: what parametrizes the weight is not loaded, either
+        return
+    if pattern is not None:
+        make_room(layer, pattern, _scales(layer, own))
+    with nullcontext() if pattern is None or layer.slot.is_meta else update_of(layer.index()):
+        load()
+    if pattern is not None and not layer.slot.is_meta:
+        for name in INDEX_NAMES:  # those assigned may have another dtype
+            if layer.get_buffer(name).dtype != torch.int32:
+                layer._buffers[name] = getattr(pattern, name).to(layer.slot.device)
+        layer.origin = PatternOrigin.loaded(layer.index())
+
+
+def _checked(layer: StoredWeight, state: Mapping[str, Any]) -> BlockPattern | None:
+    """Return the pattern of a saved layer, None without one, once all that is saved fits together."""
+    for name in ("weight", "bias", *INDEX_NAMES, *STORED_NAMES):
+        if name in state and not isinstance(state[name], Tensor):
+            raise InvalidArgumentError(f"{name}: a tensor expected, got {type(state[name]).__name__}")
+    # With parametrizations and the like the weight has other names.
+    there = [name for name in state if name.startswith(("weight", "parametrizations.weight."))]
+    there += [name for name in INDEX_NAMES if name in state]
+    spec, pattern = layer.spec, None
+    if there:
+        pattern = _checked_pattern(layer, state, there[0])
+        spec = replace(spec, nnz=pattern.nnz, block_shape=pattern.block_shape, scales=_scales(layer, state))
+        if layer.shard is not None:
+            layer.shard.check(pattern)
+    _check_shapes(layer, state, spec)
+    return pattern
+
+
+def _checked_pattern(layer: StoredWeight, state: Mapping[str, Any], there: str) -> BlockPattern:
+    for name in INDEX_NAMES:
+        if name not in state:
+            raise InvalidArgumentError(
+                f"{name}: missing, but {there} is there; a weight is loaded with its pattern"
+            )
+    weight, spec = state.get("weight"), layer.spec
+    if weight is not None and weight.dim() != 3:
+        raise InvalidArgumentError(f"weight: [nnz, bn, bk] expected, got shape {tuple(weight.shape)}")
+    _check_stored(layer, state)
+    storage, block_shape = storage_of(spec.storage), spec.block_shape
+    if weight is not None:
+        block_shape = storage.block_shape(weight, spec.nm)
+    crow, col, slot = (state[name] for name in INDEX_NAMES)
+    pattern = checked_pattern(Index(crow, col, slot, spec.shape, block_shape))
+    shape, own = (pattern.nnz, *pattern.block_shape), spec.values_shape
+    if shape != own and (weight is None or type(layer._parameters.get("weight")) is not nn.Parameter):
+        raise InvalidArgumentError(
+            f"col_indices: {own[0]} blocks of {own[1:]} expected, since the weight is not a "
+            f"plain parameter whose shape can change, got {shape[0]} of {shape[1:]}"
+        )
+    return pattern
+
+
+def _check_stored(layer: StoredWeight, state: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError unless the state is stored as the layer is."""
+    own = f"the layer has nm={layer.nm} and storage {layer.storage!r}"
+    for name in STORED_NAMES:
+        if (name in state) != (layer._buffers[name] is not None):
+            given = "there" if name in state else "missing"
+            raise InvalidArgumentError(
+                f"{name}: {given}, but {own}; call to_storage or set_nm to have them alike"
+            )
+    weight = state.get("weight")
+    dtypes = {layer.weight.dtype if weight is None else weight.dtype, layer.weight.dtype}
+    if len(dtypes) > 1 and not dtypes.isdisjoint(QUANTIZED_BY_NAME.values()):
+        raise InvalidArgumentError(
+            f"weight: {layer.weight.dtype} expected, got {state['weight'].dtype}; {own}"
+        )
+
+
+def _check_shapes(layer: StoredWeight, state: Mapping[str, Any], spec: LayerSpec) -> None:
+    shapes = {name: shape for name, (shape, _) in forms_of(spec).items()}
+    for name, expected in (*shapes.items(), ("bias", (layer.out_features,))):
+        if name in state and state[name].shape != expected:
+            raise InvalidArgumentError(f"{name}: shape {expected} expected, got {tuple(state[name].shape)}")
+        mine = layer._parameters.get(name, layer._buffers.get(name))
+        if name in state and mine is not None and is_sharded(mine) and not is_sharded(state[name]):
+            raise InvalidArgumentError(
+                f"{name}: a DTensor expected, as several processes have parts of the layer's, got a "
+                "plain tensor; torch.distributed.checkpoint has set_model_state_dict for it"
+            )
+
+
+def _scales(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
+    """Return what has a scale of its own in a saved layer."""
+    scales = state.get("scales", layer.scales)
+    return None if layer.scales is None else "block" if scales.dim() == 1 else "row"
+
+
+def make_room(layer: StoredWeight, pattern: BlockPattern, scales: str | None = None) -> None:
+    """Give the weight, the same Parameter, and the buffers the sizes that another pattern needs."""
+    before = layer.spec
+    spec = replace(before, nnz=pattern.nnz, block_shape=pattern.block_shape, scales=scales or before.scales)
+    layer.update_spec(block_shape=spec.block_shape, nnz=spec.nnz)
+    for name, (shape, _) in forms_of(spec).items():
+        tensor: Tensor = getattr(layer, name)
+        if tensor.shape != shape and name == "weight":
+            resize(layer.weight, layer.weight.new_empty(shape))
+        elif tensor.shape != shape:
+            layer._buffers[name] = zeros_like(tensor, shape)
+    if before.values_shape == spec.values_shape:
+        return
+    for name in INDEX_NAMES:  # all, so that graphs of autograd keep the pattern they were made with
+        layer._buffers[name] = layer.get_buffer(name).new_empty(getattr(pattern, name).shape)
+
+
+@torch.no_grad()
+def keep_blocks(layer: StoredWeight, slots: Tensor) -> None:
+    """Drop all blocks but those at ``slots`` [n], ascending, which get the slots 0 to n - 1.
+
+    The weight stays the same Parameter, and its gradient goes with it; the states that an optimizer has
+    of it are the caller's. On a CUDA device the host does not wait. All of the pattern's tensors are new,
+    so that a graph of autograd made before keeps the pattern it was made with, and refuses to go on.
+    """
+    index, gradient = layer.index(), layer.weight.grad
+    rows, columns = layer.pattern.block_indices()
+    kept = index_of((rows * layer.pattern.grid[1] + columns)[slots], index)
+    resize(layer.weight, layer.weight.detach()[slots])
+    if gradient is not None:
+        layer.weight.grad = gradient[slots]
+    if layer.mask is not None:
+        layer._buffers["mask"] = layer.mask[slots]
+    for name in INDEX_NAMES:
+        layer._buffers[name] = getattr(kept, name)
+    layer.origin = layer.origin.updated(layer.index())

@@ -1,0 +1,349 @@
+"""What block-sparse layers of every kind hold: a pattern and the weights of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import checked, shown
+from .._checks import Index, check_policy
+from .._runtime.private import constant_when_compiled
+from ..config import SCALES, LayerSpec, as_nm, check_nm, check_nm_blocks
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..pattern.block_pattern import BlockPattern
+from ..storage.base import STORED_NAMES
+from ..storage.registry import forms_of, storage_of
+from . import convert, state
+from .checks import check_size, check_trainable, check_whole
+from .masks import chosen_mask
+from .origin import PatternOrigin, Source, has_peers
+from .shard import Shard
+from .tensors import INDEX_NAMES, is_sharded
+
+# What a layer takes over from another one of its shape: all but hooks and mode.
+_STATE = (
+    *("_parameters", "_buffers", "_non_persistent_buffers_set", "origin", "_storage", "_storage_error"),
+    *("_block_shape", "_dtype", "_nm", "_transposable", "_policy", "_thaws"),
+)
+
+
+_Weight = TypeVar("_Weight", bound="StoredWeight")
+
+
+class StoredWeight(nn.Module):
+    """A weight [out_features, in_features] of kept blocks: its pattern, its storage, and how both change.
+
+    The state of `BlockSparseLinear`, whose documentation says what the attributes mean: tensors, the settings
+    that make up a `LayerSpec`, the origin of the pattern, and perhaps a shard.
+    """
+
+    weight: nn.Parameter
+    crow_indices: Tensor
+    col_indices: Tensor
+    slot: Tensor
+    mask: Tensor | None
+    metadata: Tensor | None
+    scales: Tensor | None
+    shard: Shard | None = None  # of tensor parallelism
+    # Takes y and x of a call and gives y, whose gradient `tilesparse.train` sees so in steps that need it.
+    observe: Callable[[Tensor, Tensor], Tensor] | None = None
+    _thaws = True  # whether the weight, stored otherwise, gets its gradient back in the storage "plain"
+    _storage_error = 0.0
+
+    def __init__(self, pattern: BlockPattern, spec: LayerSpec, device: torch.device) -> None:
+        super().__init__()
+        self.register_parameter("weight", None)  # comes first
+        for name in INDEX_NAMES:
+            self.register_buffer(name, getattr(pattern, name).to(device, copy=True))
+        self.allocate(spec, device)
+        self.origin = PatternOrigin(Source.MISSING if self.slot.is_meta else Source.OWN, self.index())
+
+    @property
+    def spec(self) -> LayerSpec:
+        """How the layer is stored now: shape, block shape, number of blocks, dtype, storage and policy."""
+        quantized = self.scales is not None
+        return LayerSpec(
+            shape=self._shape,
+            block_shape=self._block_shape,
+            nnz=self.col_indices.shape[0],
+            # Unquantized, the weight's dtype: ``weight.data`` may have changed it.
+            dtype=self._dtype if quantized else self.weight.dtype,
+            storage=self._storage.name,
+            nm=self._nm,
+            transposable=self._transposable,
+            scales=None if self.scales is None else "row" if self.scales.dim() == 2 else "block",
+            policy=self._policy,
+        )
+
+    def update_spec(self, **changes: Any) -> None:
+        """Change what the layer says of its tensors, which are the caller's to change."""
+        self._describe(replace(self.spec, **changes))
+
+    def _describe(self, spec: LayerSpec) -> None:
+        # Plain attributes: compiled code guards on what it reads, and must not on the number of blocks.
+        self._shape, self._block_shape, self._dtype = spec.shape, spec.block_shape, spec.dtype
+        self._nm, self._transposable, self._policy = spec.nm, spec.transposable, spec.policy
+        self._storage = storage_of(spec.storage)
+
+    def assign(self, spec: LayerSpec, tensors: Mapping[str, Tensor]) -> None:
+        """Become a layer of this spec, with these tensors as its weight and what is stored beside it."""
+        if self._parameters["weight"] is not None and self._storage.trainable:
+            self._thaws = self.weight.requires_grad
+        self._describe(spec)
+        self.weight = nn.Parameter(tensors["weight"], self._storage.trainable and self._thaws)
+        for name in sorted(STORED_NAMES, key=lambda name: name not in tensors):
+            self._buffers.pop(name, None)  # torch.export takes no buffer after one that is None
+            self.register_buffer(name, tensors.get(name))
+
+    def allocate(self, spec: LayerSpec, device: torch.device) -> None:
+        """Become a layer of this spec whose values are still to be written."""
+        tensors = {}
+        for name, (shape, dtype) in forms_of(spec).items():
+            make = torch.empty if name == "weight" else torch.zeros
+            tensors[name] = make(shape, dtype=dtype, device=device)
+        self.assign(spec, tensors)
+
+    def _stored(self) -> dict[str, Tensor | None]:
+        return {"weight": self.weight, **{name: self._buffers[name] for name in STORED_NAMES}}
+
+    @property
+    def in_features(self) -> int:
+        """Size of the last dimension of x."""
+        return self._shape[1]
+
+    @in_features.setter
+    def in_features(self, value: int) -> None:
+        check_size("in_features", value, self._shape[1])
+
+    @property
+    def out_features(self) -> int:
+        """Size of the last dimension of y."""
+        return self._shape[0]
+
+    @out_features.setter
+    def out_features(self, value: int) -> None:
+        check_size("out_features", value, self._shape[0])
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(bn, bk): rows (out) and columns (in) of a block."""
+        return self._block_shape
+
+    @property
+    def density(self) -> float:
+        """Kept fraction of the blocks."""
+        (out_features, in_features), (bn, bk) = self._shape, self._block_shape
+        return self.col_indices.shape[0] * bn * bk / (out_features * in_features)
+
+    @property
+    def policy(self) -> str:
+        """How products are computed: "sparse", "dense" or as "auto" decides, see `functional.linear`."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: str) -> None:
+        check_policy(policy)
+        self._policy = policy
+
+    @property
+    def nm(self) -> tuple[int, int] | None:
+        """(2, 4) where two of four weights in a block are multiplied, otherwise None."""
+        return self._nm
+
+    @property
+    def transposable(self) -> bool:
+        """True where masks keep two of four weights in columns as well."""
+        return self._transposable
+
+    @property
+    def storage(self) -> str:
+        """Name of the weight's storage: "plain", "compressed", "int8" or "float8_e4m3fn"."""
+        return self._storage.name
+
+    @property
+    def storage_error(self) -> float:
+        """Error of the last `to_storage`: the Frobenius norm of the change of W, over that of W."""
+        return self._storage_error
+
+    @checked
+    @torch.no_grad()
+    def set_nm(
+        self: _Weight, nm: Sequence[int] | None, *, scores: Tensor | None = None, transposable: bool = False
+    ) -> _Weight:
+        """Begin or end 2:4 inside the blocks; the weight stays as it is, and so do optimizers.
+
+        Args:
+            nm: (2, 4), or None for dense blocks, in which masked weights count again.
+            scores: see `update_mask_`.
+            transposable: see the class.
+
+        Raises:
+            UnsupportedError: the storage is not "plain", or the weight is sharded.
+            InvalidArgumentError: blocks are not 32, 64 or 128 wide, or another argument is not allowed. The
+                layer is as it was.
+        """
+        check_nm(nm, transposable)
+        check_whole(self, "set_nm")
+        check_trainable(self, "set_nm")
+        check_nm_blocks(nm, transposable, self._block_shape)
+        self.mask = None if nm is None else chosen_mask(self.weight, scores, transposable)
+        self._nm, self._transposable = as_nm(nm), transposable
+        return self
+
+    @checked
+    @torch.no_grad()
+    def update_mask_(self: _Weight, scores: Tensor | None = None) -> _Weight:
+        """Choose anew which two of four weights are multiplied. Nothing waits for a GPU.
+
+        Args:
+            scores: [nnz, bn, bk], higher is better; None is the magnitude of the weight.
+
+        Raises:
+            UnsupportedError: the layer is not 2:4, its storage is not "plain", or the weight is sharded.
+            InvalidArgumentError: ``scores`` has another shape.
+        """
+        check_whole(self, "update_mask_")
+        check_trainable(self, "update_mask_")
+        if self.mask is None:
+            raise UnsupportedError("update_mask_: nm=(2, 4) expected, got None")
+        self.mask.copy_(chosen_mask(self.weight, scores, self._transposable))
+        return self
+
+    @torch.no_grad()
+    def plain_values(self) -> Tensor:
+        """Return a copy of the dense blocks [nnz, bn, bk], zero where a mask says so, without gradient."""
+        check_whole(self, "plain_values")
+        return self._storage.dense_blocks(self._stored(), self._dtype)
+
+    def kept_mask(self) -> Tensor | None:
+        """Return the mask of 2:4 [nnz, bn, bk], however it is stored; None without 2:4."""
+        return self._storage.mask(self._stored())
+
+    @checked
+    @torch.no_grad()
+    def to_storage(self: _Weight, storage: str, *, per: str = "row") -> _Weight:
+        """Store the weight in another way, in place.
+
+        ``weight`` becomes another Parameter, so optimizers have to be built again. Only "plain" has a
+        gradient, which a frozen weight does not get back. `storage_error` is the error of the conversion.
+
+        Args:
+            storage: "plain"; "compressed": the kept half of 2:4, and metadata; "int8" or "float8_e4m3fn":
+                8 bits and scales, of 2:4 the kept half alone.
+            per: of 8 bits, what has a scale of its own: "row" of a block or "block".
+
+        Raises:
+            InvalidArgumentError: another storage, or one that is for 2:4; the weight is not finite, for 8
+                bits.
+            UnsupportedError: the weight is sharded, or offloaded by Accelerate.
+        """
+        check_whole(self, "to_storage")
+        if self.weight.is_meta and hasattr(self, "_hf_hook"):  # which brings back the weight as it was
+            raise UnsupportedError("to_storage: its weight is offloaded; load the model without")
+        if per not in SCALES:
+            raise InvalidArgumentError(f"per must be 'row' or 'block', got {shown(per)}")
+        spec = self.spec
+        wanted = spec.with_storage(storage, per)
+        if wanted != spec:
+            self._storage_error = convert.convert_storage(self, wanted)
+        return self
+
+    def freeze(self) -> None:
+        """Freeze the weight for good, also if it is to be stored plain."""
+        self._thaws = False
+        self.weight.requires_grad_(False)
+
+    @property
+    def pattern(self) -> BlockPattern:
+        """Where the blocks lie: a view of the buffers.
+
+        Another pattern of the same shape, block shape and number of blocks can be assigned: it is copied.
+
+        Raises:
+            InvalidPatternError: there is none yet, see above.
+            InvalidArgumentError: what is assigned does not fit.
+        """
+        if self.origin.source is Source.MISSING:
+            self.validate_pattern()
+        return BlockPattern.from_index(self.index(), self._updated)
+
+    @pattern.setter
+    def pattern(self, other: BlockPattern) -> None:
+        if not isinstance(other, BlockPattern):
+            raise InvalidArgumentError(f"pattern: a BlockPattern expected, got {type(other).__name__}")
+        mine = self._shape, self._block_shape, self.col_indices.shape[0]
+        if (other.shape, other.block_shape, other.nnz) != mine:
+            raise InvalidArgumentError(
+                f"pattern: shape {mine[0]} in blocks of {mine[1]} with {mine[2]} of them kept expected, as "
+                f"the weight has them, got {other.shape} in {other.block_shape} with {other.nnz}"
+            )
+        if not self.col_indices.is_meta:
+            BlockPattern.from_index(self.index(), self._updated).update_(other)
+
+    def index(self) -> Index:
+        """Return the pattern as operators take it."""
+        buffers: dict[str, Any] = self._buffers  # __getattr__ takes longer
+        return Index(
+            buffers["crow_indices"], buffers["col_indices"], buffers["slot"], self._shape, self._block_shape
+        )
+
+    def declare_shared(self) -> None:
+        """Record that all processes have this pattern."""
+        self.origin = PatternOrigin(Source.SHARED, self.index())
+
+    def _updated(self) -> None:
+        self.origin = self.origin.updated(self.index())
+
+    def validate_pattern(self) -> None:
+        """Raise where a step would go wrong because the pattern is missing, or others may have another."""
+        missing = self.origin.source is Source.MISSING
+        if missing and not self.col_indices.is_meta:
+            self._check_filled()
+        elif not missing and self.training and torch.is_grad_enabled() and has_peers():
+            self._check_shared()
+
+    @constant_when_compiled
+    def _check_filled(self) -> None:
+        self.origin = self.origin.filled(self.index())
+
+    @constant_when_compiled
+    def _check_shared(self) -> None:
+        self.origin = self.origin.agreed(self.index())
+
+    def take_over(self: _Weight, other: _Weight) -> None:
+        """Become another layer of this shape, tensors and all; hooks and mode stay."""
+        for name in _STATE:
+            setattr(self, name, getattr(other, name))
+
+    def _apply(self: _Weight, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Weight:
+        state.move(self, fn, partial(super()._apply, fn, recurse))
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # torch.distributed.checkpoint reads into a state dict; its zeros are no pattern for who loads them.
+        if self.origin.source is Source.MISSING and not is_sharded(self.weight):
+            self.validate_pattern()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        load = partial(super()._load_from_state_dict, state_dict, prefix, *others)
+        state.load(self, state_dict, prefix, others[-1], load)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)  # which nn.Module would take for a submodule
+        else:
+            super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: value for name, value in self.__dict__.items() if name != "observe"}
+        return {**own, "origin": self.origin.source}  # the versions of copied tensors begin anew
+
+    def __setstate__(self, own: dict[str, Any]) -> None:
+        super().__setstate__(own)  # type: ignore[no-untyped-call]
+        self.origin = PatternOrigin(own["origin"], self.index())

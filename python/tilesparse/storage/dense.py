@@ -1,0 +1,38 @@
+"""Dense blocks: the storage that can be trained; with 2:4, a mask says which weights count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .._ops.masks import masked
+from ..config import LayerSpec
+from .base import Form, Storage
+
+
+class DenseStorage(Storage):
+    """Weight [nnz, bn, bk] in the layer's dtype, and with 2:4 a mask of bools of the same shape."""
+
+    name = "plain"
+    trainable = True
+
+    def forms(self, spec: LayerSpec) -> dict[str, Form]:
+        """Return shape and dtype of each tensor."""
+        forms: dict[str, Form] = {"weight": (spec.values_shape, spec.dtype)}
+        return forms if spec.nm is None else {**forms, "mask": (spec.values_shape, torch.bool)}
+
+    def store(self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec) -> dict[str, Tensor]:
+        """Return the tensors that store dense blocks."""
+        return {"weight": blocks} if mask is None else {"weight": blocks, "mask": mask}
+
+    def dense_blocks(self, tensors: Mapping[str, Tensor | None], dtype: torch.dtype) -> Tensor:
+        """Return a masked copy of the weight."""
+        weight, mask = tensors["weight"], tensors.get("mask")
+        assert weight is not None
+        return weight.detach().clone() if mask is None else masked(weight.detach(), mask)
+
+    def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
+        """Return the mask of 2:4, None without 2:4."""
+        return tensors.get("mask")

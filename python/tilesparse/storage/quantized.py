@@ -1,0 +1,42 @@
+"""8 bits and scales, with 2:4 of the kept half of each block alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..config import LayerSpec
+from .base import Form, Storage
+from .compressed import COMPRESSED
+from .values import quantize
+
+
+class QuantizedStorage(Storage):
+    """Weight [nnz, bn, bk] in 8 bits with float32 scales [nnz, bn] or [nnz]; 2:4 is compressed as well."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name, self.dtype = name, dtype
+
+    def forms(self, spec: LayerSpec) -> dict[str, Form]:
+        """Return shape and dtype of each tensor."""
+        nnz, bn, _ = spec.values_shape
+        forms: dict[str, Form] = {"weight": (spec.values_shape, self.dtype)}
+        if spec.nm is not None:
+            forms = COMPRESSED.forms(spec)
+        return {**forms, "scales": ((nnz,) if spec.scales == "block" else (nnz, bn), torch.float32)}
+
+    def store(self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec) -> dict[str, Tensor]:
+        """Return the tensors that store dense blocks."""
+        weight, scales = quantize(blocks, self.dtype, per=spec.scales or "row")
+        stored = {"weight": weight} if mask is None else COMPRESSED.store(weight, mask, spec)
+        return {**stored, "scales": scales}
+
+    def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
+        """Return the mask of 2:4, None without 2:4."""
+        return None if tensors.get("metadata") is None else COMPRESSED.mask(tensors)
+
+    def block_shape(self, weight: Tensor, nm: tuple[int, int] | None) -> tuple[int, int]:
+        """Return (bn, bk) of the blocks that a stored weight holds."""
+        return super().block_shape(weight, nm) if nm is None else COMPRESSED.block_shape(weight, nm)
