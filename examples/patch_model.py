@@ -13,7 +13,7 @@ model = nn.Sequential(
 patcher = BlockSparseModelPatcher()
 patcher.add_pattern(r"1\.\d", {"density": 0.25, "block_shape": (32, 32)})
 print(patcher.patch_model(model, dry_run=True))  # shows what would happen
-patcher.patch_model(model)
+patcher.patch_model(model, keep_dense=True)  # keeps the dense layers, and so their memory, for undo
 optimizer = torch.optim.AdamW(model.parameters())  # after patching: the parameters are new
 model(torch.randint(256, (4, 32))).logsumexp(-1).mean().backward()
 optimizer.step()

@@ -274,7 +274,7 @@ def test_a_folder_is_no_adapter_file(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         ({"regex": "9"}, "regex: names of block-sparse layers expected, got '9'"),
-        ({"regex": "("}, "regex: a regular expression expected"),
+        ({"regex": "("}, "regex must be a name or a regular expression"),
         ({"density": 0.0}, "density: "),
         ({"density": 1.5}, "density: "),
         ({"density": True}, "density: a number above 0 and at most 1 expected, got True"),

@@ -322,7 +322,7 @@ def test_patched_models(tmp_path: Path) -> None:
 
         model = build().eval()
         patcher = BlockSparseModelPatcher()
-        patcher.add_pattern("linear", {"density": 0.5})
+        patcher.add_pattern(r"linear\d", {"density": 0.5})
         assert len(patcher.patch_model(model).layers) == 2
         tilesparse.save(model, tmp_path)
         x = torch.randn(1, 4, 64)

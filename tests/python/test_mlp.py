@@ -329,7 +329,7 @@ def patched(kind: str) -> tuple[Any, BlockSparseModelPatcher]:
     torch.manual_seed(0)
     model, patcher = MODELS[kind][0](), BlockSparseModelPatcher()
     patcher.add_pattern(r".*\.(mlp|intermediate)\.", {"density": 0.5, "block_shape": (16, 16)})
-    patcher.patch_model(model)
+    patcher.patch_model(model, keep_dense=True)
     return model, patcher
 
 

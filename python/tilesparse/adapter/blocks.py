@@ -7,23 +7,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from .._names import NamePattern
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ..patch.modules import owners_of_parameters
-from ..patch.rules import compiled_pattern
 from ..pattern.block_pattern import BlockPattern
 from .linear import AdaptedLinear
 
 
 def matching_layers(model: nn.Module, regex: str) -> dict[str, BlockSparseLinear]:
     """Return the block-sparse layers that a regular expression matches, by name."""
-    match = compiled_pattern(regex).match
+    pattern = NamePattern.parse(regex)
     modules = dict(model.named_modules())
     adapted = tuple(f"{name}." for name, module in modules.items() if isinstance(module, AdaptedLinear))
     names = [
         name
         for name, module in modules.items()
-        if match(name)
+        if pattern.match(name)
         and isinstance(module, BlockSparseLinear | AdaptedLinear)
         and not name.startswith(adapted)
     ]

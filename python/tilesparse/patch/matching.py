@@ -1,40 +1,115 @@
-"""What keeps a linear layer from becoming a block-sparse one."""
+"""Which modules of a model rules replace, and why others stay as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .._checks import DTYPES
-from ..config import QUANTIZED_BY_NAME
+from .._checks import DTYPES, check_block_shape
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
-from .modules import is_linear
-
-
-class Match(NamedTuple):
-    """A layer to replace, all its names, the options for it, and whether a pattern writes its name out."""
-
-    module: nn.Module
-    names: list[str]
-    options: dict[str, Any]
-    named: bool
-
-
-class CannotBeCutError(InvalidArgumentError):
-    """A weight's shape is no multiple of the block shape."""
-
+from .modules import (
+    Replacement,
+    is_linear,
+    output_embeddings,
+    owners_of_parameters,
+    reason_from_parents,
+    tie_of,
+    what_would_be_lost,
+)
+from .reports import SkippedLayer, by_reason
+from .rules import LayerOptions, Rule
+from .weight_reads import Read
 
 NOT_LINEAR = "not nn.Linear"
 
+Refusal: TypeAlias = Callable[[str, nn.Module], str | None]  # by name: why a module is not replaced, or None
 
-def reason_not_patchable(module: nn.Module) -> str:
-    """Say why `is_patchable` refuses a module."""
+
+class Match(NamedTuple):
+    """A layer to replace, all its names, the options for it, and whether a rule writes its name out."""
+
+    module: nn.Module
+    names: list[str]
+    options: LayerOptions
+    named: bool
+
+
+def match_modules(
+    model: nn.Module,
+    names: Mapping[nn.Module, list[str]],
+    rules: Sequence[Rule],
+    reads: Mapping[nn.Module, Read],
+    refusal: Refusal,
+    *,
+    spare_outputs: bool = True,
+) -> tuple[list[Match], list[SkippedLayer]]:
+    """Return the layers that rules replace, and the modules that they match and that stay, with the reason.
+
+    Args:
+        model: only read.
+        names: `names_of_modules` of the model.
+        rules: the first one that matches a layer counts.
+        reads: `weight_reads` of the model.
+        refusal: why a module of a name cannot be replaced by `make` of `patch`, or None.
+        spare_outputs: leave output embeddings alone unless a rule writes out the last part of their name.
+    """
+    owners = owners_of_parameters(names)
+    outputs = output_embeddings(names) if spare_outputs else set()
+    matched: list[Match] = []
+    skipped: list[SkippedLayer] = []
+    for module, aliases in names.items():
+        own = [rule for rule in rules if rule.layers.matches(aliases)]
+        naming = [rule for rule in own if rule.layers.spells(aliases)] if module in outputs else own
+        if not own:
+            continue
+        rule = (naming or own)[0]
+        reason = _reason_to_skip(model, module, aliases, rule.options, refusal)
+        if reason is None and not naming:
+            reason = "output embedding; a pattern that names it patches it"
+        if reason is None and not rule.options.untie:
+            reason = tie_of(module, names, owners)
+        read = reads.get(module)
+        if read is not None and not read.called and isinstance(module, nn.Linear):
+            reason = f"{read.reader} reads its weight itself and never calls it"
+        if reason is None:
+            matched.append(Match(module, aliases, rule.options, rule.layers.spells(aliases)))
+        else:
+            skipped.append(SkippedLayer(aliases[0], type(module).__name__, reason))
+    return matched, skipped
+
+
+def check_rules(
+    rules: Sequence[Rule],
+    names: Mapping[nn.Module, list[str]],
+    converted: Container[nn.Module],
+    skipped: Iterable[SkippedLayer],
+) -> None:
+    """Raise InvalidArgumentError for rules by which no layer is block-sparse, and if there are none."""
+    if not rules:
+        raise InvalidArgumentError("patterns must be added before a model is patched, got none")
+    sparse = [
+        aliases for module, aliases in names.items() if module in converted or isinstance(module, Replacement)
+    ]
+    for rule in rules:
+        if any(map(rule.layers.matches, sparse)):
+            continue
+        own = [layer for layer in skipped if rule.layers.matches([layer.name])]
+        own = [layer for layer in own if layer.reason != NOT_LINEAR] or own
+        why = "; ".join([*by_reason(own)][:3]) or "it matches no name"
+        raise InvalidArgumentError(
+            f"patterns must each make a layer block-sparse, got {rule.layers.text!r} ({why}); "
+            "strict=False goes on without"
+        )
+
+
+def reason_not_linear(module: nn.Module) -> str | None:
+    """Say why a module is no linear layer that can be replaced, or return None."""
     if is_linear(module):
-        return "is_patchable refuses it"
+        return None
     if isinstance(module, nn.LazyLinear):
         return "not initialised yet; pass a batch through the model first"
     if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
@@ -44,8 +119,24 @@ def reason_not_patchable(module: nn.Module) -> str:
     return NOT_LINEAR
 
 
-def reason_not_sparse(module: Any, options: Mapping[str, Any]) -> str | None:
-    """What keeps a dense layer with these options from becoming a sparse one that is of use."""
+def _reason_to_skip(
+    model: nn.Module, module: nn.Module, aliases: list[str], options: LayerOptions, refusal: Refusal
+) -> str | None:
+    if isinstance(module, Replacement):
+        return "already block-sparse"
+    reason = refusal(aliases[0], module)
+    if reason is not None:
+        return reason
+    if module is model:
+        return "the model itself cannot be replaced in place"
+    reason = reason_from_parents(model, aliases) or what_would_be_lost(module)
+    if reason is None and is_linear(module):
+        reason = _reason_not_sparse(module, options)
+    return reason
+
+
+def _reason_not_sparse(module: Any, options: LayerOptions) -> str | None:
+    """Say what keeps a dense layer with these options from becoming a sparse one that is of use."""
     own = sorted({*module._parameters, *module._buffers, *module._modules})
     if own != ["bias", "weight"]:
         return f"it holds {', '.join(own)} in place of weight and bias (remove weight_norm, pruning, … first)"
@@ -53,35 +144,11 @@ def reason_not_sparse(module: Any, options: Mapping[str, Any]) -> str | None:
         return f"its weight is {module.weight.dtype}, for which there are no sparse layers"
     if module.weight.numel() == 0:
         return "its weight is empty"
-    (bn, bk), density = options["block_shape"], options["density"]
+    bn, bk = check_block_shape(options.config.block_shape)
+    density = options.config.density
     out_features, in_features = dense_weight(module).shape
     fits = out_features % bn == 0 and in_features % bk == 0  # another reason otherwise, which comes later
     blocks = (out_features // bn) * (in_features // bk)
-    if options["pattern"] is None and fits and density > 0 and round(density * blocks) == 0:
+    if options.pattern is None and fits and density > 0 and round(density * blocks) == 0:
         return f"density {density:g} of its {blocks} blocks in {bn}x{bk} rounds to none"
     return None
-
-
-def check_blocks_can_be_chosen(module: Any, block_shape: Sequence[int]) -> None:
-    """Raise CannotBeCutError unless the blocks of a dense layer can be ranked."""
-    sizes = zip(("out_features", "in_features"), dense_weight(module).shape, strict=True)
-    for (name, size), block in zip(sizes, block_shape, strict=True):
-        if size % block:
-            raise CannotBeCutError(
-                f"block_shape: {tuple(block_shape)} does not fit, {name} is {size}, no multiple of {block}"
-            )
-    if module.weight.is_meta:
-        raise InvalidArgumentError(
-            "pattern: expected, because on the meta device there are no weights to choose blocks by"
-        )
-    if bool(module.weight.isnan().any()):
-        raise InvalidArgumentError("its weight has NaN, so its blocks cannot be ranked")
-
-
-def check_can_be_stored(module: Any, storage: str) -> None:
-    """Raise InvalidArgumentError for weights that are not finite and are to be stored in 8 bits."""
-    weight = module.weight
-    if storage in QUANTIZED_BY_NAME and not weight.is_meta and not bool(weight.isfinite().all()):
-        raise InvalidArgumentError(
-            f"storage: {storage!r} is for finite weights, and its weight is not finite"
-        )

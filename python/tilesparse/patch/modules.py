@@ -37,7 +37,7 @@ _STATE_HOOKS = (
 
 @dataclass(frozen=True)
 class Target:
-    """A module to replace, all its names, its replacement, and whether blocks were chosen for that."""
+    """A module to replace: all its names, its replacement, and whether blocks were chosen for that."""
 
     names: list[str]
     module: nn.Module
@@ -63,7 +63,7 @@ def owners_of_parameters(modules: Iterable[nn.Module]) -> dict[nn.Parameter, lis
 
 
 def output_embeddings(names: Mapping[nn.Module, list[str]]) -> set[nn.Module]:
-    """Layers named lm_head, and those that Transformers' models say are theirs."""
+    """Return layers named lm_head, and those that models of Transformers declare."""
     found = {
         module
         for module, aliases in names.items()
@@ -86,7 +86,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def reason_from_parents(model: nn.Module, aliases: Iterable[str]) -> str | None:
-    """What in the modules around a layer keeps it from being another one."""
+    """Say what in the modules around a layer keeps it from being replaced, or return None."""
     parents = (model.get_submodule(name.rpartition(".")[0]) for name in aliases)
     if torch.backends.mha.get_fastpath_enabled() and any(
         isinstance(parent, nn.TransformerEncoderLayer) for parent in parents
@@ -99,10 +99,10 @@ def reason_from_parents(model: nn.Module, aliases: Iterable[str]) -> str | None:
 
 
 def what_would_be_lost(module: nn.Module) -> str | None:
-    """What belongs to the module and could not be kept in another one."""
+    """Say what a module has that its replacement could not keep, or return None."""
     parameters = module.parameters(recurse=False)
     if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
-        return "a hook on a parameter cannot move to the new one; remove it first"
+        return "a hook on a parameter cannot move to the new parameter; remove it first"
     if any(getattr(module, attribute) for attribute in _STATE_HOOKS):
         return "a hook of its state dict cannot move to a sparse layer; remove it first"
     if module._backward_hooks and not module._is_full_backward_hook:

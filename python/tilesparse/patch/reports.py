@@ -1,4 +1,4 @@
-"""Reports on what became of the modules of a model."""
+"""Reports and warnings on the modules of a patched model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .weight_reads import Read
 
 @dataclass(frozen=True)
 class Size:
-    """Numbers of parameters and of bytes (of parameters and buffers).
+    """Number of parameters, and bytes of parameters and buffers.
 
-    A shared tensor counts once, and what is not initialised yet (in lazy layers) does not count.
+    A shared tensor counts once. Uninitialised tensors of lazy layers do not count.
     """
 
     parameters: int
@@ -35,9 +35,9 @@ class PatchedLayer:
     """One replaced layer.
 
     `shape` is (out_features, in_features). `policy`, `nm` and `storage` are those of the `BlockSparseLinear`;
-    for a `PseudoBlockSparseLinear`, whose weight is plain, `policy` is "pseudo". `error` is the layer's
-    `storage_error`: what 8 bits have changed of the weights that are kept, and not what was left out.
-    `empty_rows` and `empty_columns` count block rows and columns without a block, but on the meta device.
+    for a reference layer (`PseudoBlockSparseLinear`), whose weight is plain, `policy` is "pseudo". `error` is
+    the layer's `storage_error`: how much 8 bits change the weights that are kept, not what pruning removes.
+    `empty_rows` and `empty_columns` count block rows and columns without a block; 0 on the meta device.
     """
 
     name: str
@@ -56,7 +56,7 @@ class PatchedLayer:
 
 @dataclass(frozen=True)
 class SkippedLayer:
-    """A module that a pattern matched and that was left alone, the name of its class, and why."""
+    """A module that a pattern matched and that stays as it is: its name, its class and the reason."""
 
     name: str
     kind: str
@@ -65,9 +65,9 @@ class SkippedLayer:
 
 @dataclass(frozen=True)
 class DenseParameter:
-    """A parameter of two dimensions or more that is no block-sparse weight.
+    """A parameter of two or more dimensions that is not a block-sparse weight.
 
-    `share` is its fraction of all parameters that the model had before.
+    `share` is its fraction of all parameters of the dense model.
     """
 
     name: str
@@ -77,15 +77,17 @@ class DenseParameter:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What `BlockSparseModelPatcher.patch_model` did, or would do; ``str()`` makes a table of it.
+    """Layers that `BlockSparseModelPatcher.patch_model` or `sparsify_` replaced, or would replace.
+
+    ``str()`` makes a table of it.
 
     Attributes:
-        layers: those that are replaced.
-        skipped: those that a regular expression names and that stay as they are, with the reason.
-        unmatched: the regular expressions that no name of the model matches.
-        before: the size of the whole model.
+        layers: the replaced layers.
+        skipped: modules that a pattern matches and that stay as they are, with the reason.
+        unmatched: patterns that match no name of the model.
+        before: size of the whole model.
         after: its size with the replaced layers.
-        dense: all parameters of two dimensions or more that stay dense, also those of other modules.
+        dense: all parameters of two or more dimensions that stay dense, including those of other modules.
     """
 
     layers: list[PatchedLayer]
@@ -122,10 +124,10 @@ class FusedMLP:
 
 @dataclass(frozen=True)
 class FuseReport:
-    """What `BlockSparseModelPatcher.fuse_mlps` did, or would do; ``str()`` makes a table of it.
+    """MLPs that `BlockSparseModelPatcher.fuse_mlps` fused, or would fuse; ``str()`` makes a table of it.
 
     Attributes:
-        mlps: those that became a `BlockSparseMLP`.
+        mlps: the fused MLPs.
         skipped: modules with "MLP" in the name of their class, or whose function is known, that stay as they
             are, with the reason.
     """
@@ -174,7 +176,7 @@ def patch_report(
 
 
 def _dense_parameters(names: Mapping[nn.Module, list[str]], whole: int) -> list[DenseParameter]:
-    """Those of modules that are not block-sparse, the largest share first; a shared one is there once."""
+    """Return the parameters of modules that are not block-sparse, largest first, shared ones once."""
     found: dict[nn.Parameter, DenseParameter] = {}
     for module, aliases in names.items():
         if isinstance(module, Replacement):
@@ -188,7 +190,7 @@ def _dense_parameters(names: Mapping[nn.Module, list[str]], whole: int) -> list[
 
 
 def dense_lines(parameters: Sequence[DenseParameter]) -> list[str]:
-    """A table of parameters that stay dense, in which those that differ in numbers of their names are one."""
+    """Return a table of parameters that stay dense; names that differ in numbers alone share a line."""
     groups: dict[tuple[str, tuple[int, ...]], list[DenseParameter]] = {}
     for one in parameters:
         groups.setdefault((without_numbers(one.name), one.shape), []).append(one)
@@ -199,14 +201,14 @@ def dense_lines(parameters: Sequence[DenseParameter]) -> list[str]:
     return aligned(rows) if len(rows) > 1 else []
 
 
-def warn_of_empty(layers: Iterable[Any]) -> None:
-    """Says which layers have outputs that are their bias alone, or inputs that nothing reads."""
+def warn_of_empty(layers: Iterable[Any], stacklevel: int = 4) -> None:
+    """Warn of layers with outputs that are their bias alone, or inputs that nothing reads."""
     texts = empty_texts(layers)
     if texts:
-        warnings.warn(f"the blocks that were chosen leave {'; '.join(texts)}", stacklevel=4)
+        warnings.warn(f"the blocks that were chosen leave {'; '.join(texts)}", stacklevel=stacklevel)
 
 
-def warn_of_reads(targets: Sequence[Target], reads: Mapping[nn.Module, Read]) -> None:
+def warn_of_reads(targets: Sequence[Target], reads: Mapping[nn.Module, Read], stacklevel: int) -> None:
     """Warn of replaced layers whose weight another module reads in some of its branches."""
     readers: dict[str, list[str]] = {}
     for target in targets:
@@ -216,7 +218,7 @@ def warn_of_reads(targets: Sequence[Target], reads: Mapping[nn.Module, Read]) ->
         warnings.warn(
             f"{reader} calls block-sparse layers, but also reads their weight itself in some branches, which "
             f"fail from now on (such as fused kernels for training): {listed(layers)}",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 
@@ -239,7 +241,7 @@ def _patched(target: Target) -> PatchedLayer:
 
 
 def _storage(layer: PatchedLayer) -> str:
-    """As "plain", "2:4", which is plain with a mask, "2:4 compressed", "int8" or "2:4 int8"."""
+    """Return "plain", "2:4" (plain with a mask), "2:4 compressed", "int8", "2:4 int8" or the like."""
     if layer.nm is None:
         return layer.storage
     return "2:4" if layer.storage == "plain" else f"2:4 {layer.storage}"
@@ -251,7 +253,7 @@ def _sizes(before: Size, after: Size) -> tuple[str, str, str, str]:
 
 
 def by_reason(skipped: Iterable[SkippedLayer]) -> Iterator[str]:
-    """A line for each reason: how many layers of which kinds, and why."""
+    """Yield a line for each reason: how many layers of which kinds, and why."""
     groups: dict[str, list[SkippedLayer]] = {}
     for layer in skipped:
         groups.setdefault(layer.reason, []).append(layer)

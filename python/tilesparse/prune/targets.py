@@ -9,13 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from .._names import NamePattern
 from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.convert import dense_weight, is_conv1d
 from ..nn.linear import BlockSparseLinear
-from ..patch.matching import CannotBeCutError, check_blocks_can_be_chosen
+from ..patch.building import CannotBeCutError, check_blocks_can_be_chosen
+from ..patch.matching import check_rules, match_modules, reason_not_linear
 from ..patch.modules import names_of_modules
-from ..patch.patcher import BlockSparseModelPatcher
 from ..patch.reports import SkippedLayer
+from ..patch.rules import LayerOptions, Rule
 from ..patch.weight_reads import Read, weight_reads
 from ..pattern.block_pattern import BlockPattern
 from ._checks import checked_choice
@@ -40,15 +42,14 @@ def targets_matching(
         cut: one that is named has to fit the blocks.
         reads: `weight_reads` of the model, where it is known.
     """
-    patcher = BlockSparseModelPatcher()
     regexes = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-    for regex in regexes:
-        try:
-            patcher.add_pattern(regex, _options(choice))
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"layers: {error}") from error
+    options = LayerOptions.parse(_options(choice))
+    rules = [Rule(NamePattern.parse(regex, argument="layers"), options) for regex in regexes]
     names = names_of_modules(model)
-    matched, others = patcher._match(model, names, weight_reads(model) if reads is None else reads)
+    reads = weight_reads(model) if reads is None else reads
+    matched, others = match_modules(
+        model, names, rules, reads, lambda name, module: reason_not_linear(module)
+    )
     targets: dict[str, Choice] = {}
     for module, aliases, _, named in matched:
         try:
@@ -61,7 +62,7 @@ def targets_matching(
         else:
             targets[aliases[0]] = choice
     if strict and layers is not None and targets:
-        patcher._check_rules(names, {model.get_submodule(name) for name in targets}, others)
+        check_rules(rules, names, {model.get_submodule(name) for name in targets}, others)
     return targets, [layer for layer in others if _is_linear(model, layer.name)]
 
 

@@ -5,7 +5,8 @@
 
 from .distillation import DistillationHistory, distill
 from .losses import DistillationLoss
-from .reconstruction import FittedSubmodule, ReconstructionReport, SkippedSubmodule, reconstruct
+from .reconstruction import reconstruct
+from .report import FittedSubmodule, ReconstructionReport, SkippedSubmodule
 
 __all__ = [
     "DistillationHistory",

@@ -1,0 +1,66 @@
+"""Sparse layers made of dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from .._checks import check_block_shape
+from ..config import QUANTIZED_BY_NAME
+from ..errors import InvalidArgumentError
+from ..nn.convert import best_blocks, dense_weight, is_conv1d
+from ..nn.linear import BlockSparseLinear
+from ..nn.reference import PseudoBlockSparseLinear
+from .modules import Replacement
+from .rules import LayerOptions
+
+
+class CannotBeCutError(InvalidArgumentError):
+    """A weight's shape is no multiple of the block shape."""
+
+
+def sparse_layer(module: nn.Module, options: LayerOptions) -> Replacement:
+    """Return the block-sparse layer that replaces a dense one, which stays as it is.
+
+    Raises:
+        CannotBeCutError: the weight cannot be cut into blocks of the config's shape.
+        InvalidArgumentError: the weight has NaN, has infinities and is to be stored in 8 bits, is on the meta
+            device without a pattern, or does not have the pattern's shape.
+    """
+    config, pattern = options.config, options.pattern
+    if isinstance(module, nn.Linear) or is_conv1d(module):
+        if pattern is None:  # chosen here, as the report names what that leaves empty
+            block_shape = check_block_shape(config.block_shape)
+            check_blocks_can_be_chosen(module, block_shape)
+            weight = dense_weight(module)
+            pattern = best_blocks(weight, None, config.density, block_shape, options.parts)
+        _check_can_be_stored(module, config.storage)
+    layer = BlockSparseLinear.from_linear(
+        module, pattern=pattern, policy=config.policy, nm=config.nm, transposable=config.transposable
+    ).to_storage(config.storage, per=config.scales)
+    return PseudoBlockSparseLinear(layer) if options.pseudo_linear else layer
+
+
+def check_blocks_can_be_chosen(module: Any, block_shape: Sequence[int]) -> None:
+    """Raise CannotBeCutError unless the blocks of a dense layer can be ranked."""
+    sizes = zip(("out_features", "in_features"), dense_weight(module).shape, strict=True)
+    for (name, size), block in zip(sizes, block_shape, strict=True):
+        if size % block:
+            raise CannotBeCutError(
+                f"block_shape must divide the weight, got {tuple(block_shape)}: {name} is {size}, "
+                f"no multiple of {block}"
+            )
+    if module.weight.is_meta:
+        raise InvalidArgumentError(
+            "pattern must be given on the meta device: it has no weights to rank blocks by"
+        )
+    if bool(module.weight.isnan().any()):
+        raise InvalidArgumentError("its weight must not have NaN, which cannot be ranked")
+
+
+def _check_can_be_stored(module: Any, storage: str) -> None:
+    weight = module.weight
+    if storage in QUANTIZED_BY_NAME and not weight.is_meta and not bool(weight.isfinite().all()):
+        raise InvalidArgumentError(f"its weight must be finite for the storage {storage!r}, got inf or nan")

@@ -1,0 +1,86 @@
+"""Models patched by rules: everything that can fail comes before the first change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from .._progress import Progress
+from ..errors import InvalidArgumentError, TileSparseError
+from ..integrations.transformers_hooks import check_can_follow, follow
+from .building import CannotBeCutError
+from .matching import Match, Refusal, check_rules, match_modules
+from .modules import Replacement, Target, names_of_modules, set_submodule, share_hooks
+from .reports import PatchReport, SkippedLayer, patch_report, warn_of_empty, warn_of_reads
+from .rules import LayerOptions, Rule
+from .weight_reads import weight_reads
+
+_STACKLEVEL = 5  # of warnings: those of the caller of a public function that calls `patch`
+
+
+def patch(
+    model: nn.Module,
+    rules: Sequence[Rule],
+    refusal: Refusal,
+    make: Callable[[str, nn.Module, LayerOptions], Replacement],
+    *,
+    dry_run: bool,
+    strict: bool,
+    spare_outputs: bool = True,
+) -> tuple[PatchReport, list[Target]]:
+    """Replace the layers that rules match; on an error, none.
+
+    Args:
+        model: changed in place.
+        rules: see `match_modules`.
+        refusal: see `match_modules`.
+        make: returns the replacement of a module, from its name, itself and its options.
+        dry_run: only report what would be done.
+        strict: raise for rules by which no layer is block-sparse.
+        spare_outputs: see `match_modules`.
+    """
+    names, reads = names_of_modules(model), weight_reads(model)
+    matched, skipped = match_modules(model, names, rules, reads, refusal, spare_outputs=spare_outputs)
+    targets, uncut = _made(matched, make)
+    skipped += uncut
+    if strict:
+        check_rules(rules, names, {target.module for target in targets}, skipped)
+    unmatched = [rule.layers.text for rule in rules if not any(map(rule.layers.matches, names.values()))]
+    report = patch_report(names, targets, skipped, unmatched)
+    if not dry_run:
+        check_can_follow(model)
+        replace_modules(model, targets)
+        follow(model)
+    warn_of_reads(targets, reads, _STACKLEVEL)
+    chosen = {target.names[0] for target in targets if target.chosen}
+    warn_of_empty((layer for layer in report.layers if layer.name in chosen and layer.density), _STACKLEVEL)
+    return report, targets
+
+
+def replace_modules(model: nn.Module, targets: Iterable[Target]) -> None:
+    """Put the replacements into a model, under all names and with the hooks of the modules they replace."""
+    for target in targets:
+        share_hooks(target.module, target.replacement)
+        for name in target.names:
+            set_submodule(model, name, target.replacement)
+
+
+def _made(
+    matched: Sequence[Match], make: Callable[[str, nn.Module, LayerOptions], Replacement]
+) -> tuple[list[Target], list[SkippedLayer]]:
+    """Make all replacements; layers that cannot be cut are skipped unless a rule writes their name out."""
+    progress = Progress(len(matched))
+    targets: list[Target] = []
+    skipped: list[SkippedLayer] = []
+    for done, (module, names, options, named) in enumerate(matched, 1):
+        name = names[0]
+        try:
+            targets.append(Target(names, module, make(name, module, options), options.pattern is None))
+        except TileSparseError as error:
+            if named or not isinstance(error, CannotBeCutError):
+                kind = InvalidArgumentError if isinstance(error, CannotBeCutError) else type(error)
+                raise kind(f"layer {name!r}: {error}") from error
+            skipped.append(SkippedLayer(name, type(module).__name__, str(error)))
+        progress.show(done, f"layers made block-sparse, {name} the last")
+    return targets, skipped
