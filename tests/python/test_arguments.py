@@ -40,6 +40,7 @@ from tilesparse import (
     storage,
     train,
 )
+from tilesparse.config import BlockSparseConfig
 
 API = Path(__file__).resolve().parents[2] / "docs/api"
 HOSTILE: dict[str, Any] = {
@@ -278,7 +279,7 @@ def patcher() -> BlockSparseModelPatcher:
 
 def patched() -> tuple[Callable[..., Any], dict[str, Any]]:
     made, model = patcher(), dense()
-    made.patch_model(model)
+    made.patch_model(model, keep_dense=True)
     return made.undo, {"model": model}
 
 
@@ -346,6 +347,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "parallel.ColwiseParallel": dict,
     "parallel.RowwiseParallel": dict,
     "parallel.synchronize_patterns": lambda: {"model": nn.Sequential()},
+    "patch.sparsify_": lambda: {"model": dense(), "config": BlockSparseConfig(0.5, BLOCK)},
     "BlockSparseModelPatcher": dict,
     "BlockSparseModelPatcher.add_pattern": lambda: (patcher().add_pattern, {"regex": ".*"}),
     "BlockSparseModelPatcher.is_patchable": lambda: (

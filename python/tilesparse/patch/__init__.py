@@ -1,8 +1,9 @@
-"""Replaces the linear layers of whole models."""
+"""Patching: the linear layers of whole models become block-sparse."""
 
 from .patcher import BlockSparseModelPatcher
 from .reports import DenseParameter, FusedMLP, FuseReport, PatchedLayer, PatchReport, Size, SkippedLayer
 from .rules import DEFAULT_OPTIONS
+from .sparsify import sparsify_
 
 __all__ = [
     "DEFAULT_OPTIONS",
@@ -14,4 +15,5 @@ __all__ = [
     "PatchedLayer",
     "Size",
     "SkippedLayer",
+    "sparsify_",
 ]

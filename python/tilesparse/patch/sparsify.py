@@ -1,0 +1,80 @@
+"""Make the linear layers of a model block-sparse in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from .._arguments import checked
+from .._names import NamePattern
+from ..config import BlockSparseConfig
+from ..errors import InvalidArgumentError
+from .building import sparse_layer
+from .matching import reason_not_linear
+from .modules import Replacement
+from .patching import patch
+from .reports import PatchReport
+from .rules import LayerOptions, Rule
+
+
+@checked
+def sparsify_(
+    model: nn.Module,
+    config: BlockSparseConfig | Mapping[str, BlockSparseConfig],
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    dry_run: bool = False,
+    strict: bool = True,
+) -> PatchReport:
+    """Replace the linear layers of a model by `BlockSparseLinear`, in place; on an error, none.
+
+    The blocks of largest Frobenius norm are kept, with their values. `BlockSparseModelPatcher` does the same,
+    says which layers stay dense, and can undo it. Build the optimizer afterwards: the layers have new
+    parameters.
+
+    Args:
+        model: changed in place.
+        config: how layers are stored; or a config for each name or regular expression, of which the first
+            that matches a layer counts, see `BlockSparseModelPatcher.add_pattern`: a name such as "q_proj"
+            matches modules whose last components equal it.
+        filter_fn: takes a linear layer and its qualified name, and returns True to make it block-sparse. None
+            takes every `torch.nn.Linear` and Transformers' ``Conv1D`` but output embeddings (what
+            ``get_output_embeddings()`` returns, and layers named ``lm_head``), which take a config of their
+            name.
+        dry_run: only report what would be done.
+        strict: raise if a config makes no layer block-sparse. False leaves that to the report.
+
+    Returns:
+        The replaced layers, and the skipped ones with the reason, such as a shape that cannot be cut into
+        blocks.
+
+    Raises:
+        InvalidArgumentError: see ``strict``; or a layer that a name in `config` spells out cannot be cut into
+            blocks; or a weight has NaN, has infinities and is to be stored in 8 bits, or is on the meta
+            device.
+
+    Examples:
+        >>> report = sparsify_(model, BlockSparseConfig(density=0.5), filter_fn=lambda _, name: "mlp" in name)
+        >>> print(report)
+    """
+    if isinstance(config, Mapping) and not config:
+        raise InvalidArgumentError("config must have a config for a name or regular expression, got {}")
+    configs = config if isinstance(config, Mapping) else {".*": config}
+    rules = [
+        Rule(NamePattern.parse(name, argument="config"), LayerOptions(own)) for name, own in configs.items()
+    ]
+
+    def refusal(name: str, module: nn.Module) -> str | None:
+        reason = reason_not_linear(module)
+        if reason is None and filter_fn is not None and not filter_fn(module, name):
+            return "filter_fn refuses it"
+        return reason
+
+    def make(name: str, module: nn.Module, options: LayerOptions) -> Replacement:
+        return sparse_layer(module, options)
+
+    report, _ = patch(
+        model, rules, refusal, make, dry_run=dry_run, strict=strict, spare_outputs=filter_fn is None
+    )
+    return report

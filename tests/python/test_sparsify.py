@@ -1,0 +1,209 @@
+"""`sparsify_`, the options that a rule has, and the names that it matches."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
+from tilesparse._names import NamePattern
+from tilesparse.adapter import BlockSparseAdapter
+from tilesparse.config import BlockSparseConfig
+from tilesparse.errors import InvalidArgumentError, InvalidTypeError
+from tilesparse.patch import DEFAULT_OPTIONS, sparsify_
+
+CONFIG = BlockSparseConfig(0.5, 16)
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+
+
+def sparse(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
+
+
+def test_every_linear_layer_but_the_output_embedding_becomes_sparse() -> None:
+    model, patched = llama(), llama()
+    linear = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    report = sparsify_(model, CONFIG)
+    assert sparse(model) == linear - {"lm_head"} == {layer.name for layer in report.layers}
+    assert "output embedding" in {one.name: one.reason for one in report.skipped}["lm_head"]
+    patcher = BlockSparseModelPatcher()
+    patcher.add_pattern(".*", CONFIG)
+    assert patcher.patch_model(patched) == report
+    tokens = torch.arange(16).view(2, 8)
+    assert torch.equal(model(tokens).logits, patched(tokens).logits)
+    sparsify_(model, {"lm_head": CONFIG})
+    assert sparse(model) == linear
+
+
+def test_conv1d_and_layers_that_cannot_be_cut() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=2))
+    assert len(sparsify_(model, CONFIG).layers) == 4
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+    report = sparsify_(model, CONFIG)
+    assert sparse(model) == {"0"} and "no multiple of 16" in report.skipped[-1].reason
+
+
+def test_the_filter_takes_the_layer_and_its_name() -> None:
+    model, seen = llama(), []
+
+    def filter_fn(module: nn.Module, name: str) -> bool:
+        assert type(module) is nn.Linear and model.get_submodule(name) is module
+        seen.append(name)
+        return "mlp" in name or name == "lm_head"
+
+    linear = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    report = sparsify_(model, CONFIG, filter_fn=filter_fn)
+    assert {*seen} == linear
+    assert sparse(model) == {name for name in linear if "mlp" in name or name == "lm_head"}
+    reasons = {layer.name: layer.reason for layer in report.skipped}
+    assert reasons["model.layers.0.self_attn.q_proj"] == "filter_fn refuses it"
+
+
+def test_each_name_has_a_config_of_its_own() -> None:
+    model = llama()
+    quarter = BlockSparseConfig(0.25, (32, 16), storage="int8", scales="block", policy="auto")
+    sparsify_(model, {"mlp.up_proj": quarter, r"model\.layers\.1": CONFIG})
+    layers = {name: model.get_submodule(name) for name in sparse(model)}
+    assert {name for name in layers if layers[name].density == 0.25} == {
+        f"model.layers.{number}.mlp.up_proj" for number in range(2)
+    }
+    up = model.model.layers[1].mlp.up_proj
+    assert (up.block_shape, up.storage, up.policy, up.scales.dim()) == ((32, 16), "int8", "auto", 1)
+    assert len(layers) == 1 + 7
+
+
+def test_a_dry_run_and_an_error_change_nothing() -> None:
+    model = llama()
+    modules = dict(model.named_modules())
+    dry = sparsify_(model, CONFIG, dry_run=True)
+    assert dict(model.named_modules()) == modules
+    for config, text in (({}, "config must have"), ({"(": CONFIG}, "config must be a name or a regular")):
+        with pytest.raises(InvalidArgumentError, match=text):
+            sparsify_(model, config)
+    with pytest.raises(InvalidArgumentError, match="each make a layer block-sparse, got 'experts'"):
+        sparsify_(model, {"experts": CONFIG, "mlp": CONFIG})
+    wrong: list[Any] = [0.5, {"mlp": 0.5}, {"mlp": {"density": 0.5}}]
+    for config in wrong:
+        with pytest.raises(InvalidTypeError, match=r"config.* must be a"):
+            sparsify_(model, config)
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = float("nan")
+    with pytest.raises(InvalidArgumentError, match=r"'model\.layers\.1\.mlp\.down_proj': its weight .* NaN"):
+        sparsify_(model, CONFIG)
+    assert dict(model.named_modules()) == modules
+    report = sparsify_(llama(), {"experts": CONFIG, ".*": CONFIG}, strict=False)
+    assert (report.unmatched, report.layers) == (["experts"], dry.layers)
+
+
+def test_dense_layers_are_not_kept() -> None:
+    model = llama()
+    watch = weakref.ref(model.model.layers[0].mlp.up_proj)
+    sparsify_(model, CONFIG)
+    assert watch() is None
+
+
+def test_warnings_name_the_line_of_the_caller() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    with torch.no_grad():
+        model[0].weight[:16] += 10
+    with pytest.warns(UserWarning, match="empty block rows") as caught:
+        sparsify_(model, BlockSparseConfig(0.25, 16))
+    assert caught[0].filename == __file__
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched", "others"),
+    [
+        ("l1", ["l1", "a.l1", "l1.base", "a.l1.base.x"], ["l10", "al1", "a.l10", "l1x.b"]),
+        ("mlp.up", ["mlp.up", "x.0.mlp.up", "mlp.up.base"], ["mlp.0.up", "mlpxup", "mlp.upper", "amlp.up"]),
+        ("0", ["0", "a.0", "0.b"], ["10", "00", "a.01"]),
+        (r"l1", ["l1"], ["l11"]),
+        (r"l\d", ["l1", "l10", "l1.a"], ["a.l1"]),
+        (r"l1|l2", ["l1", "l10", "l2"], ["a.l1"]),
+        ("l1.", ["l1.a", "l10"], ["a.l1.b"]),  # the dot is one of a regular expression
+        (".*", ["", "a.b"], []),
+        ("", ["", "a.b"], []),
+    ],
+)
+def test_names_match_whole_components_and_regular_expressions_the_start(
+    pattern: str, matched: list[str], others: list[str]
+) -> None:
+    parsed = NamePattern.parse(pattern)
+    assert [name for name in matched + others if parsed.matches([name])] == matched
+    exact = NamePattern.parse(pattern, fullmatch=True)
+    assert not any(map(exact.match, others))
+
+
+def test_fullmatch_wants_the_whole_name() -> None:
+    pattern = NamePattern.parse("mlp.up", fullmatch=True)
+    assert pattern.match("mlp.up") and not any(map(pattern.match, ("mlpxup", "a.mlp.up", "mlp.up.base")))
+
+
+def test_ten_layers_and_one() -> None:
+    layers = {f"l{number}": nn.Linear(32, 32) for number in range(11)}
+    model = nn.ModuleDict({"deep": nn.ModuleDict(layers)})
+    patcher = BlockSparseModelPatcher()
+    patcher.add_pattern("l1", {"block_shape": 16})
+    patcher.patch_model(model)
+    assert sparse(model) == {"deep.l1"}
+    sparsify_(model, CONFIG)
+    adapter = BlockSparseAdapter(model, "l1")
+    assert list(adapter.layers) == ["deep.l1"]
+
+
+# Options.
+
+
+def test_options_are_a_config_or_a_mapping() -> None:
+    config = BlockSparseConfig(0.25, (16, 32), nm=(2, 4), storage="int8", scales="block", policy="auto")
+    fields = {name: getattr(config, name) for name in ("density", "block_shape", "nm", "storage", "scales")}
+    models = [nn.Sequential(nn.Linear(64, 64)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, options in zip(models, (config, {**fields, "policy": "auto"}), strict=True):
+        patcher = BlockSparseModelPatcher()
+        patcher.add_pattern("0", options)
+        patcher.patch_model(model)
+    first, second = models[0][0], models[1][0]
+    assert first.policy == second.policy == "auto"
+    state = second.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in first.state_dict().items())
+
+
+def test_the_options_of_a_pattern_are_its_density_and_block_shape() -> None:
+    given: list[dict[str, Any]] = []
+
+    class Recorder(BlockSparseModelPatcher):
+        def new_child_module(self, name: str, module: nn.Module, options: Any) -> Any:
+            given.append(dict(options))
+            return super().new_child_module(name, module, options)
+
+    pattern = BlockPattern.from_blocks([(0, 1)], shape=(64, 64), block_shape=32)
+    patcher = Recorder()
+    patcher.add_pattern("0", {"pattern": pattern})
+    patcher.add_pattern("1", {"untie": True})
+    patcher.patch_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    assert [*map(set, given)] == [set(DEFAULT_OPTIONS)] * 2
+    assert (given[0]["density"], given[0]["block_shape"]) == (0.25, (32, 32))
+    assert given[1] == {**DEFAULT_OPTIONS, "untie": True}
+    for options in ({"density": 2}, {"block_shape": 24}):
+        with pytest.raises(InvalidArgumentError, match=next(iter(options))):
+            patcher.add_pattern("0", {"pattern": pattern, **options})
+    patcher.add_pattern("0", {"pattern": pattern, "nm": (2, 4), "block_shape": 16})  # the pattern's counts
