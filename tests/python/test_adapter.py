@@ -215,14 +215,14 @@ def _with_a_stray(tensors: dict[str, Any], about: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (_without, "layer '0': slot: missing"),
-        (_of_another_shape, r"layer '0': shape: \[96, 128\] expected"),
-        (_of_another_layer, "layer '9': model: a BlockSparseLinear inside it expected as '9', got nothing"),
-        (_newer, "version 1 of the file expected, got 2"),
+        (_without, "layer '0': slot is missing"),
+        (_of_another_shape, r"layer '0': shape must be \[96, 128\]"),
+        (_of_another_layer, "layer '9': model must have a BlockSparseLinear as '9', got nothing"),
+        (_newer, "version 1 of the file format, got 2"),
         (_elsewhere, "layer '0': "),
-        (_of_other_blocks, r"weight: floating-point blocks of \(32, 32\) expected"),
-        (_too_few, "weight: 3 blocks expected, got 2"),
-        (_masked, "mask: "),
+        (_of_other_blocks, r"weight must have floating-point blocks of \(32, 32\)"),
+        (_too_few, "weight must have 3 blocks, got 2"),
+        (_masked, "mask must be that of the layer"),
         (_with_a_stray, "got '1.weight'"),
     ],
 )
@@ -244,7 +244,9 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path, change: Any, t
 def test_a_block_that_the_layer_does_not_keep_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "adapter.safetensors"
     BlockSparseAdapter(network(density=1.0), ".*", density=1.0).save(path)
-    with pytest.raises(CheckpointError, match=r"block \(\d, \d\) of the adapter is not kept by layer '0'"):
+    with pytest.raises(
+        CheckpointError, match=r"blocks that layer '0' keeps, got \(\d, \d\), which it does not"
+    ):
         BlockSparseAdapter.load(network(), path)
 
 
@@ -252,10 +254,10 @@ def test_a_block_that_the_layer_does_not_keep_is_refused(tmp_path: Path) -> None
 def test_what_is_no_adapter_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "adapter.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="path: a safetensors file expected"):
+    with pytest.raises(CheckpointError, match="path must be a safetensors file"):
         BlockSparseAdapter.load(network(), path)
     save_file({"0.weight": torch.zeros(2, 32, 32)}, path)
-    with pytest.raises(CheckpointError, match=r"path: a file of BlockSparseAdapter\.save expected"):
+    with pytest.raises(CheckpointError, match=r"path must be a file of BlockSparseAdapter\.save"):
         BlockSparseAdapter.load(network(), path)
     with pytest.raises(FileNotFoundError, match="is missing"):
         BlockSparseAdapter.load(network(), tmp_path / "none")
@@ -266,27 +268,30 @@ def test_a_folder_is_no_adapter_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"^path must be the path of a file, got the folder '"):
         BlockSparseAdapter(network(), ".*", density=0.5).save(tmp_path / "folder")
     assert [file.name for file in tmp_path.rglob("*")] == ["folder"]
-    with pytest.raises(CheckpointError, match="path: a safetensors file expected"):
+    with pytest.raises(CheckpointError, match="path must be a safetensors file"):
         BlockSparseAdapter.load(network(), tmp_path / "folder")
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"regex": "9"}, "regex: names of block-sparse layers expected, got '9'"),
+        ({"regex": "9"}, "regex must match a block-sparse layer, got '9'"),
         ({"regex": "("}, "regex must be a name or a regular expression"),
-        ({"density": 0.0}, "density: "),
-        ({"density": 1.5}, "density: "),
-        ({"density": True}, "density: a number above 0 and at most 1 expected, got True"),
-        ({"density": "0.1"}, "density: a number above 0 and at most 1 expected, got '0.1'"),
-        ({"density": None}, "density: a number above 0 and at most 1 expected, got None"),
+        ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
+        ({"density": 1.5}, r"density must be in \(0, 1\], got 1.5"),
+        ({"density": True}, r"density must be in \(0, 1\], got True"),
+        ({"density": "0.1"}, r"density must be in \(0, 1\], got '0.1'"),
+        ({"density": None}, r"density must be in \(0, 1\], got None"),
         (
             {"scores": {"0": [1.0] * 6, "2": torch.ones(3)}},
             r"scores\['0'\] must be a dense tensor, got \[1.0, 1.0, 1.0, 1.0, 1.0, 1.0\]",
         ),
-        ({"scores": {"0": torch.ones(6)}}, r"scores: .*\['2'\]"),
-        ({"scores": {"0": torch.ones(5), "2": torch.ones(3)}}, r"scores: shape \(6,\) expected for '0'"),
-        ({"scores": {"0": torch.full((6,), torch.nan), "2": torch.ones(3)}}, "scores: NaN"),
+        ({"scores": {"0": torch.ones(6)}}, r"scores must .*\['2'\]"),
+        ({"scores": {"0": torch.ones(5), "2": torch.ones(3)}}, r"scores of '0' must have shape \(6,\)"),
+        (
+            {"scores": {"0": torch.full((6,), torch.nan), "2": torch.ones(3)}},
+            "scores of '0' must not have NaN",
+        ),
     ],
 )
 def test_bad_arguments_change_nothing(arguments: dict[str, Any], text: str) -> None:
@@ -326,7 +331,7 @@ def test_an_adapted_layer_has_the_attributes_of_a_layer() -> None:
 def test_a_second_adapter_is_refused() -> None:
     model = network()
     BlockSparseAdapter(model, "0", generator=seeded())
-    with pytest.raises(InvalidArgumentError, match="layer '0' has an adapter"):
+    with pytest.raises(InvalidArgumentError, match="no adapter at layer '0'"):
         BlockSparseAdapter(model, ".*")
 
 
@@ -352,7 +357,7 @@ def test_a_merge_into_fewer_blocks_changes_none() -> None:
     free = (~last.pattern.to_block_mask()).nonzero()[:1]
     last.pattern.move_blocks_([0], free)
     before = first.weight.clone()
-    with pytest.raises(InvalidArgumentError, match="not kept by layer '2'"):
+    with pytest.raises(InvalidArgumentError, match="blocks that layer '2' keeps"):
         adapter.merge()
     assert torch.equal(first.weight, before) and list(adapter.layers) == ["0", "2"]
 

@@ -1,4 +1,4 @@
-"""Block-sparse adapters of block-sparse layers."""
+"""Block-sparse adapters for block-sparse layers."""
 
 from .adapter import BlockSparseAdapter
 from .linear import AdaptedLinear

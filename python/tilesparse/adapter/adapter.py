@@ -1,31 +1,28 @@
-"""Adapters that are block-sparse themselves: a few blocks of each layer are trained, beside a frozen model.
+"""Block-sparse adapters: a few blocks of each layer are trained, beside a frozen model.
 
-What such an adapter learns lies where its layer keeps weights: merging fills no zeros and yet loses nothing,
-where LoRA loses much (see `tilesparse.peft`). To train some weights and freeze the others is known as sparse
+The adapter's update lies where its layer keeps weights, so merging fills no zeros and loses nothing; LoRA
+loses much there (see `tilesparse.peft`). Training some weights and freezing the others is known as sparse
 fine-tuning (Ansell et al., "Composable Sparse Fine-Tuning for Cross-Lingual Transfer", ACL 2022); here whole
-blocks are chosen. PEFT is not needed; files are written and read by safetensors.
+blocks are chosen. PEFT is not needed. Files are safetensors.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
-from numbers import Real
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
-from .._runtime.tensor_files import write_tensors
+from .._arguments import checked, shown
+from .._checks import as_number
 from ..errors import CheckpointError, InvalidArgumentError, TileSparseError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
 from ..patch.modules import names_of_modules, owners_of_parameters, set_submodule
 from .blocks import adaptable_layer, chosen_slots, matching_layers, slots_of, zero_delta
-from .files import VERSION, loaded_delta, read_adapter
+from .files import loaded_delta, read_adapter, write_adapter
 from .linear import AdaptedLinear
 
 
@@ -36,17 +33,17 @@ class BlockSparseAdapter:
     zeros. A step computes the gradients of the chosen blocks alone.
 
     Args:
-        model: with `BlockSparseLinear` layers, in any storage.
-        regex: which of them, by their qualified names, as in `BlockSparseModelPatcher.add_pattern`
-            (`re.match`).
+        model: a model with `BlockSparseLinear` layers, in any storage.
+        regex: a name or regular expression that the layers' qualified names match, as in
+            `BlockSparseModelPatcher.add_pattern`.
         density: fraction of a layer's kept blocks that is trained, at least one of each layer.
-        scores: which blocks: by name of the layer, one number for each kept block [nnz] in the order of its
-            weight, higher is better, such as ``layer.weight.grad.norm(dim=(1, 2))``. None draws them.
-        generator: a CPU generator for blocks that are drawn.
+        scores: rank of the blocks: by name of the layer, one number for each kept block [nnz] in the order of
+            its weight, higher is better, such as ``layer.weight.grad.norm(dim=(1, 2))``. None draws blocks.
+        generator: the CPU generator that draws blocks.
 
     Attributes:
-        model: as given.
-        layers: by name, the `AdaptedLinear` layers.
+        model: the adapted model.
+        layers: the `AdaptedLinear` layers by name.
 
     Raises:
         InvalidArgumentError: no layer matches, one that matches has an adapter or no blocks or shares its
@@ -70,12 +67,14 @@ class BlockSparseAdapter:
         scores: Mapping[str, Tensor] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        if isinstance(density, bool) or not isinstance(density, Real) or not 0 < float(density) <= 1:
-            raise InvalidArgumentError(f"density: a number above 0 and at most 1 expected, got {density!r}")
+        if not 0 < as_number(density) <= 1:
+            raise InvalidArgumentError(f"density must be in (0, 1], got {shown(density)}")
         layers = matching_layers(model, regex)
         if scores is not None and scores.keys() != layers.keys():
             odd = sorted(scores.keys() ^ layers.keys())
-            raise InvalidArgumentError(f"scores: one tensor for each layer that matches expected, see {odd}")
+            raise InvalidArgumentError(
+                f"scores must have one tensor for each layer that regex matches, see {odd}"
+            )
         chosen = {
             name: chosen_slots(name, layer, density, None if scores is None else scores[name], generator)
             for name, layer in layers.items()
@@ -95,12 +94,12 @@ class BlockSparseAdapter:
         _replace(model, {layer.base_layer: layer for layer in self.layers.values()})
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What is trained: Δ of each layer."""
+        """Yield the trained parameters: Δ of each layer."""
         return (layer.delta.weight for layer in self.layers.values())
 
     @torch.no_grad()
     def merge(self) -> nn.Module:
-        """Adds Δ to the weights and removes the adapter.
+        """Add Δ to the weights and remove the adapter.
 
         Sums are taken in the dtype of Δ and rounded once to that of the weight.
 
@@ -117,7 +116,7 @@ class BlockSparseAdapter:
         for name, layer in self.layers.items():
             if layer.base_layer.storage != "plain":
                 raise UnsupportedError(
-                    f"merge: the storage 'plain' expected of layer {name!r}, got "
+                    f"merge needs the storage 'plain' of layer {name!r}, got "
                     f"{layer.base_layer.storage!r}; call to_storage('plain') on its base_layer first, and "
                     "to_storage after merging"
                 )
@@ -134,7 +133,7 @@ class BlockSparseAdapter:
         return self.remove()
 
     def remove(self) -> nn.Module:
-        """Puts back the layers without Δ.
+        """Put back the layers without Δ.
 
         Returns:
             The model; it stays frozen.
@@ -145,7 +144,7 @@ class BlockSparseAdapter:
 
     @checked
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the adapter alone to a safetensors file, which replaces one that is there once it is whole.
+        """Write the adapter alone to a safetensors file, which replaces an existing one once it is complete.
 
         Each layer has ``NAME.weight`` [n, bn, bk] and the pattern of its blocks, ``NAME.crow_indices``,
         ``NAME.col_indices`` and ``NAME.slot``, as `BlockPattern` has them; of 2:4 also the bools
@@ -158,44 +157,27 @@ class BlockSparseAdapter:
             InvalidArgumentError: the file cannot be written.
         """
         if not self.layers:
-            raise UnsupportedError("save: an adapter in its model expected, got one merged or removed")
+            raise UnsupportedError("save needs an adapter in its model, got one merged or removed")
         for name, layer in self.layers.items():
             if layer.delta.storage != "plain":
                 raise UnsupportedError(
-                    f"save: the storage 'plain' expected of the delta of layer {name!r}, got "
+                    f"save needs the storage 'plain' of the delta of layer {name!r}, got "
                     f"{layer.delta.storage!r}; call to_storage('plain') on it first"
                 )
-        tensors = {
-            f"{name}.{key}": tensor
-            for name, layer in self.layers.items()
-            for key, tensor in layer.delta.state_dict().items()
-        }
-        shapes = {
-            name: {"shape": [layer.delta.out_features, layer.delta.in_features]}
-            for name, layer in self.layers.items()
-        }
-        about = {"version": VERSION, "layers": shapes}
-        if Path(path).is_dir():
-            raise InvalidArgumentError(f"path must be the path of a file, got the folder {os.fspath(path)!r}")
-        part = Path(f"{os.fspath(path)}.part")
-        try:
-            write_tensors(part, tensors, {"tilesparse_adapter": json.dumps(about)})
-            part.replace(path)
-        except OSError as error:
-            raise InvalidArgumentError(f"path must be a file that can be written: {error}") from error
+        write_adapter(path, {name: layer.delta for name, layer in self.layers.items()})
 
     @classmethod
     @checked
     def load(cls, model: nn.Module, path: str | PathLike[str]) -> BlockSparseAdapter:
-        """Adapts a model as a file says that `save` wrote.
+        """Return the adapter of a file that `save` wrote, put into a model.
 
         Args:
-            model: with the layers of the file, which keep all blocks of the adapter.
-            path: of the file.
+            model: has the layers of the file, which keep all blocks of the adapter.
+            path: the file.
 
         Raises:
-            CheckpointError: the file is missing or none of these, or does not fit the model, which is as it
-                was.
+            CheckpointError: the file is missing, is not an adapter's, or does not fit the model. The model is
+                as it was.
         """
         about, tensors = read_adapter(path)
         owned: dict[str, dict[str, Tensor]] = {name: {} for name in about}
@@ -208,14 +190,16 @@ class BlockSparseAdapter:
             try:
                 deltas[name] = loaded_delta(adaptable_layer(modules, owners, name), name, entry, owned[name])
             except TileSparseError as error:
-                raise CheckpointError(f"path: {os.fspath(path)}: layer {name!r}: {error}") from error
+                raise CheckpointError(
+                    f"path must fit the model, got {os.fspath(path)}: layer {name!r}: {error}"
+                ) from error
         adapter = cls.__new__(cls)
         adapter._install(model, deltas)
         return adapter
 
 
 def _replace(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Each module by another one, under all names that it has."""
+    """Replace modules of a model, under all names that they have."""
     names = names_of_modules(model)
     for module, replacement in new.items():
         for name in names.get(module, ()):

@@ -1,4 +1,4 @@
-"""Which layers and which of their blocks an adapter has."""
+"""Layers that can be adapted, and the blocks that their adapters train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .linear import AdaptedLinear
 
 
 def matching_layers(model: nn.Module, regex: str) -> dict[str, BlockSparseLinear]:
-    """Return the block-sparse layers that a regular expression matches, by name."""
+    """Return the block-sparse layers that a name or regular expression matches, by name."""
     pattern = NamePattern.parse(regex)
     modules = dict(model.named_modules())
     adapted = tuple(f"{name}." for name, module in modules.items() if isinstance(module, AdaptedLinear))
@@ -28,9 +28,7 @@ def matching_layers(model: nn.Module, regex: str) -> dict[str, BlockSparseLinear
         and not name.startswith(adapted)
     ]
     if not names:
-        raise InvalidArgumentError(
-            f"regex: names of block-sparse layers expected, got {regex!r}, which has none"
-        )
+        raise InvalidArgumentError(f"regex must match a block-sparse layer, got {regex!r}")
     owners = owners_of_parameters(modules.values())
     return {name: adaptable_layer(modules, owners, name) for name in names}
 
@@ -38,18 +36,20 @@ def matching_layers(model: nn.Module, regex: str) -> dict[str, BlockSparseLinear
 def adaptable_layer(
     modules: Mapping[str, nn.Module], owners: Mapping[nn.Parameter, list[nn.Module]], name: str
 ) -> BlockSparseLinear:
-    """The layer of this name, if one can be adapted."""
+    """Return the layer of this name, or raise InvalidArgumentError if it cannot be adapted."""
     layer = modules.get(name)
     if isinstance(layer, AdaptedLinear):
-        raise InvalidArgumentError(f"model: layer {name!r} has an adapter; call its merge or remove first")
+        raise InvalidArgumentError(
+            f"model must have no adapter at layer {name!r}; call its merge or remove first"
+        )
     if not isinstance(layer, BlockSparseLinear) or not name:
         kind = "nothing" if layer is None else type(layer).__name__
-        raise InvalidArgumentError(f"model: a BlockSparseLinear inside it expected as {name!r}, got {kind}")
+        raise InvalidArgumentError(f"model must have a BlockSparseLinear as {name!r}, got {kind}")
     sharing = [owner for owner in owners.get(layer.weight, ()) if owner is not layer]
     if sharing:
         other = next(other for other, module in modules.items() if module is sharing[0])
         raise InvalidArgumentError(
-            f"model: a weight of its own expected of layer {name!r}, got one that {other!r} has, too"
+            f"model must not share the weight of layer {name!r}, got one that {other!r} has, too"
         )
     return layer
 
@@ -61,25 +61,27 @@ def chosen_slots(
     scores: Tensor | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Slots of the blocks to train, ascending, on the host."""
+    """Return the slots of the blocks to train, ascending, on the host."""
     nnz = layer.pattern.nnz
     if nnz == 0:
-        raise InvalidArgumentError(f"regex: layers that keep blocks expected, {name!r} has none")
+        raise InvalidArgumentError(
+            f"regex must match layers that keep blocks, got {name!r}, which keeps none"
+        )
     if scores is None:
         order = torch.randperm(nnz, generator=generator, device="cpu")
     elif not isinstance(scores, Tensor):
-        raise InvalidArgumentError(f"scores: a tensor expected for {name!r}, got {type(scores).__name__}")
+        raise InvalidArgumentError(f"scores of {name!r} must be a tensor, got {type(scores).__name__}")
     elif scores.shape != (nnz,):
-        raise InvalidArgumentError(f"scores: shape {(nnz,)} expected for {name!r}, got {tuple(scores.shape)}")
+        raise InvalidArgumentError(f"scores of {name!r} must have shape {(nnz,)}, got {tuple(scores.shape)}")
     elif bool(scores.isnan().any()):
-        raise InvalidArgumentError(f"scores: NaN of {name!r} cannot be ranked")
+        raise InvalidArgumentError(f"scores of {name!r} must not have NaN, which cannot be ranked")
     else:
         order = scores.detach().cpu().argsort(descending=True, stable=True)
     return order[: max(1, round(density * nnz))].sort().values
 
 
 def zero_delta(base: BlockSparseLinear, slots: Tensor) -> BlockSparseLinear:
-    """Zeros for these blocks of a layer, and the entries of 2:4 that it keeps."""
+    """Return a delta of zeros with these blocks of a layer, and its mask of 2:4."""
     blocks = torch.stack(base.pattern.to("cpu").block_indices(), dim=1)[slots]
     delta = BlockSparseLinear(
         base.in_features,
@@ -102,18 +104,18 @@ def zero_delta(base: BlockSparseLinear, slots: Tensor) -> BlockSparseLinear:
 
 
 def slots_of(name: str, base: BlockSparseLinear, pattern: BlockPattern) -> Tensor:
-    """Where the layer has the blocks of a pattern, by their slots there."""
+    """Return for each block of a pattern, by slot, its slot in the layer."""
     places = {block: slot for slot, block in enumerate(_blocks(base.pattern))}
     blocks = _blocks(pattern)
     missing = [block for block in blocks if block not in places]
     if missing:
         raise InvalidArgumentError(
-            f"pattern: block {missing[0]} of the adapter is not kept by layer {name!r}"
+            f"pattern must have blocks that layer {name!r} keeps, got {missing[0]}, which it does not"
         )
     return torch.tensor([places[block] for block in blocks], device=base.weight.device)
 
 
 def _blocks(pattern: BlockPattern) -> list[tuple[int, int]]:
-    """(row, column) of each block, by slot."""
+    """Return (row, column) of each block, by slot."""
     rows, cols = pattern.block_indices()
     return list(zip(rows.tolist(), cols.tolist(), strict=True))

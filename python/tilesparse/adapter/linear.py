@@ -1,4 +1,4 @@
-"""A layer with an adapter beside it."""
+"""A block-sparse layer with an adapter beside it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class AdaptedLinear(nn.Module):
 
     Attributes:
         base_layer: the frozen `BlockSparseLinear`, in any storage.
-        delta: a `BlockSparseLinear` without bias whose weight [n, bn, bk] is Δ, in float32 for layers of 16
-            bits: it is multiplied in the dtype of x, and its gradient is summed up in its own. In other
-            storages than "plain" it can be multiplied and merged, but neither trained nor saved.
+        delta: a `BlockSparseLinear` without bias whose weight [n, bn, bk] is Δ. Beside layers of 16 bits it
+            is float32: products cast it to the dtype of x, gradients accumulate in float32. In storages other
+            than "plain" it can be multiplied and merged, but neither trained nor saved.
     """
 
     @checked
@@ -26,16 +26,16 @@ class AdaptedLinear(nn.Module):
         self.base_layer = base_layer
         self.delta = delta
 
-    # As of the layer, which models read: T5 asks for the dtype of the weight.
+    # Models read these attributes of their layers: T5 asks for the dtype of the weight.
 
     @property
     def weight(self) -> nn.Parameter:
-        """Of base_layer, without Δ."""
+        """The weight of base_layer, without Δ."""
         return self.base_layer.weight
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """Of base_layer."""
+        """The bias of base_layer."""
         return self.base_layer.bias
 
     @property
@@ -49,7 +49,7 @@ class AdaptedLinear(nn.Module):
         return self.base_layer.out_features
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """Computes y = x (W + Δ)ᵀ + bias, Δ in its own blocks alone.
+        """Compute y = x (W + Δ)ᵀ + bias, with Δ in its own blocks alone.
 
         Args:
             x: [..., in_features].
@@ -62,7 +62,7 @@ class AdaptedLinear(nn.Module):
         delta = self.delta
         if delta.origin.pending:
             delta.validate_pattern()
-        if delta.storage != "plain":  # by a loop over all layers of the model
+        if delta.storage != "plain":  # a loop over all layers of the model may have stored it otherwise
             values = delta.plain_values()
         else:
             values = delta.weight if delta.mask is None else torch.where(delta.mask, delta.weight, 0)

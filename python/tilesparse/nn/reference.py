@@ -1,4 +1,4 @@
-"""The function of a block-sparse layer in plain PyTorch."""
+"""The reference layer: the function of a block-sparse layer in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from .linear import BlockSparseLinear, representation
 
 
 class PseudoBlockSparseLinear(nn.Module):
-    """The same function as a `BlockSparseLinear`, in plain PyTorch: slow, and simple to trust.
+    """Reference layer: the function of a `BlockSparseLinear` in plain PyTorch, slow and simple to trust.
 
-    The dense weight is built from the kept blocks in every call, so that results, gradients and
-    optimizer states of the two layers correspond one to one. Use it to tell whether a problem lies
-    in the sparse kernels or elsewhere.
+    Each call builds the dense weight from the kept blocks, so results, gradients and optimizer states of the
+    two layers correspond one to one. Use it to tell whether a problem lies in the sparse kernels or
+    elsewhere.
 
     Args:
-        layer: copied: parameters with their ``requires_grad``, device, dtype and mode.
+        layer: the layer to copy: parameters with their ``requires_grad``, device, dtype and mode.
 
     Attributes:
-        weight: Parameter [nnz, bn, bk]: what the layer multiplies by. Zeros of 2:4 are weights like others.
+        weight: Parameter [nnz, bn, bk], the blocks that the layer multiplies by. Zeros of 2:4 are
+            trained like other weights.
         bias: Parameter [out_features] or None.
-        storage_error: that of the layer, whose weight is rounded here as it is there.
+        storage_error: the layer's `storage_error`; the weight here is rounded likewise.
     """
 
     weight: nn.Parameter
@@ -50,7 +51,7 @@ class PseudoBlockSparseLinear(nn.Module):
 
     @checked
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """Computes y = x Wᵀ + bias with W written out.
+        """Compute y = x Wᵀ + bias with the dense W.
 
         Args:
             x: [..., in_features].
@@ -70,5 +71,5 @@ class PseudoBlockSparseLinear(nn.Module):
         return y if residual is None else y + residual
 
     def extra_repr(self) -> str:
-        """As that of `BlockSparseLinear`."""
+        """Return what `BlockSparseLinear` returns."""
         return representation(self)
