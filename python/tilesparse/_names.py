@@ -35,12 +35,12 @@ class NamePattern:
             InvalidArgumentError: `text`, which is that `argument` of the caller, is no regular expression.
         """
         try:
-            compiled = re.compile(text)
+            compiled, is_name = re.compile(text), _NAME.fullmatch(text)
         except (re.error, TypeError) as error:
             raise InvalidArgumentError(
                 f"{argument} must be a name or a regular expression, got {shown(text)}: {error}"
             ) from error
-        if _NAME.fullmatch(text):
+        if is_name:
             inside = "" if fullmatch else r"(.*\.)?", "" if fullmatch else r"(\..*)?"
             return cls(text, re.compile(re.escape(text).join(inside)).fullmatch)
         return cls(text, compiled.fullmatch if fullmatch else compiled.match)

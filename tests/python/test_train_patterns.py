@@ -642,7 +642,7 @@ def test_a_weight_that_was_replaced_is_named() -> None:
         ({"sample_every": 1.5}, InvalidArgumentError, r"^sample_every: "),
         ({"fraction": 1.1}, InvalidArgumentError, r"^fraction: "),
         ({"fraction": {"3": 0.1}}, InvalidArgumentError, r"^fraction: no BlockSparseLinear matches '3'"),
-        ({"fraction": {"(": 0.1}}, InvalidArgumentError, r"^fraction: a regular expression"),
+        ({"fraction": {"(": 0.1}}, InvalidArgumentError, r"^fraction must be a name or a regular expression"),
         ({"fraction": {}}, InvalidArgumentError, r"^fraction: "),
         ({"drop": "best"}, InvalidArgumentError, r"^drop: "),
         ({"drop": ["magnitude"]}, InvalidArgumentError, r"^drop: "),

@@ -48,7 +48,7 @@ def patterns(source: nn.Module | str | os.PathLike[str], *, layers: str | None =
     Args:
         source: a model, or the folder of a checkpoint that `tilesparse.save` or ``save_pretrained`` has
             written, of which only the tensors of the layers that are drawn are read, one layer at a time.
-        layers: a regular expression that the start of a layer's name has to match (`re.match`); None draws
+        layers: a name or regular expression that layers match as in `BlockSparseModelPatcher`; None draws
             all.
 
     Returns:
@@ -79,7 +79,7 @@ def evolution(snapshots: Snapshots, *, layers: str | None = None) -> list[Figure
     Args:
         snapshots: (step, masks) by ascending steps, where masks has for each layer's name a bool tensor
             [R, C], True for kept blocks, as `BlockPattern.to_block_mask` makes it.
-        layers: a regular expression that the start of a layer's name has to match (`re.match`); None draws
+        layers: a name or regular expression that layers match as in `BlockSparseModelPatcher`; None draws
             all.
 
     Raises:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from .._checks import as_integer
+from .._names import NamePattern
 from .._runtime.tensor_files import (
     StoredTensor,
     few,
@@ -55,18 +56,12 @@ class Map(NamedTuple):
 
 
 def chosen(names: Iterable[str], layers: str | None) -> list[str]:
-    """The names that the regular expression matches, in their order."""
+    """Return the names that a name or regular expression matches, in their order."""
     names = list(names)
     if layers is None:
         return names
-    try:
-        match = re.compile(layers).match
-        match("")  # not one for bytes
-    except (re.error, TypeError) as error:
-        raise InvalidArgumentError(
-            f"layers: a regular expression expected, got {layers!r}: {error}"
-        ) from error
-    found = [name for name in names if match(name)]
+    pattern = NamePattern.parse(layers, argument="layers")
+    found = [name for name in names if pattern.match(name)]
     if not found:
         raise InvalidArgumentError(f"layers: {layers!r} matches none of {few(names)}")
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any, TypeAlias
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import checked_fraction
+from .._names import NamePattern
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
 
@@ -43,8 +43,8 @@ def matched_layers(
     Args:
         model: what has the layers.
         name: of the argument.
-        numbers: from 0 to 1; by regular expressions that are matched against the start of layers' names, as
-            in the patcher, or one for all layers.
+        numbers: from 0 to 1, by names or regular expressions that layers match as in the patcher, or one for
+            all layers.
 
     Raises:
         InvalidArgumentError: a number or an expression is none, no layer is left, or none matches one of the
@@ -58,10 +58,8 @@ def matched_layers(
     left = dict(layers)
     for regex, number in rules.items():
         value = checked_fraction(name, number)
-        try:
-            found = [layer for layer in layers if re.match(regex, layer)]
-        except (re.error, TypeError) as error:
-            raise InvalidArgumentError(f"{name}: a regular expression expected, got {regex!r}") from error
+        pattern = NamePattern.parse(regex, argument=name)
+        found = [layer for layer in layers if pattern.match(layer)]
         if not found:
             raise InvalidArgumentError(f"{name}: no BlockSparseLinear matches {regex!r}")
         group = matched.setdefault(value, {})
