@@ -28,7 +28,9 @@ def network(device: str = "cpu", dtype: torch.dtype = torch.float32, **options: 
     generator = seeded(1)
 
     def layer(in_features: int, out_features: int) -> BlockSparseLinear:
-        made = BlockSparseLinear(in_features, out_features, dtype=dtype, generator=generator, **options)
+        made = BlockSparseLinear(
+            in_features, out_features, dtype=dtype, generator=generator, **{"block_shape": 32, **options}
+        )
         return made.to(device)
 
     return nn.Sequential(
@@ -302,7 +304,7 @@ def test_bad_arguments_change_nothing(arguments: dict[str, Any], text: str) -> N
 
 
 def test_a_weight_that_two_layers_share_is_refused() -> None:
-    model = nn.Sequential(*(BlockSparseLinear(64, 64) for _ in range(2)))
+    model = nn.Sequential(*(BlockSparseLinear(64, 64, block_shape=32) for _ in range(2)))
     model[1].weight = model[0].weight
     with pytest.raises(InvalidArgumentError, match="layer '0', got one that '1' has, too"):
         BlockSparseAdapter(model, "0")

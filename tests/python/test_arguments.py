@@ -167,7 +167,9 @@ def layer(**options: Any) -> BlockSparseLinear:
 
 
 def sparse() -> nn.Module:
-    return nn.Sequential(BlockSparseLinear(64, 64), nn.ReLU(), BlockSparseLinear(64, 32))
+    return nn.Sequential(
+        BlockSparseLinear(64, 64, block_shape=32), nn.ReLU(), BlockSparseLinear(64, 32, block_shape=32)
+    )
 
 
 def dense() -> nn.Sequential:
@@ -198,7 +200,9 @@ def batches() -> list[torch.Tensor]:
 
 
 def mlp() -> BlockSparseMLP:
-    return BlockSparseMLP(BlockSparseLinear(32, 64), BlockSparseLinear(64, 32))
+    return BlockSparseMLP(
+        BlockSparseLinear(32, 64, block_shape=32), BlockSparseLinear(64, 32, block_shape=32)
+    )
 
 
 def snapshots() -> list[tuple[int, dict[str, torch.Tensor]]]:
@@ -324,9 +328,9 @@ CASES: dict[str, Callable[[], Any]] = {
         adapter.AdaptedLinear(layer(), layer(bias=False)).forward,
         {"x": tokens()},
     ),
-    "BlockSparseLinear": lambda: {**LAYER},
+    "BlockSparseLinear": lambda: {**LAYER, "block_shape": BLOCK},
     "BlockSparseLinear.from_spec": lambda: {"spec": layer().spec},
-    "BlockSparseLinear.from_linear": lambda: {"linear": nn.Linear(64, 32)},
+    "BlockSparseLinear.from_linear": lambda: {"linear": nn.Linear(64, 32), "block_shape": BLOCK},
     "BlockSparseLinear.set_nm": lambda: (layer().set_nm, {"nm": (2, 4)}),
     "BlockSparseLinear.update_mask_": lambda: (layer(nm=(2, 4)).update_mask_, {}),
     "BlockSparseLinear.to_storage": lambda: (layer().to_storage, {"storage": "int8"}),
@@ -337,9 +341,14 @@ CASES: dict[str, Callable[[], Any]] = {
     "BlockSparseLinear.reset_parameters": lambda: (layer().reset_parameters, {}),
     "BlockSparseLinear.forward": lambda: (layer(), {"x": tokens()}),
     "BlockSparseLinear.pack": lambda: (layer().pack, {}),
-    "BlockSparseMLP": lambda: {"up": BlockSparseLinear(32, 64), "down": BlockSparseLinear(64, 32)},
+    "BlockSparseMLP": lambda: {
+        "up": BlockSparseLinear(32, 64, block_shape=32),
+        "down": BlockSparseLinear(64, 32, block_shape=32),
+    },
     "BlockSparseMLP.from_module": lambda: {
-        "module": nn.Sequential(BlockSparseLinear(32, 64), nn.GELU(), BlockSparseLinear(64, 32))
+        "module": nn.Sequential(
+            BlockSparseLinear(32, 64, block_shape=32), nn.GELU(), BlockSparseLinear(64, 32, block_shape=32)
+        )
     },
     "BlockSparseMLP.forward": lambda: (mlp(), {"x": tokens(32)}),
     "PseudoBlockSparseLinear": lambda: {"layer": layer()},
@@ -501,13 +510,13 @@ CASES: dict[str, Callable[[], Any]] = {
         "model": sparse(),
     },
     "recover.trainer.PatternCallback": callback,
-    "choose": lambda: {"product": Product(64, 64, 8)},
+    "choose": lambda: {"product": Product(64, 64, 8, block_shape=32)},
     "Product": lambda: {**LAYER, "tokens": 8},
     "Product.of": lambda: {"layer": layer(), "tokens": 8},
     "Device": lambda: {"name": "a", "compute_capability": (9, 0), "multiprocessors": 8},
     "Device.find": lambda: {"what": "cpu"},
     "prefer": lambda: (lambda kernel: prefer(kernel).__enter__(), {"kernel": "cpu"}),
-    "tune": lambda: {"products": [Product(64, 64, 8)], "candidates": 1, "repetitions": 1},
+    "tune": lambda: {"products": [Product(64, 64, 8, block_shape=32)], "candidates": 1, "repetitions": 1},
     "tuning.products_of": lambda: {"folder": saved(), "tokens": [8]},
     "tuning.load": dict,
     "storage.two_of_four": lambda: {"scores": values()},

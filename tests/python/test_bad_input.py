@@ -436,7 +436,7 @@ def test_operators_between_values_and_dense_matrices() -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_layers_name_what_is_no_tensor(x: Any, said: str, policy: str, nm: Any) -> None:
     """However they compute; the error is the one of Python for wrong types, and for wrong values."""
-    layer = tilesparse.BlockSparseLinear(32, 32, density=1.0, policy=policy, nm=nm)
+    layer = tilesparse.BlockSparseLinear(32, 32, density=1.0, policy=policy, nm=nm, block_shape=32)
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             for error in (TypeError, ValueError, tilesparse.InvalidTypeError):
@@ -445,7 +445,7 @@ def test_layers_name_what_is_no_tensor(x: Any, said: str, policy: str, nm: Any) 
 
 
 def test_sizes_of_layers_stay() -> None:
-    layer = tilesparse.BlockSparseLinear(64, 32)
+    layer = tilesparse.BlockSparseLinear(64, 32, block_shape=32)
     layer.in_features, layer.out_features = 64, 32  # as they are
     with pytest.raises(InvalidArgumentError, match=r"in_features must stay 64, .* got 32"):
         layer.in_features = 32

@@ -364,7 +364,7 @@ def test_what_differs_from_where_a_table_is_from() -> None:
 def test_layers_are_timed_as_they_are(device: str) -> None:
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).to(device)
     patcher = BlockSparseModelPatcher()
-    patcher.add_pattern("2", {"density": 0.5, "storage": "int8"})
+    patcher.add_pattern("2", {"density": 0.5, "storage": "int8", "block_shape": 32})
     patcher.patch_model(model)
     times = time_layers(model, ["0", "2"], tokens=8, repetitions=3)
     assert list(times) == ["0", "2"] and all(0 < time < 1e3 for time in times.values())

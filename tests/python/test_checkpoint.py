@@ -166,7 +166,7 @@ def test_form_of_the_file_wins(meta: bool, tmp_path: Path) -> None:
     with torch.device("meta" if meta else "cpu"):
         model = Net()
         model.sparse = BlockSparseLinear(64, 64, density=1, block_shape=64, nm=(2, 4), storage="int8")
-        model.stored = BlockSparseLinear(64, 64, bias=False, density=0, policy="auto")
+        model.stored = BlockSparseLinear(64, 64, bias=False, density=0, policy="auto", block_shape=32)
     sparse = model.sparse
     assert_same(tilesparse.load(model, tmp_path), saved)
     assert model.sparse is sparse and sparse.nm is None
@@ -174,7 +174,7 @@ def test_form_of_the_file_wins(meta: bool, tmp_path: Path) -> None:
 
 def test_moved_and_empty_patterns(tmp_path: Path) -> None:
     net = Net()
-    net.sparse = BlockSparseLinear(64, 64, density=0)
+    net.sparse = BlockSparseLinear(64, 64, density=0, block_shape=32)
     net.stored = sparse_layer(bias=False)
     free = (~net.stored.pattern.to_block_mask()).nonzero()
     net.stored.pattern.move_blocks_([1], free[:1])
@@ -188,7 +188,7 @@ def test_moved_and_empty_patterns(tmp_path: Path) -> None:
 def test_layers_alone(tmp_path: Path) -> None:
     saved = sparse_layer("int8 by row")
     tilesparse.save(saved, tmp_path)
-    loaded = tilesparse.load(lambda: BlockSparseLinear(64, 64, density=1), tmp_path)
+    loaded = tilesparse.load(lambda: BlockSparseLinear(64, 64, density=1, block_shape=32), tmp_path)
     assert_same(loaded, saved)
     x = torch.randn(3, 64)
     assert torch.equal(loaded(x), saved(x))
@@ -322,7 +322,7 @@ def test_patched_models(tmp_path: Path) -> None:
 
         model = build().eval()
         patcher = BlockSparseModelPatcher()
-        patcher.add_pattern(r"linear\d", {"density": 0.5})
+        patcher.add_pattern(r"linear\d", {"density": 0.5, "block_shape": 32})
         assert len(patcher.patch_model(model).layers) == 2
         tilesparse.save(model, tmp_path)
         x = torch.randn(1, 4, 64)
@@ -352,7 +352,7 @@ def test_layers_of_other_kinds(tmp_path: Path) -> None:
     """Transformers' Conv1D, whose weight is transposed, and modules that know their parameters twice."""
     from transformers.pytorch_utils import Conv1D
 
-    saved: Any = nn.ModuleList([BlockSparseLinear(64, 128), nn.LSTM(8, 8)])
+    saved: Any = nn.ModuleList([BlockSparseLinear(64, 128, block_shape=32), nn.LSTM(8, 8)])
     tilesparse.save(saved, tmp_path)
     loaded = tilesparse.load(lambda: nn.ModuleList([Conv1D(128, 64), nn.LSTM(8, 8)]), tmp_path)
     assert_same(loaded, saved)
@@ -382,7 +382,7 @@ def test_subclasses_that_a_patcher_converts(tmp_path: Path) -> None:
 
     model, x = build(), torch.randn(3, 64)
     patcher = OwnPatcher()
-    patcher.add_pattern(".*", {"density": 0.5})
+    patcher.add_pattern(".*", {"density": 0.5, "block_shape": 32})
     assert len(patcher.patch_model(model).layers) == 3
     tilesparse.save(model, tmp_path)
     for target in (build, build()):
@@ -482,7 +482,7 @@ def test_saves_that_are_killed(size: str, tmp_path: Path) -> None:
     """At every file that is opened, renamed or removed."""
 
     def build(value: float = 0.0) -> nn.Module:
-        model = nn.Sequential(nn.Linear(64, 64), BlockSparseLinear(64, 64, density=1))
+        model = nn.Sequential(nn.Linear(64, 64), BlockSparseLinear(64, 64, density=1, block_shape=32))
         for parameter in model.parameters():
             nn.init.constant_(parameter, value)
         return model
@@ -565,7 +565,10 @@ def _parametrized() -> nn.Module:
     ("build", "text"),
     [
         (lambda: nn.Linear(2, 2, device="meta"), "'weight': .* not on the meta device"),
-        (lambda: nn.Sequential(BlockSparseLinear(64, 64, device="meta")), "'0.weight': .* meta"),
+        (
+            lambda: nn.Sequential(BlockSparseLinear(64, 64, device="meta", block_shape=32)),
+            "'0.weight': .* meta",
+        ),
         (lambda: nn.Sequential(nn.LazyLinear(2)), "'0.weight': .* UninitializedParameter"),
         (_with_extra_state, "no extra states, expected; they differ in '0._extra_state'"),
         (_parametrized, "'0': parametrized; remove"),
@@ -719,7 +722,7 @@ class Gated(BlockSparseLinear):
     """With a parameter of its own."""
 
     def __init__(self) -> None:
-        super().__init__(64, 64)
+        super().__init__(64, 64, block_shape=32)
         self.gate = nn.Parameter(torch.ones(()))
 
 
@@ -730,7 +733,10 @@ class Gated(BlockSparseLinear):
         (lambda: _with(sparse=nn.Linear(64, 128)), r"'sparse': shape \(64, 64\), but \(128, 64\) in the"),
         (lambda: _with(sparse=nn.Conv1d(64, 64, 1)), "'sparse': a linear layer expected, got Conv1d"),
         (lambda: _with(sparse=nn.Sequential()), "'sparse': a linear layer expected, got Sequential"),
-        (lambda: _with(more=BlockSparseLinear(64, 64)), "'more': missing, but block-sparse in the model"),
+        (
+            lambda: _with(more=BlockSparseLinear(64, 64, block_shape=32)),
+            "'more': missing, but block-sparse in the model",
+        ),
         (lambda: _with(more=nn.Linear(2, 2)), "tensors: 'more.bias', 'more.weight': missing"),
         (lambda: _with(norm=nn.Identity()), "tensors: 'norm.bias', .* and 2 more: not in the model"),
         (lambda: _with(norm=nn.BatchNorm1d(32)), r"'norm.weight': shape \(32,\) of .* expected, got \(64,\)"),
@@ -760,7 +766,7 @@ def test_buffers_of_no_file(tmp_path: Path) -> None:
         tilesparse.load(nowhere, tmp_path)
     with init_empty_weights():
         empty = Rotary()
-        empty.masked = BlockSparseLinear(64, 64, density=1)
+        empty.masked = BlockSparseLinear(64, 64, density=1, block_shape=32)
     assert empty.state_dict()["masked.weight"].is_meta  # but not its pattern
     for given in (model, empty, Rotary):
         loaded: Any = tilesparse.load(given, tmp_path)
@@ -784,7 +790,7 @@ class Made(nn.Module):
         self.register_buffer("angles", self.table.cos(), persistent=False)
         self.attention = nn.MultiheadAttention(64, 2)
         self.memory = nn.LSTM(4, 8)
-        self.sparse: nn.Module = BlockSparseLinear(64, 64)
+        self.sparse: nn.Module = BlockSparseLinear(64, 64, block_shape=32)
         seen += [name for name, parameter in self.named_parameters() if not parameter.is_meta]
         seen += [name for name, buffer in self.named_buffers() if buffer.is_meta]
 
@@ -917,7 +923,7 @@ def test_documented_reader(tmp_path: Path) -> None:
     exec(code, names)
     for form in FORMS:
         net = sparse_net(form, torch.bfloat16)
-        net.stored = BlockSparseLinear(64, 64, density=0, bias=False).to_storage("int8")
+        net.stored = BlockSparseLinear(64, 64, density=0, bias=False, block_shape=32).to_storage("int8")
         tilesparse.save(net, tmp_path)
         for name in ("sparse", "stored", "masked"):
             weight = names["dense"](str(tmp_path), name)

@@ -17,7 +17,7 @@ from tilesparse.cli import command as cli
 from tilesparse.selection import OPS
 from tilesparse.tuning import measuring as tuning
 
-LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16"]
+LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16", "--block", "32"]
 
 
 def test_info_lists_versions_kernels_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,9 @@ WORLD = 2
 def make(seed: int, **options: Any) -> Any:
     options = {"density": 0.5, "block_shape": 16, "generator": seeded(seed), "device": here(), **options}
     return nn.Sequential(
-        BlockSparseLinear(IN, OUT, **options), nn.Tanh(), BlockSparseLinear(OUT, IN, **options)
+        BlockSparseLinear(IN, OUT, **{"block_shape": 32, **options}),
+        nn.Tanh(),
+        BlockSparseLinear(OUT, IN, **{"block_shape": 32, **options}),
     )
 
 

@@ -73,7 +73,7 @@ def test_a_layer_that_goes_wrong_is_found(recipe: dict[str, Any]) -> None:
 class WithResidual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = BlockSparseLinear(64, 64)
+        self.layer = BlockSparseLinear(64, 64, block_shape=32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.layer(x, residual=x)
@@ -82,7 +82,7 @@ class WithResidual(nn.Module):
 
 def test_residuals_and_parametrizations_are_no_differences(recipe: dict[str, Any]) -> None:
     x = torch.randn(8, 64)
-    normed = nn.Sequential(BlockSparseLinear(64, 64))
+    normed = nn.Sequential(BlockSparseLinear(64, 64, block_shape=32))
     nn.utils.parametrizations.weight_norm(normed[0], dim=-1)
     for model in (WithResidual(), normed):
         ((_, differences),) = recipe["check_layers"](model, lambda model=model: model(x).sum().backward())

@@ -249,7 +249,7 @@ DECOMPOSED: dict[str, dict[str, Any]] = {
 
 
 def to_decompose(name: str) -> tuple[nn.Module, Tensor]:
-    first = BlockSparseLinear(128, OUT, generator=seeded(), **DECOMPOSED[name])
+    first = BlockSparseLinear(128, OUT, generator=seeded(), **{"block_shape": 32, **DECOMPOSED[name]})
     first.pattern.move_blocks_([0], (~first.pattern.to_block_mask()).nonzero()[:1])  # slots out of order
     second = BlockSparseLinear(OUT, IN, density=0.25, block_shape=(16, 32), generator=seeded(1))
     model = nn.Sequential(first, nn.GELU(), second).eval()
@@ -272,7 +272,7 @@ def test_decompositions_know_what_is_fused(activation: str, gated: bool) -> None
     class Fused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = BlockSparseLinear(IN, OUT, generator=seeded()).requires_grad_(False)
+            self.layer = BlockSparseLinear(IN, OUT, generator=seeded(), block_shape=32).requires_grad_(False)
 
         def forward(self, x: Tensor, other: Tensor) -> Tensor:
             options = {"gate" if gated else "residual": other, "activation": activation}
@@ -290,7 +290,7 @@ def test_decompositions_know_what_is_fused(activation: str, gated: bool) -> None
 
 
 def test_compressed_weights_have_no_decomposition() -> None:
-    layer = BlockSparseLinear(IN, OUT, nm=(2, 4), storage="compressed")
+    layer = BlockSparseLinear(IN, OUT, nm=(2, 4), storage="compressed", block_shape=32)
     exported = torch.export.export(layer, (torch.randn(5, IN),))
     with pytest.raises(UnsupportedError, match=r"call to_storage\('plain'\) before the export"):
         exported.run_decompositions(decompositions())

@@ -51,7 +51,7 @@ SLEEP = 100_000_000  # GPU cycles, far longer than it takes to launch what follo
 
 def make_layer(in_features: int = 256, out_features: int = 384, **options: Any) -> BlockSparseLinear:
     options = {"density": 0.4, "device": "cuda", "dtype": BF16, "generator": seeded(), **options}
-    return BlockSparseLinear(in_features, out_features, **options)
+    return BlockSparseLinear(in_features, out_features, **{"block_shape": 32, **options})
 
 
 def step(layer: torch.nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:

@@ -257,7 +257,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import tilesparse
 print(*(str(warning.message) for warning in caught))
-assert len(caught) == 1 and tilesparse.BlockSparseLinear(64, 64)
+assert len(caught) == 1 and tilesparse.BlockSparseLinear(64, 64, block_shape=32)
 """
 
 
@@ -327,7 +327,7 @@ def test_what_is_written_follows_the_layers(tmp_path: Path) -> None:
     layer.to_storage("int8", per="block")
     layer.policy = "auto"
     model.model.layers[1].mlp.up_proj.set_nm((2, 4))
-    model.model.layers[1].mlp.down_proj = BlockSparseLinear(128, 64, bias=False, density=0.25)
+    model.model.layers[1].mlp.down_proj = BlockSparseLinear(128, 64, bias=False, density=0.25, block_shape=32)
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert_same(loaded, model)
@@ -872,7 +872,7 @@ def test_shared_layers_and_those_put_in_by_hand_become_dense() -> None:
     model = patched("llama")
     first, second = model.model.layers[0].mlp, model.model.layers[1].mlp
     second.up_proj = first.up_proj
-    first.extra = BlockSparseLinear(64, 64, density=0.5)
+    first.extra = BlockSparseLinear(64, 64, density=0.5, block_shape=32)
     follow(model)
     sparse = logits(model)
     to_dense(model)

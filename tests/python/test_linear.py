@@ -31,7 +31,7 @@ CPU_AND_CUDA = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def make(density: float = 0.5, seed: int = 0, **options: Any) -> BlockSparseLinear:
     generator = torch.Generator().manual_seed(seed)
-    return BlockSparseLinear(IN, OUT, density=density, generator=generator, **options)
+    return BlockSparseLinear(IN, OUT, density=density, generator=generator, **{"block_shape": 32, **options})
 
 
 def randn(*shape: int, **options: Any) -> Tensor:
@@ -142,8 +142,10 @@ def test_from_linear_keeps_the_strongest_blocks_with_their_values(block_shape: t
 def test_from_linear_follows_given_scores_or_pattern() -> None:
     linear = nn.Linear(IN, OUT)
     wanted = BlockPattern.random((OUT, IN), block_shape=(32, 32), nnz=5)
-    by_block = BlockSparseLinear.from_linear(linear, 5 / 12, scores=wanted.to_block_mask().float())
-    by_weight = BlockSparseLinear.from_linear(linear, 5 / 12, scores=wanted.to_mask().half())
+    by_block = BlockSparseLinear.from_linear(
+        linear, 5 / 12, scores=wanted.to_block_mask().float(), block_shape=32
+    )
+    by_weight = BlockSparseLinear.from_linear(linear, 5 / 12, scores=wanted.to_mask().half(), block_shape=32)
     by_pattern = BlockSparseLinear.from_linear(linear, pattern=wanted)
     assert same_layers(by_block, by_pattern) and same_layers(by_weight, by_pattern)
     assert by_pattern.pattern == wanted
@@ -151,7 +153,7 @@ def test_from_linear_follows_given_scores_or_pattern() -> None:
 
 def test_density_one_is_the_dense_layer() -> None:
     linear = nn.Linear(IN, OUT)
-    layer = BlockSparseLinear.from_linear(linear, 1)
+    layer = BlockSparseLinear.from_linear(linear, 1, block_shape=32)
     assert torch.equal(layer.to_linear().weight, linear.weight)
     x = randn(7, IN)
     torch.testing.assert_close(layer(x), linear(x), rtol=1e-5, atol=1e-5)
@@ -215,7 +217,7 @@ def test_the_policy_is_a_choice_of_each_layer_and_not_of_its_state() -> None:
     with pytest.raises(InvalidArgumentError, match=r"policy.*'sparse', 'auto', 'dense'.*'fast'"):
         layer.policy = "fast"
     assert layer.policy == "dense"
-    assert BlockSparseLinear.from_linear(nn.Linear(IN, OUT), policy="dense").policy == "dense"
+    assert BlockSparseLinear.from_linear(nn.Linear(IN, OUT), policy="dense", block_shape=32).policy == "dense"
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ def test_a_state_dict_holds_only_tensors_with_memory_of_their_own() -> None:
 
 def test_the_meta_device_costs_no_memory_and_can_be_left() -> None:
     with torch.device("meta"):
-        layer = BlockSparseLinear(IN, OUT)
+        layer = BlockSparseLinear(IN, OUT, block_shape=32)
     assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
     saved = make()
     loaded = copy.deepcopy(layer)
@@ -501,7 +503,7 @@ def test_distributed_data_parallel_shares_pattern_and_gradients(tmp_path: Path) 
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgumentError, match=field):
-        BlockSparseLinear(**{"in_features": IN, "out_features": OUT, **arguments})
+        BlockSparseLinear(**{"block_shape": 32, "in_features": IN, "out_features": OUT, **arguments})
 
 
 @pytest.mark.parametrize(
@@ -522,7 +524,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], field: str) -> None:
 )
 def test_from_linear_names_what_is_wrong(linear: nn.Module, options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgumentError, match=field):
-        BlockSparseLinear.from_linear(linear, **options)
+        BlockSparseLinear.from_linear(linear, **{"block_shape": 32, **options})
 
 
 UTILS, PARAMETRIZATIONS = torch.nn.utils, torch.nn.utils.parametrizations
@@ -541,7 +543,7 @@ OF_MATRICES: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("name", OF_MATRICES)
 def test_norms_of_matrices_are_refused(name: str) -> None:
     """Silently, they would be norms of blocks, or of [nnz, bn * bk]."""
-    layer, x = BlockSparseLinear(128, 96), torch.randn(3, 128)
+    layer, x = BlockSparseLinear(128, 96, block_shape=32), torch.randn(3, 128)
     OF_MATRICES[name](layer)
     for use in (lambda: layer(x), layer.plain_values, layer.to_linear, lambda: layer.to_storage("int8")):
         with pytest.raises(UnsupportedError, match=rf"weight must not be under torch.nn.utils.*\.{name}, "):
@@ -549,12 +551,12 @@ def test_norms_of_matrices_are_refused(name: str) -> None:
 
 
 def test_what_is_hung_on_single_weights_is_not_refused() -> None:
-    layer, x = BlockSparseLinear(128, 96, generator=seeded()), torch.randn(3, 128)
+    layer, x = BlockSparseLinear(128, 96, generator=seeded(), block_shape=32), torch.randn(3, 128)
     y = layer(x)
     prune.l1_unstructured(layer, "weight", 0.5)
     assert not torch.equal(layer(x), y)
     assert torch.allclose(layer(x), layer.to_linear()(x), atol=1e-6)
-    layer = BlockSparseLinear(128, 96, generator=seeded())
+    layer = BlockSparseLinear(128, 96, generator=seeded(), block_shape=32)
     PARAMETRIZATIONS.weight_norm(layer, dim=-1)  # by the norm of W, which is that of its blocks
     assert torch.allclose(layer(x), y, atol=1e-6)
     PARAMETRIZATIONS.weight_norm(layer, "bias")

@@ -22,7 +22,9 @@ BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (128, 32), (16, 64)]
 
 def make(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> BlockSparseLinear:
     defaults: dict[str, Any] = {"density": 0.5, "block_shape": (32, 32), "generator": seeded(1)}
-    return BlockSparseLinear(256, 384, dtype=dtype, device=device, **(defaults | arguments))
+    return BlockSparseLinear(
+        256, 384, dtype=dtype, device=device, **{"block_shape": 32, **(defaults | arguments)}
+    )
 
 
 def batch(layer: BlockSparseLinear, seed: int, tokens: int = 40) -> tuple[Tensor, Tensor]:

@@ -432,7 +432,10 @@ def test_private_names_of_pytorch_may_be_missing(_reading: None) -> None:
 
 
 def test_hessians_by_reverse_mode_and_what_forward_mode_says() -> None:
-    layer, x = BlockSparseLinear(64, 32, generator=seeded()).double(), torch.randn(64, dtype=torch.float64)
+    layer, x = (
+        BlockSparseLinear(64, 32, generator=seeded(), block_shape=32).double(),
+        torch.randn(64, dtype=torch.float64),
+    )
 
     def loss(x: Tensor) -> Tensor:
         y: Tensor = layer(x[None]).square().sum()
@@ -445,7 +448,7 @@ def test_hessians_by_reverse_mode_and_what_forward_mode_says() -> None:
 
 
 def test_fx_traces_layers_in_models_and_by_themselves_with_concrete_arguments() -> None:
-    layer, x = BlockSparseLinear(64, 32), torch.randn(3, 64)
+    layer, x = BlockSparseLinear(64, 32, block_shape=32), torch.randn(3, 64)
     assert torch.equal(torch.fx.symbolic_trace(torch.nn.Sequential(layer))(x), layer(x))
     with pytest.raises(UnsupportedError, match=r"activation must be known when torch.fx.symbolic_trace"):
         torch.fx.symbolic_trace(layer)
@@ -454,11 +457,11 @@ def test_fx_traces_layers_in_models_and_by_themselves_with_concrete_arguments() 
 
 
 def test_nothing_is_made_under_fake_tensor_mode() -> None:
-    made, dense = BlockSparseLinear(64, 32), torch.nn.Linear(64, 32)
+    made, dense = BlockSparseLinear(64, 32, block_shape=32), torch.nn.Linear(64, 32)
     makers: list[Callable[[], object]] = [
-        lambda: BlockSparseLinear(64, 32),
-        lambda: BlockSparseLinear(64, 32, device="meta"),
-        lambda: BlockSparseLinear.from_linear(dense),
+        lambda: BlockSparseLinear(64, 32, block_shape=32),
+        lambda: BlockSparseLinear(64, 32, device="meta", block_shape=32),
+        lambda: BlockSparseLinear.from_linear(dense, block_shape=32),
         lambda: BlockPattern.random((64, 64), block_shape=32, density=0.5),
         lambda: BlockPattern([0, 1], [0], shape=(32, 32), block_shape=32),
     ]
@@ -472,4 +475,4 @@ def test_nothing_is_made_under_fake_tensor_mode() -> None:
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch 2.9 and later")
 def test_muon_says_that_it_takes_matrices_alone() -> None:
     with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
-        torch.optim.Muon(BlockSparseLinear(64, 32, bias=False).parameters())
+        torch.optim.Muon(BlockSparseLinear(64, 32, bias=False, block_shape=32).parameters())

@@ -186,7 +186,12 @@ def fsdp(rank: int) -> None:
     for name in ("foreach", "fused"):
         fused: dict[str, Any] = {name: True}
         alone, model = (
-            known(nn.Sequential(BlockSparseLinear(WIDTH, WIDTH, generator=seeded(), **options))) for _ in "ab"
+            known(
+                nn.Sequential(
+                    BlockSparseLinear(WIDTH, WIDTH, generator=seeded(), **{"block_shape": 32, **options})
+                )
+            )
+            for _ in "ab"
         )
         optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01, **fused)
         expected = curve(alone, optimizer=optimizer)
@@ -283,7 +288,7 @@ def from_meta(rank: int) -> None:
 
 
 def sharded_layer(seed: int) -> BlockSparseLinear:
-    layer = BlockSparseLinear(512, 512, density=0.5, device="meta")
+    layer = BlockSparseLinear(512, 512, density=0.5, device="meta", block_shape=32)
     layer = fully_shard(layer, mesh=mesh()).to_empty(device=here())
     layer.reset_parameters(seeded(seed))
     return layer

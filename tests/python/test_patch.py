@@ -44,7 +44,7 @@ BLOCKS = r"blocks\.\d+\.(attention|mlp)\."
 
 def patcher(regex: str = BLOCKS, fullmatch: bool = False, **options: Any) -> BlockSparseModelPatcher:
     made = BlockSparseModelPatcher()
-    made.add_pattern(regex, options, fullmatch=fullmatch)
+    made.add_pattern(regex, {"block_shape": 32, **options}, fullmatch=fullmatch)
     return made
 
 
@@ -124,7 +124,7 @@ STORED: list[
 @pytest.mark.parametrize(("options", "called", "block_bytes"), STORED)
 def test_layers_are_stored_as_asked(options: dict[str, Any], called: str, block_bytes: int) -> None:
     model = nn.Sequential(nn.Linear(64, 96, bias=False))
-    expected = BlockSparseLinear.from_linear(model[0], **options)
+    expected = BlockSparseLinear.from_linear(model[0], **{"block_shape": 32, **options})
     report = patcher("0", **options).patch_model(model)
     (layer,) = report.layers
     new, indices = model[0], 4 * (len(expected.crow_indices) + 2 * expected.pattern.nnz)
@@ -148,7 +148,7 @@ def test_plain_twins_of_stored_layers_have_the_values_that_these_multiply_by(
     options: dict[str, Any], called: str, block_bytes: int
 ) -> None:
     model = nn.Sequential(nn.Linear(64, 96))
-    expected = BlockSparseLinear.from_linear(model[0], **options)
+    expected = BlockSparseLinear.from_linear(model[0], **{"block_shape": 32, **options})
     (layer,) = patcher("0", pseudo_linear=True, **options).patch_model(model).layers
     assert (layer.policy, layer.nm, layer.storage) == ("pseudo", None, "plain")
     assert layer.error == expected.storage_error
@@ -573,7 +573,7 @@ def test_the_output_embedding_is_patched_only_where_it_is_named(
 
 def test_a_later_pattern_may_name_the_output_embedding() -> None:
     made, model = patcher(density=0.5, regex=".*"), Transformer()
-    made.add_pattern("embed_out", {"density": 1})
+    made.add_pattern("embed_out", {"density": 1, "block_shape": 32})
     made.patch_model(model)
     assert (model.layers[0].density, model.embed_out.density) == (0.5, 1)
 
@@ -893,7 +893,7 @@ def test_empty_block_rows_and_columns_are_named() -> None:
     assert [(layer.empty_rows, layer.empty_columns) for layer in report.layers] == [(3, 0), (0, 3)]
     assert "empty block rows, whose outputs are the bias alone: 3 in 0" in str(report)
     with pytest.warns(UserWarning, match="3 block rows .* and 0 block columns"):
-        BlockSparseLinear.from_linear(lopsided()[0], density=0.25)
+        BlockSparseLinear.from_linear(lopsided()[0], density=0.25, block_shape=32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = patcher(r"\d", density=1, pseudo_linear=True).patch_model(lopsided())

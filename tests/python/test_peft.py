@@ -49,9 +49,13 @@ class Network(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         super().__init__()
         generator = seeded(1)
-        self.up = BlockSparseLinear(64, 128, dtype=dtype, generator=generator, **options)
+        self.up = BlockSparseLinear(
+            64, 128, dtype=dtype, generator=generator, **{"block_shape": 32, **options}
+        )
         self.mix = nn.Linear(128, 96, dtype=dtype)
-        self.down = BlockSparseLinear(96, 64, dtype=dtype, generator=generator, **options)
+        self.down = BlockSparseLinear(
+            96, 64, dtype=dtype, generator=generator, **{"block_shape": 32, **options}
+        )
         with torch.no_grad():
             self.mix.weight.copy_(randn(96, 128, dtype=dtype) / 12)
             self.mix.bias.zero_()
@@ -208,7 +212,7 @@ def test_another_peft_without_these_names_is_imported_with_warnings(first: str) 
 
 def test_pickled_configs_are_of_peft_alone() -> None:
     """Before and after they were used for a model, dense or sparse."""
-    for model in (nn.Sequential(nn.Linear(8, 8)), nn.Sequential(BlockSparseLinear(64, 64))):
+    for model in (nn.Sequential(nn.Linear(8, 8)), nn.Sequential(BlockSparseLinear(64, 64, block_shape=32))):
         config = LoraConfig(r=4, target_modules=["0"])
         for _ in range(2):
             assert b"tilesparse" not in pickle.dumps(config)
@@ -223,7 +227,7 @@ def test_a_class_that_a_config_names_comes_first() -> None:
 
     config = LoraConfig(r=4, target_modules=["0"])
     config._register_custom_module({BlockSparseLinear: Own})
-    model = get_peft_model(nn.Sequential(BlockSparseLinear(64, 64)), config)
+    model = get_peft_model(nn.Sequential(BlockSparseLinear(64, 64, block_shape=32)), config)
     assert type(model.base_model.model[0]) is Own
 
 
@@ -243,7 +247,7 @@ assert not any(map(lambda a, b: a is b, before, functions()))
 tilesparse.peft.unregister()
 assert functions() == before
 try:
-    model = torch.nn.Sequential(tilesparse.BlockSparseLinear(64, 64))
+    model = torch.nn.Sequential(tilesparse.BlockSparseLinear(64, 64, block_shape=32))
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
 except ValueError as error:
     assert "is not supported" in str(error)
@@ -361,7 +365,7 @@ def test_unmerging_from_another_pattern_is_refused(density: float) -> None:
     model = adapted(Network(), "up")
     layer = model.base_model.model.up
     model.merge_adapter()
-    other = BlockSparseLinear(64, 128, density=density, generator=seeded(7))
+    other = BlockSparseLinear(64, 128, density=density, generator=seeded(7), block_shape=32)
     layer.base_layer.load_state_dict(other.state_dict())
     with pytest.raises(UnsupportedError, match=r"the pattern that layer '.*up' had when it was merged"):
         model.unmerge_adapter()
@@ -435,7 +439,7 @@ def test_a_merge_that_one_layer_refuses_changes_none(merge: str) -> None:
 
 @pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
 def test_a_merge_into_a_weight_that_two_layers_share_is_refused(merge: str) -> None:
-    base: Any = nn.Sequential(*(BlockSparseLinear(64, 64) for _ in range(2)))
+    base: Any = nn.Sequential(*(BlockSparseLinear(64, 64, block_shape=32) for _ in range(2)))
     base[1].weight = base[0].weight
     model = adapted(base, "0")
     before = base[1].weight.clone()

@@ -31,7 +31,10 @@ from tilesparse import (
 def model_of(*densities: float, device: str = "cpu", **options: Any) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        *(BlockSparseLinear(128, 64, density=density, device=device, **options) for density in densities)
+        *(
+            BlockSparseLinear(128, 64, density=density, device=device, **{"block_shape": 32, **options})
+            for density in densities
+        )
     )
 
 
@@ -71,7 +74,7 @@ def test_margins_show_the_density_of_rows_and_columns() -> None:
 
 def test_every_kept_block_can_be_seen() -> None:
     """Its colour is not that of the paper, however small its weights are."""
-    layer = BlockSparseLinear(64, 64, density=1)
+    layer = BlockSparseLinear(64, 64, density=1, block_shape=32)
     with torch.no_grad():
         layer.weight[0] = 0
     (figure,) = plot.patterns(layer)

@@ -846,7 +846,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "refit": (vectors, {"refit": 1}, "refit"),
     "policy": (vectors, {"policy": "fast"}, "policy"),
     "block shape": (vectors, {"block_shape": 48}, "block_shape"),
-    "regex": (vectors, {"layers": "("}, "layers: regex"),
+    "regex": (vectors, {"layers": "("}, "layers must be a name or a regular expression"),
     "nothing matches": (vectors, {"layers": "decoder"}, "no layer is left"),
     "does not fit": (vectors, {"layers": "4"}, "layer '4'"),
     "storage": (vectors, {"storage": "int4"}, "storage"),
@@ -1006,7 +1006,7 @@ def test_layers_that_cannot_be_cut_are_skipped_unless_named() -> None:
         assert [layer.name for layer in report.layers] == ["body"]
         assert [layer.name for layer in report.skipped] == ["classifier"]
         assert "out_features is 2, no multiple of 16" in report.skipped[0].reason
-    with pytest.raises(InvalidArgumentError, match="layer 'classifier': block_shape: "):
+    with pytest.raises(InvalidArgumentError, match="layer 'classifier': block_shape must divide"):
         prune_model(model, vectors(), layers="body|classifier", **options)
 
 

@@ -139,8 +139,8 @@ def test_gpus_that_are_too_old_are_told_so(device: str) -> None:
     )
     for op in selection.OPS:
         with pytest.raises(UnsupportedError, match=sentence):
-            tilesparse.choose(Product(1024, 1024, 64, op=op), device)
-    answer = tilesparse.choose(Product(1024, 1024, 64), device, policy="auto")
+            tilesparse.choose(Product(1024, 1024, 64, op=op, block_shape=32), device)
+    answer = tilesparse.choose(Product(1024, 1024, 64, block_shape=32), device, policy="auto")
     assert (answer.kernel, answer.candidates, answer.runner_up) == (None, (), None)
 
 
@@ -175,7 +175,7 @@ def test_dense_is_an_answer() -> None:
 
 
 def test_the_cpu_has_no_estimates() -> None:
-    answer = tilesparse.choose(Product(64, 64, 4), "cpu")
+    answer = tilesparse.choose(Product(64, 64, 4, block_shape=32), "cpu")
     assert answer.kernel is not None and answer.kernel.startswith("cpu_")
     assert answer.microseconds is None and answer.dense_microseconds is None
     assert answer.candidates[-1].kernel == "cpu_portable" and "no estimate" in str(answer)
@@ -202,13 +202,13 @@ def test_devices_are_found_by_their_names() -> None:
     with pytest.raises(InvalidArgumentError, match=r"device: .*got 'cuda:9999999999'"):
         Device.find("cuda:9999999999")
     with pytest.raises(InvalidArgumentError, match="name: up to 63 bytes"):
-        tilesparse.choose(Product(64, 64, 4), replace(cpu, name="x" * 64))
+        tilesparse.choose(Product(64, 64, 4, block_shape=32), replace(cpu, name="x" * 64))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_missed() -> None:
     with pytest.raises(NoDeviceError, match=r"no usable CUDA device|without CUDA"):
-        tilesparse.choose(Product(64, 64, 4), "cuda")
+        tilesparse.choose(Product(64, 64, 4, block_shape=32), "cuda")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_gpu_that_is_not_there_is_missed() -> None:
 )
 def test_products_are_checked(options: dict[str, object], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
-        Product(**{"in_features": 64, "out_features": 64, "tokens": 4, **options})  # type: ignore[arg-type]
+        Product(**{"block_shape": 32, "in_features": 64, "out_features": 64, "tokens": 4, **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,10 @@ def test_devices_are_checked(options: dict[str, Any], text: str) -> None:
 def test_equal_products_are_equal_however_they_are_written() -> None:
     assert Product(64, 64, 4, nm=[2, 4], storage="int8") == Product(64, 64, 4, nm=(2, 4), storage="int8")  # type: ignore[arg-type]
     assert len({Product(64, 64, 4, nm=[2, 4], storage="int8")}) == 1  # type: ignore[arg-type]
-    assert Product(64, 64, 4, dtype=torch.bfloat16, tf32=True) == Product(64, 64, 4, dtype=torch.bfloat16)
-    assert Product(64, 64, 4, tf32=True) != Product(64, 64, 4, tf32=False)
+    assert Product(64, 64, 4, dtype=torch.bfloat16, tf32=True, block_shape=32) == Product(
+        64, 64, 4, dtype=torch.bfloat16, block_shape=32
+    )
+    assert Product(64, 64, 4, tf32=True, block_shape=32) != Product(64, 64, 4, tf32=False, block_shape=32)
 
 
 def test_a_product_is_that_of_a_layer() -> None:
@@ -271,7 +273,7 @@ def test_a_product_is_that_of_a_layer() -> None:
     problem = Product.of(layer, tokens=7)
     assert problem == Product(64, 128, 7, layer.pattern.density, (32, 16), torch.bfloat16)
     assert problem.nnz == layer.pattern.nnz
-    masked = BlockSparseLinear(64, 128, density=0.5, nm=(2, 4))
+    masked = BlockSparseLinear(64, 128, density=0.5, nm=(2, 4), block_shape=32)
     assert Product.of(masked, tokens=1).storage == "compressed"
     assert Product.of(masked, tokens=1, op="wgrad").storage == "plain"
     masked.to_storage("int8")
@@ -300,7 +302,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_preferred_kernels_run(ran: list[str]) -> None:
-    layer, x = BlockSparseLinear(64, 64, bias=False), torch.randn(8, 64, requires_grad=True)
+    layer, x = BlockSparseLinear(64, 64, bias=False, block_shape=32), torch.randn(8, 64, requires_grad=True)
     expected = layer(x)
     best = ran.pop()
     with tilesparse.prefer("cpu_portable"):
@@ -321,7 +323,7 @@ def test_preferred_kernels_run(ran: list[str]) -> None:
 
 
 def test_backward_passes_follow_what_is_preferred_when_they_run(ran: list[str]) -> None:
-    layer, x = BlockSparseLinear(64, 64, bias=False), torch.randn(8, 64, requires_grad=True)
+    layer, x = BlockSparseLinear(64, 64, bias=False, block_shape=32), torch.randn(8, 64, requires_grad=True)
     y = layer(x)
     ran.clear()
     done = threading.Thread(target=lambda: y.sum().backward())  # PyTorch's for a GPU is one of its own, too
@@ -333,7 +335,7 @@ def test_backward_passes_follow_what_is_preferred_when_they_run(ran: list[str]) 
 
 def test_preferences_that_overlap_leave_nothing_behind(ran: list[str]) -> None:
     """As those of two threads do, where the first one to enter is the first to leave."""
-    layer, x = BlockSparseLinear(64, 64, bias=False), torch.randn(8, 64)
+    layer, x = BlockSparseLinear(64, 64, bias=False, block_shape=32), torch.randn(8, 64)
     layer(x)
     best = ran.pop()
     first, second = tilesparse.prefer("cpu_"), tilesparse.prefer("cpu_portable")
@@ -348,7 +350,7 @@ def test_preferences_that_overlap_leave_nothing_behind(ran: list[str]) -> None:
 
 
 def test_what_is_preferred_for_another_device_is_no_matter(ran: list[str]) -> None:
-    layer, x = BlockSparseLinear(64, 64), torch.randn(8, 64)
+    layer, x = BlockSparseLinear(64, 64, block_shape=32), torch.randn(8, 64)
     layer(x)
     if "sm_80" in _C.architectures():
         with tilesparse.prefer("sm80_"):
@@ -368,7 +370,7 @@ def test_a_kernel_that_does_not_exist_is_not_preferred(kernel: str) -> None:
 
 
 def test_compiled_code_follows_what_is_preferred_around_it(ran: list[str]) -> None:
-    layer, x = BlockSparseLinear(64, 64), torch.randn(8, 64)
+    layer, x = BlockSparseLinear(64, 64, block_shape=32), torch.randn(8, 64)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         compiled(x)
@@ -379,7 +381,7 @@ def test_compiled_code_follows_what_is_preferred_around_it(ran: list[str]) -> No
 
 
 def test_within_code_that_is_compiled_a_preference_is_refused(ran: list[str]) -> None:
-    layer, x = BlockSparseLinear(64, 64), torch.randn(8, 64)
+    layer, x = BlockSparseLinear(64, 64, block_shape=32), torch.randn(8, 64)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         with tilesparse.prefer("cpu_portable"):

@@ -115,9 +115,9 @@ def test_layers_of_every_storage(program: Path, tmp_path: Path, files: str) -> N
 
 def test_layers_after_each_other(program: Path, tmp_path: Path) -> None:
     module = nn.Sequential(
-        BlockSparseLinear(IN, OUT, generator=seeded(1)),
+        BlockSparseLinear(IN, OUT, generator=seeded(1), block_shape=32),
         nn.ReLU(),
-        BlockSparseLinear(OUT, IN, generator=seeded(2)),
+        BlockSparseLinear(OUT, IN, generator=seeded(2), block_shape=32),
     )
     tilesparse.save(module, tmp_path / "model")
     x = randn(7, IN, dtype=torch.float32)
@@ -125,7 +125,7 @@ def test_layers_after_each_other(program: Path, tmp_path: Path) -> None:
 
 
 def test_tied_tensors(program: Path, tmp_path: Path) -> None:
-    first, second = (BlockSparseLinear(IN, OUT, generator=seeded(seed)) for seed in (1, 2))
+    first, second = (BlockSparseLinear(IN, OUT, generator=seeded(seed), block_shape=32) for seed in (1, 2))
     second.bias = first.bias
     tilesparse.save(nn.ModuleList([first, second]), tmp_path / "model")
     x = randn(3, IN, dtype=torch.float32)
@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_refused_with_a_sentence(
 
 
 def test_wrong_arguments_are_refused_with_a_sentence(program: Path, tmp_path: Path) -> None:
-    tilesparse.save(BlockSparseLinear(IN, OUT), tmp_path)
+    tilesparse.save(BlockSparseLinear(IN, OUT, block_shape=32), tmp_path)
     x = randn(5, IN, dtype=torch.float32)
     for given, layer, said in (
         (x, "other", "layer 'other': config.json"),
@@ -274,7 +274,7 @@ def test_plain_layers_are_measured_in_c(programs: Path, tmp_path: Path) -> None:
 
 def test_the_program_in_c_refuses_a_bias_that_is_stored_elsewhere(programs: Path, tmp_path: Path) -> None:
     """It would otherwise compute without one."""
-    first, second = (BlockSparseLinear(IN, OUT, generator=seeded(seed)) for seed in (1, 2))
+    first, second = (BlockSparseLinear(IN, OUT, generator=seeded(seed), block_shape=32) for seed in (1, 2))
     second.bias = first.bias
     tilesparse.save(nn.ModuleList([first, second]), tmp_path / "model")
     results = [measured(programs / "layer_c", tmp_path / "model", layer) for layer in ("0", "1")]
@@ -300,7 +300,7 @@ def test_a_layer_without_inputs_is_measured(programs: Path, tmp_path: Path, name
 
 @pytest.mark.parametrize("name", ["layer", "layer_c"])
 def test_the_configuration_of_another_method_is_not_taken(programs: Path, tmp_path: Path, name: str) -> None:
-    tilesparse.save(BlockSparseLinear(IN, OUT), tmp_path)
+    tilesparse.save(BlockSparseLinear(IN, OUT, block_shape=32), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "other", "version": 9}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -309,7 +309,7 @@ def test_the_configuration_of_another_method_is_not_taken(programs: Path, tmp_pa
 
 def test_a_wrong_result_is_noticed(programs: Path, tmp_path: Path) -> None:
     """The reference is not the library's: weights that are not finite have no result that is near."""
-    layer = BlockSparseLinear(IN, OUT, generator=seeded(5))
+    layer = BlockSparseLinear(IN, OUT, generator=seeded(5), block_shape=32)
     with torch.no_grad():
         layer.weight[0, 0, 0] = float("inf")
     tilesparse.save(layer, tmp_path / "model")

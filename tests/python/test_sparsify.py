@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
+from tilesparse._checks import check_block_shape
 from tilesparse._names import NamePattern
 from tilesparse.adapter import BlockSparseAdapter
 from tilesparse.config import BlockSparseConfig
@@ -118,9 +121,10 @@ def test_dense_layers_are_not_kept() -> None:
 
 
 def test_warnings_name_the_line_of_the_caller() -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
+    linear = nn.Linear(64, 64)
+    model = nn.Sequential(linear)
     with torch.no_grad():
-        model[0].weight[:16] += 10
+        linear.weight[:16] += 10
     with pytest.warns(UserWarning, match="empty block rows") as caught:
         sparsify_(model, BlockSparseConfig(0.25, 16))
     assert caught[0].filename == __file__
@@ -177,7 +181,8 @@ def test_options_are_a_config_or_a_mapping() -> None:
     fields = {name: getattr(config, name) for name in ("density", "block_shape", "nm", "storage", "scales")}
     models = [nn.Sequential(nn.Linear(64, 64)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    for model, options in zip(models, (config, {**fields, "policy": "auto"}), strict=True):
+    given: list[Any] = [config, {**fields, "policy": "auto"}]
+    for model, options in zip(models, given, strict=True):
         patcher = BlockSparseModelPatcher()
         patcher.add_pattern("0", options)
         patcher.patch_model(model)
@@ -199,7 +204,7 @@ def test_the_options_of_a_pattern_are_its_density_and_block_shape() -> None:
     patcher = Recorder()
     patcher.add_pattern("0", {"pattern": pattern})
     patcher.add_pattern("1", {"untie": True})
-    patcher.patch_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    patcher.patch_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(128, 64)))
     assert [*map(set, given)] == [set(DEFAULT_OPTIONS)] * 2
     assert (given[0]["density"], given[0]["block_shape"]) == (0.25, (32, 32))
     assert given[1] == {**DEFAULT_OPTIONS, "untie": True}
@@ -207,3 +212,23 @@ def test_the_options_of_a_pattern_are_its_density_and_block_shape() -> None:
         with pytest.raises(InvalidArgumentError, match=next(iter(options))):
             patcher.add_pattern("0", {"pattern": pattern, **options})
     patcher.add_pattern("0", {"pattern": pattern, "nm": (2, 4), "block_shape": 16})  # the pattern's counts
+
+
+def test_block_shape_has_one_default() -> None:
+    owners = [getattr(tilesparse, name) for name in tilesparse.__all__]
+    owners += [tilesparse.patch, BlockSparseConfig]
+    modules = [owner for owner in owners if inspect.ismodule(owner)]
+    owners += [getattr(module, name) for module in modules for name in getattr(module, "__all__", ())]
+    owners = [one for one in owners if not (inspect.isclass(one) and issubclass(one, Exception))]
+    functions = [member for owner in owners if inspect.isclass(owner) for member in vars(owner).values()]
+    found = set()
+    for function in [*owners, *(getattr(one, "__func__", one) for one in functions)]:
+        if inspect.isfunction(function) or inspect.isclass(function):
+            shape = inspect.signature(function).parameters.get("block_shape")
+            if shape is not None and shape.default not in (shape.empty, None):
+                found.add((function.__name__, check_block_shape(shape.default)))
+    assert {shape for _, shape in found} == {(64, 64)}
+    assert {"BlockSparseLinear", "from_linear", "BlockSparseConfig", "Product", "prune_model"} <= {
+        name for name, _ in found
+    }
+    assert DEFAULT_OPTIONS["block_shape"] == (64, 64)

@@ -44,7 +44,9 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def make(name: str, seed: int = 0, **options: Any) -> Any:
-    return BlockSparseLinear(IN, OUT, generator=seeded(seed), **{**LAYERS[name], **options})
+    return BlockSparseLinear(
+        IN, OUT, generator=seeded(seed), **{"block_shape": 32, **LAYERS[name], **options}
+    )
 
 
 def randn(*shape: int, **options: Any) -> Tensor:
@@ -94,7 +96,7 @@ def test_computes_with_its_plain_values(device: str, name: str) -> None:
 def test_from_linear_keeps_the_best(dtype: torch.dtype, name: str) -> None:
     linear = nn.Linear(IN, OUT, dtype=dtype).eval()
     options = LAYERS[name]
-    layer: Any = BlockSparseLinear.from_linear(linear, 0.5, **options)
+    layer: Any = BlockSparseLinear.from_linear(linear, 0.5, **{"block_shape": 32, **options})
     assert layer.nm == options.get("nm") and layer.storage == options.get("storage", "plain")
     assert layer.transposable == options.get("transposable", False)
     assert not layer.training and torch.equal(layer.bias, linear.bias)
@@ -117,11 +119,13 @@ def test_from_linear_keeps_the_best(dtype: torch.dtype, name: str) -> None:
 def test_from_linear_chooses_by_scores(storage: str) -> None:
     linear = nn.Linear(IN, OUT)
     scores = torch.rand(OUT, IN, generator=seeded(3))
-    layer: Any = BlockSparseLinear.from_linear(linear, 0.5, scores=scores, nm=NM, storage=storage)
+    layer: Any = BlockSparseLinear.from_linear(
+        linear, 0.5, scores=scores, nm=NM, storage=storage, block_shape=32
+    )
     mask = two_of_four(blocks_of_dense(scores, layer.pattern))
     assert torch.equal(layer.kept_mask(), mask)
     by_block: Any = BlockSparseLinear.from_linear(
-        linear, 0.5, scores=torch.rand(3, 4), nm=NM, storage=storage
+        linear, 0.5, scores=torch.rand(3, 4), nm=NM, storage=storage, block_shape=32
     )
     magnitudes = blocks_of_dense(linear.weight.detach().abs(), by_block.pattern)
     assert torch.equal(by_block.kept_mask(), two_of_four(magnitudes))
@@ -129,7 +133,7 @@ def test_from_linear_chooses_by_scores(storage: str) -> None:
 
 def test_from_linear_keeps_frozen_weights_frozen() -> None:
     linear = nn.Linear(IN, OUT).requires_grad_(False)
-    layer = BlockSparseLinear.from_linear(linear, nm=NM)
+    layer = BlockSparseLinear.from_linear(linear, nm=NM, block_shape=32)
     assert not layer.weight.requires_grad and layer.mask is not None
 
 
@@ -680,9 +684,9 @@ def test_second_derivatives_of_masked_layers(name: str) -> None:
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
-        BlockSparseLinear(IN, OUT, **arguments)
+        BlockSparseLinear(IN, OUT, **{"block_shape": 32, **arguments})
     with pytest.raises(InvalidArgumentError, match=named):
-        BlockSparseLinear.from_linear(nn.Linear(IN, OUT), **arguments)
+        BlockSparseLinear.from_linear(nn.Linear(IN, OUT), **{"block_shape": 32, **arguments})
 
 
 def test_to_semi_structured_is_for_2_4_without_gaps() -> None:
@@ -716,13 +720,13 @@ def test_a_pattern_can_be_changed_beneath_stored_values() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_frozen_weight_stays_frozen_through_other_storages(device: str, trained: bool) -> None:
-    layer = BlockSparseLinear(64, 64, nm=(2, 4), device=device).requires_grad_(trained)
+    layer = BlockSparseLinear(64, 64, nm=(2, 4), device=device, block_shape=32).requires_grad_(trained)
     layer.to_storage("compressed").to_storage("int8")
     assert not layer.weight.requires_grad
     layer = copy.deepcopy(layer)
     layer.reset_parameters()
     assert layer.to_storage("plain").weight.requires_grad is trained
-    stored = BlockSparseLinear(64, 64, storage="int8", device=device)
+    stored = BlockSparseLinear(64, 64, storage="int8", device=device, block_shape=32)
     assert stored.to_storage("plain").weight.requires_grad
 
 
@@ -732,9 +736,13 @@ def test_a_frozen_weight_stays_frozen_through_other_storages(device: str, traine
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", MASKED + STORED)
 def test_a_packed_layer_gives_the_same_and_follows_changes(name: str, dtype: torch.dtype) -> None:
-    layer = BlockSparseLinear(256, 128, dtype=dtype, generator=seeded(), **LAYERS[name])
+    layer = BlockSparseLinear(
+        256, 128, dtype=dtype, generator=seeded(), **{"block_shape": 32, **LAYERS[name]}
+    )
     twin = copy.deepcopy(layer).pack()
-    other = BlockSparseLinear(256, 128, dtype=dtype, generator=seeded(5), **LAYERS[name])
+    other = BlockSparseLinear(
+        256, 128, dtype=dtype, generator=seeded(5), **{"block_shape": 32, **LAYERS[name]}
+    )
     x = torch.randn(5, 256, dtype=dtype, generator=seeded(1))
 
     def negate_(layer: BlockSparseLinear) -> None:
@@ -771,7 +779,7 @@ def test_a_packed_layer_gives_the_same_and_follows_changes(name: str, dtype: tor
 
 
 def test_a_packed_layer_trains_and_is_followed() -> None:
-    layer = BlockSparseLinear(256, 128, nm=(2, 4), generator=seeded())
+    layer = BlockSparseLinear(256, 128, nm=(2, 4), generator=seeded(), block_shape=32)
     twin, x = copy.deepcopy(layer).pack(), torch.randn(5, 256, generator=seeded(1))
     for _ in range(3):
         for each in (layer, twin):

@@ -34,7 +34,7 @@ ARRAYS = ("crow_indices", "col_indices", "slot")
 
 def make(seed: int = 0, **options: Any) -> Any:
     options = {"density": 0.5, "block_shape": 16, "generator": seeded(seed), **options}
-    return BlockSparseLinear(IN, OUT, **options)
+    return BlockSparseLinear(IN, OUT, **{"block_shape": 32, **options})
 
 
 def expected(layer: BlockSparseLinear, x: Tensor) -> Tensor:

@@ -47,9 +47,9 @@ def make(transposable: bool = False, **options: Any) -> Any:
     }
     generator = seeded()
     return nn.Sequential(
-        BlockSparseLinear(FEATURES, 2 * FEATURES, generator=generator, **options),
+        BlockSparseLinear(FEATURES, 2 * FEATURES, generator=generator, **{"block_shape": 32, **options}),
         nn.Tanh(),
-        BlockSparseLinear(2 * FEATURES, FEATURES, generator=generator, **options),
+        BlockSparseLinear(2 * FEATURES, FEATURES, generator=generator, **{"block_shape": 32, **options}),
     )
 
 

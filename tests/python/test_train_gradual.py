@@ -47,7 +47,9 @@ def make(density: float = 1.0, device: str = "cpu", **options: Any) -> Any:
     generator = seeded(1)
     options = {"block_shape": BLOCK, "density": density, "generator": generator, **options}
     return nn.Sequential(
-        BlockSparseLinear(IN, OUT, **options), nn.ReLU(), BlockSparseLinear(OUT, IN, **options)
+        BlockSparseLinear(IN, OUT, **{"block_shape": 32, **options}),
+        nn.ReLU(),
+        BlockSparseLinear(OUT, IN, **{"block_shape": 32, **options}),
     ).to(device)
 
 
@@ -263,7 +265,7 @@ def test_compact_removes_zero_blocks_and_nothing_else(device: str) -> None:
     assert model[0].weight.shape[0] == 9 and model[2].density == 0
     assert optimizer.state[model[0].weight]["momentum_buffer"].shape == model[0].weight.shape
     assert compact(model, optimizer) == {"0": 0, "2": 0}
-    for wrong in (nn.Tanh(), nn.Sequential(BlockSparseLinear(64, 64, storage="int8"))):
+    for wrong in (nn.Tanh(), nn.Sequential(BlockSparseLinear(64, 64, storage="int8", block_shape=32))):
         with pytest.raises(InvalidArgumentError, match=r"^model: no BlockSparseLinear"):
             compact(wrong)
 

@@ -67,9 +67,9 @@ def make(density: float = 0.5, device: str = "cpu", **options: Any) -> Any:
     generator = seeded(1)
     options = {"block_shape": BLOCK, "dtype": torch.float32, **options}
     return nn.Sequential(
-        BlockSparseLinear(IN, OUT, density=density, generator=generator, **options),
+        BlockSparseLinear(IN, OUT, density=density, generator=generator, **{"block_shape": 32, **options}),
         nn.ReLU(inplace=True),
-        BlockSparseLinear(OUT, IN, density=density, generator=generator, **options),
+        BlockSparseLinear(OUT, IN, density=density, generator=generator, **{"block_shape": 32, **options}),
     ).to(device)
 
 
@@ -664,7 +664,7 @@ def test_arguments_that_do_not_fit(changed: dict[str, Any], error: Any, text: st
 
 
 def test_layers_whose_blocks_cannot_move_are_named() -> None:
-    stored = nn.Sequential(BlockSparseLinear(IN, OUT, storage="int8"))
+    stored = nn.Sequential(BlockSparseLinear(IN, OUT, storage="int8", block_shape=32))
     parametrized = make()
     nn.utils.parametrizations.weight_norm(parametrized[0])
     tied = make()

@@ -30,7 +30,7 @@ from tilesparse.cli import command as cli
 from tilesparse.selection import OPS
 from tilesparse.tuning import document
 
-PRODUCT = Product(64, 128, 10, 0.5)
+PRODUCT = Product(64, 128, 10, 0.5, block_shape=32)
 PRODUCT_FIELDS = {"in_features": 64, "out_features": 128, "tokens": 10, "dtype": "float32"}
 CPU = Device.find("cpu")
 
@@ -79,7 +79,7 @@ def test_every_product_is_measured_as_it_is_computed(op: str, form: str) -> None
     options = forms[form]
     if op == "wgrad" and "storage" in options:
         options = {}
-    product, clock = Product(64, 128, 10, 0.5, op=op, **options), last_is_fastest()
+    product, clock = Product(64, 128, 10, 0.5, op=op, **{"block_shape": 32, **options}), last_is_fastest()
     (measured,) = tilesparse.tune([product, product], "cpu", candidates=2, timer=clock)
     *sparse, dense = clock.results
     assert len(sparse) == 2
@@ -99,7 +99,7 @@ def test_what_was_measured_is_chosen_here_and_in_later_programs(path: Path) -> N
     assert answer.reason == "the fastest when measured on this device; measured 1000 us, dense 9000 us"
     code = """
 import torch, tilesparse
-layer = tilesparse.BlockSparseLinear(64, 128, density=0.5, bias=False)
+layer = tilesparse.BlockSparseLinear(64, 128, density=0.5, bias=False, block_shape=32)
 layer(torch.randn(10, 64))
 print(tilesparse.choose(tilesparse.Product.of(layer, tokens=16), "cpu").kernel)
 """
@@ -116,7 +116,7 @@ print(tilesparse.choose(tilesparse.Product.of(layer, tokens=16), "cpu").kernel)
 
 
 def test_kept_calls_choose_anew_once_something_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = BlockSparseLinear(64, 128, density=0.5, bias=False), torch.randn(10, 64)
+    layer, x = BlockSparseLinear(64, 128, density=0.5, bias=False, block_shape=32), torch.randn(10, 64)
     layer(x)
     tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     resolved = []
@@ -132,7 +132,7 @@ def test_kept_calls_choose_anew_once_something_is_measured(monkeypatch: pytest.M
 
 
 def test_auto_compares_what_was_measured_also_on_the_cpu() -> None:
-    layer, x = BlockSparseLinear(64, 128, density=0.5, policy="auto"), torch.randn(10, 64)
+    layer, x = BlockSparseLinear(64, 128, density=0.5, policy="auto", block_shape=32), torch.randn(10, 64)
     for dense, is_dense in ((0.5, True), (5.0, False)):
         tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest(dense))
         assert (tilesparse.choose(PRODUCT, "cpu", policy="auto").kernel is None) == is_dense
@@ -145,7 +145,7 @@ def test_auto_compares_what_was_measured_also_on_the_cpu() -> None:
 
 
 def test_measuring_again_replaces_and_other_products_stay(path: Path) -> None:
-    other = Product(64, 64, 10, 0.5)
+    other = Product(64, 64, 10, 0.5, block_shape=32)
     tilesparse.tune([PRODUCT, other], "cpu", candidates=2, timer=last_is_fastest())
     tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=Clock(1.0, 2.0, 3.0))
     found, others = tuning.load()
@@ -201,10 +201,10 @@ def test_what_a_gpu_has_measured_counts_for_those_of_its_name(path: Path) -> Non
 
 def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> None:
     model: Any = torch.nn.Sequential(
-        BlockSparseLinear(64, 128, density=0.5),
-        BlockSparseLinear(64, 128, density=0.5),
-        BlockSparseLinear(128, 64, density=0.25, nm=(2, 4)),
-        BlockSparseLinear(64, 64, density=0.5).to_storage("int8"),
+        BlockSparseLinear(64, 128, density=0.5, block_shape=32),
+        BlockSparseLinear(64, 128, density=0.5, block_shape=32),
+        BlockSparseLinear(128, 64, density=0.25, nm=(2, 4), block_shape=32),
+        BlockSparseLinear(64, 64, density=0.5, block_shape=32).to_storage("int8"),
     )
     tilesparse.save(model, tmp_path / "model")
     found = tuning.products_of(tmp_path / "model", [1, 8])
@@ -219,7 +219,7 @@ def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> 
         for tokens in (1, 8)
     ]
     assert found == expected
-    tilesparse.save(BlockSparseLinear(64, 128, storage="int8"), tmp_path / "stored")
+    tilesparse.save(BlockSparseLinear(64, 128, storage="int8", block_shape=32), tmp_path / "stored")
     assert [each.op for each in tuning.products_of(tmp_path / "stored", [1])] == ["forward", "dgrad"]
     with pytest.raises(tilesparse.CheckpointError):
         tuning.products_of(tmp_path, [1])
@@ -289,13 +289,15 @@ def test_a_file_that_is_none_is_reported_and_not_overwritten(
     ],
 )
 def test_of_a_damaged_file_nothing_counts(path: Path, change: dict[str, Any]) -> None:
-    tilesparse.tune([Product(64, 64, 10), PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tilesparse.tune(
+        [Product(64, 64, 10, block_shape=32), PRODUCT], "cpu", candidates=2, timer=last_is_fastest()
+    )
     document = json.loads(path.read_text())
     document["sections"][0]["products"][1] |= change
     path.write_text(json.dumps(document))
     with pytest.raises(TuneFileError, match="damaged"):
         tuning.load()
-    assert tilesparse.choose(Product(64, 64, 10), "cpu").kernel == names()[0]
+    assert tilesparse.choose(Product(64, 64, 10, block_shape=32), "cpu").kernel == names()[0]
     clock = last_is_fastest()
     with pytest.raises(TuneFileError, match="damaged"):  # and it is not written to
         tilesparse.tune([PRODUCT], "cpu", timer=clock)
@@ -349,7 +351,7 @@ def test_a_link_stays_one_and_others_may_read(path: Path, tmp_path: Path) -> Non
 
 
 def test_threads_and_programs_that_measure_at_once_lose_nothing(path: Path) -> None:
-    products = [Product(64, 64, 1 << power) for power in range(12)]
+    products = [Product(64, 64, 1 << power, block_shape=32) for power in range(12)]
     measured = tilesparse.tune(products, "cpu", candidates=1, timer=Clock(1.0, 2.0))
     path.unlink()
 
@@ -363,7 +365,9 @@ def test_threads_and_programs_that_measure_at_once_lose_nothing(path: Path) -> N
 
 
 def test_densities_that_round_are_measured(path: Path) -> None:
-    (found,) = tilesparse.tune([Product(64, 64, 4, 1e-9)], "cpu", candidates=2, timer=last_is_fastest())
+    (found,) = tilesparse.tune(
+        [Product(64, 64, 4, 1e-9, block_shape=32)], "cpu", candidates=2, timer=last_is_fastest()
+    )
     assert found.product.nnz == 0 and tuning.load() == ([found], 0)
 
 
@@ -414,7 +418,10 @@ def test_the_file_is_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -
     ("options", "text"),
     [
         ({"products": [3]}, r"products\[0\] must be a Product, got 3"),
-        ({"products": [Product(64, 64, 1, storage="int8", feature_major=True)]}, "storage 'plain' expected"),
+        (
+            {"products": [Product(64, 64, 1, storage="int8", feature_major=True, block_shape=32)]},
+            "storage 'plain' expected",
+        ),
         ({"candidates": 0}, "candidates"),
         ({"repetitions": 1.5}, "repetitions"),
         ({"device": "meta"}, "device: "),
@@ -440,7 +447,7 @@ def test_the_command_measures_and_says_where_it_is_kept(
     assert text.startswith("2 products, on CPU") and text.count("  dense ") == 2
     assert all(text.count(f"  {name} ") == 2 for name in names()[:2])
     assert text.splitlines()[-1] == f"measured kernels: 2 products on CPU; {path}"
-    tilesparse.save(BlockSparseLinear(64, 128), tmp_path / "model")
+    tilesparse.save(BlockSparseLinear(64, 128, block_shape=32), tmp_path / "model")
     model = ["--model", str(tmp_path / "model"), "--op", "dgrad", "--repetitions", "1"]
     assert cli.main(["tune", *model, "--tokens", "4", "--device", "cpu"]) == 0
     assert "1 products, on CPU" in capsys.readouterr().out

@@ -71,7 +71,7 @@ def add_layer(command: argparse.ArgumentParser, tokens: Sequence[int] = ()) -> N
     command.add_argument(
         "--density", type=parse_density, default=0.25, help="fraction of blocks kept (%(default)s)"
     )
-    command.add_argument("--block", type=parse_block, default=(32, 32), help="32, or 32x64 for out x in (32)")
+    command.add_argument("--block", type=parse_block, default=(64, 64), help="64, or 64x32 for out x in (64)")
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
     command.add_argument("--op", choices=OPS, help="one product (default: all)")
 

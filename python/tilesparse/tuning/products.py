@@ -46,7 +46,7 @@ class Product:
     out_features: int
     tokens: int
     density: float = 0.5
-    block_shape: int | Sequence[int] = (32, 32)
+    block_shape: int | Sequence[int] = (64, 64)
     dtype: torch.dtype = torch.float32
     op: str = "forward"
     storage: str = "plain"
