@@ -98,14 +98,14 @@ class PatchReport:
     dense: list[DenseParameter]
 
     def __str__(self) -> str:
-        choices = ("shape", "block", "density", "storage", "error", "policy")
-        rows: list[tuple[str, ...]] = [("layer", *choices, "parameters", "after", "bytes", "after")]
+        columns = ("shape", "block", "density", "storage", "error", "policy")
+        rows: list[tuple[str, ...]] = [("layer", *columns, "parameters", "after", "bytes", "after")]
         for layer in self.layers:
             shape, block = (f"{out}x{in_}" for out, in_ in (layer.shape, layer.block_shape))
             error = f"{layer.error:.2g}" if layer.error else ""
-            choices = (shape, block, f"{layer.density:.3f}", _storage(layer), error, layer.policy)
-            rows.append((layer.name, *choices, *_sizes(layer.before, layer.after)))
-        rows.append(("whole model", *[""] * len(choices), *_sizes(self.before, self.after)))
+            spec = (shape, block, f"{layer.density:.3f}", _storage(layer), error, layer.policy)
+            rows.append((layer.name, *spec, *_sizes(layer.before, layer.after)))
+        rows.append(("whole model", *[""] * len(columns), *_sizes(self.before, self.after)))
         lines = aligned(rows)
         lines += [f"skipped {text}" for text in by_reason(self.skipped)]
         lines += [f"no layer matches {regex!r}" for regex in self.unmatched]
@@ -225,9 +225,9 @@ def warn_of_reads(targets: Sequence[Target], reads: Mapping[nn.Module, Read], st
 def _patched(target: Target) -> PatchedLayer:
     name, module, new = target.names[0], target.module, target.replacement
     assert isinstance(new, Replacement)
-    choices: tuple[str, tuple[int, int] | None, str] = "pseudo", None, "plain"
+    stored: tuple[str, tuple[int, int] | None, str] = "pseudo", None, "plain"
     if isinstance(new, BlockSparseLinear):
-        choices = new.policy, new.nm, new.storage
+        stored = new.policy, new.nm, new.storage
     sizes = _size([module]), _size([new])
     shape = new.out_features, new.in_features
     if isinstance(new, PseudoBlockSparseLinear):
@@ -235,9 +235,7 @@ def _patched(target: Target) -> PatchedLayer:
     else:
         places = new.pattern.block_indices()
     empty = empty_of(places, shape, new.block_shape)
-    return PatchedLayer(
-        name, shape, new.block_shape, new.density, *choices, new.storage_error, *sizes, *empty
-    )
+    return PatchedLayer(name, shape, new.block_shape, new.density, *stored, new.storage_error, *sizes, *empty)
 
 
 def _storage(layer: PatchedLayer) -> str:

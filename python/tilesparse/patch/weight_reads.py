@@ -1,8 +1,8 @@
-"""Linear layers whose weight the modules around them read, in place of calling the layer.
+"""Find linear layers whose weight other modules read instead of calling the layer.
 
-Such a module, as Mamba's mixer with ``self.dt_proj.weight @ x``, cannot compute with blocks. What it reads is
-found in the source of its ``forward`` and of the methods that this uses, without branches that its attributes
-exclude, as ``if self.pretraining_tp > 1``. Where there is no source nothing is found.
+A module that does so, such as Mamba's mixer with ``self.dt_proj.weight @ x``, cannot compute with blocks. The
+reads are found in the source of its ``forward`` and of the methods that ``forward`` uses, except for branches
+that the module's attributes exclude, such as ``if self.pretraining_tp > 1``. Without source nothing is found.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _EXCEPTIONS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 class Read(NamedTuple):
-    """Who reads a layer's weight, and whether the layer is called as well, in other branches."""
+    """The class that reads a layer's weight; `called` is True if other branches also call the layer."""
 
     reader: str
     called: bool
 
 
 def weight_reads(model: nn.Module) -> dict[nn.Module, Read]:
-    """The modules of a model whose ``weight`` others read in their forward pass."""
+    """Return the modules of a model whose ``weight`` other modules read in their forward pass."""
     readers: dict[nn.Module, str] = {}
     for module in model.modules():
         if isinstance(module, _EXCEPTIONS):
@@ -48,7 +48,7 @@ def weight_reads(model: nn.Module) -> dict[nn.Module, Read]:
 
 
 def _called(model: nn.Module) -> set[nn.Module]:
-    """What may be called: modules that a forward pass mentions otherwise than by an attribute of them."""
+    """Return modules that may be called: those that a forward pass mentions without reading an attribute."""
     found: set[nn.Module] = set()
     for module in model.modules():
         for use in _uses(type(module)).mentions:
@@ -61,21 +61,21 @@ def _called(model: nn.Module) -> set[nn.Module]:
 
 
 class _Use(NamedTuple):
-    """A path from ``self`` in a forward pass, and the conditions of its branch with what they must be."""
+    """A path from ``self`` in a forward pass, and the conditions of its branch with their required values."""
 
     path: _Path
     conditions: tuple[tuple[CodeType, bool], ...]
 
 
 class _Uses(NamedTuple):
-    """Those in the forward pass of a class of which the weight is read, and all others."""
+    """Uses in the forward pass of a class: reads of weights, and all others."""
 
     weights: set[_Use]
     mentions: set[_Use]
 
 
 def _resolved(module: nn.Module, use: _Use) -> Iterator[tuple[nn.Module, _Path]]:
-    """The modules that a path leads to, each with what of the path is none; nothing where it is not gone."""
+    """Yield the modules that a path leads to, each with the rest of the path; none in an excluded branch."""
     for condition, wanted in use.conditions:
         try:
             found = bool(eval(condition, {"__builtins__": _CALLS}, {"self": module}))
@@ -122,7 +122,7 @@ def _read(cls: type[nn.Module]) -> _Uses:
 
 
 def _functions(cls: type[nn.Module], name: str) -> Iterator[Callable[..., Any]]:
-    """The method or property of a name, and those that it takes the place of where it uses ``super``."""
+    """Yield the method or property of a name, and the ones it overrides if it uses ``super``."""
     for owner in cls.__mro__:
         if owner is nn.Module:
             return
@@ -138,7 +138,7 @@ def _functions(cls: type[nn.Module], name: str) -> Iterator[Callable[..., Any]]:
 
 
 class _Reader(ast.NodeVisitor):
-    """Gathers the uses of functions."""
+    """Collector of the uses in functions."""
 
     def __init__(self) -> None:
         self.uses = _Uses(set(), set())
@@ -180,7 +180,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(statement)
 
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
-        """Follows another name for a module; anything else is looked into."""
+        """Follow another name for a module; visit anything else."""
         path = self._path(value)
         if isinstance(target, ast.Name):
             self._aliases.pop(target.id, None)
@@ -227,7 +227,7 @@ class _Reader(ast.NodeVisitor):
             self.uses.weights.add(_Use(path[:at], self._conditions))
 
     def _path(self, node: ast.expr) -> _Path | None:
-        """From ``self``; None for anything else."""
+        """Return the path from ``self``, or None for anything else."""
         if isinstance(node, ast.Name):
             return self._aliases.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -240,7 +240,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def _condition(test: ast.expr) -> CodeType | None:
-    """What can be evaluated for a module without side effects, and does not change with its mode."""
+    """Return the code of a condition without side effects that does not depend on the mode, or None."""
     for node in ast.walk(test):
         if isinstance(node, ast.Attribute) and node.attr == "training":
             return None
