@@ -115,7 +115,7 @@ def measured(
 ) -> dict[str, Any]:
     """What the model is like once its layers are what was chosen."""
     model = copy.deepcopy(model)
-    prune_model(model, others, choices=choices)
+    prune_model(model, others, configs=choices)
     return {
         "perplexity": perplexity(model, held_out),
         "measured_ms": sum(time_layers(model, choices, tokens=tokens).values()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -60,3 +62,12 @@ def empty_texts(layers: Iterable[Any]) -> list[str]:
         if own:
             texts.append(f"{what}: {sum(counts.values())} in {listed(own)}")
     return texts
+
+
+def warn_user(text: str) -> None:
+    """Warn at the line outside of this package that led here."""
+    package = __name__.partition(".")[0]
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

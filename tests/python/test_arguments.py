@@ -114,6 +114,7 @@ NOT_CALLED = {
     "prune.AllocatedLayer",
     "prune.Allocation",
     "prune.ErrorCurves",
+    "prune.ErrorProfiles",
     "prune.LatencyTable",
     "prune.PermutationReport",
     "prune.PermutedFold",
@@ -236,8 +237,8 @@ def snapshot_file() -> str:
 
 
 def table() -> prune.LatencyTable:
-    choice = prune.Choice(0.5, BLOCK)
-    return prune.LatencyTable("CPU", 8, "float32", {}, {(64, 64): {None: 1.0, choice: 0.5}})
+    config = BlockSparseConfig(0.5, BLOCK)
+    return prune.LatencyTable("CPU", 8, "float32", {}, {(64, 64): {None: 1.0, config: 0.5}})
 
 
 def table_file() -> str:
@@ -245,8 +246,8 @@ def table_file() -> str:
     return "table.json"
 
 
-def curves() -> dict[str, dict[prune.Choice, float]]:
-    return {"0": {prune.Choice(0.5, BLOCK): 0.1}}
+def profiles() -> dict[str, dict[BlockSparseConfig, float]]:
+    return {"0": {BlockSparseConfig(0.5, BLOCK): 0.1}}
 
 
 def schedule(make: Callable[..., Any], model: nn.Module | None = None, **options: Any) -> Any:
@@ -432,23 +433,23 @@ CASES: dict[str, Callable[[], Any]] = {
     "prune.Fold": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
     "prune.LatencyTable.milliseconds": lambda: (
         table().milliseconds,
-        {"shape": (64, 64), "choice": prune.Choice(0.5, BLOCK)},
+        {"shape": (64, 64), "config": BlockSparseConfig(0.5, BLOCK)},
     ),
-    "prune.LatencyTable.total": lambda: (table().total, {"model": dense(), "choices": {"0": None}}),
+    "prune.LatencyTable.total": lambda: (table().total, {"model": dense(), "configs": {"0": None}}),
     "prune.LatencyTable.save": lambda: (table().save, {"path": "new.json"}),
     "prune.LatencyTable.load": lambda: {"path": table_file()},
-    "prune.allocate": lambda: {"curves": curves(), "model": dense(), "parameters": 10**6},
+    "prune.allocate": lambda: {"profiles": profiles(), "model": dense(), "parameters": 10**6},
     "prune.erk": lambda: {"model": dense(), "layers": ["0"], "density": 0.5, "block_shape": 32},
     "prune.find_folds": lambda: {"model": dense()},
     "prune.measure_errors": lambda: {
         "model": dense(),
         "batches": batches(),
-        "choices": [prune.Choice(0.5, BLOCK)],
+        "configs": [BlockSparseConfig(0.5, BLOCK)],
         "layers": "0",
     },
     "prune.measure_latency": lambda: {
         "model": dense(),
-        "choices": {"0": [prune.Choice(0.5, BLOCK)]},
+        "configs": {"0": [BlockSparseConfig(0.5, BLOCK)]},
         "tokens": 8,
         "repetitions": 1,
     },
@@ -465,8 +466,14 @@ CASES: dict[str, Callable[[], Any]] = {
     "prune.permute_model": lambda: {
         "model": dense(),
         "batches": batches(),
-        "choice": prune.Choice(0.5, BLOCK),
+        "config": BlockSparseConfig(0.5, BLOCK),
         "folds": [prune.Fold(("0",), "2", 64)],
+    },
+    "prune.prune_": lambda: {
+        "model": dense(),
+        "config": BlockSparseConfig(0.5, BLOCK),
+        "batches": batches(),
+        "layers": "0",
     },
     "prune.prune_model": lambda: {
         "model": dense(),

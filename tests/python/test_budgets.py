@@ -18,8 +18,8 @@ from test_docs import executed
 from torch import nn
 
 from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, InvalidArgumentError
+from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.prune import (
-    Choice,
     LatencyTable,
     allocate,
     erk,
@@ -33,9 +33,9 @@ from tilesparse.prune import (
 from tilesparse.prune import knapsack as solver
 from tilesparse.prune.knapsack import solve
 
-PLAIN = [Choice(density, (block, block)) for density in (0.25, 0.5, 0.75) for block in (32, 64)]
-OTHERS = [Choice(0.5, (64, 64), (2, 4), storage) for storage in ("plain", "compressed", "int8")]
-CHOICES = [*PLAIN, *OTHERS, Choice(0.5, (64, 64), None, "int8")]
+PLAIN = [Config(density, (block, block)) for density in (0.25, 0.5, 0.75) for block in (32, 64)]
+OTHERS = [Config(0.5, (64, 64), (2, 4), storage) for storage in ("plain", "compressed", "int8")]
+CONFIGS = [*PLAIN, *OTHERS, Config(0.5, (64, 64), None, "int8")]
 
 
 class Layers(nn.Module):
@@ -49,11 +49,11 @@ class Layers(nn.Module):
 NAMES = ("up", "down", "other")
 
 
-def curves_of(choices: list[Choice] = CHOICES) -> dict[str, dict[Choice, float]]:
+def profiles_of(configs: list[Config] = CONFIGS) -> dict[str, dict[Config, float]]:
     """Layers that matter differently."""
     return {
         name: {
-            choice: factor * (1 - choice.density + 0.1 * (choice.nm is not None)) ** 2 for choice in choices
+            config: factor * (1 - config.density + 0.1 * (config.nm is not None)) ** 2 for config in configs
         }
         for factor, name in enumerate(NAMES, 1)
     }
@@ -61,7 +61,7 @@ def curves_of(choices: list[Choice] = CHOICES) -> dict[str, dict[Choice, float]]
 
 def table_of(**changes: Any) -> LatencyTable:
     times = {
-        shape: {None: 1.0, **{choice: 0.1 + choice.density * (1 if choice.nm else 1.5) for choice in CHOICES}}
+        shape: {None: 1.0, **{config: 0.1 + config.density * (1 if config.nm else 1.5) for config in CONFIGS}}
         for shape in ((256, 128), (128, 256))
     }
     about = {"device": "A device", "tokens": 8, "dtype": "bfloat16", "versions": {"torch": "2"}}
@@ -121,86 +121,86 @@ def test_a_large_model_is_solved_to_the_gap() -> None:
 
 
 def test_parameters_are_those_that_are_multiplied() -> None:
-    model, curves = Layers(), curves_of()
+    model, profiles = Layers(), profiles_of()
     total = 3 * 128 * 256
-    plan = allocate(curves, model, parameters=total // 2)
+    plan = allocate(profiles, model, parameters=total // 2)
     assert sum(layer.cost for layer in plan.layers) == plan.cost <= total // 2
     for layer in plan.layers:
-        assert layer.choice is not None
-        kept = layer.choice.density * layer.dense_cost
-        assert layer.cost == (kept if layer.choice.nm is None else kept / 2)
-    assert plan.error == sum(curves[name][plan[name]] for name in NAMES)
+        assert layer.config is not None
+        kept = layer.config.density * layer.dense_cost
+        assert layer.cost == (kept if layer.config.nm is None else kept / 2)
+    assert plan.error == sum(profiles[name][plan[name]] for name in NAMES)
     assert plan.gap <= 2 * solver.GAP
     assert list(plan) == list(NAMES) and dict(plan) == plan
-    assert dict(allocate(curves, model, parameters=total)) == dict.fromkeys(NAMES)
+    assert dict(allocate(profiles, model, parameters=total)) == dict.fromkeys(NAMES)
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_bytes_are_those_of_the_layers(choice: Choice) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_bytes_are_those_of_the_layers(config: Config) -> None:
     model = Layers(torch.bfloat16)
-    plan = allocate({"up": {choice: 0.5}}, model, bytes=2 * 128 * 256 - 1 if choice != OTHERS[0] else 50_000)
+    plan = allocate({"up": {config: 0.5}}, model, bytes=2 * 128 * 256 - 1 if config != OTHERS[0] else 50_000)
     layer = BlockSparseLinear(
         128,
         256,
         bias=False,
-        density=choice.density,
-        block_shape=choice.block_shape,
-        nm=choice.nm,
-        storage=choice.storage,
+        density=config.density,
+        block_shape=config.block_shape,
+        nm=config.nm,
+        storage=config.storage,
         dtype=torch.bfloat16,
     )
     tensors = (*layer.parameters(), *layer.buffers())
-    assert plan["up"] == choice
+    assert plan["up"] == config
     assert plan.cost == sum(tensor.nbytes for tensor in tensors)
 
 
 @given(st.floats(0, 1), st.sampled_from(["parameters", "bytes", "milliseconds"]))
 @settings(max_examples=40)
 def test_budgets_are_met(part: float, unit: str) -> None:
-    model, curves, table = Layers(), curves_of(), table_of()
+    model, profiles, table = Layers(), profiles_of(), table_of()
     options: dict[str, Any] = {"table": table} if unit == "milliseconds" else {}
     options[unit] = 1e9
-    most = allocate(curves, model, **options).cost
+    most = allocate(profiles, model, **options).cost
     with pytest.raises(InvalidArgumentError, match=rf"{unit}: at least [\d.]+ expected") as raised:
-        allocate(curves, model, **(options | {unit: 0}))
+        allocate(profiles, model, **(options | {unit: 0}))
     least = float(str(raised.value).split()[3])
     budget = min(most, least + part * (most - least))
-    plan = allocate(curves, model, **(options | {unit: budget}))
+    plan = allocate(profiles, model, **(options | {unit: budget}))
     assert plan.cost <= budget * (1 + 1e-9)
     assert plan.bound <= plan.error
 
 
 def test_latency_chooses_what_is_fast_and_keeps_dense_what_is_not() -> None:
     table = table_of()
-    curves = curves_of()
-    plan = allocate(curves, Layers(), milliseconds=2.0, table=table)
-    choices: list[Any] = [None, *CHOICES]
+    profiles = profiles_of()
+    plan = allocate(profiles, Layers(), milliseconds=2.0, table=table)
+    configs: list[Any] = [None, *CONFIGS]
     best = min(
-        sum(curves[name].get(choice, 0.0) for name, choice in zip(NAMES, chosen, strict=True))
-        for chosen in product(choices, repeat=3)
-        if sum(table.milliseconds((256, 128), choice) for choice in chosen) <= 2.0
+        sum(profiles[name].get(config, 0.0) for name, config in zip(NAMES, chosen, strict=True))
+        for chosen in product(configs, repeat=3)
+        if sum(table.milliseconds((256, 128), config) for config in chosen) <= 2.0
     )
     assert math.isclose(plan.error, best, rel_tol=1e-5)
     assert plan.cost == pytest.approx(table.total(Layers(), plan))
     # At density .75 these are slower than dense, and so never chosen.
-    assert all(choice is None or choice.density < 0.75 for choice in plan.values())
+    assert all(config is None or config.density < 0.75 for config in plan.values())
 
 
 def test_weights_say_which_layer_matters() -> None:
-    curves = {name: {Choice(0.25, (32, 32)): 0.1} for name in NAMES}
+    profiles = {name: {Config(0.25, (32, 32)): 0.1} for name in NAMES}
     budget = (1 + 1 + 4) * 128 * 256 // 4
     for name in NAMES:
-        plan = allocate(curves, Layers(), parameters=budget, weights={name: 2.0})
+        plan = allocate(profiles, Layers(), parameters=budget, weights={name: 2.0})
         assert [layer for layer in plan if plan[layer] is None] == [name]
-    assert allocate(curves, Layers(), parameters=budget).error == pytest.approx(0.2)
+    assert allocate(profiles, Layers(), parameters=budget).error == pytest.approx(0.2)
 
 
 def test_the_report_says_what_was_chosen_and_how_well() -> None:
-    text = str(allocate(curves_of(), Layers(), milliseconds=2.0, table=table_of()))
+    text = str(allocate(profiles_of(), Layers(), milliseconds=2.0, table=table_of()))
     lines = text.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == list(NAMES)
     assert "256x128" in lines[1] and lines[4].startswith("sum") and "3.0000" in lines[4]
-    assert "no choice has an error below" in lines[5]
+    assert "no config has an error below" in lines[5]
     assert "measured on A device with 8 tokens in bfloat16, which this machine does not have" in lines[6]
 
 
@@ -214,20 +214,26 @@ ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no need of one": ({"bytes": 500_000, "table": table_of()}, "table: "),
     "unknown weight": ({"bytes": 500_000, "weights": {"in": 1.0}}, "weights: .*'in'"),
     "bad weight": ({"bytes": 500_000, "weights": {"up": -1.0}}, "weights: .*'up'"),
-    "no curves": ({"bytes": 500_000, "curves": {}}, "curves: at least one"),
-    "curves of no names": ({"bytes": 500_000, "curves": ["up"]}, r"curves must be a mapping, got \['up'\]"),
-    "curves of no errors": (
-        {"bytes": 500_000, "curves": {"up": PLAIN}},
-        r"curves\['up'\] must be a mapping, got list",
+    "no profiles": ({"bytes": 500_000, "profiles": {}}, "profiles: at least one"),
+    "profiles of no names": (
+        {"bytes": 500_000, "profiles": ["up"]},
+        r"profiles must be a mapping, got \['up'\]",
+    ),
+    "profiles of no errors": (
+        {"bytes": 500_000, "profiles": {"up": PLAIN}},
+        r"profiles\['up'\] must be a mapping, got list",
     ),
     "weights of no names": (
         {"bytes": 500_000, "weights": [1.0]},
         r"weights must be a mapping or None, got \[1.0\]",
     ),
-    "no layer": ({"bytes": 500_000, "curves": {"in": {}}}, "curves: .*'in', got no layer"),
-    "not dense": ({"bytes": 500_000, "curves": {"": {}}}, "curves: .*got Layers"),
-    "nan error": ({"bytes": 500_000, "curves": {"up": {PLAIN[0]: math.nan}}}, "curves: .*'up'"),
-    "none kept": ({"bytes": 500_000, "curves": {"up": {Choice(0.01, (64, 64)): 0.1}}}, "'up': density"),
+    "no layer": ({"bytes": 500_000, "profiles": {"in": {}}}, "profiles: .*'in', got no layer"),
+    "not dense": ({"bytes": 500_000, "profiles": {"": {}}}, "profiles: .*got Layers"),
+    "nan error": ({"bytes": 500_000, "profiles": {"up": {PLAIN[0]: math.nan}}}, "profiles: .*'up'"),
+    "none kept": (
+        {"bytes": 500_000, "profiles": {"up": {Config(0.01, (64, 64)): 0.1}}},
+        "'up': density",
+    ),
     "no time": (
         {"milliseconds": 9.0, "table": table_of(times={(256, 128): {None: 1.0}})},
         "table: has no time of 256x128 0.25 32x32",
@@ -239,7 +245,7 @@ ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_allocate_refuses(name: str) -> None:
     options, text = ALLOCATE_WRONG[name]
     with pytest.raises(InvalidArgumentError, match=text):
-        allocate(**{"curves": curves_of(), "model": Layers(), **options})
+        allocate(**{"profiles": profiles_of(), "model": Layers(), **options})
 
 
 def test_one_layer_under_two_names() -> None:
@@ -253,7 +259,7 @@ def test_one_layer_under_two_names() -> None:
 
 
 def test_uniform() -> None:
-    assert uniform(Layers(), NAMES, 0.25) == dict.fromkeys(NAMES, Choice(0.25, (64, 64)))
+    assert uniform(Layers(), NAMES, 0.25) == dict.fromkeys(NAMES, Config(0.25, (64, 64)))
     with pytest.raises(InvalidArgumentError, match=r"'up'.*rounds to none"):
         uniform(Layers(), NAMES, 0.001)
 
@@ -272,8 +278,8 @@ def test_erk_keeps_what_it_is_told_in_proportion(shapes: list[tuple[int, int]], 
         with pytest.raises(InvalidArgumentError, match="density: at least"):
             erk(model, names, density, block_shape=16)
         return
-    choices = erk(model, names, density, block_shape=16)
-    kept = [round(choices[name].density * n * k) for name, (n, k) in zip(names, shapes, strict=True)]
+    configs = erk(model, names, density, block_shape=16)
+    kept = [round(configs[name].density * n * k) for name, (n, k) in zip(names, shapes, strict=True)]
     assert sum(kept) == round(density * total)
     free = [
         blocks / (n + k) for blocks, (n, k) in zip(kept, shapes, strict=True) if 1 < blocks < n * k
@@ -286,10 +292,10 @@ def test_erk_keeps_what_it_is_told_in_proportion(shapes: list[tuple[int, int]], 
 
 def test_erk_is_the_formula_where_nothing_is_clipped() -> None:
     model, names = model_of([(64, 64), (128, 32), (64, 128)])
-    choices = erk(model, names, 0.25, block_shape=16)
+    configs = erk(model, names, 0.25, block_shape=16)
     scale = 0.25 * (64 * 64 + 128 * 32 + 64 * 128) / (64 + 64 + 128 + 32 + 64 + 128)
     for name, (n, k) in zip(names, [(64, 64), (128, 32), (64, 128)], strict=True):
-        assert choices[name].density == pytest.approx(scale * (n + k) / (n * k), abs=1 / (n * k))
+        assert configs[name].density == pytest.approx(scale * (n + k) / (n * k), abs=1 / (n * k))
 
 
 @pytest.mark.parametrize("density", [-0.1, 1.1, math.nan, "half", True])
@@ -303,11 +309,15 @@ def test_densities_that_erk_refuses(density: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_measured_is_what_curves_have(device: str, tmp_path: Path) -> None:
-    curves = {"up": dict.fromkeys(CHOICES, 0.1), "other": {Choice(1.0, (128, 32)): 0.1}, "down": {}}
+    profiles = {
+        "up": dict.fromkeys(CONFIGS, 0.1),
+        "other": {Config(1.0, (128, 32)): 0.1},
+        "down": {},
+    }
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    table = measure_latency(Layers(), curves, tokens=8, dtype=dtype, device=device, repetitions=3)
+    table = measure_latency(Layers(), profiles, tokens=8, dtype=dtype, device=device, repetitions=3)
     assert set(table.times) == {(256, 128), (128, 256)}
-    assert set(table.times[256, 128]) == {None, *CHOICES, Choice(1.0, (128, 32))}
+    assert set(table.times[256, 128]) == {None, *CONFIGS, Config(1.0, (128, 32))}
     assert set(table.times[128, 256]) == {None}
     assert all(0 < time < 1e3 for times in table.times.values() for time in times.values())
     assert "does not have" not in table.where() and "256x128" in str(table)
@@ -318,8 +328,7 @@ def test_what_is_measured_is_what_curves_have(device: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((2, (64, 64)), "density must be a number above 0 and at most 1, got 2"),
-        ((0.0, (64, 64)), "density must"),
+        ((2, (64, 64)), "density must be a number from 0 to 1, got 2"),
         (("half", (64, 64)), "density must .* got 'half'"),
         ((0.5, (48, 64)), "block_shape: .* got \\(48, 64\\)"),
         ((0.5, (64, 64), (1, 4)), "nm must be"),
@@ -330,24 +339,24 @@ def test_what_is_measured_is_what_curves_have(device: str, tmp_path: Path) -> No
 )
 def test_choices_are_refused_where_they_are_made(arguments: Any, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
-        Choice(*arguments)
+        Config(*arguments)
 
 
 def test_choices_as_a_program_has_them(tmp_path: Path) -> None:
     """Numbers of NumPy, one number for both sides, and generators; random numbers stay the program's."""
-    loose: Any = Choice(np.float32(0.5), 32)  # type: ignore[arg-type]
+    loose: Any = Config(np.float32(0.5), 32)  # type: ignore[arg-type]
     state = torch.get_rng_state()
     options: dict[str, Any] = {"tokens": np.int64(4), "device": "cpu", "repetitions": 1}
-    table = measure_latency(Layers(), {"up": (choice for choice in [loose])}, **options)
+    table = measure_latency(Layers(), {"up": (config for config in [loose])}, **options)
     assert torch.equal(torch.get_rng_state(), state)
-    assert set(table.times[256, 128]) == {None, Choice(0.5, (32, 32))}
+    assert set(table.times[256, 128]) == {None, Config(0.5, (32, 32))}
     table.save(tmp_path / "table.json")
     assert LatencyTable.load(tmp_path / "table.json") == table
     plan = allocate({"up": {loose: np.float32(0.1)}}, Layers(), parameters=np.int64(16 * 1024))
     assert plan == uniform(Layers(), ["up"], np.float32(0.5), block_shape=np.int64(32))
     assert table.total(Layers(), {"up": loose}) == table.milliseconds((256, 128), plan["up"])
     for wrong in "half", {"up": "half"}:
-        with pytest.raises(InvalidArgumentError, match="choice"):
+        with pytest.raises(InvalidArgumentError, match="config"):
             table.total(Layers(), wrong)  # type: ignore[arg-type]
 
 
@@ -381,15 +390,20 @@ def test_layers_are_timed_as_they_are(device: str) -> None:
 
 def test_times_between_measured_densities_rise() -> None:
     densities = {0.2: 1.0, 0.4: 3.0, 0.6: 2.0, 0.8: 5.0}
-    times = {None: 4.0, **{Choice(density, (64, 64)): time for density, time in densities.items()}}
+    times = {None: 4.0, **{Config(density, (64, 64)): time for density, time in densities.items()}}
     table = table_of(times={(128, 128): times})
-    assert table.milliseconds((128, 128), Choice(0.6, (64, 64))) == 2.0
-    assert table.milliseconds((128, 128), Choice(0.3, (64, 64))) == pytest.approx(2.0)
-    assert table.milliseconds((128, 128), Choice(0.5, (64, 64))) == 3.0
-    assert table.milliseconds((128, 128), Choice(0.7, (64, 64))) == pytest.approx(4.0)
-    for choice in (Choice(0.1, (64, 64)), Choice(0.9, (64, 64)), Choice(0.5, (32, 32)), OTHERS[0]):
+    assert table.milliseconds((128, 128), Config(0.6, (64, 64))) == 2.0
+    assert table.milliseconds((128, 128), Config(0.3, (64, 64))) == pytest.approx(2.0)
+    assert table.milliseconds((128, 128), Config(0.5, (64, 64))) == 3.0
+    assert table.milliseconds((128, 128), Config(0.7, (64, 64))) == pytest.approx(4.0)
+    for config in (
+        Config(0.1, (64, 64)),
+        Config(0.9, (64, 64)),
+        Config(0.5, (32, 32)),
+        OTHERS[0],
+    ):
         with pytest.raises(InvalidArgumentError, match=r"table: has no time of 128x128 .*measured are dense"):
-            table.milliseconds((128, 128), choice)
+            table.milliseconds((128, 128), config)
     with pytest.raises(InvalidArgumentError, match=r"64x128.*measured are the shapes 128x128"):
         table.milliseconds((64, 128), None)
 
@@ -436,26 +450,31 @@ def test_other_files_and_none(tmp_path: Path) -> None:
         ({"device": None}, "device: one with memory expected"),
         ({"device": "nowhere"}, "device(: | must )"),
         ({"dtype": torch.int8}, "dtype: "),
-        ({"choices": {"nothing": []}}, "choices: .*'nothing'"),
-        ({"choices": {"up": PLAIN[0]}}, r"choices\['up'\] must be an iterable, such as a list, got Choice"),
-        ({"choices": ["up"]}, r"choices must be a mapping, got \['up'\]"),
+        ({"configs": {"nothing": []}}, "configs: .*'nothing'"),
+        (
+            {"configs": {"up": PLAIN[0]}},
+            r"configs\['up'\] must be an iterable, such as a list, got BlockSparseConfig",
+        ),
+        ({"configs": ["up"]}, r"configs must be a mapping, got \['up'\]"),
     ],
 )
 def test_what_measure_latency_refuses(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
-        measure_latency(**{"model": Layers(), "choices": {"up": []}, "tokens": 1, "device": "cpu", **options})
+        measure_latency(**{"model": Layers(), "configs": {"up": []}, "tokens": 1, "device": "cpu", **options})
 
 
-# From curves to a model
+# From profiles to a model
 
 
 def test_the_page_on_budgets_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = executed("budgets.md")
-    allocation, fast, curves, pruned = (names[name] for name in ("allocation", "fast", "curves", "pruned"))
+    allocation, fast, profiles, pruned = (
+        names[name] for name in ("allocation", "fast", "profiles", "pruned")
+    )
     assert allocation.unit == "bytes" and 60_000 < allocation.cost <= 70_000
     assert any(isinstance(module, BlockSparseLinear) for module in pruned)
     assert fast.unit == "ms" and fast.cost <= fast.budget * (1 + 1e-9)
-    assert fast.error <= sum(curves[name][choice] for name, choice in names["alike"].items())
+    assert fast.error <= sum(profiles[name][config] for name, config in names["alike"].items())
     assert names["report"].folds[0].fold.units == 256
     assert "budget" in capsys.readouterr().out
 
@@ -464,18 +483,18 @@ def test_a_plan_is_what_a_model_becomes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
     batches = [torch.randn(256, 64, generator=seeded(seed)) for seed in range(4)]
-    choices = [Choice(density, (block, 32)) for density in (0.25, 0.5, 0.75) for block in (16, 32)]
-    curves = measure_errors(model, batches, [*choices, Choice(0.5, (32, 32), (2, 4), "compressed")])
+    configs = [Config(density, (block, 32)) for density in (0.25, 0.5, 0.75) for block in (16, 32)]
+    profiles = measure_errors(model, batches, [*configs, Config(0.5, (32, 32), (2, 4), "compressed")])
     budget = (64 * 128 + 128 * 128 + 128 * 64) // 2
-    plan = allocate(curves, model, parameters=budget)
-    report = prune_model(model, batches, choices=plan)
+    plan = allocate(profiles, model, parameters=budget)
+    report = prune_model(model, batches, configs=plan)
     pruned = {layer.name: layer for layer in report.layers}
-    assert set(pruned) == {name for name, choice in plan.items() if choice is not None}
+    assert set(pruned) == {name for name, config in plan.items() if config is not None}
     multiplied = 0
     for name, layer in plan.items():
         module = model.get_submodule(name)
         if layer is not None:
-            assert isinstance(module, BlockSparseLinear) and pruned[name].choice == layer
+            assert isinstance(module, BlockSparseLinear) and pruned[name].config == layer
             assert (module.storage, module.nm, module.block_shape) == (
                 layer.storage,
                 layer.nm,
@@ -488,12 +507,12 @@ def test_a_plan_is_what_a_model_becomes() -> None:
 def test_a_plan_that_leaves_all_dense_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
     layers = list(model)
-    plan = allocate({"0": {Choice(0.5, (32, 32)): 0.1}, "2": {}}, model, parameters=64 * 96)
-    report = prune_model(model, [torch.randn(4, 64)], choices=plan)
+    plan = allocate({"0": {Config(0.5, (32, 32)): 0.1}, "2": {}}, model, parameters=64 * 96)
+    report = prune_model(model, [torch.randn(4, 64)], configs=plan)
     assert list(model) == layers and report.layers == [] and report.before == report.after
-    assert [layer.name for layer in report.skipped] == ["0", "2"] and "choices say None" in str(report)
+    assert [layer.name for layer in report.skipped] == ["0", "2"] and "its config is None" in str(report)
     with pytest.raises(InvalidArgumentError, match="no layer is left to prune"):
-        prune_model(model, [torch.randn(4, 64)], choices={})
+        prune_model(model, [torch.randn(4, 64)], configs={})
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import l1_unstructured
 
 from tilesparse import InvalidArgumentError
+from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.prune import (
-    Choice,
     Fold,
     Rows,
     find_folds,
@@ -244,15 +244,15 @@ MIXED = Fold(("0",), "2", 128)
 def test_what_matters_for_the_same_blocks_comes_together(device: str, dtype: torch.dtype) -> None:
     model = mixed().to(device, dtype)
     batches = [torch.randn(64, 64, generator=seeded(i)).to(device, dtype) for i in range(4)]
-    before, choice = model(batches[0]), Choice(0.5, (16, 16))
-    alone = measure_errors(model, batches, [choice])
-    report = permute_model(model, batches, choice, folds=[MIXED])
+    before, config = model(batches[0]), Config(0.5, (16, 16))
+    alone = measure_errors(model, batches, [config])
+    report = permute_model(model, batches, config, folds=[MIXED])
     (done,) = report.folds
     assert done.taken and done.before is not None and done.after is not None
-    assert done.before == pytest.approx(alone["0"][choice] + alone["2"][choice])
+    assert done.before == pytest.approx(alone["0"][config] + alone["2"][config])
     assert done.after < 0.05 * done.before
-    after = measure_errors(model, batches, [choice])
-    assert done.after == pytest.approx(after["0"][choice] + after["2"][choice], rel=0.05, abs=1e-3)
+    after = measure_errors(model, batches, [config])
+    assert done.after == pytest.approx(after["0"][config] + after["2"][config], rel=0.05, abs=1e-3)
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(model(batches[0]), before, atol=tolerance * 100, rtol=tolerance)
     assert "taken" in str(report) and "1 of 1 folds" in str(report)
@@ -277,7 +277,7 @@ def test_orders_that_do_not_help_and_what_is_interrupted(
     folds = [Fold(("0.0",), "0.2", 128), Fold(("1.0",), "1.2", 128)]
     arguments: dict[str, Any] = {
         "batches": [torch.randn(64, 64)],
-        "choice": Choice(0.5, (16, 16)),
+        "config": Config(0.5, (16, 16)),
         "folds": folds,
     }
     if end is not None:
@@ -301,7 +301,7 @@ def test_whole_models_keep_their_function(make: Any) -> None:
     batches = [{"input_ids": torch.randint(50, (4, 12), generator=seeded(i))} for i in range(3)]
     before = output(model.eval())
     model.train()
-    report = permute_model(model, batches, Choice(0.5, (16, 16)))
+    report = permute_model(model, batches, Config(0.5, (16, 16)))
     assert model.training and len(report.folds) == len(find_folds(model))
     # A head of 16 features fills blocks of 16: its order means nothing to them.
     searched = [done.fold.consumer for done in report.folds if done.before is not None]
@@ -330,7 +330,7 @@ def test_a_fold_that_is_none_is_noticed_and_undone() -> None:
         permute_model(
             model,
             [torch.randn(256, 64, generator=seeded())],
-            Choice(0.5, (16, 16)),
+            Config(0.5, (16, 16)),
             folds=[Fold(("layers.0",), "layers.2", 128)],
         )
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -348,7 +348,7 @@ def test_outputs_are_compared_where_a_loss_comes_first() -> None:
         permute_model(
             Losing(),
             [torch.randn(256, 64, generator=seeded())],
-            Choice(0.5, (16, 16)),
+            Config(0.5, (16, 16)),
             folds=[Fold(("layers.0",), "layers.2", 128)],
         )
 
@@ -362,15 +362,20 @@ def test_outputs_are_compared_where_a_loss_comes_first() -> None:
         ({"damping": "much"}, "damping: "),
         ({"folds": ["0"]}, r"folds\[0\] must be a Fold, got '0'"),
         ({"folds": [Fold(("0",), "2", 100)]}, "folds: 128 features"),
-        ({"choice": Choice(0.5, (128, 16))}, "choice: layer '2': out_features"),
-        ({"batches": []}, "batches: at least one"),
-        ({"batches": [torch.full((4, 64), torch.nan)]}, "batches: batch 0.*layer '0'"),
+        ({"config": Config(0.5, (128, 16))}, "config: layer '2': out_features"),
+        ({"batches": []}, "batches must have at least one"),
+        ({"batches": [torch.full((4, 64), torch.nan)]}, "batches must be finite.* batch 0.*layer '0'"),
     ],
 )
 def test_what_permute_model_refuses(options: dict[str, Any], text: str) -> None:
     model = mixed()
     before = copy.deepcopy(model.state_dict())
-    given = {"batches": [torch.randn(8, 64)], "choice": Choice(0.5, (16, 16)), "folds": [MIXED], **options}
+    given = {
+        "batches": [torch.randn(8, 64)],
+        "config": Config(0.5, (16, 16)),
+        "folds": [MIXED],
+        **options,
+    }
     with pytest.raises(InvalidArgumentError, match=text):
         permute_model(model, **given)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

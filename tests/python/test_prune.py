@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, cli
 from tilesparse._replay.replay import Stream
 from tilesparse.cli.prune import _pieces
+from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.demo import GPT, SIZES
-from tilesparse.prune import Choice, PruneReport, measure_errors, prune_model, refit, scores
+from tilesparse.prune import Choice, PruneReport, measure_errors, prune_, prune_model, refit, scores
 from tilesparse.prune import compensation as exact
 from tilesparse.prune.moments import Moments
 
@@ -423,8 +425,8 @@ def test_later_layers_make_up_for_what_was_pruned_before() -> None:
     """
     case = CASES["mlp"]()
     dense = copy.deepcopy(case.model)
-    choices = {"0": Choice(0.25, (16, 16)), "2": Choice(1.0, (16, 16))}
-    prune_model(case.model, case.batches, choices=choices, damping=1e-6)
+    configs = {"0": Config(0.25, (16, 16)), "2": Config(1.0, (16, 16))}
+    prune_model(case.model, case.batches, configs=configs, damping=1e-6)
     data = torch.cat(case.batches)
     x = torch.relu(case.model[0](data)).detach().double()
     in_dense, old = (dense[2](z).detach().double() for z in (torch.relu(dense[0](data)), x.float()))
@@ -518,20 +520,73 @@ def test_gradients_of_the_models_own_loss(method: str) -> None:
 def test_choices_for_each_layer() -> None:
     case = CASES["llama"]()
     up, down = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
-    choices = {
-        down: Choice(0.25, (32, 64), (2, 4), "int8"),
-        up: Choice(0.5, (16, 16)),
+    configs = {
+        down: Config(0.25, (32, 64), (2, 4), "int8"),
+        up: Config(0.5, (16, 16)),
         "model.layers.1.mlp.up_proj": None,
     }
-    report = prune_model(case.model, case.batches, choices=choices)
-    assert [(layer.name, layer.choice) for layer in report.layers] == [
-        (up, choices[up]),
-        (down, choices[down]),
+    report = prune_model(case.model, case.batches, configs=configs)
+    assert [(layer.name, layer.config) for layer in report.layers] == [
+        (up, configs[up]),
+        (down, configs[down]),
     ]
-    assert [layer.reason for layer in report.skipped] == ["choices say None"]
+    assert [layer.reason for layer in report.skipped] == ["its config is None"]
     layer = case.model.get_submodule(down)
     assert (layer.nm, layer.storage, layer.block_shape, layer.density) == ((2, 4), "int8", (32, 64), 0.25)
     assert "2:4 int8" in str(report)
+
+
+def test_a_config_is_as_the_arguments_that_it_stands_for() -> None:
+    case, own = CASES["llama"](), CASES["llama"]()
+    config = Config(0.25, 32, (2, 4), "int8", scales="block", policy="auto")
+    report = prune_(case.model, config, case.batches, layers=".*mlp")
+    layer = case.model.model.layers[0].mlp.up_proj
+    assert all(one.config == config for one in report.layers)
+    assert layer.spec == replace(layer.spec, storage="int8", scales="block", policy="auto", nm=(2, 4))
+    named = {one.name: config for one in report.layers}
+    assert prune_(own.model, named, own.batches).layers == report.layers
+    now, then = case.model.state_dict(), own.model.state_dict()
+    assert all(torch.equal(now[name], then[name]) for name in now)
+
+
+def test_old_names_stand_for_new_ones() -> None:
+    case, own = CASES["mlp"](), CASES["mlp"]()
+    config = Choice(0.5, (16, 16))
+    assert Choice is Config and repr(config).startswith("BlockSparseConfig(density=0.5, block_shape=(16, 16)")
+    (old,) = prune_model(case.model, case.batches, choices={"0": config}).layers
+    (new,) = prune_model(own.model, own.batches, configs={"0": config}).layers
+    assert old == new and old.choice == old.config == config
+    assert measure_errors(mlp(), vectors(), choices=[config]).keys() == {"0", "2"}
+    with pytest.raises(InvalidArgumentError, match="choices must not be given beside configs"):
+        prune_model(mlp(), vectors(), configs={"0": config}, choices={"0": config})
+
+
+@pytest.mark.parametrize(
+    "argument", [{"block_shape": 16}, {"nm": (2, 4)}, {"storage": "int8"}, {"density": 0.5}]
+)
+def test_what_configs_say_is_not_given_beside_them(argument: dict[str, Any]) -> None:
+    model = mlp()
+    before = state(model)
+    with pytest.raises(InvalidArgumentError, match=f"{next(iter(argument))} must be None beside configs"):
+        prune_model(model, vectors(), configs={"0": Config(0.5, (16, 16))}, **argument)
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (Config(0.0, (16, 16)), "config: density must be a number above 0"),
+        (Config(0.5, (64, 64), (2, 4), transposable=True), "config: transposable must be False"),
+        (0.5, "config must be a BlockSparseConfig or a mapping, got 0.5"),
+        ({"0": 0.5}, r"config\['0'\] must be a BlockSparseConfig"),
+    ],
+)
+def test_configs_that_pruning_has_no_use_for(config: Any, text: str) -> None:
+    model = mlp()
+    before = state(model)
+    with pytest.raises(InvalidArgumentError, match=text):
+        prune_(model, config, vectors())
+    assert unchanged(model, before)
 
 
 def test_two_of_four_with_refit() -> None:
@@ -557,14 +612,14 @@ def test_patterns_from_elsewhere_are_refitted() -> None:
 def test_measured_errors_are_those_of_pruning() -> None:
     case = CASES["mlp"]()
     before = state(case.model)
-    choices = [Choice(d, (16, 16)) for d in (0.25, 0.5, 1.0)] + [Choice(0.5, (32, 32), (2, 4))]
-    curves = measure_errors(case.model, case.batches, choices)
-    assert unchanged(case.model, before) and list(curves) == ["0", "2"]
-    for curve in curves.values():
-        quarter, half, full, masked = (curve[choice] for choice in choices)
+    configs = [Config(d, (16, 16)) for d in (0.25, 0.5, 1.0)] + [Config(0.5, (32, 32), (2, 4))]
+    profiles = measure_errors(case.model, case.batches, configs)
+    assert unchanged(case.model, before) and list(profiles) == ["0", "2"]
+    for curve in profiles.values():
+        quarter, half, full, masked = (curve[config] for config in configs)
         assert quarter > half > full and masked > full and full < 1e-9
     report = prune_model(case.model, case.batches, block_shape=16, layers="0$")
-    assert report.layers[0].error == pytest.approx(curves["0"][choices[1]], rel=1e-6)
+    assert report.layers[0].error == pytest.approx(profiles["0"][configs[1]], rel=1e-6)
 
 
 def test_saved_and_loaded_as_transformers_do(tmp_path: Path) -> None:
@@ -648,7 +703,7 @@ def test_the_page_runs() -> None:
     report = names["report"]
     assert {layer.density for layer in report.layers} == {0.5}
     assert all(0 < layer.error < 1 for layer in report.layers)
-    assert {choice.density for choice in names["densest"].values()} == {0.75}
+    assert {config.density for config in names["densest"].values()} == {0.75}
 
 
 def test_elimination_is_exact_whatever_the_settings() -> None:
@@ -808,7 +863,7 @@ def test_a_folder_is_for_one_pruning_alone(tmp_path: Path) -> None:
     for what, call in (
         ("model", lambda: again(other.model, case.batches)),
         ("batches", lambda: again(case.model, case.batches[:2])),
-        ("choices", lambda: again(case.model, case.batches, density=0.4)),
+        ("configs", lambda: again(case.model, case.batches, density=0.4)),
         ("damping", lambda: again(case.model, case.batches, damping=0.5)),
     ):
         with pytest.raises(InvalidArgumentError, match=f"another {what}"):
@@ -833,13 +888,13 @@ class Idle(nn.Module):
 
 
 BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "no batches": (vectors, {"batches": []}, "batches: at least one"),
+    "no batches": (vectors, {"batches": []}, "batches must have at least one"),
     "one batch": (
         vectors,
         {"batches": torch.randn(4, 64)},
         "batches must be an iterable, .* got torch.Tensor",
     ),
-    "method": (vectors, {"method": "best"}, "method: one of"),
+    "method": (vectors, {"method": "best"}, "method must be one of"),
     "density": (vectors, {"density": 0}, "density must be a number above 0 and at most 1"),
     "no block": (vectors, {"density": 0.001}, "rounds to none"),
     "damping": (vectors, {"damping": -1}, "damping"),
@@ -852,11 +907,23 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "storage": (vectors, {"storage": "int4"}, "storage"),
     "nm": (vectors, {"nm": (2, 4), "block_shape": 16}, "2:4"),
     "device": (vectors, {"device": "cuda:99"}, "device"),
-    "choices and patterns": (vectors, {"choices": {}, "patterns": {}}, "one of them"),
-    "choices and layers": (vectors, {"choices": {}, "layers": "0"}, "layers"),
-    "choices of nothing": (vectors, {"choices": {"9": None}}, "choices: names"),
-    "choices of others": (vectors, {"choices": {"1": Choice(0.5, (16, 16))}}, "choices: layer '1'"),
-    "no choice": (vectors, {"choices": {"0": 0.5}}, r"choices\['0'\] must be a Choice or None, got 0.5"),
+    "configs and patterns": (
+        vectors,
+        {"configs": {}, "patterns": {}},
+        "configs must be None beside patterns",
+    ),
+    "configs and layers": (vectors, {"configs": {}, "layers": "0"}, "layers"),
+    "configs of nothing": (vectors, {"configs": {"9": None}}, "configs: names"),
+    "configs of others": (
+        vectors,
+        {"configs": {"1": Config(0.5, (16, 16))}},
+        "configs: layer '1'",
+    ),
+    "no config": (
+        vectors,
+        {"configs": {"0": 0.5}},
+        r"configs\['0'\] must be a BlockSparseConfig or None, got 0.5",
+    ),
     "no pattern": (vectors, {"patterns": {"0": 3}}, r"patterns\['0'\] must be a BlockPattern, got 3"),
     "other pattern": (
         vectors,
@@ -864,15 +931,11 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "patterns: layer '0'",
     ),
     "damping beyond all floats": (vectors, {"damping": 10**400}, "damping: a finite number"),
-    "density beyond all floats": (
+    "density beyond all floats": (vectors, {"density": 10**400}, "density must be a number from 0 to 1"),
+    "configs in a list": (
         vectors,
-        {"density": 10**400},
-        "density must be a number above 0 and at most 1",
-    ),
-    "choices in a list": (
-        vectors,
-        {"choices": [Choice(0.5, (16, 16))]},
-        "choices must be a mapping or None, got list",
+        {"configs": [Config(0.5, (16, 16))]},
+        "configs must be a mapping or None, got list",
     ),
     "patterns in a list": (vectors, {"patterns": []}, r"patterns must be a mapping or None, got \[\]"),
     "no regex": (vectors, {"layers": 3}, "layers must be a string or a sequence or None, got 3"),
@@ -885,7 +948,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "loss: a tensor with one",
     ),
     "folder": (vectors, {"folder": 3}, "folder must be a string or a path or None, got 3"),
-    "file": (vectors, {"folder": __file__}, "folder: a folder"),
+    "file": (vectors, {"folder": __file__}, "folder must be a folder"),
     "meta device": (vectors, {"device": "meta"}, "device: one"),
     "other batches": (lambda: [torch.randn(4, 32)], {}, "mat1"),
 }
@@ -896,7 +959,8 @@ def test_bad_input_leaves_the_model_as_it_was(name: str) -> None:
     model = mlp().train()
     before = state(model)
     make, options, text = BAD[name]
-    options = {"block_shape": 16, "batches": make(), **options}
+    named = "configs" in options or "patterns" in options
+    options = {**({} if named else {"block_shape": 16}), "batches": make(), **options}
     expected: Any = RuntimeError if name == "other batches" else InvalidArgumentError
     with pytest.raises(expected, match=text):
         prune_model(model, options.pop("batches"), **options)
@@ -906,7 +970,7 @@ def test_bad_input_leaves_the_model_as_it_was(name: str) -> None:
 def test_layers_that_never_run_are_named() -> None:
     model = Idle()
     before = state(model)
-    with pytest.raises(InvalidArgumentError, match="never run layer 'unused'"):
+    with pytest.raises(InvalidArgumentError, match="must run layer 'unused'"):
         prune_model(model, vectors(), block_shape=16)
     assert unchanged(model, before)
     assert [layer.name for layer in prune_model(model, vectors(), block_shape=16, layers="used").layers] == [
@@ -1014,7 +1078,7 @@ def test_a_density_beside_choices_is_refused() -> None:
     model = mlp()
     before = state(model)
     pattern = BlockPattern.full((128, 64), block_shape=16)
-    for name, given in (("choices", {"0": Choice(0.25, (16, 16))}), ("patterns", {"0": pattern})):
+    for name, given in (("configs", {"0": Config(0.25, (16, 16))}), ("patterns", {"0": pattern})):
         with pytest.raises(InvalidArgumentError, match=f"density must be None beside {name}.*got 0.5"):
             prune_model(model, vectors(), density=0.5, **{name: given})  # type: ignore[arg-type]
     assert unchanged(model, before)
@@ -1035,7 +1099,7 @@ def test_too_few_tokens_are_named_with_those_that_are_needed(bias: bool) -> None
             assert (f"{met} of {64 + bias} at 2" in said[0]) == (met == 3)
         if met == 3:
             assert report.layers[0].error < 1e-4  # which is what the warning is about
-            _, said = messages(lambda: measure_errors(model, batches, [Choice(0.5, (16, 16))]))  # noqa: B023
+            _, said = messages(lambda: measure_errors(model, batches, [Config(0.5, (16, 16))]))  # noqa: B023
             assert f"3 of {512 + bias} at 0" in said[0]
         if met == 3:  # magnitude asks nothing of the data
             options: dict[str, Any] = {"method": "magnitude", "refit": False, "block_shape": 16}
@@ -1076,8 +1140,8 @@ def test_layers_whose_weight_a_module_reads_stay_dense() -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"'layers.0.mixer.dt_proj' cannot be pruned: MambaMixer reads"
     ):
-        choices = {"layers.0.mixer.dt_proj": Choice(0.5, (16, 16))}
-        prune_model(Case(mamba, [], "").model, case.batches, choices=choices)
+        configs = {"layers.0.mixer.dt_proj": Config(0.5, (16, 16))}
+        prune_model(Case(mamba, [], "").model, case.batches, configs=configs)
 
 
 def test_that_a_layer_cannot_be_cut_comes_before_that_density_leaves_it_nothing() -> None:

@@ -16,8 +16,6 @@ from .reports import PatchReport, SkippedLayer, patch_report, warn_of_empty, war
 from .rules import LayerOptions, Rule
 from .weight_reads import weight_reads
 
-_STACKLEVEL = 5  # of warnings: those of the caller of a public function that calls `patch`
-
 
 def patch(
     model: nn.Module,
@@ -52,9 +50,9 @@ def patch(
         check_can_follow(model)
         replace_modules(model, targets)
         follow(model)
-    warn_of_reads(targets, reads, _STACKLEVEL)
+    warn_of_reads(targets, reads)
     chosen = {target.names[0] for target in targets if target.chosen}
-    warn_of_empty((layer for layer in report.layers if layer.name in chosen and layer.density), _STACKLEVEL)
+    warn_of_empty(layer for layer in report.layers if layer.name in chosen and layer.density)
     return report, targets
 
 

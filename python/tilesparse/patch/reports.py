@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .._reports import aligned, empty_of, empty_texts, listed, without_numbers
+from .._reports import aligned, empty_of, empty_texts, listed, warn_user, without_numbers
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import PseudoBlockSparseLinear
 from .modules import Replacement, Target
@@ -201,24 +200,23 @@ def dense_lines(parameters: Sequence[DenseParameter]) -> list[str]:
     return aligned(rows) if len(rows) > 1 else []
 
 
-def warn_of_empty(layers: Iterable[Any], stacklevel: int = 4) -> None:
+def warn_of_empty(layers: Iterable[Any]) -> None:
     """Warn of layers with outputs that are their bias alone, or inputs that nothing reads."""
     texts = empty_texts(layers)
     if texts:
-        warnings.warn(f"the blocks that were chosen leave {'; '.join(texts)}", stacklevel=stacklevel)
+        warn_user(f"the blocks that were chosen leave {'; '.join(texts)}")
 
 
-def warn_of_reads(targets: Sequence[Target], reads: Mapping[nn.Module, Read], stacklevel: int) -> None:
+def warn_of_reads(targets: Sequence[Target], reads: Mapping[nn.Module, Read]) -> None:
     """Warn of replaced layers whose weight another module reads in some of its branches."""
     readers: dict[str, list[str]] = {}
     for target in targets:
         if target.module in reads:
             readers.setdefault(reads[target.module].reader, []).append(target.names[0])
     for reader, layers in readers.items():
-        warnings.warn(
+        warn_user(
             f"{reader} calls block-sparse layers, but also reads their weight itself in some branches, which "
-            f"fail from now on (such as fused kernels for training): {listed(layers)}",
-            stacklevel=stacklevel,
+            f"fail from now on (such as fused kernels for training): {listed(layers)}"
         )
 
 

@@ -1,9 +1,9 @@
 """Which blocks of a trained model to keep, and what their weights become."""
 
 from .allocation import AllocatedLayer, Allocation, allocate, erk, uniform
-from .choice import Choice, ErrorCurves
 from .compensation import refit
-from .driver import prune_model
+from .configs import Choice, ErrorCurves, ErrorProfiles
+from .driver import prune_, prune_model
 from .folds import Fold, Rows, find_folds, permute_
 from .latency import LatencyTable, measure_latency, time_layers
 from .permutation import PermutationReport, PermutedFold, permute_model
@@ -16,6 +16,7 @@ __all__ = [
     "Allocation",
     "Choice",
     "ErrorCurves",
+    "ErrorProfiles",
     "Fold",
     "LatencyTable",
     "PermutationReport",
@@ -31,6 +32,7 @@ __all__ = [
     "measure_sensitivity",
     "permute_",
     "permute_model",
+    "prune_",
     "prune_model",
     "refit",
     "time_layers",

@@ -2,66 +2,99 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-from .._checks import check_policy, checked_number
+from .._arguments import checked, shown
+from .._checks import checked_number
 from .._replay.batches import check_batches
+from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError
-from .choice import Choice
 from .layer import METHODS
 from .moments import Moments
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def check_numbers(method: str, damping: float, refit: bool, policy: str) -> None:
+
+def check_numbers(method: str, damping: float, refit: bool) -> None:
+    """Raise InvalidArgumentError for a method, damping or refit that is not allowed."""
     if method not in METHODS:
-        raise InvalidArgumentError(f"method: one of {list(METHODS)} expected, got {method!r}")
+        raise InvalidArgumentError(f"method must be one of {list(METHODS)}, got {shown(method)}")
     checked_number("damping", damping)
-    if not isinstance(refit, bool):
-        raise InvalidArgumentError(f"refit: True or False expected, got {refit!r}")
-    check_policy(policy)
+    check_flag("refit", refit)
 
 
 def checked_path(folder: object) -> Path:
+    """Return a folder's path; it need not exist."""
     if not isinstance(folder, str | os.PathLike):
-        raise InvalidArgumentError(f"folder: a path expected, got {folder!r}")
+        raise InvalidArgumentError(f"folder must be a path, got {shown(folder)}")
     path = Path(folder)
     if path.exists() and not path.is_dir():
-        raise InvalidArgumentError(f"folder: a folder expected, got the file {str(path)!r}")
+        raise InvalidArgumentError(f"folder must be a folder, got the file {str(path)!r}")
     return path
 
 
-def checked_choice(choice: object, where: str) -> Choice:
-    if not isinstance(choice, Choice):
-        raise InvalidArgumentError(f"{where}a Choice expected, got {choice!r}")
-    return choice
+def checked_config(where: str, config: object) -> BlockSparseConfig:
+    """Return a config that keeps some blocks; `where` names the argument in messages."""
+    if not isinstance(config, BlockSparseConfig):
+        raise InvalidArgumentError(f"{where} must be a BlockSparseConfig, got {shown(config)}")
+    if not config.density:
+        raise InvalidArgumentError(f"{where}: density must be a number above 0 and at most 1, got 0")
+    if config.transposable:
+        raise InvalidArgumentError(
+            f"{where}: transposable must be False: pruning chooses two of four weights in rows alone"
+        )
+    return config
+
+
+def renamed(**names: str) -> Callable[[F], F]:
+    """Check types as `checked` does, and accept keywords by old names, for one release: new="old"."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for new, old in names.items():
+                if old in kwargs and new in kwargs:
+                    raise InvalidArgumentError(f"{old} must not be given beside {new}, its new name")
+                if old in kwargs:
+                    kwargs[new] = kwargs.pop(old)
+            return accepting(*args, **kwargs)
+
+        accepting = checked(function)
+        return typing.cast(F, call)
+
+    return decorate
 
 
 def check_model(model: nn.Module) -> None:
+    """Raise InvalidArgumentError where parameters have no data."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise InvalidArgumentError("model: has parameters on the meta device, so there is nothing to prune")
+        raise InvalidArgumentError("model must not have parameters on the meta device: they have no weights")
 
 
 def collected(batches: Iterable[Any]) -> list[Any]:
+    """Return the batches as a list, which is not empty."""
     check_batches(batches)
     data = list(batches)
     if not data:
-        raise InvalidArgumentError("batches: at least one batch expected, got none")
+        raise InvalidArgumentError("batches must have at least one batch, got none")
     return data
 
 
 def checked_moments(name: str, moments: Moments | None) -> Moments:
+    """Return the moments of a layer's inputs, which are finite and not of no token."""
     if moments is None or moments.tokens() == 0:
-        raise InvalidArgumentError(
-            f"batches: they never run layer {name!r}; leave it out, or give batches that do"
-        )
+        raise InvalidArgumentError(f"batches must run layer {name!r}, or layers must leave it out")
     number = moments.not_finite()
     if number is not None:
         raise InvalidArgumentError(
-            f"batches: batch {number} (counted from 0) gives layer {name!r} inputs with NaN or infinities"
+            f"batches must be finite at every layer: batch {number} (counted from 0) gives layer {name!r} "
+            "inputs with NaN or infinities"
         )
     return moments

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from .._checks import check_shapes
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight, is_conv1d
-from ._checks import checked_choice
-from .choice import Choice
+from ._checks import checked_config
 
 
 def check_names(argument: str, names: object) -> None:
@@ -47,32 +47,32 @@ def shape_of(layer: Any) -> tuple[int, int]:
     return out_features, in_features
 
 
-def kept_blocks(choice: Choice, shape: tuple[int, int]) -> int:
-    """How many blocks of a weight a checked choice keeps; raises where it cannot be made."""
-    rows, columns = check_shapes(shape, choice.block_shape)[2]
-    kept = round(choice.density * rows * columns)
+def kept_blocks(config: BlockSparseConfig, shape: tuple[int, int]) -> int:
+    """How many blocks of a weight a checked config keeps; raises where it cannot be made."""
+    rows, columns = check_shapes(shape, config.block_shape)[2]
+    kept = round(config.density * rows * columns)
     if kept == 0:
-        raise InvalidArgumentError(f"density: {choice.density:g} of {rows * columns} blocks rounds to none")
+        raise InvalidArgumentError(f"density: {config.density:g} of {rows * columns} blocks rounds to none")
     return kept
 
 
-def checked_choices(
-    argument: str, name: str, choices: Iterable[Choice], shape: tuple[int, int]
-) -> list[Choice]:
-    """The choices as numbers and tuples of Python, all of which a layer of this shape can become."""
+def checked_configs(
+    argument: str, name: str, configs: Iterable[BlockSparseConfig], shape: tuple[int, int]
+) -> list[BlockSparseConfig]:
+    """The configs as numbers and tuples of Python, all of which a layer of this shape can become."""
     try:
-        checked = [checked_choice(choice, "") for choice in choices]
-        for choice in checked:
-            kept_blocks(choice, shape)
+        checked = [checked_config("config", config) for config in configs]
+        for config in checked:
+            kept_blocks(config, shape)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{argument}: layer {name!r}: {error}") from error
     return checked
 
 
-def described(choice: Choice | None) -> tuple[str, str, str]:
+def described(config: BlockSparseConfig | None) -> tuple[str, str, str]:
     """Density, block and storage as tables show them."""
-    if choice is None:
+    if config is None:
         return "dense", "", ""
-    bn, bk = choice.block_shape
-    storage = choice.storage if choice.nm is None else f"2:4 {choice.storage}".removesuffix(" plain")
-    return f"{choice.density:.4g}", f"{bn}x{bk}", storage
+    bn, bk = config.block_shape
+    storage = config.storage if config.nm is None else f"2:4 {config.storage}".removesuffix(" plain")
+    return f"{config.density:.4g}", f"{bn}x{bk}", storage

@@ -12,18 +12,19 @@ from torch import nn
 from .._arguments import checked
 from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
 from .._reports import aligned
-from ..config import LayerSpec
+from ..config import BlockSparseConfig, LayerSpec
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
 from ..storage.registry import forms_of
+from ._checks import renamed
 from ._layers import (
-    checked_choices,
+    checked_configs,
     dense_layers,
     described,
     kept_blocks,
     shape_of,
 )
-from .choice import Choice, ErrorCurves
+from .configs import ErrorProfiles
 from .knapsack import solve
 from .latency import LatencyTable
 
@@ -36,21 +37,26 @@ class AllocatedLayer:
 
     name: str
     shape: tuple[int, int]
-    choice: Choice | None
+    config: BlockSparseConfig | None
     error: float
     cost: float
     dense_cost: float
 
+    @property
+    def choice(self) -> BlockSparseConfig | None:
+        """The old name of ``config``, for one release."""
+        return self.config
 
-@dataclass(frozen=True, eq=False)  # equal to any mapping with the same choices
-class Allocation(Mapping[str, "Choice | None"]):
+
+@dataclass(frozen=True, eq=False)  # equal to any mapping with the same configs
+class Allocation(Mapping[str, "BlockSparseConfig | None"]):
     """What `allocate` has chosen, as a mapping of layer names; ``str()`` makes a table of it.
 
     Attributes:
-        layers: in the order of the curves.
+        layers: in the order of the profiles.
         unit: of costs, "weights", "bytes" or "ms".
         budget: what costs were to sum up to at most.
-        bound: no choice within the budget has a sum of errors below it, so that `gap` says what is left.
+        bound: no config within the budget has a sum of errors below it, so that `gap` says what is left.
         note: where costs come from, or "".
     """
 
@@ -60,17 +66,17 @@ class Allocation(Mapping[str, "Choice | None"]):
     bound: float
     note: str = ""
 
-    def __getitem__(self, name: str) -> Choice | None:
-        return self._choices()[name]
+    def __getitem__(self, name: str) -> BlockSparseConfig | None:
+        return self._configs()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._choices())
+        return iter(self._configs())
 
     def __len__(self) -> int:
         return len(self.layers)
 
-    def _choices(self) -> dict[str, Choice | None]:
-        return {layer.name: layer.choice for layer in self.layers}
+    def _configs(self) -> dict[str, BlockSparseConfig | None]:
+        return {layer.name: layer.config for layer in self.layers}
 
     @property
     def error(self) -> float:
@@ -84,7 +90,7 @@ class Allocation(Mapping[str, "Choice | None"]):
 
     @property
     def gap(self) -> float:
-        """Which part of the error a better choice might save at most; 0 of an optimum."""
+        """Which part of the error a better config might save at most; 0 of an optimum."""
         return (self.error - self.bound) / self.error if self.error else 0.0
 
     def __str__(self) -> str:
@@ -94,12 +100,12 @@ class Allocation(Mapping[str, "Choice | None"]):
         for layer in self.layers:
             shape = f"{layer.shape[0]}x{layer.shape[1]}"
             costs = self._number(layer.cost), self._number(layer.dense_cost)
-            rows.append((layer.name, shape, *described(layer.choice), f"{layer.error:.4g}", *costs))
+            rows.append((layer.name, shape, *described(layer.config), f"{layer.error:.4g}", *costs))
         dense = self._number(sum(layer.dense_cost for layer in self.layers))
         rows.append(("sum", "", "", "", "", f"{self.error:.4g}", self._number(self.cost), dense))
         lines = aligned(rows)
         lines.append(
-            f"budget {self._number(self.budget)} {self.unit}; no choice has an error below {self.bound:.4g}, "
+            f"budget {self._number(self.budget)} {self.unit}; no config has an error below {self.bound:.4g}, "
             f"a gap of {self.gap:.2g}"
         )
         return "\n".join([*lines, self.note] if self.note else lines)
@@ -111,7 +117,7 @@ class Allocation(Mapping[str, "Choice | None"]):
 @checked
 def uniform(
     model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
-) -> dict[str, Choice]:
+) -> dict[str, BlockSparseConfig]:
     """The same density for all layers, which `prune_model` has without this as well.
 
     Args:
@@ -124,17 +130,17 @@ def uniform(
         InvalidArgumentError: a name is not that of such a layer, a layer cannot be cut into such blocks, or
             keeps none of them.
     """
-    choice = Choice(density, check_block_shape(block_shape))
+    config = BlockSparseConfig(density, check_block_shape(block_shape))
     found = dense_layers("layers", model, layers)
     return {
-        name: checked_choices("layers", name, [choice], shape_of(layer))[0] for name, layer in found.items()
+        name: checked_configs("layers", name, [config], shape_of(layer))[0] for name, layer in found.items()
     }
 
 
 @checked
 def erk(
     model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
-) -> dict[str, Choice]:
+) -> dict[str, BlockSparseConfig]:
     """Densities in proportion to (in_features + out_features) / (in_features · out_features), at most 1.
 
     This is the Erdős-Rényi-Kernel of Evci et al., "Rigging the Lottery: Making All Tickets Winners" (ICML
@@ -155,7 +161,7 @@ def erk(
     found = dense_layers("layers", model, layers)
     shapes = {name: shape_of(layer) for name, layer in found.items()}
     for name, shape in shapes.items():
-        checked_choices("layers", name, [Choice(1.0, block_shape)], shape)
+        checked_configs("layers", name, [BlockSparseConfig(1.0, block_shape)], shape)
     totals = [math.prod(check_shapes(shape, block_shape)[2]) for shape in shapes.values()]
     budget = round(checked_fraction("density", density) * sum(totals))
     if budget < len(totals):
@@ -167,7 +173,7 @@ def erk(
     parts = [sum(shape) for shape in shapes.values()]
     kept = _whole(_in_proportion(parts, totals, budget), totals, budget)
     return {
-        name: Choice(blocks / total, block_shape)
+        name: BlockSparseConfig(blocks / total, block_shape)
         for name, blocks, total in zip(shapes, kept, totals, strict=True)
     }
 
@@ -199,9 +205,9 @@ def _whole(shares: Sequence[float], totals: Sequence[int], budget: int) -> list[
     return kept
 
 
-@checked
+@renamed(profiles="curves")
 def allocate(
-    curves: ErrorCurves,
+    profiles: ErrorProfiles,
     model: nn.Module,
     *,
     parameters: int | None = None,
@@ -210,7 +216,7 @@ def allocate(
     table: LatencyTable | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Allocation:
-    """For every layer one of its choices, or None for dense, with the least sum of errors within a budget.
+    """For every layer one of its configs, or None for dense, with the least sum of errors within a budget.
 
     It is a multiple-choice knapsack, solved to a relative gap of 1e-6 by dynamic programming, which bounds of
     the linear relaxation keep small; `prune.knapsack` names the sources. Where that would take too many
@@ -220,7 +226,7 @@ def allocate(
     matters alike in all layers is an assumption, which ``weights`` can replace.
 
     Args:
-        curves: from `measure_errors`: by layer and choice. Layers not among them are no part of any sum.
+        profiles: from `measure_errors`: by layer and config. Layers not among them are no part of any sum.
         model: has these layers, dense; shapes and dtypes are read, so that it may be on the meta device.
         parameters: how many weights the layers may multiply by: those of kept blocks, with 2:4 half of them.
         bytes: of what the layers may store: weights, masks, metadata, scales and patterns. Biases stay as
@@ -232,25 +238,25 @@ def allocate(
 
     Raises:
         InvalidArgumentError: the budget is below the least there is, which the text names; a layer of the
-            curves is not a dense linear one of the model, or cannot become one of its choices; the table
+            profiles is not a dense linear one of the model, or cannot become one of its configs; the table
             lacks a time; an error is not a finite number of at least 0; or another argument is not allowed.
     """
     unit, budget = _budget(parameters, bytes, milliseconds, table)
-    layers = dense_layers("curves", model, curves)
+    layers = dense_layers("profiles", model, profiles)
     factors = _factors(weights, layers)
-    options: dict[str, list[Choice | None]] = {}
+    options: dict[str, list[BlockSparseConfig | None]] = {}
     costs: list[list[float]] = []
     errors: list[list[float]] = []
     cost_of = _cost_of(unit, table)
     for name, layer in layers.items():
-        options[name] = [None, *checked_choices("curves", name, curves[name], shape_of(layer))]
-        costs.append([float(cost_of(layer, choice)) for choice in options[name]])
-        errors.append([0.0, *(factors[name] * _error(name, error) for error in curves[name].values())])
+        options[name] = [None, *checked_configs("profiles", name, profiles[name], shape_of(layer))]
+        costs.append([float(cost_of(layer, config)) for config in options[name]])
+        errors.append([0.0, *(factors[name] * _error(name, error) for error in profiles[name].values())])
     least = sum(map(min, costs))
     if budget < least:
         rounded = math.ceil(least * 1e6) / 1e6 if unit == "ms" else math.ceil(least)
         raise InvalidArgumentError(
-            f"{_ARGUMENTS[unit]}: at least {rounded} expected, what the cheapest choices take, got {budget}"
+            f"{_ARGUMENTS[unit]}: at least {rounded} expected, what the cheapest configs take, got {budget}"
         )
     found = solve(costs, errors, budget)
     allocated = [
@@ -286,40 +292,40 @@ def _budget(
     return unit, float(budget) if unit == "ms" else math.floor(budget)
 
 
-def _cost_of(unit: str, table: LatencyTable | None) -> Callable[[Any, Choice | None], float]:
+def _cost_of(unit: str, table: LatencyTable | None) -> Callable[[Any, BlockSparseConfig | None], float]:
     if table is not None:
-        return lambda layer, choice: table.milliseconds(shape_of(layer), choice)
+        return lambda layer, config: table.milliseconds(shape_of(layer), config)
     return _weights_of if unit == "weights" else _bytes_of
 
 
-def _weights_of(layer: Any, choice: Choice | None) -> int:
+def _weights_of(layer: Any, config: BlockSparseConfig | None) -> int:
     """How many weights a layer multiplies by."""
     shape = shape_of(layer)
-    if choice is None:
+    if config is None:
         return math.prod(shape)
-    weights = kept_blocks(choice, shape) * math.prod(choice.block_shape)
-    return weights if choice.nm is None else weights // 2
+    weights = kept_blocks(config, shape) * math.prod(config.block_shape)
+    return weights if config.nm is None else weights // 2
 
 
-def _bytes_of(layer: Any, choice: Choice | None) -> int:
+def _bytes_of(layer: Any, config: BlockSparseConfig | None) -> int:
     """What a layer stores, but for its bias."""
     weight = dense_weight(layer)
-    if choice is None:
+    if config is None:
         return weight.nbytes
-    kept = kept_blocks(choice, shape_of(layer))
+    kept = kept_blocks(config, shape_of(layer))
     spec = LayerSpec(
-        shape=shape_of(layer), block_shape=choice.block_shape, nnz=kept, dtype=weight.dtype, nm=choice.nm
+        shape=shape_of(layer), block_shape=config.block_shape, nnz=kept, dtype=weight.dtype, nm=config.nm
     )
-    forms = forms_of(spec.with_storage(choice.storage))
+    forms = forms_of(spec.with_storage(config.storage, config.scales))
     stored = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
-    return stored + INDEX_BYTES * (weight.shape[0] // choice.block_shape[0] + 1 + 2 * kept)
+    return stored + INDEX_BYTES * (weight.shape[0] // config.block_shape[0] + 1 + 2 * kept)
 
 
 def _error(name: str, error: object) -> float:
     number = as_number(error)
     if not 0 <= number < math.inf:
         raise InvalidArgumentError(
-            f"curves: finite errors of at least 0 expected, got {error!r} for layer {name!r}"
+            f"profiles: finite errors of at least 0 expected, got {error!r} for layer {name!r}"
         )
     return number
 
@@ -328,7 +334,7 @@ def _factors(weights: Mapping[str, float] | None, layers: Mapping[str, Any]) -> 
     given = {} if weights is None else weights
     for name, weight in given.items():
         if name not in layers:
-            raise InvalidArgumentError(f"weights: names of layers in the curves expected, got {name!r}")
+            raise InvalidArgumentError(f"weights: names of layers in the profiles expected, got {name!r}")
         if not 0 <= as_number(weight) < math.inf:
             raise InvalidArgumentError(
                 f"weights: finite numbers of at least 0 expected, got {weight!r} for layer {name!r}"

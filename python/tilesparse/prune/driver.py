@@ -3,47 +3,96 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .._arguments import checked
-from .._replay.batches import chosen_device, evaluating
-from .._reports import empty_of
+from .._arguments import checked, shown
+from .._checks import check_policy
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..integrations.transformers_hooks import check_can_follow
-from ..nn.linear import BlockSparseLinear
-from ..patch.patcher import BlockSparseModelPatcher
-from ..patch.reports import PatchReport, SkippedLayer, warn_of_empty
 from ..pattern.block_pattern import BlockPattern
-from ._checks import check_model, check_numbers, checked_path, collected
-from .calibration import Calibration, Forward, Loss, call_model
-from .choice import Choice
+from ._checks import check_model, checked_config, renamed
+from .calibration import Forward, Loss
 from .compensation import DAMPING
-from .gradients import gradient_scores
-from .layer import GRADIENT_METHODS, Pruner, Solution, built
-from .report import PrunedLayer, PruneReport, warn_of_dense, warn_of_few_tokens
-from .resume import Progress
-from .run import Run
-from .targets import check_shapes_of, choice_of, reasons, targets_matching, targets_named
+from .pruning import PruneOptions, prune_targets
+from .report import PruneReport
+from .targets import check_shapes_of, config_of, targets_matching, targets_named
 
 
 @checked
+def prune_(
+    model: nn.Module,
+    config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None],
+    batches: Iterable[Any],
+    *,
+    method: str = "obs",
+    layers: str | Sequence[str] | None = None,
+    refit: bool = True,
+    damping: float = DAMPING,
+    forward: Forward | None = None,
+    loss: Loss | None = None,
+    device: torch.device | str | int | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    strict: bool = True,
+) -> PruneReport:
+    """Prune the linear layers of a trained model in place, so that their outputs change least.
+
+    This is `prune_model` with a config in place of ``density``, ``block_shape``, ``nm``, ``storage``,
+    ``policy`` and ``configs``.
+
+    Args:
+        model: as of `prune_model`.
+        config: how layers are stored; or a config for each layer, by names in the model, where None leaves a
+            layer dense, as `allocate` gives them.
+        batches: calibration data, as of `prune_model`.
+        method: as of `prune_model`.
+        layers: regular expressions of names, as of `prune_model`; None where a mapping names the layers.
+        refit: as of `prune_model`.
+        damping: as of `prune_model`.
+        forward: as of `prune_model`.
+        loss: as of `prune_model`.
+        device: as of `prune_model`.
+        folder: as of `prune_model`.
+        strict: as of `prune_model`.
+
+    Warns:
+        UserWarning: as `prune_model`.
+
+    Raises:
+        InvalidArgumentError: as `prune_model`.
+        CheckpointError: a file in ``folder`` is damaged.
+
+    Examples:
+        >>> config = tilesparse.config.BlockSparseConfig(density=0.5, block_shape=64)
+        >>> report = tilesparse.prune.prune_(model, config, batches)
+    """
+    options = PruneOptions(method, refit, damping, forward, loss, device, folder, strict)
+    options.check()
+    check_model(model)
+    if isinstance(config, BlockSparseConfig):
+        chosen = targets_matching(model, layers, checked_config("config", config), strict)
+        return prune_targets(model, batches, chosen, None, options, all_layers=layers is None)
+    _check_unnamed(layers, "config")
+    return prune_targets(model, batches, targets_named(model, config, "config"), None, options)
+
+
+@renamed(configs="choices")
 def prune_model(
     model: nn.Module,
     batches: Iterable[Any],
     *,
     density: float | None = None,
-    block_shape: int | Sequence[int] = 64,
+    block_shape: int | Sequence[int] | None = None,
     method: str = "obs",
     layers: str | Sequence[str] | None = None,
     nm: Sequence[int] | None = None,
-    storage: str = "plain",
-    policy: str = "sparse",
-    choices: Mapping[str, Choice | None] | None = None,
+    storage: str | None = None,
+    policy: str | None = None,
+    configs: Mapping[str, BlockSparseConfig | None] | None = None,
     patterns: Mapping[str, BlockPattern] | None = None,
     refit: bool = True,
     damping: float = DAMPING,
@@ -53,27 +102,24 @@ def prune_model(
     folder: str | os.PathLike[str] | None = None,
     strict: bool = True,
 ) -> PruneReport:
-    """Makes the linear layers of a trained model block-sparse, in place, so that their outputs change least.
+    """Prune the linear layers of a trained model in place, so that their outputs change least.
 
-    Layers are pruned by their inputs on calibration data, see `tilesparse.prune.compensation`. Where the
-    model has a stack of blocks, such as the layers of a transformer, it goes block by block, and the inputs
-    of each come from the pruned blocks before it; only one block is on ``device`` at a time. Layers outside
-    the stack come last. Within a block they are pruned in the order in which they run, those together that
-    have the same input, and each is fitted to the output that it has in the dense model, from the inputs that
-    it has in the pruned one.
+    Layers are pruned by their inputs on calibration data, see `tilesparse.prune.compensation`. A model with a
+    stack of blocks, such as the layers of a transformer, is pruned block by block, and the inputs of each
+    block come from the pruned blocks before it; only one block is on ``device`` at a time. Layers outside
+    the stack come last. Within a block, layers are pruned in the order in which they run, those with the same
+    input together. Each is fitted to its output in the dense model, from its inputs in the pruned one.
 
-    The model computes as in evaluation, without dropout, and is changed only at the very end: if anything
-    fails before, or is interrupted, it is as it was. Build optimizers afterwards: the layers have new
-    parameters.
+    The model computes as in evaluation, without dropout, and is changed only at the very end: after an error
+    or an interruption it is as it was. Build optimizers afterwards: the layers have new parameters.
 
     Args:
         model: any module; Transformers' models are saved by ``save_pretrained`` afterwards.
-        batches: calibration data: an iterable, gone through once and kept in memory. A mapping gives keyword
+        batches: calibration data: an iterable, read once and kept in memory. A mapping gives keyword
             arguments of the model, a tuple or list positional ones, anything else is its one argument. Where
             a mapping has a two-dimensional ``attention_mask``, tokens that it masks do not count.
-        density: kept fraction of the blocks of every layer, above 0 and at most 1; 0.5 where neither it nor
-            ``choices`` nor ``patterns`` is given, which it cannot stand beside.
-        block_shape: (bn, bk), or one number for both.
+        density: kept fraction of the blocks of every layer, above 0 and at most 1. None is 0.5.
+        block_shape: (bn, bk), or one number for both. None is (32, 32), as in `BlockSparseConfig`.
         method: how blocks are chosen. "obs" by what their removal costs when the others make up for it, one
             after the other; "wanda", "magnitude", "taylor" and "movement" by scores, see
             `tilesparse.prune.scores`, the last two by gradients of ``loss``.
@@ -83,10 +129,12 @@ def prune_model(
             writes out the last part of its name.
         nm: (2, 4) for 2:4 inside the blocks, or None. The two of four are chosen after the blocks, by what
             each alone costs, and the refit is exact for them as well.
-        storage: "plain", "compressed" (of 2:4 alone), "int8" or "float8_e4m3fn".
-        policy: how the layers compute, see `BlockSparseLinear`.
-        choices: by names of layers, in place of ``density``, ``block_shape``, ``nm``, ``storage`` and
-            ``layers``; None stays dense, as do layers that are not in it. Where all are None nothing changes.
+        storage: "plain", "compressed" (of 2:4 alone), "int8" or "float8_e4m3fn". None is "plain".
+        policy: how the layers compute, see `BlockSparseLinear`, in place of their configs' policies. None
+            leaves these, or is "sparse".
+        configs: by names of layers, in place of ``density``, ``block_shape``, ``nm``, ``storage`` and
+            ``layers``; None stays dense, as do layers that it does not name. Where all are None nothing
+            changes. The old name is ``choices``.
         patterns: blocks chosen elsewhere, by names of layers, in place of ``density``, ``block_shape``,
             ``layers`` and ``method``: only the refit remains.
         refit: whether the kept weights make up for the others.
@@ -108,124 +156,55 @@ def prune_model(
             parameters are in no linear layer and stay dense.
 
     Raises:
-        InvalidArgumentError: an argument is not allowed, no layer is left to prune, one that was asked for
-            cannot be, the calibration data are none, never run a layer, or have NaN or infinities at a layer,
-            or ``folder`` belongs to another pruning.
+        InvalidArgumentError: an argument is not allowed or stands beside one that it cannot stand beside, no
+            layer is left to prune, one that was asked for cannot be, the calibration data are none, never run
+            a layer, or have NaN or infinities at a layer, or ``folder`` belongs to another pruning.
         CheckpointError: a file in ``folder`` is damaged.
 
     Examples:
         >>> report = tilesparse.prune.prune_model(model, batches, density=0.5, block_shape=64)
         >>> print(report)
     """
-    check_numbers(method, damping, refit, policy)
-    if choices is not None and patterns is not None:
-        raise InvalidArgumentError("choices, patterns: at most one of them expected")
-    if layers is not None and (choices is not None or patterns is not None):
-        raise InvalidArgumentError("layers: None expected beside choices or patterns, which name the layers")
-    if density is not None and (choices is not None or patterns is not None):
-        argument = "patterns" if choices is None else "choices"
-        raise InvalidArgumentError(
-            f"density must be None beside {argument}, which say it for each layer, got {density!r}"
-        )
+    options = PruneOptions(method, refit, damping, forward, loss, device, folder, strict)
+    options.check()
+    if policy is not None:
+        check_policy(policy)
+    if configs is not None and patterns is not None:
+        raise InvalidArgumentError("configs must be None beside patterns, got both")
+    by_name = "configs" if configs is not None else "patterns" if patterns is not None else None
+    if by_name is not None:
+        _check_unnamed(layers, by_name)
+        alone: dict[str, Any] = {"density": density, "block_shape": block_shape}
+        if configs is not None:
+            alone |= {"nm": nm, "storage": storage}
+        for name, value in alone.items():
+            if value is not None:
+                raise InvalidArgumentError(
+                    f"{name} must be None beside {by_name}, which say it for each layer, got {shown(value)}"
+                )
     check_model(model)
-    if choices is None and patterns is None:
-        uniform = Choice(0.5 if density is None else density, block_shape, nm, storage)  # type: ignore[arg-type]
-        targets, skipped = targets_matching(model, layers, uniform, strict)
-    elif patterns is None:
-        targets, skipped = targets_named(model, choices or {}, "choices")
-    else:
-        named = {name: choice_of(name, pattern, nm, storage) for name, pattern in patterns.items()}
-        targets, skipped = targets_named(model, named, "patterns")
+    stored = _given(nm=nm, storage=storage, policy=policy)
+    if patterns is not None:
+        named = {name: config_of(name, pattern, **stored) for name, pattern in patterns.items()}
+        chosen = targets_named(model, named, "patterns")
         check_shapes_of(model, patterns)
-    # With choices all are None: a plan that has found room for all layers.
-    if not targets and (choices or not strict):
-        unchanged = _Replacer({}).patch_model(model, dry_run=True, strict=False)
-        return _report({}, {}, skipped, None, method, unchanged)
-    if not targets:
-        raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
-    data = collected(batches)
-    device = chosen_device(model, device)
-    check_can_follow(model)
-    progress = None
-    if folder is not None:
-        arguments: dict[str, Any] = {
-            "method": method,
-            "refit": refit,
-            "damping": float(damping),
-            "choices": targets,
-            "patterns": {name: _indices(pattern) for name, pattern in (patterns or {}).items()},
-        }
-        progress = Progress(checked_path(folder), model, data, arguments)
-    with evaluating(model):
-        block_scores: Mapping[str, Tensor] = {}
-        if patterns is None and method in GRADIENT_METHODS:
-            block_scores = gradient_scores(model, data, targets, method, forward, loss)
-        calibration = Calibration(model, data, forward or call_model, list(targets), device, compare=refit)
-        run = Run(model, calibration, targets, damping, progress)
-
-        def solution(name: str, pruner: Pruner) -> Solution:
-            return pruner.prune(
-                targets[name],
-                method,
-                refit=refit,
-                pattern=None if patterns is None else patterns[name],
-                block_scores=block_scores.get(name),
-            )[0]
-
-        solutions = run.solutions(solution)
-    made = {name: built(run.layer(name), found, targets[name], policy) for name, found in solutions.items()}
-    done = _Replacer(made).patch_model(model)
-    report = _report(targets, solutions, skipped, calibration.stack, _method(method, patterns), done)
-    if refit or (method == "obs" and patterns is None):
-        warn_of_few_tokens(model, {layer.name: layer.tokens for layer in report.layers})
-    if patterns is None:
-        warn_of_empty(report.layers)
-    if layers is None and choices is None and patterns is None:
-        warn_of_dense(model, report.dense)
-    return report
+        return prune_targets(model, batches, chosen, patterns, options)
+    if configs is not None:
+        targets, skipped = targets_named(model, configs, "configs")
+        if policy is not None:
+            targets = {name: replace(config, policy=policy) for name, config in targets.items()}
+        return prune_targets(model, batches, (targets, skipped), None, options)
+    config = BlockSparseConfig(**_given(density=density, block_shape=block_shape), **stored)
+    chosen = targets_matching(model, layers, checked_config("config", config), strict)
+    return prune_targets(model, batches, chosen, None, options, all_layers=layers is None)
 
 
-class _Replacer(BlockSparseModelPatcher):
-    """Patches a model with layers that are there already."""
-
-    def __init__(self, made: Mapping[str, BlockSparseLinear]) -> None:
-        super().__init__()
-        self._made = made
-        for name, layer in made.items():
-            self.add_pattern(re.escape(name), {"pattern": layer.pattern}, fullmatch=True)
-
-    def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> BlockSparseLinear:
-        return self._made[name]
+def _given(**arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _indices(pattern: BlockPattern) -> list[list[int]]:
-    return [pattern.crow_indices.tolist(), pattern.col_indices.tolist(), pattern.slot.tolist()]
-
-
-def _method(method: str, patterns: object) -> str:
-    return method if patterns is None else "given patterns"
-
-
-def _report(
-    targets: Mapping[str, Choice],
-    solutions: Mapping[str, Solution],
-    skipped: list[SkippedLayer],
-    stack: str | None,
-    method: str,
-    done: PatchReport,
-) -> PruneReport:
-    layers = [
-        PrunedLayer(
-            name,
-            found.pattern.shape,
-            targets[name],
-            found.pattern.density,
-            found.error_before_refit,
-            found.error,
-            found.damping,
-            found.tokens,
-            *empty_of(found.pattern.block_indices(), found.pattern.shape, found.pattern.block_shape),
+def _check_unnamed(layers: object, argument: str) -> None:
+    if layers is not None:
+        raise InvalidArgumentError(
+            f"layers must be None beside {argument}, which names the layers, got {shown(layers)}"
         )
-        for name, found in solutions.items()
-    ]
-    return PruneReport(layers, skipped, stack, method, done.before, done.after, done.dense)

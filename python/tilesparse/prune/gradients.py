@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight, is_conv1d
 from .calibration import Forward, Loss, call_model, own_loss
-from .choice import Choice
 from .layer import GRADIENT_METHODS
 
 
 def gradient_scores(
     model: nn.Module,
     batches: Sequence[Any],
-    targets: Mapping[str, Choice],
+    targets: Mapping[str, BlockSparseConfig],
     method: str,
     forward: Forward | None,
     loss: Loss | None,
@@ -40,12 +40,12 @@ def gradient_scores(
                         f"{type(value).__name__ if not isinstance(value, Tensor) else tuple(value.shape)}"
                     )
                 gradients = torch.autograd.grad(value, weights, allow_unused=True)
-            for (name, choice), gradient in zip(targets.items(), gradients, strict=True):
+            for (name, config), gradient in zip(targets.items(), gradients, strict=True):
                 layer = model.get_submodule(name)
                 if gradient is None:
                     continue
                 gradient = gradient.T if is_conv1d(layer) else gradient
-                scores = score(dense_weight(layer), gradient, choice.block_shape)
+                scores = score(dense_weight(layer), gradient, config.block_shape)
                 if not bool(scores.isfinite().all()):
                     raise InvalidArgumentError(
                         f"loss: batch {number} (counted from 0) gives layer {name!r} a gradient with NaN or "

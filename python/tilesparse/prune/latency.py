@@ -19,43 +19,43 @@ from .. import _C
 from .._arguments import checked, shown
 from .._checks import DTYPES, as_integer, as_number, checked_count, checked_device, is_sequence
 from .._progress import Progress
+from ..config import BlockSparseConfig
 from ..errors import CheckpointNotFoundError, InvalidArgumentError, TileSparseError
 from ..nn.convert import is_conv1d
 from ..nn.linear import BlockSparseLinear
 from ..tuning.timing import medians, name_of, own_numbers
-from ._checks import checked_choice
+from ._checks import checked_config, renamed
 from ._layers import (
     check_names,
-    checked_choices,
+    checked_configs,
     dense_layers,
     described,
     shape_of,
 )
-from .choice import Choice
 
 VERSION = 1  # of the file
 
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Milliseconds of one call of layers by shape and choice, on the device that they were measured on.
+    """Milliseconds of one call of layers by shape and config, on the device that they were measured on.
 
     Attributes:
         device: its name, also of a CPU.
         tokens: rows of x.
         dtype: of x and the weights, as "bfloat16".
         versions: of tilesparse and torch, and how many threads the CPU used.
-        times: by (out_features, in_features) and choice, None being the dense layer.
+        times: by (out_features, in_features) and config, None being the dense layer.
     """
 
     device: str
     tokens: int
     dtype: str
     versions: Mapping[str, str]
-    times: Mapping[tuple[int, int], Mapping[Choice | None, float]]
+    times: Mapping[tuple[int, int], Mapping[BlockSparseConfig | None, float]]
 
-    @checked
-    def milliseconds(self, shape: tuple[int, int], choice: Choice | None) -> float:
+    @renamed(config="choice")
+    def milliseconds(self, shape: tuple[int, int], config: BlockSparseConfig | None) -> float:
         """Of one call of a layer of this shape.
 
         Between two measured densities of the same blocks and storage it is on the straight line between
@@ -64,31 +64,31 @@ class LatencyTable:
 
         Args:
             shape: (out_features, in_features).
-            choice: how the layer is stored, or None for dense.
+            config: how the layer is stored, or None for dense.
 
         Raises:
-            InvalidArgumentError: it was not measured, and is not between two that were; or it is no choice.
+            InvalidArgumentError: it was not measured, and is not between two that were; or it is no config.
         """
         if not is_sequence(shape) or len(shape) != 2:
             raise InvalidArgumentError(f"shape must be (out_features, in_features), got {shown(shape)}")
         shape = as_integer(shape[0]), as_integer(shape[1])
         measured = self.times.get(shape, {})
-        choice = None if choice is None else checked_choice(choice, "choice: ")
-        if choice in measured:
-            return measured[choice]
-        if choice is not None:
+        config = None if config is None else checked_config("config", config)
+        if config in measured:
+            return measured[config]
+        if config is not None:
             times = {
                 other.density: milliseconds
                 for other, milliseconds in measured.items()
-                if other is not None and _form(other) == _form(choice)
+                if other is not None and _form(other) == _form(config)
             }
             densities = sorted(times)
-            if densities and densities[0] < choice.density < densities[-1]:
+            if densities and densities[0] < config.density < densities[-1]:
                 rising = list(accumulate((times[density] for density in densities), max))
-                right = bisect_left(densities, choice.density)
+                right = bisect_left(densities, config.density)
                 slope = (rising[right] - rising[right - 1]) / (densities[right] - densities[right - 1])
-                return slope * (choice.density - densities[right - 1]) + rising[right - 1]
-        what = " ".join(filter(None, described(choice)))
+                return slope * (config.density - densities[right - 1]) + rising[right - 1]
+        what = " ".join(filter(None, described(config)))
         raise InvalidArgumentError(
             f"table: has no time of {shape[0]}x{shape[1]} {what} for {self.tokens} tokens; measured are "
             f"{self._measured(shape)}"
@@ -97,21 +97,21 @@ class LatencyTable:
     def _measured(self, shape: tuple[int, int]) -> str:
         if shape not in self.times:
             return "the shapes " + ", ".join(f"{rows}x{columns}" for rows, columns in self.times)
-        return ", ".join(" ".join(filter(None, described(choice))) for choice in self.times[shape])
+        return ", ".join(" ".join(filter(None, described(config))) for config in self.times[shape])
 
-    @checked
-    def total(self, model: nn.Module, choices: Mapping[str, Choice | None]) -> float:
+    @renamed(configs="choices")
+    def total(self, model: nn.Module, configs: Mapping[str, BlockSparseConfig | None]) -> float:
         """Milliseconds of one call of each of these layers of a dense model, were they as chosen.
 
         Args:
             model: whose layers are meant; only their shapes are read.
-            choices: by name of a layer what it would be, or None for dense.
+            configs: by name of a layer what it would be, or None for dense.
 
         Raises:
             InvalidArgumentError: a name is not that of a dense linear layer, or a time is missing.
         """
-        layers = dense_layers("choices", model, choices)
-        return sum(self.milliseconds(shape_of(layer), choices[name]) for name, layer in layers.items())
+        layers = dense_layers("configs", model, configs)
+        return sum(self.milliseconds(shape_of(layer), configs[name]) for name, layer in layers.items())
 
     def where(self) -> str:
         """What the times are of, in words; also if this machine has no such device, or other versions."""
@@ -130,8 +130,8 @@ class LatencyTable:
         lines = [self.where()]
         for (rows, columns), times in self.times.items():
             lines.append(f"{rows}x{columns}")
-            for choice, milliseconds in times.items():
-                density, block, storage = described(choice)
+            for config, milliseconds in times.items():
+                density, block, storage = described(config)
                 lines.append(f"  {density:8}{block:>8}  {storage:18}{milliseconds:10.4f} ms")
         return "\n".join(lines)
 
@@ -143,9 +143,9 @@ class LatencyTable:
             InvalidArgumentError: the file cannot be written.
         """
         times = [
-            {"shape": shape, "choice": None if choice is None else asdict(choice), "ms": milliseconds}
+            {"shape": shape, "choice": None if config is None else asdict(config), "ms": milliseconds}
             for shape, of in self.times.items()
-            for choice, milliseconds in of.items()
+            for config, milliseconds in of.items()
         ]
         about = {"device": self.device, "tokens": self.tokens, "dtype": self.dtype}
         document = {"version": VERSION, **about, "versions": dict(self.versions), "times": times}
@@ -171,21 +171,21 @@ class LatencyTable:
             document = json.loads(text)
             if document["version"] != VERSION:
                 raise ValueError(f"version {VERSION} expected, got {document['version']!r}")
-            times: dict[tuple[int, int], dict[Choice | None, float]] = {}
+            times: dict[tuple[int, int], dict[BlockSparseConfig | None, float]] = {}
             for entry in document["times"]:
                 rows, columns = map(as_integer, entry["shape"])
-                times.setdefault((rows, columns), {})[_choice_of(entry["choice"])] = _time_of(entry["ms"])
+                times.setdefault((rows, columns), {})[_config_of(entry["choice"])] = _time_of(entry["ms"])
             about = str(document["device"]), as_integer(document["tokens"]), str(document["dtype"])
             return cls(*about, dict(document["versions"]), times)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise InvalidArgumentError(f"path: {path} is no table of latencies: {error!r}") from error
 
 
-@checked
+@renamed(configs="choices")
 @torch.no_grad()
 def measure_latency(
     model: nn.Module,
-    choices: Mapping[str, Iterable[Choice]],
+    configs: Mapping[str, Iterable[BlockSparseConfig]],
     *,
     tokens: int,
     dtype: torch.dtype | None = None,
@@ -204,21 +204,21 @@ def measure_latency(
 
     Args:
         model: its shapes are read, and dtype and device where they are not given.
-        choices: by layer name; the result of `measure_errors` is such a mapping.
+        configs: by layer name; the result of `measure_errors` is such a mapping.
         tokens: rows of x in a call: batch times sequence length, or 1 for each sequence that is decoded.
         dtype: of x and the weights; None is that of the first layer's weight.
         device: None is that of the first layer's weight.
         repetitions: of which the median is taken.
 
     Raises:
-        InvalidArgumentError: a name is not that of a dense linear layer, a layer cannot become a choice, or
+        InvalidArgumentError: a name is not that of a dense linear layer, a layer cannot become a config, or
             another argument is not allowed.
-        UnsupportedError: there is no kernel for one of the choices.
+        UnsupportedError: there is no kernel for one of the configs.
     """
-    layers = dense_layers("choices", model, choices)
-    by_shape: dict[tuple[int, int], dict[Choice | None, None]] = {}
+    layers = dense_layers("configs", model, configs)
+    by_shape: dict[tuple[int, int], dict[BlockSparseConfig | None, None]] = {}
     for name, layer in layers.items():
-        checked = checked_choices("choices", name, choices[name], shape_of(layer))
+        checked = checked_configs("configs", name, configs[name], shape_of(layer))
         by_shape.setdefault(shape_of(layer), {None: None}).update(dict.fromkeys(checked))
     like = next(iter(layers.values())).weight
     tokens, repetitions = checked_count("tokens", tokens), checked_count("repetitions", repetitions)
@@ -229,7 +229,7 @@ def measure_latency(
     for done, (shape, options) in enumerate(by_shape.items(), 1):
         with own_numbers(on):
             x = torch.randn(tokens, shape[1], device=on, dtype=dtype)
-            modules = [_module(shape, choice, on, dtype) for choice in options]
+            modules = [_module(shape, config, on, dtype) for config in options]
         found = medians([partial(module, x) for module in modules], on, repetitions)
         times[shape] = dict(zip(options, found, strict=True))
         progress.show(done, f"shapes measured, {shape[0]}x{shape[1]} the last")
@@ -280,16 +280,16 @@ def time_layers(
     return dict(zip(calls, medians(list(calls.values()), device, repetitions), strict=True))
 
 
-def _form(choice: Choice) -> tuple[Any, ...]:
-    return choice.block_shape, choice.nm, choice.storage
+def _form(config: BlockSparseConfig) -> tuple[Any, ...]:
+    return config.block_shape, config.nm, config.storage, config.scales, config.policy
 
 
 def _module(
-    shape: tuple[int, int], choice: Choice | None, device: torch.device, dtype: torch.dtype
+    shape: tuple[int, int], config: BlockSparseConfig | None, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
     """A layer with random values, and the same random blocks in every run."""
     out_features, in_features = shape
-    if choice is None:
+    if config is None:
         return nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype).eval()
     try:
         return (
@@ -297,19 +297,20 @@ def _module(
                 in_features,
                 out_features,
                 bias=False,
-                density=choice.density,
-                block_shape=choice.block_shape,
-                nm=choice.nm,
-                storage=choice.storage,
+                density=config.density,
+                block_shape=config.block_shape,
+                nm=config.nm,
+                policy=config.policy,
                 device=device,
                 dtype=dtype,
                 generator=torch.Generator().manual_seed(0),
             )
+            .to_storage(config.storage, per=config.scales)
             .pack()
             .eval()
         )
     except TileSparseError as error:
-        raise type(error)(f"choices: {choice}: {error}") from error
+        raise type(error)(f"configs: {config}: {error}") from error
 
 
 def _versions(device: torch.device) -> dict[str, str]:
@@ -324,12 +325,14 @@ def _checked_device(device: object) -> torch.device:
     return found
 
 
-def _choice_of(entry: Mapping[str, Any] | None) -> Choice | None:
+def _config_of(entry: Mapping[str, Any] | None) -> BlockSparseConfig | None:
     if entry is None:
         return None
     bn, bk = map(as_integer, entry["block_shape"])
     nm = None if entry["nm"] is None else (as_integer(entry["nm"][0]), as_integer(entry["nm"][1]))
-    return checked_choice(Choice(entry["density"], (bn, bk), nm, entry["storage"]), "")
+    others = {name: entry[name] for name in ("scales", "policy") if name in entry}
+    config = BlockSparseConfig(entry["density"], (bn, bk), nm, entry["storage"], **others)
+    return checked_config("config", config)
 
 
 def _time_of(number: object) -> float:

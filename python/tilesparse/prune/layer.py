@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
 from ..nn.convert import dense_weight, is_conv1d
@@ -14,7 +15,6 @@ from ..nn.linear import BlockSparseLinear
 from ..pattern.block_pattern import BlockPattern
 from ..storage.values import two_of_four
 from . import scores
-from .choice import Choice
 from .compensation import Elimination, choose_two_of_four, damped, eliminate, solve, solve_masked
 from .moments import Moments
 
@@ -29,7 +29,7 @@ class Solution(NamedTuple):
     """What a layer becomes: tensors on the host, and what that changes of its output.
 
     `error` is that of the layer as it is stored, `error_before_refit` that of the same blocks with the dense
-    weights, both relative, see `ErrorCurves`. `tokens` is how many were counted.
+    weights, both relative, see `ErrorProfiles`. `tokens` is how many were counted.
     """
 
     pattern: BlockPattern
@@ -80,7 +80,7 @@ class Pruner:
 
     def prune(
         self,
-        choice: Choice,
+        config: BlockSparseConfig,
         method: str,
         *,
         refit: bool = True,
@@ -90,19 +90,19 @@ class Pruner:
         """What the layer becomes, and the layer itself, on the device of the dense one.
 
         Args:
-            choice: how it is to be stored.
+            config: how it is to be stored.
             method: one of `METHODS`, that chooses blocks.
             refit: whether what is kept makes up for what is not.
             pattern: the blocks, if they are known already.
             block_scores: [R, C] of a method that takes gradients.
         """
         if pattern is None:
-            pattern = self._chosen(choice, method, block_scores)
+            pattern = self._chosen(config, method, block_scores)
         pattern = pattern.to(self._device)
         weight, bias, kept = self._dense.double(), self._dense_bias, pattern.to_mask()
         if refit:
             weight = solve(self._weight, self._moment, pattern)
-        if choice.nm is not None:
+        if config.nm is not None:
             kept = self._two_of_four(weight, pattern, refit)
             weight = solve_masked(self._weight, self._moment, kept) if refit else weight
         weight = torch.where(kept, weight, 0)
@@ -111,7 +111,7 @@ class Pruner:
         dtype = self._dense.dtype
         values = BlockSparseMatrix.from_dense(weight.to(dtype), pattern).values
         mask = None
-        if choice.nm is not None:
+        if config.nm is not None:
             mask = BlockSparseMatrix.from_dense(kept.float(), pattern).values.bool()
         before = self._error(torch.where(kept, self._dense, 0), self._dense_bias)
         solution = Solution(
@@ -124,13 +124,13 @@ class Pruner:
             self._moment.damping,
             self.tokens,
         )
-        layer = built(self._linear, solution, choice)
+        layer = built(self._linear, solution, config)
         stored = layer.to_linear().weight.detach().to(self._device)
         shift = None if layer.bias is None else layer.bias.detach().to(self._device).double()
         return solution._replace(error=self._error(stored, shift)), layer
 
-    def _chosen(self, choice: Choice, method: str, block_scores: Tensor | None) -> BlockPattern:
-        block_shape, density = choice.block_shape, choice.density
+    def _chosen(self, config: BlockSparseConfig, method: str, block_scores: Tensor | None) -> BlockPattern:
+        block_shape, density = config.block_shape, config.density
         if method == "obs":
             if block_shape not in self._eliminations:
                 self._eliminations[block_shape] = eliminate(self._weight, self._moment, block_shape)
@@ -160,17 +160,17 @@ class Pruner:
 
 @torch.inference_mode(False)  # the layer is trained later, whatever it is pruned in
 @torch.no_grad()
-def built(linear: nn.Module, solution: Solution, choice: Choice, policy: str = "sparse") -> BlockSparseLinear:
+def built(linear: nn.Module, solution: Solution, config: BlockSparseConfig) -> BlockSparseLinear:
     """The layer that a solution describes, with dtype, device and mode of the dense one."""
-    layer = BlockSparseLinear.from_linear(linear, pattern=solution.pattern, policy=policy)
+    layer = BlockSparseLinear.from_linear(linear, pattern=solution.pattern, policy=config.policy)
     layer.weight.copy_(solution.values)
     if layer.bias is not None and solution.bias is not None:
         layer.bias.copy_(solution.bias)
     if not bool(layer.weight.isfinite().all()):
         raise InvalidArgumentError(f"weights that the refit gives are not finite in {layer.weight.dtype}")
     if solution.mask is not None:
-        layer.set_nm(choice.nm, scores=solution.mask.to(layer.weight.device, torch.float32))
-    return layer.to_storage(choice.storage)
+        layer.set_nm(config.nm, scores=solution.mask.to(layer.weight.device, torch.float32))
+    return layer.to_storage(config.storage, per=config.scales)
 
 
 def dense_parameters(name: str, linear: nn.Module, layer: BlockSparseLinear) -> dict[str, Tensor]:

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
 from .._progress import Progress
 from .._replay.batches import chosen_device, evaluating, tensors_in
 from .._reports import aligned
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
-from ._checks import check_model, check_numbers, checked_choice, checked_moments, collected
-from ._layers import checked_choices, shape_of
+from ._checks import check_model, check_numbers, checked_config, checked_moments, collected, renamed
+from ._layers import checked_configs, shape_of
 from .calibration import Calibration, Forward, call_model
-from .choice import Choice
 from .compensation import DAMPING
 from .folds import Fold, Part, find_folds, parts_of, permute_, reason_against
 from .layer import Pruner
@@ -58,11 +57,11 @@ class PermutationReport:
         return "\n".join([*aligned(rows), f"{taken} of {len(self.folds)} folds have another order"])
 
 
-@checked
+@renamed(config="choice")
 def permute_model(
     model: nn.Module,
     batches: Iterable[Any],
-    choice: Choice,
+    config: BlockSparseConfig,
     *,
     folds: Sequence[Fold] | None = None,
     damping: float = DAMPING,
@@ -80,7 +79,7 @@ def permute_model(
     Args:
         model: dense, on its device.
         batches: calibration data, as of `prune_model`.
-        choice: what the layers are to become.
+        config: what the layers are to become.
         folds: None is all that `find_folds` finds.
         damping: as of `prune_model`.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
@@ -88,12 +87,12 @@ def permute_model(
 
     Raises:
         InvalidArgumentError: there is no fold, one does not fit the model, a layer of one cannot become the
-            choice or is never run by the data, or outputs change although they should not, because something
+            config or is never run by the data, or outputs change although they should not, because something
             depends on the order. The model is as it was.
     """
     check_model(model)
-    check_numbers("obs", damping, True, "sparse")
-    choice = checked_choice(choice, "choice: ")
+    check_numbers("obs", damping, True)
+    config = checked_config("config", config)
     found = find_folds(model) if folds is None else list(folds)
     if not found:
         raise InvalidArgumentError("folds: at least one expected, none is known of this model")
@@ -102,7 +101,7 @@ def permute_model(
         if reason is not None:
             raise InvalidArgumentError(f"folds: {reason}")
         for part in parts_of(model, fold):
-            checked_choices("choice", part.name, [choice], shape_of(part.layer))
+            checked_configs("config", part.name, [config], shape_of(part.layer))
     data, call = collected(batches), forward or call_model
     done: list[PermutedFold] = []
     taken: list[tuple[Fold, Tensor]] = []
@@ -110,7 +109,7 @@ def permute_model(
         with evaluating(model), torch.no_grad():
             expected = _first_tensor(call(model, data[0]))
             for fold, moments in _with_moments(model, data, call, found, chosen_device(model, device)):
-                result, order = _improve(model, fold, moments, choice, damping)
+                result, order = _improve(model, fold, moments, config, damping)
                 done.append(result)
                 taken += [(fold, order)] if result.taken else []
             _check_same(_first_tensor(call(model, data[0])), expected)
@@ -144,18 +143,18 @@ def _with_moments(
 
 
 def _improve(
-    model: nn.Module, fold: Fold, moments: dict[str, Moments], choice: Choice, damping: float
+    model: nn.Module, fold: Fold, moments: dict[str, Moments], config: BlockSparseConfig, damping: float
 ) -> tuple[PermutedFold, Tensor]:
     """Reorders a fold, and the moments of its consumer, if that lowers the error."""
-    order = _clustered(parts_of(model, fold), fold, moments, choice)
+    order = _clustered(parts_of(model, fold), fold, moments, config)
     if order is None:
         return PermutedFold(fold, None, None, False), torch.empty(0)
-    before = _error(model, fold, moments, choice, damping)
+    before = _error(model, fold, moments, config, damping)
     consumer = parts_of(model, fold)[-1]
     reordered = {**moments, consumer.name: moments[consumer.name].reordered(consumer.places(order))}
     permute_(model, fold, order)
     try:
-        after = _error(model, fold, reordered, choice, damping)
+        after = _error(model, fold, reordered, config, damping)
         taken = after < before
     except BaseException:
         permute_(model, fold, order.argsort(1))
@@ -168,19 +167,19 @@ def _improve(
 
 
 def _error(
-    model: nn.Module, fold: Fold, moments: Mapping[str, Moments], choice: Choice, damping: float
+    model: nn.Module, fold: Fold, moments: Mapping[str, Moments], config: BlockSparseConfig, damping: float
 ) -> float:
     """The sum of what the fold's layers get wrong once they are pruned."""
     pruners = (Pruner(model.get_submodule(name), moments[name], damping) for name in fold.layers())
-    return sum(pruner.prune(choice, "obs")[0].error for pruner in pruners)
+    return sum(pruner.prune(config, "obs")[0].error for pruner in pruners)
 
 
 def _clustered(
-    parts: Sequence[Part], fold: Fold, moments: Mapping[str, Moments], choice: Choice
+    parts: Sequence[Part], fold: Fold, moments: Mapping[str, Moments], config: BlockSparseConfig
 ) -> Tensor | None:
     """An order [groups, units] with those together that matter for the same blocks; None if none matters."""
     sides = [
-        choice.block_shape[0 if part.rows else 1]
+        config.block_shape[0 if part.rows else 1]
         * fold.groups
         * part.repeats
         * fold.units
@@ -190,17 +189,17 @@ def _clustered(
     cluster = max(sides)  # units that share a block
     if cluster <= 1 or cluster >= fold.units:
         return None
-    profiles = [_profile(part, fold, moments[part.name], choice) for part in parts]
+    profiles = [_profile(part, fold, moments[part.name], config) for part in parts]
     profile = torch.cat([each / each.sum().clamp_min(1e-30) for each in profiles], 2)
-    return torch.stack([_order_of(units, cluster, choice.density) for units in profile])
+    return torch.stack([_order_of(units, cluster, config.density) for units in profile])
 
 
-def _profile(part: Part, fold: Fold, moments: Moments, choice: Choice) -> Tensor:
+def _profile(part: Part, fold: Fold, moments: Moments, config: BlockSparseConfig) -> Tensor:
     """[groups, units, blocks]: how much each unit matters to each block column, or block row."""
     norms = moments.second().diagonal().sqrt()
     weight = dense_weight(part.layer).to(norms.device)
     scores = weight.double().abs() * norms
-    bn, bk = choice.block_shape
+    bn, bk = config.block_shape
     if part.rows:
         ours = scores[part.start : part.stop].reshape(part.stop - part.start, -1, bk).sum(2)
     else:
@@ -230,11 +229,11 @@ def _assigned(gains: Tensor, cluster: int) -> Tensor:
     """Units by the clusters they go to; those choose first that would lose most by their second best."""
     ranked = gains.sort(dim=1, descending=True, stable=True)
     urgency = ranked.values[:, 0] - ranked.values[:, 1]
-    choices = ranked.indices.tolist()
+    ranking = ranked.indices.tolist()
     room = [min(cluster, len(gains) - start) for start in range(0, len(gains), cluster)]
     members: list[list[int]] = [[] for _ in room]
     for unit in urgency.argsort(descending=True, stable=True).tolist():
-        home = next(number for number in choices[unit] if room[number])
+        home = next(number for number in ranking[unit] if room[number])
         room[home] -= 1
         members[home].append(unit)
     return torch.tensor([unit for home in members for unit in home])

@@ -8,25 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._arguments import checked
 from .._replay.batches import chosen_device, evaluating
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..patch.reports import SkippedLayer
-from ._checks import check_model, check_numbers, checked_choice, collected
+from ._checks import check_model, check_numbers, checked_config, collected, renamed
 from .calibration import Calibration, Forward, call_model
-from .choice import Choice, ErrorCurves
 from .compensation import DAMPING
+from .configs import ErrorProfiles
 from .layer import GRADIENT_METHODS
 from .report import warn_of_few_tokens
 from .run import Run
 from .targets import reasons, targets_matching
 
 
-@checked
+@renamed(configs="choices")
 def measure_errors(
     model: nn.Module,
     batches: Iterable[Any],
-    choices: Sequence[Choice],
+    configs: Sequence[BlockSparseConfig],
     *,
     layers: str | Sequence[str] | None = None,
     method: str = "obs",
@@ -34,8 +34,8 @@ def measure_errors(
     damping: float = DAMPING,
     forward: Forward | None = None,
     device: torch.device | str | int | None = None,
-) -> ErrorCurves:
-    """What each choice would do to the output of each layer, of the dense model; nothing changes.
+) -> ErrorProfiles:
+    """What each config would do to the output of each layer, of the dense model; nothing changes.
 
     Inputs are those of the dense model, gathered block by block as in `prune_model`. With "obs" the order in
     which blocks go is found once for each block shape, and serves all densities.
@@ -43,7 +43,7 @@ def measure_errors(
     Args:
         model: dense; only read.
         batches: calibration data, as of `prune_model`.
-        choices: ways to store a layer. A layer that cannot be cut into some blocks, or of which a density
+        configs: ways to store a layer. A layer that cannot be cut into some blocks, or of which a density
             rounds to no block, has no entries for these.
         layers: regular expressions of names, or None, as of `prune_model`.
         method: as of `prune_model`, one that needs no gradient.
@@ -53,7 +53,7 @@ def measure_errors(
         device: where blocks of the stack and all matrices are computed, as of `prune_model`.
 
     Returns:
-        By layer and choice ‖y - ŷ‖² / ‖X Wᵀ‖², of the layer as it would be stored.
+        By layer and config ‖y - ŷ‖² / ‖X Wᵀ‖², of the layer as it would be stored.
 
     Warns:
         UserWarning: of too few tokens, as `prune_model`.
@@ -61,36 +61,34 @@ def measure_errors(
     Raises:
         InvalidArgumentError: as of `prune_model`.
     """
-    check_numbers(method, damping, refit, "sparse")
+    check_numbers(method, damping, refit)
     if method in GRADIENT_METHODS:
         raise InvalidArgumentError(f"method: one that needs no gradient expected, got {method!r}")
-    if not isinstance(choices, Iterable):
-        raise InvalidArgumentError(f"choices: a list of Choice expected, got {choices!r}")
-    checked = [checked_choice(choice, "choices: ") for choice in choices]
+    checked = [checked_config("configs", config) for config in configs]
     if not checked:
-        raise InvalidArgumentError("choices: at least one expected, got none")
+        raise InvalidArgumentError("configs must have at least one config, got none")
     check_model(model)
-    fitting: dict[str, list[Choice]] = {}
+    fitting: dict[str, list[BlockSparseConfig]] = {}
     others: list[SkippedLayer] = []
-    for choice in dict.fromkeys(checked):
-        targets, skipped = targets_matching(model, layers, choice, strict=False, cut=False)
+    for config in dict.fromkeys(checked):
+        targets, skipped = targets_matching(model, layers, config, strict=False, cut=False)
         others += skipped
         for name in targets:
-            fitting.setdefault(name, []).append(choice)
+            fitting.setdefault(name, []).append(config)
     if not fitting:
         raise InvalidArgumentError(f"model: no layer is left to measure; {reasons(others)}")
     order = [name for name, _ in model.named_modules() if name in fitting]
     data, device = collected(batches), chosen_device(model, device)
-    curves: dict[str, dict[Choice, float]] = {}
+    profiles: dict[str, dict[BlockSparseConfig, float]] = {}
     tokens: dict[str, int] = {}
     with evaluating(model):
         calibration = Calibration(model, data, forward or call_model, order, device, compare=False)
         run = Run(model, calibration, fitting, damping)
         for name, pruner in run.pruners():
             tokens[name] = pruner.tokens
-            curves[name] = {
-                choice: pruner.prune(choice, method, refit=refit)[0].error for choice in fitting[name]
+            profiles[name] = {
+                config: pruner.prune(config, method, refit=refit)[0].error for config in fitting[name]
             }
     if refit or method == "obs":
         warn_of_few_tokens(model, tokens)
-    return curves
+    return profiles

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from .._reports import MOST, aligned, empty_texts, listed
+from .._reports import MOST, aligned, empty_texts, listed, warn_user
+from ..config import BlockSparseConfig
 from ..nn.convert import dense_weight
 from ..patch.reports import DenseParameter, Size, SkippedLayer, by_reason, dense_lines
-from .choice import Choice
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class PrunedLayer:
     Attributes:
         name: in the model.
         shape: (out_features, in_features).
-        choice: how it is stored. Its density is what was asked for.
+        config: how it is stored. Its density is what was asked for.
         density: kept fraction of the blocks.
         error_before_refit: ‖y - ŷ‖² / ‖X Wᵀ‖² of the kept blocks with their dense weights, where X are the
             inputs in the pruned model, and W is the dense weight that comes closest with them to the layer's
@@ -37,7 +36,7 @@ class PrunedLayer:
 
     name: str
     shape: tuple[int, int]
-    choice: Choice
+    config: BlockSparseConfig
     density: float
     error_before_refit: float
     error: float
@@ -45,6 +44,11 @@ class PrunedLayer:
     tokens: int
     empty_rows: int
     empty_columns: int
+
+    @property
+    def choice(self) -> BlockSparseConfig:
+        """The old name of ``config``, for one release."""
+        return self.config
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,14 @@ class PruneReport:
             ("layer", "shape", "block", "density", "storage", "tokens", "damping", "before refit", "error")
         ]
         for layer in self.layers:
-            choice = layer.choice
+            config = layer.config
             rows.append(
                 (
                     layer.name,
                     "{}x{}".format(*layer.shape),
-                    "{}x{}".format(*choice.block_shape),
+                    "{}x{}".format(*config.block_shape),
                     f"{layer.density:.3f}",
-                    choice.storage if choice.nm is None else f"2:4 {choice.storage}",
+                    config.storage if config.nm is None else f"2:4 {config.storage}",
                     f"{layer.tokens:,}",
                     f"{layer.damping:.2g}",
                     f"{layer.error_before_refit:.4f}",
@@ -106,10 +110,9 @@ def warn_of_few_tokens(model: nn.Module, tokens: Mapping[str, int]) -> None:
             short.setdefault((met, needed), []).append(name)
     if short:
         texts = [f"{met} of {needed} at {listed(names)}" for (met, needed), names in short.items()]
-        warnings.warn(
+        warn_user(
             "batches must give a layer at least as many tokens as it has inputs, and one more for a bias, or "
-            f"its weights fit these tokens alone and its error is too small, got {'; '.join(texts[:MOST])}",
-            stacklevel=4,
+            f"its weights fit these tokens alone and its error is too small, got {'; '.join(texts[:MOST])}"
         )
 
 
@@ -119,8 +122,7 @@ def warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:
     others = [one for one in dense if not isinstance(model.get_submodule(one.name.rpartition(".")[0]), usual)]
     share = sum(one.share for one in others)
     if share > 0.5:
-        warnings.warn(
+        warn_user(
             f"{share:.0%} of the parameters are in no linear layer and stay dense: "
-            f"{listed(one.name for one in others)}",
-            stacklevel=4,
+            f"{listed(one.name for one in others)}"
         )

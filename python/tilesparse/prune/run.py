@@ -32,6 +32,11 @@ class Run:
         self._said = _progress.Progress(len(targets))
         self._done = 0
 
+    @property
+    def stack(self) -> str | None:
+        """The stack of blocks that the data go through block by block, or None."""
+        return self._calibration.stack
+
     def layer(self, name: str) -> Any:
         """Return the dense layer of this name."""
         return self._model.get_submodule(name)

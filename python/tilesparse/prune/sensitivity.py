@@ -40,7 +40,7 @@ def measure_sensitivity(
     Args:
         model: dense, evaluated without dropout.
         batches: calibration data, as of `prune_model`, with labels where the loss needs them.
-        layers: names of dense linear layers, such as those of the curves.
+        layers: names of dense linear layers, such as those of the profiles.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         loss: ``loss(model, batch)`` gives a scalar; None is the ``loss`` of what the model gives.
 

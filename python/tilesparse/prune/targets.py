@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .._names import NamePattern
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.convert import dense_weight, is_conv1d
 from ..nn.linear import BlockSparseLinear
@@ -20,85 +20,77 @@ from ..patch.reports import SkippedLayer
 from ..patch.rules import LayerOptions, Rule
 from ..patch.weight_reads import Read, weight_reads
 from ..pattern.block_pattern import BlockPattern
-from ._checks import checked_choice
-from .choice import Choice
+from ._checks import checked_config
+
+STAYS_DENSE = "its config is None"  # why a layer is skipped
 
 
 def targets_matching(
     model: nn.Module,
     layers: str | Sequence[str] | None,
-    choice: Choice,
+    config: BlockSparseConfig,
     strict: bool = True,
     cut: bool = True,
     reads: Mapping[nn.Module, Read] | None = None,
-) -> tuple[dict[str, Choice], list[SkippedLayer]]:
-    """Layers that a choice is for, and linear ones that stay dense.
+) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
+    """Layers that a config is for, and linear ones that stay dense.
 
     Args:
         model: only read.
         layers: regular expressions, or None for all.
-        choice: for all of them.
+        config: for all of them.
         strict: each expression has to find a layer.
         cut: one that is named has to fit the blocks.
         reads: `weight_reads` of the model, where it is known.
     """
     regexes = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-    options = LayerOptions.parse(_options(choice))
+    options = LayerOptions(config)
     rules = [Rule(NamePattern.parse(regex, argument="layers"), options) for regex in regexes]
     names = names_of_modules(model)
     reads = weight_reads(model) if reads is None else reads
     matched, others = match_modules(
         model, names, rules, reads, lambda name, module: reason_not_linear(module)
     )
-    targets: dict[str, Choice] = {}
+    targets: dict[str, BlockSparseConfig] = {}
     for module, aliases, _, named in matched:
         try:
             with naming_layer(aliases[0]):
-                check_blocks_can_be_chosen(module, choice.block_shape)
+                check_blocks_can_be_chosen(module, config.block_shape)
         except CannotBeCutError as error:
             if cut and named:
                 raise
             others.append(SkippedLayer(aliases[0], type(module).__name__, str(error.__cause__)))
         else:
-            targets[aliases[0]] = choice
+            targets[aliases[0]] = config
     if strict and layers is not None and targets:
         check_rules(rules, names, {model.get_submodule(name) for name in targets}, others)
     return targets, [layer for layer in others if _is_linear(model, layer.name)]
 
 
 def targets_named(
-    model: nn.Module, choices: Mapping[str, Choice | None], argument: str
-) -> tuple[dict[str, Choice], list[SkippedLayer]]:
-    """Layers with a choice each, in the order of the model."""
+    model: nn.Module, configs: Mapping[str, BlockSparseConfig | None], argument: str
+) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
+    """Layers with a config each, in the order of the model."""
     modules = dict(model.named_modules(remove_duplicate=False))
     reads = weight_reads(model)
-    targets: dict[str, Choice] = {}
+    targets: dict[str, BlockSparseConfig] = {}
     skipped: list[SkippedLayer] = []
-    for name, choice in choices.items():
+    for name, config in configs.items():
         if name not in modules:
             raise InvalidArgumentError(f"{argument}: names of layers expected, got {name!r}")
-        if choice is None:
-            skipped.append(SkippedLayer(name, type(modules[name]).__name__, "choices say None"))
+        if config is None:
+            skipped.append(SkippedLayer(name, type(modules[name]).__name__, STAYS_DENSE))
             continue
-        choice = checked_choice(choice, f"{argument}: layer {name!r}: ")
-        found, refused = targets_matching(model, f"{re.escape(name)}$", choice, strict=False, reads=reads)
+        config = checked_config(f"{argument}[{name!r}]", config)
+        found, refused = targets_matching(model, f"{re.escape(name)}$", config, strict=False, reads=reads)
         if not found:
             reason = refused[0].reason if refused else "not nn.Linear"
             raise InvalidArgumentError(f"{argument}: layer {name!r} cannot be pruned: {reason}")
         first = next(iter(found))
         if first != name:
             raise InvalidArgumentError(f"{argument}: {name!r} is another name of {first!r}; use that one")
-        targets[first] = choice
+        targets[first] = config
     return {name: targets[name] for name, _ in model.named_modules() if name in targets}, skipped
-
-
-def _options(choice: Choice) -> dict[str, Any]:
-    return {
-        "density": choice.density,
-        "block_shape": choice.block_shape,
-        "nm": choice.nm,
-        "storage": choice.storage,
-    }
 
 
 def _is_linear(model: nn.Module, name: str) -> bool:
@@ -106,13 +98,13 @@ def _is_linear(model: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear | BlockSparseLinear) or is_conv1d(module)
 
 
-def choice_of(name: str, pattern: BlockPattern, nm: Any, storage: str) -> Choice:
+def config_of(name: str, pattern: BlockPattern, **stored: Any) -> BlockSparseConfig:
     """Return how a layer with a given pattern is to be stored."""
     if pattern.nnz == 0:
         raise InvalidArgumentError(
             f"patterns: a BlockPattern with blocks expected for {name!r}, got {pattern!r}"
         )
-    return Choice(pattern.density, pattern.block_shape, nm, storage)
+    return BlockSparseConfig(pattern.density, pattern.block_shape, **stored)
 
 
 def check_shapes_of(model: nn.Module, patterns: Mapping[str, BlockPattern]) -> None:

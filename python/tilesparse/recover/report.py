@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._reports import aligned, listed
+from .._reports import aligned, listed, warn_user
 
 
 @dataclass(frozen=True)
@@ -57,4 +56,4 @@ def warn_of_skipped(skipped: Sequence[SkippedSubmodule]) -> None:
         f"{listed(one.name for one in skipped if one.reason == reason)} ({reason})" for reason in reasons
     ]
     if texts:
-        warnings.warn(f"reconstruct did not fit {'; '.join(texts)}", stacklevel=4)
+        warn_user(f"reconstruct did not fit {'; '.join(texts)}")

@@ -1,0 +1,15 @@
+"""Error profiles: what each way to store a layer does to its output; old names of layer configs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from ..config import BlockSparseConfig
+
+# By layer and config: ‖X (W - Ŵ)ᵀ‖² / ‖X Wᵀ‖² on the calibration data, in Frobenius norms; 0 is dense.
+ErrorProfiles: TypeAlias = Mapping[str, Mapping[BlockSparseConfig, float]]
+
+# Their old names, for one release.
+Choice: TypeAlias = BlockSparseConfig
+ErrorCurves: TypeAlias = ErrorProfiles

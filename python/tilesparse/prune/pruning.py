@@ -1,0 +1,159 @@
+"""Layers of a model pruned on calibration data and replaced, with a report."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._replay.batches import chosen_device, evaluating
+from .._reports import empty_of
+from ..config import BlockSparseConfig
+from ..errors import InvalidArgumentError
+from ..integrations.transformers_hooks import check_can_follow
+from ..nn.linear import BlockSparseLinear
+from ..patch.patcher import BlockSparseModelPatcher
+from ..patch.reports import PatchReport, SkippedLayer, warn_of_empty
+from ..pattern.block_pattern import BlockPattern
+from ._checks import check_numbers, checked_path, collected
+from .calibration import Calibration, Forward, Loss, call_model
+from .gradients import gradient_scores
+from .layer import GRADIENT_METHODS, Pruner, Solution, built
+from .report import PrunedLayer, PruneReport, warn_of_dense, warn_of_few_tokens
+from .resume import Progress
+from .run import Run
+from .targets import STAYS_DENSE, reasons
+
+
+class PruneOptions(NamedTuple):
+    """Arguments of `prune_` that do not say which layers become what."""
+
+    method: str
+    refit: bool
+    damping: float
+    forward: Forward | None
+    loss: Loss | None
+    device: torch.device | str | int | None
+    folder: str | os.PathLike[str] | None
+    strict: bool
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError for a value that is not allowed."""
+        check_numbers(self.method, self.damping, self.refit)
+
+
+def prune_targets(
+    model: nn.Module,
+    batches: Iterable[Any],
+    chosen: tuple[dict[str, BlockSparseConfig], list[SkippedLayer]],
+    patterns: Mapping[str, BlockPattern] | None,
+    options: PruneOptions,
+    all_layers: bool = False,
+) -> PruneReport:
+    """Prune layers, given with those that are skipped; `all_layers` says that no argument names them."""
+    targets, skipped = chosen
+    all_stay_dense = bool(skipped) and all(one.reason == STAYS_DENSE for one in skipped)  # as a plan may want
+    if not targets and (all_stay_dense or not options.strict):
+        unchanged = _Replacer({}).patch_model(model, dry_run=True, strict=False)
+        return _report({}, {}, skipped, None, options.method, unchanged)
+    if not targets:
+        raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
+    data = collected(batches)
+    check_can_follow(model)
+    run, solutions = _solutions(model, data, targets, patterns, options)
+    made = {name: built(run.layer(name), found, targets[name]) for name, found in solutions.items()}
+    done = _Replacer(made).patch_model(model)
+    method = options.method if patterns is None else "given patterns"
+    report = _report(targets, solutions, skipped, run.stack, method, done)
+    if options.refit or method == "obs":
+        warn_of_few_tokens(model, {layer.name: layer.tokens for layer in report.layers})
+    if patterns is None:
+        warn_of_empty(report.layers)
+    if all_layers:
+        warn_of_dense(model, report.dense)
+    return report
+
+
+def _solutions(
+    model: nn.Module,
+    data: Sequence[Any],
+    targets: Mapping[str, BlockSparseConfig],
+    patterns: Mapping[str, BlockPattern] | None,
+    options: PruneOptions,
+) -> tuple[Run, dict[str, Solution]]:
+    """Return what each layer becomes, and the run that found it."""
+    method, refit, damping, forward, loss, device, folder, _ = options
+    device = chosen_device(model, device)
+    progress = None
+    if folder is not None:
+        arguments: dict[str, Any] = {
+            "method": method,
+            "refit": refit,
+            "damping": float(damping),
+            "configs": targets,
+            "patterns": {name: _indices(pattern) for name, pattern in (patterns or {}).items()},
+        }
+        progress = Progress(checked_path(folder), model, data, arguments)
+    with evaluating(model):
+        block_scores: Mapping[str, Tensor] = {}
+        if patterns is None and method in GRADIENT_METHODS:
+            block_scores = gradient_scores(model, data, targets, method, forward, loss)
+        calibration = Calibration(model, data, forward or call_model, list(targets), device, compare=refit)
+        run = Run(model, calibration, targets, damping, progress)
+
+        def solution(name: str, pruner: Pruner) -> Solution:
+            return pruner.prune(
+                targets[name],
+                method,
+                refit=refit,
+                pattern=None if patterns is None else patterns[name],
+                block_scores=block_scores.get(name),
+            )[0]
+
+        return run, run.solutions(solution)
+
+
+class _Replacer(BlockSparseModelPatcher):
+    """Patches a model with layers that are there already."""
+
+    def __init__(self, made: Mapping[str, BlockSparseLinear]) -> None:
+        super().__init__()
+        self._made = made
+        for name, layer in made.items():
+            self.add_pattern(re.escape(name), {"pattern": layer.pattern}, fullmatch=True)
+
+    def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> BlockSparseLinear:
+        return self._made[name]
+
+
+def _indices(pattern: BlockPattern) -> list[list[int]]:
+    return [pattern.crow_indices.tolist(), pattern.col_indices.tolist(), pattern.slot.tolist()]
+
+
+def _report(
+    targets: Mapping[str, BlockSparseConfig],
+    solutions: Mapping[str, Solution],
+    skipped: list[SkippedLayer],
+    stack: str | None,
+    method: str,
+    done: PatchReport,
+) -> PruneReport:
+    layers = [
+        PrunedLayer(
+            name,
+            found.pattern.shape,
+            targets[name],
+            found.pattern.density,
+            found.error_before_refit,
+            found.error,
+            found.damping,
+            found.tokens,
+            *empty_of(found.pattern.block_indices(), found.pattern.shape, found.pattern.block_shape),
+        )
+        for name, found in solutions.items()
+    ]
+    return PruneReport(layers, skipped, stack, method, done.before, done.after, done.dense)
