@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .._runtime.tensor_files import write_tensors
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
-from ..nn.linear import INDEX_NAMES, BlockSparseLinear
+from ..nn.linear import BlockSparseLinear
+from ..nn.tensors import INDEX_NAMES
 from ..pattern.block_pattern import BlockPattern
 from .blocks import slots_of, zero_delta
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from .._names import NamePattern
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.convert import dense_weight, is_conv1d
