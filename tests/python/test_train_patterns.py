@@ -156,7 +156,7 @@ def observed(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     schedule = PatternSchedule(model, optimizer, every=1, grow="gradient", fraction=0.0)
     run()
-    norms = schedule._observed()
+    norms = schedule._norms.taken()
     schedule.remove()
     return norms
 
@@ -378,7 +378,7 @@ def test_layers_without_useful_norms_stay_as_they_are() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     schedule = PatternSchedule(model, optimizer, every=1, grow="gradient")
     before = [slots_of(layer) for layer in sparse(model)]
-    with pytest.raises(InvalidArgumentError, match=r"^grow: 'gradient' needs a backward pass"):
+    with pytest.raises(InvalidArgumentError, match=r"^grow by gradients needs a backward pass"):
         schedule.step()
     for factor in (0.0, float("inf")):  # a loss that is 0, a scaled loss that overflows
         x = torch.ones(2, IN)
@@ -560,6 +560,22 @@ def test_compiled_training_goes_on_without_recompiling(grow: str) -> None:
         torch.testing.assert_close(one.weight, other.weight)
 
 
+def test_fractions_have_a_plain_name_beside_lr() -> None:
+    model = nn.Sequential(BlockSparseLinear(64, 64), BlockSparseLinear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = PatternSchedule(model, optimizer, fraction={"0": 0.5, "1": 0.25}, every=1)
+    assert schedule.fractions == {"0": 0.5, "1": 0.25}
+    scheduler = torch.optim.lr_scheduler.StepLR(schedule, 1, gamma=0.5)
+    schedule.step()
+    scheduler.step()
+    assert schedule.fractions == {"0": 0.25, "1": 0.125}
+    schedule.fractions = 0.1
+    assert [group["lr"] for group in schedule.param_groups] == [0.1, 0.1]
+    with pytest.raises(InvalidArgumentError, match="fractions"):
+        schedule.fractions = 2
+    assert schedule.fractions == {"0": 0.1, "1": 0.1}
+
+
 def test_copies_of_a_model_are_not_observed() -> None:
     model = make()
     schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
@@ -567,7 +583,7 @@ def test_copies_of_a_model_are_not_observed() -> None:
     assert model[0].observe is not None and twin[0].observe is None
     later = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
     schedule.remove()
-    assert model[0].observe is later._observers["0"]
+    assert model[0].observe is later._norms._observers["0"]
     later.remove()
     assert model[0].observe is None
 
@@ -689,9 +705,9 @@ def test_layers_whose_blocks_cannot_move_are_named() -> None:
             PatternSchedule(model, optimizer, every=1)
     model = make()
     schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1)
-    with pytest.raises(UnsupportedError, match=r"^param_group: "):
+    with pytest.raises(UnsupportedError, match=r"^param_group must"):
         schedule.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(InvalidArgumentError, match=r"^closure: "):
+    with pytest.raises(InvalidArgumentError, match=r"^closure must"):
         schedule.step(lambda: 0.0)
 
 

@@ -7,8 +7,9 @@ from .gradual import Gradual, compact
 from .lasso import GroupLasso
 from .masks import MaskSchedule, set_nm
 from .masters import MasterWeights
-from .patterns import PatternSchedule, snapshot
+from .patterns import PatternSchedule
 from .scaling import learning_rate_factor, parameter_groups
+from .snapshots import snapshot
 
 __all__ = [
     "AveragedModel",

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._arguments import checked
+from .._arguments import checked, shown
 from .._checks import checked_count, checked_fraction, checked_number, checked_seed
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
-from ..nn.linear import BlockSparseLinear
 from ..nn.origin import has_peers
 from ._layers import (
     Uncopied,
@@ -24,10 +23,11 @@ from ._layers import (
     checked_optimizer,
     matched_layers,
     precision_of,
-    sparse_layers,
     weights_of,
 )
-from .gradients import NORMS, Observer
+from .gradients import NORMS
+from .norms import GradientNorms
+from .rewiring import grid_of, move_blocks, renew
 from .scores import SCORES, Movement, check_movement, magnitudes
 from .states import check_states, states_by_slot
 
@@ -35,25 +35,11 @@ GROWTHS = ("random", "gradient", "momentum")
 MOMENTS = ("zero", "keep")
 
 
-@checked
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Where the blocks of every `BlockSparseLinear` are now, by the names of layers.
-
-    Returns:
-        Bool masks [R, C], True for kept blocks, which do not follow the pattern; on the devices of the
-        layers, and the host does not wait.
-
-    Raises:
-        InvalidArgumentError: ``model`` is no module.
-    """
-    return {name: layer.pattern.to_block_mask() for name, layer in sparse_layers(model).items()}
-
-
 class PatternSchedule(Uncopied, torch.optim.Optimizer):
-    """Moves blocks of `BlockSparseLinear` layers every few steps, from where they are worth least.
+    """Optimizer of patterns: moves blocks of `BlockSparseLinear` layers every few steps.
 
-    Step it after the optimizer. **It is an optimizer of patterns: the "lr" of its parameter groups is the
-    fraction of the blocks that are recycled**, so that PyTorch's schedulers of learning rates drive it.
+    Step it after the optimizer. **The "lr" of its parameter groups is the fraction of the blocks that are
+    recycled**, so that PyTorch's learning rate schedulers drive it. `fractions` is its plain name.
 
     Every rewiring drops int(fraction · nnz) blocks of each layer, those of lowest score, and gives their
     slots places that were free before; fewer if there are fewer such places, none at density 1. All of this
@@ -124,9 +110,8 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     Examples:
         >>> schedule = PatternSchedule(model, optimizer, fraction=0.3, every=100, grow="gradient")
         >>> fractions = torch.optim.lr_scheduler.CosineAnnealingLR(schedule, T_max=steps)
-        >>> for batch in batches:
-        ...     loss(model, batch).backward()
-        ...     optimizer.step(), schedule.step(), fractions.step(), optimizer.zero_grad()
+        >>> loss(model, batch).backward()  # for each batch
+        >>> optimizer.step(), schedule.step(), fractions.step(), optimizer.zero_grad()
     """
 
     @checked
@@ -175,14 +160,12 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
             "sample_every": self._sample_every,
             "drop": drop,
             "grow": grow,
-            "norm": self._norm,
-            "momentum": self._momentum,
-            "new_scale": self._new_scale,
-            "moments": moments,
         }
+        self._settings |= {"norm": self._norm, "momentum": self._momentum}
+        self._settings |= {"new_scale": self._new_scale, "moments": moments}
         self._movement = Movement(self._layers, optimizer) if drop == "movement" else None
         self._averages: dict[str, Tensor] = {}
-        self._observers: dict[str, Observer] = {}
+        self._norms = GradientNorms(self._layers, self._norm, group)
         self._agreed = False
         self.steps = 0
         self.moved: dict[str, Tensor] = {}
@@ -190,7 +173,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Counts a step of the optimizer, and rewires if it is time to.
+        """Count a step of the optimizer, and rewire if it is time to.
 
         Raises:
             InvalidArgumentError: an "lr" is no fraction, a closure is given, or no backward pass has passed
@@ -199,12 +182,12 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
             UnsynchronizedPatternError: the processes that train the model rewire it differently.
         """
         if closure is not None:
-            raise InvalidArgumentError("closure: none expected, got one; give it to the optimizer")
+            raise InvalidArgumentError("closure must be None: give it to the optimizer")
         rewires = (self.steps + 1) % self._every == 0
         counts = self._checked_counts() if rewires else {}
         if has_peers() and not self._agreed:
             self._check_agreement()
-        norms = self._observed()
+        norms = self._norms.taken()
         self.steps += 1
         if self._grow == "momentum":
             for name, sample in norms.items():
@@ -221,23 +204,36 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         self._observe_next()
 
     def remove(self) -> None:
-        """Takes all hooks away: patterns stay as they are, and so does everything else."""
+        """Remove all hooks; patterns and everything else stay as they are."""
         if self._movement is not None:
             self._movement.remove()
-        self._stop_observing()
+        self._norms.stop()
+
+    @property
+    def fractions(self) -> dict[str, float]:
+        """Fraction of its blocks that the next rewiring recycles, by layer: the "lr" of the layers' groups.
+
+        A number that is assigned counts for all layers.
+        """
+        return {name: group["lr"] for group in self.param_groups for name in group["layers"]}
+
+    @fractions.setter
+    def fractions(self, fraction: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = checked_fraction("fractions", fraction)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters; only the constructor knows the layers that these belong to.
+        """Refuse more parameters: only the constructor knows which layers they belong to.
 
         Raises:
             UnsupportedError: it was called afterwards.
         """
         if hasattr(self, "steps"):
-            raise UnsupportedError("param_group: give all fractions to the constructor, by names of layers")
+            raise UnsupportedError("param_group must not be added: the constructor takes all fractions")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides about later rewirings but the model's and the optimizer's own states."""
+        """Return all that later rewirings depend on, but for the states of model and optimizer."""
         return {
             "steps": self.steps,
             "seed": self._seed,
@@ -250,7 +246,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
 
     @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too.
+        """Continue from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too.
 
         Raises:
             InvalidArgumentError: it is none of a schedule of these layers. Nothing has changed then.
@@ -263,9 +259,10 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         if averages != {}:  # there are none before the first sample
             check_keys("state_dict: averages", averages, self._layers if self._grow == "momentum" else ())
             for name, average in averages.items():
-                if not isinstance(average, Tensor) or average.shape != self._grid(name):
+                grid = grid_of(self._layers[name])
+                if not isinstance(average, Tensor) or average.shape != grid:
                     raise InvalidArgumentError(
-                        f"state_dict: averages: a tensor {list(self._grid(name))} expected for layer {name!r}"
+                        f"state_dict: averages[{name!r}] must be a tensor {grid}, got {shown(average)}"
                     )
         self.steps, self._seed = steps, checked_seed(state_dict["seed"])
         for group, saved in zip(self.param_groups, groups, strict=True):
@@ -281,17 +278,17 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         listed = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
         theirs = [group.get("layers") for group in groups] if listed else groups
         if theirs != mine:
-            raise InvalidArgumentError(f"state_dict: groups of the layers {mine} expected, got {theirs}")
+            raise InvalidArgumentError(f"state_dict must have groups of the layers {mine}, got {theirs}")
         for group in groups:
             checked_fraction("state_dict: lr", group.get("lr"))
 
     def _checked_counts(self) -> dict[str, int]:
-        """How many blocks to move; whatever can be wrong with a rewiring is found here."""
+        """Return how many blocks of each layer to move, after checking all that may be wrong."""
         counts = {}
         for group in self.param_groups:
             fraction = checked_fraction("lr", group["lr"])
             for name in group["layers"]:
-                nnz, (rows, cols) = self._layers[name].weight.shape[0], self._grid(name)
+                nnz, (rows, cols) = self._layers[name].weight.shape[0], grid_of(self._layers[name])
                 counts[name] = min(int(fraction * nnz), rows * cols - nnz)
         check_trainable(self._layers)
         check_optimized(self._layers, self._optimizer)
@@ -306,126 +303,48 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         dist.all_gather_object(everyone, mine, self._group)
         if any(theirs != mine for theirs in everyone):
             raise UnsynchronizedPatternError(
-                f"seed, fraction and all other arguments: the same in every process expected, got {everyone}"
+                f"seed, fraction and all other arguments must be the same in every process, got {everyone}"
             )
         self._agreed = True
 
-    # The norms of dense gradients.
-
     def _observe_next(self) -> None:
-        """Has norms taken in the coming step, if they count in it."""
-        self._stop_observing()
+        """Have norms taken in the coming step, if they count in it."""
         every = {"random": 0, "gradient": self._every, "momentum": self._sample_every}[self._grow]
         if every and (self.steps + 1) % every == 0:
-            for name, layer in self._layers.items():
-                self._observers[name] = layer.observe = Observer(layer, self._norm)
-
-    def _stop_observing(self) -> None:
-        for name, observer in self._observers.items():
-            if self._layers[name].observe is observer:  # and not that of a schedule made later
-                del self._layers[name].observe  # compiled code tells None from nothing
-        self._observers = {}
-
-    def _observed(self) -> dict[str, Tensor]:
-        """[R, C] of each layer, if they were taken in this step; zero where a layer was not called."""
-        if not self._observers:
-            return {}
-        given = {name: observer.take() for name, observer in self._observers.items()}
-        if all(one is None for one in given.values()):
-            raise InvalidArgumentError(
-                f"grow: {self._grow!r} needs a backward pass through the layers since the last step, there "
-                "was none; step the schedule after the backward pass and the optimizer"
-            )
-        norms = {}
-        for name, one in given.items():
-            seen = torch.zeros_like(self._observers[name].probe) if one is None else one
-            weight = self._layers[name].weight  # which may have been moved or converted since
-            norms[name] = seen.to(weight.device, precision_of(weight))
-        return self._averaged(norms) if has_peers() else norms
-
-    def _averaged(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Over the processes: of all layers on one device at once."""
-        together: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-        for name, one in norms.items():
-            together.setdefault((one.device, one.dtype), {})[name] = one
-        averaged: dict[str, Tensor] = {}
-        for ones in together.values():
-            flat = torch.cat([one.flatten() for one in ones.values()])
-            dist.all_reduce(flat, group=self._group)
-            flat /= dist.get_world_size(self._group)
-            parts = torch.split(flat, [one.numel() for one in ones.values()])
-            averaged.update((name, part.view_as(ones[name])) for name, part in zip(ones, parts, strict=True))
-        return averaged
+            self._norms.start()
+        else:
+            self._norms.stop()
 
     def _average(self, name: str) -> Tensor:
         average, weight = self._averages.get(name), self._layers[name].weight
         if average is None:
-            average = torch.zeros(self._grid(name), dtype=precision_of(weight), device=weight.device)
+            average = torch.zeros(
+                grid_of(self._layers[name]), dtype=precision_of(weight), device=weight.device
+            )
         self._averages[name] = average = average.to(weight.device, precision_of(weight))
         return average
 
-    # One rewiring of one layer.
-
     def _rewire(
-        self,
-        name: str,
-        count: int,
-        norms: Tensor | None,
-        generators: dict[torch.device, torch.Generator],
+        self, name: str, count: int, norms: Tensor | None, generators: dict[torch.device, torch.Generator]
     ) -> Tensor:
-        """Moves so many blocks, or none if norms decide and are of no use; says how many."""
+        """Move so many blocks, or none if norms decide and are of no use, and return how many were moved."""
         layer = self._layers[name]
-        device, cols = layer.weight.device, self._grid(name)[1]
+        device = layer.weight.device
         if device not in generators:
             number = random.Random(f"{self._seed} {self.steps}").getrandbits(32)
             generators[device] = torch.Generator(device).manual_seed(number)
         generator = generators[device]
-        rows, columns = layer.pattern.block_indices()
-        kept = rows * cols + columns
         useful = torch.ones((), dtype=torch.bool, device=device)
         if self._grow == "random":
-            growth = torch.rand(self._grid(name), generator=generator, device=device).flatten()
+            growth = torch.rand(grid_of(layer), generator=generator, device=device)
         else:
             assert norms is not None
-            growth = norms.flatten().clone()
-            useful = growth.isfinite().all() & growth.any()
-        growth.index_fill_(0, kept, -torch.inf)
-        dropped = self._worth(name).sort(stable=True).indices[:count]
-        free = growth.sort(descending=True, stable=True).indices[:count]
-        places = torch.where(useful, free, kept.index_select(0, dropped))
+            growth, useful = norms, norms.isfinite().all() & norms.any()
+        worth = magnitudes(layer, self._norm) if self._movement is None else self._movement.of(name)
+        slots = move_blocks(layer, worth, growth, useful, count)
         if count:
-            blocks = torch.stack((places // cols, places % cols), 1)
-            layer.pattern.move_blocks_(dropped, blocks, check=False)
-            self._renew(layer, dropped, useful, generator)
+            states = states_by_slot(self._optimizer, layer.weight) if self._forgets else ()
+            renew(layer, slots, useful, self._new_scale, [state for _, state in states], generator)
         if self._movement is not None:
             self._movement.of(name).zero_()
         return useful * count
-
-    def _worth(self, name: str) -> Tensor:
-        if self._movement is not None:
-            return self._movement.of(name)
-        return magnitudes(self._layers[name], self._norm)
-
-    def _renew(
-        self, layer: BlockSparseLinear, slots: Tensor, useful: Tensor, generator: torch.Generator
-    ) -> None:
-        """New weights in these slots, and no memory of the old ones, if the blocks were moved."""
-        weight = layer.weight
-        old = weight.index_select(0, slots)
-        new = torch.zeros_like(old)
-        if self._new_scale:
-            fan_in = layer.density * layer.in_features / (1 if layer.nm is None else 2)
-            bound = self._new_scale * fan_in**-0.5
-            new.uniform_(-bound, bound, generator=generator)
-        weight.index_copy_(0, slots, torch.where(useful, new, old))
-        gradients = weight.grad, getattr(weight, "main_grad", None)
-        forgotten = [gradient for gradient in gradients if gradient is not None]
-        if self._forgets:
-            forgotten += [state for _, state in states_by_slot(self._optimizer, weight)]
-        for state in forgotten:
-            state.index_copy_(0, slots, torch.where(useful, 0, state.index_select(0, slots)))
-
-    def _grid(self, name: str) -> tuple[int, int]:
-        layer = self._layers[name]
-        (out_features, in_features), (bn, bk) = layer.spec.shape, layer.block_shape
-        return out_features // bn, in_features // bk
