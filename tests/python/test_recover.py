@@ -697,7 +697,7 @@ def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], 
     yield (
         "a batch",
         wrong,
-        "batches: an iterable of batches.* got dict",
+        "batches must be an iterable of batches.* got dict",
         lambda m, t: {"batches": texts(1)[0]},
     )
     yield (
@@ -716,7 +716,7 @@ def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], 
     yield "unknown", wrong, "'mlp' is none", lambda m, t: {"submodules": ["mlp"]}
     yield "no module", wrong, "teacher must be a torch.nn.Module, got None", lambda m, t: {"teacher": None}
     yield "dense", wrong, "model: no BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}
-    yield "itself", wrong, "teacher: parameters of its own", lambda m, t: {"teacher": m}
+    yield "itself", wrong, "teacher must have parameters of its own", lambda m, t: {"teacher": m}
     yield "other teacher", wrong, "names in the teacher", lambda m, t: {"teacher": dense("gpt2")}
     yield "idle", wrong, "does not run", lambda m, t: {"forward": lambda model, batch: None}
     nested = ["model.layers.0.mlp", "model.layers.0.mlp.up_proj"]
@@ -832,6 +832,22 @@ def test_distillation_lowers_the_loss_and_leaves_pattern_and_teacher(dtype: torc
     assert not any(training or grad for training, grad, _ in watch.calls) and len(watch.calls) == 20
     assert teacher.training and same(tensors_of(teacher), of_teacher)
     assert all(parameter.grad is None for parameter in (*teacher.parameters(), *model.parameters()))
+
+
+def test_a_learning_rate_stands_for_an_optimizer() -> None:
+    model, teacher = pair("llama")
+    other = copy.deepcopy(model)
+    found = distill(model, teacher, texts(3), lr=1e-3)
+    optimizer = torch.optim.AdamW(other.parameters(), 1e-3, weight_decay=0.0)
+    assert found == distill(other, teacher, texts(3), optimizer, loss=DistillationLoss(logits=1.0))
+    assert same(tensors_of(model), tensors_of(other))
+    for arguments in ({}, {"optimizer": optimizer, "lr": 1e-3}):
+        with pytest.raises(InvalidArgumentError, match="lr must be given in place of an optimizer"):
+            distill(other, teacher, texts(3), **arguments)
+    with pytest.raises(InvalidArgumentError, match="lr"):
+        distill(other, teacher, texts(3), lr=0.0)
+    with pytest.raises(InvalidArgumentError, match="model must have parameters"):
+        distill(other.requires_grad_(False), teacher, texts(3), lr=1e-3)
 
 
 def test_accumulated_batches_are_one_large_batch() -> None:
@@ -981,20 +997,21 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
     masked = pruned(teacher, "llama", block_shape=(32, 32), nm=(2, 4))
     masks = MaskSchedule(masked, adam(masked), every=1, decay=0.0)
     for change, message in [
-        ({"teacher": model}, "teacher: parameters of its own"),
+        ({"teacher": model}, "teacher must have parameters of its own"),
         ({"teacher": None}, "teacher must be a torch.nn.Module or a function, got None"),
         ({"teacher": larger}, f"classes of the student's expected, {VOCABULARY}, got {VOCABULARY + 32}"),
         ({"teacher": deeper}, "as many hidden_states as the student has expected, 3, got 4"),
         ({"optimizer": old}, "optimizer: the weight of layer 'model.layers.0.self_attn.q_proj'"),
         ({"optimizer": partial}, "optimizer: the weight of layer"),
-        ({"optimizer": None}, "optimizer must be a torch.optim.Optimizer, got None"),
+        ({"optimizer": None}, "lr must be given in place of an optimizer"),
+        ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer or None, got 3"),
         ({"batches": []}, "batches: at least one expected"),
         ({"batches": 3}, "batches must be an iterable"),
-        ({"batches": texts(1)[0]}, "batches: an iterable of batches.* got dict"),
+        ({"batches": texts(1)[0]}, "batches must be an iterable of batches.* got dict"),
         ({"model": None}, "model must be a torch.nn.Module, got None"),
         ({"forward": 3}, "forward must be a function or None, got 3"),
         ({"callback": 3}, "callback must be a function or None, got 3"),
-        ({"loss": None}, "loss must be a DistillationLoss, got None"),
+        ({"loss": 3}, "loss must be a DistillationLoss or None, got 3"),
         ({"accumulate": 0}, "accumulate: an integer of at least 1 expected, got 0"),
         ({"steps": 1.5}, "steps: an integer"),
         ({"clip": -1}, "clip: a finite number above 0"),
@@ -1166,7 +1183,7 @@ def test_callbacks_and_trainers_check_what_they_are_given(tmp_path: Path) -> Non
             "teacher must be a torch.nn.Module, got None",
         ),
         ({"teacher": teacher, "loss": 1.0}, "loss must be a DistillationLoss, got 1.0"),
-        ({"teacher": model, "loss": DistillationLoss(logits=1.0)}, "teacher: parameters of its own"),
+        ({"teacher": model, "loss": DistillationLoss(logits=1.0)}, "teacher must have parameters of its own"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
             DistillationTrainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), **given)

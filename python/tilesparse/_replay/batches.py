@@ -17,7 +17,7 @@ from ..errors import InvalidArgumentError, InvalidTypeError
 
 
 def call(model: nn.Module, batch: Any, **options: Any) -> Any:
-    """``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, otherwise ``model(batch)``.
+    """Return ``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, else ``model(batch)``.
 
     Raises:
         InvalidTypeError: the model fails at a batch in which there is no tensor.
@@ -37,22 +37,22 @@ def call(model: nn.Module, batch: Any, **options: Any) -> Any:
 
 
 def check_batches(batches: object) -> None:
-    """That they are several, and not one batch: its rows or keys would be taken for batches."""
+    """Raise InvalidArgumentError for a single mapping, whose keys would be taken for batches."""
     if isinstance(batches, Mapping):
         raise InvalidArgumentError(
-            f"batches: an iterable of batches, such as a list, expected, got {type(batches).__name__}"
+            f"batches must be an iterable of batches, such as a list, got {type(batches).__name__}"
         )
 
 
 def without_labels(batch: Any) -> Any:
-    """With them a model of Transformers gives its loss, too."""
+    """Return a batch without labels, from which a model of Transformers would compute its loss, too."""
     if not isinstance(batch, Mapping):
         return batch
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
-    """The same with all tensors in it on a device, or with copies of them."""
+    """Return a nested value with all tensors in it on a device, or with copies of them."""
     if isinstance(value, Tensor):
         # To the CPU the host waits: it may read the memory at once.
         return value.to(device, non_blocking=device.type != "cpu", copy=copy)
@@ -60,7 +60,11 @@ def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A tuple, list or mapping of what the function makes of its items; other values as they are."""
+    """Return a tuple, list or mapping with the function applied to its items; other values as they are.
+
+    `torch.utils._pytree.tree_map` does so for types that are registered alone: it leaves the tensors of a
+    BatchEncoding, which tokenizers give, a UserDict and subclasses of dict and list where they are.
+    """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(function, value))
     if isinstance(value, tuple | list):
@@ -71,7 +75,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested mappings, tuples and lists."""
+    """Yield all tensors in nested mappings, tuples and lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | tuple | list):
@@ -80,13 +84,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def mask_of(batch: Any) -> Tensor | None:
-    """The attention mask [batch, tokens] of a batch, where it has one."""
+    """Return the attention mask [batch, tokens] of a batch, or None."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
-    """Where its first parameter or buffer is; without any, the default or the CPU."""
+    """Return the device of the first parameter or buffer; without any, the default or the CPU."""
     tensor = next(chain(module.parameters(), module.buffers()), None)
     if tensor is not None:
         return tensor.device
@@ -94,7 +98,9 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
 
 
 def stacks(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Names of modules that may be stacks: first those that share most layers out among their items.
+    """Return names of modules that may be stacks of blocks, the most promising first.
+
+    A stack is the better, the more of the layers are not in its largest item.
 
     Args:
         model: any.
@@ -112,24 +118,24 @@ def stacks(model: nn.Module, layers: Iterable[str]) -> list[str]:
 
 
 def chosen_device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
-    """The one that is asked for, or else the model's."""
+    """Return a checked device, or the model's where it is None."""
     return device_of(model) if device is None else checked_device(device)
 
 
 def check_distinct(model: nn.Module, teacher: nn.Module) -> None:
-    """That training the model leaves the teacher alone."""
+    """Raise InvalidArgumentError where training the model would change the teacher."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     for name, parameter in teacher.named_parameters():
         if id(parameter) in trained:
             raise InvalidArgumentError(
-                f"teacher: parameters of its own expected, but {name!r} is also one that the model trains; "
-                "take copy.deepcopy(model) before it is pruned"
+                f"teacher must have parameters of its own, but the model trains {name!r}, too; take "
+                "copy.deepcopy(model) before it is pruned"
             )
 
 
 @contextlib.contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards in the modes they were in, module by module."""
+    """Put models into evaluation mode, and afterwards every module back into its own."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:

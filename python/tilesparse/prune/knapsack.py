@@ -5,6 +5,12 @@ both (Nemhauser and Ullmann, "Discrete Dynamic Programming and Capital Allocatio
 The linear relaxation of the other groups, which is a walk along their lower convex hulls (Sinha and Zoltners,
 "The Multiple-Choice Knapsack Problem", Operations Research 1979), bounds what can become of a state; those
 that cannot beat the best solution known go.
+
+`scipy.optimize.milp` (SciPy 1.17, HiGHS 1.12) finds the same optima, but loses what budgets need: its sums of
+costs exceed a budget by up to 1e-6 of it unless costs are scaled up (1,240 weights in one case); with a limit
+of time its results differ, with a limit of nodes there may be none; and it prints lines of its own on stdout.
+12 problems of 500 layers with 10 configs each took it 0.4 to 7.5 s, one of them 38 s with other units of
+costs, and this solver 0.1 to 1.2 s, on one core.
 """
 
 from __future__ import annotations

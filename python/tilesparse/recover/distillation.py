@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
+from .._arguments import checked, shown
 from .._checks import checked_count, checked_number
 from .._replay.batches import (
     call,
@@ -50,9 +50,10 @@ def distill(
     model: nn.Module,
     teacher: nn.Module | Callable[[Any], Any],
     batches: Iterable[Any],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
-    loss: DistillationLoss,
+    lr: float | None = None,
+    loss: DistillationLoss | None = None,
     forward: Forward | None = None,
     scheduler: Any = None,
     schedule: Any = None,
@@ -62,7 +63,7 @@ def distill(
     autocast: torch.dtype | None = None,
     callback: Callable[[int, Mapping[str, Tensor]], None] | None = None,
 ) -> DistillationHistory:
-    """Trains a model to do what its teacher does, once through the batches.
+    """Train a model to give what its teacher gives, once through the batches.
 
     The model stays in the mode it is in: ``model.train()`` before switches dropout on, which distillation on
     much text does not need. The teacher is run in evaluation mode without gradients, on its own device. A
@@ -80,8 +81,10 @@ def distill(
         batches: mappings are passed as keywords, tuples and lists as arguments, anything else as the one
             argument, moved to the devices of model and teacher. ``attention_mask`` [batch, tokens] of a
             mapping says which tokens count. ``labels`` go to the model alone, where the loss has a "task".
-        optimizer: has the model's parameters; made after the model was pruned.
-        loss: what is to become small.
+        optimizer: has the model's parameters; made after the model was pruned. None is AdamW without weight
+            decay on all parameters that are trained, at learning rate ``lr``.
+        lr: learning rate, in place of an optimizer; for schedules and resumption give an optimizer.
+        loss: what is to become small; None is the divergence of the logits, ``DistillationLoss(logits=1.0)``.
         forward: ``forward(model_or_teacher, batch)`` gives the outputs; None calls the module as said above,
             with ``output_hidden_states=True`` where the loss needs them.
         scheduler: a scheduler of the learning rate, or several, each stepped once per step of the optimizer.
@@ -100,6 +103,13 @@ def distill(
             model is as it was.
         UnsupportedError: ``autocast`` is torch.float16, which needs scaled gradients.
     """
+    if (optimizer is None) == (lr is None):
+        raise InvalidArgumentError(
+            f"lr must be given in place of an optimizer, and not beside it, got {shown(lr)}"
+        )
+    if optimizer is None:
+        optimizer = _adamw(model, checked_number("lr", lr, above_zero=True))
+    loss = DistillationLoss(logits=1.0) if loss is None else loss
     _check_models(model, teacher, optimizer)
     accumulate = checked_count("accumulate", accumulate)
     steps = None if steps is None else checked_count("steps", steps)
@@ -128,6 +138,13 @@ def distill(
             if callback is not None:
                 callback(step, terms)
     return _history(seen)
+
+
+def _adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise InvalidArgumentError("model must have parameters that require gradients")
+    return torch.optim.AdamW(trained, lr, weight_decay=0.0)
 
 
 @torch.enable_grad()
