@@ -103,7 +103,7 @@ def _methods(cls: type, value: type) -> Iterator[tuple[str, Any]]:
 
 
 # What only this package makes, or others call: Transformers' Trainer, the patcher, optimizers, the native
-# module; what takes the arguments of `torch.Tensor.to`; and a tuple that `Fold` checks.
+# module; what takes the arguments of `torch.Tensor.to`; and a tuple that `PermutationGroup` checks.
 NOT_CALLED = {
     "PatchReport",
     "FuseReport",
@@ -118,6 +118,7 @@ NOT_CALLED = {
     "prune.LatencyTable",
     "prune.PermutationReport",
     "prune.PermutedFold",
+    "prune.PermutedGroup",
     "prune.PruneReport",
     "prune.PrunedLayer",
     "recover.DistillationHistory",
@@ -293,6 +294,11 @@ def of_schedule(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     return getattr(made, name), {}
 
 
+def set_fractions(fractions: float) -> None:
+    model = sparse()
+    train.PatternSchedule(model, optimizer(model), every=2).fractions = fractions  # type: ignore[assignment]
+
+
 def assigned(name: str, make: Callable[[], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     owner = layer()
     return lambda **given: setattr(owner, name, given[name]), {name: make()}
@@ -430,7 +436,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "plot.save_snapshots": lambda: {"path": "new.safetensors", "snapshots": snapshots()},
     "plot.tradeoff": lambda: {"points": [{"label": "a", "x": 1.0, "y": 2.0}], "x": "x", "y": "y"},
     "prune.Choice": lambda: {"density": 0.5, "block_shape": BLOCK},
-    "prune.Fold": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
+    "prune.PermutationGroup": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
     "prune.LatencyTable.milliseconds": lambda: (
         table().milliseconds,
         {"shape": (64, 64), "config": BlockSparseConfig(0.5, BLOCK)},
@@ -440,7 +446,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "prune.LatencyTable.load": lambda: {"path": table_file()},
     "prune.allocate": lambda: {"profiles": profiles(), "model": dense(), "parameters": 10**6},
     "prune.erk": lambda: {"model": dense(), "layers": ["0"], "density": 0.5, "block_shape": 32},
+    "prune.Fold": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
     "prune.find_folds": lambda: {"model": dense()},
+    "prune.find_permutation_groups": lambda: {"model": dense()},
     "prune.measure_errors": lambda: {
         "model": dense(),
         "batches": batches(),
@@ -460,14 +468,14 @@ CASES: dict[str, Callable[[], Any]] = {
     },
     "prune.permute_": lambda: {
         "model": dense(),
-        "fold": prune.Fold(("0",), "2", 64),
+        "group": prune.PermutationGroup(("0",), "2", 64),
         "order": torch.arange(64),
     },
     "prune.permute_model": lambda: {
         "model": dense(),
         "batches": batches(),
         "config": BlockSparseConfig(0.5, BLOCK),
-        "folds": [prune.Fold(("0",), "2", 64)],
+        "groups": [prune.PermutationGroup(("0",), "2", 64)],
     },
     "prune.prune_": lambda: {
         "model": dense(),
@@ -547,6 +555,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "train.MasterWeights": lambda: trained(sparse().bfloat16()),
     "train.MasterWeights.load_state_dict": lambda: schedule(train.MasterWeights, sparse().bfloat16()),
     "train.PatternSchedule": lambda: trained(sparse(), every=2),
+    "train.PatternSchedule.fractions =": lambda: (set_fractions, {"fractions": 0.5}),
     "train.PatternSchedule.step": lambda: of_schedule("step"),
     "train.PatternSchedule.load_state_dict": lambda: schedule(train.PatternSchedule, every=2),
     "train.block_gradient_norms": lambda: {"dy": tokens(32), "x": tokens(), "block_shape": BLOCK},

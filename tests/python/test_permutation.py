@@ -12,12 +12,12 @@ from helpers import DEVICES, seeded
 from torch import Tensor, nn
 from torch.nn.utils.prune import l1_unstructured
 
-from tilesparse import InvalidArgumentError
+from tilesparse import InvalidArgumentError, prune
 from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.prune import (
-    Fold,
+    PermutationGroup,
     Rows,
-    find_folds,
+    find_permutation_groups,
     measure_errors,
     permutation,
     permute_,
@@ -77,40 +77,40 @@ def output(model: nn.Module) -> Tensor:
     return found
 
 
-def random_order(fold: Fold) -> Tensor:
+def random_order(group: PermutationGroup) -> Tensor:
     """Another one in each group; of two units the only one there is."""
     generator = seeded()
-    orders = [torch.randperm(fold.units, generator=generator) for _ in range(fold.groups)]
-    same = torch.arange(fold.units)
+    orders = [torch.randperm(group.units, generator=generator) for _ in range(group.groups)]
+    same = torch.arange(group.units)
     return torch.stack([same.flip(0) if torch.equal(order, same) else order for order in orders])
 
 
-# How many folds a layer of each model has: hidden features, heads, queries of a group, values.
+# How many groups a layer of each model has: hidden features, heads, queries of a group, values.
 FOLDS = {llama: 4, qwen3: 4, bert: 3, gpt2: 3, vit: 3, olmo2: 1}
 
 
 @pytest.mark.parametrize("make", FOLDS, ids=lambda make: make.__name__)
 def test_orders_change_nothing_but_the_weights(make: Any) -> None:
     model = randomised(make)
-    folds = find_folds(model)
-    assert len(folds) == 2 * FOLDS[make]
+    groups = find_permutation_groups(model)
+    assert len(groups) == 2 * FOLDS[make]
     before = output(model)
-    for fold in folds:
-        weight: Any = model.get_submodule(fold.consumer).weight
+    for group in groups:
+        weight: Any = model.get_submodule(group.consumer).weight
         old = weight.detach().clone()
-        permute_(model, fold, random_order(fold))
+        permute_(model, group, random_order(group))
         assert not torch.equal(weight, old)
         torch.testing.assert_close(output(model), before, atol=1e-5, rtol=1e-5)
-    assert model.get_submodule(folds[0].consumer).weight.requires_grad
+    assert model.get_submodule(groups[0].consumer).weight.requires_grad
 
 
 def test_the_inverse_order_leads_back() -> None:
     model = randomised(gpt2)
     before = copy.deepcopy(model.state_dict())
-    for fold in find_folds(model):
-        order = random_order(fold)
-        permute_(model, fold, order)
-        permute_(model, fold, order.argsort(1))
+    for group in find_permutation_groups(model):
+        order = random_order(group)
+        permute_(model, group, order)
+        permute_(model, group, order.argsort(1))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -131,18 +131,18 @@ def test_a_fold_of_ones_own() -> None:
     torch.manual_seed(0)
     model, x = Doubled(), torch.randn(5, 32)
     before = model(x)
-    fold = Fold((Rows("first", 0, 32), Rows("first", 32, 64)), "second", 32)
-    permute_(model, fold, torch.arange(31, -1, -1))
+    group = PermutationGroup((Rows("first", 0, 32), Rows("first", 32, 64)), "second", 32)
+    permute_(model, group, torch.arange(31, -1, -1))
     torch.testing.assert_close(model(x), before)
 
 
 WRONG = {
-    "no layer": Fold(("nothing",), "second", 32),
-    "a module": Fold(("",), "second", 32),
-    "sizes": Fold(("first",), "second", 5),
-    "rows": Fold((Rows("first", 40, 72),), "second", 32),
-    "rows twice": Fold((Rows("first", 0, 32), Rows("first", 16, 48)), "second", 32),
-    "itself": Fold(("second",), "second", 32),
+    "no layer": PermutationGroup(("nothing",), "second", 32),
+    "a module": PermutationGroup(("",), "second", 32),
+    "sizes": PermutationGroup(("first",), "second", 5),
+    "rows": PermutationGroup((Rows("first", 40, 72),), "second", 32),
+    "rows twice": PermutationGroup((Rows("first", 0, 32), Rows("first", 16, 48)), "second", 32),
+    "itself": PermutationGroup(("second",), "second", 32),
 }
 
 
@@ -157,14 +157,14 @@ WRONG = {
 )
 def test_folds_that_are_none_are_refused_where_they_are_made(arguments: Any, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
-        Fold(*arguments)
+        PermutationGroup(*arguments)
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_folds_that_do_not_fit_change_nothing(name: str) -> None:
     model = Doubled()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InvalidArgumentError, match="fold: "):
+    with pytest.raises(InvalidArgumentError, match="group must fit the model: "):
         permute_(model, WRONG[name], torch.arange(32))
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
@@ -174,40 +174,44 @@ def test_folds_that_do_not_fit_change_nothing(name: str) -> None:
     [torch.arange(31), torch.zeros(32, dtype=torch.long), torch.rand(32), torch.arange(64).view(2, 32)],
 )
 def test_orders_that_are_none(order: Tensor) -> None:
-    fold = Fold((Rows("first", 0, 32), Rows("first", 32, 64)), "second", 32)
-    with pytest.raises(InvalidArgumentError, match="order: "):
-        permute_(Doubled(), fold, order)
+    group = PermutationGroup((Rows("first", 0, 32), Rows("first", 32, 64)), "second", 32)
+    with pytest.raises(InvalidArgumentError, match="order must have"):
+        permute_(Doubled(), group, order)
 
 
 def test_shared_weights_have_no_fold() -> None:
     model = randomised(llama)
     first, second = (layer.mlp for layer in model.model.layers)
     second.down_proj.weight = first.down_proj.weight
-    hidden = [fold for fold in find_folds(model) if "down_proj" in fold.consumer]
+    hidden = [group for group in find_permutation_groups(model) if "down_proj" in group.consumer]
     assert hidden == []
     with pytest.raises(InvalidArgumentError, match="shares a parameter"):
         names = ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
-        permute_(model, Fold(names, "model.layers.0.mlp.down_proj", 96), torch.arange(96))
+        permute_(model, PermutationGroup(names, "model.layers.0.mlp.down_proj", 96), torch.arange(96))
 
 
 def test_weights_that_calls_compute_have_no_fold() -> None:
     """Another order of such a weight would be gone with the next call, or be one of half of the layers."""
     model = Doubled()
     l1_unstructured(model.second, "weight", 0.5)
-    with pytest.raises(InvalidArgumentError, match="its own weight expected as 'second'"):
-        permute_(model, Fold((Rows("first", 0, 32), Rows("first", 32, 64)), "second", 32), torch.arange(32))
+    with pytest.raises(InvalidArgumentError, match="'second' must be a dense linear layer with"):
+        permute_(
+            model,
+            PermutationGroup((Rows("first", 0, 32), Rows("first", 32, 64)), "second", 32),
+            torch.arange(32),
+        )
 
 
 def test_orders_where_tensors_are_made_elsewhere() -> None:
     model, order = Doubled(), torch.arange(31, -1, -1)
     weight = model.second.weight.detach().clone()
     with torch.device("meta"):
-        permute_(model, Fold((Rows("first", 0, 32), Rows("first", 32, 64)), "second", 32), order)
+        permute_(model, PermutationGroup((Rows("first", 0, 32), Rows("first", 32, 64)), "second", 32), order)
     assert torch.equal(model.second.weight, weight.flip(1))
 
 
 def test_no_models() -> None:
-    for call in (find_folds, lambda model: permute_(model, MIXED, torch.arange(128))):
+    for call in (find_permutation_groups, lambda model: permute_(model, MIXED, torch.arange(128))):
         with pytest.raises(InvalidArgumentError, match=r"model must be a torch.nn.Module, got 3"):
             call(3)  # type: ignore[arg-type]
 
@@ -216,7 +220,7 @@ def test_what_lies_between_is_seen() -> None:
     """A learned activation has a parameter for each hidden feature."""
     model = randomised(llama)
     model.model.layers[0].mlp.act_fn = nn.PReLU(96)
-    hidden = [fold.consumer for fold in find_folds(model) if "mlp" in fold.consumer]
+    hidden = [group.consumer for group in find_permutation_groups(model) if "mlp" in group.consumer]
     assert hidden == ["model.layers.1.mlp.down_proj"]
 
 
@@ -236,7 +240,7 @@ def mixed(generator_seed: int = 0) -> nn.Sequential:
     return model
 
 
-MIXED = Fold(("0",), "2", 128)
+MIXED = PermutationGroup(("0",), "2", 128)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -246,8 +250,8 @@ def test_what_matters_for_the_same_blocks_comes_together(device: str, dtype: tor
     batches = [torch.randn(64, 64, generator=seeded(i)).to(device, dtype) for i in range(4)]
     before, config = model(batches[0]), Config(0.5, (16, 16))
     alone = measure_errors(model, batches, [config])
-    report = permute_model(model, batches, config, folds=[MIXED])
-    (done,) = report.folds
+    report = permute_model(model, batches, config, groups=[MIXED])
+    (done,) = report.groups
     assert done.taken and done.before is not None and done.after is not None
     assert done.before == pytest.approx(alone["0"][config] + alone["2"][config])
     assert done.after < 0.05 * done.before
@@ -255,14 +259,14 @@ def test_what_matters_for_the_same_blocks_comes_together(device: str, dtype: tor
     assert done.after == pytest.approx(after["0"][config] + after["2"][config], rel=0.05, abs=1e-3)
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(model(batches[0]), before, atol=tolerance * 100, rtol=tolerance)
-    assert "taken" in str(report) and "1 of 1 folds" in str(report)
+    assert "taken" in str(report) and "1 of 1 groups" in str(report)
 
 
 @pytest.mark.parametrize("end", [None, KeyboardInterrupt, RuntimeError])
 def test_orders_that_do_not_help_and_what_is_interrupted(
     monkeypatch: pytest.MonkeyPatch, end: type[BaseException] | None
 ) -> None:
-    """The first fold gets another order, the second would lose by it, or is never done."""
+    """The first group gets another order, the second would lose by it, or is never done."""
     errors = iter([2.0, 1.0, 2.0, 3.0])
 
     def error(*_: Any) -> float:
@@ -274,11 +278,11 @@ def test_orders_that_do_not_help_and_what_is_interrupted(
     monkeypatch.setattr(permutation, "_error", error)
     model = nn.Sequential(mixed(0), mixed(1)).eval()
     before = copy.deepcopy(model.state_dict())
-    folds = [Fold(("0.0",), "0.2", 128), Fold(("1.0",), "1.2", 128)]
+    groups = [PermutationGroup(("0.0",), "0.2", 128), PermutationGroup(("1.0",), "1.2", 128)]
     arguments: dict[str, Any] = {
         "batches": [torch.randn(64, 64)],
         "config": Config(0.5, (16, 16)),
-        "folds": folds,
+        "groups": groups,
     }
     if end is not None:
         with pytest.raises(end):
@@ -286,7 +290,7 @@ def test_orders_that_do_not_help_and_what_is_interrupted(
         changed = []
     else:
         report = permute_model(model, **arguments)
-        assert [(done.before, done.after, done.taken) for done in report.folds] == [
+        assert [(done.before, done.after, done.taken) for done in report.groups] == [
             (2, 1, True),
             (2, 3, False),
         ]
@@ -302,9 +306,9 @@ def test_whole_models_keep_their_function(make: Any) -> None:
     before = output(model.eval())
     model.train()
     report = permute_model(model, batches, Config(0.5, (16, 16)))
-    assert model.training and len(report.folds) == len(find_folds(model))
+    assert model.training and len(report.groups) == len(find_permutation_groups(model))
     # A head of 16 features fills blocks of 16: its order means nothing to them.
-    searched = [done.fold.consumer for done in report.folds if done.before is not None]
+    searched = [done.group.consumer for done in report.groups if done.before is not None]
     assert len(searched) == 2 and all("mlp" in consumer for consumer in searched)
     torch.testing.assert_close(output(model.eval()), before, atol=1e-5, rtol=1e-5)
 
@@ -326,12 +330,12 @@ class Ordered(nn.Module):
 def test_a_fold_that_is_none_is_noticed_and_undone() -> None:
     model = Ordered()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InvalidArgumentError, match="folds: equal outputs expected"):
+    with pytest.raises(InvalidArgumentError, match="groups must leave the outputs equal"):
         permute_model(
             model,
             [torch.randn(256, 64, generator=seeded())],
             Config(0.5, (16, 16)),
-            folds=[Fold(("layers.0",), "layers.2", 128)],
+            groups=[PermutationGroup(("layers.0",), "layers.2", 128)],
         )
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -344,24 +348,24 @@ def test_outputs_are_compared_where_a_loss_comes_first() -> None:
             y = super().forward(x)
             return {"loss": 0 * y.sum(), "y": [y]}
 
-    with pytest.raises(InvalidArgumentError, match="folds: equal outputs expected"):
+    with pytest.raises(InvalidArgumentError, match="groups must leave the outputs equal"):
         permute_model(
             Losing(),
             [torch.randn(256, 64, generator=seeded())],
             Config(0.5, (16, 16)),
-            folds=[Fold(("layers.0",), "layers.2", 128)],
+            groups=[PermutationGroup(("layers.0",), "layers.2", 128)],
         )
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"folds": []}, "folds: at least one"),
-        ({"folds": MIXED}, "folds must be a sequence or None, got Fold"),
+        ({"groups": []}, "groups must be given"),
+        ({"groups": MIXED}, "groups must be a sequence or None, got PermutationGroup"),
         ({"damping": -1.0}, "damping: "),
         ({"damping": "much"}, "damping: "),
-        ({"folds": ["0"]}, r"folds\[0\] must be a Fold, got '0'"),
-        ({"folds": [Fold(("0",), "2", 100)]}, "folds: 128 features"),
+        ({"groups": ["0"]}, r"groups\[0\] must be a PermutationGroup, got '0'"),
+        ({"groups": [PermutationGroup(("0",), "2", 100)]}, "groups must fit the model: 128 features"),
         ({"config": Config(0.5, (128, 16))}, "config: layer '2': out_features"),
         ({"batches": []}, "batches must have at least one"),
         ({"batches": [torch.full((4, 64), torch.nan)]}, "batches must be finite.* batch 0.*layer '0'"),
@@ -373,9 +377,20 @@ def test_what_permute_model_refuses(options: dict[str, Any], text: str) -> None:
     given = {
         "batches": [torch.randn(8, 64)],
         "config": Config(0.5, (16, 16)),
-        "folds": [MIXED],
+        "groups": [MIXED],
         **options,
     }
     with pytest.raises(InvalidArgumentError, match=text):
         permute_model(model, **given)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_old_names_of_groups_stand_for_new_ones() -> None:
+    assert prune.Fold is PermutationGroup and prune.find_folds is prune.find_permutation_groups
+    model = mixed()
+    before = copy.deepcopy(model.state_dict())
+    permute_(model, fold=MIXED, order=torch.arange(MIXED.units))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    config = Config(0.5, (16, 16))
+    report = permute_model(model, [torch.randn(64, 64)], choice=config, folds=[MIXED])
+    assert report.folds == report.groups and report.folds[0].fold == MIXED

@@ -1,4 +1,4 @@
-"""Orders of features that put into a block what belongs together, kept where pruning then errs less."""
+"""Orders of features that bring together in blocks what belongs together, kept where pruning errs less."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._checks import check_model, check_numbers, checked_config, checked_moments
 from ._layers import checked_configs, shape_of
 from .calibration import Calibration, Forward, call_model
 from .compensation import DAMPING
-from .folds import Fold, Part, find_folds, parts_of, permute_, reason_against
+from .groups import Part, PermutationGroup, find_permutation_groups, parts_of, permute_, reason_against
 from .layer import Pruner
 from .moments import Moments
 
@@ -29,173 +29,195 @@ DIFFERENCE_16_BITS = 5e-2
 
 
 @dataclass(frozen=True)
-class PermutedFold:
-    """A fold, the sum of its layers' errors with the order they had and with the one found, and which stays.
+class PermutedGroup:
+    """A permutation group, the sum of its layers' errors before and after reordering, and if that was taken.
 
     Both are None where no order was looked for: blocks hold less than two units, or all of a group.
     """
 
-    fold: Fold
+    group: PermutationGroup
     before: float | None
     after: float | None
     taken: bool
 
+    @property
+    def fold(self) -> PermutationGroup:
+        """The old name of ``group``, for one release."""
+        return self.group
+
 
 @dataclass(frozen=True)
 class PermutationReport:
-    """What `permute_model` did; ``str()`` makes a table of it."""
+    """Result of `permute_model`; ``str()`` makes a table of it."""
 
-    folds: list[PermutedFold]
+    groups: list[PermutedGroup]
+
+    @property
+    def folds(self) -> list[PermutedGroup]:
+        """The old name of ``groups``, for one release."""
+        return self.groups
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("consumer", "groups", "units", "error", "reordered", "")]
-        for done in self.folds:
+        for done in self.groups:
             errors = ("" if error is None else f"{error:.4f}" for error in (done.before, done.after))
-            sizes = str(done.fold.groups), str(done.fold.units)
-            rows.append((done.fold.consumer, *sizes, *errors, "taken" * done.taken))
-        taken = sum(done.taken for done in self.folds)
-        return "\n".join([*aligned(rows), f"{taken} of {len(self.folds)} folds have another order"])
+            sizes = str(done.group.groups), str(done.group.units)
+            rows.append((done.group.consumer, *sizes, *errors, "taken" * done.taken))
+        taken = sum(done.taken for done in self.groups)
+        return "\n".join([*aligned(rows), f"{taken} of {len(self.groups)} groups have another order"])
 
 
-@renamed(config="choice")
+@renamed(config="choice", groups="folds")
 def permute_model(
     model: nn.Module,
     batches: Iterable[Any],
     config: BlockSparseConfig,
     *,
-    folds: Sequence[Fold] | None = None,
+    groups: Sequence[PermutationGroup] | None = None,
     damping: float = DAMPING,
     forward: Forward | None = None,
     device: torch.device | str | int | None = None,
 ) -> PermutationReport:
-    """Looks for orders in which a model loses less when pruned, and puts its folds into them, in place.
+    """Reorder the permutation groups of a model in place so that it loses less when pruned.
 
     Units that matter for the same blocks are brought together: by turns the blocks with the highest sums of
     |W| · ‖X‖ (Wanda) are kept, and units go where most of their own lies. That channels may be permuted so as
     to lose less is from Pool and Yu, "Channel Permutations for N:M Sparsity" (NeurIPS 2021). An order stays
-    only where it lowers the sum of the relative errors that the layers of the fold have once "obs" has pruned
-    and refitted them. The model's function is the same afterwards, which is checked with the first batch.
+    only where it lowers the sum of the relative errors of the group's layers, pruned and refitted by "obs".
+    The model's function is the same afterwards, which is checked with the first batch.
 
     Args:
         model: dense, on its device.
         batches: calibration data, as of `prune_model`.
         config: what the layers are to become.
-        folds: None is all that `find_folds` finds.
+        groups: None is all that `find_permutation_groups` finds.
         damping: as of `prune_model`.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where matrices are computed; None is that of the model's first parameter.
 
     Raises:
-        InvalidArgumentError: there is no fold, one does not fit the model, a layer of one cannot become the
+        InvalidArgumentError: there is no group, one does not fit the model, a layer of one cannot become the
             config or is never run by the data, or outputs change although they should not, because something
             depends on the order. The model is as it was.
     """
     check_model(model)
     check_numbers("obs", damping, True)
     config = checked_config("config", config)
-    found = find_folds(model) if folds is None else list(folds)
+    found = find_permutation_groups(model) if groups is None else list(groups)
     if not found:
-        raise InvalidArgumentError("folds: at least one expected, none is known of this model")
-    for fold in found:
-        reason = reason_against(model, fold)
+        raise InvalidArgumentError("groups must be given: none is known of this model")
+    for group in found:
+        reason = reason_against(model, group)
         if reason is not None:
-            raise InvalidArgumentError(f"folds: {reason}")
-        for part in parts_of(model, fold):
+            raise InvalidArgumentError(f"groups must fit the model: {reason}")
+        for part in parts_of(model, group):
             checked_configs("config", part.name, [config], shape_of(part.layer))
     data, call = collected(batches), forward or call_model
-    done: list[PermutedFold] = []
-    taken: list[tuple[Fold, Tensor]] = []
+    done: list[PermutedGroup] = []
+    taken: list[tuple[PermutationGroup, Tensor]] = []
     try:
         with evaluating(model), torch.no_grad():
             expected = _first_tensor(call(model, data[0]))
-            for fold, moments in _with_moments(model, data, call, found, chosen_device(model, device)):
-                result, order = _improve(model, fold, moments, config, damping)
+            for group, moments in _with_moments(model, data, call, found, chosen_device(model, device)):
+                result, order = _improve(model, group, moments, config, damping)
                 done.append(result)
-                taken += [(fold, order)] if result.taken else []
+                taken += [(group, order)] if result.taken else []
             _check_same(_first_tensor(call(model, data[0])), expected)
     except BaseException:
-        for fold, order in reversed(taken):
-            permute_(model, fold, order.argsort(1))
+        for group, order in reversed(taken):
+            permute_(model, group, order.argsort(1))
         raise
     return PermutationReport(done)
 
 
 def _with_moments(
-    model: nn.Module, data: Sequence[Any], call: Forward, folds: Sequence[Fold], device: torch.device
-) -> Iterator[tuple[Fold, dict[str, Moments]]]:
-    """Folds, as soon as the inputs of their layers are known; the caller keeps these in order."""
-    waiting = list(folds)
-    names = list(dict.fromkeys(name for fold in folds for name in fold.layers()))
+    model: nn.Module,
+    data: Sequence[Any],
+    call: Forward,
+    groups: Sequence[PermutationGroup],
+    device: torch.device,
+) -> Iterator[tuple[PermutationGroup, dict[str, Moments]]]:
+    """Yield groups as soon as the inputs of their layers are known; the caller keeps these in order."""
+    waiting = list(groups)
+    names = list(dict.fromkeys(name for group in groups for name in group.layers()))
     calibration = Calibration(model, data, call, names, device, compare=False)
     known: dict[str, Moments] = {}
-    progress = Progress(len(folds))
+    progress = Progress(len(groups))
     for unit in calibration.units():
-        for group in calibration.groups(unit):
-            moments = checked_moments(group[0], calibration.moments(unit, group[0], {}))
-            known |= dict.fromkeys(group, moments)
+        for alike in calibration.groups(unit):
+            moments = checked_moments(alike[0], calibration.moments(unit, alike[0], {}))
+            known |= dict.fromkeys(alike, moments)
         calibration.advance(unit, {})
-        for fold in [fold for fold in waiting if known.keys() >= set(fold.layers())]:
-            waiting.remove(fold)
-            yield fold, known
-            progress.show(len(folds) - len(waiting), f"folds searched, that of {fold.consumer} the last")
-        needed = {name for fold in waiting for name in fold.layers()}
+        for group in [group for group in waiting if known.keys() >= set(group.layers())]:
+            waiting.remove(group)
+            yield group, known
+            progress.show(len(groups) - len(waiting), f"groups searched, {group.consumer} the last")
+        needed = {name for group in waiting for name in group.layers()}
         known = {name: moments for name, moments in known.items() if name in needed}
 
 
 def _improve(
-    model: nn.Module, fold: Fold, moments: dict[str, Moments], config: BlockSparseConfig, damping: float
-) -> tuple[PermutedFold, Tensor]:
-    """Reorders a fold, and the moments of its consumer, if that lowers the error."""
-    order = _clustered(parts_of(model, fold), fold, moments, config)
+    model: nn.Module,
+    group: PermutationGroup,
+    moments: dict[str, Moments],
+    config: BlockSparseConfig,
+    damping: float,
+) -> tuple[PermutedGroup, Tensor]:
+    """Reorder a group, and the moments of its consumer, if that lowers the error."""
+    order = _clustered(parts_of(model, group), group, moments, config)
     if order is None:
-        return PermutedFold(fold, None, None, False), torch.empty(0)
-    before = _error(model, fold, moments, config, damping)
-    consumer = parts_of(model, fold)[-1]
+        return PermutedGroup(group, None, None, False), torch.empty(0)
+    before = _error(model, group, moments, config, damping)
+    consumer = parts_of(model, group)[-1]
     reordered = {**moments, consumer.name: moments[consumer.name].reordered(consumer.places(order))}
-    permute_(model, fold, order)
+    permute_(model, group, order)
     try:
-        after = _error(model, fold, reordered, config, damping)
+        after = _error(model, group, reordered, config, damping)
         taken = after < before
     except BaseException:
-        permute_(model, fold, order.argsort(1))
+        permute_(model, group, order.argsort(1))
         raise
     if taken:
         moments.update(reordered)
     else:
-        permute_(model, fold, order.argsort(1))
-    return PermutedFold(fold, before, after, taken), order
+        permute_(model, group, order.argsort(1))
+    return PermutedGroup(group, before, after, taken), order
 
 
 def _error(
-    model: nn.Module, fold: Fold, moments: Mapping[str, Moments], config: BlockSparseConfig, damping: float
+    model: nn.Module,
+    group: PermutationGroup,
+    moments: Mapping[str, Moments],
+    config: BlockSparseConfig,
+    damping: float,
 ) -> float:
-    """The sum of what the fold's layers get wrong once they are pruned."""
-    pruners = (Pruner(model.get_submodule(name), moments[name], damping) for name in fold.layers())
+    """Return the sum of the errors of the group's layers once they are pruned."""
+    pruners = (Pruner(model.get_submodule(name), moments[name], damping) for name in group.layers())
     return sum(pruner.prune(config, "obs")[0].error for pruner in pruners)
 
 
 def _clustered(
-    parts: Sequence[Part], fold: Fold, moments: Mapping[str, Moments], config: BlockSparseConfig
+    parts: Sequence[Part], group: PermutationGroup, moments: Mapping[str, Moments], config: BlockSparseConfig
 ) -> Tensor | None:
-    """An order [groups, units] with those together that matter for the same blocks; None if none matters."""
+    """Return an order [groups, units] by the blocks for which units matter; None if no order matters."""
     sides = [
         config.block_shape[0 if part.rows else 1]
-        * fold.groups
+        * group.groups
         * part.repeats
-        * fold.units
+        * group.units
         // (part.stop - part.start)
         for part in parts
     ]
     cluster = max(sides)  # units that share a block
-    if cluster <= 1 or cluster >= fold.units:
+    if cluster <= 1 or cluster >= group.units:
         return None
-    profiles = [_profile(part, fold, moments[part.name], config) for part in parts]
+    profiles = [_profile(part, group, moments[part.name], config) for part in parts]
     profile = torch.cat([each / each.sum().clamp_min(1e-30) for each in profiles], 2)
     return torch.stack([_order_of(units, cluster, config.density) for units in profile])
 
 
-def _profile(part: Part, fold: Fold, moments: Moments, config: BlockSparseConfig) -> Tensor:
-    """[groups, units, blocks]: how much each unit matters to each block column, or block row."""
+def _profile(part: Part, group: PermutationGroup, moments: Moments, config: BlockSparseConfig) -> Tensor:
+    """Return [groups, units, blocks]: how much each unit matters to each block column, or block row."""
     norms = moments.second().diagonal().sqrt()
     weight = dense_weight(part.layer).to(norms.device)
     scores = weight.double().abs() * norms
@@ -204,12 +226,12 @@ def _profile(part: Part, fold: Fold, moments: Moments, config: BlockSparseConfig
         ours = scores[part.start : part.stop].reshape(part.stop - part.start, -1, bk).sum(2)
     else:
         ours = scores.reshape(-1, bn, part.stop).sum(1).T
-    ours = ours.reshape(fold.groups, part.repeats, fold.units, -1, ours.shape[1]).sum(3)
+    ours = ours.reshape(group.groups, part.repeats, group.units, -1, ours.shape[1]).sum(3)
     return ours.transpose(1, 2).flatten(2).cpu()
 
 
 def _order_of(profile: Tensor, cluster: int, density: float) -> Tensor:
-    """[units]: those of one group, by the best of a few rounds of keeping blocks and assigning units."""
+    """Return the order of one group's units after a few rounds of keeping blocks and assigning units."""
     starts = range(0, len(profile), cluster)
     order = profile.sum(1).argsort(descending=True, stable=True)
     best, most = order, -1.0
@@ -226,7 +248,7 @@ def _order_of(profile: Tensor, cluster: int, density: float) -> Tensor:
 
 
 def _assigned(gains: Tensor, cluster: int) -> Tensor:
-    """Units by the clusters they go to; those choose first that would lose most by their second best."""
+    """Return units by cluster; those choose first that would lose most by their second best."""
     ranked = gains.sort(dim=1, descending=True, stable=True)
     urgency = ranked.values[:, 0] - ranked.values[:, 1]
     ranking = ranked.indices.tolist()
@@ -240,12 +262,12 @@ def _assigned(gains: Tensor, cluster: int) -> Tensor:
 
 
 def _first_tensor(output: Any) -> Tensor:
-    """The first tensor of numbers in what a model gives; a single number, such as a loss, only if need be."""
+    """Return the first floating-point tensor of an output; a scalar, such as a loss, only if need be."""
     found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
     if not found:
         raise InvalidArgumentError(
-            f"model: an output with a tensor of numbers expected, to compare, got {type(output).__name__}; "
-            "forward can give one"
+            f"model must give a floating-point tensor to compare, got {type(output).__name__}; forward can "
+            "give one"
         )
     return next((tensor for tensor in found if tensor.dim()), found[0])
 
@@ -256,6 +278,6 @@ def _check_same(output: Tensor, expected: Tensor) -> None:
     difference = float((output - expected).norm() / expected.norm().clamp_min(1e-30))
     if not difference <= limit:
         raise InvalidArgumentError(
-            f"folds: equal outputs expected after reordering, got a relative difference of {difference:.2g}; "
-            "something in the model depends on an order"
+            f"groups must leave the outputs equal, got a relative difference of {difference:.2g}: something "
+            "in the model depends on an order"
         )

@@ -218,9 +218,9 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         return {name: group["lr"] for group in self.param_groups for name in group["layers"]}
 
     @fractions.setter
-    def fractions(self, fraction: float) -> None:
+    def fractions(self, fractions: float) -> None:
         for group in self.param_groups:
-            group["lr"] = checked_fraction("fractions", fraction)
+            group["lr"] = checked_fraction("fractions", fractions)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse more parameters: only the constructor knows which layers they belong to.

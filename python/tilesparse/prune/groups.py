@@ -18,6 +18,7 @@ from .._arguments import check_types, checked
 from .._checks import check_text, checked_count
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.convert import dense_weight, is_conv1d
+from ._checks import renamed
 
 # Names of layers within a module: those that give hidden features, and the one that takes them.
 _FEED_FORWARD = (
@@ -44,8 +45,8 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fold:
-    """A dimension between layers whose order means nothing.
+class PermutationGroup:
+    """Dimension between layers whose features may change places together.
 
     The features of each producer are cut into ``groups``, and each group into so many ``units`` of equal
     size, which may change places within their group. Those of the consumer are cut alike, but have every
@@ -69,7 +70,7 @@ class Fold:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        check_types(Fold.__init__, vars(self))
+        check_types(PermutationGroup.__init__, vars(self))
         check_text("consumer", self.consumer)
         if not self.producers:
             raise InvalidArgumentError("producers must be names of layers or Rows of them, got none")
@@ -87,8 +88,8 @@ class Fold:
 
 
 @checked
-def find_folds(model: nn.Module) -> list[Fold]:
-    """The folds that the names of a model's layers tell of.
+def find_permutation_groups(model: nn.Module) -> list[PermutationGroup]:
+    """Find permutation groups by the names of a model's layers.
 
     These are the hidden dimension of feed-forward networks, the heads of attentions (where queries are
     grouped those of keys and values, and the queries' within each group), and the features of values within
@@ -97,46 +98,46 @@ def find_folds(model: nn.Module) -> list[Fold]:
     heads, such as a norm over all heads or a bias for each, and layers that share a weight. What else the
     code of a model does with features is not seen; `permute_model` compares outputs.
     """
-    folds = []
+    groups = []
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        for fold in (*_of_feed_forward(module, prefix), *_of_attention(module, prefix)):
-            if reason_against(model, fold) is None:
-                folds.append(fold)
-    return folds
+        for group in (*_of_feed_forward(module, prefix), *_of_attention(module, prefix)):
+            if reason_against(model, group) is None:
+                groups.append(group)
+    return groups
 
 
-@checked
+@renamed(group="fold")
 @torch.no_grad()
-def permute_(model: nn.Module, fold: Fold, order: Tensor) -> None:
-    """Puts the units of a fold into another order, in place; the model's function stays what it was.
+def permute_(model: nn.Module, group: PermutationGroup, order: Tensor) -> None:
+    """Reorder the units of a permutation group in place; the model's function stays the same.
 
     Args:
         model: its layers are dense.
-        fold: from `find_folds`, or one of your own, whose producers and consumer have nothing between them
-            that depends on the order.
+        group: from `find_permutation_groups`, or one of your own, whose producers and consumer have nothing
+            between them that depends on the order. The old name is ``fold``.
         order: [groups, units] of integers: which unit of its group comes where. [units] for one group.
 
     Raises:
-        InvalidArgumentError: the fold does not fit the model, or the order is none. Nothing has changed.
+        InvalidArgumentError: the group does not fit the model, or the order is none. Nothing has changed.
         UnsupportedError: a weight is sharded. Nothing has changed.
     """
-    reason = reason_against(model, fold)
+    reason = reason_against(model, group)
     if reason is not None:
-        raise InvalidArgumentError(f"fold: {reason}")
-    order = _checked_order(order, fold)
-    parts = parts_of(model, fold)
+        raise InvalidArgumentError(f"group must fit the model: {reason}")
+    order = _checked_order(order, group)
+    parts = parts_of(model, group)
     for part in parts:
         if type(part.layer.weight.detach()) is not Tensor:
             raise UnsupportedError(
-                f"model: plain tensors expected as weights, got {type(part.layer.weight.detach()).__name__}"
+                f"model must have plain tensors as weights, got {type(part.layer.weight.detach()).__name__}"
             )
     for part in parts:
         part.permute(order)
 
 
 class Part(NamedTuple):
-    """What one layer has of a fold: rows of W, and of the bias, or columns of W."""
+    """Share of one layer in a permutation group: rows of W, and of the bias, or columns of W."""
 
     name: str
     layer: Any
@@ -146,7 +147,7 @@ class Part(NamedTuple):
     rows: bool
 
     def places(self, order: Tensor) -> Tensor:
-        """[stop - start]: which of these features comes where, by an order [groups, units]."""
+        """Return [stop - start]: which of these features comes where, by an order [groups, units]."""
         groups, units = order.shape
         features = torch.arange(self.stop - self.start, device=order.device).view(
             groups, self.repeats, units, -1
@@ -154,7 +155,7 @@ class Part(NamedTuple):
         return features.gather(2, order[:, None, :, None].expand_as(features)).flatten()
 
     def permute(self, order: Tensor) -> None:
-        """Puts weight and bias of the layer into that order, in place."""
+        """Reorder weight and bias of the layer in place."""
         weight, bias = dense_weight(self.layer), self.layer.bias
         index = self.places(order).to(weight.device)
         ours = weight[self.start : self.stop] if self.rows else weight[:, self.start : self.stop]
@@ -163,46 +164,44 @@ class Part(NamedTuple):
             bias[self.start : self.stop].copy_(bias[self.start : self.stop].index_select(0, index))
 
 
-def parts_of(model: nn.Module, fold: Fold) -> list[Part]:
-    """The rows and columns of a model's layers that change places together."""
+def parts_of(model: nn.Module, group: PermutationGroup) -> list[Part]:
+    """Return the rows and columns of a model's layers that change places together."""
     parts = []
-    for producer in fold.producers:
+    for producer in group.producers:
         name = producer.layer if isinstance(producer, Rows) else producer
         layer = model.get_submodule(name)
         start, stop = producer[1:] if isinstance(producer, Rows) else (0, len(dense_weight(layer)))
         parts.append(Part(name, layer, start, stop, 1, True))
-    layer = model.get_submodule(fold.consumer)
+    layer = model.get_submodule(group.consumer)
     return [
         *parts,
-        Part(fold.consumer, layer, 0, dense_weight(layer).shape[1], fold.repeats, False),
+        Part(group.consumer, layer, 0, dense_weight(layer).shape[1], group.repeats, False),
     ]
 
 
-def reason_against(model: nn.Module, fold: Fold) -> str | None:
-    """Why a model does not have a fold, as far as shapes and owners of weights tell."""
+def reason_against(model: nn.Module, group: PermutationGroup) -> str | None:
+    """Say why a model does not have a permutation group, as far as shapes and owners of weights tell."""
     modules = dict(model.named_modules(remove_duplicate=False))
     owners = [parameter for module in model.modules() for parameter in module.parameters(recurse=False)]
-    for name in fold.layers():
+    for name in group.layers():
         layer: Any = modules.get(name)
         if not _is_dense(layer):
-            return (
-                f"a dense linear layer with its own weight expected as {name!r}, got {type(layer).__name__}"
-            )
+            return f"{name!r} must be a dense linear layer with its own weight, got {type(layer).__name__}"
         if sum(module is layer for module in modules.values()) > 1:
             return f"layer {name!r} has another name as well"
         if any(sum(owner is parameter for owner in owners) > 1 for parameter in layer.parameters()):
             return f"layer {name!r} shares a parameter with another layer"
-    if fold.consumer in fold.layers()[:-1]:
-        return f"layer {fold.consumer!r} is producer and consumer"
+    if group.consumer in group.layers()[:-1]:
+        return f"layer {group.consumer!r} is producer and consumer"
     covered: set[tuple[str, int]] = set()
-    for part in parts_of(model, fold):
+    for part in parts_of(model, group):
         size = len(dense_weight(part.layer)) if part.rows else part.stop
         if not 0 <= part.start < part.stop <= size:
-            return f"rows within {size} expected of layer {part.name!r}, got {part.start} to {part.stop}"
-        if (part.stop - part.start) % (fold.groups * fold.units * part.repeats):
+            return f"rows of layer {part.name!r} must be within {size}, got {part.start} to {part.stop}"
+        if (part.stop - part.start) % (group.groups * group.units * part.repeats):
             return (
-                f"{part.stop - part.start} features of layer {part.name!r} cannot be cut into {fold.groups} "
-                f"groups of {fold.units} units, {part.repeats} times"
+                f"{part.stop - part.start} features of layer {part.name!r} cannot be cut into {group.groups} "
+                f"groups of {group.units} units, {part.repeats} times"
             )
         features = {(part.name, feature) for feature in range(part.start, part.stop) if part.rows}
         if covered & features:
@@ -211,42 +210,42 @@ def reason_against(model: nn.Module, fold: Fold) -> str | None:
     return None
 
 
-def _checked_order(order: Tensor, fold: Fold) -> Tensor:
-    """[groups, units] on the host."""
-    expected = f"order: an order of {fold.units} units for each of {fold.groups} groups expected"
+def _checked_order(order: Tensor, group: PermutationGroup) -> Tensor:
+    """Return an order as [groups, units] on the host."""
+    expected = f"order must have each of {group.units} units once, for each of {group.groups} groups"
     if not isinstance(order, Tensor) or order.dtype.is_floating_point or order.dtype == torch.bool:
         raise InvalidArgumentError(f"{expected}, got {type(order).__name__}")
     given = order[None] if order.dim() == 1 else order
-    if given.shape != (fold.groups, fold.units):
+    if given.shape != (group.groups, group.units):
         raise InvalidArgumentError(f"{expected}, got shape {tuple(order.shape)}")
     given = given.cpu().long()
-    if not torch.equal(given.sort(1).values, torch.arange(fold.units, device="cpu").expand_as(given)):
-        raise InvalidArgumentError(f"{expected}, got numbers that are missing or come twice")
+    if not torch.equal(given.sort(1).values, torch.arange(group.units, device="cpu").expand_as(given)):
+        raise InvalidArgumentError(f"{expected}, got other or repeated numbers")
     return given
 
 
 def _is_dense(layer: Any) -> bool:
-    """Also that its weight is no tensor that each call computes anew, as `torch.nn.utils.prune` has it."""
+    """Return True for a dense linear layer whose weight is no tensor that each call computes anew."""
     linear = type(layer) is nn.Linear or (isinstance(layer, nn.Module) and is_conv1d(layer))
     return linear and "weight" in layer._parameters
 
 
 def _dense_below(module: nn.Module, names: Sequence[str]) -> list[Any] | None:
-    """The dense linear layers of these names, if it has them all."""
+    """Return the dense linear layers of these names, or None if one is missing."""
     modules = dict(module.named_modules())
     layers = [modules.get(name) for name in names]
     return layers if all(map(_is_dense, layers)) else None
 
 
 def _shapes_beside(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[int, ...]]:
-    """The shapes of all parameters and buffers of a module but for those of some layers in it."""
+    """Yield the shapes of all parameters and buffers of a module but for those of some layers in it."""
     theirs = {id(parameter) for layer in layers for parameter in layer.parameters()}
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in theirs:
             yield tuple(tensor.shape)
 
 
-def _of_feed_forward(module: nn.Module, prefix: str) -> Iterator[Fold]:
+def _of_feed_forward(module: nn.Module, prefix: str) -> Iterator[PermutationGroup]:
     for producers, consumer in _FEED_FORWARD:
         layers = _dense_below(module, (*producers, consumer))
         if layers is None:
@@ -254,10 +253,10 @@ def _of_feed_forward(module: nn.Module, prefix: str) -> Iterator[Fold]:
         units = dense_weight(layers[-1]).shape[1]
         fits = all(len(dense_weight(layer)) == units for layer in layers[:-1])
         if fits and not any(units in shape for shape in _shapes_beside(module, layers)):
-            yield Fold(tuple(prefix + name for name in producers), prefix + consumer, units)
+            yield PermutationGroup(tuple(prefix + name for name in producers), prefix + consumer, units)
 
 
-def _of_attention(module: nn.Module, prefix: str) -> Iterator[Fold]:
+def _of_attention(module: nn.Module, prefix: str) -> Iterator[PermutationGroup]:
     for names, core, consumer in _ATTENTION:
         layers = _dense_below(module, (*names, consumer))
         if layers is None:
@@ -278,7 +277,7 @@ def _of_attention(module: nn.Module, prefix: str) -> Iterator[Fold]:
 
 
 def _head_size(core: nn.Module, layers: Sequence[nn.Module]) -> int:
-    """Features of a head; 0 where a module does not say, or has tensors that may be of single heads."""
+    """Return the size of a head; 0 where a module does not say, or has tensors that may belong to heads."""
     head = getattr(core, "head_dim", getattr(core, "attention_head_size", None))
     if type(head) is not int or head < 1 or any(shape != (head,) for shape in _shapes_beside(core, layers)):
         return 0
@@ -287,11 +286,11 @@ def _head_size(core: nn.Module, layers: Sequence[nn.Module]) -> int:
 
 def _of_heads(
     q: str | Rows, k: str | Rows, v: str | Rows, consumer: str, heads: int, queries: int, size: int
-) -> Iterator[Fold]:
-    """Of so many heads of keys and values, each of which has so many heads of queries."""
+) -> Iterator[PermutationGroup]:
+    """Yield the groups of heads of keys and values, each of which has some heads of queries."""
     if heads > 1:
-        yield Fold((q, k, v), consumer, heads)
+        yield PermutationGroup((q, k, v), consumer, heads)
     if queries > 1:
-        yield Fold((q,), consumer, queries, heads)
+        yield PermutationGroup((q,), consumer, queries, heads)
     if size > 1:
-        yield Fold((v,), consumer, size, heads, queries)
+        yield PermutationGroup((v,), consumer, size, heads, queries)
