@@ -221,7 +221,7 @@ def test_refit_is_for_finite_weights_and_has_no_gradient() -> None:
     for damping in (-1, float("nan"), "much"):
         with pytest.raises(InvalidArgumentError, match="damping: a finite"):
             refit(weight, second, pattern, damping=damping)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match="weight: finite"):
+    with pytest.raises(InvalidArgumentError, match="weight must be finite"):
         refit(weight / 0, second, pattern)
     with pytest.raises(InvalidArgumentError, match=r"pattern must be a BlockPattern, got None"):
         refit(weight, second, None)  # type: ignore[arg-type]
@@ -913,7 +913,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "configs must be None beside patterns",
     ),
     "configs and layers": (vectors, {"configs": {}, "layers": "0"}, "layers"),
-    "configs of nothing": (vectors, {"configs": {"9": None}}, "configs: names"),
+    "configs of nothing": (vectors, {"configs": {"9": None}}, "configs must name layers"),
     "configs of others": (
         vectors,
         {"configs": {"1": Config(0.5, (16, 16))}},
@@ -928,7 +928,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "other pattern": (
         vectors,
         {"patterns": {"0": BlockPattern.full((64, 64), block_shape=16)}},
-        "patterns: layer '0'",
+        r"patterns\['0'\] must have shape",
     ),
     "damping beyond all floats": (vectors, {"damping": 10**400}, "damping: a finite number"),
     "density beyond all floats": (vectors, {"density": 10**400}, "density must be a number from 0 to 1"),
@@ -941,11 +941,15 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no regex": (vectors, {"layers": 3}, "layers must be a string or a sequence or None, got 3"),
     "forward": (vectors, {"forward": 3}, "forward must be a function or None, got 3"),
     "loss": (vectors, {"loss": 3}, "loss must be a function or None, got 3"),
-    "loss of many": (vectors, {"method": "taylor", "loss": lambda m, b: m(b)}, "loss: a tensor with one"),
+    "loss of many": (
+        vectors,
+        {"method": "taylor", "loss": lambda m, b: m(b)},
+        "loss must be a tensor with one",
+    ),
     "loss of none": (
         vectors,
         {"method": "taylor", "loss": lambda m, b: m(b).sum().detach()},
-        "loss: a tensor with one",
+        "loss must be a tensor with one",
     ),
     "folder": (vectors, {"folder": 3}, "folder must be a string or a path or None, got 3"),
     "file": (vectors, {"folder": __file__}, "folder must be a folder"),

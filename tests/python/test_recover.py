@@ -206,7 +206,7 @@ def test_nothing_but_padding_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({}, "at least one weight"),
+        ({}, "at least one of task"),
         ({"logits": -1.0}, "logits: a finite number of at least 0 expected, got -1.0"),
         ({"logits": 1.0, "temperature": 0}, "temperature: a finite number above 0"),
         ({"embeddings": float("nan")}, "embeddings: a finite"),
@@ -221,8 +221,8 @@ def test_wrong_weights_are_named(weights: dict[str, Any], message: str) -> None:
 def test_what_does_not_fit_is_named() -> None:
     logits = torch.zeros(2, 3, 5)
     for loss, student, teacher, message in [
-        (DistillationLoss(logits=1), logits, torch.zeros(2, 3, 7), "logits with the classes .* 5, got 7"),
-        (DistillationLoss(logits=1), logits, torch.zeros(2, 4, 5), r"logits with the shape .* \(2, 3, 5\)"),
+        (DistillationLoss(logits=1), logits, torch.zeros(2, 3, 7), "logits with the student's classes, 5, got 7"),
+        (DistillationLoss(logits=1), logits, torch.zeros(2, 4, 5), r"logits with .* shape, \(2, 3, 5\)"),
         (DistillationLoss(logits=1), outputs(x=1), logits, "student: outputs with 'logits' expected"),
         (DistillationLoss(logits=1), logits, {"x": 1}, r"teacher: outputs .* got dict with \['x'\]"),
         (DistillationLoss(task=1), outputs(logits=logits), logits, "student: outputs with 'loss'"),
@@ -427,7 +427,7 @@ def test_what_cannot_be_trained_is_reported() -> None:
         report = reconstruct(model, teacher, texts(3), epochs=1, lr=1e-3)
     assert [one.name for one in report.skipped] == ["model.layers.0.mlp", "model.layers.1.self_attn"]
     assert len(report.submodules) == 2 and "skipped model.layers.0.mlp: no parameter" in str(report)
-    with pytest.raises(InvalidArgumentError, match="submodules: one with parameters to train"):
+    with pytest.raises(InvalidArgumentError, match="submodules must have parameters to train"):
         reconstruct(model, teacher, texts(3), submodules=["model.layers.0.mlp"])
 
 
@@ -691,8 +691,13 @@ def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], 
         "forward": 3,
     }.items():
         yield name, wrong, f"{name}(: | must )", lambda model, teacher, name=name, given=given: {name: given}
-    yield "float16", UnsupportedError, "autocast: torch.bfloat16", lambda m, t: {"autocast": torch.float16}
-    yield "one batch", wrong, "batches: two at least", lambda m, t: {"batches": texts(1)}
+    yield (
+        "float16",
+        UnsupportedError,
+        "autocast must be torch.bfloat16",
+        lambda m, t: {"autocast": torch.float16},
+    )
+    yield "one batch", wrong, "batches must be at least two", lambda m, t: {"batches": texts(1)}
     yield "no batches", wrong, "batches must be an iterable", lambda m, t: {"batches": 3}
     yield (
         "a batch",
@@ -715,9 +720,9 @@ def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], 
     yield "no device", wrong, "device: one with memory", lambda m, t: {"device": "meta"}
     yield "unknown", wrong, "'mlp' is none", lambda m, t: {"submodules": ["mlp"]}
     yield "no module", wrong, "teacher must be a torch.nn.Module, got None", lambda m, t: {"teacher": None}
-    yield "dense", wrong, "model: no BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}
+    yield "dense", wrong, "model must have a BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}
     yield "itself", wrong, "teacher must have parameters of its own", lambda m, t: {"teacher": m}
-    yield "other teacher", wrong, "names in the teacher", lambda m, t: {"teacher": dense("gpt2")}
+    yield "other teacher", wrong, "modules of the teacher", lambda m, t: {"teacher": dense("gpt2")}
     yield "idle", wrong, "does not run", lambda m, t: {"forward": lambda model, batch: None}
     nested = ["model.layers.0.mlp", "model.layers.0.mlp.up_proj"]
     yield "nested", wrong, "twice, or lies within", lambda m, t: {"submodules": nested}
@@ -999,13 +1004,13 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
     for change, message in [
         ({"teacher": model}, "teacher must have parameters of its own"),
         ({"teacher": None}, "teacher must be a torch.nn.Module or a function, got None"),
-        ({"teacher": larger}, f"classes of the student's expected, {VOCABULARY}, got {VOCABULARY + 32}"),
-        ({"teacher": deeper}, "as many hidden_states as the student has expected, 3, got 4"),
+        ({"teacher": larger}, f"the student's classes, {VOCABULARY}, got {VOCABULARY + 32}"),
+        ({"teacher": deeper}, "3 hidden_states, as the student does, got 4"),
         ({"optimizer": old}, "optimizer: the weight of layer 'model.layers.0.self_attn.q_proj'"),
         ({"optimizer": partial}, "optimizer: the weight of layer"),
         ({"optimizer": None}, "lr must be given in place of an optimizer"),
         ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer or None, got 3"),
-        ({"batches": []}, "batches: at least one expected"),
+        ({"batches": []}, "batches must have at least one"),
         ({"batches": 3}, "batches must be an iterable"),
         ({"batches": texts(1)[0]}, "batches must be an iterable of batches.* got dict"),
         ({"model": None}, "model must be a torch.nn.Module, got None"),
@@ -1015,14 +1020,14 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
         ({"accumulate": 0}, "accumulate: an integer of at least 1 expected, got 0"),
         ({"steps": 1.5}, "steps: an integer"),
         ({"clip": -1}, "clip: a finite number above 0"),
-        ({"scheduler": plateau}, "scheduler: one whose step"),
-        ({"schedule": masks}, "schedule: an object with step"),
-        ({"autocast": torch.float32}, "autocast: torch.bfloat16 or None"),
+        ({"scheduler": plateau}, "scheduler must have a step"),
+        ({"schedule": masks}, "schedule must have step"),
+        ({"autocast": torch.float32}, "autocast must be torch.bfloat16 or None"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
             distill(**(given | change))
         assert same(tensors_of(model), before), message
-    with pytest.raises(UnsupportedError, match=r"autocast: torch\.bfloat16 expected, got torch\.float16"):
+    with pytest.raises(UnsupportedError, match=r"autocast must be torch\.bfloat16, got torch\.float16"):
         distill(**given, autocast=torch.float16)
     with torch.no_grad():  # it is training
         assert len(distill(**given).loss) == 2 and not same(tensors_of(model), before)
@@ -1166,14 +1171,14 @@ def test_a_skipped_step_moves_nothing_and_masks_are_saved(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"pattern_schedule\.pt: damaged"):
         PatternCallback(other).on_train_begin(args, state, None)
     (folder / "whole").rename(folder / "pattern_schedule.pt")
-    with pytest.raises(CheckpointError, match="with a scheduler or without"):
+    with pytest.raises(CheckpointError, match="must be with a scheduler"):
         PatternCallback(other, scheduler=Mover(teacher)).on_train_begin(args, state, None)
 
 
 def test_callbacks_and_trainers_check_what_they_are_given(tmp_path: Path) -> None:
     model, teacher = pair("llama")
     for schedule in (None, 3):
-        with pytest.raises(InvalidArgumentError, match="schedule: "):
+        with pytest.raises(InvalidArgumentError, match="schedule must "):
             PatternCallback(schedule)
     with pytest.raises(InvalidArgumentError, match="scheduler: an object with state_dict"):
         PatternCallback(Mover(model), scheduler=3)

@@ -1,4 +1,4 @@
-"""What arguments of pruning must be."""
+"""Checks of the arguments of pruning."""
 
 from __future__ import annotations
 

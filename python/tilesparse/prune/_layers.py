@@ -1,4 +1,4 @@
-"""What budgets and tables ask of the layers of a model."""
+"""Layers of a model as budgets and tables see them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ._checks import checked_config
 
 def check_names(argument: str, names: object) -> None:
     if not isinstance(names, Iterable):
-        raise InvalidArgumentError(f"{argument}: names of layers expected, got {type(names).__name__}")
+        raise InvalidArgumentError(f"{argument} must be names of layers, got {type(names).__name__}")
 
 
 def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """The dense linear layers of these names, each under one of them; `argument` is what gave the names."""
+    """Return the dense linear layers of these names; `argument` names their source in messages."""
     check_names(argument, names)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Any] = {}
@@ -29,7 +29,7 @@ def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[
         module = modules.get(name) if isinstance(name, str) else None
         if module is None or not (isinstance(module, nn.Linear) or is_conv1d(module)):
             kind = "no layer of that name" if module is None else type(module).__name__
-            raise InvalidArgumentError(f"{argument}: a dense linear layer expected as {name!r}, got {kind}")
+            raise InvalidArgumentError(f"{argument} must name dense linear layers, got {name!r}: {kind}")
         if module in seen:
             raise InvalidArgumentError(
                 f"{argument}: {name!r} and {seen[module]!r} are one layer, give one name"
@@ -37,7 +37,7 @@ def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[
         seen[module] = name
         found[name] = module
     if not found:
-        raise InvalidArgumentError(f"{argument}: at least one layer expected, got none")
+        raise InvalidArgumentError(f"{argument} must have at least one layer, got none")
     return found
 
 
@@ -48,7 +48,7 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 
 def kept_blocks(config: BlockSparseConfig, shape: tuple[int, int]) -> int:
-    """How many blocks of a weight a checked config keeps; raises where it cannot be made."""
+    """Return how many blocks a config keeps of a weight; raise where it cannot be stored so."""
     rows, columns = check_shapes(shape, config.block_shape)[2]
     kept = round(config.density * rows * columns)
     if kept == 0:
@@ -59,7 +59,7 @@ def kept_blocks(config: BlockSparseConfig, shape: tuple[int, int]) -> int:
 def checked_configs(
     argument: str, name: str, configs: Iterable[BlockSparseConfig], shape: tuple[int, int]
 ) -> list[BlockSparseConfig]:
-    """The configs as numbers and tuples of Python, all of which a layer of this shape can become."""
+    """Return the configs, after checking that a layer of this shape can become each of them."""
     try:
         checked = [checked_config("config", config) for config in configs]
         for config in checked:
@@ -70,7 +70,7 @@ def checked_configs(
 
 
 def described(config: BlockSparseConfig | None) -> tuple[str, str, str]:
-    """Density, block and storage as tables show them."""
+    """Return density, block and storage as tables show them."""
     if config is None:
         return "dense", "", ""
     bn, bk = config.block_shape

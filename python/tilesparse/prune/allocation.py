@@ -1,4 +1,4 @@
-"""What each layer of a model shall become, within a budget of weights, bytes or milliseconds."""
+"""A config for each layer of a model, within a budget of weights, bytes or milliseconds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INDEX_BYTES = 4  # of an entry of a pattern's tensors
 
 @dataclass(frozen=True)
 class AllocatedLayer:
-    """What a layer shall become, or None if it stays dense; its error, and its cost beside that of dense."""
+    """Config of a layer, or None for dense; its error, and its cost beside that of the dense layer."""
 
     name: str
     shape: tuple[int, int]
@@ -50,7 +50,7 @@ class AllocatedLayer:
 
 @dataclass(frozen=True, eq=False)  # equal to any mapping with the same configs
 class Allocation(Mapping[str, "BlockSparseConfig | None"]):
-    """What `allocate` has chosen, as a mapping of layer names; ``str()`` makes a table of it.
+    """Result of `allocate`, as a mapping from layer names to configs; ``str()`` makes a table of it.
 
     Attributes:
         layers: in the order of the profiles.
@@ -90,7 +90,7 @@ class Allocation(Mapping[str, "BlockSparseConfig | None"]):
 
     @property
     def gap(self) -> float:
-        """Which part of the error a better config might save at most; 0 of an optimum."""
+        """Fraction of the error that better configs might save at most; 0 of an optimum."""
         return (self.error - self.bound) / self.error if self.error else 0.0
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class Allocation(Mapping[str, "BlockSparseConfig | None"]):
 def uniform(
     model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
 ) -> dict[str, BlockSparseConfig]:
-    """The same density for all layers, which `prune_model` has without this as well.
+    """Return the same config for all layers, as `prune_model` has by default.
 
     Args:
         model: only shapes are read, so that it may be on the meta device.
@@ -141,7 +141,7 @@ def uniform(
 def erk(
     model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
 ) -> dict[str, BlockSparseConfig]:
-    """Densities in proportion to (in_features + out_features) / (in_features · out_features), at most 1.
+    """Return densities in proportion to (in_features + out_features) / (in_features · out_features).
 
     This is the Erdős-Rényi-Kernel of Evci et al., "Rigging the Lottery: Making All Tickets Winners" (ICML
     2020): large layers become sparser than small ones. All layers together keep ``density`` of their blocks,
@@ -166,7 +166,7 @@ def erk(
     budget = round(checked_fraction("density", density) * sum(totals))
     if budget < len(totals):
         raise InvalidArgumentError(
-            f"density: at least {len(totals) / sum(totals):.3g} expected, one block of each of "
+            f"density must be at least {len(totals) / sum(totals):.3g}, one block of each of "
             f"{len(totals)} layers, got {density!r}"
         )
     # A weight has (in · out) · (in + out) / (in · out) parts of what is kept: the blocks are of one size.
@@ -179,7 +179,7 @@ def erk(
 
 
 def _in_proportion(parts: Sequence[int], totals: Sequence[int], budget: int) -> list[float]:
-    """The budget in proportion to parts, but from 1 to the total of each."""
+    """Share the budget out in proportion to parts, but from 1 to the total of each."""
 
     def shares(scale: float) -> list[float]:
         return [min(max(scale * part, 1), total) for part, total in zip(parts, totals, strict=True)]
@@ -196,7 +196,7 @@ def _in_proportion(parts: Sequence[int], totals: Sequence[int], budget: int) -> 
 
 
 def _whole(shares: Sequence[float], totals: Sequence[int], budget: int) -> list[int]:
-    """Whole numbers whose sum is the budget, the largest remainders rounded up."""
+    """Return whole numbers whose sum is the budget, the largest remainders rounded up."""
     kept = [math.floor(share + 1e-9) for share in shares]
     for position in sorted(range(len(kept)), key=lambda each: kept[each] - shares[each]):
         if sum(kept) == budget:
@@ -216,7 +216,7 @@ def allocate(
     table: LatencyTable | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Allocation:
-    """For every layer one of its configs, or None for dense, with the least sum of errors within a budget.
+    """Choose a config for every layer, or None for dense, with the least sum of errors within a budget.
 
     It is a multiple-choice knapsack, solved to a relative gap of 1e-6 by dynamic programming, which bounds of
     the linear relaxation keep small; `prune.knapsack` names the sources. Where that would take too many
@@ -256,7 +256,7 @@ def allocate(
     if budget < least:
         rounded = math.ceil(least * 1e6) / 1e6 if unit == "ms" else math.ceil(least)
         raise InvalidArgumentError(
-            f"{_ARGUMENTS[unit]}: at least {rounded} expected, what the cheapest configs take, got {budget}"
+            f"{_ARGUMENTS[unit]} must be at least {rounded}, the sum of the cheapest configs, got {budget}"
         )
     found = solve(costs, errors, budget)
     allocated = [
@@ -279,15 +279,15 @@ def _budget(
     }
     if len(given) != 1:
         raise InvalidArgumentError(
-            "parameters, bytes, milliseconds: exactly one of them expected, got "
+            "exactly one of parameters, bytes and milliseconds must be given, got "
             f"{[_ARGUMENTS[unit] for unit in given] or 'none'}"
         )
     ((unit, budget),) = given.items()
     if not 0 <= as_number(budget) < math.inf:
-        raise InvalidArgumentError(f"{_ARGUMENTS[unit]}: a number of at least 0 expected, got {budget!r}")
+        raise InvalidArgumentError(f"{_ARGUMENTS[unit]} must be a number of at least 0, got {budget!r}")
     if (table is not None) != (unit == "ms") or not isinstance(table, LatencyTable | None):
         raise InvalidArgumentError(
-            f"table: a LatencyTable expected with milliseconds, and only then, got {type(table).__name__}"
+            f"table must be a LatencyTable beside milliseconds, else None, got {type(table).__name__}"
         )
     return unit, float(budget) if unit == "ms" else math.floor(budget)
 
@@ -299,7 +299,7 @@ def _cost_of(unit: str, table: LatencyTable | None) -> Callable[[Any, BlockSpars
 
 
 def _weights_of(layer: Any, config: BlockSparseConfig | None) -> int:
-    """How many weights a layer multiplies by."""
+    """Return how many weights a layer multiplies by."""
     shape = shape_of(layer)
     if config is None:
         return math.prod(shape)
@@ -308,7 +308,7 @@ def _weights_of(layer: Any, config: BlockSparseConfig | None) -> int:
 
 
 def _bytes_of(layer: Any, config: BlockSparseConfig | None) -> int:
-    """What a layer stores, but for its bias."""
+    """Return how many bytes a layer stores, but for its bias."""
     weight = dense_weight(layer)
     if config is None:
         return weight.nbytes
@@ -325,7 +325,7 @@ def _error(name: str, error: object) -> float:
     number = as_number(error)
     if not 0 <= number < math.inf:
         raise InvalidArgumentError(
-            f"profiles: finite errors of at least 0 expected, got {error!r} for layer {name!r}"
+            f"profiles must have finite errors of at least 0, got {error!r} for layer {name!r}"
         )
     return number
 
@@ -334,9 +334,9 @@ def _factors(weights: Mapping[str, float] | None, layers: Mapping[str, Any]) -> 
     given = {} if weights is None else weights
     for name, weight in given.items():
         if name not in layers:
-            raise InvalidArgumentError(f"weights: names of layers in the profiles expected, got {name!r}")
+            raise InvalidArgumentError(f"weights must name layers of the profiles, got {name!r}")
         if not 0 <= as_number(weight) < math.inf:
             raise InvalidArgumentError(
-                f"weights: finite numbers of at least 0 expected, got {weight!r} for layer {name!r}"
+                f"weights must be finite numbers of at least 0, got {weight!r} for layer {name!r}"
             )
     return {name: float(given.get(name, 1.0)) for name in layers}

@@ -1,4 +1,4 @@
-"""What calibration data say about the inputs of layers, gathered block by block of a model."""
+"""Moments of the inputs of layers on calibration data, gathered block by block of a model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Calibration:
                 break
 
     def units(self) -> list[Unit]:
-        """What to prune, in order; each is passed before the next is looked at."""
+        """Return the units to prune, in order; each is passed before the next is looked at."""
         inside = [Unit(number, []) for number in range(len(self._blocks))]
         outside = Unit(None, [])
         members = [set(self._model.get_submodule(block).modules()) for block in self._blocks]
@@ -87,7 +87,7 @@ class Calibration:
         return [*inside, outside] if outside.layers else inside
 
     def groups(self, unit: Unit) -> list[list[str]]:
-        """The layers of a unit in the order in which they run, those together that have the same input."""
+        """Return the layers of a unit in the order in which they run, those with the same input together."""
         inputs: dict[str, list[Tensor]] = {}
 
         def note(name: str, x: Tensor) -> None:
@@ -102,7 +102,7 @@ class Calibration:
         return [*groups.values(), *others]
 
     def moments(self, unit: Unit, layer: str, parameters: Mapping[str, Tensor]) -> Moments | None:
-        """Of the inputs of a layer, and so of all in its group; None if nothing calls it.
+        """Return the moments of the inputs of a layer, and so of its group; None if nothing calls it.
 
         Args:
             unit: the next one.
@@ -135,7 +135,7 @@ class Calibration:
         return found[0] if found else None
 
     def advance(self, unit: Unit, parameters: Mapping[str, Tensor]) -> None:
-        """Lets the data go on behind a unit, with other parameters as in `moments`."""
+        """Move the data on behind a unit, with other parameters as in `moments`."""
         if unit.number is None:
             return
         self._pruned.advance(self._blocks[unit.number], parameters)
@@ -145,7 +145,7 @@ class Calibration:
     def _listening(
         self, layers: Sequence[str], note: Callable[[str, Tensor], None]
     ) -> AbstractContextManager[None]:
-        """Tells of each call of a layer: its name and input."""
+        """Call `note` with the name and input of a layer at each of its calls."""
 
         def tell(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             note(name, args[0] if args else next(iter(kwargs.values())))
@@ -156,7 +156,7 @@ class Calibration:
     def _results(
         self, unit: Unit, parameters: Mapping[str, Tensor] | None = None, *, dense: bool = False
     ) -> Iterator[Any]:
-        """Of each batch, what a unit gives."""
+        """Yield what a unit gives for each batch."""
         if unit.number is not None:
             stream = self._dense if dense else self._pruned
             yield from stream.results(self._blocks[unit.number], parameters)
@@ -168,7 +168,7 @@ class Calibration:
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """A mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument.
+    """Call a model with a mapping as keywords, a tuple or list as arguments, anything else as the argument.
 
     Tensors are copies, which the model may write to, on the device of its first parameter.
     """
@@ -176,17 +176,17 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def own_loss(output: Any) -> Tensor:
-    """The ``loss`` that a model gives, or an error."""
+    """Return the ``loss`` of a model's output."""
     value = getattr(output, "loss", None)
     if not isinstance(value, Tensor):
         raise InvalidArgumentError(
-            "loss: expected, for the model gives none with these batches; Transformers' models do where a "
+            "loss must be given: the model gives none with these batches; Transformers' models do where a "
             "batch has labels"
         )
     return value
 
 
 def _kept_tokens(batch: Any) -> Tensor | None:
-    """Which tokens of a batch are not padding: bools [sequences, tokens]."""
+    """Return which tokens of a batch are not padding: bools [sequences, tokens]."""
     mask = mask_of(batch)
     return None if mask is None else mask != 0

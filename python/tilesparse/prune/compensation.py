@@ -1,4 +1,4 @@
-"""Which blocks of a weight to remove, and what the others become so that the output changes least.
+"""Removal of blocks of a weight, and the values of the others with which the output changes least.
 
 A layer computes y = W x. Without the blocks that a pattern leaves out, and with damping λ, the best weights Ŵ
 minimise
@@ -49,7 +49,7 @@ class Damped(NamedTuple):
 
 
 class Elimination(NamedTuple):
-    """In which order each block row of a weight loses its blocks, and what each costs given those before."""
+    """Order in which each block row of a weight loses its blocks, and the cost of each after those before."""
 
     order: Tensor  # [R, C] int64: block columns
     costs: Tensor  # [R, C] float64, as additions to tr((W - Ŵ) H (W - Ŵ)ᵀ)
@@ -87,12 +87,14 @@ def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
     checked_number("damping", damping)
     if second_moment.dim() != 2 or second_moment.shape[0] != second_moment.shape[1]:
         raise InvalidArgumentError(
-            f"second_moment: a square matrix expected, got shape {tuple(second_moment.shape)}"
+            f"second_moment must be a square matrix, got shape {tuple(second_moment.shape)}"
         )
     moment = second_moment.double()
     mean = float(moment.diagonal().mean())
     if not 0 <= mean < float("inf"):
-        raise InvalidArgumentError(f"second_moment: finite, with a positive diagonal, expected, got {mean}")
+        raise InvalidArgumentError(
+            f"second_moment must be finite with a positive diagonal, got a mean of {mean}"
+        )
     if mean == 0:
         mean, damping = 1.0, 1.0
     identity = torch.eye(len(moment), dtype=torch.float64, device=moment.device)
@@ -105,11 +107,11 @@ def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
                 return Damped(matrix, inverse, damping * mean, damping)
         damping = max(damping * _STRONGER, 1e-9)
         if damping > _MOST_DAMPING:
-            raise InvalidArgumentError("second_moment: a positive semidefinite matrix expected")
+            raise InvalidArgumentError("second_moment must be positive semidefinite")
 
 
 def eliminate(weight: Tensor, moment: Damped, block_shape: tuple[int, int]) -> Elimination:
-    """Removes all blocks of a weight, those that cost least first.
+    """Remove all blocks of a weight, those that cost least first.
 
     Block rows do not depend on each other: all lose as many blocks in a round, `GROUP` of what they have
     left, and a number of them that fits into memory is computed together. Costs within a round come from one
@@ -142,7 +144,7 @@ def eliminate(weight: Tensor, moment: Damped, block_shape: tuple[int, int]) -> E
 
 
 def _eliminate(weight: Tensor, inverse: Tensor, bk: int) -> tuple[Tensor, Tensor]:
-    """Of block rows [r, bn, in_features]: (order, costs), both [r, C]; NaN where a factorisation fails."""
+    """Return (order, costs) [r, C] of block rows [r, bn, in_features]; NaN where a factorization fails."""
     rows, bn, in_features = weight.shape
     left = torch.arange(in_features // bk, device=weight.device).expand(rows, -1)
     covariance = inverse.expand(rows, -1, -1)
@@ -179,7 +181,7 @@ def _whitened(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def _take(matrix: Tensor, blocks: Tensor, dim: int, bk: int) -> Tensor:
-    """Of each matrix in [r, m, n] its own blocks [r, c] of bk rows (dim 1) or columns (dim 2)."""
+    """Select from each matrix in [r, m, n] its own blocks [r, c] of bk rows (dim 1) or columns (dim 2)."""
     rows, count = blocks.shape
     _, m, n = matrix.shape
     if dim == 1:
@@ -218,11 +220,11 @@ def refit(
     """
     if weight.shape != pattern.shape or second_moment.shape[:1] != weight.shape[1:]:
         raise InvalidArgumentError(
-            f"pattern, second_moment: those of a weight of shape {tuple(weight.shape)} expected, got "
+            f"pattern and second_moment must fit a weight of shape {tuple(weight.shape)}, got "
             f"{pattern.shape} and {tuple(second_moment.shape)}"
         )
     if not bool(weight.isfinite().all()):
-        raise InvalidArgumentError("weight: finite numbers expected, got NaN or infinities")
+        raise InvalidArgumentError("weight must be finite, got NaN or infinities")
     moment = damped(second_moment.to(weight.device), damping)
     dense = solve(weight, moment, pattern.to(weight.device))
     return BlockSparseMatrix.from_dense(dense.to(weight.dtype), pattern.to(weight.device))
@@ -271,14 +273,14 @@ def solve_masked(weight: Tensor, moment: Damped, mask: Tensor) -> Tensor:
 
 
 def workspace(device: torch.device) -> int:
-    """Bytes that are computed with at a time."""
+    """Return how many bytes to compute with at a time."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory) // 4
     return _CPU_WORKSPACE
 
 
 def _systems(moment: Damped, pattern: BlockPattern) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Of each block row that keeps columns: its rows, these columns, and the Cholesky factor of H there."""
+    """Yield rows, kept columns and their Cholesky factor of H, of each block row that keeps columns."""
     bn, bk = pattern.block_shape
     for row, kept in enumerate(pattern.to_block_mask().cpu()):
         columns = (kept.nonzero() * bk + torch.arange(bk)).flatten().to(moment.matrix.device)
@@ -289,6 +291,6 @@ def _systems(moment: Damped, pattern: BlockPattern) -> Iterator[tuple[slice, Ten
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Products of float32 are rounded to fewer bits neither by settings nor by autocast."""
+    """Compute float32 products in full precision, whatever settings and autocast say."""
     with exact_float32(), torch.autocast(device.type, enabled=False):
         yield

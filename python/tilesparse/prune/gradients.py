@@ -23,7 +23,7 @@ def gradient_scores(
     forward: Forward | None,
     loss: Loss | None,
 ) -> dict[str, Tensor]:
-    """Scores of blocks by "taylor" and "movement", added up over the batches."""
+    """Return scores of blocks by "taylor" or "movement", added up over the batches."""
     score = GRADIENT_METHODS[method]
     weights = [model.get_submodule(name).get_parameter("weight") for name in targets]
     frozen = [weight for weight in weights if not weight.requires_grad]
@@ -36,7 +36,7 @@ def gradient_scores(
                 value = loss(model, batch) if loss else own_loss((forward or call_model)(model, batch))
                 if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
                     raise InvalidArgumentError(
-                        "loss: a tensor with one number that depends on the weights expected, got "
+                        "loss must be a tensor with one number that depends on the weights, got "
                         f"{type(value).__name__ if not isinstance(value, Tensor) else tuple(value.shape)}"
                     )
                 gradients = torch.autograd.grad(value, weights, allow_unused=True)

@@ -47,7 +47,7 @@ class _Group(NamedTuple):
 
 
 class _Hulls:
-    """Walks along the hulls of all groups from some position on."""
+    """Walk along the hulls of all groups from some position on."""
 
     def __init__(self, groups: Sequence[_Group]) -> None:
         steps = [
@@ -62,7 +62,7 @@ class _Hulls:
         self._groups = groups
 
     def bounds(self, first: int, budgets: Tensor) -> Tensor:
-        """The least error that the groups from `first` on can have, by the relaxation; ∞ above a budget."""
+        """Return the least error of the groups from `first` on, by the relaxation; ∞ above a budget."""
         cheapest = sum(group.costs[0] for group in self._groups[first:])
         worst = sum(group.errors[0] for group in self._groups[first:])
         here = self._positions >= first
@@ -76,7 +76,7 @@ class _Hulls:
         return found.masked_fill(budgets < cheapest, torch.inf)
 
     def greedy(self, budget: float) -> list[int]:
-        """Positions in the groups: along the hulls as far as the budget goes, and then what still fits."""
+        """Return positions in the groups: along the hulls as far as the budget goes, then what still fits."""
         chosen = [0] * len(self._groups)
         left = budget - sum(group.costs[0] for group in self._groups)
         stopped: set[int] = set()
@@ -96,7 +96,7 @@ class _Hulls:
 
 
 def solve(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], budget: float) -> Solution:
-    """The items with the least sum of errors whose costs sum up to at most the budget.
+    """Return the items with the least sum of errors whose costs sum up to at most the budget.
 
     It is within `GAP` of the optimum unless more than `STATES` states were worth following; the bound says so
     in either case. The same problem always has the same solution.
@@ -121,7 +121,7 @@ def solve(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], b
 
 
 def _floats(numbers: Sequence[float]) -> Tensor:
-    """On the host, whatever the default device and dtype are."""
+    """Return float64 numbers on the host, whatever the default device and dtype are."""
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
@@ -138,13 +138,13 @@ def _group(costs: Sequence[float], errors: Sequence[float]) -> _Group:
 
 
 def _above(costs: Sequence[float], errors: Sequence[float], left: int, middle: int, right: int) -> bool:
-    """Whether the middle one of three points lies on the line between the others, or above it."""
+    """Return True if the middle one of three points lies on the line between the others, or above it."""
     rise = (errors[right] - errors[left]) * (costs[middle] - costs[left])
     return (errors[middle] - errors[left]) * (costs[right] - costs[left]) >= rise
 
 
 def _undominated(costs: Tensor, errors: Tensor) -> Tensor:
-    """Which points no other one beats in both, by rising cost; of equal ones the first."""
+    """Return the points that no other one beats in both, by rising cost; of equal ones the first."""
     order = errors.argsort(stable=True)
     order = order[costs[order].argsort(stable=True)]
     falling = errors[order]
@@ -154,7 +154,7 @@ def _undominated(costs: Tensor, errors: Tensor) -> Tensor:
 
 
 def _search(groups: Sequence[_Group], budget: float) -> tuple[list[int], float]:
-    """Positions in the groups, and what no error is below."""
+    """Return positions in the groups, and a lower bound of all errors."""
     hulls = _Hulls(groups)
     best = hulls.greedy(budget)
     least = sum(group.errors[position] for group, position in zip(groups, best, strict=True))

@@ -1,4 +1,4 @@
-"""How long layers take here, dense and in other forms: measured, tabulated, and kept in a file."""
+"""Times of layers on this device, dense and block-sparse: measured, tabulated, and kept in a file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VERSION = 1  # of the file
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Milliseconds of one call of layers by shape and config, on the device that they were measured on.
+    """Table of milliseconds of one call of a layer, by shape and config, measured on one device.
 
     Attributes:
         device: its name, also of a CPU.
@@ -56,7 +56,7 @@ class LatencyTable:
 
     @renamed(config="choice")
     def milliseconds(self, shape: tuple[int, int], config: BlockSparseConfig | None) -> float:
-        """Of one call of a layer of this shape.
+        """Return milliseconds of one call of a layer of this shape.
 
         Between two measured densities of the same blocks and storage it is on the straight line between
         them; where a time is below that of a lower density, that one counts for both, so that times rise with
@@ -101,7 +101,7 @@ class LatencyTable:
 
     @renamed(configs="choices")
     def total(self, model: nn.Module, configs: Mapping[str, BlockSparseConfig | None]) -> float:
-        """Milliseconds of one call of each of these layers of a dense model, were they as chosen.
+        """Return milliseconds of one call of each of these layers of a dense model, stored by their configs.
 
         Args:
             model: whose layers are meant; only their shapes are read.
@@ -114,7 +114,7 @@ class LatencyTable:
         return sum(self.milliseconds(shape_of(layer), configs[name]) for name, layer in layers.items())
 
     def where(self) -> str:
-        """What the times are of, in words; also if this machine has no such device, or other versions."""
+        """Say what was measured; also if this machine has no such device, or other versions."""
         text = f"measured on {self.device} with {self.tokens} tokens in {self.dtype}"
         here = {name_of(torch.device("cpu"))}
         here |= {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
@@ -137,7 +137,7 @@ class LatencyTable:
 
     @checked
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON, which `load` reads on any machine.
+        """Write the table as JSON, which `load` reads on any machine.
 
         Raises:
             InvalidArgumentError: the file cannot be written.
@@ -157,7 +157,7 @@ class LatencyTable:
     @classmethod
     @checked
     def load(cls, path: str | Path) -> LatencyTable:
-        """Reads what `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
             CheckpointNotFoundError: the file cannot be read.
@@ -170,7 +170,7 @@ class LatencyTable:
         try:
             document = json.loads(text)
             if document["version"] != VERSION:
-                raise ValueError(f"version {VERSION} expected, got {document['version']!r}")
+                raise ValueError(f"version must be {VERSION}, got {document['version']!r}")
             times: dict[tuple[int, int], dict[BlockSparseConfig | None, float]] = {}
             for entry in document["times"]:
                 rows, columns = map(as_integer, entry["shape"])
@@ -192,7 +192,7 @@ def measure_latency(
     device: torch.device | str | int | None = None,
     repetitions: int = 21,
 ) -> LatencyTable:
-    """Times the layers of a model as what they might become, and dense, on the device at hand.
+    """Measure the layers of a model, dense and by each config, on the device at hand.
 
     Layers of one shape share their times. Each is a layer of its own with random blocks and values and
     without a bias, packed for inference (`BlockSparseLinear.pack`); those of one shape take turns, so that a
@@ -224,7 +224,7 @@ def measure_latency(
     tokens, repetitions = checked_count("tokens", tokens), checked_count("repetitions", repetitions)
     on, dtype = _checked_device(like.device if device is None else device), dtype or like.dtype
     if dtype not in DTYPES:
-        raise InvalidArgumentError(f"dtype: one of {[str(each) for each in DTYPES]} expected, got {dtype}")
+        raise InvalidArgumentError(f"dtype must be one of {[str(each) for each in DTYPES]}, got {dtype}")
     progress, times = Progress(len(by_shape)), {}
     for done, (shape, options) in enumerate(by_shape.items(), 1):
         with own_numbers(on):
@@ -241,7 +241,7 @@ def measure_latency(
 def time_layers(
     model: nn.Module, layers: Iterable[str], *, tokens: int, repetitions: int = 21
 ) -> dict[str, float]:
-    """Milliseconds of one call of each of these layers as they are, dense or sparse, on their device.
+    """Measure milliseconds of one call of each of these layers as they are, on their device.
 
     It is measured as `measure_latency` does, but of the model's own layers: their sum beside
     `LatencyTable.total` says how much the prediction is worth. What else a model does is in neither.
@@ -264,7 +264,7 @@ def time_layers(
         layer: Any = modules.get(name)
         if not isinstance(layer, nn.Linear | BlockSparseLinear) and not is_conv1d(layer):
             raise InvalidArgumentError(
-                f"layers: a linear layer expected as {name!r}, got {type(layer).__name__}"
+                f"layers must name linear layers, got {name!r}: {type(layer).__name__}"
             )
         features = layer.in_features if not is_conv1d(layer) else layer.weight.shape[0]
         dtype = layer.spec.dtype if isinstance(layer, BlockSparseLinear) else layer.weight.dtype
@@ -273,9 +273,9 @@ def time_layers(
         calls[name] = partial(layer, x)
         devices.add(x.device)
     if not calls:
-        raise InvalidArgumentError("layers: at least one name expected, got none")
+        raise InvalidArgumentError("layers must have at least one name, got none")
     if len(devices) > 1:
-        raise InvalidArgumentError(f"layers: all on one device expected, got {sorted(map(str, devices))}")
+        raise InvalidArgumentError(f"layers must all be on one device, got {sorted(map(str, devices))}")
     device = _checked_device(devices.pop())
     return dict(zip(calls, medians(list(calls.values()), device, repetitions), strict=True))
 
@@ -287,7 +287,7 @@ def _form(config: BlockSparseConfig) -> tuple[Any, ...]:
 def _module(
     shape: tuple[int, int], config: BlockSparseConfig | None, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """A layer with random values, and the same random blocks in every run."""
+    """Return a layer with random values, and the same random blocks in every run."""
     out_features, in_features = shape
     if config is None:
         return nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype).eval()
@@ -321,7 +321,7 @@ def _versions(device: torch.device) -> dict[str, str]:
 def _checked_device(device: object) -> torch.device:
     found = checked_device(device)
     if found.type not in ("cpu", "cuda"):
-        raise InvalidArgumentError(f"device: cpu or cuda expected, got {device!r}; say where to measure")
+        raise InvalidArgumentError(f"device must be cpu or cuda, got {device!r}")
     return found
 
 
@@ -338,5 +338,5 @@ def _config_of(entry: Mapping[str, Any] | None) -> BlockSparseConfig | None:
 def _time_of(number: object) -> float:
     milliseconds = as_number(number)
     if not 0 <= milliseconds < math.inf:
-        raise ValueError(f"milliseconds expected, got {number!r}")
+        raise ValueError(f"ms must be milliseconds, got {number!r}")
     return milliseconds

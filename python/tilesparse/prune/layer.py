@@ -1,4 +1,4 @@
-"""One layer pruned, by what is known of its inputs."""
+"""Pruning of one layer by the moments of its inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METHODS = ("obs", "wanda", "magnitude", *GRADIENT_METHODS)
 
 
 class Solution(NamedTuple):
-    """What a layer becomes: tensors on the host, and what that changes of its output.
+    """Pruned layer: tensors on the host, and the error of its output.
 
     `error` is that of the layer as it is stored, `error_before_refit` that of the same blocks with the dense
     weights, both relative, see `ErrorProfiles`. `tokens` is how many were counted.
@@ -43,7 +43,7 @@ class Solution(NamedTuple):
 
 
 class Pruner:
-    """Prunes one layer, in as many ways as wanted.
+    """Pruning of one layer, by any number of configs.
 
     Where its inputs X differ from those in the dense model, X₀, the dense weight W₀ is replaced by the W that
     minimises ‖X Wᵀ - X̄ W₀ᵀ‖² / tokens + λ ‖W - W₀‖² with X̄ = X + `CORRECTION` · (X₀ - X), and so makes up for
@@ -87,7 +87,7 @@ class Pruner:
         pattern: BlockPattern | None = None,
         block_scores: Tensor | None = None,
     ) -> tuple[Solution, BlockSparseLinear]:
-        """What the layer becomes, and the layer itself, on the device of the dense one.
+        """Prune the layer; return the solution, and the layer itself on the device of the dense one.
 
         Args:
             config: how it is to be stored.
@@ -161,7 +161,7 @@ class Pruner:
 @torch.inference_mode(False)  # the layer is trained later, whatever it is pruned in
 @torch.no_grad()
 def built(linear: nn.Module, solution: Solution, config: BlockSparseConfig) -> BlockSparseLinear:
-    """The layer that a solution describes, with dtype, device and mode of the dense one."""
+    """Return the layer that a solution describes, with dtype, device and mode of the dense one."""
     layer = BlockSparseLinear.from_linear(linear, pattern=solution.pattern, policy=config.policy)
     layer.weight.copy_(solution.values)
     if layer.bias is not None and solution.bias is not None:
@@ -174,7 +174,7 @@ def built(linear: nn.Module, solution: Solution, config: BlockSparseConfig) -> B
 
 
 def dense_parameters(name: str, linear: nn.Module, layer: BlockSparseLinear) -> dict[str, Tensor]:
-    """What computes in place of a dense layer as the sparse one does, by names in the model."""
+    """Return the parameters with which a dense layer computes as the sparse one, by names in the model."""
     weight = layer.to_linear().weight.detach()
     own = {f"{name}.weight": weight.T if is_conv1d(linear) else weight}
     if layer.bias is not None:

@@ -37,7 +37,7 @@ class Moments:
         self._finite: dict[int, Tensor] = {}
 
     def add(self, x: Tensor, dense: Tensor | None, number: int, keep: Tensor | None = None) -> None:
-        """Counts the inputs of one call; nothing waits for a GPU.
+        """Add the inputs of one call; nothing waits for a GPU.
 
         Args:
             x: [..., features].
@@ -67,34 +67,34 @@ class Moments:
         self._finite[number] = self._finite.get(number, True) & sums.isfinite().all()
 
     def _rows(self, x: Tensor, keep: Tensor, origin: Tensor) -> Tensor:
-        """[tokens, features] less the origin; zeros for tokens that do not count."""
+        """Return [tokens, features] less the origin; zeros for tokens that do not count."""
         x = x.detach().to(self._sums.device, torch.promote_types(x.dtype, torch.float32))
         return torch.where(keep, x.reshape(-1, x.shape[-1]) - origin.to(x.dtype), 0)
 
     def _mean_of(self, x: Tensor, keep: Tensor) -> Tensor:
-        """Of tokens that count, as a number that the inputs can be less without rounding it."""
+        """Return the mean over tokens that count, as a number of the inputs' dtype."""
         rows = self._rows(x, keep, torch.zeros_like(self._origin))
         return (rows.sum(0, dtype=torch.float64) / keep.sum().clamp(min=1)).to(rows.dtype).double()
 
     def tokens(self) -> int:
-        """How many tokens were counted; waits for the GPU, as `not_finite` does."""
+        """Return how many tokens were counted; waits for the GPU, as `not_finite` does."""
         return int(self._tokens)
 
     def not_finite(self) -> int | None:
-        """The first batch with NaN or infinities."""
+        """Return the first batch with NaN or infinities, or None."""
         if not self._finite:
             return None
         good = torch.stack(list(self._finite.values())).tolist()
         return next((number for number, fine in zip(self._finite, good, strict=True) if not fine), None)
 
     def second(self, *, centred: bool = False) -> Tensor:
-        """XᵀX / tokens [features, features], of X less its mean if it is to be centred."""
+        """Return XᵀX / tokens [features, features], of X less its mean if centred."""
         off = self._sums / self._tokens
         found = (self._products / self._tokens).addr_(off, off, alpha=-1)
         return found if centred else found.addr_(self.mean(), self.mean())
 
     def across(self, *, centred: bool = False) -> Tensor | None:
-        """X₀ᵀX / tokens [features, features], of both less their means if so; or None where X₀ = X."""
+        """Return X₀ᵀX / tokens [features, features], less the means if centred; None where X₀ = X."""
         if self._across is None:
             return None
         dense, off = self._dense_sums / self._tokens, self._sums / self._tokens
@@ -102,15 +102,15 @@ class Moments:
         return found if centred else found.addr_(self.dense_mean(), self.mean())
 
     def mean(self) -> Tensor:
-        """The mean of X [features]."""
+        """Return the mean of X [features]."""
         return self._sums / self._tokens + self._origin
 
     def dense_mean(self) -> Tensor:
-        """The mean of X₀ [features], where there are any."""
+        """Return the mean of X₀ [features], where there are any."""
         return self._dense_sums / self._tokens + self._dense_origin
 
     def reordered(self, order: Tensor) -> Moments:
-        """Of the same inputs, whose feature order[i] has become feature i."""
+        """Return the moments of the same inputs with features in another order: order[i] becomes i."""
         other, order = copy(self), order.to(self._sums.device)
         other._products, other._sums = self._products[order][:, order], self._sums[order]
         other._across = None if self._across is None else self._across[order][:, order]

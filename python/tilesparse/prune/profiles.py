@@ -35,7 +35,7 @@ def measure_errors(
     forward: Forward | None = None,
     device: torch.device | str | int | None = None,
 ) -> ErrorProfiles:
-    """What each config would do to the output of each layer, of the dense model; nothing changes.
+    """Measure the error of each layer's output by each config, in the dense model; nothing changes.
 
     Inputs are those of the dense model, gathered block by block as in `prune_model`. With "obs" the order in
     which blocks go is found once for each block shape, and serves all densities.
@@ -63,7 +63,7 @@ def measure_errors(
     """
     check_numbers(method, damping, refit)
     if method in GRADIENT_METHODS:
-        raise InvalidArgumentError(f"method: one that needs no gradient expected, got {method!r}")
+        raise InvalidArgumentError(f"method must need no gradient, got {method!r}")
     checked = [checked_config("configs", config) for config in configs]
     if not checked:
         raise InvalidArgumentError("configs must have at least one config, got none")

@@ -118,7 +118,7 @@ def _solutions(
 
 
 class _Replacer(BlockSparseModelPatcher):
-    """Patches a model with layers that are there already."""
+    """Patcher that puts layers into a model that are made already."""
 
     def __init__(self, made: Mapping[str, BlockSparseLinear]) -> None:
         super().__init__()

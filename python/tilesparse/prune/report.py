@@ -1,4 +1,4 @@
-"""What pruning did to a model."""
+"""Reports of pruning, and its warnings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PrunedLayer:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What `prune_model` did; ``str()`` makes a table of it.
+    """Result of `prune_model`; ``str()`` makes a table of it.
 
     Attributes:
         layers: those that were pruned, in the order in which they were.
@@ -100,7 +100,7 @@ class PruneReport:
 
 
 def warn_of_few_tokens(model: nn.Module, tokens: Mapping[str, int]) -> None:
-    """Names layers whose XᵀX cannot have full rank, with how many tokens they have met and need at least."""
+    """Warn of layers whose XᵀX cannot have full rank, with the tokens that they have met and need."""
     short: dict[tuple[int, int], list[str]] = {}
     for name, met in tokens.items():
         layer: Any = model.get_submodule(name)
@@ -117,7 +117,7 @@ def warn_of_few_tokens(model: nn.Module, tokens: Mapping[str, int]) -> None:
 
 
 def warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:
-    """Says that most of a model is no linear layer, as where experts are stacked in one parameter."""
+    """Warn where most of a model is no linear layer, as with experts stacked in one parameter."""
     usual = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
     others = [one for one in dense if not isinstance(model.get_submodule(one.name.rpartition(".")[0]), usual)]
     share = sum(one.share for one in others)

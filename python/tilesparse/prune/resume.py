@@ -1,4 +1,4 @@
-"""What a long pruning has done so far, in a folder."""
+"""Progress of a long pruning, in a folder."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Progress:
         (folder / f"{_FILE}.partial").replace(file)
 
     def load(self, name: str, block_shape: tuple[int, int], shape: tuple[int, int]) -> Solution | None:
-        """The solution of a layer, if there is one.
+        """Return the saved solution of a layer, or None.
 
         Raises:
             CheckpointError: its file is damaged.
@@ -80,7 +80,7 @@ class Progress:
         return Solution(pattern, values, stored.get("mask"), stored.get("bias"), **numbers)
 
     def save(self, name: str, solution: Solution) -> None:
-        """Writes a layer's solution; if that is interrupted it counts as not written."""
+        """Write a layer's solution; if that is interrupted it counts as not written."""
         tensors = {own: getattr(solution.pattern, own) for own in INDEX_NAMES}
         numbers = [float(getattr(solution, own)) for own in _NUMBERS]
         tensors |= {"values": solution.values, "numbers": torch.tensor(numbers, dtype=torch.float64)}
@@ -117,6 +117,6 @@ def _described(argument: str, value: Any) -> Iterator[str]:
         yield repr(value)
     else:
         raise InvalidArgumentError(
-            f"{argument}: tensors, numbers and texts in tuples, lists and mappings expected beside folder, "
+            f"{argument} must be tensors, numbers and texts in tuples, lists and mappings beside folder, "
             f"which is for the same {argument} only, got {type(value).__name__}"
         )

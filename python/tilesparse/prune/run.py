@@ -17,7 +17,7 @@ from .targets import naming_layer
 
 
 class Run:
-    """The way of the data through the model, with what becomes of layers on it."""
+    """Pass of the calibration data through a model, on which its layers are pruned."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class Run:
         return self._model.get_submodule(name)
 
     def pruners(self) -> Iterator[tuple[str, Pruner]]:
-        """Of all layers, by the inputs that they have in the dense model."""
+        """Yield all layers with a pruner each, by their inputs in the dense model."""
         for unit in self._calibration.units():
             for group in self._calibration.groups(unit):
                 yield from self._of(unit, group, {})
             self._calibration.advance(unit, {})
 
     def solutions(self, solve: Callable[[str, Pruner], Solution]) -> dict[str, Solution]:
-        """Of all layers, by the inputs that they have behind pruned blocks."""
+        """Return the solutions of all layers, by their inputs behind pruned blocks."""
         solutions: dict[str, Solution] = {}
         for unit in self._calibration.units():
             solutions |= self._saved(unit)
@@ -85,7 +85,7 @@ class Run:
     def _of(
         self, unit: Unit, names: list[str], parameters: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Pruner]]:
-        """Of layers that have the same input."""
+        """Yield layers that have the same input, with a pruner each."""
         if not names:
             return
         moments = checked_moments(names[0], self._calibration.moments(unit, names[0], parameters))

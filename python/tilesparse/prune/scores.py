@@ -1,4 +1,4 @@
-"""How much each block of a weight matters, judged block by block: the scores that need no inverse.
+"""Scores of the blocks of a weight, block by block: those that need no inverse.
 
 All take a weight [out_features, in_features] of any dtype that layers have and give float32 scores
 [out_features / bn, in_features / bk], higher for what to keep, as `BlockPattern.from_scores` ranks them.
@@ -16,13 +16,13 @@ from ..errors import InvalidArgumentError
 
 @checked
 def magnitude(weight: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """The Frobenius norm of each block."""
+    """Return the Frobenius norm of each block."""
     return _sums(weight.float().square(), block_shape).sqrt()
 
 
 @checked
 def wanda(weight: Tensor, input_norms: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """The sum of |W| · ‖X‖ over each block, with the norm of each input over the calibration data.
+    """Return the sum of |W| · ‖X‖ over each block, with the norm of each input over the calibration data.
 
     Sun et al., "A Simple and Effective Pruning Approach for Large Language Models" (ICLR 2024), who rank
     single weights, and those of one output among each other; blocks are ranked among all of the layer.
@@ -37,14 +37,14 @@ def wanda(weight: Tensor, input_norms: Tensor, block_shape: tuple[int, int]) -> 
     """
     if input_norms.shape != weight.shape[1:]:
         raise InvalidArgumentError(
-            f"input_norms: shape {tuple(weight.shape[1:])} expected, got {tuple(input_norms.shape)}"
+            f"input_norms must have shape {tuple(weight.shape[1:])}, got {tuple(input_norms.shape)}"
         )
     return _sums(weight.float().abs() * input_norms.float(), block_shape)
 
 
 @checked
 def movement(weight: Tensor, gradient: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """The sum of -W · ∂L/∂W over each block: high where a step down the gradient makes weights larger.
+    """Return the sum of -W · ∂L/∂W over each block: high where a step down the gradient makes weights larger.
 
     Sanh et al., "Movement Pruning: Adaptive Sparsity by Fine-Tuning" (NeurIPS 2020), who add it up over the
     steps of a training.
@@ -70,7 +70,7 @@ def _sums(of_weights: Tensor, block_shape: tuple[int, int]) -> Tensor:
 def _check_gradient(weight: Tensor, gradient: Tensor) -> None:
     if gradient.shape != weight.shape:
         raise InvalidArgumentError(
-            f"gradient: shape {tuple(weight.shape)} expected, got {tuple(gradient.shape)}"
+            f"gradient must have shape {tuple(weight.shape)}, got {tuple(gradient.shape)}"
         )
 
 

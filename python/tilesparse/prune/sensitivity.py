@@ -1,4 +1,4 @@
-"""How much the loss of a model depends on what its layers get wrong."""
+"""Sensitivity of the loss of a model to the errors of its layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def measure_sensitivity(
     forward: Forward | None = None,
     loss: Loss | None = None,
 ) -> dict[str, float]:
-    """What relative errors of layers weigh in a loss, as `weights` of `allocate`; the model is only read.
+    """Return how much relative errors of layers weigh in a loss, as `weights` of `allocate`.
 
     To second order, as in LeCun et al., "Optimal Brain Damage" (NIPS 1989), but with the empirical Fisher
     information in place of the Hessian, and for errors in no particular direction, the loss grows by
@@ -75,7 +75,7 @@ def measure_sensitivity(
     for name, weight in weights.items():
         if not 0 < weight < math.inf:
             raise InvalidArgumentError(
-                f"loss: one that depends on layer {name!r}, with finite gradients, expected, got {weight}"
+                f"loss must depend on layer {name!r} with finite gradients, got a weight of {weight}"
             )
     mean = sum(weights.values()) / len(weights)
     return {name: weight / mean for name, weight in weights.items()}
@@ -86,7 +86,7 @@ def _zero(layer: Any) -> Tensor:
 
 
 def _keeping(name: str, outputs: list[tuple[str, Tensor]]) -> Callable[..., Tensor]:
-    """A hook that keeps outputs, which have gradients even where all parameters are frozen."""
+    """Return a hook that keeps outputs, which have gradients even where all parameters are frozen."""
 
     def hook(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
         kept = y if y.requires_grad else y.detach().requires_grad_()
@@ -99,7 +99,7 @@ def _keeping(name: str, outputs: list[tuple[str, Tensor]]) -> Callable[..., Tens
 def _gradients(value: Tensor, outputs: list[Tensor]) -> tuple[Tensor | None, ...]:
     if not isinstance(value, Tensor) or value.numel() != 1:
         given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise InvalidArgumentError(f"loss: a tensor with one number expected, got {given}")
+        raise InvalidArgumentError(f"loss must be a tensor with one number, got {given}")
     if not outputs or not value.requires_grad:
         return (None,) * len(outputs)
     return torch.autograd.grad(value, outputs, allow_unused=True)

@@ -34,7 +34,7 @@ def targets_matching(
     cut: bool = True,
     reads: Mapping[nn.Module, Read] | None = None,
 ) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
-    """Layers that a config is for, and linear ones that stay dense.
+    """Return the layers that a config is for, and the linear ones that stay dense.
 
     Args:
         model: only read.
@@ -71,14 +71,14 @@ def targets_matching(
 def targets_named(
     model: nn.Module, configs: Mapping[str, BlockSparseConfig | None], argument: str
 ) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
-    """Layers with a config each, in the order of the model."""
+    """Return layers with a config each, in the order of the model, and those that stay dense."""
     modules = dict(model.named_modules(remove_duplicate=False))
     reads = weight_reads(model)
     targets: dict[str, BlockSparseConfig] = {}
     skipped: list[SkippedLayer] = []
     for name, config in configs.items():
         if name not in modules:
-            raise InvalidArgumentError(f"{argument}: names of layers expected, got {name!r}")
+            raise InvalidArgumentError(f"{argument} must name layers, got {name!r}")
         if config is None:
             skipped.append(SkippedLayer(name, type(modules[name]).__name__, STAYS_DENSE))
             continue
@@ -102,9 +102,7 @@ def _is_linear(model: nn.Module, name: str) -> bool:
 def config_of(name: str, pattern: BlockPattern, **stored: Any) -> BlockSparseConfig:
     """Return how a layer with a given pattern is to be stored."""
     if pattern.nnz == 0:
-        raise InvalidArgumentError(
-            f"patterns: a BlockPattern with blocks expected for {name!r}, got {pattern!r}"
-        )
+        raise InvalidArgumentError(f"patterns[{name!r}] must have at least one block, got {pattern!r}")
     return BlockSparseConfig(pattern.density, pattern.block_shape, **stored)
 
 
@@ -113,9 +111,7 @@ def check_shapes_of(model: nn.Module, patterns: Mapping[str, BlockPattern]) -> N
     for name, pattern in patterns.items():
         shape = tuple(dense_weight(model.get_submodule(name)).shape)
         if pattern.shape != shape:
-            raise InvalidArgumentError(
-                f"patterns: layer {name!r}: shape {shape} expected, got {pattern.shape}"
-            )
+            raise InvalidArgumentError(f"patterns[{name!r}] must have shape {shape}, got {pattern.shape}")
 
 
 def reasons(skipped: Sequence[SkippedLayer]) -> str:
@@ -127,7 +123,7 @@ def reasons(skipped: Sequence[SkippedLayer]) -> str:
 
 @contextmanager
 def naming_layer(name: str) -> Iterator[None]:
-    """Says in errors which layer they are about."""
+    """Add the name of a layer to errors."""
     try:
         yield
     except TileSparseError as error:

@@ -32,7 +32,7 @@ Forward = Callable[[nn.Module, Any], Any]
 
 @dataclass
 class DistillationHistory:
-    """What `distill` has seen, one entry for each step of the optimizer.
+    """Losses of `distill`, one entry for each step of the optimizer.
 
     Attributes:
         loss: the loss, averaged over the batches of a step.
@@ -117,7 +117,7 @@ def distill(
     check_batches(batches)
     schedulers = _schedulers(scheduler)
     if schedule is not None and not callable(getattr(schedule, "step", None)):
-        raise InvalidArgumentError(f"schedule: an object with step() expected, got {type(schedule).__name__}")
+        raise InvalidArgumentError(f"schedule must have step(), got {type(schedule).__name__}")
     check_autocast(autocast)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -156,7 +156,7 @@ def _backward(
     forward: Forward | None,
     autocast: torch.dtype | None,
 ) -> dict[str, Tensor]:
-    """Adds the gradients of the mean loss of some batches, and gives it and its terms."""
+    """Add the gradients of the mean loss of some batches, and return it with its terms."""
     sums: dict[str, Tensor] = {}
     for batch in group:
         targets = _targets(teacher, batch, loss, forward, autocast)
@@ -190,7 +190,7 @@ def _targets(
 def outputs_of(
     model: nn.Module, batch: Any, loss: DistillationLoss, forward: Forward | None = None, labels: bool = True
 ) -> Any:
-    """What a loss compares."""
+    """Return what a loss compares: the outputs of a model."""
     if forward is not None:
         return forward(model, batch)
     if not (labels and loss.task):
@@ -199,28 +199,28 @@ def outputs_of(
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """A context that computes in ``dtype``, or changes nothing where that is None."""
+    """Return a context that computes in ``dtype``, or changes nothing where that is None."""
     # Without its cache: within one context the optimizer changes weights, whose casts it would keep.
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def check_autocast(dtype: object) -> None:
-    """Refuses what needs scaled gradients, and what is no dtype of autocast."""
+    """Raise unless the dtype is bfloat16 or None: float16 needs scaled gradients."""
     if dtype == torch.float16:
         raise UnsupportedError(
-            "autocast: torch.bfloat16 expected, got torch.float16, whose gradients must be scaled; "
+            "autocast must be torch.bfloat16, got torch.float16, whose gradients must be scaled; "
             "tilesparse.recover.trainer.DistillationTrainer does that"
         )
     if dtype not in (None, torch.bfloat16):
-        raise InvalidArgumentError(f"autocast: torch.bfloat16 or None expected, got {dtype!r}")
+        raise InvalidArgumentError(f"autocast must be torch.bfloat16 or None, got {dtype!r}")
 
 
 def _groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """So many batches at a time, and at last what is left."""
+    """Return lists of so many batches, and at last what is left."""
     remaining = iter(batches)
     first = list(islice(remaining, size))
     if not first:
-        raise InvalidArgumentError("batches: at least one expected, got none")
+        raise InvalidArgumentError("batches must have at least one batch, got none")
     return chain([first], iter(lambda: list(islice(remaining, size)), []))
 
 
@@ -245,7 +245,7 @@ def _check_models(model: nn.Module, teacher: object, optimizer: torch.optim.Opti
                 "model was pruned, or call requires_grad_(False) on what is to stay as it is"
             )
     if not any(id(parameter) in known for parameter in model.parameters() if parameter.requires_grad):
-        raise InvalidArgumentError("optimizer: parameters of the model expected, it has none")
+        raise InvalidArgumentError("optimizer must have parameters of the model, it has none")
 
 
 def _schedulers(scheduler: Any) -> Sequence[Any]:
@@ -254,7 +254,6 @@ def _schedulers(scheduler: Any) -> Sequence[Any]:
         plateau = isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if plateau or not callable(getattr(one, "step", None)):
             raise InvalidArgumentError(
-                "scheduler: one whose step() takes no argument, or several, expected, "
-                f"got {type(one).__name__}"
+                f"scheduler must have a step() without arguments, or several must, got {type(one).__name__}"
             )
     return several

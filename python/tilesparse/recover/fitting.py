@@ -17,7 +17,7 @@ from .report import FittedSubmodule
 
 
 class Settings(NamedTuple):
-    """How submodules are fitted."""
+    """Settings of all fits."""
 
     epochs: int
     lr: float
@@ -72,7 +72,7 @@ def fit(
 
 
 class _Pair(NamedTuple):
-    """What a submodule is given in the sparse model, and what it is to give."""
+    """Call of a submodule in the sparse model, and its target."""
 
     call: Call
     target: Tensor
@@ -81,14 +81,14 @@ class _Pair(NamedTuple):
     def squares(
         self, name: str, part: nn.Module, values: Mapping[str, Tensor], device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """‖y - t‖² and ‖t‖², with these values as parameters."""
+        """Return ‖y - t‖² and ‖t‖², with these values as parameters."""
         moved = self.call.on(device)
         output = tensor_of(name, functional_call(part, dict(values), moved.args, moved.kwargs))
         target = self.target.to(device)
         if output.shape != target.shape:
             raise InvalidArgumentError(
-                f"teacher: an output of {name!r} of shape {tuple(output.shape)} expected, got "
-                f"{tuple(target.shape)}"
+                f"teacher must give outputs of shape {tuple(output.shape)} at {name!r}, "
+                f"got {tuple(target.shape)}"
             )
         dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
         output, target = output.to(dtype), target.to(dtype)
@@ -104,7 +104,7 @@ def trained_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _master(parameter: nn.Parameter) -> Tensor:
-    """In float32 at least, so that small steps of weights in 16 bits are not lost."""
+    """Copy a parameter in float32 at least, so that small steps of weights in 16 bits are not lost."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return parameter.detach().to(dtype, copy=True).requires_grad_()
 

@@ -1,4 +1,4 @@
-"""What a student is to have in common with its teacher."""
+"""Loss of distillation: the differences between a student and its teacher."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DistillationLoss:
             checked_number(field.name, getattr(self, field.name), above_zero=field.name == "temperature")
         if not self._weights():
             raise InvalidArgumentError(
-                "task, logits, hidden_states, embeddings: at least one weight above 0 expected"
+                "at least one of task, logits, hidden_states and embeddings must be above 0"
             )
 
     def __call__(self, student: Any, teacher: Any, attention_mask: Tensor | None = None) -> Tensor:
@@ -109,12 +109,12 @@ def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
     for whose, states in (("student", ours), ("teacher", theirs)):
         if not isinstance(states, tuple | list) or not states:
             raise InvalidArgumentError(
-                f"{whose}: a tuple or list of hidden_states expected, got {type(states).__name__}"
+                f"{whose} must give a tuple or list of hidden_states, got {type(states).__name__}"
                 + (" without any" if isinstance(states, tuple | list) else "")
             )
     if len(ours) != len(theirs):
         raise InvalidArgumentError(
-            f"teacher: as many hidden_states as the student has expected, {len(ours)}, got {len(theirs)}"
+            f"teacher must give {len(ours)} hidden_states, as the student does, got {len(theirs)}"
         )
     errors = []
     for index, both in enumerate(zip(ours, theirs, strict=True)):
@@ -148,7 +148,7 @@ def _pair(name: str, student: Any, teacher: Any) -> tuple[Tensor, Tensor]:
         what = "classes" if name == "logits" and student.shape[:-1] == teacher.shape[:-1] else "shape"
         sizes = [tuple(one.shape) if what == "shape" else one.shape[-1] for one in (student, teacher)]
         raise InvalidArgumentError(
-            f"teacher: {name} with the {what} of the student's expected, {sizes[0]}, got {sizes[1]}"
+            f"teacher must give {name} with the student's {what}, {sizes[0]}, got {sizes[1]}"
         )
     dtype = _precision(student)
     return student.to(dtype), teacher.detach().to(student.device).to(dtype)
@@ -166,7 +166,7 @@ def _counted(
     of_texts = student.dim() == 2  # one row for each
     if mask is not None and student.shape[: 1 if of_texts else 2] != mask.shape[: 1 if of_texts else 2]:
         raise InvalidArgumentError(
-            f"attention_mask: [batch, tokens] of {name} of shape {tuple(student.shape)} expected, "
+            f"attention_mask must be [batch, tokens] of {name} of shape {tuple(student.shape)}, "
             f"got {tuple(mask.shape)}"
         )
     if mask is None or of_texts:
@@ -183,7 +183,7 @@ def _output(outputs: Any, name: str, whose: str = "student") -> Any:
     if found is None and name == "logits" and isinstance(outputs, Tensor):
         return outputs
     if found is None:
-        raise InvalidArgumentError(f"{whose}: outputs with {name!r} expected, got {_described(outputs)}")
+        raise InvalidArgumentError(f"{whose} must give outputs with {name!r}, got {_described(outputs)}")
     return found
 
 

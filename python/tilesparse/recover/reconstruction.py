@@ -1,4 +1,4 @@
-"""Submodules of a sparse model fitted to those of the dense one, block by block."""
+"""Reconstruction: submodules of a sparse model fitted to those of the dense one, block by block."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def reconstruct(
     autocast: torch.dtype | None = None,
     seed: int = 0,
 ) -> ReconstructionReport:
-    """Fits submodules of a sparse model to those of the dense one, one after the other, in place.
+    """Fit submodules of a sparse model to those of the dense one, one after the other, in place.
 
     Each is given what it gets in the model as reconstructed so far, and is to give what the dense submodule
     gives in the dense model: ‖y - t‖² is lowered by AdamW with a cosine schedule, on weights in float32 that
@@ -116,9 +116,7 @@ def reconstruct(
     ]
     names = [name for name in names if not any(one.name == name for one in skipped)]
     if not names:
-        raise InvalidArgumentError(
-            f"submodules: one with parameters to train expected, {skipped[-1].name!r} has none"
-        )
+        raise InvalidArgumentError(f"submodules must have parameters to train, {skipped[-1].name!r} has none")
     check_separate(model, names)
     settings = Settings(
         epochs,
@@ -193,7 +191,7 @@ def _streams(
     run: Forward,
     settings: Settings,
 ) -> tuple[Stream, Stream]:
-    """Of both models, through the blocks of a stack, or through the whole model where they are no chain."""
+    """Return streams of both models through blocks, or through the whole model where these are no chain."""
 
     def through(blocks: Sequence[str]) -> tuple[Stream, Stream]:
         ours, theirs = (stream_of(one, blocks, batches, run, settings.device) for one in (model, teacher))
@@ -212,7 +210,7 @@ def _checked_batches(batches: Iterable[Any]) -> list[Any]:
     listed = list(batches)
     if len(listed) < 2:
         raise InvalidArgumentError(
-            f"batches: two at least expected, of which one is held out, got {len(listed)}"
+            f"batches must be at least two, of which one is held out, got {len(listed)}"
         )
     return listed
 
@@ -220,13 +218,13 @@ def _checked_batches(batches: Iterable[Any]) -> list[Any]:
 def _held_out(fraction: object, batches: int) -> int:
     number = checked_number("held_out", fraction)
     if not 0 < number < 1:
-        raise InvalidArgumentError(f"held_out: a fraction above 0 and below 1 expected, got {fraction!r}")
+        raise InvalidArgumentError(f"held_out must be above 0 and below 1, got {fraction!r}")
     return min(math.ceil(number * batches), batches - 1)
 
 
 @contextlib.contextmanager
 def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Writes the parameters back if anything goes wrong; copies are kept where the model is."""
+    """Write the parameters back if anything goes wrong; copies are kept where the model is."""
     parameters = [one for name in names for one in trained_parameters(model.get_submodule(name)).values()]
     copies = [parameter.detach().clone() for parameter in parameters]
     try:
@@ -240,7 +238,7 @@ def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]
 
 @contextlib.contextmanager
 def _without_cache(*models: nn.Module) -> Iterator[None]:
-    """Transformers' models then keep no keys and values, which a block that runs again would append to."""
+    """Have Transformers' models keep no keys and values, which a block that runs again would append to."""
     configs = {id(config): config for model in models for config in _configs(model)}
     before = [(config, config.use_cache) for config in configs.values()]
     try:

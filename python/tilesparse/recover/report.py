@@ -1,4 +1,4 @@
-"""What `reconstruct` did."""
+"""Report of a reconstruction, and its warning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .._reports import aligned, listed, warn_user
 
 @dataclass(frozen=True)
 class FittedSubmodule:
-    """One submodule, and its error on the held-out batches: ‖y - t‖² / ‖t‖² of its output and its target.
+    """Fitted submodule, and its error on the held-out batches: ‖y - t‖² / ‖t‖² of its output and its target.
 
     `after` is that of the fitted weights, in the model's dtype. They are `kept` where it is below `before`.
     """
@@ -23,7 +23,7 @@ class FittedSubmodule:
 
 @dataclass(frozen=True)
 class SkippedSubmodule:
-    """One that was left alone, and why."""
+    """Submodule that was left alone, and why."""
 
     name: str
     reason: str
@@ -31,7 +31,7 @@ class SkippedSubmodule:
 
 @dataclass(frozen=True)
 class ReconstructionReport:
-    """What `reconstruct` did; ``str()`` makes a table of it.
+    """Result of `reconstruct`; ``str()`` makes a table of it.
 
     `blocks` are the modules that were on the device one at a time; [""] is the whole model.
     """

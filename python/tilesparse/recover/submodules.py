@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 def _stacks(model: nn.Module) -> list[list[str]]:
-    """The blocks of all stacks that have block-sparse layers; none where most of these lie outside."""
+    """Return the blocks of all stacks that have block-sparse layers; none where most layers lie outside."""
     modules = dict(model.named_modules())
     sparse = [name for name, module in modules.items() if isinstance(module, BlockSparseLinear)]
     linear = [
@@ -50,7 +50,7 @@ def _stacks(model: nn.Module) -> list[list[str]]:
 
 
 def pieces_of(model: nn.Module, names: Sequence[str]) -> list[Piece]:
-    """The whole model is one block where a submodule lies in none of a stack."""
+    """Return the stacks with their submodules, or the whole model where a submodule lies in no stack."""
     pieces = [
         Piece(blocks, [name for name in names if any(is_within(name, block) for block in blocks)])
         for blocks in _stacks(model)
@@ -63,7 +63,7 @@ def pieces_of(model: nn.Module, names: Sequence[str]) -> list[Piece]:
 def in_order(
     model: nn.Module, pieces: list[Piece], batch: Any, run: Forward, device: torch.device
 ) -> list[Piece]:
-    """As they run in a forward pass, without those that do not."""
+    """Return pieces in the order in which they run, without those that do not."""
     if len(pieces) == 1:
         return pieces
     by_head = {piece.blocks[0]: piece for piece in pieces}
@@ -94,22 +94,24 @@ def checked_names(model: nn.Module, teacher: nn.Module, submodules: Sequence[str
     if submodules is None:
         names = _default_names(model)
         if not names:
-            raise InvalidArgumentError("model: no BlockSparseLinear in it; name submodules to fit others")
+            raise InvalidArgumentError("model must have a BlockSparseLinear; name submodules to fit others")
     elif isinstance(submodules, str) or not isinstance(submodules, Sequence) or not submodules:
-        raise InvalidArgumentError(f"submodules: a sequence of names expected, got {submodules!r}")
+        raise InvalidArgumentError(f"submodules must be a sequence of names, got {submodules!r}")
     else:
         names = list(submodules)
     for whose, one in (("model", model), ("teacher", teacher)):
         known = {name for name, _ in one.named_modules(remove_duplicate=False)}
         for name in names:
             if name not in known:
-                raise InvalidArgumentError(f"submodules: names in the {whose} expected, {name!r} is none")
+                raise InvalidArgumentError(f"submodules must name modules of the {whose}, {name!r} is none")
     for name in names:
         if sum(is_within(name, other) for other in names) > 1:
             raise InvalidArgumentError(f"submodules: {name!r} is there twice, or lies within another")
     for tensor in (*model.parameters(), *teacher.parameters()):
         if tensor.is_meta:
-            raise InvalidArgumentError("model, teacher: parameters with data expected, got the meta device")
+            raise InvalidArgumentError(
+                "model and teacher must have parameters with data, got the meta device"
+            )
     return names
 
 
@@ -122,7 +124,7 @@ def _default_names(model: nn.Module) -> list[str]:
 
 
 def _parts(name: str, module: nn.Module) -> list[str]:
-    """The children that have block-sparse layers; of containers, which are never called, what is in them."""
+    """Return the children with block-sparse layers, and the items of containers, which are never called."""
     parts = []
     for key, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -133,7 +135,7 @@ def _parts(name: str, module: nn.Module) -> list[str]:
 
 
 def outside(model: nn.Module, names: Sequence[str]) -> list[SkippedSubmodule]:
-    """Block-sparse layers that no submodule has."""
+    """Return the block-sparse layers that are in no submodule."""
     return [
         SkippedSubmodule(name, "outside of the stack of blocks; fitted where submodules names it")
         for name, module in model.named_modules()

@@ -14,7 +14,7 @@ try:
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError(
-        f"tilesparse.recover.trainer: Transformers and Accelerate expected (pip install accelerate): {error}"
+        f"tilesparse.recover.trainer needs Transformers and Accelerate (pip install accelerate): {error}"
     ) from error
 
 from .._arguments import checked
@@ -27,7 +27,7 @@ FILE = "pattern_schedule.pt"  # in the folder of a checkpoint
 
 
 class DistillationTrainer(Trainer):  # type: ignore[misc]
-    """A ``Trainer`` whose loss is the difference to a teacher; everything else is as ever.
+    """``Trainer`` whose loss is the difference to a teacher; everything else is as ever.
 
     Batches need no labels. Where they have some, these go to the model alone, and only if the loss has a
     "task". Evaluation gives the same loss. Batches of one step count alike, whatever their number of tokens.
@@ -47,7 +47,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
     @checked
     def __init__(self, *args: Any, teacher: nn.Module, loss: DistillationLoss, **kwargs: Any) -> None:
         if kwargs.get("compute_loss_func") is not None:
-            raise InvalidArgumentError("compute_loss_func: None expected beside a teacher")
+            raise InvalidArgumentError("compute_loss_func must be None beside a teacher")
         super().__init__(*args, **kwargs)
         check_distinct(self.model, teacher)
         if device_of(teacher).type == "cpu":
@@ -60,7 +60,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """The `DistillationLoss` of a batch, and where asked for the outputs without hidden states."""
+        """Return the `DistillationLoss` of a batch, and where asked for the outputs without hidden states."""
         with torch.no_grad():
             on_teacher = moved(dict(inputs), device_of(self.teacher))
             targets = outputs_of(self.teacher, on_teacher, self.loss, labels=False)
@@ -76,7 +76,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
 
 class PatternCallback(TrainerCallback):  # type: ignore[misc]
-    """Steps a schedule of patterns after each step of the Trainer's optimizer, and saves it with checkpoints.
+    """Callback that steps a schedule of patterns after the optimizer, and saves it with checkpoints.
 
     A step that the gradient scaler of float16 leaves out is left out here, too. Each checkpoint gets a file
     ``pattern_schedule.pt``, which is read when training resumes from it.
@@ -102,15 +102,13 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
         for name, one in {"schedule": schedule, "scheduler": scheduler}.items():
             for method in ("state_dict", "load_state_dict"):
                 if one is not None and not callable(getattr(one, method, None)):
-                    raise InvalidArgumentError(
-                        f"{name}: an object with {method}() expected, got {type(one).__name__}"
-                    )
+                    raise InvalidArgumentError(f"{name} must have {method}(), got {type(one).__name__}")
         if schedule is None:
-            raise InvalidArgumentError("schedule: one expected, got None")
+            raise InvalidArgumentError("schedule must not be None")
         self.schedule, self.scheduler, self._resume_from = schedule, scheduler, resume_from
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Steps schedule and scheduler, while gradients are still there."""
+        """Step schedule and scheduler, while gradients are still there."""
         if getattr(kwargs.get("optimizer"), "step_was_skipped", False):
             return
         for one in (self.schedule, self.scheduler):
@@ -118,7 +116,7 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
                 one.step()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Writes ``pattern_schedule.pt`` beside the Trainer's own files."""
+        """Write ``pattern_schedule.pt`` beside the Trainer's own files."""
         if args.should_save:
             states = {"schedule": self.schedule.state_dict()}
             if self.scheduler is not None:
@@ -126,7 +124,7 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
             torch.save(states, _folder(args, state) / FILE)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Reads that file back where training resumes."""
+        """Read that file back where training resumes."""
         if state.global_step == 0:
             return
         checkpoint = Path(self._resume_from or _folder(args, state))
@@ -136,19 +134,21 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
         except Exception as error:  # of many kinds
             raise CheckpointError(f"{checkpoint / FILE}: damaged: {error}") from error
         if set(states) != {"schedule"} | ({"scheduler"} if self.scheduler is not None else set()):
-            raise CheckpointError(f"{checkpoint / FILE}: with a scheduler or without, as this one, expected")
+            raise CheckpointError(
+                f"{checkpoint / FILE} must be with a scheduler if and only if this callback is"
+            )
         self.schedule.load_state_dict(states["schedule"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(states["scheduler"])
 
 
 def _folder(args: Any, state: Any) -> Path:
-    """Where the Trainer saves its checkpoint of this step."""
+    """Return the folder of the Trainer's checkpoint of this step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _check_resumed(checkpoint: Path, state: Any) -> None:
-    """That this is the checkpoint from which training resumes."""
+    """Raise CheckpointError unless training resumes from this checkpoint."""
     try:
         saved = json.loads((checkpoint / "trainer_state.json").read_text())
     except (OSError, ValueError):
