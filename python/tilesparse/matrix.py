@@ -1,4 +1,7 @@
-"""Block-sparse matrices: values and where they lie, with conversions and products."""
+"""`BlockSparseMatrix`: values and their pattern, with conversions and products.
+
+The file is long because it is one class, most of it documentation.
+"""
 
 import math
 from collections.abc import Sequence
@@ -18,15 +21,15 @@ from .pattern.choosing import canonical_scipy
 
 
 class BlockSparseMatrix:
-    """A matrix [out_features, in_features] of which only some blocks are stored; the rest is zero.
+    """A matrix [out_features, in_features] that stores some of its blocks; the rest is zero.
 
-    ``==`` and hashing go by identity; `equal` compares contents. Products and conversions to tensors
-    are differentiable with respect to ``values`` and their dense operands. Several matrices may share
-    one pattern.
+    ``==`` and hashing use identity; `equal` compares contents. Products and conversions to tensors are
+    differentiable with respect to ``values`` and their dense operands. Several matrices may share one
+    pattern.
 
     Args:
         values: [nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. Not copied.
-        pattern: where the blocks lie: values[i] is the block ``pattern`` stores at slot i.
+        pattern: places of the blocks; values[i] is the block at slot i.
 
     Raises:
         InvalidArgumentError: ``values`` does not fit ``pattern``.
@@ -47,12 +50,12 @@ class BlockSparseMatrix:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> "BlockSparseMatrix":
-        """Every kept element 0.
+        """Make a matrix whose kept elements are 0.
 
         Args:
-            pattern: which blocks are kept; shared, not copied.
-            dtype: of the values, float64, float32, float16 or bfloat16; None is PyTorch's default.
-            device: of the values; None is PyTorch's default.
+            pattern: the kept blocks; shared, not copied.
+            dtype: float64, float32, float16 or bfloat16; None is PyTorch's default.
+            device: device of the values; None is PyTorch's default.
         """
         return cls(torch.zeros(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
 
@@ -65,12 +68,12 @@ class BlockSparseMatrix:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> "BlockSparseMatrix":
-        """Every kept element 1.
+        """Make a matrix whose kept elements are 1.
 
         Args:
-            pattern: which blocks are kept; shared, not copied.
-            dtype: of the values, float64, float32, float16 or bfloat16; None is PyTorch's default.
-            device: of the values; None is PyTorch's default.
+            pattern: the kept blocks; shared, not copied.
+            dtype: float64, float32, float16 or bfloat16; None is PyTorch's default.
+            device: device of the values; None is PyTorch's default.
         """
         return cls(torch.ones(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
 
@@ -84,13 +87,13 @@ class BlockSparseMatrix:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> "BlockSparseMatrix":
-        """Kept elements drawn from the standard normal distribution.
+        """Draw the kept elements from the standard normal distribution.
 
         Args:
-            pattern: which blocks are kept; shared, not copied.
-            generator: of the values' device; None is PyTorch's default one.
-            dtype: of the values, float64, float32, float16 or bfloat16; None is PyTorch's default.
-            device: of the values; None is PyTorch's default.
+            pattern: the kept blocks; shared, not copied.
+            generator: a generator of the same device; None is PyTorch's default generator.
+            dtype: float64, float32, float16 or bfloat16; None is PyTorch's default.
+            device: device of the values; None is PyTorch's default.
         """
         size = (pattern.nnz, *pattern.block_shape)
         return cls(torch.randn(size, generator=generator, dtype=dtype, device=device), pattern)
@@ -100,7 +103,7 @@ class BlockSparseMatrix:
     def from_blocks(
         cls, blocks: Tensor | Sequence[tuple[int, int]], values: Tensor, *, shape: Sequence[int]
     ) -> "BlockSparseMatrix":
-        """values[i] at (block row, block column) ``blocks[i]``, in any order.
+        """Place values[i] at (block row, block column) ``blocks[i]``, in any order.
 
         Args:
             blocks: [nnz, 2] integers or a list of pairs.
@@ -120,18 +123,18 @@ class BlockSparseMatrix:
         density: float | None = None,
         nnz: int | None = None,
     ) -> "BlockSparseMatrix":
-        """Blocks of a dense matrix [out_features, in_features]; differentiable.
+        """Take blocks of a dense matrix [out_features, in_features]; differentiable.
 
         Args:
-            dense: what to take the blocks of.
-            pattern: which blocks; None for those that the other arguments say.
-            block_shape: (bn, bk), in place of a pattern. Without density and nnz every block with a nonzero
+            dense: the matrix.
+            pattern: the blocks to take; None chooses them by the other arguments.
+            block_shape: (bn, bk), instead of a pattern. Without density and nnz every block with a nonzero
                 is kept.
-            density: the kept fraction, of the blocks with the largest Frobenius norm.
-            nnz: how many of these, in place of a density.
+            density: kept fraction; the blocks with the largest Frobenius norm are kept.
+            nnz: number of kept blocks, instead of a density.
 
         Raises:
-            InvalidArgumentError: neither or both of pattern and block_shape, or sizes that do not fit.
+            InvalidArgumentError: neither or both of pattern and block_shape are given, or sizes do not fit.
         """
         if block_shape is not None and pattern is None:
             if density is None and nnz is None:
@@ -139,13 +142,13 @@ class BlockSparseMatrix:
             else:
                 pattern = BlockPattern.from_dense(dense, block_shape=block_shape, density=density, nnz=nnz)
         elif pattern is None or any(given is not None for given in (block_shape, density, nnz)):
-            raise InvalidArgumentError("pattern: expected alone, or else block_shape with density or nnz")
+            raise InvalidArgumentError("pattern must be given alone, or block_shape instead of it")
         return cls(call(GATHER, dense, None, pattern.index_on(dense.device)), pattern)
 
     @classmethod
     @checked
     def from_mask(cls, dense: Tensor, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockSparseMatrix":
-        """The blocks of ``dense`` in which ``mask`` (same shape) has a nonzero, whole.
+        """Keep the whole blocks of ``dense`` in which ``mask`` (same shape) has a nonzero.
 
         Args:
             dense: [out_features, in_features]; differentiable.
@@ -153,13 +156,13 @@ class BlockSparseMatrix:
             block_shape: (bn, bk).
 
         Raises:
-            InvalidArgumentError: shapes differ, or are no multiples of the block.
+            InvalidArgumentError: the shapes differ, or are not multiples of the block shape.
         """
         return cls.from_dense(dense, BlockPattern.from_mask(mask, block_shape=block_shape))
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> "BlockSparseMatrix":
-        """From a ``torch.sparse_bsr`` matrix; shares its values where they are contiguous."""
+        """Convert a ``torch.sparse_bsr`` matrix; contiguous values are shared, not copied."""
         pattern = BlockPattern.from_bsr(matrix)
         return cls(matrix.values().contiguous(), pattern)
 
@@ -172,12 +175,12 @@ class BlockSparseMatrix:
         block_shape: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> "BlockSparseMatrix":
-        """From a scipy.sparse matrix of any format, float64 or float32; duplicates are summed.
+        """Convert a scipy.sparse matrix of any format, float64 or float32; duplicates are summed.
 
         Args:
             matrix: [out_features, in_features].
-            block_shape: (bn, bk); None takes that of a BSR matrix.
-            device: of the result; None is the CPU.
+            block_shape: (bn, bk); None takes the block shape of a BSR matrix.
+            device: device of the result; None is the CPU.
         """
         matrix = canonical_scipy(matrix, block_shape)
         return cls(torch.from_numpy(matrix.data).contiguous().to(device), BlockPattern.from_scipy(matrix))
@@ -185,12 +188,12 @@ class BlockSparseMatrix:
     @classmethod
     @checked
     def from_product(cls, y: Tensor, x: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
-        """The kept blocks of yᵀ x; differentiable, see `functional.sdd`.
+        """Compute the kept blocks of yᵀ x; differentiable, see `functional.sdd`.
 
         Args:
             y: [..., out_features].
-            x: [..., in_features], with as many rows and of the same dtype and device.
-            pattern: which blocks are computed; shared, not copied.
+            x: [..., in_features], with the same leading dimensions, dtype and device.
+            pattern: the blocks to compute; shared, not copied.
         """
         return cls(functional.sdd(y, x, pattern), pattern)
 
@@ -228,11 +231,11 @@ class BlockSparseMatrix:
         return f"BlockSparseMatrix({self.pattern!r}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def to_dense(self) -> Tensor:
-        """[out_features, in_features], zero outside the stored blocks; differentiable."""
+        """Return the dense matrix [out_features, in_features]; differentiable."""
         return call(EXPAND, self.values, None, self.pattern.index_on(self.device))
 
     def to_bsr(self) -> Tensor:
-        """A ``torch.sparse_bsr`` tensor with the values in row order, detached."""
+        """Return a detached ``torch.sparse_bsr`` tensor with the values in row order."""
         index = self.pattern.index_on(self.device)
         return torch.sparse_bsr_tensor(
             index.crow_indices.clone(),
@@ -243,7 +246,7 @@ class BlockSparseMatrix:
         )
 
     def to_scipy(self) -> Any:
-        """A ``scipy.sparse.bsr_array`` on the host; half precision becomes float32.
+        """Return a ``scipy.sparse.bsr_array`` on the host; half precision becomes float32.
 
         Raises:
             UnsupportedError: scipy is not installed.
@@ -261,20 +264,20 @@ class BlockSparseMatrix:
         return scipy.sparse.bsr_array(arrays, shape=self.shape)
 
     def to(self, *args: Any, **kwargs: Any) -> "BlockSparseMatrix":
-        """The same matrix with ``values.to(...)``: another dtype or device."""
+        """Convert the values by ``values.to(...)`` to another dtype or device."""
         return BlockSparseMatrix(self.values.to(*args, **kwargs), self.pattern)
 
     def t(self) -> "BlockSparseMatrix":
-        """The transposed matrix [in_features, out_features]; its values are a copy, differentiable."""
+        """Return the transposed matrix [in_features, out_features]; its values are a differentiable copy."""
         return BlockSparseMatrix(self.values.transpose(1, 2).contiguous(), self.pattern.transpose())
 
     @checked
     def matmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
-        """W @ dense, or with ``transpose=True`` Wᵀ @ dense; differentiable, see `functional.dsd`.
+        """Compute W @ dense, or Wᵀ @ dense with ``transpose=True``; differentiable, see `functional.dsd`.
 
         Args:
             dense: [in_features, n], or [out_features, n] for Wᵀ.
-            transpose: whether W is transposed.
+            transpose: True multiplies by Wᵀ.
 
         Returns:
             [out_features, n], or [in_features, n].
@@ -283,11 +286,11 @@ class BlockSparseMatrix:
 
     @checked
     def rmatmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
-        """Dense @ W, or with ``transpose=True`` dense @ Wᵀ; differentiable, see `functional.dds`.
+        """Compute dense @ W, or dense @ Wᵀ with ``transpose=True``; differentiable, see `functional.dds`.
 
         Args:
             dense: [..., out_features], or [..., in_features] for Wᵀ.
-            transpose: whether W is transposed.
+            transpose: True multiplies by Wᵀ.
 
         Returns:
             [..., in_features], or [..., out_features].
@@ -302,11 +305,11 @@ class BlockSparseMatrix:
 
     @checked
     def add_product_(self, y: Tensor, x: Tensor) -> "BlockSparseMatrix":
-        """Adds the kept blocks of yᵀ x to the values, in place and without a gradient; see `functional.sdd`.
+        """Add the kept blocks of yᵀ x to the values, in place and without a gradient; see `functional.sdd`.
 
         Args:
             y: [..., out_features].
-            x: [..., in_features], with as many rows.
+            x: [..., in_features], with the same leading dimensions.
 
         Returns:
             This matrix.
@@ -316,14 +319,14 @@ class BlockSparseMatrix:
 
     @checked
     def copy_from_dense_(self, dense: Tensor) -> "BlockSparseMatrix":
-        """Overwrites the values with the same blocks of a dense matrix [out_features, in_features]."""
+        """Overwrite the values with the same blocks of a dense matrix [out_features, in_features]."""
         with torch.no_grad():
             self.values.copy_(call(GATHER, dense, None, self.pattern.index_on(dense.device)))
         return self
 
     @checked
     def mul_(self, factor: Tensor | float) -> "BlockSparseMatrix":
-        """Multiplies the values by a real number, or a tensor that broadcasts to [nnz, bn, bk].
+        """Multiply the values by a real number, or a tensor that broadcasts to [nnz, bn, bk].
 
         Raises:
             InvalidArgumentError: the tensor has another shape, device or a complex dtype.
@@ -336,7 +339,7 @@ class BlockSparseMatrix:
 
     @checked
     def block_norm(self, p: float = 2) -> Tensor:
-        """[nnz] the p-norm of every block, in slot order; half precision is summed in float32."""
+        """Return the p-norm of every block [nnz] in slot order; half precision is summed in float32."""
         if math.isnan(as_number(p)):
             raise InvalidArgumentError(f"p must be a number or infinite, got {shown(p)}")
         dtype = torch.promote_types(self.dtype, torch.float32)
@@ -347,24 +350,24 @@ class BlockSparseMatrix:
     def move_blocks_(
         self, slots: Tensor | Sequence[int], blocks: Tensor | Sequence[tuple[int, int]]
     ) -> "BlockSparseMatrix":
-        """Gives the stored blocks at ``slots`` new places; values stay where they are in memory.
+        """Move the stored blocks at ``slots`` to new places; values stay where they are in memory.
 
-        The pattern is updated, for everything that shares it. Blocks may take places that other moved
-        blocks leave.
+        The pattern is updated for everything that shares it. A block may take a place that another moved
+        block leaves.
 
         Args:
             slots: [n] integers, each at most once.
             blocks: [n, 2] the new (block row, block column) of each.
 
         Raises:
-            InvalidPatternError: a place lies outside, or is taken. Nothing has changed then.
+            InvalidPatternError: a place lies outside or is taken; nothing has changed.
         """
         self.pattern.move_blocks_(slots, blocks)
         return self
 
     @checked
     def equal(self, other: "BlockSparseMatrix") -> bool:
-        """Whether both store the same blocks with the same values, in whatever slots."""
+        """Return True if both store the same blocks with the same values, in any slots."""
         mine, theirs = (matrix.pattern.index_on(self.device) for matrix in (self, other))
         return (
             (*mine[3:], self.dtype, self.nnz) == (*theirs[3:], other.dtype, other.nnz)
@@ -375,7 +378,7 @@ class BlockSparseMatrix:
 
     @checked
     def allclose(self, dense: Tensor, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-        """Whether this matrix is close to a dense one, zeros outside the stored blocks included.
+        """Return True if this matrix is close to a dense one, including the zeros of absent blocks.
 
         Raises:
             InvalidArgumentError: ``dense`` has another shape, dtype or device.
@@ -385,5 +388,5 @@ class BlockSparseMatrix:
         return torch.allclose(self.to_dense(), dense, rtol=rtol, atol=atol)
 
     def _in_row_order(self) -> Tensor:
-        """A detached copy of the values, entry by entry of the pattern."""
+        """Return a detached copy of the values in the order of the pattern's entries."""
         return self.values.detach()[self.pattern.index_on(self.device).slot.long()]

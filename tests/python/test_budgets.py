@@ -300,7 +300,7 @@ def test_erk_is_the_formula_where_nothing_is_clipped() -> None:
 
 @pytest.mark.parametrize("density", [-0.1, 1.1, math.nan, "half", True])
 def test_densities_that_erk_refuses(density: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="density: "):
+    with pytest.raises(InvalidArgumentError, match="density must be "):
         erk(Layers(), NAMES, density)
 
 
@@ -330,7 +330,7 @@ def test_what_is_measured_is_what_curves_have(device: str, tmp_path: Path) -> No
     [
         ((2, (64, 64)), "density must be a number from 0 to 1, got 2"),
         (("half", (64, 64)), "density must .* got 'half'"),
-        ((0.5, (48, 64)), "block_shape: .* got \\(48, 64\\)"),
+        ((0.5, (48, 64)), "block_shape must be .* got \\(48, 64\\)"),
         ((0.5, (64, 64), (1, 4)), "nm must be"),
         ((0.5, (16, 16), (2, 4)), "nm: 2:4"),
         ((0.5, (64, 64), None, "x"), "storage must .* got 'x'"),
@@ -384,7 +384,7 @@ def test_layers_are_timed_as_they_are(device: str) -> None:
     for wrong, text in ((3, ["0"]), "model(: | must )"), ((model, None), "layers must be an iterable"):
         with pytest.raises(InvalidArgumentError, match=text):
             time_layers(*wrong, tokens=8)
-    with pytest.raises(InvalidArgumentError, match="device: one with memory expected"):
+    with pytest.raises(InvalidArgumentError, match="device must have memory"):
         time_layers(nn.Sequential(nn.Linear(16, 16, device="meta")), ["0"], tokens=8)
 
 
@@ -445,9 +445,9 @@ def test_other_files_and_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"tokens": 0}, "tokens: "),
-        ({"repetitions": 1.5}, "repetitions: "),
-        ({"device": None}, "device: one with memory expected"),
+        ({"tokens": 0}, "tokens must be "),
+        ({"repetitions": 1.5}, "repetitions must be "),
+        ({"device": None}, "device must have memory"),
         ({"device": "nowhere"}, "device(: | must )"),
         ({"dtype": torch.int8}, "dtype must"),
         ({"configs": {"nothing": []}}, "configs must .*'nothing'"),

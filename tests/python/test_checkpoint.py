@@ -829,7 +829,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     given: dict[str, Any] = {"model_or_class": Net, "path": tmp_path}
     for arguments, text in (
         ({"dtype": torch.int8}, "dtype: one of"),
-        ({"device": "meta"}, "device: one with memory expected"),
+        ({"device": "meta"}, "device must have memory"),
         ({"device": "no such"}, "device(: | must )"),
         ({"model_or_class": 5}, "model_or_class must be a torch.nn.Module or a function, got 5"),
         ({"model_or_class": dict}, "model_or_class: it has made a dict, no module"),

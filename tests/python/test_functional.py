@@ -322,9 +322,9 @@ def test_bad_gates(device: str, needs_gradient: bool, policy: str) -> None:
     values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_(needs_gradient)
     x = randn(5, 32, dtype=torch.float32, device=device)
     for gate in (x[:1], x[0], x.double()):
-        with pytest.raises(InvalidArgumentError, match=r"gate: (shape|dtype)"):
+        with pytest.raises(InvalidArgumentError, match=r"gate must have (shape|dtype)"):
             functional.linear(x, values, pattern, gate=gate, policy=policy)
-    with pytest.raises(InvalidArgumentError, match="gate: none expected beside a residual"):
+    with pytest.raises(InvalidArgumentError, match="gate must be None beside a residual"):
         functional.linear(x, values, pattern, residual=x, gate=x, policy=policy)
 
 

@@ -192,8 +192,8 @@ def test_bad_arguments() -> None:
     y = torch.randn(3, 32)
     for match, arguments in (
         ("activation: one of", (y, y, "swish")),
-        (r"gate: shape \(3, 32\) expected", (y, y[:, :16])),
-        (r"gate: dtype torch.float32", (y, y.double())),
+        (r"gate must have shape \(3, 32\)", (y, y[:, :16])),
+        (r"gate must have dtype torch.float32", (y, y.double())),
         ("y: last dimension of two halves expected", (y[:, :31],)),
         ("y: last dimension of two halves expected", (y[0, 0],)),
     ):

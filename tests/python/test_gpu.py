@@ -502,27 +502,27 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
     "values on the CPU": (
         lambda p, x, y, v, b: functional.linear(x, v.cpu(), p),
         InvalidArgumentError,
-        "x: device cpu of values expected, got cuda:0",
+        "x must be on cpu like values, got cuda:0",
     ),
     "x on the CPU": (
         lambda p, x, y, v, b: functional.linear(x.cpu(), v, p),
         InvalidArgumentError,
-        "x: device cuda:0 of values expected, got cpu",
+        "x must be on cuda:0 like values, got cpu",
     ),
     "bias on the CPU": (
         lambda p, x, y, v, b: functional.linear(x, v, p, b.cpu()),
         InvalidArgumentError,
-        "bias: device cuda:0 of x expected, got cpu",
+        "bias must be on cuda:0 like x, got cpu",
     ),
     "x of sdd on the CPU": (
         lambda p, x, y, v, b: functional.sdd(y, x.cpu(), p),
         InvalidArgumentError,
-        "y: device cpu of x expected, got cuda:0",
+        "y must be on cpu like x, got cuda:0",
     ),
     "out on the CPU": (
         lambda p, x, y, v, b: functional.sdd(y, x, p, out=v.cpu()),
         InvalidArgumentError,
-        "out: device cuda:0 of the pattern expected, got cpu",
+        "out must be on cuda:0 like the pattern expected, got cpu",
     ),
     "misaligned out": (
         lambda p, x, y, v, b: functional.sdd(y, x, p, out=misaligned(p, v)),
@@ -574,7 +574,7 @@ def test_another_device_than_the_current_one() -> None:
     assert all(result.device == torch.device("cuda", 1) for result in results)
     for result, right in zip(results, expected, strict=True):
         torch.testing.assert_close(result.cpu(), right.cpu())
-    with pytest.raises(InvalidArgumentError, match="x: device cuda:1 of values expected, got cuda:0"):
+    with pytest.raises(InvalidArgumentError, match="x must be on cuda:1 like values, got cuda:0"):
         twin(x)
 
 

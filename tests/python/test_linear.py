@@ -518,7 +518,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], field: str) -> None:
         (
             nn.Linear(IN, OUT),
             {"parts": (1, 2), "pattern": BlockPattern.full((OUT, IN), block_shape=16)},
-            r"parts.*\(1, 2\); say it in the pattern",
+            r"parts.*\(1, 2\)",
         ),
     ],
 )

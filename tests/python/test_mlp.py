@@ -218,9 +218,9 @@ def test_layers_refuse_what_they_cannot_do_before_they_compute() -> None:
         y = made(x)
         with pytest.raises(InvalidArgumentError, match="activation: one of"):
             made(x, activation="swish")
-        with pytest.raises(InvalidArgumentError, match="gate: none expected beside a residual"):
+        with pytest.raises(InvalidArgumentError, match="gate must be None beside a residual"):
             made(x, gate=y, residual=y)
-        with pytest.raises(InvalidArgumentError, match="gate: shape"):
+        with pytest.raises(InvalidArgumentError, match="gate must have shape"):
             made(x, gate=y[:1])
     with forward_ad.dual_level(), torch.no_grad():
         y = forward_ad.make_dual(y.detach(), torch.ones_like(y))

@@ -121,7 +121,7 @@ def test_a_fused_gate(device: str) -> None:
     compiled = torch.compile(gated, backend="aot_eager", fullgraph=True)
     for result in (gated(x, y), torch.vmap(gated)(x, y), compiled(x, y)):
         torch.testing.assert_close(result, expected)
-    with pytest.raises(InvalidArgumentError, match="gate: none expected beside a residual"):
+    with pytest.raises(InvalidArgumentError, match="gate must be None beside a residual"):
         OPS.dds_nt(x, values, *index, None, y, gate=y)
     with pytest.raises(UnsupportedError, match="gate: a fused one has no gradient"):
         OPS.dds_nt(x, values, *index, gate=y.clone().requires_grad_()).sum().backward()

@@ -363,7 +363,7 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
         (
             ".*",
             {"parts": (2, 1), "pattern": BlockPattern.full((64, 64), block_shape=16)},
-            r"parts.*\(2, 1\); say it in the pattern",
+            r"parts.*\(2, 1\)",
         ),
         (".*", {"nm": (1, 2)}, r"nm must be \(2, 4\).*\(1, 2\)"),
         (".*", {"nm": (2, 4), "block_shape": (64, 16)}, r"nm.*bk.*\(64, 16\)"),

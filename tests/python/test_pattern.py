@@ -320,11 +320,11 @@ def test_parts_have_equally_many_blocks(parts: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parts": (3, 1)}, "parts: divisors of the 8 x 12 blocks of the shape expected, got \\(3, 1\\)"),
-        ({"parts": (0, 1)}, "parts: \\(r, c\\), two positive integers, expected, got \\(0, 1\\)"),
-        ({"parts": 2}, "parts: .* got 2"),
+        ({"parts": (3, 1)}, "parts must divide the 8 x 12 blocks of the shape, got \\(3, 1\\)"),
+        ({"parts": (0, 1)}, "parts must be \\(r, c\\), two positive integers, got \\(0, 1\\)"),
+        ({"parts": 2}, "parts must be .* got 2"),
         ({"cover": 1}, "cover must be True or False, got 1"),
-        ({"parts": (2, 1), "density": None, "nnz": 3}, "nnz: a multiple of the 2 parts expected, got 3"),
+        ({"parts": (2, 1), "density": None, "nnz": 3}, "nnz must be a multiple of the 2 parts, got 3"),
     ],
 )
 def test_parts_that_are_none(options: dict[str, Any], message: str) -> None:

@@ -149,8 +149,8 @@ WRONG = {
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((("first",), "second", 0), "units: an integer of at least 1"),
-        (((Rows("first", 0.0, 32.0),), "second", 32), "start: an integer of at least 0 expected, got 0.0"),  # type: ignore[arg-type]
+        ((("first",), "second", 0), "units must be an integer of at least 1"),
+        (((Rows("first", 0.0, 32.0),), "second", 32), "start must be an integer of at least 0, got 0.0"),  # type: ignore[arg-type]
         (((), "second", 32), "producers must be names of layers or Rows"),
         (("first", "second", 32), "producers must be a tuple, got 'first'"),
     ],
@@ -362,8 +362,8 @@ def test_outputs_are_compared_where_a_loss_comes_first() -> None:
     [
         ({"groups": []}, "groups must be given"),
         ({"groups": MIXED}, "groups must be a sequence or None, got PermutationGroup"),
-        ({"damping": -1.0}, "damping: "),
-        ({"damping": "much"}, "damping: "),
+        ({"damping": -1.0}, "damping must be "),
+        ({"damping": "much"}, "damping must be "),
         ({"groups": ["0"]}, r"groups\[0\] must be a PermutationGroup, got '0'"),
         ({"groups": [PermutationGroup(("0",), "2", 100)]}, "groups must fit the model: 128 features"),
         ({"config": Config(0.5, (128, 16))}, "config: layer '2': out_features"),

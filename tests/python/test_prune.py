@@ -219,7 +219,7 @@ def test_refit_is_for_finite_weights_and_has_no_gradient() -> None:
     assert not refit(nn.Parameter(weight), second, pattern).values.requires_grad
     assert exact.damped(second, 1e9).damping == 1e9
     for damping in (-1, float("nan"), "much"):
-        with pytest.raises(InvalidArgumentError, match="damping: a finite"):
+        with pytest.raises(InvalidArgumentError, match="damping must be a finite"):
             refit(weight, second, pattern, damping=damping)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="weight must be finite"):
         refit(weight / 0, second, pattern)
@@ -930,7 +930,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"patterns": {"0": BlockPattern.full((64, 64), block_shape=16)}},
         r"patterns\['0'\] must have shape",
     ),
-    "damping beyond all floats": (vectors, {"damping": 10**400}, "damping: a finite number"),
+    "damping beyond all floats": (vectors, {"damping": 10**400}, "damping must be a finite number"),
     "density beyond all floats": (vectors, {"density": 10**400}, "density must be a number from 0 to 1"),
     "configs in a list": (
         vectors,
@@ -953,7 +953,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "folder": (vectors, {"folder": 3}, "folder must be a string or a path or None, got 3"),
     "file": (vectors, {"folder": __file__}, "folder must be a folder"),
-    "meta device": (vectors, {"device": "meta"}, "device: one"),
+    "meta device": (vectors, {"device": "meta"}, "device must have memory"),
     "other batches": (lambda: [torch.randn(4, 32)], {}, "mat1"),
 }
 

@@ -207,10 +207,10 @@ def test_nothing_but_padding_is_no_error() -> None:
     ("weights", "message"),
     [
         ({}, "at least one of task"),
-        ({"logits": -1.0}, "logits: a finite number of at least 0 expected, got -1.0"),
-        ({"logits": 1.0, "temperature": 0}, "temperature: a finite number above 0"),
-        ({"embeddings": float("nan")}, "embeddings: a finite"),
-        ({"hidden_states": "1"}, "hidden_states: a finite"),
+        ({"logits": -1.0}, "logits must be a finite number of at least 0, got -1.0"),
+        ({"logits": 1.0, "temperature": 0}, "temperature must be a finite number above 0"),
+        ({"embeddings": float("nan")}, "embeddings must be a finite"),
+        ({"hidden_states": "1"}, "hidden_states must be a finite"),
     ],
 )
 def test_wrong_weights_are_named(weights: dict[str, Any], message: str) -> None:
@@ -221,7 +221,12 @@ def test_wrong_weights_are_named(weights: dict[str, Any], message: str) -> None:
 def test_what_does_not_fit_is_named() -> None:
     logits = torch.zeros(2, 3, 5)
     for loss, student, teacher, message in [
-        (DistillationLoss(logits=1), logits, torch.zeros(2, 3, 7), "logits with the student's classes, 5, got 7"),
+        (
+            DistillationLoss(logits=1),
+            logits,
+            torch.zeros(2, 3, 7),
+            "logits with the student's classes, 5, got 7",
+        ),
         (DistillationLoss(logits=1), logits, torch.zeros(2, 4, 5), r"logits with .* shape, \(2, 3, 5\)"),
         (DistillationLoss(logits=1), outputs(x=1), logits, "student: outputs with 'logits' expected"),
         (DistillationLoss(logits=1), logits, {"x": 1}, r"teacher: outputs .* got dict with \['x'\]"),
@@ -717,7 +722,7 @@ def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], 
         "device must be a device that PyTorch has here, or None, got 'abacus'",
         lambda m, t: {"device": "abacus"},
     )
-    yield "no device", wrong, "device: one with memory", lambda m, t: {"device": "meta"}
+    yield "no device", wrong, "device must have memory", lambda m, t: {"device": "meta"}
     yield "unknown", wrong, "'mlp' is none", lambda m, t: {"submodules": ["mlp"]}
     yield "no module", wrong, "teacher must be a torch.nn.Module, got None", lambda m, t: {"teacher": None}
     yield "dense", wrong, "model must have a BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}
@@ -1017,9 +1022,9 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
         ({"forward": 3}, "forward must be a function or None, got 3"),
         ({"callback": 3}, "callback must be a function or None, got 3"),
         ({"loss": 3}, "loss must be a DistillationLoss or None, got 3"),
-        ({"accumulate": 0}, "accumulate: an integer of at least 1 expected, got 0"),
-        ({"steps": 1.5}, "steps: an integer"),
-        ({"clip": -1}, "clip: a finite number above 0"),
+        ({"accumulate": 0}, "accumulate must be an integer of at least 1, got 0"),
+        ({"steps": 1.5}, "steps must be an integer"),
+        ({"clip": -1}, "clip must be a finite number above 0"),
         ({"scheduler": plateau}, "scheduler must have a step"),
         ({"schedule": masks}, "schedule must have step"),
         ({"autocast": torch.float32}, "autocast must be torch.bfloat16 or None"),

@@ -216,8 +216,8 @@ def test_a_gpu_that_is_not_there_is_missed() -> None:
     [
         ({"in_features": 0}, "in_features"),
         ({"tokens": 1.5}, "tokens"),
-        ({"tokens": 1 << 31}, "tokens: an integer from 1 to 2147483647"),
-        ({"tokens": 10**30}, "tokens: an integer from 1 to 2147483647"),
+        ({"tokens": 1 << 31}, "tokens must be an integer from 1 to 2147483647"),
+        ({"tokens": 10**30}, "tokens must be an integer from 1 to 2147483647"),
         ({"dtype": [1]}, "dtype"),
         ({"feature_major": "x"}, "feature_major: True or False"),
         ({"tf32": "x"}, "tf32: True, False or None"),
@@ -248,9 +248,9 @@ def test_products_are_checked(options: dict[str, object], text: str) -> None:
         ({"compute_capability": (8,)}, r"compute_capability: \(major, minor\) or None"),
         ({"compute_capability": (8, 10)}, "compute_capability: minor"),  # which would pass for 9.0
         ({"compute_capability": (100, 0)}, "compute_capability: major"),
-        ({"multiprocessors": 0}, "multiprocessors: an integer from 1 to 65536"),
+        ({"multiprocessors": 0}, "multiprocessors must be an integer from 1 to 65536"),
         ({"multiprocessors": 10**12}, "multiprocessors"),
-        ({"shared_memory": -1}, "shared_memory: an integer from 0 to 16777216"),
+        ({"shared_memory": -1}, "shared_memory must be an integer from 0 to 16777216"),
     ],
 )
 def test_devices_are_checked(options: dict[str, Any], text: str) -> None:

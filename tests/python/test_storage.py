@@ -657,7 +657,7 @@ def test_nothing_is_added_to_products_with_the_transposed_values(device: str, na
     added = {"bias": t.bias.to(device), "residual": t.y.to(device), "activation": ACTIVATIONS["relu"]}
     index = t.pattern.index_on(torch.device(device))
     values, metadata = (tensor.to(device) for tensor in t.back)
-    with pytest.raises(UnsupportedError, match=f"{name}: none expected"):
+    with pytest.raises(UnsupportedError, match=f"{name} cannot be combined"):
         OPS.dds_nt(t.x.to(device), values, *index, metadata=metadata, transposed=True, **{name: added[name]})
 
 
@@ -675,37 +675,65 @@ def change(o: Operands, name: str, how: Callable[[Tensor], Tensor]) -> None:
 
 BOTH, HALF, BYTES = "2:4 int8 by row", "2:4", "float8 by block"
 REFUSED: list[tuple[str, Callable[[Operands], None], str]] = [
-    (BOTH, lambda o: without(o, "metadata"), r"values: .*\[nnz, bn, bk\] = \[14, 32, 32\].*\[14, 32, 16\]"),
-    (BOTH, lambda o: without(o, "scales"), "scales: missing, but values are torch.int8"),
-    (HALF, lambda o: change(o, "values", Tensor.half), "x: dtype torch.float16 of values.*float32"),
-    (HALF, lambda o: change(o, "metadata", Tensor.long), r"metadata: .*torch.int32 expected.*torch.int64"),
-    (HALF, lambda o: change(o, "metadata", lambda m: m[1:]), r"metadata: .*= \[14, 1, 32\].*\[13, 1, 32\]"),
-    (HALF, lambda o: change(o, "metadata", Tensor.flatten), r"metadata: .*\[nnz, bk / 32, bn\]"),
+    (
+        BOTH,
+        lambda o: without(o, "metadata"),
+        r"values must be .*\[nnz, bn, bk\] = \[14, 32, 32\].*\[14, 32, 16\]",
+    ),
+    (BOTH, lambda o: without(o, "scales"), "scales are missing, but values are torch.int8"),
+    (
+        HALF,
+        lambda o: change(o, "values", Tensor.half),
+        "x must have dtype torch.float16 like values.*float32",
+    ),
+    (HALF, lambda o: change(o, "metadata", Tensor.long), r"metadata must be .*torch.int32, got.*torch.int64"),
+    (
+        HALF,
+        lambda o: change(o, "metadata", lambda m: m[1:]),
+        r"metadata must be .*= \[14, 1, 32\].*\[13, 1, 32\]",
+    ),
+    (HALF, lambda o: change(o, "metadata", Tensor.flatten), r"metadata must be .*\[nnz, bk / 32, bn\]"),
     (
         HALF,
         lambda o: change(o, "metadata", lambda m: torch.stack([m, m], 3)[..., 0]),
-        "metadata: a contiguous",
+        "metadata must be a contiguous",
     ),
-    (HALF, lambda o: change(o, "metadata", lambda m: m.to("meta")), "metadata: device cpu of values.*meta"),
-    (BYTES, lambda o: change(o, "scales", Tensor.double), r"scales: .*torch.float32 expected.*torch.float64"),
-    (BYTES, lambda o: change(o, "scales", lambda s: s[1:]), r"scales: .*= \[14\].*\[13\]"),
-    (BYTES, lambda o: change(o, "scales", lambda s: s[:, None]), r"scales: .*= \[14, 32\].*\[14, 1\]"),
+    (
+        HALF,
+        lambda o: change(o, "metadata", lambda m: m.to("meta")),
+        "metadata must be on cpu like values.*meta",
+    ),
+    (
+        BYTES,
+        lambda o: change(o, "scales", Tensor.double),
+        r"scales must be .*torch.float32, got.*torch.float64",
+    ),
+    (BYTES, lambda o: change(o, "scales", lambda s: s[1:]), r"scales must be .*= \[14\].*\[13\]"),
+    (BYTES, lambda o: change(o, "scales", lambda s: s[:, None]), r"scales must be .*= \[14, 32\].*\[14, 1\]"),
     (
         BYTES,
         lambda o: change(o, "scales", lambda s: s[:, None, None]),
-        r"scales: .*= \[14, 32\].*\[14, 1, 1\]",
+        r"scales must be .*= \[14, 32\].*\[14, 1, 1\]",
     ),
-    (BYTES, lambda o: change(o, "scales", lambda s: torch.stack([s, s], 1)[:, 0]), "scales: a contiguous"),
-    (BYTES, lambda o: change(o, "scales", lambda s: s.to("meta")), "scales: device cpu of values.*meta"),
+    (
+        BYTES,
+        lambda o: change(o, "scales", lambda s: torch.stack([s, s], 1)[:, 0]),
+        "scales must be a contiguous",
+    ),
+    (BYTES, lambda o: change(o, "scales", lambda s: s.to("meta")), "scales must be on cpu like values.*meta"),
     (
         BYTES,
         lambda o: change(o, "values", lambda v: v.float()),
-        "scales: given, but values are torch.float32",
+        "scales are given, but values are torch.float32",
     ),
-    (BYTES, lambda o: change(o, "values", lambda v: v.view(torch.uint8)), "scales: given, .*torch.uint8"),
-    (BYTES, lambda o: setattr(o, "x", o.x.to(torch.int8)), r"x: dtype float64, float32.*torch.int8"),
-    (BYTES, lambda o: setattr(o, "x", o.x.to("meta")), "x: device cpu of values.*meta"),
-    (BYTES, lambda o: setattr(o, "bias", o.bias.half()), "bias: dtype torch.float32 of x.*torch.float16"),
+    (BYTES, lambda o: change(o, "values", lambda v: v.view(torch.uint8)), "scales are given, .*torch.uint8"),
+    (BYTES, lambda o: setattr(o, "x", o.x.to(torch.int8)), r"x must have dtype float64, float32.*torch.int8"),
+    (BYTES, lambda o: setattr(o, "x", o.x.to("meta")), "x must be on cpu like values.*meta"),
+    (
+        BYTES,
+        lambda o: setattr(o, "bias", o.bias.half()),
+        "bias must have dtype torch.float32 like x.*torch.float16",
+    ),
 ]
 
 
@@ -725,13 +753,13 @@ def test_what_does_not_fit_is_named(
 def test_plain_values_have_nothing_besides() -> None:
     o = Operands(HALF)
     plain, ones = o.stored.plain, torch.ones(o.pattern.nnz)
-    with pytest.raises(InvalidArgumentError, match=r"values: .*\[nnz, bn, bk / 2\] = \[14, 32, 16\]"):
+    with pytest.raises(InvalidArgumentError, match=r"values must be .*\[nnz, bn, bk / 2\] = \[14, 32, 16\]"):
         functional.linear(o.x, plain, o.pattern, metadata=o.stored.metadata)
-    with pytest.raises(InvalidArgumentError, match=r"scales: given, but values are torch.float32"):
+    with pytest.raises(InvalidArgumentError, match=r"scales are given, but values are torch.float32"):
         functional.linear(o.x, plain, o.pattern, scales=ones)
-    with pytest.raises(InvalidArgumentError, match=r"scales: missing, but values are torch.int8"):
+    with pytest.raises(InvalidArgumentError, match=r"scales are missing, but values are torch.int8"):
         functional.linear(o.x, plain.to(torch.int8), o.pattern)
-    with pytest.raises(InvalidArgumentError, match=r"values.*dtype|y.*dtype|scales: missing"):
+    with pytest.raises(InvalidArgumentError, match=r"values.*dtype|y.*dtype|scales are missing"):
         functional.dsd(plain.to(torch.int8), o.pattern, o.x.t())
 
 
@@ -750,21 +778,25 @@ def test_narrow_blocks_are_not_compressed() -> None:
 @pytest.mark.parametrize(
     ("values", "mask", "named"),
     [
-        (torch.ones(2, 16, 32), torch.ones(2, 16, 32), "mask: .*torch.bool expected.*torch.float32"),
+        (torch.ones(2, 16, 32), torch.ones(2, 16, 32), "mask must be .*torch.bool, got.*torch.float32"),
         (
             torch.ones(2, 16, 32),
             torch.ones(2, 16, 16, dtype=torch.bool),
-            r"mask: .*\[2, 16, 32\].*\[2, 16, 16\]",
+            r"mask must be .*\[2, 16, 32\].*\[2, 16, 16\]",
         ),
-        (torch.ones(2, 16, 32), torch.ones(2, 32, 16, dtype=torch.bool).mT, "mask: a contiguous"),
-        (torch.ones(2, 32, 16).mT, torch.ones(2, 16, 32, dtype=torch.bool), "values: a contiguous"),
-        (torch.ones(16, 32), torch.ones(16, 32, dtype=torch.bool), r"values: .*\[nnz, bn, bk\]"),
-        (torch.ones(2, 16, 48), torch.ones(2, 16, 48, dtype=torch.bool), r"block_shape: .*48"),
-        (torch.ones(2, 16, 32).int(), torch.ones(2, 16, 32, dtype=torch.bool), "values: .*torch.int32"),
+        (torch.ones(2, 16, 32), torch.ones(2, 32, 16, dtype=torch.bool).mT, "mask must be a contiguous"),
+        (torch.ones(2, 32, 16).mT, torch.ones(2, 16, 32, dtype=torch.bool), "values must be a contiguous"),
+        (torch.ones(16, 32), torch.ones(16, 32, dtype=torch.bool), r"values must be .*\[nnz, bn, bk\]"),
+        (torch.ones(2, 16, 48), torch.ones(2, 16, 48, dtype=torch.bool), r"block_shape must be .*48"),
+        (
+            torch.ones(2, 16, 32).int(),
+            torch.ones(2, 16, 32, dtype=torch.bool),
+            "values must be .*torch.int32",
+        ),
         (
             torch.ones(2, 16, 32),
             torch.ones(2, 16, 32, dtype=torch.bool, device="meta"),
-            "mask: device cpu of values expected, got meta",
+            "mask must be on cpu like values, got meta",
         ),
     ],
 )
@@ -776,15 +808,15 @@ def test_bad_compressions_are_named(values: Tensor, mask: Tensor, named: str) ->
 @pytest.mark.parametrize(
     ("storage", "changes", "named"),
     [
-        (HALF, {"values": torch.ones(16, 32)}, "values: .*expected"),
-        (HALF, {"values": torch.ones(14, 32, 24)}, "block_shape: .*48"),
-        (HALF, {"metadata": torch.zeros(14, 1, 32)}, "metadata: .*torch.int32"),
-        (BYTES, {"scales": None}, "scales: missing"),
+        (HALF, {"values": torch.ones(16, 32)}, "values must be "),
+        (HALF, {"values": torch.ones(14, 32, 24)}, "block_shape must be .*48"),
+        (HALF, {"metadata": torch.zeros(14, 1, 32)}, "metadata must be .*torch.int32"),
+        (BYTES, {"scales": None}, "scales are missing"),
         (BYTES, {"dtype": torch.int8}, "dtype: dtype of activations expected, got torch.int8"),
         (
             BYTES,
             {"values": torch.ones(14, 32, 32, dtype=torch.int32), "scales": None},
-            "values: dtype of activ",
+            "values must have a dtype of activ",
         ),
     ],
 )

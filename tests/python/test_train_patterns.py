@@ -130,9 +130,9 @@ def test_norms_are_those_of_the_dense_gradient(
     ("dy", "x", "changed", "text"),
     [
         ((3, 64), (4, 96), {}, r"^dy: "),
-        ((3, 60), (3, 96), {}, r"^out_features: "),
+        ((3, 60), (3, 96), {}, "^out_features must be "),
         ((3, 64), (3, 96), {"norm": 3}, r"^norm: "),
-        ((3, 64), (3, 96), {"block_shape": 8}, r"^block_shape: "),
+        ((3, 64), (3, 96), {"block_shape": 8}, r"^block_shape must be "),
         ((), (3, 96), {}, r"^dy: "),
     ],
 )
@@ -654,9 +654,9 @@ def test_a_weight_that_was_replaced_is_named() -> None:
         ({"model": 3}, InvalidArgumentError, "^model must be a torch.nn.Module, got 3"),
         ({"model": make()}, InvalidArgumentError, r"^optimizer: the weight of layer '0'"),
         ({"optimizer": 3}, InvalidArgumentError, "^optimizer must be a torch.optim.Optimizer, got 3"),
-        ({"every": 0}, InvalidArgumentError, r"^every: "),
-        ({"sample_every": 1.5}, InvalidArgumentError, r"^sample_every: "),
-        ({"fraction": 1.1}, InvalidArgumentError, r"^fraction: "),
+        ({"every": 0}, InvalidArgumentError, r"^every must be "),
+        ({"sample_every": 1.5}, InvalidArgumentError, r"^sample_every must be "),
+        ({"fraction": 1.1}, InvalidArgumentError, r"^fraction must be "),
         ({"fraction": {"3": 0.1}}, InvalidArgumentError, r"^fraction: no BlockSparseLinear matches '3'"),
         ({"fraction": {"(": 0.1}}, InvalidArgumentError, r"^fraction must be a name or a regular expression"),
         ({"fraction": {}}, InvalidArgumentError, r"^fraction: "),
@@ -666,9 +666,9 @@ def test_a_weight_that_was_replaced_is_named() -> None:
         ({"norm": 3}, InvalidArgumentError, r"^norm: "),
         ({"norm": torch.ones(2)}, InvalidArgumentError, r"^norm: "),
         ({"moments": "halve"}, InvalidArgumentError, r"^moments: "),
-        ({"momentum": -1}, InvalidArgumentError, r"^momentum: "),
-        ({"new_scale": math.nan}, InvalidArgumentError, r"^new_scale: "),
-        ({"seed": 1.5}, InvalidArgumentError, r"^seed: "),
+        ({"momentum": -1}, InvalidArgumentError, r"^momentum must be "),
+        ({"new_scale": math.nan}, InvalidArgumentError, r"^new_scale must be "),
+        ({"seed": 1.5}, InvalidArgumentError, r"^seed must be "),
     ],
 )
 def test_arguments_that_do_not_fit(changed: dict[str, Any], error: Any, text: str) -> None:

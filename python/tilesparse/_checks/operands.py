@@ -14,7 +14,7 @@ COMPRESSIBLE = 32  # what the side of a block that is cut into groups of four mu
 
 
 class Index(NamedTuple):
-    """A pattern as operators take it: block compressed rows, and where each block lies in the values."""
+    """A pattern as operators take it: block compressed rows, and each block's slot in the values."""
 
     crow_indices: Tensor  # [R + 1] int32
     col_indices: Tensor  # [nnz] int32
@@ -24,7 +24,7 @@ class Index(NamedTuple):
 
 
 def check_index(index: Index) -> None:
-    """Sizes, dtype and device of a pattern's tensors, not what is in them."""
+    """Check sizes, dtype and device of a pattern's tensors, not their contents."""
     block_rows = check_shapes(index.shape, index.block_shape)[2][0]
     crow, col = index.crow_indices, index.col_indices
     for name, array, length in (
@@ -34,15 +34,13 @@ def check_index(index: Index) -> None:
     ):
         if array.dim() != 1 or array.dtype != torch.int32 or not array.is_contiguous():
             raise InvalidPatternError(
-                f"{name}: a contiguous 1-D int32 tensor expected, got shape {tuple(array.shape)} with "
+                f"{name} must be a contiguous 1-D int32 tensor, got shape {tuple(array.shape)} with "
                 f"strides {array.stride()} of {array.dtype}"
             )
         if length is not None and array.shape[0] != length:
-            raise InvalidPatternError(f"{name}: {length} entries expected, got {array.shape[0]}")
+            raise InvalidPatternError(f"{name} must have {length} entries, got {array.shape[0]}")
         if array.device != col.device:
-            raise InvalidPatternError(
-                f"{name}: device {col.device} of col_indices expected, got {array.device}"
-            )
+            raise InvalidPatternError(f"{name} must be on {col.device} like col_indices, got {array.device}")
 
 
 def check_dds(
@@ -56,7 +54,7 @@ def check_dds(
     scales: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> None:
-    """Of x Wᵀ, where ``name`` is "x", or y W, where it is "y"."""
+    """Check the operands of x Wᵀ, if ``name`` is "x", or of y W, if it is "y"."""
     out_features, in_features = index.shape
     check_activations(name, matrix, in_features if name == "x" else out_features)
     check_values("values", values, index, metadata, scales)
@@ -73,16 +71,16 @@ def check_dds(
 
 
 def check_one(residual: Tensor | None, gate: Tensor | None) -> Tensor | None:
-    """Residual or gate, whichever is given."""
+    """Return the residual or the gate, whichever is given."""
     if residual is not None and gate is not None:
-        raise InvalidArgumentError("gate: none expected beside a residual; a product has one of them")
+        raise InvalidArgumentError("gate must be None beside a residual: a product takes one of them")
     return residual if gate is None else gate
 
 
 def check_nothing_added(
     bias: Tensor | None, residual: Tensor | None, activation: int, gate: Tensor | None = None
 ) -> None:
-    """Of x Wᵀ by the values of the transposed weight, which is a product of the kind that adds nothing."""
+    """Refuse additions to x Wᵀ by the values of the transposed weight, whose kernels add nothing."""
     for name, given in (
         ("bias", bias is not None),
         ("residual", residual is not None),
@@ -90,16 +88,16 @@ def check_nothing_added(
         ("activation", activation),
     ):
         if given:
-            raise UnsupportedError(f"{name}: none expected with the values of the transposed weight")
+            raise UnsupportedError(f"{name} cannot be combined with the values of the transposed weight")
 
 
 def check_sdd(y: Tensor, x: Tensor, index: Index, out: Tensor | None = None) -> None:
-    """Of yᵀ x on the pattern, and of the values it is written to."""
+    """Check the operands of yᵀ x on the pattern, and the values it is written to."""
     check_activations("x", x, index.shape[1])
     check_activations("y", y, index.shape[0])
     if y.shape[:-1] != x.shape[:-1]:
         raise InvalidArgumentError(
-            f"y: the leading dimensions {tuple(x.shape[:-1])} of x expected, got {tuple(y.shape[:-1])}"
+            f"y must have the leading dimensions {tuple(x.shape[:-1])} of x, got {tuple(y.shape[:-1])}"
         )
     _check_alike("y", y, "x", x)
     _check_device("x", x, index)
@@ -112,29 +110,30 @@ def check_sdd(y: Tensor, x: Tensor, index: Index, out: Tensor | None = None) -> 
 
 
 def check_separate(out: Tensor, y: Tensor, x: Tensor) -> None:
-    """Of the memory that a product of y and x is written to."""
+    """Check the memory that a product of y and x is written to."""
     for name, operand in (("y", y), ("x", x)):
         if _overlap(operand, out):
-            raise InvalidArgumentError(f"out: must not share memory with {name}")
+            raise InvalidArgumentError(f"out must not share memory with {name}")
     if is_misaligned(out):
-        raise InvalidArgumentError(f"out: must be aligned to {ALIGNMENT} bytes")
+        raise InvalidArgumentError(f"out must be aligned to {ALIGNMENT} bytes")
 
 
 def check_activations(name: str, matrix: Tensor, features: int) -> None:
+    """Check the features, layout and dtype of activations."""
     shape = matrix.shape
     if not shape or shape[-1] != features:
-        raise InvalidArgumentError(f"{name}: last dimension {features} expected, got shape {tuple(shape)}")
+        raise InvalidArgumentError(f"{name} must have last dimension {features}, got shape {tuple(shape)}")
     if matrix.layout != torch.strided:
         raise InvalidTypeError(f"{name} must be a dense tensor, got a {matrix.layout} tensor")
     if matrix.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise InvalidArgumentError(f"{name}: dtype {names} expected, got {matrix.dtype}")
+        raise InvalidArgumentError(f"{name} must have dtype {names}, got {matrix.dtype}")
 
 
 def check_values(
     name: str, values: Tensor, index: Index, metadata: Tensor | None = None, scales: Tensor | None = None
 ) -> None:
-    """Of kept blocks: plain, or with the metadata of 2:4 or the scales of 8 bits."""
+    """Check the values of kept blocks, with the metadata of 2:4 and the scales of 8 bits."""
     _check_stored(name, values, index, metadata, scales)
     _check_device(name, values, index)
 
@@ -153,7 +152,7 @@ def _check_stored(
     if (scales is None) == (values.dtype in QUANTIZED):
         given = "missing" if scales is None else "given"
         raise InvalidArgumentError(
-            f"scales: {given}, but values are {values.dtype}; those of 8 bits have any"
+            f"scales are {given}, but values are {values.dtype}: only values of 8 bits have scales"
         )
     if scales is not None:
         shape = (nnz,) if scales.dim() == 1 else (nnz, bn)
@@ -162,7 +161,7 @@ def _check_stored(
 
 
 def check_compressible(what: str, block_shape: Sequence[int], transposed: bool = False) -> None:
-    """That blocks can be cut into groups of four along their rows, or their columns."""
+    """Refuse blocks that cannot be divided into groups of four along their rows, or their columns."""
     if block_shape[0 if transposed else 1] % COMPRESSIBLE:
         side = "bn" if transposed else "bk"
         raise InvalidArgumentError(
@@ -176,16 +175,16 @@ def _check_array(
     if array.shape != shape or not array.is_contiguous() or dtype not in (None, array.dtype):
         wanted = "" if dtype is None else f" of {dtype}"
         raise InvalidArgumentError(
-            f"{name}: a contiguous tensor {form} = {list(shape)}{wanted} expected, "
+            f"{name} must be a contiguous tensor {form} = {list(shape)}{wanted}, "
             f"got shape {list(array.shape)} with strides {array.stride()} of {array.dtype}"
         )
 
 
 def check_mask(values: Tensor, mask: Tensor, transposed: bool) -> None:
-    """Of plain values that are to be compressed, and which of them are kept."""
+    """Check dense blocks that are to be compressed, and the mask of what is kept."""
     if values.dim() != 3 or values.dtype not in {**DTYPES, **QUANTIZED} or not values.is_contiguous():
         raise InvalidArgumentError(
-            f"values: a contiguous tensor [nnz, bn, bk] of a dtype that values have expected, "
+            f"values must be a contiguous tensor [nnz, bn, bk] of a supported dtype, "
             f"got shape {list(values.shape)} with strides {values.stride()} of {values.dtype}"
         )
     check_block_shape(values.shape[1:])
@@ -195,39 +194,42 @@ def check_mask(values: Tensor, mask: Tensor, transposed: bool) -> None:
 
 
 def check_stored(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> None:
-    """Of values that are to be expanded."""
+    """Check values that are to be dequantized or decompressed."""
     if values.dim() != 3:
-        raise InvalidArgumentError(f"values: [nnz, bn, bk] or [nnz, bn, bk / 2] expected, got {values.shape}")
+        raise InvalidArgumentError(
+            f"values must be [nnz, bn, bk] or [nnz, bn, bk / 2], got {tuple(values.shape)}"
+        )
     nnz, bn, columns = values.shape
     block_shape = check_block_shape((bn, columns * (1 if metadata is None else 2)))
     sizes = values.new_empty(nnz, device="meta")
     index = Index(sizes, sizes, sizes, (bn, block_shape[1]), block_shape)
     _check_stored("values", values, index, metadata, scales)
     if scales is None and values.dtype not in DTYPES:
-        raise InvalidArgumentError(f"values: dtype of activations expected, got {values.dtype}")
+        raise InvalidArgumentError(f"values must have a dtype of activations, got {values.dtype}")
 
 
 def check_dense(dense: Tensor, index: Index) -> None:
+    """Check the shape and device of a dense matrix whose blocks are taken."""
     if dense.shape != index.shape:
-        raise InvalidArgumentError(f"dense: shape {index.shape} expected, got {tuple(dense.shape)}")
+        raise InvalidArgumentError(f"dense must have shape {index.shape}, got {tuple(dense.shape)}")
     _check_device("dense", dense, index)
 
 
 def _check_device(name: str, tensor: Tensor, index: Index) -> None:
     if tensor.device != index.col_indices.device:
         raise InvalidArgumentError(
-            f"{name}: device {index.col_indices.device} of the pattern expected, got {tensor.device}"
+            f"{name} must be on {index.col_indices.device} like the pattern, got {tensor.device}"
         )
 
 
 def check_like_product(name: str, tensor: Tensor, y: Tensor) -> Tensor:
-    """The tensor, if it can be combined with a product, element by element."""
+    """Return the tensor if it can be combined with a product element by element."""
     _check_added(name, tensor, y.shape, "the product", y)
     return tensor
 
 
 def check_factor(name: str, factor: Tensor, values: Tensor) -> None:
-    """That values can be multiplied by it in place."""
+    """Check that values can be multiplied by a factor in place."""
     sides = zip(reversed(factor.shape), reversed(values.shape), strict=False)
     if factor.dim() > values.dim() or any(side not in (1, whole) for side, whole in sides):
         raise InvalidArgumentError(
@@ -240,30 +242,31 @@ def check_factor(name: str, factor: Tensor, values: Tensor) -> None:
 
 
 def is_misaligned(tensor: Tensor) -> bool:
+    """Return True for a CUDA tensor that kernels cannot read at its address."""
     return tensor.is_cuda and tensor.data_ptr() % ALIGNMENT != 0
 
 
 def _check_added(name: str, tensor: Tensor, shape: tuple[int, ...], like_name: str, like: Tensor) -> None:
     if tensor.shape != shape:
-        raise InvalidArgumentError(f"{name}: shape {tuple(shape)} expected, got {tuple(tensor.shape)}")
+        raise InvalidArgumentError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     _check_alike(name, tensor, like_name, like)
 
 
 def _check_alike(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     if tensor.dtype != like.dtype:
-        raise InvalidArgumentError(f"{name}: dtype {like.dtype} of {like_name} expected, got {tensor.dtype}")
+        raise InvalidArgumentError(
+            f"{name} must have dtype {like.dtype} like {like_name}, got {tensor.dtype}"
+        )
     _check_same_device(name, tensor, like_name, like)
 
 
 def _check_same_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     if tensor.device != like.device:
-        raise InvalidArgumentError(
-            f"{name}: device {like.device} of {like_name} expected, got {tensor.device}"
-        )
+        raise InvalidArgumentError(f"{name} must be on {like.device} like {like_name}, got {tensor.device}")
 
 
 def _overlap(operand: Tensor, out: Tensor) -> bool:
-    """Whether the address ranges of two tensors meet."""
+    """Return True if the address ranges of two tensors overlap."""
     first, second = _range(operand), _range(out)
     return first[0] < second[1] and second[0] < first[1]
 

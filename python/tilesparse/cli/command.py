@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import _C, _interrupt
+from .._progress import logger
 from ..errors import TileSparseError
 from ..tuning.devices import default_device
 
@@ -29,13 +30,13 @@ COMMANDS = {  # each is a module beside this one, which has `add_arguments` and 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status.
+    """Run one command and return its exit status.
 
-    That is 0, 1 when the output cannot be written, 2 for bad input, 130 when interrupted, or 141 when nobody
-    reads the output any more.
+    It is 0, 1 if the output cannot be written, 2 for bad input, 130 if interrupted, or 141 if nobody reads
+    the output any more.
     """
     if sys.stdout is None:  # closed, and the first file that is opened would take its place
-        print("tilesparse: stdout must be open, got a closed one", file=sys.stderr)
+        logger.error("tilesparse: stdout must be open, got a closed one")
         return UNWRITABLE
     try:
         try:
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _interrupt.say()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
-            print(f"tilesparse: stdout cannot be written: {error.strerror}", file=sys.stderr)
+            logger.error("tilesparse: stdout cannot be written: %s", error.strerror)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
         return BROKEN_PIPE if isinstance(error, BrokenPipeError) else UNWRITABLE
 
@@ -60,13 +61,13 @@ def _run(arguments: argparse.Namespace) -> int:
     except (TileSparseError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and not isinstance(error, TileSparseError):
             raise  # that of stdout
-        print(f"tilesparse {arguments.command}: {error}", file=sys.stderr)
+        logger.error("tilesparse %s: %s", arguments.command, error)
         return 2
     return 0
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Make the parser of a command line; only the command that it names is imported and has its options."""
+    """Make the parser of a command line; only the command that it names is imported and gets its options."""
     parser = argparse.ArgumentParser(prog="tilesparse", description="Block-sparse linear layers.")
     parser.add_argument("--version", action="version", version=f"tilesparse {_C.version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
@@ -80,10 +81,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _default_device() -> torch.device:
-    """That of `selection.default_device`, whose warning becomes a sentence on stderr."""
+    """Return `selection.default_device`, whose warning becomes a message on stderr."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         device = default_device()
     for warning in caught:
-        print(warning.message, file=sys.stderr)
+        logger.warning(warning.message)
     return device

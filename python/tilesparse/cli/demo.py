@@ -7,7 +7,6 @@ import copy
 import os
 import random
 import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -196,7 +195,7 @@ def make_sparse(dense: GPT, settings: Settings) -> tuple[nn.Module, PatchReport]
 def train(trainees: Sequence[Trainee], text: Tensor) -> None:
     """Trains all on the same batches, in turns, so that a busy machine slows all of them."""
     settings = trainees[0].settings
-    progress = Progress(settings.steps, bar=sys.stderr.isatty())
+    progress = Progress(settings.steps)
     for index, batch in enumerate(_batches(text, settings, settings.steps, seed=0)):
         for trainee in trainees if index % 2 else reversed(trainees):
             trainee.step(batch)

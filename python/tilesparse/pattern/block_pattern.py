@@ -1,4 +1,8 @@
-"""Block patterns: which blocks of a weight are kept."""
+"""`BlockPattern`: which blocks of a weight are kept.
+
+The file is long because it is one class, most of it documentation: `choosing` chooses blocks, and `indices`
+makes and moves index tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +13,32 @@ import torch
 from torch import Tensor
 
 from .._arguments import checked, shown
-from .._checks import (
-    Index,
-    check_block_shape,
-    check_content,
-    check_index,
-    check_shapes,
-)
-from .._runtime import indices as _indices
+from .._checks import Index, check_block_shape, check_index, check_shapes
 from .._runtime.indices import blocks_of
 from .._runtime.lock import exclusive
 from .._runtime.lookup import content_of, prepared
 from .._runtime.private import refuse_fakes
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
-from .choosing import blocks_of_parts, canonical_scipy, check_matrix, check_parts, covering_blocks, drawn
-from .indices import checked_index, index_of, is_integer, moved_index, overwrite_index
+from .choosing import best_blocks, canonical_scipy, check_matrix, listed_blocks, random_blocks
+from .indices import checked_index, index_of, moved_blocks, moved_index, overwrite_index
+from .view import PatternView
 
 Device = torch.device | str | int | None
 
 
-class BlockPattern:
+class BlockPattern(PatternView):
     """The kept blocks of a weight W of shape [out_features, in_features].
 
-    W is cut into R x C blocks of ``block_shape``. The kept ones are listed as block compressed rows
-    (BSR), with the names of PyTorch's BSR tensors: block row r holds the entries ``crow_indices[r]`` to
-    ``crow_indices[r + 1]`` of ``col_indices``, whose columns ascend. Entry e is stored at position
+    W is divided into R x C blocks of ``block_shape``. The kept blocks are stored as block compressed rows
+    (BSR) with the names of PyTorch's BSR tensors: block row r holds the entries ``crow_indices[r]`` to
+    ``crow_indices[r + 1]`` of ``col_indices``, in ascending order of columns. Entry e is stored at position
     ``slot[e]`` of a values tensor [nnz, bn, bk], so a pattern can change without moving a weight. Empty
     rows, empty columns and patterns without any block are legal.
 
-    A pattern is these three tensors, on whatever device. They are copied and checked here, once.
+    A pattern is these three tensors, on any device. The constructor copies and validates them once.
     `update_` changes them in place, and everything that uses them follows: compiled code, captured CUDA
-    graphs, and the layer whose ``pattern`` this is. Products want them on the device of the values, and
-    copy them there otherwise.
+    graphs, and the layer whose ``pattern`` this is. Products read the pattern on the device of the values
+    and copy it there if it lies elsewhere.
 
     Args:
         crow_indices: [R + 1] integers, tensor or sequence.
@@ -49,10 +47,10 @@ class BlockPattern:
         block_shape: (bn, bk), rows (out) and columns (in) of a block, each 16, 32, 64 or 128; or one
             number for both.
         slot: [nnz] a permutation of 0..nnz-1; None means 0..nnz-1 in order.
-        device: where the tensors are to lie; None is where ``col_indices`` lies.
+        device: device of the pattern; None is the device of ``col_indices``.
 
     Raises:
-        InvalidArgumentError: ``shape`` or ``block_shape`` is not allowed.
+        InvalidArgumentError: ``shape`` or ``block_shape`` is invalid.
         InvalidPatternError: the tensors do not describe a pattern of that shape.
     """
 
@@ -99,60 +97,45 @@ class BlockPattern:
         generator: torch.Generator | None = None,
         device: Device = None,
     ) -> BlockPattern:
-        """Draw blocks at random, so that no block row or column stays empty where the count allows.
+        """Draw blocks at random; leave no block row or column empty if the count allows.
 
-        The first max(R, C) blocks pair the block rows with the block columns, both in random order, the
-        shorter of the two lists again and again: each member of the longer one gets one block, and those of
-        the shorter one as equally many as possible. All other blocks are drawn uniformly, without
-        replacement, from what is left. With fewer than max(R, C) blocks the pairing is cut short, so that as
-        many rows and as many columns as possible have a block. Every block is equally likely to be kept.
+        The first max(R, C) blocks pair the block rows with the block columns, both in random order; the
+        shorter list repeats. Each member of the longer list gets one block, and the members of the shorter
+        list get equal numbers, up to one. All other blocks are drawn uniformly, without replacement, from
+        the rest. With fewer than max(R, C) blocks the pairing stops early and covers as many rows and
+        columns as possible. Every block is equally likely to be kept.
 
         Args:
             shape: (out_features, in_features), multiples of the block shape.
             block_shape: (bn, bk), or one number for both.
             density: kept fraction; round(density * R * C) blocks are drawn.
-            nnz: how many blocks, in place of a density.
-            parts: (r, c): block rows are cut into r equal parts and block columns into c, and as many blocks
-                are drawn from each of the r * c parts, density or nnz / (r * c) of it. Tensor parallelism
-                over r processes by rows, or c by columns, needs such a balance. The rows and columns that
-                are covered are those of the whole weight.
-            cover: False draws all blocks uniformly, without replacement. At low densities that leaves block
-                rows empty, whose outputs are the bias alone, and block columns, whose inputs do not count.
-            generator: a CPU generator; None is PyTorch's default one.
-            device: of the pattern; None is the CPU.
+            nnz: number of blocks, instead of a density.
+            parts: (r, c): divide the block rows into r equal parts and the block columns into c, and draw
+                the same number of blocks from each of the r * c parts. Tensor parallelism over r processes
+                by rows, or c by columns, needs this balance. Rows and columns of the whole weight are
+                covered.
+            cover: False draws all blocks uniformly, without replacement. At low densities some block rows
+                then stay empty (their outputs are the bias alone), and so do some block columns (their
+                inputs are ignored).
+            generator: a CPU generator; None is PyTorch's default generator.
+            device: device of the pattern; None is the CPU.
 
         Raises:
-            InvalidArgumentError: not exactly one of density and nnz, or one out of range, or a density
-                that is not 0 and rounds to no block, or blocks that cannot be cut into such parts, or a
-                ``cover`` that is no bool.
+            InvalidArgumentError: not exactly one of density and nnz is given, one of them is out of range, a
+                density above 0 rounds to no block, the blocks cannot be divided into such parts, or
+                ``cover`` is not a bool.
         """
         refuse_fakes("a pattern")
         shape, block_shape, grid = check_shapes(shape, block_shape)
-        if not isinstance(cover, bool):
-            raise InvalidArgumentError(f"cover must be True or False, got {cover!r}")
-        of_parts, kept = blocks_of_parts(grid, parts, density, nnz)
-        covering = covering_blocks(grid, check_parts(parts), kept if cover else 0, generator)
-        chosen = [
-            numbers[drawn(len(numbers), first, kept, generator)]
-            for numbers, first in zip(of_parts, covering, strict=True)
-        ]
-        return cls._from_sorted(torch.cat(chosen).sort().values, shape, block_shape, device=device)
+        chosen = random_blocks(grid, parts, density, nnz, cover, generator)
+        return cls._from_sorted(chosen, shape, block_shape, device=device)
 
     @classmethod
     @checked
     def full(
         cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
     ) -> BlockPattern:
-        """Every block kept.
-
-        Args:
-            shape: (out_features, in_features), multiples of the block shape.
-            block_shape: (bn, bk), or one number for both.
-            device: of the pattern; None is the CPU.
-
-        Raises:
-            InvalidArgumentError: ``shape`` or ``block_shape`` is not allowed.
-        """
+        """Keep every block; see the class for the arguments."""
         shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
         chosen = torch.arange(rows * cols, device="cpu")
         return cls._from_sorted(chosen, shape, block_shape, device=device)
@@ -166,7 +149,7 @@ class BlockPattern:
         shape: Sequence[int],
         block_shape: int | Sequence[int],
     ) -> BlockPattern:
-        """The listed blocks, in any order; block i of the list is stored at slot i of the values.
+        """Keep the listed blocks, in any order; block i of the list is stored at slot i of the values.
 
         Args:
             blocks: [nnz, 2] integers or a list of (block row, block column).
@@ -176,43 +159,15 @@ class BlockPattern:
         Raises:
             InvalidPatternError: a block lies outside the shape or is listed twice.
         """
-        shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
-        device = None
-        if isinstance(blocks, Tensor):
-            check_content("blocks", blocks)
-            device = blocks.device
-        pairs = torch.as_tensor(blocks, device="cpu")
-        if pairs.numel() == 0:
-            pairs = torch.empty(0, 2, dtype=torch.int64, device="cpu")
-        if pairs.dim() != 2 or pairs.shape[1] != 2 or not is_integer(pairs):
-            raise InvalidPatternError(
-                f"blocks: (row, col) pairs of integers expected, "
-                f"got shape {tuple(pairs.shape)} of {pairs.dtype}"
-            )
-        row, col = pairs.long().unbind(1)
-        outside = ((row < 0) | (row >= rows) | (col < 0) | (col >= cols)).nonzero()
-        if len(outside):
-            first = tuple(pairs[outside[0, 0]].tolist())
-            raise InvalidPatternError(f"blocks: {first} lies outside the {rows} x {cols} blocks of the shape")
-        chosen, slot = (row * cols + col).sort()
-        twice = (chosen[1:] == chosen[:-1]).nonzero()
-        if len(twice):
-            first = divmod(int(chosen[twice[0, 0]]), cols)
-            raise InvalidPatternError(f"blocks: {first} is listed twice")
+        shape, block_shape, grid = check_shapes(shape, block_shape)
+        chosen, slot = listed_blocks(blocks, grid)
+        device = blocks.device if isinstance(blocks, Tensor) else None
         return cls._from_sorted(chosen, shape, block_shape, slot, device)
 
     @classmethod
     @checked
     def from_block_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
-        """The blocks that are nonzero (True) in ``mask``.
-
-        Args:
-            mask: [R, C], one entry for each block.
-            block_shape: (bn, bk), or one number for both.
-
-        Raises:
-            InvalidArgumentError: the mask has not two dimensions, or the block shape is not allowed.
-        """
+        """Keep the blocks that are nonzero (True) in ``mask`` [R, C], which has one entry per block."""
         check_matrix("mask", mask)
         bn, bk = check_block_shape(block_shape)
         shape = (mask.shape[0] * bn, mask.shape[1] * bk)
@@ -222,31 +177,23 @@ class BlockPattern:
     @classmethod
     @checked
     def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
-        """The blocks that hold at least one nonzero.
-
-        Args:
-            mask: [out_features, in_features], one entry for each element; or a matrix itself.
-            block_shape: (bn, bk), or one number for both.
-
-        Raises:
-            InvalidArgumentError: the mask has not two dimensions, or cannot be cut into such blocks.
-        """
+        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero."""
         check_matrix("mask", mask)
         block_shape = check_shapes(mask.shape, block_shape)[1]
         return cls.from_block_mask(blocks_of(mask != 0, block_shape).any(-1).any(-1), block_shape=block_shape)
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> BlockPattern:
-        """The blocks a ``torch.sparse_bsr`` matrix stores; slot i is its i-th stored block.
+        """Keep the blocks that a ``torch.sparse_bsr`` matrix stores; slot i is its i-th stored block.
 
         Raises:
-            InvalidArgumentError: it is no such matrix, or its blocks have another shape than is allowed.
+            InvalidArgumentError: ``matrix`` has another layout, or blocks of an invalid shape.
         """
         if not isinstance(matrix, Tensor):
             raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
         if matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
             raise InvalidArgumentError(
-                f"matrix: a 2-D sparse BSR tensor expected, got {matrix.dim()}-D {matrix.layout}"
+                f"matrix must be a 2-D torch.sparse_bsr tensor, got {matrix.dim()}-D {matrix.layout}"
             )
         return cls(
             matrix.crow_indices(),
@@ -258,14 +205,14 @@ class BlockPattern:
     @classmethod
     @checked
     def from_scipy(cls, matrix: Any, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
-        """The blocks of a scipy.sparse matrix of any format.
+        """Keep the blocks of a scipy.sparse matrix of any format.
 
         Args:
             matrix: a scipy sparse matrix or array; duplicates are summed.
-            block_shape: (bn, bk); None takes that of a BSR matrix.
+            block_shape: (bn, bk); None takes the block shape of a BSR matrix.
 
         Raises:
-            InvalidArgumentError: the block shape is missing or not allowed, or does not divide the shape.
+            InvalidArgumentError: the block shape is missing or invalid, or does not divide the shape.
         """
         matrix = canonical_scipy(matrix, block_shape)
         return cls(
@@ -286,30 +233,19 @@ class BlockPattern:
         nnz: int | None = None,
         parts: tuple[int, int] = (1, 1),
     ) -> BlockPattern:
-        """The best-scored blocks; of equal scores the first in row order.
+        """Keep the blocks with the highest scores [R, C]; the first in row order wins a tie.
 
-        Args:
-            scores: [R, C] one number per block, higher is better.
-            block_shape: (bn, bk), or one number for both.
-            density: kept fraction.
-            nnz: how many blocks, in place of a density.
-            parts: (r, c): as many of each part, see `random`.
+        ``density``, ``nnz`` and ``parts`` are those of `random`.
 
         Raises:
-            InvalidArgumentError: as of `random`, or a score is NaN.
+            InvalidArgumentError: as in `random`, or a score is NaN.
         """
         check_matrix("scores", scores)
-        if scores.is_complex():
-            raise InvalidArgumentError(f"scores must be real numbers, got {scores.dtype}")
         bn, bk = check_block_shape(block_shape)
-        flat = scores.detach().cpu().reshape(-1)
-        if bool(flat.isnan().any()):
-            raise InvalidArgumentError("scores: NaN cannot be ranked")
-        grid = scores.shape[0], scores.shape[1]
-        of_parts, kept = blocks_of_parts(grid, parts, density, nnz)
-        best = flat[of_parts].sort(dim=1, descending=True, stable=True).indices[:, :kept]
-        chosen = of_parts.gather(1, best).flatten().sort().values
-        return cls._from_sorted(chosen, (grid[0] * bn, grid[1] * bk), (bn, bk), device=scores.device)
+        chosen = best_blocks(scores, parts, density, nnz)
+        return cls._from_sorted(
+            chosen, (scores.shape[0] * bn, scores.shape[1] * bk), (bn, bk), device=scores.device
+        )
 
     @classmethod
     @checked
@@ -322,23 +258,18 @@ class BlockPattern:
         nnz: int | None = None,
         parts: tuple[int, int] = (1, 1),
     ) -> BlockPattern:
-        """The blocks of a dense matrix [out_features, in_features] with the largest Frobenius norm.
+        """Keep the blocks of a dense matrix [out_features, in_features] with the largest Frobenius norm.
 
-        Args:
-            dense: what to choose blocks of.
-            block_shape: (bn, bk), or one number for both.
-            density: kept fraction.
-            nnz: how many blocks, in place of a density.
-            parts: (r, c): as many of each part, see `random`.
+        ``density``, ``nnz`` and ``parts`` are those of `random`.
 
         Raises:
-            InvalidArgumentError: as of `random`, or a norm is NaN.
+            InvalidArgumentError: as in `random`, or a norm is NaN.
         """
         check_matrix("dense", dense)
         block_shape = check_shapes(dense.shape, block_shape)[1]
         blocks = blocks_of(dense.detach(), block_shape)
-        precision = torch.promote_types(dense.dtype, torch.float32)
-        scores = torch.linalg.vector_norm(blocks, dim=(-2, -1), dtype=precision)
+        dtype = torch.promote_types(dense.dtype, torch.float32)
+        scores = torch.linalg.vector_norm(blocks, dim=(-2, -1), dtype=dtype)
         return cls.from_scores(scores, block_shape=block_shape, density=density, nnz=nnz, parts=parts)
 
     @classmethod
@@ -350,7 +281,7 @@ class BlockPattern:
         slot: Tensor | None = None,
         device: Device = None,
     ) -> BlockPattern:
-        """From ascending block numbers row * C + col on the host."""
+        """Make a pattern of ascending block numbers row * C + col on the host."""
         rows, cols = shape[0] // block_shape[0], shape[1] // block_shape[1]
         crow = torch.zeros(rows + 1, dtype=torch.int64, device="cpu")
         crow[1:] = torch.bincount(chosen // cols, minlength=rows).cumsum(0)
@@ -358,71 +289,14 @@ class BlockPattern:
             crow, chosen % cols, shape=shape, block_shape=block_shape, slot=slot, device=device or "cpu"
         )
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out_features, in_features)."""
-        return self._index.shape
-
-    @property
-    def out_features(self) -> int:
-        """Rows of the weight."""
-        return self._index.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        """Columns of the weight."""
-        return self._index.shape[1]
-
-    @property
-    def block_shape(self) -> tuple[int, int]:
-        """(bn, bk): rows and columns of a block."""
-        return self._index.block_shape
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """(R, C): block rows and block columns of the weight."""
-        (out_features, in_features), (bn, bk) = self.shape, self.block_shape
-        return out_features // bn, in_features // bk
-
-    @property
-    def nnz(self) -> int:
-        """Number of kept blocks."""
-        return self._index.col_indices.shape[0]
-
-    @property
-    def density(self) -> float:
-        """Kept fraction of the blocks."""
-        rows, cols = self.grid
-        return self.nnz / (rows * cols)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the pattern's tensors lie."""
-        return self._index.col_indices.device
-
-    @property
-    def crow_indices(self) -> Tensor:
-        """[R + 1] int32: where each block row starts."""
-        return self._index.crow_indices
-
-    @property
-    def col_indices(self) -> Tensor:
-        """[nnz] int32: block column of each entry."""
-        return self._index.col_indices
-
-    @property
-    def slot(self) -> Tensor:
-        """[nnz] int32: position in the values of each entry's block."""
-        return self._index.slot
-
     @checked
     def to(self, device: torch.device | str | int) -> BlockPattern:
-        """A copy on another device, or this pattern if it is there."""
+        """Copy to another device; return this pattern if it is already there."""
         index = moved_index(self._index, torch.device(device))
         return self if index is self._index else BlockPattern.from_index(index)
 
     def index_on(self, device: torch.device) -> Index:
-        """As operators on that device take it: its own tensors, or a copy there that follows them."""
+        """Return the tensors that operators on a device take: its own, or a copy there that follows them."""
         if device == self.device:
             return self._index
         if torch.compiler.is_compiling():
@@ -440,26 +314,27 @@ class BlockPattern:
 
     @checked
     def update_(self, other: BlockPattern) -> BlockPattern:
-        """Takes over the blocks of ``other``, a pattern of the same shape and block shape.
+        """Replace the blocks by those of ``other``, a pattern of the same shape and block shape.
 
-        With as many blocks as before everything is written in place: the pattern's tensors, plans that
-        captured graphs read, and, where it is a layer's, the layer's buffers. On a CUDA device the host does
-        not wait. A backward pass whose forward pass ran before the update raises PatternChangedError.
+        If the number of blocks stays the same, everything is written in place: the pattern's tensors, the
+        plans that captured graphs read, and the buffers of the layer whose pattern this is. On a CUDA device
+        the host does not wait. A backward pass whose forward pass ran before the update raises
+        PatternChangedError.
 
         Raises:
-            InvalidArgumentError: another shape or block shape.
-            InvalidPatternError: another number of blocks, in a layer's pattern.
+            InvalidArgumentError: ``other`` has another shape or block shape.
+            InvalidPatternError: ``other`` has another number of blocks, and this is a layer's pattern.
         """
         if (other.shape, other.block_shape) != (self.shape, self.block_shape):
             raise InvalidArgumentError(
-                f"other: shape {self.shape} in blocks of {self.block_shape} expected, "
+                f"other must have shape {self.shape} in blocks of {self.block_shape}, "
                 f"got {other.shape} in blocks of {other.block_shape}"
             )
         if other.nnz == self.nnz:
             return self._take(other._index)
         if self._after_update is not None:
             raise InvalidPatternError(
-                f"other: {self.nnz} blocks expected, as many as the layer has weights for, got {other.nnz}"
+                f"other must have {self.nnz} blocks, as many as the layer stores, got {other.nnz}"
             )
         with torch.inference_mode(False):
             self._own(moved_index(other._index, self.device, copy=True))
@@ -473,46 +348,26 @@ class BlockPattern:
         *,
         check: bool = True,
     ) -> BlockPattern:
-        """Gives the blocks at ``slots`` new places; see `update_` for what follows.
+        """Move the blocks at ``slots`` to new places; see `update_` for the effects.
 
-        Blocks may take places that other moved blocks leave.
+        A block may take a place that another moved block leaves.
 
         Args:
             slots: [n] integers, each at most once.
             blocks: [n, 2] the new (block row, block column) of each.
-            check: whether to look for places that lie outside or are taken, for which the host waits on CUDA
-                devices. Without, such places are undefined behaviour.
+            check: True looks for places that lie outside or are taken, for which the host waits on CUDA
+                devices. False makes such places undefined behaviour.
 
         Raises:
-            InvalidPatternError: a place lies outside, or is taken. Nothing has changed then.
+            InvalidPatternError: a place lies outside or is taken; nothing has changed.
         """
-        chosen = self._numbers("slots", slots).reshape(-1)
-        places = self._numbers("blocks", blocks)
-        if places.numel() != 2 * len(chosen):
-            raise InvalidArgumentError(
-                f"blocks: {len(chosen)} places expected, one per slot, got shape {tuple(places.shape)}"
-            )
-        places = places.reshape(-1, 2)
-        if check:
-            numbers = chosen.tolist()
-            if len(set(numbers)) != len(numbers) or not all(0 <= slot < self.nnz for slot in numbers):
-                raise InvalidPatternError(f"slots: different numbers from 0 to {self.nnz - 1} expected")
-        everywhere = torch.stack(self.block_indices(), 1)
-        everywhere[chosen] = places
+        rows, cols = self.block_indices()
+        places = moved_blocks(torch.stack((rows, cols), 1), slots, blocks, check)
         if check:
             return self.update_(
-                BlockPattern.from_blocks(everywhere, shape=self.shape, block_shape=self.block_shape)
+                BlockPattern.from_blocks(places, shape=self.shape, block_shape=self.block_shape)
             )
-        return self._take(index_of(everywhere[:, 0] * self.grid[1] + everywhere[:, 1], self._index))
-
-    def _numbers(self, name: str, given: Tensor | Sequence[Any]) -> Tensor:
-        """Integers on the pattern's device."""
-        if isinstance(given, Tensor):
-            check_content(name, given)
-        numbers = torch.as_tensor(given, device=self.device)
-        if numbers.numel() and not is_integer(numbers):
-            raise InvalidArgumentError(f"{name} must be integers, got {numbers.dtype}")
-        return numbers.long()
+        return self._take(index_of(places[:, 0] * self.grid[1] + places[:, 1], self._index))
 
     def _take(self, other: Index) -> BlockPattern:
         with exclusive():
@@ -524,47 +379,14 @@ class BlockPattern:
             self._after_update()
         return self
 
-    def block_indices(self) -> tuple[Tensor, Tensor]:
-        """(rows, cols), each [nnz] int64: where the block at every slot lies."""
-        return _indices.block_indices(self._index)
-
-    def to_block_mask(self) -> Tensor:
-        """[R, C] bool, True for kept blocks."""
-        mask = torch.zeros(self.grid, dtype=torch.bool, device=self.device)
-        mask[self.block_indices()] = True
-        return mask
-
-    def to_mask(self) -> Tensor:
-        """[out_features, in_features] bool, True for elements of kept blocks."""
-        bn, bk = self.block_shape
-        return self.to_block_mask().repeat_interleave(bn, 0).repeat_interleave(bk, 1)
-
     def transpose(self) -> BlockPattern:
-        """The pattern of the transposed weight; every block keeps its slot."""
+        """Return the pattern of the transposed weight; every block keeps its slot."""
         col_ptr, row_idx, slot = (array.clone() for array in prepared(self._index).columns())
         (out_features, in_features), (bn, bk) = self.shape, self.block_shape
         return BlockPattern.from_index(Index(col_ptr, row_idx, slot, (in_features, out_features), (bk, bn)))
 
-    def __eq__(self, other: object) -> bool:
-        """Same shapes, same blocks at the same slots, on whatever devices."""
-        if not isinstance(other, BlockPattern):
-            return NotImplemented
-        mine, theirs = self._index, other._index
-        return mine[3:] == theirs[3:] and all(
-            a.shape == b.shape and torch.equal(a, b.to(a.device))
-            for a, b in zip(mine[:3], theirs[:3], strict=True)
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # patterns are compared by content and can change
-
     def __reduce__(self) -> tuple[Callable[..., BlockPattern], tuple[Any, ...]]:
         return _rebuild, tuple(self._index)
-
-    def __repr__(self) -> str:
-        return (
-            f"BlockPattern(shape={self.shape}, block_shape={self.block_shape}, "
-            f"nnz={self.nnz}, density={self.density:.3g}, device={str(self.device)!r})"
-        )
 
 
 def _rebuild(

@@ -1,8 +1,9 @@
-"""The index tensors of a pattern: checked, moved, overwritten, and made of block numbers."""
+"""Index tensors of a pattern: validate, move and overwrite them, and make them of block numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from .._checks import INT32_MAX, Index, check_content, check_shapes
 from .._runtime.indices import validate
 from .._runtime.lookup import update_of
-from ..errors import InvalidPatternError
+from ..errors import InvalidArgumentError, InvalidPatternError
 
 
 def checked_index(
@@ -21,7 +22,7 @@ def checked_index(
     slot: Tensor | Sequence[int] | None,
     device: torch.device | str | int | None,
 ) -> Index:
-    """Copies of a pattern's arrays, once they are known to be one."""
+    """Return validated copies of the arrays of a pattern."""
     if device is None:
         device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
     shape, block_shape, (block_rows, _) = check_shapes(shape, block_shape)
@@ -36,7 +37,7 @@ def checked_index(
 
 
 def moved_index(index: Index, device: torch.device, copy: bool = False) -> Index:
-    """On that device; pinned on the way to a GPU, so that the host need not wait."""
+    """Move an index to a device, through pinned memory on the way to a GPU so that the host does not wait."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     here = index.col_indices.device
@@ -50,7 +51,7 @@ def moved_index(index: Index, device: torch.device, copy: bool = False) -> Index
 
 @torch.no_grad()
 def overwrite_index(target: Index, source: Index) -> None:
-    """Writes the source's pattern where the target's is, and what is derived from it."""
+    """Write the source over the target in place; what is derived from the target follows."""
     source = moved_index(source, target.col_indices.device)
     with update_of(target), torch.inference_mode(target.col_indices.is_inference()):
         for to, tensor in zip(target[:3], source[:3], strict=True):
@@ -58,7 +59,7 @@ def overwrite_index(target: Index, source: Index) -> None:
 
 
 def index_of(numbers: Tensor, like: Index) -> Index:
-    """From the block row · block columns + block column of every slot; on a GPU the host does not wait."""
+    """Make an index of the block number row * C + col at every slot; on a GPU the host does not wait."""
     (out_features, in_features), (bn, bk) = like.shape, like.block_shape
     rows, cols = out_features // bn, in_features // bk
     numbers, slot = numbers.sort()
@@ -68,7 +69,7 @@ def index_of(numbers: Tensor, like: Index) -> Index:
 
 
 def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
-    """A host int32 copy of an index array."""
+    """Return an int32 copy of an index array on the host."""
     if isinstance(array, Tensor):
         check_content(name, array)
     given = torch.as_tensor(array, device="cpu")
@@ -76,17 +77,48 @@ def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = 
         given = given.long()
     if given.dim() != 1 or not is_integer(given):
         raise InvalidPatternError(
-            f"{name}: a 1-D array of integers expected, got shape {tuple(given.shape)} of {given.dtype}"
+            f"{name} must be a 1-D array of integers, got shape {tuple(given.shape)} of {given.dtype}"
         )
     if length is not None and len(given) != length:
-        raise InvalidPatternError(f"{name}: {length} entries expected, got {len(given)}")
+        raise InvalidPatternError(f"{name} must have {length} entries, got {len(given)}")
     if len(given) and not 0 <= int(given.min()) <= int(given.max()) <= INT32_MAX:
         raise InvalidPatternError(
-            f"{name}: entries from 0 to 2^31 - 1 expected, got {int(given.min())} to {int(given.max())}"
+            f"{name} must have entries from 0 to 2^31 - 1, got {int(given.min())} to {int(given.max())}"
         )
     return given.to(torch.int32, copy=True).contiguous()
 
 
 def is_integer(array: Tensor) -> bool:
-    """Return True for tensors of integers; bool is none."""
+    """Return True if a tensor holds integers; bool does not count."""
     return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
+
+
+def moved_blocks(
+    places: Tensor,
+    slots: Tensor | Sequence[int],
+    blocks: Tensor | Sequence[tuple[int, int]],
+    check: bool,
+) -> Tensor:
+    """Return the (row, col) of every slot, [nnz, 2] int64, after the blocks at ``slots`` have moved."""
+    chosen, new = (_integers(n, given, places.device) for n, given in (("slots", slots), ("blocks", blocks)))
+    chosen = chosen.reshape(-1)
+    if new.numel() != 2 * len(chosen):
+        raise InvalidArgumentError(
+            f"blocks must be {len(chosen)} places, one per slot, got shape {tuple(new.shape)}"
+        )
+    if check:
+        numbers = chosen.tolist()
+        if len(set(numbers)) != len(numbers) or not all(0 <= slot < len(places) for slot in numbers):
+            raise InvalidPatternError(f"slots must be different numbers from 0 to {len(places) - 1}")
+    places[chosen] = new.reshape(-1, 2)
+    return places
+
+
+def _integers(name: str, given: Tensor | Sequence[Any], device: torch.device) -> Tensor:
+    """Return given integers as an int64 tensor on a device."""
+    if isinstance(given, Tensor):
+        check_content(name, given)
+    numbers = torch.as_tensor(given, device=device)
+    if numbers.numel() and not is_integer(numbers):
+        raise InvalidArgumentError(f"{name} must be integers, got {numbers.dtype}")
+    return numbers.long()

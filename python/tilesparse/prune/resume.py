@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from .._runtime.tensor_files import checksum, read_header, read_json, read_tensor, write_json, write_tensors
 from ..errors import CheckpointError, InvalidArgumentError
+from ..nn.tensors import INDEX_NAMES
 from ..pattern.block_pattern import BlockPattern
 from .layer import Solution
 
 VERSION = 1
 _FILE = "pruning.json"
 _NUMBERS = ("error_before_refit", "error", "damping", "tokens")
-INDEX_NAMES = ("crow_indices", "col_indices", "slot")
 
 
 class Progress:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from .. import _C
 from .._checks import DTYPES, checked_number
 from ..errors import TileSparseError, TuneFileError
@@ -61,10 +63,11 @@ def file() -> Path | None:
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named) if named else None
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # which does not count, as its standard has it
-        cache = os.path.expanduser("~/.cache")
-    return Path(cache, "tilesparse", "tune.json") if os.path.isabs(cache) else None
+    try:
+        cache = platformdirs.user_cache_path("tilesparse")
+    except RuntimeError:  # a user without a home
+        return None
+    return cache / "tune.json" if cache.is_absolute() else None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -140,7 +143,11 @@ def kernel_number(name: str) -> int:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Within it other programs wait to add what they have measured, where the file system has locks."""
+    """Have other programs wait before they add measurements, where the file system has locks.
+
+    The folder itself is locked, unlike a file lock's own file: nothing is left behind, and users who share a
+    folder need no permission to write a lock of somebody else.
+    """
     with ExitStack() as stack:
         with suppress(OSError):
             opened = os.open(folder, os.O_RDONLY)
