@@ -424,7 +424,7 @@ def test_the_file_is_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -
         ),
         ({"candidates": 0}, "candidates"),
         ({"repetitions": 1.5}, "repetitions"),
-        ({"device": "meta"}, "device: "),
+        ({"device": "meta"}, "device must have memory"),
     ],
 )
 def test_arguments_are_checked_before_anything_is_measured(

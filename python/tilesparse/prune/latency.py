@@ -19,11 +19,11 @@ from .. import _C
 from .._arguments import checked, shown
 from .._checks import DTYPES, as_integer, as_number, checked_count, checked_device, is_sequence
 from .._progress import Progress
+from .._runtime.timing import medians, name_of, own_numbers
 from ..config import BlockSparseConfig
 from ..errors import CheckpointNotFoundError, InvalidArgumentError, TileSparseError
 from ..nn.convert import is_conv1d
 from ..nn.linear import BlockSparseLinear
-from ..tuning.timing import medians, name_of, own_numbers
 from ._checks import checked_config, renamed
 from ._layers import (
     check_names,

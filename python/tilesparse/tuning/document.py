@@ -16,11 +16,11 @@ import platformdirs
 
 from .. import _C
 from .._checks import DTYPES, checked_number
+from .._runtime.timing import name_of_cpu
 from ..errors import TileSparseError, TuneFileError
 from .devices import Device
 from .products import Product, dtype_name
 from .selection import kernels
-from .timing import name_of_cpu
 
 VARIABLE = "TILESPARSE_TUNE_FILE"
 FORMAT, VERSION = "tilesparse tune", 1

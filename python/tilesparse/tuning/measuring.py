@@ -23,6 +23,7 @@ from .._runtime import values as _values
 from .._runtime.choice import measurements_changed
 from .._runtime.kernels import ask_for
 from .._runtime.lookup import prepared
+from .._runtime.timing import Call, medians, own_numbers
 from .._runtime.values import gather
 from ..checkpoint import manifest as checkpoint
 from ..errors import InvalidArgumentError
@@ -33,7 +34,6 @@ from .document import Measurement, alone_in, file, kernel_number, measurements, 
 from .loading import count_measurement
 from .products import OPS, Product, multiplied
 from .selection import choose
-from .timing import Call, medians, own_numbers
 
 Timer = Callable[[Sequence[Call], torch.device, int], list[float]]
 
