@@ -13,13 +13,14 @@ namespace bindings {
 namespace {
 
 ts_device_info make_device(int32_t device, int32_t compute_capability, int32_t multiprocessors,
-                           int32_t shared_memory, const std::string& name) {
+                           int32_t shared_memory, const std::string& name, int32_t max_cluster) {
     auto info = make<ts_device_info>();
     copy_text(info.name, name, "name");
     info.device = device;
     info.compute_capability = compute_capability;
     info.multiprocessors = multiprocessors;
     info.shared_memory = shared_memory;
+    info.max_cluster = max_cluster;
     return info;
 }
 
@@ -42,15 +43,17 @@ void bind_devices(nb::module_& m) {
         .def(
             "__init__",
             [](ts_device_info* self, int32_t device, int32_t compute_capability, int32_t multiprocessors,
-               int32_t shared_memory, const std::string& name) {
-                new (self) ts_device_info(
-                    make_device(device, compute_capability, multiprocessors, shared_memory, name));
+               int32_t shared_memory, const std::string& name, int32_t max_cluster) {
+                new (self) ts_device_info(make_device(device, compute_capability, multiprocessors,
+                                                      shared_memory, name, max_cluster));
             },
-            "device"_a, "compute_capability"_a, "multiprocessors"_a, "shared_memory"_a, "name"_a = "")
+            "device"_a, "compute_capability"_a, "multiprocessors"_a, "shared_memory"_a, "name"_a = "",
+            "max_cluster"_a = 0)
         .def_ro("device", &ts_device_info::device)
         .def_ro("compute_capability", &ts_device_info::compute_capability)
         .def_ro("multiprocessors", &ts_device_info::multiprocessors)
         .def_ro("shared_memory", &ts_device_info::shared_memory)
+        .def_ro("max_cluster", &ts_device_info::max_cluster)
         .def_prop_ro("name", [](const ts_device_info& self) { return std::string(self.name); });
 
     nb::class_<ts_kernel_info>(m, "KernelInfo")

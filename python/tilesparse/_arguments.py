@@ -1,7 +1,7 @@
-"""Arguments of another type than a public function is annotated with, refused by name.
+"""Type checks of arguments by the annotations of public functions.
 
-The signature says what is allowed; `checked` holds callers to it. Numbers and strings are the function's own
-to check (`_checks`), which knows their range or the names there are, as are values of the right type.
+`checked` refuses by name an argument of another type than its annotation. The function itself checks numbers,
+strings and values of the right type (`_checks`): it knows their range or the allowed names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Kind(NamedTuple):
-    """What one annotation allows."""
+    """Values that one annotation allows."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 def checked(function: F) -> F:
     """Raise `InvalidTypeError` for arguments of another type than they are annotated with.
 
-    It is for functions that are not called in every step: a call takes a few microseconds more.
+    Use it for functions that are not called in every step: a call takes a few microseconds more.
     """
     code = inspect.unwrap(function).__code__
     names = code.co_varnames[: code.co_argcount]
@@ -60,7 +60,7 @@ def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as messages have it: short ones as they are, of others the type."""
+    """Return a value for a message: its text if that is short, otherwise its type."""
     if _is_short(value) or (isinstance(value, list | tuple) and all(map(_is_short, value))):
         text = repr(value)
         return text if len(text) <= 60 else text[:57] + "..."
@@ -103,13 +103,13 @@ def _kinds_of(function: Callable[..., Any]) -> dict[str, tuple[Kind, ...]]:
 
 
 def _is_left(kind: Kind) -> bool:
-    """Whether functions check it themselves: numbers, strings, and sequences of numbers such as shapes."""
+    """Return True for what functions check themselves: numbers, strings, and sequences of numbers."""
     of_numbers = kind.fits is is_sequence and kind.items == (_KINDS[int],)
     return of_numbers or kind in (_KINDS[int], _KINDS[float], _KINDS[str], _KINDS[type(None)])
 
 
 def _evaluated(annotation: object, names: dict[str, Any]) -> object:
-    """An annotation that is written as a string; names that only type checkers import allow anything."""
+    """Evaluate an annotation that is a string; names that only type checkers import allow anything."""
     try:
         return eval(annotation, names) if isinstance(annotation, str) else annotation
     except NameError:
@@ -117,7 +117,7 @@ def _evaluated(annotation: object, names: dict[str, Any]) -> object:
 
 
 def _kinds(annotation: Any) -> Iterator[Kind]:
-    """What an annotation allows, one by one; nothing where that is anything."""
+    """Yield what an annotation allows; nothing if it allows anything."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         members = [tuple(_kinds(argument)) for argument in arguments]
@@ -143,7 +143,7 @@ def _kinds(annotation: Any) -> Iterator[Kind]:
 
 
 def _module(kind: type) -> str:
-    """The module that users know a class from, with a dot; of this package none."""
+    """Return the module that users import a class from, with a dot; nothing for this package."""
     for package in ("torch.nn.", "torch.optim."):
         if kind.__module__.startswith(package):
             return package

@@ -1,4 +1,4 @@
-"""Whether the parts of this package belong together; imported before all others, and by nobody else."""
+"""Check that Python files, native module and library have one version; imported before all other modules."""
 
 import sys
 import warnings
@@ -24,7 +24,7 @@ except ImportError as error:
 
 
 def check_version() -> None:
-    """Raises ImportError where the native module is older or newer than these files."""
+    """Raise ImportError if the native module is older or newer than these files."""
     if _C.version() != VERSION:
         raise ImportError(
             f"tilesparse: the Python files in {_HERE} are version {VERSION}, and the native module "
@@ -33,9 +33,9 @@ def check_version() -> None:
 
 
 def check_copies() -> None:
-    """Raises ImportError where this process has imported another copy of the package.
+    """Raise ImportError if this process has imported another copy of the package.
 
-    PyTorch has one namespace for operators. Warns of a second library, which has settings of its own.
+    PyTorch has one namespace for operators. A second library, which has settings of its own, gives a warning.
     """
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch.ops.tilesparse, "dds_nt"):

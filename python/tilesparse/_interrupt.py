@@ -1,4 +1,7 @@
-"""Ctrl-C in the commands: one line and status 130, also while PyTorch is still being imported."""
+"""Ctrl-C in the commands: one line and status 130, even while PyTorch is being imported.
+
+Nothing is imported here that takes time, so the line is printed rather than logged.
+"""
 
 import os
 import sys
@@ -8,13 +11,13 @@ STATUS = 130  # as shells have it of what SIGINT ends
 
 
 def say() -> int:
-    """Says that the command was interrupted; returns its exit status."""
+    """Print that the command was interrupted; return its exit status."""
     print("\ninterrupted", file=sys.stderr, flush=True)
     return STATUS
 
 
 def _is_command() -> bool:
-    """Whether this process is the command, or ``python -m tilesparse``, which has no name yet."""
+    """Return True if this process is the command, or ``python -m tilesparse``, which has no name yet."""
     name = os.path.basename(sys.argv[0]) if sys.argv else ""
     return name == __package__ or (name == "-m" and __package__ in sys.orig_argv)
 

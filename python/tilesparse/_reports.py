@@ -1,4 +1,4 @@
-"""Text of reports and warnings: tables, and names of many modules in few words."""
+"""Texts of reports and warnings: tables, and short lists of many modules' names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 8  # groups of names in a warning
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The lines of a table, whose first column is text."""
+    """Return the lines of a table whose first column is text."""
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     return [
         name.ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
@@ -22,12 +22,12 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def without_numbers(name: str) -> str:
-    """A name as "model.layers.*.mlp", which it has in common with those of other layers."""
+    """Return a name as "model.layers.*.mlp", which all layers share."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names as "model.layers.*.mlp.up_proj (32), pooler.dense, …": those that differ in numbers are one."""
+    """Join names as "model.layers.*.mlp.up_proj (32), pooler.dense": numbers in names do not count."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(without_numbers(name), []).append(name or "the model")
@@ -38,7 +38,7 @@ def listed(names: Iterable[str]) -> str:
 def empty_of(
     places: tuple[Tensor, Tensor], shape: tuple[int, int], block_shape: tuple[int, int]
 ) -> tuple[int, int]:
-    """How many block rows and columns of a weight have none of the blocks at these; 0 on the meta device."""
+    """Count block rows and columns of a weight without a block at these places; 0 on the meta device."""
     if places[0].is_meta:
         return 0, 0
     rows, columns = (
@@ -49,7 +49,7 @@ def empty_of(
 
 
 def empty_texts(layers: Iterable[Any]) -> list[str]:
-    """Which layers of a report have block rows or columns without a block, if any."""
+    """Describe the layers of a report that have block rows or columns without a block."""
     layers = list(layers)
     kinds = {
         "empty_rows": "empty block rows, whose outputs are the bias alone",

@@ -1,4 +1,4 @@
-"""The public names of `tilesparse.tuning` that say which kernel is chosen: the import path of 0.1.0."""
+"""The choice of kernels: the import path of 0.1.0 for what is now in `tilesparse.tuning`."""
 
 from .tuning.devices import KINDS, Device, default_device, runs_on
 from .tuning.products import OPS, Product, dtype_name, multiplied

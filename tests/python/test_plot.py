@@ -176,12 +176,12 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
     source: Any
     layers: Any
     for source, layers, said in (
-        (nn.Linear(4, 4), None, "source: block-sparse layers expected"),
+        (nn.Linear(4, 4), None, "source must have block-sparse layers"),
         (3, None, "source must be a torch.nn.Module or a string or a path, got 3"),
         (model, "encoder", "layers: 'encoder' matches none of '0'"),
         (model, "(", "layers must be a name or a regular expression"),
         (model, b"0", "layers must be a name or a regular expression"),
-        (model_of(0.5).to("meta"), None, "source: '0': weights expected, they are on the meta device"),
+        (model_of(0.5).to("meta"), None, "source must have weights, but those of '0' are on the meta device"),
     ):
         with pytest.raises(InvalidArgumentError, match=said.replace("(", r"\(")):
             plot.patterns(source, layers=layers)
@@ -191,7 +191,7 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
         plot.patterns(tmp_path)
     with torch.no_grad():
         model[0].weight[0, 0, 0] = torch.nan
-    with pytest.raises(InvalidArgumentError, match="'0': finite weights expected"):
+    with pytest.raises(InvalidArgumentError, match=r"source must have finite weights.*'0'"):
         plot.patterns(model)
 
 
@@ -203,7 +203,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         plot.patterns(tmp_path)
     weights.write_bytes(whole)
-    for key, value, said in (("nnz", 3, "shape"), ("dtype", "float16", "float16 expected")):
+    for key, value, said in (("nnz", 3, "shape"), ("dtype", "float16", "float16")):
         changed = json.loads(json.dumps(section))
         changed["tilesparse"]["layers"]["0"][key] = value
         config.write_text(json.dumps(changed))
@@ -211,7 +211,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
             plot.patterns(tmp_path)
     section["tilesparse"]["layers"]["other"] = section["tilesparse"]["layers"]["0"]
     config.write_text(json.dumps(section))
-    with pytest.raises(CheckpointError, match=r"'other\.weight': missing|'other\.\w+': missing"):
+    with pytest.raises(CheckpointError, match=r"'other\.weight' is missing|'other\.\w+' is missing"):
         plot.patterns(tmp_path)
 
 
@@ -298,16 +298,16 @@ def test_snapshots_are_saved_and_loaded(tmp_path: Path) -> None:
     ("snapshots", "said"),
     [
         (3, "must be a sequence, got 3"),
-        (MOVING[:1], "two or more .step, masks. expected, got 1"),
+        (MOVING[:1], "two or more .step, masks., got 1"),
         ([MOVING[0], 7], r"\[1\] must be a tuple, got 7"),
-        ([MOVING[0], (0.5, {})], r"\[1\]: \(step, masks\) expected"),
-        ([MOVING[0], (1, {})], "step 1: a mask for each layer"),
-        ([MOVING[0], (1, {3: torch.ones(2, 2) > 0})], "step 1: a mask for each layer's name"),
+        ([MOVING[0], (0.5, {})], r"\[1\] must be \(step, masks\)"),
+        ([MOVING[0], (1, {})], "a mask by each layer.*step 1"),
+        ([MOVING[0], (1, {3: torch.ones(2, 2) > 0})], "a mask by each layer's name"),
         ([MOVING[0], (1, {"other": torch.ones(2, 2) > 0})], "differ in 'layer', 'other'"),
-        ([MOVING[0], (1, {"layer": torch.ones(2, 2)})], r"'layer': a bool tensor \[R, C\] expected"),
-        ([MOVING[0], (1, {"layer": torch.ones(2) > 0})], r"'layer': a bool tensor \[R, C\] expected"),
-        ([MOVING[0], (1, {"layer": torch.ones(2, 3) > 0})], r"the \(2, 2\) blocks of the first expected"),
-        ([MOVING[1], MOVING[0]], r"ascending steps expected, got \[10, 0\]"),
+        ([MOVING[0], (1, {"layer": torch.ones(2, 2)})], r"'layer' must be a bool tensor \[R, C\]"),
+        ([MOVING[0], (1, {"layer": torch.ones(2) > 0})], r"'layer' must be a bool tensor \[R, C\]"),
+        ([MOVING[0], (1, {"layer": torch.ones(2, 3) > 0})], r"must have the \(2, 2\) blocks of the first"),
+        ([MOVING[1], MOVING[0]], r"ascending steps, got \[10, 0\]"),
     ],
 )
 def test_bad_snapshots_are_refused(snapshots: Any, said: str, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_files_that_hold_no_snapshots_are_refused(tmp_path: Path) -> None:
         ({"tilesparse.steps": "[0, 1]"}, {"layer": torch.tensor(1)}),
     ):
         save_file(tensors, tmp_path / "run.safetensors", metadata=metadata)
-        with pytest.raises(CheckpointError, match=r"run\.safetensors: no snapshots of patterns"):
+        with pytest.raises(CheckpointError, match=r"run\.safetensors has no snapshots of patterns"):
             plot.load_snapshots(tmp_path / "run.safetensors")
 
 
@@ -387,23 +387,23 @@ def test_labels_do_not_share_both_colour_and_marker() -> None:
 @pytest.mark.parametrize(
     ("points", "said"),
     [
-        ([], "at least one expected"),
-        ({}, "a list of points expected"),
+        ([], "must be at least one"),
+        ({}, "must be a list of points"),
         ([3], r"\[0\] must be a mapping, got 3"),
-        ([{"label": "a", "x": 1}], r"\[0\]: label, x and y"),
-        ([{**POINTS[0], "colour": "red"}], r"\[0\]: label, x and y"),
-        ([POINTS[1], {**POINTS[0], "x": float("nan")}], r"\[1\]: x: a finite number expected, got nan"),
-        ([{**POINTS[0], "y": "10"}], r"\[0\]: y: a finite number expected, got '10'"),
-        ([{**POINTS[0], "y": True}], r"\[0\]: y: a finite number"),
-        ([{**POINTS[0], "y": 10**400}], r"\[0\]: y: a finite number"),
-        ([{**POINTS[0], "spread": -1}], r"\[0\]: spread: a number from 0 expected, got -1"),
-        ([{**POINTS[0], "label": 3}], r"\[0\]: label: a text expected, got 3"),
-        ([{**POINTS[0], "x": 0}], "x above 0 expected on a logarithmic axis, got 0"),
-        ([{"label": f"{i}", "x": 1, "y": 1} for i in range(36)], "at most 35 labels expected, got 36"),
+        ([{"label": "a", "x": 1}], r"\[0\] must have label, x and y"),
+        ([{**POINTS[0], "colour": "red"}], r"\[0\] must have label, x and y"),
+        ([POINTS[1], {**POINTS[0], "x": float("nan")}], r"\[1\]: x must be a finite number, got nan"),
+        ([{**POINTS[0], "y": "10"}], r"\[0\]: y must be a finite number, got '10'"),
+        ([{**POINTS[0], "y": True}], r"\[0\]: y must be a finite number"),
+        ([{**POINTS[0], "y": 10**400}], r"\[0\]: y must be a finite number"),
+        ([{**POINTS[0], "spread": -1}], r"\[0\]: spread must be a number of at least 0, got -1"),
+        ([{**POINTS[0], "label": 3}], r"\[0\]: label must be a text, got 3"),
+        ([{**POINTS[0], "x": 0}], "x above 0 on a logarithmic axis, got 0"),
+        ([{"label": f"{i}", "x": 1, "y": 1} for i in range(36)], "at most 35 labels, got 36"),
     ],
 )
 def test_bad_points_are_refused(points: Any, said: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"^points:? ?{said}"):
+    with pytest.raises(InvalidArgumentError, match=f"^points.*{said}"):
         plot.tradeoff(points, x="ms", y="perplexity", log_x=True)
 
 
@@ -436,13 +436,13 @@ def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     figure = plot.tradeoff(POINTS, x="ms", y="perplexity")
     (tmp_path / "folder.png").mkdir()
     for path, said in (
-        (tmp_path / "a.gif", "a name that ends in .png, .svg, .pdf expected"),
-        (tmp_path / "nowhere" / "a.png", "there is no folder"),
+        (tmp_path / "a.gif", "must end in .png, .svg, .pdf"),
+        (tmp_path / "nowhere" / "a.png", "must be in a folder that exists"),
         (tmp_path / "folder.png", "must be a file, got the folder"),
     ):
         with pytest.raises(InvalidArgumentError, match=f"^path:? .*{said}"):
             plot.save(figure, path)
-    with pytest.raises(InvalidArgumentError, match="figures: at least one"):
+    with pytest.raises(InvalidArgumentError, match="figures must be at least one"):
         plot.save([], tmp_path / "a.png")
     for figures in (3, [figure, "figure"]):
         with pytest.raises(InvalidArgumentError, match=r"figures: figures expected, got (int|str)"):
@@ -498,12 +498,15 @@ def test_the_command_writes_pictures(
     ("command", "said"),
     [
         ("patterns nowhere -o a.png", "path: a folder expected"),
-        ("patterns checkpoint -o a.gif", "path: a name that ends in"),
+        ("patterns checkpoint -o a.gif", "path must end in"),
         ("patterns checkpoint -o a.png --layers x", "layers: 'x' matches none of '0'"),
         ("evolution nowhere -o a.png", "nowhere: missing"),
         ("evolution points.json -o a.png", "points.json: no safetensors file"),
-        ("tradeoff nowhere -o a.png --x ms --y loss", "nowhere: no points"),
-        ("tradeoff points.json -o a.png --x ms --y loss", "points.json: no points: points: at least one"),
+        ("tradeoff nowhere -o a.png --x ms --y loss", "nowhere has no points"),
+        (
+            "tradeoff points.json -o a.png --x ms --y loss",
+            "points.json has no points: points must be at least one",
+        ),
     ],
 )
 def test_bad_input_is_one_line(

@@ -197,11 +197,11 @@ def test_devices_are_found_by_their_names() -> None:
     cpu = Device.find(torch.device("cpu"))
     assert cpu == Device.find("cpu") and cpu.compute_capability is None
     assert Device.find(cpu) is cpu
-    with pytest.raises(InvalidArgumentError, match=r"device: .*'A100', .*got 'A1000'"):
+    with pytest.raises(InvalidArgumentError, match=r"device must be .*'A100', .*got 'A1000'"):
         Device.find("A1000")
-    with pytest.raises(InvalidArgumentError, match=r"device: .*got 'cuda:9999999999'"):
+    with pytest.raises(InvalidArgumentError, match=r"device must be .*got 'cuda:9999999999'"):
         Device.find("cuda:9999999999")
-    with pytest.raises(InvalidArgumentError, match="name: up to 63 bytes"):
+    with pytest.raises(InvalidArgumentError, match="name must be at most 63 bytes"):
         tilesparse.choose(Product(64, 64, 4, block_shape=32), replace(cpu, name="x" * 64))
 
 
@@ -219,18 +219,18 @@ def test_a_gpu_that_is_not_there_is_missed() -> None:
         ({"tokens": 1 << 31}, "tokens must be an integer from 1 to 2147483647"),
         ({"tokens": 10**30}, "tokens must be an integer from 1 to 2147483647"),
         ({"dtype": [1]}, "dtype"),
-        ({"feature_major": "x"}, "feature_major: True or False"),
-        ({"tf32": "x"}, "tf32: True, False or None"),
+        ({"feature_major": "x"}, "feature_major must be True or False"),
+        ({"tf32": "x"}, "tf32 must be True, False or None"),
         ({"density": 2}, "density"),
         ({"block_shape": 24}, "block_shape"),
         ({"in_features": 40}, "multiple"),
         ({"dtype": torch.int8}, "dtype"),
-        ({"op": "backward"}, "op: one of"),
+        ({"op": "backward"}, "op must be one of"),
         ({"storage": "int4"}, "storage"),
         ({"storage": "compressed"}, "storage"),
-        ({"nm": (2, 4)}, "nm: None expected with storage 'plain'"),
+        ({"nm": (2, 4)}, "nm must be None with storage 'plain'"),
         ({"nm": (2, 4), "storage": "int8", "block_shape": 16}, "nm"),
-        ({"storage": "int8", "op": "wgrad"}, "storage: 'plain' expected of wgrad"),
+        ({"storage": "int8", "op": "wgrad"}, "storage must be 'plain' for wgrad"),
     ],
 )
 def test_products_are_checked(options: dict[str, object], text: str) -> None:
@@ -241,13 +241,13 @@ def test_products_are_checked(options: dict[str, object], text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"name": 3}, "name: a string expected, got 3"),
-        ({"name": "\ud800"}, "name: up to 63 bytes of printable text"),
-        ({"name": "a\0b"}, "name: up to 63 bytes of printable text"),
-        ({"compute_capability": "8.6"}, r"compute_capability: \(major, minor\) or None"),
-        ({"compute_capability": (8,)}, r"compute_capability: \(major, minor\) or None"),
-        ({"compute_capability": (8, 10)}, "compute_capability: minor"),  # which would pass for 9.0
-        ({"compute_capability": (100, 0)}, "compute_capability: major"),
+        ({"name": 3}, "name must be a string, got 3"),
+        ({"name": "\ud800"}, "name must be at most 63 bytes of printable text"),
+        ({"name": "a\0b"}, "name must be at most 63 bytes of printable text"),
+        ({"compute_capability": "8.6"}, r"compute_capability must be \(major, minor\) or None"),
+        ({"compute_capability": (8,)}, r"compute_capability must be \(major, minor\) or None"),
+        ({"compute_capability": (8, 10)}, "minor of compute_capability must be"),  # which would pass for 9.0
+        ({"compute_capability": (100, 0)}, "major of compute_capability must be"),
         ({"multiprocessors": 0}, "multiprocessors must be an integer from 1 to 65536"),
         ({"multiprocessors": 10**12}, "multiprocessors"),
         ({"shared_memory": -1}, "shared_memory must be an integer from 0 to 16777216"),
@@ -257,6 +257,18 @@ def test_devices_are_checked(options: dict[str, Any], text: str) -> None:
     device = {"name": "GPU", "compute_capability": (8, 6), "multiprocessors": 30, "shared_memory": 99 << 10}
     with pytest.raises(InvalidArgumentError, match=text):
         Device(**{**device, **options}).info()
+
+
+def test_a_device_knows_the_clusters_that_fit() -> None:
+    """Slices of a GPU may have no room for the clusters of 9.0, which decides what is chosen there."""
+    known, slice_of = (_C.DeviceInfo(1, 90, 132, 227 << 10, "GPU", clusters) for clusters in (2, 1))
+    device = Device.of(slice_of)
+    assert device.max_cluster == device.info().max_cluster == 1
+    assert device == Device.of(known)  # what one of them measured counts for the other
+    if "sm_90" in _C.architectures():
+        problem = Product(4096, 4096, 4096, 0.25, 64, torch.bfloat16)
+        assert str(tilesparse.choose(problem, Device.of(known)).kernel).startswith("sm90_")
+        assert str(tilesparse.choose(problem, device).kernel).startswith("sm80_")
 
 
 def test_equal_products_are_equal_however_they_are_written() -> None:
@@ -363,7 +375,7 @@ def test_what_is_preferred_for_another_device_is_no_matter(ran: list[str]) -> No
 
 @pytest.mark.parametrize("kernel", ["sm70_", "", 3])
 def test_a_kernel_that_does_not_exist_is_not_preferred(kernel: str) -> None:
-    expected = pytest.raises(InvalidArgumentError, match="kernel: the name of a kernel")
+    expected = pytest.raises(InvalidArgumentError, match="kernel must be the name of a kernel")
     with expected as caught, tilesparse.prefer(kernel):
         pytest.fail("it was entered")
     assert all(known.name in str(caught.value) for known in tilesparse.kernels())
@@ -388,7 +400,7 @@ def test_within_code_that_is_compiled_a_preference_is_refused(ran: list[str]) ->
             y: torch.Tensor = layer(x)
         return y
 
-    with pytest.raises(Exception, match=r"tilesparse\.prefer is within code that is compiled"):
+    with pytest.raises(Exception, match=r"tilesparse\.prefer has no effect within code that is compiled"):
         torch.compile(function, backend="eager", fullgraph=True)(x)
     ran.clear()
     with torch.no_grad():

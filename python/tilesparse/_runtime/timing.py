@@ -1,4 +1,4 @@
-"""How long calls take on the device at hand: medians of calls that take turns."""
+"""Time calls on the device at hand: medians of calls that take turns."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _cuda: Any = torch.cuda  # parts of it have no types
 
 
 def medians(calls: Sequence[Call], device: torch.device, repetitions: int) -> list[float]:
-    """Milliseconds of a call of each, taking turns.
+    """Return the median milliseconds of each call; the calls take turns.
 
-    On CUDA devices this is the time of the GPU between two events, with a cold L2 cache: clearing that takes
-    longer than the host needs for a call, whose time is therefore not part of it. On the CPU it is the time
-    of a call by the clock, and weights may be in its caches.
+    On CUDA devices this is the GPU's time between two events, with a cold L2 cache: clearing the cache takes
+    longer than the host needs for a call, so the time of the host is not part of it. On the CPU it is the
+    wall-clock time of a call, and weights may be in the caches.
     """
     for call in calls:
         for _ in range(WARM_UP):
@@ -36,17 +36,17 @@ def medians(calls: Sequence[Call], device: torch.device, repetitions: int) -> li
 
 
 def own_numbers(device: torch.device) -> AbstractContextManager[None]:
-    """Random numbers in it leave those of the program as they are."""
+    """Keep random numbers drawn in this context from changing those of the program."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def name_of(device: torch.device) -> str:
-    """What the makers call it, also a CPU."""
+    """Return the marketing name of a device, e.g. 'NVIDIA H200'."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else name_of_cpu()
 
 
 def name_of_cpu() -> str:
-    """As Linux tells it, or at least its architecture."""
+    """Return the name of the CPU that Linux gives, or at least its architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""``tilesparse bench``: one layer against torch.nn.functional.linear."""
+"""``tilesparse bench``: time one layer against torch.nn.functional.linear."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Prints times of one layer: dense, sparse with the policy "dense", and sparse.
+    """Print times of one layer: dense, sparse with the policy "dense", and sparse.
 
-    The speedup and η = t_dense · density / t_sparse are those of the last.
+    The speedup and η = t_dense · density / t_sparse belong to the last.
     """
     device = arguments.device
     pattern = _pattern(arguments)
@@ -57,7 +57,7 @@ def _pattern(arguments: argparse.Namespace) -> BlockPattern:
 def _products(
     pattern: BlockPattern, op: str, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[], Tensor], ...]:
-    """One product on random operands as computed dense, by a layer with the policy "dense", and sparse."""
+    """Return calls of one product on random operands: dense, by a layer with the policy "dense", sparse."""
     generator = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -96,7 +96,7 @@ def _products(
 
 
 def _median_seconds(functions: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:
-    """Median time of one call of each, measured in turns so that a busy machine slows all of them."""
+    """Return the median time of each call, measured in turns so that a busy machine slows all of them."""
     for function in functions:
         _seconds(function, 3, device)
     calls = [max(1, round(ROUND_SECONDS / _seconds(function, 1, device))) for function in functions]
@@ -108,7 +108,7 @@ def _median_seconds(functions: Sequence[Callable[[], Tensor]], device: torch.dev
 
 
 def _seconds(function: Callable[[], Tensor], calls: int, device: torch.device) -> float:
-    """Mean time of a call."""
+    """Return the mean time of a call."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):

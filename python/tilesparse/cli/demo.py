@@ -72,7 +72,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attends to what came before: x [batch, tokens, width] to the same shape."""
+        """Map x [batch, tokens, width] to the same shape; a token attends to those before."""
         q, k, v = self.inputs(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.output(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -89,7 +89,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes x [batch, tokens, width] to the same shape."""
+        """Map x [batch, tokens, width] to the same shape."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
@@ -106,7 +106,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Gives the logits [batch, context, VOCABULARY] of tokens [batch, context]."""
+        """Return the logits [batch, context, VOCABULARY] of tokens [batch, context]."""
         x = self.tokens(tokens) + self.positions
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 
@@ -128,7 +128,7 @@ class Trainee:
         )
 
     def step(self, batch: Tensor) -> None:
-        """One timed step of training."""
+        """Run and time one step of training."""
         synchronize(self.settings.device)
         start = time.perf_counter()
         loss = self._loss(batch)
@@ -142,15 +142,15 @@ class Trainee:
 
     @torch.no_grad()
     def validate(self, batches: Sequence[Tensor]) -> float:
-        """Mean loss in nats per byte."""
+        """Return the mean loss in nats per byte."""
         return statistics.fmean(self._loss(batch).item() for batch in batches)
 
     def seconds_per_step(self) -> float:
-        """Median, without the first tenth of the steps."""
+        """Return the median time of a step, without the first tenth of the steps."""
         return statistics.median(self.seconds[len(self.seconds) // 10 :])
 
     def _loss(self, batch: Tensor) -> Tensor:
-        """Of a batch [batch, context + 1] of bytes."""
+        """Return the loss of a batch [batch, context + 1] of bytes."""
         dtype = self.settings.dtype
         with torch.autocast(self.settings.device.type, dtype, enabled=dtype != torch.float32):
             logits = self.model(batch[:, :-1])
@@ -158,7 +158,7 @@ class Trainee:
 
 
 def run(settings: Settings) -> None:
-    """Trains both models and prints the comparison.
+    """Train both models and print the comparison.
 
     Raises:
         InvalidArgumentError: there is too little text, or the model cannot be cut into the blocks.
@@ -175,7 +175,7 @@ def run(settings: Settings) -> None:
 
 
 def make_sparse(dense: GPT, settings: Settings) -> tuple[nn.Module, PatchReport]:
-    """A copy with block-sparse transformer blocks, initialised anew for their smaller fan-in."""
+    """Return a copy with block-sparse transformer blocks, initialised anew for their smaller fan-in."""
     sparse = copy.deepcopy(dense)
     patcher = BlockSparseModelPatcher()
     patcher.add_pattern(
@@ -193,7 +193,7 @@ def make_sparse(dense: GPT, settings: Settings) -> tuple[nn.Module, PatchReport]
 
 
 def train(trainees: Sequence[Trainee], text: Tensor) -> None:
-    """Trains all on the same batches, in turns, so that a busy machine slows all of them."""
+    """Train all on the same batches, in turns, so that a busy machine slows all of them."""
     settings = trainees[0].settings
     progress = Progress(settings.steps)
     for index, batch in enumerate(_batches(text, settings, settings.steps, seed=0)):
@@ -204,13 +204,13 @@ def train(trainees: Sequence[Trainee], text: Tensor) -> None:
 
 
 def load_text(path: Path | None, context: int) -> tuple[Tensor, Tensor]:
-    """(training, validation) bytes, uint8: of a file, or of the standard library's Python sources."""
+    """Return (training, validation) bytes, uint8, of a file or of the standard library's Python sources."""
     if path is None:
         files = _library_sources()
     elif path.is_file():
         files = [path]
     else:
-        raise InvalidArgumentError(f"text: a file expected, got {path}")
+        raise InvalidArgumentError(f"text must be a file, got {path}")
     text = bytearray()
     for file in files:
         text += file.read_bytes()
@@ -219,14 +219,14 @@ def load_text(path: Path | None, context: int) -> tuple[Tensor, Tensor]:
     held_out = len(text) // 10
     if held_out <= context:
         raise InvalidArgumentError(
-            f"text: more than {10 * context} bytes expected, found {len(text)}; another file can be named"
+            f"text must have more than {10 * context} bytes, found {len(text)}; name another file"
         )
     data = torch.frombuffer(text, dtype=torch.uint8)
     return data[:-held_out], data[-held_out:]
 
 
 def _library_sources() -> list[Path]:
-    """The .py files of the running Python, always in the same random order."""
+    """Return the .py files of the running Python, always in the same random order."""
     files = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = sorted(set(subfolders) - {"site-packages", "dist-packages"})
@@ -236,7 +236,7 @@ def _library_sources() -> list[Path]:
 
 
 def _batches(text: Tensor, settings: Settings, count: int, seed: int) -> Iterator[Tensor]:
-    """Random windows [batch, context + 1] of the text, int64 on the device."""
+    """Yield random windows [batch, context + 1] of the text, int64 on the device."""
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(settings.size.context + 1)
     for _ in range(count):
@@ -247,7 +247,7 @@ def _batches(text: Tensor, settings: Settings, count: int, seed: int) -> Iterato
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -294,7 +294,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Trains by the options, and by the device where they say nothing."""
+    """Train with the options; the device decides those that are not given."""
     device = arguments.device
     size, dtype, block, steps = ("small", "float32", (32, 32), 80)
     if device.type == "cuda":

@@ -42,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Prints versions, devices, where dense is faster, which kernel the layer would use, and all kernels."""
+    """Print versions, devices, break-even densities, the kernel of the layer, and all kernels."""
     absent = [Device.find(name).info() for name in arguments.gpu]
     print(f"tilesparse {_C.version()}, PyTorch {torch.__version__}, Python {platform.python_version()}")
     library = next(iter(_C.libraries()), _C.__file__)
@@ -92,7 +92,7 @@ def _describe_device(device: _C.DeviceInfo) -> str:
 
 
 def _families(device: _C.DeviceInfo) -> str:
-    """The architectures whose kernels run on a GPU, the newest first, and what these compute."""
+    """Return the architectures whose kernels run on a GPU, the newest first, with their dtypes."""
     dtypes: dict[str, int] = {}
     for kernel in _kernels_for(device):
         family = kernel.name.partition("_")[0]
@@ -101,15 +101,15 @@ def _families(device: _C.DeviceInfo) -> str:
 
 
 def _kernels_for(device: _C.DeviceInfo) -> list[_C.KernelInfo]:
-    """Those that run on it, for the newest architecture first."""
+    """Return the kernels that run on a device, those of the newest architecture first."""
     kernels = sorted(_C.kernels(), key=lambda kernel: kernel.min_compute_capability, reverse=True)
     return [kernel for kernel in kernels if runs_on(kernel, device.device, device.compute_capability)]
 
 
 def _describe_storages(device: _C.DeviceInfo) -> str:
-    """Which values in fewer bytes are multiplied as they are, and by what; see `tilesparse.storage`.
+    """Describe the storages that kernels read without conversion; see `tilesparse.storage`.
 
-    Nothing of a device on which no kernel runs: what is expanded there meets no kernel either.
+    It is empty for a device on which no kernel runs.
     """
     if not _kernels_for(device):
         return ""
@@ -135,7 +135,7 @@ def _readers(kernels: Iterable[_C.KernelInfo]) -> str:
 
 
 def _reads(kernel: _C.KernelInfo, storage: int, dtype: int | None) -> bool:
-    """Whether it multiplies such values as they are."""
+    """Return True if a kernel reads values of this storage and dtype without conversion."""
     dtypes = kernel.values_dtypes
     return bool(kernel.storages >> storage & 1) and (
         not dtypes if dtype is None else bool(dtypes >> dtype & 1)

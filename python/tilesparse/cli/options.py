@@ -1,4 +1,4 @@
-"""Options that several commands have, and the layer that they describe."""
+"""Options of several commands, and the layer that they describe."""
 
 from __future__ import annotations
 

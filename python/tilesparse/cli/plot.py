@@ -49,7 +49,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Draws the picture asked for and says where it is."""
+    """Draw the picture asked for and print its path."""
     arguments.draw(arguments)
 
 

@@ -1,4 +1,4 @@
-"""The command ``tilesparse prune``: a model of Transformers pruned by a text, and saved."""
+"""``tilesparse prune``: prune a model of Transformers, calibrated on a text, and save it."""
 
 from __future__ import annotations
 
@@ -33,31 +33,34 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--nm", action="store_true", help="2:4 inside the blocks")
     command.add_argument("--storage", choices=STORAGES, default="plain", help="(%(default)s)")
     command.add_argument(
-        "--samples", type=parse_count, default=SAMPLES, help="pieces of text, evenly spread (%(default)s)"
+        "--samples",
+        type=parse_count,
+        default=SAMPLES,
+        help="samples of text, evenly spread (%(default)s)",
     )
     command.add_argument(
-        "--length", type=parse_count, default=LENGTH, help="of a piece, in tokens, at most (%(default)s)"
+        "--length", type=parse_count, default=LENGTH, help="tokens of a sample, at most (%(default)s)"
     )
     add_device(command)
     command.add_argument("--resume", type=Path, metavar="FOLDER", help="for progress, to go on after a stop")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Prunes, saves, and prints what was done."""
+    """Prune, save, and print a report."""
     try:
         import transformers
     except ImportError as error:
-        raise UnsupportedError("Transformers is needed: pip install transformers") from error
+        raise UnsupportedError("tilesparse prune needs Transformers: pip install transformers") from error
     output: Path = arguments.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InvalidArgumentError(f"output: a folder that is empty or does not exist expected, got {output}")
+        raise InvalidArgumentError(f"output must be a folder that is empty or does not exist, got {output}")
     check_writable("output", output)
     if arguments.resume is not None:
         check_writable("--resume", arguments.resume)
     try:
         text = arguments.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"--text: cannot be read: {error}") from error
+        raise InvalidArgumentError(f"--text cannot be read: {error}") from error
     try:
         config = transformers.AutoConfig.from_pretrained(arguments.model)
         tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
@@ -65,7 +68,7 @@ def main(arguments: argparse.Namespace) -> None:
         kind = getattr(transformers, architecture, transformers.AutoModel)
         model = kind.from_pretrained(arguments.model, dtype="auto")
     except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"model: cannot be loaded: {error}") from error
+        raise InvalidArgumentError(f"model cannot be loaded: {error}") from error
     length = min(arguments.length, getattr(config, "max_position_embeddings", None) or arguments.length)
     batches = _pieces(tokenizer, text, arguments.samples, length)
     if hasattr(model, "lm_head"):
@@ -94,7 +97,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _pieces(tokenizer: Any, text: str, samples: int, length: int) -> list[dict[str, Tensor]]:
-    """Pieces of a text, evenly spread over it, each between the tokens that the tokenizer puts around one."""
+    """Return samples evenly spread over a text, each between the tokens that the tokenizer adds."""
     encoded = tokenizer(text, return_special_tokens_mask=True, verbose=False)
     ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
     own = [place for place, added in enumerate(special) if not added] or [len(ids)]
@@ -102,7 +105,7 @@ def _pieces(tokenizer: Any, text: str, samples: int, length: int) -> list[dict[s
     ids = ids[own[0] : own[-1] + 1]
     size = length - len(before) - len(after)
     if size < 1 or len(ids) < 2:
-        raise InvalidArgumentError(f"--text, --length: more tokens expected, got {len(ids)} and {length}")
+        raise InvalidArgumentError(f"--text and --length must have more tokens, got {len(ids)} and {length}")
     samples = min(samples, -(-len(ids) // size))
     last = max(0, len(ids) - size)
     starts = [round(last * number / max(1, samples - 1)) for number in range(samples)]

@@ -1,4 +1,4 @@
-"""``tilesparse tune``: kernels measured for a layer or a checkpoint."""
+"""``tilesparse tune``: measure kernels for a layer or a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Prints the times of kernels and of dense, which are kept for later programs."""
+    """Print the times of kernels and of the dense product, and keep them for later programs."""
     ops = chosen_ops(arguments)
     if arguments.model is None:
         products = [product_of(arguments, op, tokens) for op in ops for tokens in arguments.tokens]

@@ -1,4 +1,4 @@
-"""Where the kept blocks of a weight lie."""
+"""Patterns: the places of the kept blocks of a weight."""
 
 from .block_pattern import BlockPattern
 

@@ -1,4 +1,4 @@
-"""Figures of patterns, of their evolution, and of what pruning trades."""
+"""Figures of patterns, of their evolution, and of quality against time."""
 
 from .figures import evolution, patterns, tradeoff
 from .saving import save

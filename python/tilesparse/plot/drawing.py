@@ -27,7 +27,7 @@ GREY = "#b0b0b0"
 
 
 def map_pages(maps: Sequence[Map], title: str, label: str, largest: float) -> list[Figure]:
-    """Figures with a panel for each layer, and one scale of shades for all."""
+    """Draw a panel for each layer, with one scale of shades for all."""
     return [
         _page(maps[start : start + PANELS], title, label, largest) for start in range(0, len(maps), PANELS)
     ]
@@ -98,7 +98,7 @@ def _draw_map(panel: Axes, drawn: Map, shades: Any) -> None:
 
 
 def _cells(blocks: Tensor, group: int) -> Tensor:
-    """[R, C] as means over group x group of them, which are fewer at the ends."""
+    """Return the means of blocks [R, C] over cells of group x group, which are smaller at the ends."""
     return torch.nn.functional.avg_pool2d(blocks.float()[None], group, ceil_mode=True)[0]
 
 
@@ -132,7 +132,7 @@ def draw_history(steps: Sequence[int], layers: Mapping[str, Tensor]) -> Figure:
 
 
 def _fractions(history: Tensor) -> list[Tensor]:
-    """Of [T, R, C]: kept [T], ever kept [T], new [T - 1] and remaining of the first [T]."""
+    """Return fractions of a history [T, R, C]: kept, ever kept, new [T - 1], and remaining of the first."""
     blocks = history.flatten(1)
     ever = blocks.cummax(0).values
     kept = blocks.sum(1)
@@ -158,11 +158,11 @@ def _shortened(name: str) -> str:
 
 
 def legend_label(label: str) -> str:
-    """As legends list it, which leave out what begins with an underscore, such as compiled models."""
+    """Return a label for a legend, which would leave out one that begins with an underscore."""
     return f" {label}" if label.startswith("_") else label
 
 
 def as_plain_text(legend: Legend) -> None:
-    """Dollar signs in labels are no formulas."""
+    """Show dollar signs in labels as they are, not as formulas."""
     for text in legend.get_texts():
         text.set_parse_math(False)

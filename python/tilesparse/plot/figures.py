@@ -1,8 +1,8 @@
-"""Pictures of block-sparse models: which blocks are kept, how patterns change, and what quality costs.
+"""Figures of block-sparse models: kept blocks, changes of patterns, and quality against time.
 
-Needs matplotlib (``pip install matplotlib``), which is imported when a picture is drawn. Figures are
-`matplotlib.figure.Figure` objects that pyplot does not know of, so that none has to be closed; `save` writes
-them. ``tilesparse plot`` does the same on the command line.
+They need matplotlib (``pip install matplotlib``), which is imported when a figure is drawn. Figures are
+`matplotlib.figure.Figure` objects that pyplot does not manage, so none has to be closed; `save` writes them.
+``tilesparse plot`` does the same on the command line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MARKERS = ("o", "s", "^", "D", "v")
 
 @checked
 def patterns(source: nn.Module | str | os.PathLike[str], *, layers: str | None = None) -> list[Figure]:
-    """Draws the kept blocks of each layer, shaded by the root mean square of their weights.
+    """Draw the kept blocks of each layer, shaded by the root mean square of their weights.
 
     Shades are relative to the largest of the layer: the darkest block has 1. Beside each map are the kept
     fractions of every block row (right) and block column (above). What 2:4 leaves out inside of a block
@@ -67,7 +67,7 @@ def patterns(source: nn.Module | str | os.PathLike[str], *, layers: str | None =
 
 @checked
 def evolution(snapshots: Snapshots, *, layers: str | None = None) -> list[Figure]:
-    """Draws how patterns changed while they were trained.
+    """Draw how patterns changed in training.
 
     The first figure has, against the step: the density, and dashed the fraction of all blocks that were ever
     kept; the blocks that each snapshot has and the one before had not, as a fraction of what it keeps; and
@@ -101,7 +101,7 @@ def evolution(snapshots: Snapshots, *, layers: str | None = None) -> list[Figure
 def tradeoff(
     points: Iterable[Mapping[str, Any]], *, x: str, y: str, log_x: bool = False, log_y: bool = False
 ) -> Figure:
-    """Draws quality against time or density: a line for each label, through its points by ascending x.
+    """Draw quality against time or density: a line for each label, through its points by ascending x.
 
     Args:
         points: each with "label", "x" and "y", and optionally "spread", half the height of a bar at the
@@ -125,11 +125,11 @@ def tradeoff(
     for axis, is_log in (("x", log_x), ("y", log_y)):
         if is_log and (least := min(point[axis] for point in checked)) <= 0:
             raise InvalidArgumentError(
-                f"points: {axis} above 0 expected on a logarithmic axis, got {least:g}"
+                f"points must have {axis} above 0 on a logarithmic axis, got {least:g}"
             )
     labels = list(dict.fromkeys(point["label"] for point in checked))
     if len(labels) > (most := math.lcm(len(COLOURS), len(MARKERS))):
-        raise InvalidArgumentError(f"points: at most {most} labels expected, got {len(labels)}")
+        raise InvalidArgumentError(f"points must have at most {most} labels, got {len(labels)}")
     figure = ShownFigure(figsize=(7, 4.5), layout="constrained")
     panel = figure.subplots()
     for number, label in enumerate(labels):

@@ -19,20 +19,20 @@ FORMATS = (".png", ".svg", ".pdf")
 
 @checked
 def save(figures: Figure | Sequence[Figure], path: str | os.PathLike[str]) -> list[Path]:
-    """Writes figures as PNG, SVG or PDF, whatever the name of the file ends in.
+    """Write figures as PNG, SVG or PDF, according to the suffix of the file.
 
-    A PDF has all of them as its pages. Of several figures in another format each has a file of its own:
-    NAME-1.png, NAME-2.png and so on. Equal figures give equal files.
+    A PDF has one page per figure. In other formats each of several figures has a file of its own: NAME-1.png,
+    NAME-2.png and so on. Equal figures give equal files.
 
     Args:
-        figures: one, or several.
-        path: of the file; its folder has to exist, and a file that is there is replaced.
+        figures: one figure or several.
+        path: path of the file; its folder must exist, and an existing file is replaced.
 
     Returns:
         The files.
 
     Raises:
-        InvalidArgumentError: the name ends in something else, there is no figure, or writing fails.
+        InvalidArgumentError: the suffix is another one, there is no figure, or writing fails.
         UnsupportedError: matplotlib is missing.
     """
     check_matplotlib()
@@ -43,10 +43,10 @@ def save(figures: Figure | Sequence[Figure], path: str | os.PathLike[str]) -> li
     pages = list(figures) if isinstance(figures, Sequence) else [figures]
     path = check_file(path)
     if not pages:
-        raise InvalidArgumentError("figures: at least one expected, got none")
+        raise InvalidArgumentError("figures must be at least one, got none")
     for page in pages:
         if not isinstance(page, Figure):
-            raise InvalidArgumentError(f"figures: figures expected, got {type(page).__name__}")
+            raise InvalidArgumentError(f"figures must be figures of matplotlib, got {type(page).__name__}")
     files = [path]
     if len(pages) > 1 and path.suffix != ".pdf":
         files = [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, len(pages) + 1)]
@@ -66,14 +66,12 @@ def save(figures: Figure | Sequence[Figure], path: str | os.PathLike[str]) -> li
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:
-    """A path that `save` can write to."""
+    """Return a path that `save` can write to."""
     checked = Path(path)
     if checked.suffix not in FORMATS:
-        raise InvalidArgumentError(
-            f"path: a name that ends in {', '.join(FORMATS)} expected, got {str(path)!r}"
-        )
+        raise InvalidArgumentError(f"path must end in {', '.join(FORMATS)}, got {str(path)!r}")
     if not checked.parent.is_dir():
-        raise InvalidArgumentError(f"path: there is no folder {str(checked.parent)!r}")
+        raise InvalidArgumentError(f"path must be in a folder that exists, got {str(checked.parent)!r}")
     if checked.is_dir():
         raise InvalidArgumentError(f"path must be a file, got the folder {str(path)!r}")
     check_writable("path", checked if checked.exists() else checked.parent)
@@ -81,8 +79,8 @@ def check_file(path: str | os.PathLike[str]) -> Path:
 
 
 def check_matplotlib() -> None:
-    """Refuse to draw where matplotlib is missing."""
+    """Refuse to draw without matplotlib."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UnsupportedError("plot: matplotlib is needed; pip install matplotlib") from error
+        raise UnsupportedError("plot needs matplotlib: pip install matplotlib") from error

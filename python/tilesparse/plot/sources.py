@@ -1,4 +1,4 @@
-"""What pictures show: layers of models and checkpoints, snapshots of patterns, and measured points."""
+"""The data of figures: layers of models and checkpoints, snapshots of patterns, and measured points."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STEPS = "tilesparse.steps"  # in the metadata of a file of snapshots
 
 
 class Map(NamedTuple):
-    """What is drawn of one layer, block by block."""
+    """Data of one layer's map, block by block."""
 
     name: str
     caption: str
@@ -71,14 +71,14 @@ def chosen(names: Iterable[str], layers: str | None) -> list[str]:
 
 
 def layers_of(source: object) -> dict[str, Callable[[], Layer]]:
-    """By the name of each block-sparse layer of a model or a checkpoint what gives its pattern and values."""
+    """Return, by name, a function that reads each block-sparse layer of a model or a checkpoint."""
     found: dict[str, Callable[[], Layer]] = {}
     if isinstance(source, nn.Module):
         for name, module in source.named_modules():
             if isinstance(module, BlockSparseLinear):
                 if module.weight.is_meta:
                     raise InvalidArgumentError(
-                        f"source: {name!r}: weights expected, they are on the meta device"
+                        f"source must have weights, but those of {name!r} are on the meta device"
                     )
                 found[name] = partial(_of_model, module)
     elif isinstance(source, str | os.PathLike):
@@ -87,14 +87,14 @@ def layers_of(source: object) -> dict[str, Callable[[], Layer]]:
         for name in sorted(forms, key=_numerically):
             found[name] = partial(_of_checkpoint, name, forms[name], stored, ties)
     else:
-        raise InvalidArgumentError(f"source: a model or a folder expected, got {type(source).__name__}")
+        raise InvalidArgumentError(f"source must be a model or a folder, got {type(source).__name__}")
     if not found:
-        raise InvalidArgumentError("source: block-sparse layers expected, there are none")
+        raise InvalidArgumentError("source must have block-sparse layers, got none")
     return found
 
 
 def _numerically(name: str) -> list[tuple[str, int]]:
-    """Puts layer 2 before layer 10, which files need not."""
+    """Return a key that sorts layer 2 before layer 10."""
     return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
@@ -105,7 +105,7 @@ def _of_model(layer: BlockSparseLinear) -> Layer:
 def _of_checkpoint(
     name: str, form: SavedForm, stored: Mapping[str, StoredTensor], ties: Mapping[str, str]
 ) -> Layer:
-    """One layer, of which nothing but its own tensors is read."""
+    """Read one layer; no other tensor is read."""
     block_rows = form.shape[0] // form.block_shape[0]
     sizes = {"crow_indices": block_rows + 1, "col_indices": form.nnz, "slot": form.nnz}
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -116,11 +116,11 @@ def _of_checkpoint(
         full_name = joined(name, attribute)
         source = stored.get(ties.get(full_name, full_name))
         if source is None:
-            raise CheckpointError(f"tensors: {shown(full_name)}: missing")
+            raise CheckpointError(f"tensors: {shown(full_name)} is missing")
         allowed = (torch.int32, torch.int64) if attribute in INDEX_NAMES else (dtype,)
         if source.shape != shape or source.dtype not in allowed:
             raise CheckpointError(
-                f"{source.file.name}: {shown(source.name)}: shape {shape} of {dtype} expected, "
+                f"{source.file.name}: {shown(source.name)} must have shape {shape} of {dtype}, "
                 f"got {source.shape} of {source.dtype}"
             )
         own[attribute] = read_tensor(source)
@@ -131,12 +131,12 @@ def _of_checkpoint(
 
 
 def block_norms(name: str, layer: Layer) -> Map:
-    """The root mean square of each block's weights, over the largest."""
+    """Map the root mean square of each block's weights, relative to the largest."""
     pattern, values = layer
     dtype = torch.promote_types(values.dtype, torch.float32)
     norms = torch.linalg.vector_norm(values, dim=(-2, -1), dtype=dtype)
     if not bool(norms.isfinite().all()):
-        raise InvalidArgumentError(f"source: {name!r}: finite weights expected, some are not")
+        raise InvalidArgumentError(f"source must have finite weights, but some of {name!r} are not")
     shades = torch.zeros(pattern.grid)
     if pattern.nnz:
         rows, cols = (index.cpu() for index in pattern.block_indices())
@@ -150,10 +150,10 @@ def block_norms(name: str, layer: Layer) -> Map:
 
 
 def histories(snapshots: object) -> tuple[list[int], dict[str, Tensor]]:
-    """The steps, and for each layer its masks as one bool tensor [T, R, C] on the host."""
+    """Return the steps, and the masks of each layer as one bool tensor [T, R, C] on the host."""
     if not isinstance(snapshots, Sequence) or len(snapshots) < 2:
         raise InvalidArgumentError(
-            "snapshots: a sequence of two or more (step, masks) expected, got "
+            "snapshots must be a sequence of two or more (step, masks), got "
             + (f"{len(snapshots)}" if isinstance(snapshots, Sequence) else type(snapshots).__name__)
         )
     steps: list[int] = []
@@ -164,15 +164,15 @@ def histories(snapshots: object) -> tuple[list[int], dict[str, Tensor]]:
             steps.append(as_integer(step))
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(
-                f"snapshots: [{number}]: (step, masks) expected, got {shown(snapshot)}"
+                f"snapshots[{number}] must be (step, masks), got {shown(snapshot)}"
             ) from error
         if not isinstance(masks, Mapping) or not masks or not all(isinstance(name, str) for name in masks):
             raise InvalidArgumentError(
-                f"snapshots: step {step}: a mask for each layer's name expected, got {shown(masks)}"
+                f"snapshots must have a mask by each layer's name, got {shown(masks)} at step {step}"
             )
         if number and set(masks) != set(stacks):
             raise InvalidArgumentError(
-                f"snapshots: step {step}: the layers of the first expected; they differ in "
+                f"snapshots must have the same layers; at step {step} they differ in "
                 f"{few(sorted(set(masks) ^ set(stacks)))}"
             )
         for name, mask in masks.items():
@@ -180,22 +180,22 @@ def histories(snapshots: object) -> tuple[list[int], dict[str, Tensor]]:
             _check_block_mask(f"snapshots: step {step}: {name!r}", mask, first)
             first.append(mask.detach().cpu())
     if any(later <= earlier for earlier, later in pairwise(steps)):
-        raise InvalidArgumentError(f"snapshots: ascending steps expected, got {shown(steps)}")
+        raise InvalidArgumentError(f"snapshots must have ascending steps, got {shown(steps)}")
     return steps, {name: torch.stack(stack) for name, stack in stacks.items()}
 
 
 def _check_block_mask(place: str, mask: object, earlier: Sequence[Tensor]) -> None:
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype != torch.bool or not mask.numel():
         given = f"{tuple(mask.shape)} of {mask.dtype}" if isinstance(mask, Tensor) else shown(mask)
-        raise InvalidArgumentError(f"{place}: a bool tensor [R, C] expected, got {given}")
+        raise InvalidArgumentError(f"{place} must be a bool tensor [R, C], got {given}")
     if earlier and mask.shape != earlier[0].shape:
         raise InvalidArgumentError(
-            f"{place}: the {tuple(earlier[0].shape)} blocks of the first expected, got {tuple(mask.shape)}"
+            f"{place} must have the {tuple(earlier[0].shape)} blocks of the first, got {tuple(mask.shape)}"
         )
 
 
 def ages(name: str, steps: Sequence[int], history: Tensor) -> Map:
-    """For how many steps each block of the last snapshot has been kept, and what was kept before."""
+    """Map for how many steps each block of the last snapshot has been kept, and the blocks that left."""
     kept = history[-1]
     # The snapshots, from the last one back, in which a block has been kept without a break.
     unbroken = history.flip(0).long().cumprod(0).sum(0)
@@ -208,14 +208,14 @@ def ages(name: str, steps: Sequence[int], history: Tensor) -> Map:
 
 @checked
 def save_snapshots(path: str | os.PathLike[str], snapshots: Snapshots) -> None:
-    """Writes snapshots as one safetensors file: a bool tensor [T, R, C] for each layer, and the steps.
+    """Write snapshots as one safetensors file: a bool tensor [T, R, C] for each layer, and the steps.
 
     Args:
-        path: of the file, which is replaced.
+        path: path of the file, which is replaced.
         snapshots: see `evolution`.
 
     Raises:
-        InvalidArgumentError: they are not what `evolution` takes, or the file cannot be written.
+        InvalidArgumentError: `evolution` would refuse the snapshots, or the file cannot be written.
     """
     steps, layers = histories(snapshots)
     try:
@@ -226,11 +226,11 @@ def save_snapshots(path: str | os.PathLike[str], snapshots: Snapshots) -> None:
 
 @checked
 def load_snapshots(path: str | os.PathLike[str]) -> Snapshots:
-    """What `save_snapshots` has written.
+    """Read snapshots that `save_snapshots` has written.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CheckpointError: it holds no snapshots.
+        CheckpointError: the file holds no snapshots.
     """
     from safetensors import safe_open
 
@@ -242,14 +242,14 @@ def load_snapshots(path: str | os.PathLike[str]) -> Snapshots:
         steps = json.loads(text or "")
         layers = {name: read_tensor(source) for name, source in stored.items()}
         if any(len(history) != len(steps) for history in layers.values()):
-            raise ValueError(f"{len(steps)} masks of each layer expected")
+            raise ValueError(f"each layer must have {len(steps)} masks")
         snapshots = [
             (step, {name: history[number] for name, history in layers.items()})
             for number, step in enumerate(steps)
         ]
         histories(snapshots)
     except (TypeError, ValueError) as error:  # also those of checks
-        raise CheckpointError(f"{file.name}: no snapshots of patterns: {error}") from error
+        raise CheckpointError(f"{file.name} has no snapshots of patterns: {error}") from error
     return snapshots
 
 
@@ -257,30 +257,30 @@ def load_snapshots(path: str | os.PathLike[str]) -> Snapshots:
 
 
 def checked_points(points: object) -> list[dict[str, Any]]:
-    """Measured points, each with all keys."""
+    """Return measured points, each with all keys."""
     if not isinstance(points, Iterable) or isinstance(points, str | Mapping):
-        raise InvalidArgumentError(f"points: a list of points expected, got {shown(points)}")
+        raise InvalidArgumentError(f"points must be a list of points, got {shown(points)}")
     checked = [_checked_point(number, point) for number, point in enumerate(points)]
     if not checked:
-        raise InvalidArgumentError("points: at least one expected, got none")
+        raise InvalidArgumentError("points must be at least one, got none")
     return checked
 
 
 def _checked_point(number: int, point: object) -> dict[str, Any]:
-    place = f"points: [{number}]"
+    place = f"points[{number}]"
     if not isinstance(point, Mapping) or not {"label", "x", "y"} <= set(point) <= _POINT:
         raise InvalidArgumentError(
-            f"{place}: label, x and y, and at most spread and note besides, expected, got {shown(point)}"
+            f"{place} must have label, x and y, and may have spread and note, got {shown(point)}"
         )
     complete = {"spread": 0.0, "note": "", **point}
     for key in ("label", "note"):
         if not isinstance(complete[key], str):
-            raise InvalidArgumentError(f"{place}: {key}: a text expected, got {shown(complete[key])}")
+            raise InvalidArgumentError(f"{place}: {key} must be a text, got {shown(complete[key])}")
     for key in ("x", "y", "spread"):
         given = complete[key]
         if not _is_finite(given) or (key == "spread" and given < 0):
-            wanted = "a number from 0" if key == "spread" else "a finite number"
-            raise InvalidArgumentError(f"{place}: {key}: {wanted} expected, got {shown(given)}")
+            wanted = "a number of at least 0" if key == "spread" else "a finite number"
+            raise InvalidArgumentError(f"{place}: {key} must be {wanted}, got {shown(given)}")
         complete[key] = float(given)
     return complete
 
@@ -293,9 +293,9 @@ def _is_finite(given: object) -> bool:
 
 
 def load_points(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The points of a JSON file that holds a list of them, see `tilesparse.plot.tradeoff`."""
+    """Read a JSON file with a list of points, see `tilesparse.plot.tradeoff`."""
     file = Path(path)
     try:
         return checked_points(json.loads(file.read_text()))
     except (OSError, ValueError, RecursionError) as error:  # also those of checks
-        raise InvalidArgumentError(f"{file.name}: no points: {error}") from error
+        raise InvalidArgumentError(f"{file.name} has no points: {error}") from error

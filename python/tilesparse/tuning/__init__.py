@@ -1,4 +1,4 @@
-"""Measures kernels on the GPU at hand and keeps what was measured."""
+"""Measure kernels on the device at hand and keep the times."""
 
 from .document import VARIABLE as VARIABLE
 from .document import Measurement, file

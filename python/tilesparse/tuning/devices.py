@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,8 +15,8 @@ from ..errors import InvalidArgumentError
 
 KINDS = ("cpu", "cuda")  # likewise, device
 OF_ONE_CAPABILITY = (90,)  # whose kernels use what only GPUs of that compute capability have
-# Multiprocessors, and KiB of shared memory that a thread block may use. The first GPU of a compute capability
-# stands for it.
+# Compute capability, multiprocessors, and KiB of shared memory that a thread block may use. The first GPU of
+# a compute capability stands for it.
 _GPUS: dict[str, tuple[tuple[int, int], int, int]] = {
     "V100": ((7, 0), 80, 96),
     "T4": ((7, 5), 40, 64),
@@ -41,46 +41,54 @@ _GPUS: dict[str, tuple[tuple[int, int], int, int]] = {
 
 @dataclass(frozen=True)
 class Device:
-    """What kernels are chosen by, of a CPU or a GPU that need not be there.
+    """The properties of a CPU or GPU that kernels are chosen by; the device need not be there.
 
     Attributes:
-        name: as the driver says it, or of a GPU that stands for others; "CPU".
-        compute_capability: (major, minor); None of a CPU.
-        multiprocessors: of a CPU its processors.
-        shared_memory: bytes that a thread block may use; 0 of a CPU.
+        name: name that the driver gives, or that of a GPU that stands for others; "CPU".
+        compute_capability: (major, minor); None for a CPU.
+        multiprocessors: number of multiprocessors, or of processors of a CPU.
+        shared_memory: bytes that a thread block may use; 0 for a CPU.
+        max_cluster: thread blocks of a cluster for which the device has room; 0 if that is not known and
+            taken to suffice. Kernels for compute capability 9.0 need 2, which some slices of a GPU lack.
+            Devices that differ in it alone are equal: what one of them measured counts for the other.
 
     Raises:
-        InvalidArgumentError: a value is of no device; the text names it.
+        InvalidArgumentError: no device has such a value; the text names it.
     """
 
     name: str
     compute_capability: tuple[int, int] | None
     multiprocessors: int
     shared_memory: int = 0
+    max_cluster: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise InvalidArgumentError(f"name: a string expected, got {self.name!r}")
+            raise InvalidArgumentError(f"name must be a string, got {self.name!r}")
         if self.compute_capability is not None:
             capability = _checked_capability(self.compute_capability)
             object.__setattr__(self, "compute_capability", capability)
-        for name, least, most in (("multiprocessors", 1, 1 << 16), ("shared_memory", 0, 1 << 24)):
+        for name, least, most in (
+            ("multiprocessors", 1, 1 << 16),
+            ("shared_memory", 0, 1 << 24),
+            ("max_cluster", 0, 16),
+        ):
             object.__setattr__(self, name, checked_count(name, getattr(self, name), least, most))
 
     @classmethod
     @checked
     def find(cls, what: Device | torch.device | str | tuple[int, int] | None = None) -> Device:
-        """The device that is meant.
+        """Find a device by its name or compute capability.
 
         Args:
-            what: "cpu"; "cuda" or "cuda:1", one that is there; the name of a GPU, as "H100" or "RTX 4090"; a
-                compute capability, as "8.6" or (8, 6), for which one such GPU stands. None is the current
-                CUDA device if kernels of the library run there, otherwise the CPU; a warning says why where
-                there is a GPU all the same.
+            what: "cpu"; "cuda" or "cuda:1", a device that is there; the name of a GPU, as "H100" or
+                "RTX 4090"; a compute capability, as "8.6" or (8, 6), for which one such GPU stands. None is
+                the current CUDA device if kernels of the library run there, otherwise the CPU; a warning
+                says why if there is a GPU all the same.
 
         Raises:
-            InvalidArgumentError: no such name is known; the text lists them. With a `Device` of your own any
-                GPU can be described.
+            InvalidArgumentError: no such name is known; the text lists them. Any other GPU can be described
+                by a `Device` of your own.
             NoDeviceError: "cuda" is not there.
         """
         if isinstance(what, Device):
@@ -97,28 +105,30 @@ class Device:
             if text == name or text == f"{capability[0]}.{capability[1]}":
                 return cls(name, capability, multiprocessors, kibibytes << 10)
         raise InvalidArgumentError(
-            f'device: "cpu", "cuda", "cuda:N", one of {list(_GPUS)}, or the compute capability of one of '
-            f"these expected, got {what!r}"
+            f'device must be "cpu", "cuda", "cuda:N", one of {list(_GPUS)}, or the compute capability of '
+            f"one of these, got {what!r}"
         )
 
     @classmethod
     def of(cls, info: _C.DeviceInfo) -> Device:
-        """What the native module says of one."""
+        """Describe a device as the native module does."""
         capability = divmod(info.compute_capability, 10) if info.device else None
-        return cls(info.name, capability, info.multiprocessors, info.shared_memory)
+        return cls(info.name, capability, info.multiprocessors, info.shared_memory, info.max_cluster)
 
     def info(self) -> _C.DeviceInfo:
-        """The same for the native module.
+        """Describe the device to the native module.
 
         Raises:
-            InvalidArgumentError: the name has more than 63 bytes, or is no printable text.
+            InvalidArgumentError: the name has more than 63 bytes or is not printable.
         """
         if not self.name.isprintable() or len(self.name.encode()) > 63:
-            raise InvalidArgumentError(f"name: up to 63 bytes of printable text expected, got {self.name!r}")
+            raise InvalidArgumentError(f"name must be at most 63 bytes of printable text, got {self.name!r}")
         if self.compute_capability is None:
             return _C.DeviceInfo(0, 0, self.multiprocessors, 0, self.name)
         major, minor = self.compute_capability
-        return _C.DeviceInfo(1, 10 * major + minor, self.multiprocessors, self.shared_memory, self.name)
+        return _C.DeviceInfo(
+            1, 10 * major + minor, self.multiprocessors, self.shared_memory, self.name, self.max_cluster
+        )
 
     def __str__(self) -> str:
         if self.compute_capability is None:
@@ -131,23 +141,23 @@ def _checked_capability(capability: object) -> tuple[int, int]:
     if isinstance(capability, Sequence) and not isinstance(capability, str) and len(capability) == 2:
         major, minor = capability
         return (
-            checked_count("compute_capability: major", major, 1, 99),
-            checked_count("compute_capability: minor", minor, 0, 9),
+            checked_count("major of compute_capability", major, 1, 99),
+            checked_count("minor of compute_capability", minor, 0, 9),
         )
-    raise InvalidArgumentError(f"compute_capability: (major, minor) or None expected, got {capability!r}")
+    raise InvalidArgumentError(f"compute_capability must be (major, minor) or None, got {capability!r}")
 
 
 def runs_on(kernel: _C.KernelInfo, device: int, compute_capability: int) -> bool:
-    """Whether a kernel runs on a device of that kind and compute capability, as `_C.DeviceInfo` has them."""
+    """Return True if a kernel runs on a device of this kind and compute capability (see `_C.DeviceInfo`)."""
     least = kernel.min_compute_capability
     newer = least <= compute_capability and least not in OF_ONE_CAPABILITY
     return kernel.device == device and (newer or least == compute_capability)
 
 
 def default_device() -> torch.device:
-    """The current CUDA device if there is one on which kernels of this library run, otherwise the CPU.
+    """Return the current CUDA device if kernels of this library run there, otherwise the CPU.
 
-    Where there is a GPU and it is not taken a warning says why.
+    A warning says why a GPU that is there is not taken.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")

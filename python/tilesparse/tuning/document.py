@@ -25,19 +25,19 @@ from .selection import kernels
 VARIABLE = "TILESPARSE_TUNE_FILE"
 FORMAT, VERSION = "tilesparse tune", 1
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
-# What reading a document of another form raises; the last of one that is nested too deeply.
+# Errors of reading a document of another form; the last is that of one that is nested too deeply.
 _DAMAGES = (TileSparseError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _ADVICE = f"delete it, or name another file in {VARIABLE}"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a product takes on a device.
+    """Measured times of a product on a device.
 
     Attributes:
         product, device: what was measured, and where.
-        microseconds: by the name of the kernel, the fastest first.
-        dense_microseconds: of writing W out and computing with that.
+        microseconds: time by the name of the kernel, the fastest first.
+        dense_microseconds: time of writing W out and the dense product.
     """
 
     product: Product
@@ -47,7 +47,7 @@ class Measurement:
 
     @property
     def kernel(self) -> str:
-        """The fastest one."""
+        """Name of the fastest kernel."""
         return next(iter(self.microseconds))
 
     def __str__(self) -> str:
@@ -56,9 +56,9 @@ class Measurement:
 
 
 def file() -> Path | None:
-    """Where measurements are kept: ``TILESPARSE_TUNE_FILE``, or tune.json in the user's cache of tilesparse.
+    """Return the path of the measurements: ``TILESPARSE_TUNE_FILE``, or tune.json in the user's cache.
 
-    None where the variable is empty, or the user has no home: then no file is read or written.
+    It is None if the variable is empty or the user has no home: no file is read or written.
     """
     named = os.environ.get(VARIABLE)
     if named is not None:
@@ -71,13 +71,13 @@ def file() -> Path | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A document, an empty one where there is no file.
+    """Read a document; it is empty if there is no file.
 
-    It has sections, each of one device and one version of the library with its products.
+    It has sections, one for each device and version of the library, with the products measured there.
     """
     try:
         if path.exists() and not path.is_file():  # a pipe would let every program wait
-            raise TuneFileError(f"{path}: a regular file expected; name another one in {VARIABLE}")
+            raise TuneFileError(f"{path} must be a regular file; name another one in {VARIABLE}")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {"format": FORMAT, "version": VERSION, "sections": []}
@@ -88,12 +88,12 @@ def read(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(text)
         if document["format"] != FORMAT:
-            raise ValueError(f"format {FORMAT!r} expected, got {document['format']!r}")
+            raise ValueError(f"format must be {FORMAT!r}, got {document['format']!r}")
         if document["version"] != VERSION:
-            raise ValueError(f"version {VERSION} expected, got {document['version']!r}")
+            raise ValueError(f"version must be {VERSION}, got {document['version']!r}")
         for section in document["sections"]:
             if not isinstance(section["library"], str) or not isinstance(section["products"], list):
-                raise TypeError("a library and products expected in each section")
+                raise TypeError("each section must have a library and products")
             _device_of(section)
     except _DAMAGES as error:
         raise _damaged(path, error) from error
@@ -102,11 +102,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path | None, error: Exception) -> TuneFileError:
-    return TuneFileError(f"{path}: no file of tilesparse tune, or damaged, or newer: {error!r}; {_ADVICE}")
+    return TuneFileError(f"{path} is no file of tilesparse tune, or damaged, or newer: {error!r}; {_ADVICE}")
 
 
 def measurements(path: Path) -> tuple[list[Measurement], int]:
-    """What of a file counts, and how many do not."""
+    """Return the measurements of a file that count here, and the number of those that do not."""
     cpu, found, others = Device.find("cpu"), [], 0
     for section in read(path)["sections"]:
         device = _device_of(section)
@@ -128,7 +128,7 @@ def _parsed(entry: Mapping[str, Any], device: Device) -> Measurement:
         name: checked_number(name, time, above_zero=True) for name, time in entry["microseconds"].items()
     }
     if not times or not set(times) <= {kernel.name for kernel in kernels()}:
-        raise ValueError(f"names of kernels expected, got {list(times)}")
+        raise ValueError(f"microseconds must be by names of kernels, got {list(times)}")
     asked = product.descriptor(device.info())
     for name in times:
         asked.estimate(device.info(), kernel_number(name))  # refuses a kernel that does not compute it
@@ -157,7 +157,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """All of it or nothing: readers see the old file or the new one. A link stays one."""
+    """Write a whole document or nothing: readers see the old file or the new one, and a link stays a link."""
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".tune-{uuid.uuid4().hex}")  # others may read it, unlike those of tempfile
     try:
@@ -177,7 +177,7 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _library() -> str:
-    """Whose kernels were measured: names of kernels, and times, are those of one version."""
+    """Return the version whose kernels are measured: names and times of kernels belong to one version."""
     return f"{_C.version()} for {_C.architectures()}"
 
 
@@ -186,14 +186,14 @@ def _device_of(section: Mapping[str, Any]) -> Device:
 
 
 def _recorded(device: Device) -> Device:
-    """As the file names it: the library calls every CPU by one name."""
+    """Return the device as the file names it: the library has one name for all CPUs."""
     if device.compute_capability is not None:
         return device
     return Device(name_of_cpu(), None, device.multiprocessors)
 
 
 def merged(document: Mapping[str, Any], measurement: Measurement) -> dict[str, Any]:
-    """The document with a measurement, in place of one of the same product there."""
+    """Add a measurement to a document, replacing one of the same product on the same device."""
     device = _recorded(measurement.device)
     fields = asdict(measurement.product) | {"dtype": dtype_name(measurement.product.dtype)}
     entry = {
@@ -207,5 +207,6 @@ def merged(document: Mapping[str, Any], measurement: Measurement) -> dict[str, A
             products = [old for old in section["products"] if old["product"] != entry["product"]]
         else:
             sections.append(section)
-    own = {"device": asdict(device), "library": _library(), "products": [*products, entry]}
+    recorded = {name: value for name, value in asdict(device).items() if name != "max_cluster"}
+    own = {"device": recorded, "library": _library(), "products": [*products, entry]}
     return {**document, "sections": [*sections, own]}

@@ -1,4 +1,4 @@
-"""What was measured counts in this process: in C++, where kernels are chosen, as well as here."""
+"""Load measurements into this process, for the choice of kernels in C++ and here."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def count_measurement(measurement: Measurement) -> None:
 
 @checked
 def load(path: Path | None = None) -> tuple[list[Measurement], int]:
-    """Has what a file says count in this process, in place of all that did.
+    """Load the measurements of a file into this process, replacing all that counted.
 
     Args:
-        path: of the file; None is that of the environment.
+        path: path of the file; None is that of the environment.
 
     Returns:
-        What counts, and how many measurements do not, being of other CPUs or versions of the library.
+        The measurements that count, and the number of those that do not because they are of other CPUs or
+        versions of the library.
 
     Raises:
-        TuneFileError: the file is damaged, foreign or newer; then none counts.
+        TuneFileError: the file is damaged, foreign or newer; no measurement counts.
     """
     _C.measurements_clear()
     measurements_changed()
@@ -49,7 +50,7 @@ def load(path: Path | None = None) -> tuple[list[Measurement], int]:
 
 
 def load_on_import() -> None:
-    """Warns of a file that cannot be used."""
+    """Load the file of the environment; warn if it cannot be used."""
     try:
         load()
     except TuneFileError as error:
@@ -59,7 +60,7 @@ def load_on_import() -> None:
 
 
 def status() -> str:
-    """What the file has, in a line for people."""
+    """Describe the content of the file in a line."""
     path = file()
     if path is None:
         return f"measured kernels: none are kept, {VARIABLE} is empty or the user has no home"

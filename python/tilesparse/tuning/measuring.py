@@ -1,9 +1,8 @@
-"""Kernels measured on the device at hand.
+"""Measure kernels on the device at hand.
 
-Estimates of kernels were fitted on one GPU. `tune` measures those with the least estimates instead, and dense
-beside them, for products that count, and writes what it finds to a file. Programs read the file when they
-import this package; what it says of a product on their device then comes before estimates, in C++ as well as
-here.
+Estimates of kernels were fitted on one GPU. For given products, `tune` measures the kernels with the least
+estimates and the dense product, and writes the times to a file. Programs read the file when they import this
+package; a measured time then comes before estimates, in C++ as well as here.
 """
 
 from __future__ import annotations
@@ -48,26 +47,27 @@ def tune(
     repetitions: int = 21,
     timer: Timer = medians,
 ) -> list[Measurement]:
-    """Measures kernels for products on a device that is there, and keeps which is the fastest.
+    """Measure kernels for products on a device that is there, and keep the fastest.
 
-    Of each product the kernels with the least estimates are measured, and dense beside them; on the CPU,
-    which has no estimates, the first that the library prefers. What is found counts in this process from then
-    on, and is written to the file after each product. With it the policy "auto" compares measured times, also
-    on the CPU and on GPUs for which nothing was estimated.
+    For each product the kernels with the least estimates and the dense product are measured; on the CPU,
+    which has no estimates, the first kernels that the library prefers. The result counts in this process
+    from then on and is written to the file after each product. The policy "auto" then compares measured
+    times, also on the CPU and on GPUs without estimates.
 
     Args:
-        products: of any number of layers; see `Product.of`. Equal ones are measured once.
+        products: products of any number of layers; see `Product.of`. Equal products are measured once.
         device: None is the current CUDA device if kernels of the library run there, otherwise the CPU; a
-            warning says so where there is a GPU all the same.
-        candidates: how many kernels of each product are measured.
-        repetitions: of which the median is taken.
-        timer: gives milliseconds of a call of each of some functions, on a device, as medians of so many.
+            warning says so if there is a GPU all the same.
+        candidates: number of kernels to measure for each product.
+        repetitions: number of times of which the median is taken.
+        timer: function of calls, a device and a number of repetitions that returns the median milliseconds
+            of each call.
 
     Raises:
-        InvalidArgumentError: an argument is not allowed; among them a product that is feature-major and not
-            stored plain, or in TF32 where PyTorch's settings say otherwise.
+        InvalidArgumentError: an argument is invalid; for example, a product is column-major and not stored
+            plain, or its TF32 differs from PyTorch's setting.
         UnsupportedError: no kernel computes a product there.
-        TuneFileError: the file is damaged or cannot be written; nothing was measured then.
+        TuneFileError: the file is damaged or cannot be written; nothing was measured.
     """
     wanted = list(dict.fromkeys(products))
     candidates, repetitions = (
@@ -82,7 +82,7 @@ def tune(
     path = file()
     if path is not None:
         measurements(path)
-        write(path, read(path))  # so that it fails now if it must
+        write(path, read(path))  # fail before anything is measured
     found = []
     for product in wanted:
         found.append(_measured(product, on, described, candidates, repetitions, timer))
@@ -97,19 +97,19 @@ def tune(
 def _checked_device(device: object) -> torch.device:
     found = checked_device(default_device() if device is None else device)
     if found.type not in KINDS:
-        raise InvalidArgumentError(f"device: cpu or cuda expected, got {device!r}")
+        raise InvalidArgumentError(f"device must be cpu or cuda, got {device!r}")
     return found
 
 
 def _check_measurable(product: object, device: torch.device) -> None:
     if not isinstance(product, Product):
-        raise InvalidArgumentError(f"products: of tilesparse.Product expected, got {type(product).__name__}")
+        raise InvalidArgumentError(f"products must be of tilesparse.Product, got {type(product).__name__}")
     if product.feature_major and product.storage != "plain":
-        raise InvalidArgumentError(f"products: {product}: storage 'plain' expected where it is feature-major")
+        raise InvalidArgumentError(f"products must be stored 'plain' if they are column-major, got {product}")
     now = Product(16, 16, 1, block_shape=16, dtype=product.dtype).tf32
     if device.type == "cuda" and product.tf32 != now:
         raise InvalidArgumentError(
-            f"products: {product}: tf32={now} expected, as torch.backends.cuda.matmul has it now"
+            f"products must have tf32={now}, as torch.backends.cuda.matmul has now, got {product}"
         )
 
 
@@ -135,7 +135,7 @@ def _on_kernel(asked: int, call: Call) -> Call:
 
 
 def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
-    """The product with random operands, and what the policy "dense" has in its place."""
+    """Return calls of the product with random operands and of the dense product that replaces it."""
     layer = BlockSparseLinear(
         product.in_features,
         product.out_features,
@@ -179,21 +179,21 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
 
 @checked
 def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = OPS) -> list[Product]:
-    """What the layers of a checkpoint do, for each number of tokens; no weight is read.
+    """Return the products of a checkpoint's layers for each number of tokens; no weight is read.
 
     Layers that are not stored plain have no gradient of their weight, and so no product "wgrad".
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         tokens: numbers of rows of x.
-        ops: of "forward", "dgrad" (the gradient of x) and "wgrad" (that of W).
+        ops: some of "forward", "dgrad" (the gradient of x) and "wgrad" (the gradient of W).
 
     Returns:
         Each product once, in the order of the layers.
 
     Raises:
         CheckpointError: the folder has no checkpoint, or a damaged one.
-        InvalidArgumentError: an argument is not allowed.
+        InvalidArgumentError: an argument is invalid.
     """
     tokens, ops = list(tokens), list(ops)
     found: dict[Product, None] = {}

@@ -25,18 +25,18 @@ class Product:
     """One product with a block-sparse weight W [out_features, in_features].
 
     Attributes:
-        in_features, out_features: of W.
+        in_features, out_features: features of W.
         tokens: rows of x and y.
-        density: fraction of the blocks that is kept.
+        density: kept fraction of the blocks.
         block_shape: (bn, bk), or one number for both.
-        dtype: of activations.
-        op: "forward", y = x Wᵀ; "dgrad", its gradient for x; "wgrad", that for W.
-        storage: of the values, as `BlockSparseLinear` has it: "plain", "compressed", "int8" or
+        dtype: dtype of the activations.
+        op: "forward", y = x Wᵀ; "dgrad", the gradient of x; "wgrad", the gradient of W.
+        storage: storage of the values, as in `BlockSparseLinear`: "plain", "compressed", "int8" or
             "float8_e4m3fn".
-        nm: (2, 4) of values that are 2:4 and not stored plain.
-        feature_major: whether x and y lie in memory feature by feature, as in `functional.dsd`.
-        tf32: whether float32 is multiplied in TF32 on CUDA devices; None as PyTorch's settings say now. Of
-            other dtypes it becomes False.
+        nm: (2, 4) for values that are 2:4 and not stored plain.
+        feature_major: True for column-major (transposed) x and y, as in `functional.dsd`.
+        tf32: True multiplies float32 in TF32 on CUDA devices; None takes PyTorch's current setting. It
+            becomes False for other dtypes.
 
     Raises:
         InvalidArgumentError: a value breaks a rule of products; the text names it.
@@ -62,37 +62,37 @@ class Product:
         object.__setattr__(self, "block_shape", block_shape)
         check_shapes((self.out_features, self.in_features), block_shape)
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
-            raise InvalidArgumentError(f"dtype: one of {list(map(str, DTYPES))} expected, got {self.dtype}")
+            raise InvalidArgumentError(f"dtype must be one of {list(map(str, DTYPES))}, got {self.dtype}")
         if self.op not in OPS:
-            raise InvalidArgumentError(f"op: one of {list(OPS)} expected, got {self.op!r}")
+            raise InvalidArgumentError(f"op must be one of {list(OPS)}, got {self.op!r}")
         check_nm(self.nm, False)
         if self.nm is not None:
             object.__setattr__(self, "nm", tuple(self.nm))  # which has a hash
         check_nm_blocks(self.nm, False, block_shape)
         check_storage(self.storage, self.nm)
         if self.storage == "plain" and self.nm is not None:
-            raise InvalidArgumentError("nm: None expected with storage 'plain'; kernels read 2:4 compressed")
+            raise InvalidArgumentError("nm must be None with storage 'plain': kernels read 2:4 compressed")
         if self.storage != "plain" and self.op == "wgrad":
-            raise InvalidArgumentError(f"storage: 'plain' expected of wgrad, got {self.storage!r}")
+            raise InvalidArgumentError(f"storage must be 'plain' for wgrad, got {self.storage!r}")
         if not isinstance(self.feature_major, bool):
-            raise InvalidArgumentError(f"feature_major: True or False expected, got {self.feature_major!r}")
+            raise InvalidArgumentError(f"feature_major must be True or False, got {self.feature_major!r}")
         if not isinstance(self.tf32, bool | None):
-            raise InvalidArgumentError(f"tf32: True, False or None expected, got {self.tf32!r}")
+            raise InvalidArgumentError(f"tf32 must be True, False or None, got {self.tf32!r}")
         tf32 = tf32_allowed() if self.tf32 is None else self.tf32
         object.__setattr__(self, "tf32", self.dtype == torch.float32 and tf32)
 
     @classmethod
     @checked
     def of(cls, layer: BlockSparseLinear, *, tokens: int, op: str = "forward") -> Product:
-        """What a layer does for so many tokens; while it trains with 2:4, its product with compressed values.
+        """Describe a product of a layer; while it trains with 2:4, the product with compressed values.
 
         Args:
-            layer: whose sizes, pattern, dtype and storage count.
+            layer: a BlockSparseLinear.
             tokens: rows of x, the product of its leading dimensions.
-            op: "forward", "dgrad" (the gradient of x) or "wgrad" (that of W).
+            op: "forward", "dgrad" (the gradient of x) or "wgrad" (the gradient of W).
 
         Raises:
-            InvalidArgumentError: no BlockSparseLinear, no such op, or another argument is not allowed.
+            InvalidArgumentError: ``layer`` is not a BlockSparseLinear, or another argument is invalid.
         """
         bn, bk = layer.block_shape
         blocks = layer.out_features // bn * (layer.in_features // bk)
@@ -111,12 +111,12 @@ class Product:
 
     @property
     def nnz(self) -> int:
-        """The number of kept blocks."""
+        """Number of kept blocks."""
         return round(self.density * self.blocks)
 
     @property
     def blocks(self) -> int:
-        """The number of all blocks, kept or not."""
+        """Number of all blocks, kept or not."""
         bn, bk = self._block_shape
         return self.out_features // bn * (self.in_features // bk)
 
@@ -125,12 +125,12 @@ class Product:
         return check_block_shape(self.block_shape)
 
     def descriptor(self, device: _C.DeviceInfo, *, policy: int = 0, prefer: str = "") -> _C.Product:
-        """The same for the native module, without operands.
+        """Describe the product to the native module, without operands.
 
         Args:
-            device: on which it is computed.
+            device: device that computes it.
             policy: 0 for sparse, 1 for auto, 2 for dense.
-            prefer: the beginning of the names of kernels to take if they can.
+            prefer: prefix of the names of kernels to prefer.
         """
         shape = self.out_features, self.in_features
         layout = int(self.feature_major)
@@ -157,7 +157,7 @@ class Product:
     def __str__(self) -> str:
         bn, bk = self._block_shape
         extras = [self.storage] * (self.storage != "plain") + ["2:4"] * (self.nm is not None)
-        extras += ["feature-major"] * self.feature_major + ["TF32"] * bool(self.tf32)
+        extras += ["column-major"] * self.feature_major + ["TF32"] * bool(self.tf32)
         words = [
             f"{self.op} of {self.in_features} -> {self.out_features} features",
             f"{self.tokens} tokens",
@@ -170,12 +170,12 @@ class Product:
 
 
 def multiplied(op: str, storage: str, nm: tuple[int, int] | None) -> tuple[str, tuple[int, int] | None]:
-    """Storage and nm of the values that a layer with these multiplies: its gradient is plain."""
+    """Return the storage and nm of the values that a layer multiplies; the gradient of W is plain."""
     if op == "wgrad":
         return "plain", None
     return "compressed" if nm is not None and storage == "plain" else storage, nm
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without the module: "bfloat16"."""
+    """Return the name of a dtype without the module: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

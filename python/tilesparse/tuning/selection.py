@@ -1,8 +1,7 @@
-"""Which kernel computes a product on a GPU or CPU, and why; also on a GPU that is not there.
+"""The kernel that computes a product on a GPU or CPU, and the reason; also on a GPU that is not there.
 
-`choose` asks the library what it would do. The choice is a function of the product, the device, what
-`tilesparse.tune` has measured on such a device, and preferences: a `prefer` that is in force, and the
-environment's ``TILESPARSE_KERNEL``.
+`choose` asks the library for its choice, which depends on the product, the device, what `tilesparse.tune` has
+measured on such a device, and preferences: an active `prefer` and the environment's ``TILESPARSE_KERNEL``.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ class KernelInfo:
     """One kernel of the library.
 
     Attributes:
-        name: which `prefer` and ``TILESPARSE_KERNEL`` take, or its beginning.
+        name: name that `prefer` and ``TILESPARSE_KERNEL`` take, or a prefix of it.
         device: "cpu" or "cuda".
-        compute_capability: (major, minor), the least it needs; None on the CPU.
-        ops: of "forward", "dgrad", "wgrad".
-        dtypes: of activations.
-        tf32: whether it multiplies float32 in TF32.
-        tile: tokens and features that are computed together; None where that is not fixed.
-        max_tokens: for which it is made; None for any number.
-        storages: of "plain" and "compressed", what values it reads as they are.
-        values_dtypes: of values of 8 bits that it reads as they are; empty: none, values have the dtype of
-            the activations.
+        compute_capability: (major, minor) that it needs at least; None on the CPU.
+        ops: some of "forward", "dgrad", "wgrad".
+        dtypes: dtypes of the activations.
+        tf32: True if it multiplies float32 in TF32.
+        tile: (tokens, features) of a tile; None if that is not fixed.
+        max_tokens: largest number of tokens; None for any number.
+        storages: some of "plain" and "compressed", which it reads without conversion.
+        values_dtypes: 8-bit dtypes of values that it reads without dequantization; empty if values have the
+            dtype of the activations.
     """
 
     name: str
@@ -71,7 +70,7 @@ class KernelInfo:
 
 @cache
 def kernels() -> tuple[KernelInfo, ...]:
-    """All kernels of the library, those of the CPU first. What runs where is `choose`'s to say."""
+    """Return all kernels of the library, those of the CPU first; `choose` says what runs where."""
     return tuple(map(_kernel_info, _C.kernels()))
 
 
@@ -99,8 +98,8 @@ class Candidate:
     """A kernel that computes a product.
 
     Attributes:
-        kernel: its name.
-        microseconds: that are estimated; None where there are no estimates.
+        kernel: name of the kernel.
+        microseconds: estimated time; None if there is no estimate.
     """
 
     kernel: str
@@ -112,19 +111,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What computes a product on a device.
+    """The choice of a kernel for a product on a device.
 
     Attributes:
-        product, device: what was asked for.
-        kernel: its name; None where W is to be written out and multiplied densely.
-        reason: why, with what was estimated or measured.
-        microseconds: that are estimated for what was chosen; None where there is no estimate.
-        runner_up: what has the least estimate of the other kernels, or None.
-        dense_microseconds: that are estimated for writing W out and the dense product; None where that was
-            not measured on such a device.
-        candidates: all kernels that compute the product, the least estimate first, otherwise as the library
-            prefers them.
-        refused: why the other kernels of this kind of device do not, by name.
+        product, device: arguments of `choose`.
+        kernel: name of the kernel; None if W is written out and multiplied densely.
+        reason: reason of the choice, with estimated or measured times.
+        microseconds: estimated time of the choice; None if there is no estimate.
+        runner_up: other kernel with the least estimate, or None.
+        dense_microseconds: estimated time of writing W out and the dense product; None if dense products
+            were not measured on such a device.
+        candidates: all kernels that compute the product, the least estimate first, otherwise in the order
+            in which the library prefers them.
+        refused: reasons why the other kernels for this kind of device do not compute it, by name.
     """
 
     product: Product
@@ -154,17 +153,17 @@ def choose(
     *,
     policy: str = "sparse",
 ) -> KernelChoice:
-    """What would compute a product, and why; nothing is run.
+    """Return the kernel that would compute a product, and the reason; nothing is run.
 
     Args:
-        product: its sizes, dtypes and storage.
-        device: see `Device.find`; a GPU need not be there. What `tilesparse.tune` has measured counts for
+        product: sizes, dtypes and storage.
+        device: see `Device.find`; a GPU need not be there. Measurements of `tilesparse.tune` count for
             devices of the same name.
-        policy: that of a layer: "sparse", "auto" or "dense".
+        policy: policy of the layer: "sparse", "auto" or "dense".
 
     Raises:
-        InvalidArgumentError: no such device or policy; or TILESPARSE_KERNEL names no kernel.
-        UnsupportedError: no kernel computes the product there, and why.
+        InvalidArgumentError: the device or policy is unknown, or TILESPARSE_KERNEL names no kernel.
+        UnsupportedError: no kernel computes the product there; the text says why.
         NoDeviceError: the device "cuda" is not there.
     """
     check_policy(policy)
@@ -209,30 +208,30 @@ def _microseconds(time: float | None) -> str:
 @checked
 @contextmanager
 def prefer(kernel: str) -> Iterator[None]:
-    """Within it products run on kernels with a certain name or beginning of one, where these compute them.
+    """Prefer kernels by name or prefix for the products that run within this context.
 
-    All others run on what is best; ``TILESPARSE_LOG=1`` and `choose` say which. It comes before
-    ``TILESPARSE_KERNEL``, what was measured, estimates, and the policy "auto". It counts for the whole
-    process, since backward passes run in threads of their own: for those that run within it, whenever their
-    forward pass did. Compiled code follows it but for what the policy "auto" has decided; a captured CUDA
-    graph keeps its kernels.
+    Products that these kernels do not compute run on the best other kernel; ``TILESPARSE_LOG=1`` and `choose`
+    say which. The preference comes before ``TILESPARSE_KERNEL``, measurements, estimates and the policy
+    "auto". It holds for the whole process, because backward passes run in threads of their own: for each
+    backward pass that runs within the context, whenever its forward pass ran. Compiled code follows it except
+    for decisions of the policy "auto"; a captured CUDA graph keeps its kernels.
 
     Args:
-        kernel: as "sm80_dds_nt_bf16_128x128", or the beginning of several names, as "sm80_".
+        kernel: a name as "sm80_dds_nt_bf16_128x128", or the prefix of several names, as "sm80_".
 
     Raises:
-        InvalidArgumentError: no kernel's name begins so; the text lists all.
-        UnsupportedError: it is within code that is being compiled or exported; enter it around the call.
+        InvalidArgumentError: no kernel's name has this prefix; the text lists all names.
+        UnsupportedError: the code is being compiled or exported; enter the context around the call.
     """
     if torch.compiler.is_compiling():
         raise UnsupportedError(
-            "tilesparse.prefer is within code that is compiled, where it would be lost; enter it around the "
-            "call of the compiled function"
+            "tilesparse.prefer has no effect within code that is compiled; enter it around the call of the "
+            "compiled function"
         )
     names = [known.name for known in kernels()]
     if not isinstance(kernel, str) or not kernel or not any(name.startswith(kernel) for name in names):
         raise InvalidArgumentError(
-            f"kernel: the name of a kernel or its beginning expected, got {kernel!r}; there are "
+            f"kernel must be the name of a kernel or a prefix of it, got {kernel!r}; there are "
             f"{', '.join(names)}"
         )
     with prefer_kernels(kernel):
