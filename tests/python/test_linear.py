@@ -325,7 +325,7 @@ def test_the_meta_device_costs_no_memory_and_can_be_left() -> None:
     loaded.load_state_dict(saved.state_dict(), assign=True)
     assert same_layers(loaded, saved)
     layer.to_empty(device="cpu")
-    with pytest.raises(InvalidPatternError, match=r"pattern: missing.*meta device"):
+    with pytest.raises(InvalidPatternError, match=r"pattern is missing.*meta device"):
         _ = layer.pattern
     layer.reset_parameters()
     assert torch.equal(layer.col_indices, layer.pattern.col_indices)

@@ -349,12 +349,12 @@ def beside_dense_layers(rank: int) -> None:
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.02)
     everywhere = DTensor.from_local(residual, mesh(), [Replicate()])
-    with pytest.raises(InvalidArgumentError, match="residual: a plain tensor expected"):
+    with pytest.raises(InvalidArgumentError, match="residual must be a plain tensor"):
         layer(x, residual=everywhere)
     style = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
     layer = parallelize_module(make()[0].eval(), mesh(), style)
     alike(layer(x, residual=everywhere).to_local(), expected)
-    with pytest.raises(InvalidArgumentError, match="residual: a DTensor expected"):
+    with pytest.raises(InvalidArgumentError, match="residual must be a DTensor"):
         layer(x, residual=residual)
 
 
@@ -504,7 +504,7 @@ def refusals(rank: int) -> None:
         model[0].to_storage("int8")
     before = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
     for state, message in (
-        (before, "weight: a DTensor expected"),
+        (before, "weight must be a DTensor"),
         (make(1).state_dict(), "slots in the order"),
     ):
         with pytest.raises(RuntimeError, match=message):
@@ -695,7 +695,7 @@ def checkpoints_of_tensor_parallel(rank: int) -> None:
     model = parallelize_module(make(5), four, PLAN)
     state = get_model_state_dict(model)
     dcp.load(state, checkpoint_id=folder / "rows")
-    with pytest.raises(RuntimeError, match=r"2\.pattern: slots in the order"):
+    with pytest.raises(RuntimeError, match=r"2\.pattern must have its slots in the order"):
         set_model_state_dict(model, state)
     with pytest.raises(InvalidPatternError, match="slots in the order"):
         curve(model)

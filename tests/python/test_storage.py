@@ -291,8 +291,8 @@ def test_transposable_masks_do_not_depend_on_how_products_round(device: str) -> 
 @pytest.mark.parametrize(
     ("shape", "transposable", "named"),
     [
-        ((4, 6), False, r"scores: .*columns a multiple of 4 expected, got \(4, 6\)"),
-        ((6, 4), True, r"scores: .*rows and columns a multiple of 4 expected, got \(6, 4\)"),
+        ((4, 6), False, r"scores: .*columns a multiple of 4, got \(4, 6\)"),
+        ((6, 4), True, r"scores: .*rows and columns a multiple of 4, got \(6, 4\)"),
         ((8,), False, r"scores: \[..., rows, columns\]"),
         ((8,), True, r"scores: \[..., rows, columns\]"),
         ((), False, r"scores: \[..., rows, columns\]"),
@@ -360,11 +360,11 @@ def test_quantisation_records_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("values", "arguments", "named"),
     [
-        (torch.full((1, 16, 16), math.nan), {"dtype": torch.int8}, "values: finite"),
-        (torch.full((1, 16, 16), -math.inf), {"dtype": torch.float8_e4m3fn}, "values: finite"),
-        (torch.full((1, 16, 16), 1e300, dtype=torch.float64), {"dtype": torch.int8}, "values: finite"),
-        (torch.ones(1, 16, 16), {"dtype": torch.float16}, r"dtype: .*int8.*float8_e4m3fn.*float16"),
-        (torch.ones(1, 16, 16), {"dtype": torch.uint8}, r"dtype: .*uint8"),
+        (torch.full((1, 16, 16), math.nan), {"dtype": torch.int8}, "values must be finite"),
+        (torch.full((1, 16, 16), -math.inf), {"dtype": torch.float8_e4m3fn}, "values must be finite"),
+        (torch.full((1, 16, 16), 1e300, dtype=torch.float64), {"dtype": torch.int8}, "values must be finite"),
+        (torch.ones(1, 16, 16), {"dtype": torch.float16}, r"dtype must be .*int8.*float8_e4m3fn.*float16"),
+        (torch.ones(1, 16, 16), {"dtype": torch.uint8}, r"dtype must be .*uint8"),
         (torch.ones(1, 16, 16), {"dtype": torch.int8, "per": "tensor"}, r"per must be 'row' or .*'tensor'"),
     ],
 )

@@ -218,7 +218,7 @@ def test_resumed_training_is_the_same_bit_for_bit(decay_on: str) -> None:
 def test_states_of_something_else_are_refused(state: dict[str, Any]) -> None:
     model = make()
     schedule = MaskSchedule(model, OPTIMIZERS["sgd"](model), every=1, decay=0)
-    with pytest.raises(InvalidArgumentError, match=r"^state_dict: "):
+    with pytest.raises(InvalidArgumentError, match=r"^state_dict( must|: )"):
         schedule.load_state_dict(state)
 
 
@@ -325,10 +325,10 @@ def test_layers_that_cannot_change_leave_all_as_they_are() -> None:
         set_nm(model, (2, 4), transposable=True)
     model[3] = BlockSparseLinear(FEATURES, FEATURES, block_shape=32, nm=(2, 4), storage="compressed")
     for nm in ((2, 4), None):
-        with pytest.raises(UnsupportedError, match=r"^model: the storage 'plain' expected of layer '3'"):
+        with pytest.raises(UnsupportedError, match=r"^model: layer '3': the storage must be 'plain'"):
             set_nm(model, nm)
     assert all(layer.nm is None for layer in sparse(model)[:2])
-    with pytest.raises(InvalidArgumentError, match=r"^model: no BlockSparseLinear"):
+    with pytest.raises(InvalidArgumentError, match=r"^model must have a BlockSparseLinear"):
         set_nm(nn.Linear(4, 4), (2, 4))
     with pytest.raises(InvalidArgumentError, match=r"^nm must be"):
         set_nm(model, (1, 4))
@@ -352,7 +352,7 @@ def test_layers_that_cannot_change_leave_all_as_they_are() -> None:
         ({"decay": float("inf")}, r"^decay must be "),
         ({"decay": "1"}, r"^decay must be "),
         ({"decay": True}, r"^decay must be "),
-        ({"decay_on": "bias"}, r"^decay_on: "),
+        ({"decay_on": "bias"}, r"^decay_on must"),
     ],
 )
 def test_arguments_that_do_not_fit(changed: dict[str, Any], text: str) -> None:

@@ -214,10 +214,10 @@ def test_blocks_may_move_while_others_go() -> None:
         ({"end": 2}, r"^end must be "),
         ({"events": 0}, r"^events must be "),
         ({"steps": 0}, r"^steps must be "),
-        ({"score": "beauty"}, r"^score: "),
-        ({"norm": 0}, r"^norm: "),
+        ({"score": "beauty"}, r"^score must"),
+        ({"norm": 0}, r"^norm must"),
         ({"optimizer": None}, "^optimizer(: | must )"),
-        ({"model": nn.Tanh()}, r"^model: "),
+        ({"model": nn.Tanh()}, r"^model must have"),
     ],
 )
 def test_arguments_that_do_not_fit(changed: dict[str, Any], text: str) -> None:
@@ -295,7 +295,7 @@ def test_gates_have_the_hard_concrete_distribution() -> None:
     for keep in (0, 1, 1.5):
         with pytest.raises(InvalidArgumentError, match=r"^keep: "):
             BlockGates(make(), keep=keep)
-    with pytest.raises(InvalidArgumentError, match=r"^model: "):
+    with pytest.raises(InvalidArgumentError, match=r"^model must"):
         BlockGates(nn.Tanh())
 
 

@@ -28,8 +28,8 @@ def check_whole(layer: StoredWeight, method: str) -> None:
     refuse_norms(layer)
     if is_sharded(layer.weight):
         raise UnsupportedError(
-            f"{method}: a whole weight expected, got one that several processes have parts of; call it "
-            "before fully_shard or parallelize_module"
+            f"{method} needs the whole weight, got a sharded one; call it before fully_shard or "
+            "parallelize_module"
         )
 
 
@@ -37,7 +37,7 @@ def check_trainable(layer: StoredWeight, method: str) -> None:
     """Raise UnsupportedError unless the storage of the weight can be trained."""
     if not storage_of(layer.storage).trainable:
         raise UnsupportedError(
-            f"{method}: the storage 'plain' expected, got {layer.storage!r}; call to_storage('plain')"
+            f"{method} needs the storage 'plain', got {layer.storage!r}; call to_storage('plain')"
         )
 
 

@@ -62,7 +62,7 @@ def from_linear(
     """Return a layer with the best blocks of a dense one, see `BlockSparseLinear.from_linear`."""
     refuse_fakes("a layer")
     if not isinstance(linear, nn.Linear) and not is_conv1d(linear):
-        raise InvalidArgumentError(f"linear: torch.nn.Linear expected, got {type(linear).__name__}")
+        raise InvalidArgumentError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
     dense: Any = linear
     weight, bias, nm = dense_weight(dense), dense.bias, options["nm"]
     parts = check_parts_beside(pattern, parts)
@@ -108,10 +108,14 @@ def best_blocks(
 ) -> BlockPattern:
     """Return the pattern of the blocks with the highest scores, by default their Frobenius norms."""
     if weight.is_meta and scores is None:
-        raise InvalidArgumentError("linear: on the meta device there is nothing to score, give pattern")
+        raise InvalidArgumentError(
+            "linear must not be on the meta device, where there is nothing to score; give pattern"
+        )
     if scores is None:
         if bool(weight.isnan().any()):
-            raise InvalidArgumentError("linear: its weight holds NaN, which cannot be ranked; give pattern")
+            raise InvalidArgumentError(
+                "linear must not hold NaN in its weight, which cannot be ranked; give pattern"
+            )
         return BlockPattern.from_dense(weight, block_shape=block_shape, density=density, parts=parts)
     grid = check_shapes(weight.shape, block_shape)[2]
     if scores.shape == weight.shape:
@@ -119,7 +123,7 @@ def best_blocks(
         scores = blocks_of(scores, block_shape).sum((2, 3), dtype=precision)
     if scores.shape != grid:
         raise InvalidArgumentError(
-            f"scores: shape {grid} or {tuple(weight.shape)} expected, got {tuple(scores.shape)}"
+            f"scores must have shape {grid} or {tuple(weight.shape)}, got {tuple(scores.shape)}"
         )
     return BlockPattern.from_scores(scores, block_shape=block_shape, density=density, parts=parts)
 
@@ -138,13 +142,15 @@ def to_semi_structured(layer: BlockSparseLinear) -> Tensor:
     """Return the weight as PyTorch's 2:4 tensor, see `BlockSparseLinear.to_semi_structured`."""
     if layer.nm is None or layer.density < 1:
         raise UnsupportedError(
-            f"to_semi_structured: 2:4 with every block kept expected, got nm={layer.nm} with density "
+            f"to_semi_structured needs 2:4 with every block kept, got nm={layer.nm} with density "
             f"{layer.density:.4g}"
         )
     try:
         return torch.sparse.to_sparse_semi_structured(to_linear(layer).weight.detach())
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise UnsupportedError(f"to_semi_structured: PyTorch refuses: {error}") from error
+        raise UnsupportedError(
+            f"to_semi_structured: PyTorch cannot represent this weight: {error}"
+        ) from error
 
 
 def convert_storage(layer: StoredWeight, spec: LayerSpec) -> float:

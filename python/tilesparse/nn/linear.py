@@ -109,7 +109,7 @@ class BlockSparseLinear(StoredWeight):
                 shape, block_shape=block_shape, density=density, generator=generator
             )
         elif pattern.shape != shape:
-            raise InvalidArgumentError(f"pattern: shape {shape} expected, got {pattern.shape}")
+            raise InvalidArgumentError(f"pattern must have shape {shape}, got {pattern.shape}")
         like = torch.empty(0, device=device, dtype=dtype)
         spec = LayerSpec(
             shape=pattern.shape,

@@ -20,7 +20,7 @@ def chosen_mask(weight: Tensor, scores: Tensor | None, transposable: bool) -> Te
     """Return the mask of the two of each four weights with the highest scores, by default magnitudes."""
     scores = weight.detach().abs() if scores is None else scores
     if scores.shape != weight.shape:
-        raise InvalidArgumentError(f"scores: shape {tuple(weight.shape)} expected, got {tuple(scores.shape)}")
+        raise InvalidArgumentError(f"scores must have shape {tuple(weight.shape)}, got {tuple(scores.shape)}")
     return two_of_four(scores, transposable=transposable)
 
 

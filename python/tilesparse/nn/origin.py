@@ -52,7 +52,7 @@ class PatternOrigin:
             return self
         if self._is_blank(index):
             raise InvalidPatternError(
-                "pattern: missing, because the layer left the meta device empty; call load_state_dict or "
+                "pattern is missing: the layer left the meta device empty; call load_state_dict or "
                 "reset_parameters, or assign layer.pattern"
             )
         checked_pattern(index)

@@ -79,7 +79,7 @@ def _checked(layer: StoredWeight, state: Mapping[str, Any]) -> BlockPattern | No
     """Return the pattern of a saved layer, None without one, once all that is saved fits together."""
     for name in ("weight", "bias", *INDEX_NAMES, *STORED_NAMES):
         if name in state and not isinstance(state[name], Tensor):
-            raise InvalidArgumentError(f"{name}: a tensor expected, got {type(state[name]).__name__}")
+            raise InvalidArgumentError(f"{name} must be a tensor, got {type(state[name]).__name__}")
     # With parametrizations and the like the weight has other names.
     there = [name for name in state if name.startswith(("weight", "parametrizations.weight."))]
     there += [name for name in INDEX_NAMES if name in state]
@@ -97,11 +97,11 @@ def _checked_pattern(layer: StoredWeight, state: Mapping[str, Any], there: str) 
     for name in INDEX_NAMES:
         if name not in state:
             raise InvalidArgumentError(
-                f"{name}: missing, but {there} is there; a weight is loaded with its pattern"
+                f"{name} is missing, but {there} is there; a weight is loaded with its pattern"
             )
     weight, spec = state.get("weight"), layer.spec
     if weight is not None and weight.dim() != 3:
-        raise InvalidArgumentError(f"weight: [nnz, bn, bk] expected, got shape {tuple(weight.shape)}")
+        raise InvalidArgumentError(f"weight must be [nnz, bn, bk], got shape {tuple(weight.shape)}")
     _check_stored(layer, state)
     storage, block_shape = storage_of(spec.storage), spec.block_shape
     if weight is not None:
@@ -111,8 +111,8 @@ def _checked_pattern(layer: StoredWeight, state: Mapping[str, Any], there: str) 
     shape, own = (pattern.nnz, *pattern.block_shape), spec.values_shape
     if shape != own and (weight is None or type(layer._parameters.get("weight")) is not nn.Parameter):
         raise InvalidArgumentError(
-            f"col_indices: {own[0]} blocks of {own[1:]} expected, since the weight is not a "
-            f"plain parameter whose shape can change, got {shape[0]} of {shape[1:]}"
+            f"col_indices must have {own[0]} blocks of {own[1:]}, because the weight is not a plain "
+            f"parameter whose shape can change, got {shape[0]} of {shape[1:]}"
         )
     return pattern
 
@@ -122,28 +122,26 @@ def _check_stored(layer: StoredWeight, state: Mapping[str, Any]) -> None:
     own = f"the layer has nm={layer.nm} and storage {layer.storage!r}"
     for name in STORED_NAMES:
         if (name in state) != (layer._buffers[name] is not None):
-            given = "there" if name in state else "missing"
+            given = "is there" if name in state else "is missing"
             raise InvalidArgumentError(
-                f"{name}: {given}, but {own}; call to_storage or set_nm to have them alike"
+                f"{name} {given}, but {own}; call to_storage or set_nm to have them alike"
             )
     weight = state.get("weight")
     dtypes = {layer.weight.dtype if weight is None else weight.dtype, layer.weight.dtype}
     if len(dtypes) > 1 and not dtypes.isdisjoint(QUANTIZED_BY_NAME.values()):
-        raise InvalidArgumentError(
-            f"weight: {layer.weight.dtype} expected, got {state['weight'].dtype}; {own}"
-        )
+        raise InvalidArgumentError(f"weight must be {layer.weight.dtype}, got {state['weight'].dtype}; {own}")
 
 
 def _check_shapes(layer: StoredWeight, state: Mapping[str, Any], spec: LayerSpec) -> None:
     shapes = {name: shape for name, (shape, _) in forms_of(spec).items()}
     for name, expected in (*shapes.items(), ("bias", (layer.out_features,))):
         if name in state and state[name].shape != expected:
-            raise InvalidArgumentError(f"{name}: shape {expected} expected, got {tuple(state[name].shape)}")
+            raise InvalidArgumentError(f"{name} must have shape {expected}, got {tuple(state[name].shape)}")
         mine = layer._parameters.get(name, layer._buffers.get(name))
         if name in state and mine is not None and is_sharded(mine) and not is_sharded(state[name]):
             raise InvalidArgumentError(
-                f"{name}: a DTensor expected, as several processes have parts of the layer's, got a "
-                "plain tensor; torch.distributed.checkpoint has set_model_state_dict for it"
+                f"{name} must be a DTensor, because the layer is sharded, got a plain tensor; use "
+                "set_model_state_dict of torch.distributed.checkpoint"
             )
 
 

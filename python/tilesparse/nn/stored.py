@@ -210,7 +210,7 @@ class StoredWeight(nn.Module):
         check_whole(self, "update_mask_")
         check_trainable(self, "update_mask_")
         if self.mask is None:
-            raise UnsupportedError("update_mask_: nm=(2, 4) expected, got None")
+            raise UnsupportedError("update_mask_ needs a layer with nm=(2, 4), got None")
         self.mask.copy_(chosen_mask(self.weight, scores, self._transposable))
         return self
 
@@ -244,7 +244,9 @@ class StoredWeight(nn.Module):
         """
         check_whole(self, "to_storage")
         if self.weight.is_meta and hasattr(self, "_hf_hook"):  # which brings back the weight as it was
-            raise UnsupportedError("to_storage: its weight is offloaded; load the model without")
+            raise UnsupportedError(
+                "to_storage cannot convert an offloaded weight; load the model without offloading"
+            )
         if per not in SCALES:
             raise InvalidArgumentError(f"per must be 'row' or 'block', got {shown(per)}")
         spec = self.spec
@@ -275,12 +277,12 @@ class StoredWeight(nn.Module):
     @pattern.setter
     def pattern(self, other: BlockPattern) -> None:
         if not isinstance(other, BlockPattern):
-            raise InvalidArgumentError(f"pattern: a BlockPattern expected, got {type(other).__name__}")
+            raise InvalidArgumentError(f"pattern must be a BlockPattern, got {type(other).__name__}")
         mine = self._shape, self._block_shape, self.col_indices.shape[0]
         if (other.shape, other.block_shape, other.nnz) != mine:
             raise InvalidArgumentError(
-                f"pattern: shape {mine[0]} in blocks of {mine[1]} with {mine[2]} of them kept expected, as "
-                f"the weight has them, got {other.shape} in {other.block_shape} with {other.nnz}"
+                f"pattern must have shape {mine[0]} in blocks of {mine[1]} with {mine[2]} of them kept, as "
+                f"the weight has, got {other.shape} in {other.block_shape} with {other.nnz}"
             )
         if not self.col_indices.is_meta:
             BlockPattern.from_index(self.index(), self._updated).update_(other)

@@ -1,4 +1,4 @@
-"""Models that several processes train together."""
+"""Patterns that all processes of a training share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..pattern.block_pattern import BlockPattern
 
 @checked
 def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = None, src: int = 0) -> None:
-    """Gives every `BlockSparseLinear` of a model the pattern that it has in one process.
+    """Give every `BlockSparseLinear` of a model the pattern that it has in one process.
 
     Call it in every process of the group, with the same model, before DistributedDataParallel with
     ``broadcast_buffers=False`` or FullyShardedDataParallel and ``fully_shard``, which leave patterns as they
@@ -48,7 +48,7 @@ def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = Non
 def broadcast_patterns(
     layers: Mapping[str, BlockSparseLinear], group: dist.ProcessGroup | None, src: int
 ) -> list[BlockPattern]:
-    """The patterns that the layers have in one process."""
+    """Return the patterns that the layers have in one process."""
     mine = [
         (name, layer.spec.shape, layer.block_shape, layer.col_indices.shape[0])
         for name, layer in layers.items()
@@ -58,14 +58,14 @@ def broadcast_patterns(
     dist.all_gather_object(everyone, (dist.get_rank(), mine, missing), group)
     if any(theirs != mine for _, theirs, _ in everyone):
         raise UnsynchronizedPatternError(
-            f"model: the same layers, block shapes and numbers of blocks in every process expected, "
+            "model must have the same layers, block shapes and numbers of blocks in every process, "
             f"got {[theirs for _, theirs, _ in everyone]}"
         )
     for rank, _, names in everyone:
         if rank == src and names:
             raise InvalidPatternError(
-                f"model: layers {names} have no pattern in process {src}, since they left the meta device "
-                "empty; call load_state_dict or reset_parameters there"
+                f"model must have a pattern in every layer of process {src}, but {names} left the meta "
+                "device empty; call load_state_dict or reset_parameters there"
             )
     patterns = []
     for layer in layers.values():

@@ -116,8 +116,8 @@ class TensorShard(LayerShard):
         count = self._mesh.size()
         if not torch.equal(shards, torch.arange(count, device="cpu").repeat_interleave(pattern.nnz // count)):
             raise InvalidPatternError(
-                f"pattern: slots in the order of the {count} parts that the layer is cut into, with "
-                f"{pattern.nnz // count} blocks each, expected; load other patterns before parallelize_module"
+                f"pattern must have its slots in the order of the layer's {count} shards, with "
+                f"{pattern.nnz // count} blocks each; load other patterns before parallelize_module"
             )
 
     def arranged(self, pattern: BlockPattern) -> BlockPattern:
@@ -128,8 +128,8 @@ class TensorShard(LayerShard):
         counts = torch.bincount(self._shard_of(pattern), minlength=self._mesh.size()).tolist()
         if len(set(counts)) > 1:
             raise InvalidPatternError(
-                f"pattern: equally many blocks in each of the {len(counts)} parts of its block "
-                f"{('rows', 'columns')[self._dim]} expected, got {counts}; make it with parts={self.parts}"
+                f"pattern must have equally many blocks in each of the {len(counts)} shards of its block "
+                f"{('rows', 'columns')[self._dim]}, got {counts}; make it with parts={self.parts}"
             )
         blocks = torch.stack(pattern.block_indices(), 1)[self.order(pattern)]
         return BlockPattern.from_blocks(blocks, shape=pattern.shape, block_shape=pattern.block_shape)
@@ -185,7 +185,7 @@ class TensorShard(LayerShard):
     def linear(self, layer: BlockSparseLinear, x: Tensor, residual: Tensor | None) -> Tensor:
         """Compute the forward pass, with x in the style's input layout, and y in its output layout."""
         if getattr(layer.weight, "main_grad", None) is not None:
-            raise UnsupportedError("main_grad: a whole weight expected, got one cut for tensor parallelism")
+            raise UnsupportedError("main_grad needs the whole weight, got one sharded by tensor parallelism")
         if residual is not None:
             self._check_residual(residual)
             (residual,) = autocast(residual)
@@ -207,7 +207,7 @@ class TensorShard(LayerShard):
     def _check_residual(self, residual: Tensor) -> None:
         if isinstance(residual, DTensor) == self._use_local_output:
             raise InvalidArgumentError(
-                f"residual: a {'plain tensor' if self._use_local_output else 'DTensor'} expected, as the "
+                f"residual must be a {'plain tensor' if self._use_local_output else 'DTensor'}, as the "
                 f"output is with use_local_output={self._use_local_output}, got {type(residual).__name__}"
             )
 
@@ -262,23 +262,23 @@ def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> Bloc
 
 def _check_can_be_cut(layer: BlockSparseLinear, mesh: DeviceMesh, dim: int) -> None:
     if mesh.ndim != 1:
-        raise InvalidArgumentError(f"device_mesh: one dimension expected, got {mesh.ndim}; give mesh['name']")
+        raise InvalidArgumentError(f"device_mesh must have one dimension, got {mesh.ndim}; give mesh['name']")
     weight = layer._parameters.get("weight")
     if type(weight) is not nn.Parameter:
         raise UnsupportedError(
-            f"parallelize_module: a plain parameter expected as weight, got {type(layer.weight).__name__}; "
-            "it comes before fully_shard, and parametrizations are not cut"
+            f"parallelize_module needs a plain parameter as weight, got {type(layer.weight).__name__}; "
+            "call it before fully_shard, and without parametrizations"
         )
     name, count, block = ("out_features", "in_features")[dim], mesh.size(), layer.block_shape[dim]
     if layer.spec.shape[dim] % (count * block):
         raise InvalidArgumentError(
-            f"{name}: a multiple of {count} x {block}, for {count} processes on block boundaries, expected, "
+            f"{name} must be a multiple of {count} x {block}, for {count} processes on block boundaries, "
             f"got {layer.spec.shape[dim]}"
         )
     # Where there is a pattern, all processes look at the same one later: none may leave the others waiting.
     if layer.weight.is_meta and len(layer.col_indices) % count:
         raise InvalidPatternError(
-            f"pattern: a number of blocks that is a multiple of {count}, the number of processes, expected, "
+            f"pattern must have a number of blocks that is a multiple of {count}, the number of processes, "
             f"got {len(layer.col_indices)}"
         )
 

@@ -52,7 +52,7 @@ def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
     if scores.dim() < 2 or any(side % 4 for side in sides):
         wanted = "rows and columns" if transposable else "columns"
         raise InvalidArgumentError(
-            f"scores: [..., rows, columns] with {wanted} a multiple of 4 expected, got {tuple(scores.shape)}"
+            f"scores must be [..., rows, columns] with {wanted} a multiple of 4, got {tuple(scores.shape)}"
         )
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if transposable:
@@ -156,7 +156,7 @@ def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[T
         InvalidArgumentError: another dtype, `per`, or a value that is not finite.
     """
     if dtype not in _LARGEST:
-        raise InvalidArgumentError(f"dtype: one of {list(_LARGEST)} expected, got {dtype}")
+        raise InvalidArgumentError(f"dtype must be one of {list(_LARGEST)}, got {dtype}")
     if per not in ("row", "block"):
         raise InvalidArgumentError(f"per must be 'row' or 'block', got {per!r}")
     check_content("values", values)
@@ -166,7 +166,7 @@ def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[T
         )
     values = values.detach().float()
     if not bool(values.isfinite().all()):
-        raise InvalidArgumentError("values: finite ones expected, as 8 bits have no others")
+        raise InvalidArgumentError("values must be finite: 8-bit storage cannot represent inf or nan")
     largest = values.abs().amax((1, 2) if per == "block" else 2)
     scales = torch.where(largest > 0, largest / _LARGEST[dtype], 1.0)
     # A scale that is not normal would leave nothing of the values' precision, and the largest one rounds up.

@@ -31,7 +31,7 @@ def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     """Likewise, where there has to be one."""
     layers = sparse_layers(model)
     if not layers:
-        raise InvalidArgumentError("model: no BlockSparseLinear in it")
+        raise InvalidArgumentError("model must have a BlockSparseLinear, got none")
     return layers
 
 
@@ -53,7 +53,7 @@ def matched_layers(
     layers = some_sparse_layers(model)
     rules = dict(numbers) if isinstance(numbers, Mapping) else {"": numbers}
     if not rules:
-        raise InvalidArgumentError(f"{name}: a number, or one by a regular expression, expected, got {{}}")
+        raise InvalidArgumentError(f"{name} must be a number, or numbers by regular expressions, got {{}}")
     matched: dict[float, dict[str, BlockSparseLinear]] = {}
     left = dict(layers)
     for regex, number in rules.items():
@@ -90,11 +90,11 @@ def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
         weight = layer._parameters.get("weight")
         if weight is None:
             raise UnsupportedError(
-                f"model: layer {name!r}: a weight that is a parameter of its own expected; it is parametrized"
+                f"model: layer {name!r}: the weight must be a parameter of its own, but is parametrized"
             )
         check_plain_weight(name, weight, "blocks of sharded weights stay where they are")
         if layer.shard is not None:
-            raise UnsupportedError(f"model: layer {name!r}: several processes have parts of it")
+            raise UnsupportedError(f"model: layer {name!r}: the weight is sharded")
         check_plain_storage(name, layer)
         if weight.is_meta:
             raise InvalidArgumentError(f"model: layer {name!r}: its weight is on the meta device")
@@ -108,7 +108,7 @@ def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
 def check_plain_storage(name: str, layer: BlockSparseLinear) -> None:
     if layer.storage != "plain":
         raise UnsupportedError(
-            f"model: the storage 'plain' expected of layer {name!r}, got {layer.storage!r}; "
+            f"model: layer {name!r}: the storage must be 'plain', got {layer.storage!r}; "
             "call to_storage('plain')"
         )
 
@@ -116,7 +116,7 @@ def check_plain_storage(name: str, layer: BlockSparseLinear) -> None:
 def check_plain_weight(name: str, weight: Tensor, otherwise: str) -> None:
     if type(weight.detach()) is not Tensor:
         raise UnsupportedError(
-            f"model: a plain tensor expected as weight of layer {name!r}, got "
+            f"model: layer {name!r}: the weight must be a plain tensor, got "
             f"{type(weight.detach()).__name__}; {otherwise}"
         )
 
@@ -125,7 +125,7 @@ def checked_optimizer(optimizer: object) -> torch.optim.Optimizer:
     """The optimizer, or that which it wraps: the wrappers of Accelerate have no hooks of their own."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgumentError(
-            f"optimizer: a torch.optim.Optimizer expected, got {type(optimizer).__name__}"
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     inner = getattr(optimizer, "optimizer", None)
     return checked_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
@@ -165,7 +165,7 @@ def gradient_of(name: str, layer: BlockSparseLinear) -> Tensor | None:
     weight: Any = layer.weight
     if weight.grad is None and getattr(weight, "main_grad", None) is not None:
         raise UnsupportedError(
-            f"model: layer {name!r}: a gradient in weight.grad expected, got one in weight.main_grad alone"
+            f"model: layer {name!r}: the gradient must be in weight.grad, got one in weight.main_grad alone"
         )
     return layer.weight.grad
 
@@ -174,12 +174,12 @@ def check_keys(name: str, given: object, keys: Collection[str]) -> None:
     """That it is a mapping with these keys and no others."""
     found = list(given) if isinstance(given, Mapping) else given
     if not isinstance(given, Mapping) or set(given) != set(keys):
-        raise InvalidArgumentError(f"{name}: a mapping with the keys {list(keys)} expected, got {found!r}")
+        raise InvalidArgumentError(f"{name} must be a mapping with the keys {list(keys)}, got {found!r}")
 
 
 def checked_choice(name: str, choice: object, choices: Collection[object]) -> None:
     if not isinstance(choice, str | Real) or choice not in choices:
-        raise InvalidArgumentError(f"{name}: one of {list(choices)} expected, got {choice!r}")
+        raise InvalidArgumentError(f"{name} must be one of {list(choices)}, got {choice!r}")
 
 
 def precision_of(weight: Tensor) -> torch.dtype:
