@@ -45,8 +45,9 @@ from tilesparse import _C, BlockSparseMatrix, functional, storage
 from tilesparse._checks import DTYPES
 from tilesparse._runtime.kernels import use_kernel
 from tilesparse._runtime.values import storage_of
+from tilesparse.config import LayerSpec
 from tilesparse.errors import UnsupportedError
-from tilesparse.storage.values import stored_as
+from tilesparse.storage import registry
 
 DTYPE = torch.bfloat16
 TOLERANCE = problems.PRECISIONS["bf16"].tolerance
@@ -123,8 +124,15 @@ class Layer:
         if name not in self._stored:
             plain, kind = self._plain(name)
             mask = self.mask if name.startswith("2:4") else None
-            values, beside = stored_as(plain, mask, kind, "row")
-            self._stored[name] = values, beside.get("metadata"), beside.get("scales")
+            spec = LayerSpec(
+                shape=self.pattern.shape,
+                block_shape=self.pattern.block_shape,
+                nnz=self.pattern.nnz,
+                dtype=plain.dtype,
+                nm=None if mask is None else (2, 4),
+            ).with_storage(kind)
+            tensors = registry.storage_of(kind).store(plain, mask, spec)
+            self._stored[name] = tensors["weight"], tensors.get("metadata"), tensors.get("scales")
         return self._stored[name]
 
     def multiplied(self, name: str) -> Tensor:

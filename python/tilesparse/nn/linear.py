@@ -182,8 +182,8 @@ class BlockSparseLinear(StoredWeight):
                 weight holds NaN, `scores` has another shape, `parts` are given beside `pattern`, or there is
                 nothing to score because `linear` is on the meta device.
         """
-        options = {"policy": policy, "nm": nm, "transposable": transposable}
-        blocks = {"block_shape": block_shape, "pattern": pattern, "scores": scores, "parts": parts}
+        options: Any = {"policy": policy, "nm": nm, "transposable": transposable}
+        blocks: Any = {"block_shape": block_shape, "pattern": pattern, "scores": scores, "parts": parts}
         return convert.from_linear(cls, linear, density, storage=storage, **blocks, **options)
 
     def to_linear(self) -> nn.Linear:

@@ -46,8 +46,8 @@ class _Style:
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        layouts: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
-        super().__init__(**layouts, use_local_output=use_local_output)
+        options: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        super().__init__(**options | {"use_local_output": use_local_output})
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, BlockSparseLinear):
