@@ -13,8 +13,8 @@ Sums are taken in float32, or float64 for float64. On CUDA float32 is multiplied
 ``torch.backends.cuda.matmul`` allows it, and otherwise with the error of float32. Under autocast
 operands other than float64 are cast to its dtype.
 
-A dense operand is read in place if it is row-major (last stride 1) or feature-major (strides of a
-transposed matrix), with any distance between lines, and on CUDA aligned to 16 bytes; it is copied
+A dense operand is read in place if it is row-major (last stride 1) or column-major (strides of a
+transposed matrix), with any leading dimension, and on CUDA aligned to 16 bytes; it is copied
 otherwise. All functions raise InvalidArgumentError, naming the argument, for operands that do not
 fit, and UnsupportedError where no kernel computes the product.
 
@@ -54,23 +54,23 @@ def linear(
     scales: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """activation(x Wᵀ + bias) + residual, as ``torch.nn.functional.linear``.
+    """Return activation(x Wᵀ + bias) + residual, as ``torch.nn.functional.linear``.
 
-    With a gate it is (x Wᵀ + bias) ⊙ activation(gate).
+    With a GLU gate it is (x Wᵀ + bias) ⊙ activation(gate).
 
     Args:
         x: [..., in_features].
         values: [nnz, bn, bk], contiguous; [nnz, bn, bk / 2] with ``metadata``.
-        pattern: where the blocks lie.
+        pattern: positions of the blocks.
         bias: [out_features] or None.
-        activation: "none", "relu", "gelu" (the exact one, with erf; float16 and bfloat16 on CUDA compute it
-            within 1e-5) or "silu"; of the result, or where there is a gate of that alone. It is fused into
-            the product where no gradient is recorded, and rounding then happens once instead of twice.
+        activation: "none", "relu", "gelu" (exact, with erf; float16 and bfloat16 on CUDA compute it within
+            1e-5) or "silu", of the result, or of the gate if there is one. It is fused into the product where
+            no gradient is recorded, and rounding then happens once instead of twice.
         residual: [..., out_features], the shape of the result, or None. It is added by the kernel of
             the product, unless a gradient is recorded through an activation, and is read in place if
             it lies as the result does.
-        feature_major_output: give the result the strides of a transposed matrix. A following layer
-            reads it without a copy, and layers with small blocks read it faster.
+        feature_major_output: make the result column-major: give it the strides of a transposed matrix. A
+            following layer reads it without a copy, and layers with small blocks read it faster.
         policy: "sparse" multiplies the kept blocks alone. "dense" writes W out, zeros included, and leaves
             products, activation and residual to PyTorch, for layers that are faster dense (small or hardly
             sparse ones): the gradient of ``values`` is taken from that of the dense W, every call writes W
@@ -94,17 +94,17 @@ def linear(
         return linear_on(x, values, index, bias, activation, residual, layout, policy, stored, gate)
     except UnsupportedError:
         raise
-    except Exception:  # types are looked at only now, which takes calls that are right no time
+    except Exception:  # types are checked only now, so that correct calls spend no time on it
         check_types(linear, locals())
         raise
 
 
 def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Tensor:
-    """y ⊙ activation(gate); without a gate both are halves of y, and the first is the gate.
+    """Return y ⊙ activation(gate); without a gate both are halves of y, and the first is the gate.
 
-    On CUDA one kernel computes it, and another one the gradients of both, those of halves as one tensor, if
-    both are row-major and not float64. PyTorch computes the same elsewhere, with a profiler, mode or
-    transform at work, and, unless of halves, under ``torch.compile`` and of fewer than 2²³ elements where a
+    On CUDA one kernel computes the product, and another one both gradients, those of halves as one tensor,
+    if the tensors are row-major and not float64. PyTorch computes the same elsewhere, under a profiler, mode
+    or transform, and, except for halves, under ``torch.compile`` and for fewer than 2²³ elements where a
     gradient is recorded.
 
     Args:
@@ -124,7 +124,7 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
             check_like_product("gate", gate, y)
         elif y.dim() == 0 or y.shape[-1] % 2:
             raise InvalidArgumentError(
-                f"y: last dimension of two halves expected, got shape {tuple(y.shape)}"
+                f"y must have an even number of features without a gate, got shape {tuple(y.shape)}"
             )
         return _gates.gated(y, gate, activation)
     except UnsupportedError:
@@ -143,13 +143,13 @@ def dds(
     metadata: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Dense times sparse: a Wᵀ, or a W with ``transpose=False``.
+    """Multiply dense by sparse: a Wᵀ, or a W with ``transpose=False``.
 
     Args:
         a: [..., in_features], or [..., out_features] with ``transpose=False``.
         values: [nnz, bn, bk], contiguous.
-        pattern: where the blocks lie.
-        transpose: whether W is transposed.
+        pattern: positions of the blocks.
+        transpose: multiply by Wᵀ.
         metadata: of 2:4 values, see `linear`.
         scales: of values in 8 bits, see `linear`.
 
@@ -173,13 +173,13 @@ def dds(
 
 
 def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = False) -> Tensor:
-    """Sparse times dense: W b, or Wᵀ b with ``transpose=True``.
+    """Multiply sparse by dense: W b, or Wᵀ b with ``transpose=True``.
 
     Args:
         values: [nnz, bn, bk], contiguous.
-        pattern: where the blocks lie.
+        pattern: positions of the blocks.
         b: [in_features, n], or [out_features, n] with ``transpose=True``.
-        transpose: whether W is transposed.
+        transpose: multiply by Wᵀ.
 
     Returns:
         [out_features, n], or [in_features, n] with ``transpose=True``; last stride 1. On CUDA rows
@@ -194,8 +194,8 @@ def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = F
         if not isinstance(transpose, bool):
             check_types(dsd, locals())
         if b.dim() != 2:
-            raise InvalidArgumentError(f"b: a 2-D tensor expected, got shape {tuple(b.shape)}")
-        # (W b)ᵀ = bᵀ Wᵀ, and the transpose of a row-major matrix is a feature-major one.
+            raise InvalidArgumentError(f"b must be 2-D, got shape {tuple(b.shape)}")
+        # (W b)ᵀ = bᵀ Wᵀ, and the transpose of a row-major matrix is column-major.
         return _dds(b.t(), values, pattern, not transpose, feature_major=True).t()
     except UnsupportedError:
         raise
@@ -207,7 +207,7 @@ def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = F
 def sdd(
     y: Tensor, x: Tensor, pattern: BlockPattern, *, out: Tensor | None = None, accumulate: bool = False
 ) -> Tensor:
-    """The blocks of yᵀ x that the pattern keeps: the gradient of W in x Wᵀ for y that of the result.
+    """Return the blocks of yᵀ x that the pattern keeps: the gradient of W in x Wᵀ, if y is that of x Wᵀ.
 
     Args:
         y: [..., out_features].
@@ -236,11 +236,11 @@ def sdd(
             check_types(sdd, locals())
         if out is None:
             if accumulate:
-                raise InvalidArgumentError("out: expected with accumulate=True, got None")
+                raise InvalidArgumentError("out must be given with accumulate=True, got None")
             return call(SDD_TN, y, x, index)
         if records_gradient((y, x, out)):
             raise InvalidArgumentError(
-                "out: not differentiable, but an operand requires a gradient; use no_grad()"
+                "out must not be given where an operand requires a gradient; use no_grad()"
             )
         SDD_TN_INTO(y, x, *index, out, accumulate)
         return out

@@ -22,7 +22,7 @@ from torch import Tensor
 from tilesparse import _C, InvalidArgumentError, functional
 from tilesparse._checks import DTYPES
 from tilesparse._runtime import activations as _activations
-from tilesparse._runtime.layout import row_pitch
+from tilesparse._runtime.layout import row_stride
 from tilesparse._runtime.native import ACTIVATIONS
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -56,7 +56,7 @@ def calls(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(
             _activations,
             "multiplies_by_gate",
-            lambda y, by: row_pitch(y) is not None and (by is None or row_pitch(by) is not None),
+            lambda y, by: row_stride(y) is not None and (by is None or row_stride(by) is not None),
         )
     for kernel, name in zip(kernels, ("gate", "gate_gradient"), strict=True):
 
@@ -191,11 +191,11 @@ def test_ways_of_differentiating(device: str, calls: list[str]) -> None:
 def test_bad_arguments() -> None:
     y = torch.randn(3, 32)
     for match, arguments in (
-        ("activation: one of", (y, y, "swish")),
+        ("activation must be one of", (y, y, "swish")),
         (r"gate must have shape \(3, 32\)", (y, y[:, :16])),
         (r"gate must have dtype torch.float32", (y, y.double())),
-        ("y: last dimension of two halves expected", (y[:, :31],)),
-        ("y: last dimension of two halves expected", (y[0, 0],)),
+        ("y must have an even number of features", (y[:, :31],)),
+        ("y must have an even number of features", (y[0, 0],)),
     ):
         with pytest.raises(InvalidArgumentError, match=match):
             functional.gated(*arguments)

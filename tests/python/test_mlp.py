@@ -216,7 +216,7 @@ def test_layers_refuse_what_they_cannot_do_before_they_compute() -> None:
     x, masked = torch.randn(3, 64), layer(64, 96, nm=(2, 4), block_shape=32)
     for made in (layer(64, 96), masked):
         y = made(x)
-        with pytest.raises(InvalidArgumentError, match="activation: one of"):
+        with pytest.raises(InvalidArgumentError, match="activation must be one of"):
             made(x, activation="swish")
         with pytest.raises(InvalidArgumentError, match="gate must be None beside a residual"):
             made(x, gate=y, residual=y)

@@ -123,7 +123,7 @@ def test_a_fused_gate(device: str) -> None:
         torch.testing.assert_close(result, expected)
     with pytest.raises(InvalidArgumentError, match="gate must be None beside a residual"):
         OPS.dds_nt(x, values, *index, None, y, gate=y)
-    with pytest.raises(UnsupportedError, match="gate: a fused one has no gradient"):
+    with pytest.raises(UnsupportedError, match="gate must be None where a gradient is recorded"):
         OPS.dds_nt(x, values, *index, gate=y.clone().requires_grad_()).sum().backward()
 
 

@@ -17,7 +17,7 @@ def _gradient_of_silu(grad: Tensor, z: Tensor) -> Tensor:
     return grad * sigmoid * (1 + z * (1 - sigmoid))
 
 
-# Of the activations, by PyTorch.
+# Gradients of z from that of activation(z).
 ACTIVATION_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "none": lambda grad, z: grad,
     "relu": lambda grad, z: torch.ops.aten.threshold_backward(grad, z, 0),
@@ -27,7 +27,7 @@ ACTIVATION_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def activation_code(activation: str) -> int:
-    """Its number for operators."""
+    """Return the number of an activation for operators."""
     try:
         return ACTIVATIONS[activation]
     except (KeyError, TypeError):
@@ -37,8 +37,9 @@ def activation_code(activation: str) -> int:
             "activation must be known when torch.fx.symbolic_trace traces a layer by itself: trace a module "
             "that contains it, or give concrete_args for all arguments but x"
         )
-    raise InvalidArgumentError(f"activation: one of {list(ACTIVATIONS)} expected, got {shown(activation)}")
+    raise InvalidArgumentError(f"activation must be one of {list(ACTIVATIONS)}, got {shown(activation)}")
 
 
 def activated(y: Tensor, activation: str) -> Tensor:
+    """Apply an activation by PyTorch."""
     return y if activation == "none" else _BY_PYTORCH[activation](y)

@@ -1,4 +1,4 @@
-"""Operands as autocast wants them: parameters are cast once in each of its regions, as PyTorch casts them."""
+"""Casts of operands under autocast: parameters are cast once per region, as in PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._runtime.private import is_any_autocast_enabled, may_be_watched, transfor
 
 
 def autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """The tensors as autocast wants them on the device of the first."""
+    """Return the tensors as autocast casts them on the device of the first."""
     tensors = (first, *others)
     device = first.device.type
     if not is_any_autocast_enabled() or device == "meta" or not torch.is_autocast_enabled(device):
@@ -33,7 +33,7 @@ def _is_castable(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 
 class _Casts(dict[tuple[int, torch.dtype, bool, bool], tuple[Tensor, int, Tensor]]):
-    """What was cast in a region: the tensor, its version at that time, and the result."""
+    """Casts of a region: the tensor, its version at that time, and the result."""
 
 
 _casts = weakref.ref(_Casts())  # of the region that has begun last, if it has not ended

@@ -1,12 +1,12 @@
-"""Gradients of the products, and the two routes by which a product is called.
+"""Calls of products: the dispatcher path, and the fast path past it.
 
 The gradients of each product are the other two, and expanding values to a dense matrix and gathering them
 from one are each other's, so every order of differentiation is available.
 
-PyTorch's operators are one route: whatever acts on operators, modes, transforms, compilers and tracers,
-finds them there. The dispatcher takes longer than all the rest of a call, though, and where a gradient is
-recorded several times that (docs/performance.md, "Time of the host"). Where nothing but autograd and a kernel
-would act on a product, these are called right away: the other route.
+On the dispatcher path a product is an operator of PyTorch, which modes, transforms, compilers and tracers
+see. The dispatcher takes longer than the rest of a call, and several times as long where a gradient is
+recorded (docs/performance.md, "Time of the host"). Where only autograd and a kernel would act on a product,
+the fast path calls these directly.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Product(NamedTuple):
     """An operator on two factors, or one and None, a pattern, and more.
 
     Attributes:
-        op: as the dispatcher knows it, with the fields of the pattern one by one.
-        rest: which of bias, residual, activation, feature_major and extras follow these.
-        kernel: what computes it on plain tensors and a pattern that is prepared, given all of them.
-        gradients: of the arguments that are tensors but extras, from that of the result and the factors, each
-            of which is there if it is needed, and from the extras.
+        op: the operator, which takes the fields of the pattern one by one.
+        rest: slice of (bias, residual, activation, feature_major, *extras) that the operator takes next.
+        kernel: computes it on plain tensors and a prepared pattern, and takes all of these.
+        gradients: returns the gradients of the tensors but extras from the gradient of the result, the
+            factors, each of which is there if it is needed, and the extras.
         transformed: the operator for the transforms of ``torch.func``.
-        looks: whether it is what a forward pass begins with, see `lookup.prepared`.
+        looks: True for products that begin a forward pass, see `lookup.prepared`.
     """
 
     op: Callable[..., Tensor]
@@ -62,9 +62,9 @@ def call(
     feature_major: bool = False,
     extras: Extras = (),
 ) -> Tensor:
-    """The product by the shorter route that does the same.
+    """Call a product on the fast path if nothing but autograd would intercept it, else by the dispatcher.
 
-    Extras are what operators take besides, and have no gradients.
+    Extras are further arguments of operators, without gradients.
     """
     tensors = first, second, bias, residual
     if not is_plain(tensors) or (extras and not is_plain(tensors_of(extras))):
@@ -79,11 +79,11 @@ def call(
     return product.kernel(first, second, pattern, bias, residual, activation, feature_major, *extras)
 
 
-# ---- the short route ----
+# ---- the fast path ----
 
 
 class _Recorded(torch.autograd.Function):
-    """What autograd records of a product."""
+    """A product as autograd records it."""
 
     @staticmethod
     def forward(
@@ -122,7 +122,7 @@ _record: Callable[..., Tensor] = getattr(super(torch.autograd.Function, _Recorde
 def check_unchanged(
     index: Index, pattern: Prepared, generation: int, weight: Tensor | None, shape: torch.Size | None
 ) -> None:
-    """Raises where a gradient would be that of other blocks."""
+    """Raise if the pattern or the number of blocks has changed since the forward pass."""
     now = prepared(index)
     if now is not pattern or now.generation != generation:
         raise PatternChangedError("the pattern was updated between this product's forward and backward pass")
@@ -133,19 +133,21 @@ def check_unchanged(
         )
 
 
-# What autograd keeps of extras: tensors as it keeps tensors, so that it notices what is written to them.
+# Tensors among extras are saved as autograd saves tensors, so that it notices writes to them.
 
 
 def tensors_of(extras: Extras) -> tuple[Tensor, ...]:
+    """Return the tensors among extras."""
     return tuple(extra for extra in extras if isinstance(extra, Tensor)) if extras else ()
 
 
 def without_tensors(extras: Extras) -> tuple[Any, ...]:
-    """The extras with `Tensor` in the place of each tensor."""
+    """Return the extras with `Tensor` in place of each tensor."""
     return tuple(Tensor if isinstance(extra, Tensor) else extra for extra in extras) if extras else ()
 
 
 def with_tensors(extras: tuple[Any, ...], tensors: Sequence[Tensor]) -> Extras:
+    """Undo `without_tensors`."""
     if not extras:
         return ()
     following = iter(tensors)
@@ -153,7 +155,7 @@ def with_tensors(extras: tuple[Any, ...], tensors: Sequence[Tensor]) -> Extras:
 
 
 def is_plain(tensors: Tensors) -> bool:
-    """Whether nothing but autograd and a kernel would act on a product of these."""
+    """Return True if only autograd would intercept a call with these, so the dispatcher can be bypassed."""
     if is_compiling() or may_be_watched():
         return False
     for tensor in tensors:
@@ -165,7 +167,7 @@ def is_plain(tensors: Tensors) -> bool:
 
 
 def records_gradient(tensors: Tensors) -> bool:
-    """Whether autograd would record a product of these."""
+    """Return True if autograd would record a product of these."""
     if torch.is_grad_enabled():
         for tensor in tensors:  # any() takes longer
             if tensor is not None and tensor.requires_grad:
@@ -176,17 +178,17 @@ def records_gradient(tensors: Tensors) -> bool:
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-# ---- the long route ----
+# ---- the dispatcher path ----
 
 
 def autograd_of(gradients: Gradients, factors: int, optional: int, options: int) -> Any:
-    """(backward, setup_context) for ``torch.library.register_autograd``.
+    """Make (backward, setup_context) for ``torch.library.register_autograd``.
 
     Args:
         gradients: see `Product`.
-        factors: how many tensors come before the pattern.
-        optional: how many may come after it.
-        options: how many arguments follow that are no tensors, and then extras.
+        factors: number of tensors before the pattern.
+        optional: number of optional tensors after it.
+        options: number of arguments after these that are no tensors; extras follow.
     """
     fields = len(Index._fields)
 
@@ -194,7 +196,8 @@ def autograd_of(gradients: Gradients, factors: int, optional: int, options: int)
         index = Index(*inputs[factors : factors + fields])
         if optional and any(inputs[factors + fields + optional :][:1]):
             raise UnsupportedError(
-                "activation: a fused one has no gradient; functional.linear applies it after the product"
+                "activation must be 'none' where a gradient is recorded: a fused activation has none; "
+                "functional.linear applies it after the product"
             )
         second = inputs[1] if factors > 1 else None
         need = ctx.needs_input_grad
@@ -217,7 +220,7 @@ def autograd_of(gradients: Gradients, factors: int, optional: int, options: int)
 
 
 def transformable(op: Callable[..., Tensor], backward: Any, setup_context: Any) -> Callable[..., Tensor]:
-    """The operator as the transforms of ``torch.func`` differentiate it, which those registered are not."""
+    """Wrap an operator for ``torch.func``, whose transforms do not differentiate registered operators."""
     members = {
         "generate_vmap_rule": True,
         "forward": staticmethod(op),
@@ -231,7 +234,7 @@ def transformable(op: Callable[..., Tensor], backward: Any, setup_context: Any) 
 
 
 def _refuse_tangents(tensors: Tensors) -> None:
-    """Raises where forward-mode differentiation would silently lose a tangent."""
+    """Raise where forward-mode differentiation would silently lose a tangent."""
     if not is_forward_mode():
         return
     unpack_dual: Callable[..., Any] = forward_ad.unpack_dual

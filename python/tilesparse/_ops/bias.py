@@ -19,12 +19,12 @@ from .register import register
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The sums over tokens of the gradient of a product."""
+    """Sum the gradient of a product over tokens."""
     return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=dtype)
 
 
 def weight_and_bias_gradients(grad: Tensor, x: Tensor, index: Index) -> tuple[Tensor, Tensor] | None:
-    """Those of values and bias from one pass; None where they are to be taken one by one."""
+    """Return both gradients from one pass over ``grad``, or None where each is computed by itself."""
     if not grad.is_cuda or transforms_active() or records_gradient((grad, x)):
         return None
     if not is_plain((grad, x)):
@@ -43,23 +43,25 @@ _SDD_TN_WITH_BIAS = register("sdd_tn_with_bias", 2, _sdd_tn_with_bias, sdd_tn_wi
 
 
 def sums_with_activation(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether the gradient of a bias is summed by what computes the activation's: eagerly, on CUDA."""
+    """Return True if the kernel of the activation's gradient also sums that of the bias."""
     if bias is None or not bias.requires_grad or not x.is_cuda or x.dtype == torch.float64:
         return False
     return is_plain((x, bias)) and x.shape[:-1].numel() * bias.shape[0] >= _activations.MANY_ELEMENTS
 
 
 class _Activated(torch.autograd.Function):
-    """activation(z) of z with a bias in it, whose gradient comes from here, with that of z in one pass.
+    """activation(z), where z contains a bias: its backward gives the gradients of both in one pass.
 
-    So the graph of z knows nothing of the bias; what is differentiated again has to.
+    So z is computed with the bias detached; only a second derivative connects it again.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, bias: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(z)
         ctx.activation = activation
-        ctx.bias = bias  # not saved as z is: its values do not count, and may change before the backward pass
+        ctx.bias = (
+            bias  # not saved as z is: its values are not needed, and may change before the backward pass
+        )
         return activated(z, activation)
 
     @staticmethod

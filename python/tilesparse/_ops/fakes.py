@@ -1,4 +1,4 @@
-"""What the products would give: their checks, and results without contents, for tracers and compilers."""
+"""Fake implementations of the products, for tracers and compilers: checks, and results without contents."""
 
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ def dds_fake(
     transposed: bool = False,
     gate: Tensor | None = None,
 ) -> Tensor:
-    if transposed:  # of the pattern only sizes are read here, which need no other tensors
+    if transposed:  # only sizes of the pattern are read here, so its tensors need not be transposed
         check_nothing_added(bias, residual, activation, gate)
         crow, col, slot, shape, block_shape = index
         index, op = Index(crow, col, slot, shape[::-1], block_shape[::-1]), DDS_NN - op

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .._runtime import activations as _activations
-from .._runtime.layout import row_pitch
+from .._runtime.layout import row_stride
 from .._runtime.native import ACTIVATIONS
 from .._runtime.private import transforms_active
 from .activations import ACTIVATION_GRADIENTS, activated, activation_code
@@ -17,6 +17,7 @@ from .register import register_plainly
 
 
 def gated(y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
+    """Multiply by a GLU gate whose shape was checked, see `functional.gated`."""
     given = (y,) if gate is None else (y, gate)
     if is_plain(given) and _activations.multiplies_by_gate(y, gate):
         if not records_gradient(given):
@@ -36,7 +37,7 @@ def gated(y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
 
 
 def _halves(y: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What is multiplied, and what by once it is activated."""
+    """Return the factor and the gate."""
     if gate is not None:
         return y, gate
     by, factor = y.chunk(2, -1)
@@ -44,7 +45,7 @@ def _halves(y: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class _Gated(torch.autograd.Function):
-    """`gated`, which keeps what it is given alone, and whose gradients come from one pass."""
+    """`gated`, which saves only its arguments; one pass computes both gradients."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
@@ -67,7 +68,7 @@ _gate: Callable[..., Tensor] = _Gated.apply
 def _gate_gradients(
     grad: Tensor, y: Tensor, gate: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Of y and the gate, by PyTorch, so that they can be differentiated again."""
+    """Return the gradients of y and the gate by PyTorch, so that they can be differentiated again."""
     factor, by = _halves(y, gate)
     of_factor = grad * activated(by, activation)
     of_gate = ACTIVATION_GRADIENTS[activation](grad * factor, by)
@@ -85,7 +86,7 @@ def _gated_halves_gradient(grad: Tensor, y: Tensor, code: int) -> Tensor:
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
-    return tensor if row_pitch(tensor) is not None else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if row_stride(tensor) is not None else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _gated_halves_fake(y: Tensor, code: int) -> Tensor:

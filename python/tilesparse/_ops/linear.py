@@ -30,7 +30,7 @@ def linear_on(
     stored: tuple[Tensor | None, Tensor | None] = (None, None),
     gate: Tensor | None = None,
 ) -> Tensor:
-    """`linear` for a pattern as operators take it, of values with metadata and scales."""
+    """Compute `functional.linear` with the pattern as an `Index`; ``stored``: metadata and scales."""
     code = activation_code(activation)
     if is_any_autocast_enabled():
         x, values, bias, residual, gate = autocast(x, values, bias, residual, gate)
@@ -59,7 +59,7 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:
-    """What `linear` makes of a product y [..., out_features], by PyTorch alone."""
+    """Apply activation, gate and residual of `linear` to a product y [..., out_features] by PyTorch alone."""
     if gate is not None:
         return gated(y, check_like_product("gate", gate, y), activation)
     y = activated(y, activation)
@@ -75,9 +75,9 @@ def linear_through(
     kept: tuple[Tensor | None, ...],
     feature_major: bool = False,
 ) -> Tensor:
-    """`linear` with the compressed values, whose gradient passes to ``values`` as if those were multiplied.
+    """Compute `linear` with compressed values, and pass the gradient to ``values`` straight through.
 
-    ``kept``: compressed values and metadata, and both of the transposed weight, or None twice.
+    ``kept``: compressed values and metadata, then both of the transposed weight or None twice.
     """
     return call(DDS_NT_THROUGH, x, values, index, bias, residual, 0, feature_major, kept)
 

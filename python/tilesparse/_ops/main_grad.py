@@ -37,7 +37,7 @@ from .bias import bias_gradient
 
 
 class GradientOf:
-    """In the place of a tensor: the gradient of another parameter, which may be None, as after zero_grad."""
+    """Stands for the gradient of another parameter, which may be None, as after zero_grad."""
 
     def __init__(self, master: nn.Parameter) -> None:
         self.master = master
@@ -47,7 +47,7 @@ class GradientOf:
 
 
 class _Adding(torch.autograd.Function):
-    """y as it is, and gradients of weight and bias that are added to what is beside them."""
+    """Identity of y whose backward adds the gradients of weight and bias to their ``main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, index: Index) -> Tensor:
@@ -81,14 +81,14 @@ _adding: Callable[..., Tensor] = getattr(super(torch.autograd.Function, _Adding)
 
 
 def add_gradient(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Index) -> Tensor:
-    """y = x Wᵀ + bias + …, computed without gradients of weight and bias, with those of this module.
+    """Return y, which was computed without gradients of weight and bias, with those of this module.
 
     ``bias``: with a ``main_grad``, or any other tensor that has its gradient, in the dtype of y.
     """
     if transforms_active():
         raise UnsupportedError(
-            "main_grad: transforms of torch.func return gradients, and would change what is beside the "
-            "weight; delete the attribute before"
+            "main_grad cannot be added to under transforms of torch.func, which return gradients; delete the "
+            "attribute before"
         )
     _check("weight.main_grad", weight)
     if bias is not None and has_main_grad(bias):
@@ -97,6 +97,7 @@ def add_gradient(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, inde
 
 
 def has_main_grad(parameter: Any) -> bool:
+    """Return True if the parameter has a ``main_grad``."""
     return getattr(parameter, "main_grad", None) is not None
 
 
@@ -106,23 +107,23 @@ add_gradient_uncompiled: Callable[..., Tensor] = _disable(add_gradient)
 
 
 def _check(name: str, parameter: Any) -> None:
-    """That the gradient can be added to what is beside the parameter."""
+    """Raise unless the gradient can be added to the parameter's ``main_grad``."""
     main_grad = parameter.main_grad
     if isinstance(main_grad, GradientOf):
         return
     if not isinstance(main_grad, Tensor) or type(main_grad.detach()) is not Tensor:
-        raise InvalidArgumentError(f"{name}: a plain tensor expected, got {type(main_grad).__name__}")
+        raise InvalidArgumentError(f"{name} must be a plain tensor, got {type(main_grad).__name__}")
     given = main_grad.shape, main_grad.dtype, main_grad.device
     if given != (parameter.shape, torch.float32, parameter.device) or not main_grad.is_contiguous():
         raise InvalidArgumentError(
-            f"{name}: a contiguous tensor {list(parameter.shape)} of torch.float32 on {parameter.device} "
-            f"expected, as the parameter is, got shape {list(main_grad.shape)} with strides "
+            f"{name} must be a contiguous tensor {list(parameter.shape)} of torch.float32 on "
+            f"{parameter.device}, as the parameter is, got shape {list(main_grad.shape)} with strides "
             f"{main_grad.stride()} of {main_grad.dtype} on {main_grad.device}"
         )
     if main_grad.requires_grad:
-        raise InvalidArgumentError(f"{name}: a tensor without gradient expected")
+        raise InvalidArgumentError(f"{name} must not require a gradient")
     if main_grad.dim() > 1 and is_misaligned(main_grad):
-        raise InvalidArgumentError(f"{name}: a tensor aligned to {ALIGNMENT} bytes on CUDA expected")
+        raise InvalidArgumentError(f"{name} must be aligned to {ALIGNMENT} bytes on CUDA")
 
 
 class _Target(NamedTuple):
@@ -136,7 +137,7 @@ class _Target(NamedTuple):
     of: Any
 
     def given(self) -> Tensor | None:
-        """What autograd is given of what was written."""
+        """Return the tensor that autograd is given for what was written."""
         if self.of is None:
             return self.memory
         main_grad = self.of.main_grad
@@ -149,7 +150,7 @@ _NOWHERE = _Target(None, False, None)
 
 
 def _target(name: str, parameter: Any, node: Any, like: Tensor) -> _Target:
-    """For the leaf that the node is of; ``like`` has the dtype of a gradient that autograd is given."""
+    """Return the target of a leaf, given by its node; ``like`` has the dtype of autograd's gradient."""
     added = is_leaf_added_to(node) if has_main_grad(parameter) else None
     if added is None:
         return _Target(like.new_empty(parameter.shape), False, None)
@@ -166,7 +167,7 @@ def _target(name: str, parameter: Any, node: Any, like: Tensor) -> _Target:
 
 
 def _sum(grad: Tensor, to: Tensor, adds: bool) -> None:
-    """The gradient of a bias beside a weight that has none."""
+    """Write or add the gradient of a bias whose weight needs none."""
     sums = bias_gradient(grad, to.dtype)
     to.add_(sums) if adds else to.copy_(sums)
 

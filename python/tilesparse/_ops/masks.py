@@ -8,11 +8,11 @@ from torch import Tensor
 
 from .autograd import is_plain
 
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by their bytes
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes
 
 
 def masked(weight: Tensor, mask: Tensor) -> Tensor:
-    """The weight with zeros where the mask has them, whatever is there."""
+    """Return the weight with zeros where the mask has them, also in place of inf and nan."""
     if not (weight.is_cpu and weight.shape == mask.shape and is_plain((weight, mask))):
         return torch.where(mask, weight, 0)
     # On the CPU `where` takes fifteen times as long.
@@ -21,7 +21,7 @@ def masked(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The weight with zeros where a mask has them, and its gradient as if it had none."""
+    """The masked weight, with a straight-through gradient."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""The products as operators: what computes them, their gradients, and counts of their work."""
+"""The products as operators: kernels, gradients, and counts of their work."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from .bias import bias_gradient, weight_and_bias_gradients
 from .register import differentiable, register
 from .values import expand_values
 
-# ---- kernels: of two factors, or one and None, a pattern, and what `call` takes after it ----
+# ---- kernels: take two factors, or one and None, a pattern, and the rest of `call`'s arguments ----
 
 
 _dds_nt = partial(dds, _native.DDS_NT)
@@ -40,7 +40,7 @@ def _dds_nt_through(
     metadata: Tensor,
     *_: Tensor | None,
 ) -> Tensor:
-    """The product by compressed values, in the place of the plain ones that have the gradient."""
+    """Multiply by compressed values in place of the dense blocks, which get the gradient."""
     return _dds_nt(x, compressed, pattern, bias, residual, activation, feature_major, metadata)
 
 
@@ -70,7 +70,8 @@ def _dds_nt_gradients(
     refuse_gradient(needs[1], *stored)
     if gate and gate[0] is not None:
         raise UnsupportedError(
-            "gate: a fused one has no gradient; functional.linear multiplies by it after the product"
+            "gate must be None where a gradient is recorded: a fused gate has none; functional.linear "
+            "multiplies by it after the product"
         )
     return (
         call(DDS_NN, grad, values, index, extras=stored) if needs[0] else None,
@@ -79,7 +80,7 @@ def _dds_nt_gradients(
 
 
 def _other_gradients(grad: Tensor, x: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
-    """Of values, bias and residual."""
+    """Return the gradients of values, bias and residual."""
     of_residual = grad if needs[3] else None
     both = weight_and_bias_gradients(grad, x, index) if needs[1] and needs[2] else None
     if both is not None:
@@ -94,10 +95,11 @@ def _other_gradients(grad: Tensor, x: Tensor, index: Index, needs: Sequence[bool
 def refuse_gradient(
     needed: bool, metadata: Tensor | None = None, scales: Tensor | None = None, transposed: bool = False
 ) -> None:
-    """Of values that are stored in fewer bytes."""
+    """Raise if a gradient is needed of values that are stored in fewer bytes."""
     if needed and (metadata is not None or scales is not None):
         raise UnsupportedError(
-            "values: those of 2:4 or 8 bits have no gradient; train plain ones, with a mask for 2:4"
+            "values must be dense blocks to have a gradient: 2:4 and 8-bit storages have none; train dense "
+            "blocks, with a mask for 2:4"
         )
 
 
@@ -169,7 +171,7 @@ SDD_TN_INTO = register("sdd_tn_into", 2, _sdd_tn_into, _fakes.sdd_tn_into_fake)
 def _flops(
     first: Sequence[int], _: Sequence[int], crow: Any, col: Sequence[int], *rest: Any, **__: Any
 ) -> int:
-    """Two for each kept element and token."""
+    """Count two operations for each kept element and token."""
     block_shape = rest[2]
     tokens = math.prod(first[:-1])
     return 2 * tokens * col[0] * int(block_shape[0] * block_shape[1])

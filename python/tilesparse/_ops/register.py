@@ -19,7 +19,7 @@ DEVICES = "CPU", "CUDA"
 def _rebundled(
     function: Callable[..., Any], factors: int, pattern_of: Callable[[Index], Any], absent: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """Takes the fields of the pattern one by one, as operators do, and not what is absent there."""
+    """Wrap a function to take the fields of the pattern one by one, and without the absent arguments."""
     fields = len(Index._fields)
     second = (None,) if factors == 1 else ()
 
@@ -40,17 +40,17 @@ def _checked(index: Index) -> Index:
 
 
 def _check_packaging(settings: Any, sizes: list[int]) -> None:
-    """Refuses what AOTInductor would make of patterns, without a word, under these settings."""
+    """Raise for settings under which AOTInductor would silently break patterns."""
     if settings.aot_inductor.use_runtime_constant_folding:
         raise UnsupportedError(
-            "aot_inductor.use_runtime_constant_folding: False expected, got True; in what it folds, "
-            "AOTInductor calls other operators than these"
+            "aot_inductor.use_runtime_constant_folding must be False, got True: AOTInductor calls other "
+            "operators than these in the code that it folds"
         )
     if min(sizes) <= INLINED and not settings.always_keep_tensor_constants:
         raise UnsupportedError(
-            f"pattern: arrays of more than {INLINED} entries expected, got {sizes}. AOTInductor writes "
-            "smaller ones into its code, where load_constants leaves them as they were and every call "
-            'prepares the pattern anew; compile with inductor_configs={"always_keep_tensor_constants": True}'
+            f"pattern must have arrays of more than {INLINED} entries, got {sizes}: AOTInductor writes "
+            "smaller arrays into its code, where load_constants does not reach them and every call prepares "
+            'the pattern anew; compile with inductor_configs={"always_keep_tensor_constants": True}'
         )
 
 
@@ -97,7 +97,7 @@ def register_plainly(
     devices: tuple[str, ...] = DEVICES,
     gradients: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> Any:
-    """An operator without a pattern; ``gradients``: (backward, setup_context)."""
+    """Register an operator without a pattern; ``gradients``: (backward, setup_context)."""
     torch.library.register_fake(f"tilesparse::{name}", fake, lib=LIB)
     for device in devices:
         LIB.impl(name, kernel, device)

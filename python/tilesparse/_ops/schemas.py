@@ -1,7 +1,7 @@
 """Schemas of the operators ``torch.ops.tilesparse.*``.
 
-A pattern travels as its three tensors and two pairs of integers, so that whatever holds a graph of these
-operators holds its patterns, too. Index tensors on CUDA devices are taken as they are: `BlockPattern` checks
+A pattern is passed as its three tensors and two pairs of integers, so that a graph of these operators holds
+its patterns, too. Index tensors on CUDA devices are taken as they are: `BlockPattern` checks
 what is in them where it is made.
 """
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 _PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
-# How values are stored that are not plain: metadata of 2:4, scales of 8 bits, and whether these are the
-# values of the transposed weight.
+# Storage of values: metadata of 2:4, scales of 8 bits, and whether the values are those of the transposed
+# weight.
 _STORED = "Tensor? metadata=None, Tensor? scales=None, bool transposed=False"
 LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped-call]
 LIB.define(
@@ -32,6 +32,6 @@ LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
 LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tensor, Tensor)")
 # The dtype is its number in DTYPES: AOTInductor of PyTorch 2.11 hands operators another ScalarType.
 LIB.define("expand_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
-# Of halves there are operators for compiled code, since Inductor writes the gradient of each half by itself.
+# Operators for compiled code: Inductor would write the gradients of the halves as two tensors.
 LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
 LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")

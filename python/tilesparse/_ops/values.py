@@ -34,7 +34,7 @@ def _expand_values_fake(values: Tensor, metadata: Tensor | None, scales: Tensor 
 
 def _checked_dtype(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> torch.dtype:
     if not 0 <= code < len(DTYPES):
-        raise InvalidArgumentError(f"dtype: a number from 0 to {len(DTYPES) - 1} expected, got {code}")
+        raise InvalidArgumentError(f"dtype must be a number from 0 to {len(DTYPES) - 1}, got {code}")
     check_stored(values, metadata, scales)
     return list(DTYPES)[code]
 
@@ -46,8 +46,8 @@ _EXPAND_VALUES = register_plainly("expand_values", _expand_values, _expand_value
 def expand_values(
     values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Plain values of stored ones; see `storage.expand`."""
+    """Dequantize and decompress stored values; see `storage.expand`."""
     if dtype not in DTYPES:
-        raise InvalidArgumentError(f"dtype: dtype of activations expected, got {dtype}")
+        raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)}, got {dtype}")
     plain: Tensor = _EXPAND_VALUES(values, metadata, scales, DTYPES[dtype])
     return plain

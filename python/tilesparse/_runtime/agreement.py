@@ -1,4 +1,4 @@
-"""Whether processes that train one model together have one pattern: a checksum of each layer, exchanged once.
+"""A check that processes which train one model have one pattern: a checksum of each layer, exchanged once.
 
 Checksums go through the store of ``torch.distributed``, not through collectives: a process that trains other
 layers makes the others raise after a while, not wait for ever, and disturbs no collective of the training.

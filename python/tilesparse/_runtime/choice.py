@@ -20,21 +20,21 @@ _COMPRESSED = 1  # TS_STORAGE_2_4
 
 
 def prefers_dense(x: Tensor, index: Index, storage: dict[str, Any]) -> bool:
-    """Whether writing W out and a dense product are estimated to take less time than the sparse one."""
+    """Return True if writing W out and a dense product are estimated to be faster than the sparse product."""
     what = _to_choose_by(x, index)
     faster: bool = what is not None and _is_dense_faster(*what, _AUTO, tuple(storage.items()))
     return faster
 
 
 def multiplies_compressed(x: Tensor, index: Index) -> bool:
-    """Whether a kernel of the device at hand multiplies 2:4 values by x as they are, and is chosen for it."""
+    """Return True if the kernel chosen on this device multiplies 2:4 values as they are stored."""
     what = _to_choose_by(x, index)
     reads: bool = what is not None and _is_compressed_read(*what, _SPARSE, (("storage", _COMPRESSED),))
     return reads
 
 
 def _to_choose_by(x: Tensor, index: Index) -> tuple[Any, ...] | None:
-    """What of a product decides on its kernel; None where there is none to choose."""
+    """Return the properties of a product that decide on its kernel; None where there is no choice."""
     if x.device.type not in _devices_to_choose_for or x.dtype not in DTYPES:
         return None
     tokens, nnz = _tokens(x.numel() // index.shape[1]), index.col_indices.shape[0]
@@ -44,15 +44,15 @@ def _to_choose_by(x: Tensor, index: Index) -> tuple[Any, ...] | None:
     return tokens, nnz, index.shape, index.block_shape, x.dtype, x.get_device(), tf32
 
 
-# Where there is something to choose by: estimates, or on the CPU what was measured.
+# Devices with estimates, or with measurements, as the CPU may have.
 _devices_to_choose_for = {"cuda"}
 
 
 def _tokens(tokens: int) -> int | None:
-    """The number of tokens to choose for.
+    """Return the number of tokens to choose for, None if it is unknown.
 
-    Compiled code serves many: those up to the next power of two share a choice. A program that torch.export
-    makes (strict=False) has one for all, that of its example, and none for what the example cannot tell.
+    In compiled code all token counts up to the next power of two share a choice. A program made by
+    torch.export (strict=False) has one choice for all, that of its example.
     """
     if is_exporting() and not torch.compiler.is_dynamo_compiling():
         return of_example(tokens)
@@ -105,19 +105,19 @@ def _selected(
 
 @cache
 def _device_info(ordinal: int) -> _C.DeviceInfo:
-    """Of a CUDA device, or of the CPU, which PyTorch gives the number -1."""
+    """Describe a CUDA device, or the CPU, which PyTorch numbers -1."""
     return _C.device_info(int(ordinal >= 0), ordinal)
 
 
 def add_measurement(
     product: _C.Product, device: _C.DeviceInfo, kernel: int, microseconds: float, dense_microseconds: float
 ) -> None:
-    """See ``ts_measurement_add``; `measurements_changed` is to be called after the last."""
+    """Add a measurement, see ``ts_measurement_add``; call `measurements_changed` after the last one."""
     product.add_measurement(device, kernel, microseconds, dense_microseconds)
     _devices_to_choose_for.add(("cpu", "cuda")[device.device])
 
 
 def measurements_changed() -> None:
-    """Has every product choose anew."""
+    """Choose the kernel of every product anew."""
     _selected.cache_clear()
     forget_calls()

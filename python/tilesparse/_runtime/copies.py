@@ -1,4 +1,4 @@
-"""Copies of values that are kept from call to call: packed for a kernel, or plain ones made of others."""
+"""Copies of values kept from call to call: prepacked for a kernel, or dequantized and decompressed."""
 
 import weakref
 from collections.abc import Callable, Hashable
@@ -11,7 +11,7 @@ from .. import _C
 
 
 class Packed:
-    """A copy of values in the order in which kernels multiply them, which packs anew what has changed."""
+    """A prepacked copy of values, in the order in which a kernel multiplies them."""
 
     def __init__(self, product: _C.Product, memory: Tensor, plan_key: int) -> None:
         self.product, self.memory, self.plan_key = product, memory, plan_key
@@ -19,7 +19,7 @@ class Packed:
         self._values: Callable[[], Tensor | None] = lambda: None
 
     def follow(self, values: Tensor, generation: int, stream: int) -> None:
-        """Packs these values, unless they are what was packed last."""
+        """Pack these values, unless they were packed last and have not changed since."""
         if not values.is_inference():  # where changes are counted
             of = id(values), values.data_ptr(), values._version, generation
             if self._of == of and self._values() is values:
@@ -29,13 +29,13 @@ class Packed:
 
 
 class Expanded:
-    """Plain values made of others, on the CPU, and anew once one of these has changed."""
+    """Dense blocks made from stored values on the CPU, made anew once these have changed."""
 
     def __init__(self) -> None:
         self._kept: tuple[Hashable, list[weakref.ref[Tensor]], Tensor] | None = None
 
     def follow(self, make: Callable[..., Tensor], *sources: Any) -> Tensor:
-        """What ``make`` gives for these, of which some are tensors."""
+        """Return ``make(*sources)``, kept from the last call if no tensor among the sources has changed."""
         tensors = [source for source in sources if isinstance(source, Tensor)]
         if any(tensor.is_inference() for tensor in tensors):  # whose changes are not counted
             return make(*sources)

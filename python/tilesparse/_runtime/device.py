@@ -8,11 +8,13 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 
-# Of the addresses of x, y, values, bias, residual and workspace, the stream, and of metadata and scales.
+# Takes the addresses of x, y, values, bias, residual and workspace, the stream, and metadata and scales.
 Run = Callable[..., None]
 
 
 def run_on(device: torch.device, run: Run) -> Run:
+    """Wrap a call so that the device is the current one while it runs."""
+
     def guarded(*addresses: int) -> None:
         with torch.cuda.device(device):
             run(*addresses)
@@ -21,14 +23,15 @@ def run_on(device: torch.device, run: Run) -> Run:
 
 
 def on(device: torch.device) -> torch.cuda.device:
+    """Make the device the current one in this context."""
     return torch.cuda.device(-1 if device.type == "cpu" else device)  # -1 changes nothing
 
 
 def allocate(sizes: Iterable[int], device: torch.device) -> list[Tensor]:
-    """So many bytes each, on a CUDA device for the current stream to fill.
+    """Allocate a tensor of each number of bytes, on a CUDA device for the current stream to fill.
 
-    With ``torch.compile(mode="reduce-overhead")`` whatever the thread allocates while it runs a graph for the
-    first time, on another stream than the default one, is taken back. So another thread allocates there.
+    ``torch.compile(mode="reduce-overhead")`` takes back what the thread allocates while it runs a graph for
+    the first time, on another stream than the default one. So another thread allocates there.
     """
 
     def allocated() -> list[Tensor]:
@@ -55,6 +58,6 @@ def refuse_capture() -> None:
     """Raise if a CUDA graph is being captured."""
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "a CUDA graph is being captured and the pattern is not on the GPU in the form that this product "
-            "needs, or was written to: call it once with the same arguments before the capture"
+            "the pattern must be on the GPU in the form that this product needs before a CUDA graph is "
+            "captured: call the product once with the same arguments before the capture, and after each write"
         )

@@ -1,4 +1,4 @@
-"""What the index tensors of a pattern hold."""
+"""The contents of index tensors: validation, places of blocks."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from ..errors import InvalidPatternError
 
 
 def validate(index: Index) -> None:
-    """Raises InvalidPatternError unless the tensors hold a pattern; the host waits for those of a GPU."""
+    """Raise InvalidPatternError unless the tensors hold a pattern; the host waits for tensors on a GPU."""
     host = [tensor.cpu() for tensor in index[:3]]
     addresses = (tensor.data_ptr() for tensor in host)
     try:
@@ -20,7 +20,7 @@ def validate(index: Index) -> None:
 
 
 def block_indices(index: Index) -> tuple[Tensor, Tensor]:
-    """(rows, cols), each [nnz] int64: where the block at every slot lies."""
+    """Return (rows, cols), each [nnz] int64: the block row and column of every slot."""
     crow, col, slot = index[:3]
     nnz, rows = col.shape[0], crow.shape[0] - 1
     every_row = torch.arange(rows, device=crow.device)
@@ -32,6 +32,6 @@ def block_indices(index: Index) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(matrix: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """[out, in] as a view [R, C, bn, bk]."""
+    """View [out, in] as [R, C, bn, bk]."""
     (bn, bk), (rows, cols) = block_shape, matrix.shape
     return matrix.reshape(rows // bn, bn, cols // bk, bk).transpose(1, 2)

@@ -8,9 +8,9 @@ from threading import Lock
 from .. import _C
 from ..errors import InvalidArgumentError
 
-# What products are to run on: 0 whichever is best; k the kernel k - 1 of ``_C.kernels()`` and no other; -k
-# those whose names begin with ``_preferences[k - 1]``, where one of them computes the product. One for the
-# process, not for a thread: backward passes run in threads of PyTorch's.
+# The kernel that products run on: 0 the best one; k the kernel k - 1 of ``_C.kernels()`` and no other; -k
+# kernels whose names begin with ``_preferences[k - 1]``, where one of them computes the product. One for the
+# process, not for a thread: backward passes run in PyTorch's threads.
 asked_kernel = 0
 _asked: dict[object, int] = {}  # all that are in force; the last one counts
 _asking = Lock()
@@ -19,9 +19,9 @@ _preferences: list[str] = []
 
 @contextmanager
 def ask_for(kernel: int) -> Iterator[None]:
-    """Within it products run on what the number stands for.
+    """Run products in this context on what the number stands for, see above.
 
-    Of several the last one that was entered counts, whichever is left first: threads do not wait for others.
+    Of several contexts the one entered last counts, whichever is left first: threads do not wait for others.
     """
     global asked_kernel
     own = object()
@@ -36,29 +36,31 @@ def ask_for(kernel: int) -> Iterator[None]:
 
 
 def use_kernel(name: str) -> AbstractContextManager[None]:
-    """Within it every product runs on the named kernel of ``_C.kernels()``, or raises."""
+    """Run every product in this context on the named kernel of ``_C.kernels()``, or raise."""
     names = [kernel.name for kernel in known_kernels()]
     if name not in names:
-        raise InvalidArgumentError(f"name: one of {names} expected, got {name!r}")
+        raise InvalidArgumentError(f"name must be one of {names}, got {name!r}")
     return ask_for(names.index(name) + 1)
 
 
 def prefer_kernels(prefix: str) -> AbstractContextManager[None]:
-    """Within it products run on kernels whose names begin so, where these compute them."""
+    """Run products in this context on kernels with this prefix, where one of them computes the product."""
     if prefix not in _preferences:
         _preferences.append(prefix)
     return ask_for(-1 - _preferences.index(prefix))
 
 
 def preference() -> str:
-    """What kernels' names are to begin with, or nothing."""
+    """Return the prefix of the kernels that are preferred now; empty if none are."""
     return preferred(asked_kernel)
 
 
 def preferred(kernel: int) -> str:
+    """Return the prefix that a number given to `ask_for` stands for."""
     return _preferences[-1 - kernel] if kernel < 0 else ""
 
 
 @cache
 def known_kernels() -> list[_C.KernelInfo]:
+    """List the kernels of the library."""
     return _C.kernels()

@@ -1,4 +1,4 @@
-"""How activations lie in memory: what the library reads in place, and what it gets as a copy."""
+"""Layouts of activations: those that the library reads in place, and copies of others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ from torch import Tensor
 from .._checks import ALIGNMENT, INT32_MAX, is_misaligned
 from ..errors import InvalidArgumentError
 
-Lines = tuple[int, int, int]  # tokens, elements from line to line, layout (0 row-major, 1 feature-major)
+Lines = tuple[int, int, int]  # tokens, leading dimension, layout (0 row-major, 1 column-major)
 Form = tuple[tuple[int, ...], tuple[int, ...] | None]  # shape, and strides unless contiguous
 
 
 def result_form(like: Tensor, features: int, feature_major: bool) -> Form:
-    """Of a result [..., features] beside ``like`` [..., other features]."""
+    """Return the form of a result [..., features] beside ``like`` [..., other features]."""
     shape = (*like.shape[:-1], features)
     if not feature_major:
         return shape, None
@@ -28,7 +28,7 @@ def result_form(like: Tensor, features: int, feature_major: bool) -> Form:
 
 
 def allocation(form: Form) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """The method of a tensor, and its arguments, that gives an uninitialised one of that form beside it."""
+    """Return the method of a tensor, and its arguments, that allocates a tensor of that form beside it."""
     shape, strides = form
     if strides is None:
         return Tensor.new_empty, tuple(shape)  # one by one: a sequence takes longer to parse
@@ -36,17 +36,17 @@ def allocation(form: Form) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
 
 
 def empty(like: Tensor, form: Form) -> Tensor:
-    """An uninitialised tensor of that form."""
+    """Allocate a tensor of that form, uninitialised."""
     method, arguments = allocation(form)
     return method(like, *arguments)
 
 
 def usable(name: str, matrix: Tensor) -> tuple[Tensor, Lines]:
-    """Activations as the library takes them; a copy where their strides or alignment do not fit."""
+    """Return activations as the library takes them, copied where strides or alignment do not fit."""
     features = matrix.shape[-1]
     tokens = matrix.numel() // features
     if tokens > INT32_MAX:
-        raise InvalidArgumentError(f"{name}: fewer than 2^31 tokens expected, got {tokens}")
+        raise InvalidArgumentError(f"{name} must have fewer than 2^31 tokens, got {tokens}")
     lines = _lines(matrix, tokens, (0, 1))
     if lines is None or is_misaligned(matrix):
         return _dense(matrix), (tokens, features, 0)
@@ -54,7 +54,7 @@ def usable(name: str, matrix: Tensor) -> tuple[Tensor, Lines]:
 
 
 def like_result(residual: Tensor, feature_major: bool) -> tuple[Tensor, Lines | None]:
-    """A residual in the layout of the result, and None for its lines if it had to be copied."""
+    """Return a residual in the layout of the result, and None for its lines if it had to be copied."""
     features = residual.shape[-1]
     lines = _lines(residual, residual.numel() // features, (int(feature_major),))
     if lines is None or is_misaligned(residual):
@@ -62,8 +62,8 @@ def like_result(residual: Tensor, feature_major: bool) -> tuple[Tensor, Lines | 
     return residual, lines
 
 
-def row_pitch(matrix: Tensor) -> int | None:
-    """Elements from one token to the next; None where it is not row-major as the library reads it."""
+def row_stride(matrix: Tensor) -> int | None:
+    """Return the leading dimension; None if the matrix is not row-major as the library reads it."""
     if is_misaligned(matrix) or matrix.numel() == 0:
         return None
     features = matrix.shape[-1]
@@ -74,7 +74,7 @@ def row_pitch(matrix: Tensor) -> int | None:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that is aligned."""
+    """Return the tensor, or an aligned copy."""
     return _dense(tensor) if is_misaligned(tensor) else tensor
 
 
@@ -83,7 +83,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _lines(matrix: Tensor, tokens: int, layouts: tuple[int, ...]) -> Lines | None:
-    """How activations lie in memory; None: in none of these layouts, or not as the library reads it."""
+    """Return tokens, leading dimension and layout; None if the library cannot read the matrix in place."""
     features = matrix.shape[-1]
     if tokens == 0:
         return 0, features, layouts[0]

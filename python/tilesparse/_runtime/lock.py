@@ -5,13 +5,13 @@ from contextlib import AbstractContextManager
 from threading import RLock
 
 # Held while something is derived from a pattern or its tensors are written to here, and, on CUDA devices,
-# from where a kernel's operands are settled until it is launched. So a thread sees the pattern from before an
+# from the resolution of a kernel's operands until its launch. So a thread sees the pattern from before an
 # update or from after it. Finalizers, which may run anywhere, do not take it.
 _lock = RLock()
 
 
 def exclusive() -> AbstractContextManager[object]:
-    """Return what keeps other threads from updating patterns and from looking at their tensors."""
+    """Return the lock that keeps other threads from updating patterns and from reading their tensors."""
     return _lock
 
 

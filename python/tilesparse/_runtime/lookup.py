@@ -1,4 +1,4 @@
-"""What is kept of every pattern that is in use, by the identity of its index tensors."""
+"""The table of prepared patterns, by the identity of their index tensors."""
 
 import weakref
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ entries: dict[_Key, Prepared] = {}
 
 
 def prepared(index: Index, looking: bool = False) -> Prepared:
-    """What is kept of a pattern, as its tensors are now.
+    """Return the prepared pattern, as its tensors are now.
 
     Args:
         index: the pattern.
-        looking: whether to find writes on CUDA devices that PyTorch does not count, too, see `writes`: for
-            forward products, as gradients are those of the pattern that these have read.
+        looking: also find writes on CUDA devices that PyTorch does not count, see `writes`. Forward products
+            do; gradients belong to the pattern that these have read.
     """
     entry: Prepared | None = KNOWN.find(index, looking)
     return _looked_up(index, looking) if entry is None else entry
 
 
 def content_of(index: Index) -> tuple[object, int]:
-    """Return what is equal for as long as a pattern's tensors hold what they do now."""
+    """Return an object and a number that stay the same until the contents of the pattern change."""
     entry = prepared(index)
     return entry, entry.generation
 
@@ -64,10 +64,10 @@ def _prepare(index: Index, before: Prepared | None) -> Prepared:
 
 
 def _follow(entry: Prepared) -> None:
-    """Look whether tensors on a CUDA device that were written to hold something else.
+    """Rewrite an entry on a CUDA device if its tensors were written to and have other contents.
 
-    DistributedDataParallel writes all buffers of a model before every forward pass, in general with
-    what they hold. So all patterns of the device are looked at together, and the host waits once.
+    DistributedDataParallel writes all buffers of a model before every forward pass, usually with the same
+    contents. So all patterns of the device are compared together, and the host waits once.
     """
     refuse_capture()
     written = [
@@ -100,19 +100,19 @@ def _forget(key: _Key) -> None:
 
 
 def forget_calls() -> None:
-    """Has every product choose anew."""
+    """Resolve every product anew."""
     for entry in list(entries.values()):
         entry.forget_calls()
 
 
 @contextmanager
 def update_of(index: Index) -> Iterator[None]:
-    """Within it a pattern may be given other contents. What is derived from them follows, without a wait."""
+    """Allow writes to a pattern in this context, and rewrite what is derived from it at the end."""
     with exclusive():
         key = _key(index)
         entry = entries.get(key)
         if entry is None or entry.device.type == "cpu" or not entry.is_of(index):
-            yield  # calls find out by themselves
+            yield  # calls compare the tensors themselves
             return
         refuse_capture()
         KNOWN.forget(key)  # so that calls of other threads wait for the lock

@@ -32,15 +32,15 @@ from .writes import watch
 
 MAX_CALLS = 1024  # a program whose token counts never repeat must not grow without bound
 
-# A product's letter code, its first and second factor, bias, residual, activation, whether the result is
-# feature-major, the metadata and scales of values, the kernel asked for, and whether the residual is a gate.
+# Product (DDS_NT, …), first and second factor, bias, residual, activation, whether the result is
+# column-major, metadata and scales of values, the kernel asked for, and whether the residual is a gate.
 Request = tuple[
     int, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, Tensor | None, Tensor | None, int, bool
 ]
 
 
 class Call(NamedTuple):
-    """How to run a product whose operands were checked."""
+    """A resolved product whose operands were checked."""
 
     run: Run
     workspace: int  # elements
@@ -52,9 +52,9 @@ State = tuple[int, ...]
 
 
 def state_of(index: Index) -> State:
-    """What changes when the tensors of a pattern on a CUDA device are written to or moved.
+    """Return addresses and versions, which change when tensors on a CUDA device are written to or moved.
 
-    Tensors made in inference mode count no writes: of these only `BlockPattern.update_` is noticed.
+    Tensors made in inference mode have no versions: only `BlockPattern.update_` is noticed there.
     """
     crow, col, slot, _, _ = index
     return (
@@ -68,20 +68,20 @@ def state_of(index: Index) -> State:
 
 
 class Prepared:
-    """A pattern in every form that was asked for so far.
+    """A pattern in every form that was asked for so far: copies of its tensors, transpose, plans, calls.
 
     Attributes:
-        generation: how often its contents have changed: never on the CPU, where each has its own object.
-        run: a product like one that has run before, and its result; None for any other, or one out of the
-            ordinary (see `_C.Calls`).
-        find: the call that was kept under a key, or None.
-        packs: whether values are kept packed from call to call; see `BlockSparseLinear.pack`.
-        watch: what looks for writes that PyTorch does not count; None on the CPU and for tensors of its own.
-        plain: those that are kept on the CPU.
-        plans: what kernels of CUDA devices walk.
+        generation: number of changes of its contents; 0 on the CPU, where each content has its own object.
+        run: runs a product like one that has run before and returns its result; None for any other (see
+            `_C.Calls`).
+        find: returns the call that was kept under a key, or None.
+        packs: True if values are kept packed from call to call; see `BlockSparseLinear.pack`.
+        watch: finds writes that PyTorch does not count; None on the CPU and for the transpose.
+        plain: dense blocks that are kept on the CPU.
+        plans: plans of CUDA kernels.
     """
 
-    @torch.inference_mode(False)  # what is made in it could not be written outside of it
+    @torch.inference_mode(False)  # tensors made in it could not be written outside of it
     def __init__(self, index: Index, watched: bool = True) -> None:
         check_index(index)
         shape, (bn, bk), nnz = index.shape, index.block_shape, index.col_indices.shape[0]
@@ -108,7 +108,7 @@ class Prepared:
         self.run: Callable[..., Tensor | None] = self._kept.run
         self.watch = watch(self.device) if self.device.type == "cuda" and watched else None
         self._place = -1 if self.watch is None else self.watch.add(self)
-        self._memory: list[torch.UntypedStorage] = []  # which is looked at, and stays while it is
+        self._memory: list[torch.UntypedStorage] = []  # kept alive while it is watched
         self._write(index)
 
     def is_of(self, index: Index) -> bool:
@@ -119,26 +119,26 @@ class Prepared:
         return not on_cpu or _C.pattern_holds(self.descriptor, *(tensor.data_ptr() for tensor in index[:3]))
 
     def snapshot(self) -> tuple[int, int, int] | None:
-        """Return where the copies of the tensors lie on the CPU, None on a CUDA device."""
+        """Return the addresses of the copies on the CPU, None on a CUDA device."""
         crow, col, slot = (tensor.data_ptr() for tensor in self._snapshot)
         return (crow, col, slot) if self.device.type == "cpu" else None
 
     def launching(self) -> AbstractContextManager[object]:
-        """Return what is held from settling a product's operands until it is launched."""
+        """Return the lock to hold from resolving a product until its launch."""
         return nullcontext() if self.device.type == "cpu" else exclusive()
 
     def index(self) -> Index:
-        """The pattern as kernels read it: copies of the tensors it was made of."""
+        """Return the pattern as kernels read it: copies of the tensors it was made from."""
         crow, col, slot = self._snapshot
         return Index(crow, col, slot, self.shape, self.block_shape)
 
     def columns(self) -> list[Tensor]:
-        """[col_ptr [C + 1], row_idx [nnz], col_slot [nnz]], int32: the same blocks by column."""
+        """Return [col_ptr [C + 1], row_idx [nnz], col_slot [nnz]], int32: the same blocks by column."""
         self._streams.wait()
         return self._columns
 
     def transposed(self) -> "Prepared":
-        """The pattern of the transposed weight, whose values have the same slots."""
+        """Return the pattern of the transposed weight, whose values have the same slots."""
         with exclusive():
             if self._transposed is None:
                 self._transposed = Prepared(self._transposed_index(), watched=False)
@@ -150,7 +150,7 @@ class Prepared:
 
     @torch.inference_mode(False)
     def block_indices(self) -> tuple[Tensor, Tensor]:
-        """(rows, cols), each [nnz] int64: where the block at every slot lies."""
+        """Return (rows, cols), each [nnz] int64: the block row and column of every slot."""
         with exclusive():
             return self._block_indices()
 
@@ -168,7 +168,7 @@ class Prepared:
 
     @torch.inference_mode(False)
     def rewrite(self, index: Index) -> None:
-        """Follow changed contents on a CUDA device: everything derived is written anew, where it is."""
+        """Follow changed contents on a CUDA device: write everything derived anew, in the same memory."""
         self.generation += 1
         self.forget_calls()
         self._wait_for_readers()
@@ -183,7 +183,7 @@ class Prepared:
             self._transposed._wait_for_readers()
 
     def call(self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form) -> Call:
-        """How to run the product on the current device and stream, kept under the key."""
+        """Resolve a product on the current device and stream, and keep it under the key."""
         with exclusive(), on(self.device):
             kernel, plan_id = product.resolve()
             plan_key = _C.plan_key(self.descriptor, kernel, op)
@@ -201,21 +201,21 @@ class Prepared:
         return call
 
     def keep_packed(self, keep: bool) -> None:
-        """Whether values are kept packed from call to call; what was kept is packed anew in any case."""
+        """Keep values packed from call to call, or not; drop the packed copies in either case."""
         self.packs = keep
         self.forget_calls()
         self._packed.clear()
         self.plain = Expanded()
 
     def keep(self, request: Request, product: _C.Product, call: Call) -> None:
-        """Lets `run` do the same from now on."""
+        """Have `run` do the same from now on."""
         # On a GPU it may pack, but not in a graph that is being captured.
         if not self.packs or self.device.type == "cpu":
             workspace = (Tensor.new_empty, (call.workspace,)) if call.workspace else None
             self._kept.keep(*request, product, allocation(call.form), workspace)
 
     def forget_calls(self) -> None:
-        """Have every product resolved anew, also those that other threads have found but not launched."""
+        """Resolve every product anew, also one that another thread has found but not launched."""
         self._calls.clear()
         self._kept.clear()
         if self._transposed is not None:
@@ -231,7 +231,7 @@ class Prepared:
         return True
 
     def distrust(self) -> None:
-        """Have the next call look at the tensors itself, which hold no pattern."""
+        """Have the next call validate the tensors, which hold no pattern."""
         self.state = ()
         crow, col, slot = (reference() for reference in self._tensors)
         KNOWN.forget((crow, col, slot, self.shape, self.block_shape))
@@ -239,12 +239,12 @@ class Prepared:
             self.watch.rest(self._place)
 
     def forget(self) -> None:
-        """Look at the tensors no more: they are gone, or somebody else's."""
+        """Stop watching the tensors: they are gone, or have another owner."""
         if self.watch is not None:
             self.watch.remove(self._place)
 
     def _held(self) -> Index | None:
-        """The tensors this was made of, if they are still there, and of the same size."""
+        """Return the tensors this was made from, if they still exist with the same size."""
         crow, col, slot = (reference() for reference in self._tensors)
         if crow is None or col is None or slot is None:
             return None
@@ -252,12 +252,12 @@ class Prepared:
         return index if self.is_of(index) else None
 
     def written(self) -> Index | None:
-        """The tensors this was made of, if they may hold something else by now."""
+        """Return the tensors this was made from, if they may have other contents by now."""
         index = self._held()
         return None if index is None or state_of(index) == self.state else index
 
     def _write(self, index: Index) -> None:
-        """Writes copies, the transpose and all plans on the current stream."""
+        """Write copies, the transpose and all plans on the current stream."""
         col_ptr, row_idx, col_slot = self._columns
         columns = col_ptr.data_ptr(), row_idx.data_ptr(), col_slot.data_ptr()
         if self.device.type == "cpu":
@@ -280,7 +280,7 @@ class Prepared:
         self.note(index)
 
     def note(self, index: Index) -> None:
-        """Note that these tensors hold what was copied."""
+        """Note that these tensors have the contents that were copied."""
         self.state = state_of(index)
         if self.watch is not None:
             memory = [tensor.untyped_storage() for tensor in index[:3]]
@@ -296,9 +296,9 @@ class Prepared:
             place.copy_(indices)
 
     def _pack(self, product: _C.Product, op: int, plan_id: int, plan_key: int) -> Packed | None:
-        """Lets the product read packed values, where its kernel wants them so.
+        """Have the product read packed values, if its kernel wants them.
 
-        Not in a graph that is being captured: its replays would not see the values change.
+        Not while a graph is captured: its replays would not see the values change.
         """
         size = product.packed_size()  # 0 on the CPU
         if size == 0 or torch.cuda.is_current_stream_capturing():

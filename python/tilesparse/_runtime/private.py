@@ -1,4 +1,4 @@
-"""What is not public in PyTorch and used here for its speed, with what does the same where it is missing."""
+"""Private names of PyTorch used for speed, with public replacements where they are missing."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ def _current_stream(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-# Of a CUDA device, as an integer.
+# The current stream of a CUDA device, as an integer.
 current_stream: Callable[[int], int] = _of_pytorch("_cuda_getCurrentRawStream", _current_stream)
 current_device: Callable[[], int] = _of_pytorch("_cuda_getDevice", torch.cuda.current_device)
-# Whether autocast may be on for some device.
+# True if autocast may be on for some device.
 is_any_autocast_enabled: Callable[[], bool] = _of_pytorch("_is_any_autocast_enabled", lambda: True)
-# Whether a transform of ``torch.func`` is at work. PyTorch raises for operators that one meets unexpectedly.
+# True if a transform of ``torch.func`` is active. PyTorch raises for operators that it does not expect there.
 transforms_active: Callable[[], bool] = _of_pytorch("_are_functorch_transforms_active", lambda: False)
 
 
@@ -33,10 +33,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def constant_when_compiled(function: _Function) -> _Function:
-    """Calls a function when code is compiled, and takes its result for a constant.
+    """Have compiled code take the function's result for a constant.
 
-    It is ``torch.compiler.assume_constant_result`` without an import of the compiler, which takes about as
-    long as that of PyTorch.
+    This is ``torch.compiler.assume_constant_result`` without importing the compiler, which takes about as
+    long as importing PyTorch.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -44,7 +44,7 @@ def constant_when_compiled(function: _Function) -> _Function:
 
 @constant_when_compiled
 def tf32_allowed() -> bool:
-    """Whether PyTorch's settings let float32 products run in TF32; compiled code asks when it is traced."""
+    """Return True if PyTorch's settings allow TF32 for float32 products; compiled code asks when traced."""
     if hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.9 and later
         return bool(torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32")
     return bool(torch.backends.cuda.matmul.allow_tf32)
@@ -52,9 +52,9 @@ def tf32_allowed() -> bool:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Has float32 products computed as such, whatever the settings.
+    """Compute float32 products in float32, whatever the settings.
 
-    From PyTorch 2.9 on these have two forms, of which one refuses to be asked after the other was used.
+    Since PyTorch 2.9 the settings have two forms, and one cannot be read after the other was used.
     """
     if not hasattr(torch._C, "_get_fp32_precision_getter"):
         setting = torch.get_float32_matmul_precision()
@@ -83,7 +83,7 @@ def _keys(*names: str) -> int:
     return keys
 
 
-# What the dispatcher adds to the keys of tensors where there is no mode, transform or tracer. Inference mode
+# The keys that the dispatcher adds to those of tensors without any mode, transform or tracer. Inference mode
 # leaves autograd's keys out.
 _PLAIN_MODES = {_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")}
 _CAN_TELL = all(
@@ -107,12 +107,12 @@ def refuse_fakes(name: str) -> None:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; -1 for one made in inference mode, which is not counted."""
+    """Return PyTorch's count of writes to a tensor; -1 for one made in inference mode, which has none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def may_be_watched() -> bool:
-    """Whether a mode, a transform, a tracer or a profiler may act on operators, as far as can be told."""
+    """Return True if a mode, transform, tracer or profiler may act on operators, or this is unknown."""
     return (
         not _CAN_TELL
         or torch._C._dispatch_tls_local_include_set().raw_repr() not in _PLAIN_MODES
@@ -123,14 +123,14 @@ def may_be_watched() -> bool:
 
 
 def is_forward_mode() -> bool:
-    """Whether dual numbers of forward-mode differentiation may be about."""
+    """Return True if forward-mode differentiation may be active."""
     return bool(getattr(forward_ad, "_current_level", 0) >= 0)
 
 
 def is_leaf_added_to(node: Any) -> bool | None:
-    """Whether the backward pass under way adds to the ``grad`` of a leaf, given by its node.
+    """Return True if the backward pass under way adds to the ``grad`` of a leaf, given by its node.
 
-    None: it gives the gradient to who has asked for it, as ``torch.autograd.grad`` does.
+    None: it returns the gradient to its caller, as ``torch.autograd.grad`` does.
     """
     ask = getattr(torch._C, "_will_engine_execute_node", None)
     if ask is None:
@@ -142,17 +142,17 @@ def is_leaf_added_to(node: Any) -> bool | None:
 
 
 def default_store() -> Any:
-    """The store of the default process group, or None where PyTorch does not tell."""
+    """Return the store of the default process group, or None if PyTorch does not expose it."""
     ask = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
     return None if ask is None else ask()
 
 
-# Whether torch.export is at work, in PyTorch 2.7 and later.
+# True while torch.export traces, in PyTorch 2.7 and later.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def of_example(number: int) -> int | None:
-    """What a traced number is in the example, without a guard on it; None if it depends on data."""
+    """Return the value of a traced number in the example, without a guard; None if it depends on data."""
     node = getattr(number, "node", None)
     hint: int | None = number if node is None else node.hint
     return hint
@@ -162,7 +162,7 @@ INLINED = 8  # entries of a constant, up to which AOTInductor writes it into its
 
 
 def packaging() -> Any:
-    """The settings of Inductor while it makes a package ahead of time, otherwise None."""
+    """Return Inductor's settings while it makes a package ahead of time, otherwise None."""
     virtualized = sys.modules.get("torch._inductor.virtualized")
     if virtualized is None or getattr(virtualized.V, "aot_compilation", False) is not True:
         return None

@@ -1,7 +1,7 @@
 """Products of a pattern: dds and sdd.
 
-All that decides whether a product can run, and how, makes up a key, but for the alignment of its
-operands. What a key stands for is checked and resolved once, so that later calls cost one look-up.
+Everything that decides whether and how a product runs, but for the alignment of its operands, makes up a
+key. Each key is checked and resolved once, so later calls cost one look-up.
 """
 
 from collections.abc import Hashable
@@ -37,7 +37,7 @@ def dds(
     transposed: bool = False,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """x Wᵀ or y W, as ``op`` says. With ``transposed`` the values are those of Wᵀ."""
+    """Return x Wᵀ (``op`` DDS_NT) or y W (DDS_NN). With ``transposed`` the values are those of Wᵀ."""
     if transposed:
         check_nothing_added(bias, residual, activation, gate)
         pattern, op = pattern.transposed(), DDS_NN - op
@@ -68,7 +68,7 @@ def dds(
 
 
 def _dds(request: Request, pattern: Prepared) -> Tensor:
-    """The product that is asked for, which `Prepared.run` does not know."""
+    """Run a product that `Prepared.run` does not know."""
     op, source, values, bias, other, activation, feature_major, metadata, scales, _, gated = request
     context = _context(source)
     key: Hashable = (
@@ -142,7 +142,7 @@ def _dds(request: Request, pattern: Prepared) -> Tensor:
 
 
 def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
-    """yᵀ x on the pattern."""
+    """Return yᵀ x on the pattern."""
     result = pattern.run(SDD_TN, y, x, None, None, 0, False, None, None, _kernels.asked_kernel, False)
     if result is not None:
         return result
@@ -152,14 +152,14 @@ def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
 
 
 def sdd_with_bias(y: Tensor, x: Tensor, pattern: Prepared) -> tuple[Tensor, Tensor]:
-    """yᵀ x on the pattern, and the sums over tokens of y: the gradients of a weight and of its bias."""
+    """Return yᵀ x on the pattern and the sums over tokens of y: the gradients of weight and bias."""
     out, of_bias = x.new_empty(*pattern.values_shape), y.new_empty(pattern.shape[0])
     write_sdd(y, x, out, pattern, False, of_bias)
     return out, of_bias
 
 
 def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
-    """yᵀ x on the pattern, written or added to ``out``."""
+    """Write or add yᵀ x on the pattern to ``out``."""
     check_sdd(y, x, pattern.index(), out)
     check_separate(out, y, x)
     write_sdd(y, x, out, pattern, accumulate)
@@ -174,7 +174,7 @@ def write_sdd(
     of_bias: Tensor | None = None,
     accumulate_bias: bool = False,
 ) -> None:
-    """`sdd_into`, where ``out`` is known to be contiguous and aligned, and apart from y and x.
+    """Write or add yᵀ x to ``out``, which is known to be contiguous, aligned, and apart from y and x.
 
     ``of_bias``: [out_features] for the sums over tokens of y, likewise, or None.
     """
@@ -226,7 +226,7 @@ def _write_sdd(
 
 
 def _context(operand: Tensor) -> Context:
-    """What decides on a call besides its arguments."""
+    """Return the state that a call depends on besides its arguments."""
     device = operand.get_device()
     if device < 0:
         return _kernels.asked_kernel, 0, device, 0
@@ -235,7 +235,7 @@ def _context(operand: Tensor) -> Context:
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
-    """All of a tensor but its memory. Only tensors of the CPU (-1) and of CUDA devices come here."""
+    """Return all of a tensor but its memory. Only tensors on the CPU (-1) and CUDA devices come here."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 

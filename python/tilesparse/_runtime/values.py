@@ -16,7 +16,7 @@ from .prepared import Prepared
 
 
 def expand(values: Tensor, pattern: Prepared) -> Tensor:
-    """The dense W."""
+    """Return the dense W."""
     check_values("values", values, pattern.index())
     dense = values.new_zeros(pattern.shape)
     # Written through a view: building the blocks and then transposing them takes twice as long.
@@ -26,7 +26,7 @@ def expand(values: Tensor, pattern: Prepared) -> Tensor:
 
 
 def gather(dense: Tensor, pattern: Prepared) -> Tensor:
-    """The values of a dense W."""
+    """Return the values of a dense W."""
     check_dense(dense, pattern.index())
     with pattern.launching():
         return blocks_of(dense, pattern.block_shape)[pattern.block_indices()].contiguous()
@@ -35,7 +35,7 @@ def gather(dense: Tensor, pattern: Prepared) -> Tensor:
 def expand_values(
     values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Values as a plain storage has them, of that dtype unless they have one."""
+    """Dequantize and decompress values to dense blocks; ``dtype`` counts for values with scales."""
     nnz, bn, bk = values.shape[0], values.shape[1], values.shape[2] * (1 if metadata is None else 2)
     if scales is None:
         dtype = values.dtype
@@ -60,6 +60,7 @@ def expand_values(
 
 
 def expanded(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Check stored values and make dense blocks of them, see `expand_values`."""
     if dtype not in DTYPES:
         raise InvalidArgumentError(f"x must have one of the dtypes {list(DTYPES)}, got {dtype}")
     check_stored(values, metadata, scales)
@@ -67,7 +68,7 @@ def expanded(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dty
 
 
 def compress(values: Tensor, mask: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """(compressed, metadata) of plain values, where a mask keeps two of four, or those of the transpose."""
+    """Return (compressed, metadata) of dense blocks with a 2:4 mask, or those of the transposed blocks."""
     nnz, bn, bk = values.shape
     compressed, metadata = empty_compressed(values, transposed)
     dtype, stream = {**DTYPES, **QUANTIZED}[values.dtype], 0
@@ -90,6 +91,7 @@ def compress(values: Tensor, mask: Tensor, transposed: bool) -> tuple[Tensor, Te
 
 
 def empty_compressed(values: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Allocate (compressed, metadata) for dense blocks."""
     nnz, rows, columns = values.shape
     if transposed:
         rows, columns = columns, rows
@@ -98,7 +100,7 @@ def empty_compressed(values: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
 
 
 def storage_of(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> dict[str, Any]:
-    """How values are stored, as `_C.Product` takes it."""
+    """Return the storage of values as arguments of `_C.Product`."""
     return {
         "storage": int(metadata is not None),
         "values_dtype": -1 if scales is None else QUANTIZED[values.dtype],
@@ -107,7 +109,7 @@ def storage_of(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -
 
 
 def _blocks(nnz: int, block_shape: tuple[int, int]) -> _C.Pattern:
-    """Some pattern of so many blocks, of which only sizes are read."""
+    """Return a pattern of that many blocks, of which only sizes are read."""
     (bn, bk), rows = block_shape, min(nnz, 1 << 16)
     columns = -(-nnz // rows) if rows else 0
     return _C.Pattern(bn, bk, rows * bn, columns * bk, nnz, 0, 0, 0)

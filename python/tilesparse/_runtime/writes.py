@@ -1,6 +1,6 @@
 """Writes to patterns on CUDA devices that PyTorch does not count: ``tensor.data``, collectives and the like.
 
-Products read copies, so none computes with half of a write; but somebody has to notice it. A kernel compares
+Products read copies, so none computes with half of a write; but the write must be noticed. A kernel compares
 all patterns of a device with their copies, about once for each forward pass: a pattern that has had a forward
 product since the last look calls for the next one, which serves all others as well. The host waits for the
 answer for a moment only. Where the GPU has hardly more to do, a write is followed before the product at hand.
@@ -28,10 +28,10 @@ _PATIENCE = 1e-3  # seconds: by which the GPU may be behind for a write to be fo
 
 
 class Watch:
-    """The patterns of one device that are looked at.
+    """The patterns of one device that are compared with their copies.
 
     Attributes:
-        looks: how often that was.
+        looks: number of comparisons so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,7 +99,7 @@ class Watch:
             )
 
     def _marked(self) -> Iterator[tuple[Any, int]]:
-        """What differs, and since which look."""
+        """Yield the entries that differ, and since which look."""
         for place, reference in list(self._watched.items()):
             entry, marks = reference(), self._pairs[place : place + 3, 3]
             if entry is not None and marks.any():
@@ -117,11 +117,11 @@ class Watch:
 
 @cache
 def watch(device: torch.device) -> Watch:
-    """The patterns of a device."""
+    """Return the watch of a device."""
     return Watch(device)
 
 
 @torch.inference_mode(False)
 def _pinned(count: int) -> Tensor:
-    """ts_array_pair of the C interface, a row of 64-bit integers each, where the GPU reaches them."""
+    """Allocate rows of ts_array_pair, four 64-bit integers each, in pinned memory that the GPU reads."""
     return torch.zeros(count, 4, dtype=torch.int64, device="cpu", pin_memory=True)
