@@ -1,4 +1,4 @@
-"""Prints results of the benchmarks that have results in JSON as Markdown.
+"""Print results of the benchmarks as Markdown.
 
 python benchmarks/report.py results.json [more.json ...]
 python benchmarks/report.py results.json --sm80-floors
@@ -18,7 +18,7 @@ from numpy import interp
 
 OPS = {"dds_nt": "Forward (dds)", "dds_nn": "Gradient of x (dds)", "sdd_tn": "Gradient of W (sdd)"}
 WHO = {
-    "packed": "tilesparse, packed",
+    "packed": "tilesparse, prepacked",
     "triton": "PyTorch Triton BSR, tuned",
     "stk": "STK",
     "dense": "dense, cuBLAS",
@@ -29,8 +29,12 @@ METRICS = {
     "t_us": ("time in µs", "{:.0f}"),
     "tflops": ("TFLOP/s on non-zeros", "{:.0f}"),
 }
+SECTIONS = {
+    "few tokens": "small batch",
+    "sm80": "kernels for compute capability 8.0",
+}  # others by their names
 Item = TypeVar("Item")
-FEW_TOKENS = 128  # below it a product is bound by memory, and times say more than η
+SMALL_BATCH = 128  # below it a product is memory-bound, and times say more than η
 SM80_FLOORS = {16: 1.5, 32: 1.0, 64: 0.9, 128: 0.9}  # by the smaller side of a block, against Triton BSR
 
 
@@ -55,20 +59,20 @@ class Row(NamedTuple):
         return density
 
     @property
-    def has_few_tokens(self) -> bool:
+    def is_small_batch(self) -> bool:
         tokens: int = self.case["tokens"]
-        return tokens < FEW_TOKENS
+        return tokens < SMALL_BATCH
 
     @property
     def dense_tflops(self) -> float:
-        """Of the dense product beside it."""
+        """TFLOP/s of the dense product timed beside it."""
         operations = 2 * self.case["tokens"] * self.case["out_features"] * self.case["in_features"]
         before, after = self.result["dense_us"]
         return float(operations / ((before + after) / 2) / 1e6)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables; with --sm80-floors the exit status is 1 if one is missed or nothing was measured."""
+    """Print the tables; with --sm80-floors return 1 if a floor is missed or nothing was measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,13 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_cpu(documents[0]["cases"])
         return 0
     _print_host(documents)
-    _print_layers([row for row in rows_of(documents) if not row.has_few_tokens], arguments.metric)
-    _print_few_tokens([row for row in rows_of(documents) if row.has_few_tokens])
+    _print_layers([row for row in rows_of(documents) if not row.is_small_batch], arguments.metric)
+    _print_small_batches([row for row in rows_of(documents) if row.is_small_batch])
     return 0
 
 
 def rows_of(documents: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Everything bench_ops.py measured."""
+    """Return everything that bench_ops.py measured."""
     return [
         Row(case, result)
         for document in documents
@@ -123,7 +127,7 @@ def rows_of(documents: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def _print_cpu(cases: Sequence[dict[str, Any]]) -> None:
-    """Speedups over dense at both densities, a line for each product and a column for each block."""
+    """Print speedups over dense at both densities: a line per product, a column per block."""
     print("Speedup over dense PyTorch at density .25 / .5\n")
     lines: dict[tuple[str, str], dict[int, list[str]]] = {}
     for case in cases:
@@ -141,15 +145,15 @@ def _print_cpu(cases: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_storages(cases: Sequence[dict[str, Any]]) -> None:
-    """A table for each section, then what could not be measured."""
+    """Print a table for each section, then the cases that could not be measured."""
     for section, group in _grouped(cases, lambda case: case["section"]).items():
         names = dict.fromkeys(result["contender"] for case in group for result in case["results"])
         if section == "masks":
             header, cells_of, what = ["out x in"], _mask_cells, "time in ms"
         else:
-            header = ["tokens x out x in", "block", "density", "dense", "plain"]
-            cells_of, what = _storage_cells, "time in µs / speedup over plain blocks / over dense"
-        print(f"### {section}\n\n{what}\n")
+            header = ["tokens x out x in", "block", "density", "dense", "dense blocks"]
+            cells_of, what = _storage_cells, "time in µs / speedup over dense blocks / over dense"
+        print(f"### {SECTIONS.get(section, section)}\n\n{what}\n")
         _print_table([*header, *names], (cells_of(case, names) for case in group))
         missing = [(case, record) for case in group for record in (case, *case["results"])]
         missing = [pair for pair in missing if "unavailable" in pair[1]]
@@ -171,7 +175,7 @@ def _mask_cells(case: dict[str, Any], names: Iterable[str]) -> list[str | None]:
 
 
 def _storage_cells(case: dict[str, Any], names: Iterable[str]) -> list[str | None]:
-    """Times of dense and plain blocks are medians of those beside every contender."""
+    """Times of the dense product and of dense blocks are medians of those beside every contender."""
     results = [result for result in case["results"] if "t_us" in result]
     size = "x".join(str(case[name]) for name in ("tokens", "out_features", "in_features"))
     cells: list[str | None] = [size, _block(case), f"{case['requested_density']:g}"]
@@ -183,7 +187,7 @@ def _storage_cells(case: dict[str, Any], names: Iterable[str]) -> list[str | Non
 
 def _storage_cell(result: dict[str, Any]) -> str:
     speedups = f"{result['speedup_over_plain']:.2f}x / {result['speedup']:.2f}x"
-    expanded = " expanded" if result.get("expanded") else ""
+    expanded = " decompressed" if result.get("expanded") else ""
     return _cell(result, f"{_microseconds(result['t_us'])} / {speedups}{expanded}")
 
 
@@ -196,7 +200,7 @@ def _block(case: dict[str, Any]) -> str:
 
 
 def _print_training(cases: Sequence[dict[str, Any]]) -> None:
-    """Held-out loss of all contenders after as many steps, and after as many seconds, as each has had."""
+    """Print the held-out loss of all contenders after equally many steps and after equal time."""
     cases = [case for case in cases if "unavailable" not in case]
     evaluated = [{result["step"] for result in case["results"]} for case in cases]
     steps = max(set.intersection(*evaluated))
@@ -234,7 +238,7 @@ def _print_training(cases: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_parallel(cases: Sequence[dict[str, Any]]) -> None:
-    """A line for each way to train a model; of the processes the slowest."""
+    """Print a line for each way to train a model, of its slowest process."""
     lines = []
     for case in cases:
         if "unavailable" in case:
@@ -259,13 +263,13 @@ def _print_parallel(cases: Sequence[dict[str, Any]]) -> None:
 
 
 def _interpolated(case: dict[str, Any], by: str, at: float, what: str) -> float:
-    """Between two evaluations of a contender."""
+    """Return a value between two evaluations of a contender."""
     results = case["results"]
     return float(interp(at, [result[by] for result in results], [result[what] for result in results]))
 
 
 def _print_models(cases: Sequence[dict[str, Any]]) -> None:
-    """A table for each model and task, then what could not be measured."""
+    """Print a table for each model and task, then the cases that could not be measured."""
     for heading, group in _grouped_cases(cases).items():
         print(f"### {heading}\n\ntime in ms / speedup over dense / peak memory in GB\n")
         densities = sorted({result["density"] for case in group for result in case["results"]}, reverse=True)
@@ -355,11 +359,11 @@ def _print_layers(rows: Sequence[Row], metric: str) -> None:
         _print_table(["block", "", *shapes], lines)
 
 
-def _print_few_tokens(rows: Sequence[Row]) -> None:
+def _print_small_batches(rows: Sequence[Row]) -> None:
     for heading, group in _grouped(rows, _section).items():
         densities = sorted({row.density for row in group}, reverse=True)
         print(
-            f"### {heading}, few tokens\n\n"
+            f"### {heading}, small batch\n\n"
             "time in µs / TB/s of values and activations / speedup over dense / "
             "time over bytes / (3 TB/s) + 6 µs\n"
         )
@@ -381,7 +385,7 @@ def _memory_cell(row: Row) -> str:
 
 def _section(row: Row) -> str:
     case = row.case
-    layout = "" if case["x_layout"] == "row" else f", {case['x_layout']}-major"
+    layout = "" if case["x_layout"] == "row" else ", column-major activations"
     return f"{OPS[case['op']]}, {case['dtype']}, {case['pattern']} pattern{layout}"
 
 
@@ -397,7 +401,7 @@ def _slashed(parts: Iterable[str | None]) -> str:
 
 def _print_floors(rows: Sequence[Row]) -> bool:
     lines, misses = [], 0
-    forward = [row for row in rows if row.case["op"] == "dds_nt" and not row.has_few_tokens]
+    forward = [row for row in rows if row.case["op"] == "dds_nt" and not row.is_small_batch]
     for (heading, shape, block, density), group in _grouped(
         forward, lambda row: (_section(row), row.case["shape"], row.block, row.density)
     ).items():
