@@ -47,7 +47,7 @@ def executed(page: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def recipe() -> dict[str, Any]:
-    return executed("troubleshooting.md")
+    return executed("debugging.md")
 
 
 def test_a_right_model_is_found_to_be_right(recipe: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def test_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sparse or page == "choosing.md"
 
 
-def test_the_page_on_hugging_face_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_on_hugging_face_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network: what is pushed to the Hub is only noted."""
     pushed: list[tuple[str, str]] = []
     for kind in (PreTrainedModel, RepoCard):
@@ -131,6 +131,7 @@ def test_the_page_on_hugging_face_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert pushed == [(kind, "me/sparse-model") for kind in ("LlamaForCausalLM", "ModelCard")]
     counts = names["gpt2"].transformer.h[0].attn.c_attn.pattern.crow_indices.diff().view(3, -1).sum(1)
     assert counts.tolist() == [8, 8, 4]
+    names = executed("peft.md")  # with the model that the page before has saved
     assert len(names["scores"]) == 6 and names["adapter"].parameters()
 
 
