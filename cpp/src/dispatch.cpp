@@ -33,13 +33,9 @@ const Settings& settings() {
     return settings;
 }
 
-bool computes(uint32_t dtypes, DType dtype, DType activations) {
-    return dtypes == 0 ? dtype == activations : (dtypes >> static_cast<int>(dtype) & 1) != 0;
-}
-
 // Whether a kernel has to be given the expansion of the values, which only dds reads.
 bool expands(const Kernel& kernel, const Problem& problem) {
-    return problem.op != Op::sdd_tn && !kernel.covers(problem.values, problem.dtype);
+    return problem.op != Op::sdd_tn && !kernel.covers(problem.values, problem.input_dtype);
 }
 
 const char* why_not(const Kernel& kernel, const Problem& problem, const Device& device) {
@@ -50,11 +46,10 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
     }
     if (kernel.device != device.type) return "it is for another kind of device";
     if (!kernel.covers(problem.op)) return "it computes another product";
-    if (!kernel.covers(problem.dtype)) return "it computes another dtype";
-    if (!computes(kernel.result_dtypes, problem.result_dtype, problem.dtype))
-        return "its results have another dtype";
+    if (!kernel.covers(problem.input_dtype)) return "it computes another dtype";
+    if (!kernel.writes(problem.result_dtype, problem.input_dtype)) return "its results have another dtype";
     if (device.type == DeviceType::cuda) {
-        if (problem.dtype == DType::float32 && kernel.precision != problem.precision)
+        if (problem.input_dtype == DType::float32 && kernel.precision != problem.precision)
             return "it has another float32 precision";
         if (device.compute_capability < kernel.min_compute_capability)
             return "the device's compute capability is lower";
@@ -79,7 +74,8 @@ std::optional<double> estimate_of(const Kernel& kernel, const Problem& problem, 
 // Of the first architecture on whose devices dense products were measured.
 std::optional<double> estimate_of_dense(const Problem& problem, const Device& device) {
     if (device.type == DeviceType::cpu) return std::nullopt;
-    const bool plain = problem.values.storage == Storage::plain && problem.values.dtype == problem.dtype;
+    const bool plain =
+        problem.values.storage == Storage::plain && problem.values.dtype == problem.input_dtype;
     for (const DenseEstimate estimate : dense_estimates())
         if (const std::optional<double> time = estimate(expanded(problem, nullptr), device))
             return *time + (plain ? 0 : expansion_time(problem));
@@ -145,10 +141,11 @@ void check_capability(const Device& device) {
     check_capability(device);
     std::string refusals;
     for (const Kernel* kernel : registry())
-        if (kernel->device == device.type && kernel->covers(problem.op) && kernel->covers(problem.dtype))
+        if (kernel->device == device.type && kernel->covers(problem.op) &&
+            kernel->covers(problem.input_dtype))
             refusals += std::string("; ") + kernel->name + ": " + why_not(*kernel, problem, device);
     if (refusals.empty()) refusals = "; the library has none for this product and dtype on this device";
-    fail(TS_UNSUPPORTED, "no kernel computes ", to_string(problem.op), " in ", to_string(problem.dtype),
+    fail(TS_UNSUPPORTED, "no kernel computes ", to_string(problem.op), " in ", to_string(problem.input_dtype),
          " on ", device.type == DeviceType::cpu ? "the CPU" : "this CUDA device", refusals);
 }
 
@@ -242,7 +239,7 @@ Choice with_decision(Choice choice, const Problem& problem, const Device& device
 
 Problem expanded(const Problem& problem, void* plain) {
     Problem result = problem;
-    result.values = {plain, nullptr, nullptr, false, problem.dtype, Storage::plain};
+    result.values = {plain, nullptr, nullptr, false, problem.input_dtype, Storage::plain};
     result.packed = nullptr;
     return result;
 }
@@ -285,8 +282,8 @@ void log_choice(const Problem& problem, const NamedDevice& device, const Choice&
     if (!settings().log) return;
     const Pattern& pattern = problem.pattern;
     std::ostringstream line;
-    line << "tilesparse: " << to_string(problem.op) << ' ' << to_string(problem.dtype);
-    print_stored(line, problem.values, problem.dtype);
+    line << "tilesparse: " << to_string(problem.op) << ' ' << to_string(problem.input_dtype);
+    print_stored(line, problem.values, problem.input_dtype);
     line << " tokens=" << problem.tokens << " out=" << pattern.out_features << " in=" << pattern.in_features
          << " block=" << pattern.block_rows << 'x' << pattern.block_cols << ": "
          << (choice.index < 0 ? "dense" : choice.kernel->name);

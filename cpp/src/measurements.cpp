@@ -21,7 +21,7 @@ Key key_of(const Problem& problem, const Device& device) {
             device.compute_capability,
             device.multiprocessors,
             number(problem.op),
-            number(problem.dtype),
+            number(problem.input_dtype),
             number(problem.result_dtype),
             number(problem.precision),
             number(problem.values.dtype),

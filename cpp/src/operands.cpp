@@ -143,12 +143,10 @@ Operands::Operands(const Problem& problem, const ts_matmul_desc& desc) {
     const DType result = problem.result_dtype;
     const char* const other = problem.gated ? "gate" : "residual";
     const auto [values, metadata, scales] = value_spans(problem);
-    operands_ = {{{"x", check_operand(problem.x, pattern.in_features, writes_x ? result : problem.dtype, "x",
-                                      problem)},
-                  {"y", check_operand(problem.y, pattern.out_features, writes_y ? result : problem.dtype, "y",
-                                      problem)},
+    operands_ = {{{"x", check_operand(problem.x, pattern.in_features, problem.x_dtype(), "x", problem)},
+                  {"y", check_operand(problem.y, pattern.out_features, problem.y_dtype(), "y", problem)},
                   values,
-                  {"bias", vector_span(problem.bias, pattern.out_features, problem.dtype, "bias")},
+                  {"bias", vector_span(problem.bias, pattern.out_features, result, "bias")},
                   {other, problem.residual.data != nullptr
                               ? check_operand(problem.residual, pattern.out_features, result, other, problem)
                               : Span{}},
@@ -192,7 +190,7 @@ void check_dequantization(const Problem& problem, const void* dense, size_t byte
         fail(TS_WORKSPACE_TOO_SMALL, "dense_bytes must be at least ", needed, ", got ", bytes);
     if (needed > 0) {
         require(dense != nullptr, "dense must not be null");
-        check_alignment(dense, element_size(problem.dtype), "dense", problem.device);
+        check_alignment(dense, element_size(problem.input_dtype), "dense", problem.device);
     }
     check_apart_from_values(problem, {"dense", span_of(dense, needed, "dense", problem.device)});
 }

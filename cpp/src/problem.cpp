@@ -70,7 +70,7 @@ DType check_own_dtype(int32_t value, DType activations, int32_t count, const cha
 
 Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
     const auto storage = check_enum<Storage>(desc.storage, 2, "storage");
-    const DType dtype = check_own_dtype(desc.values_dtype, problem.dtype,
+    const DType dtype = check_own_dtype(desc.values_dtype, problem.input_dtype,
                                         static_cast<int32_t>(kDTypes.size()), "values_dtype");
     const bool row_scales = check_enum<int32_t>(desc.row_scales, 2, "row_scales") == 1;
     if (storage == Storage::two_of_four) {
@@ -88,8 +88,8 @@ Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
         require(dtype == problem.result_dtype, "values_dtype must be result_dtype for sdd_tn, ",
                 to_string(problem.result_dtype), ", got ", to_string(dtype));
     } else {
-        require(dtype == problem.dtype || is_quantized(dtype),
-                "values_dtype must be that of the activations, ", to_string(problem.dtype),
+        require(dtype == problem.input_dtype || is_quantized(dtype),
+                "values_dtype must be that of the activations, ", to_string(problem.input_dtype),
                 ", or int8 or float8_e4m3fn, got ", to_string(dtype));
     }
     return {desc.values, static_cast<const uint32_t*>(desc.metadata), desc.scales, row_scales, dtype,
@@ -105,8 +105,8 @@ void check_other(const Matrix& other, const Problem& problem, const char* name) 
 }
 
 BiasGradient check_bias_gradient(const ts_matmul_desc& desc, const Problem& problem) {
-    const DType dtype =
-        check_own_dtype(desc.bias_gradient_dtype, problem.dtype, kActivationDTypes, "bias_gradient_dtype");
+    const DType dtype = check_own_dtype(desc.bias_gradient_dtype, problem.input_dtype, kActivationDTypes,
+                                        "bias_gradient_dtype");
     const bool accumulate = check_enum<int32_t>(desc.accumulate_bias, 2, "accumulate_bias") == 1;
     if (desc.bias_gradient == nullptr) {
         require(desc.bias_gradient_dtype == 0 && !accumulate,
@@ -115,9 +115,10 @@ BiasGradient check_bias_gradient(const ts_matmul_desc& desc, const Problem& prob
         return {};
     }
     require(problem.op == Op::sdd_tn, "bias_gradient must be null unless op is sdd_tn");
-    require(dtype == problem.dtype || (dtype == DType::float32 && element_size(problem.dtype) == 2),
-            "bias_gradient_dtype must be that of the activations, ", to_string(problem.dtype),
-            element_size(problem.dtype) == 2 ? ", or float32" : "", ", got ", to_string(dtype));
+    require(
+        dtype == problem.input_dtype || (dtype == DType::float32 && element_size(problem.input_dtype) == 2),
+        "bias_gradient_dtype must be that of the activations, ", to_string(problem.input_dtype),
+        element_size(problem.input_dtype) == 2 ? ", or float32" : "", ", got ", to_string(dtype));
     return {desc.bias_gradient, dtype, accumulate};
 }
 
@@ -153,10 +154,10 @@ Pattern check_pattern(const ts_pattern* source) {
 Problem check_problem(const ts_matmul_desc& desc) {
     Problem problem{};
     problem.op = check_enum<Op>(desc.op, static_cast<int32_t>(kOps.size()), "op");
-    problem.dtype = check_enum<DType>(desc.dtype, kActivationDTypes, "dtype");
+    problem.input_dtype = check_enum<DType>(desc.dtype, kActivationDTypes, "dtype");
     problem.device = check_enum<DeviceType>(desc.device, 2, "device");
     problem.result_dtype =
-        check_own_dtype(desc.result_dtype, problem.dtype, kActivationDTypes, "result_dtype");
+        check_own_dtype(desc.result_dtype, problem.input_dtype, kActivationDTypes, "result_dtype");
     problem.activation = check_enum<Activation>(desc.activation, 4, "activation");
     problem.precision = check_enum<Precision>(desc.precision, 2, "precision");
     problem.accumulate = check_enum<int32_t>(desc.accumulate, 2, "accumulate") == 1;

@@ -73,7 +73,7 @@ class HostSums {
 };
 
 void sum_on_host(const Problem& problem) {
-    switch (problem.dtype) {
+    switch (problem.input_dtype) {
         case DType::float64:
             return HostSums<DType::float64>(problem).run();
         case DType::float32:

@@ -79,8 +79,8 @@ class Dequantizer {
         : values_(problem.values),
           rows_(problem.pattern.block_rows),
           columns_(problem.pattern.block_cols),
-          element_(element_size(problem.dtype)),
-          steps_(cpu::widest().steps[static_cast<int>(problem.dtype)]),
+          element_(element_size(problem.input_dtype)),
+          steps_(cpu::widest().steps[static_cast<int>(problem.input_dtype)]),
           dense_(static_cast<std::byte*>(dense)) {}
 
     void dequantize_block(int64_t block) const {

@@ -35,9 +35,10 @@ inline double problem_size(const Problem& problem) {
 
 inline double activation_bytes(const Problem& problem) {
     const Pattern& pattern = problem.pattern;
-    const double features =
-        static_cast<double>(pattern.out_features) + static_cast<double>(pattern.in_features);
-    return static_cast<double>(problem.tokens) * features * element_size(problem.dtype);
+    const double bytes_of_token =
+        static_cast<double>(pattern.out_features) * element_size(problem.y_dtype()) +
+        static_cast<double>(pattern.in_features) * element_size(problem.x_dtype());
+    return static_cast<double>(problem.tokens) * bytes_of_token;
 }
 
 inline double value_bytes(const Problem& problem) {
@@ -158,7 +159,7 @@ constexpr int64_t kChunk = 64;
 
 // Up to so many tokens, what a kernel takes follows less from its tile than from where it has to be.
 inline bool has_few_tokens(const Problem& problem) {
-    return problem.tokens <= 1024 && problem.dtype != DType::float32;
+    return problem.tokens <= 1024 && problem.input_dtype != DType::float32;
 }
 
 // Up to so many, but more than kernels for few tokens take at a time: where all depends on rounds of tiles,
@@ -166,8 +167,9 @@ inline bool has_few_tokens(const Problem& problem) {
 // values.
 inline bool has_some_thousand_tokens(const Problem& problem, const Device& device) {
     constexpr int64_t kMost = 6144;
-    return device.compute_capability == 90 && problem.dtype != DType::float32 && problem.tokens > kChunk &&
-           problem.tokens <= kMost && !problem.values.is_compressed() && !has_long_blocks(problem);
+    return device.compute_capability == 90 && problem.input_dtype != DType::float32 &&
+           problem.tokens > kChunk && problem.tokens <= kMost && !problem.values.is_compressed() &&
+           !has_long_blocks(problem);
 }
 
 // Of reading all operands, and of writing results, at so many bytes a microsecond.

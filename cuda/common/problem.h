@@ -9,14 +9,15 @@
 namespace ts {
 
 enum class Op : int32_t { dds_nt = 0, dds_nn = 1, sdd_tn = 2 };
-// The last two are of values alone.
+// int8 and float8_e4m3fn are dtypes of values, int32 is one of sums: the ABI has no number for it.
 enum class DType : int32_t {
     float64 = 0,
     float32 = 1,
     float16 = 2,
     bfloat16 = 3,
     int8 = 4,
-    float8_e4m3fn = 5
+    float8_e4m3fn = 5,
+    int32 = 6
 };
 enum class DeviceType : int32_t { cpu = 0, cuda = 1 };
 enum class Layout : int32_t { row_major = 0, feature_major = 1 };
@@ -24,12 +25,22 @@ enum class Activation : int32_t { none = 0, relu = 1, gelu = 2, silu = 3 };
 enum class Precision : int32_t { highest = 0, tf32 = 1 };
 // How the weights of the kept blocks lie in memory.
 enum class Storage : int32_t { plain = 0, two_of_four = 1 };
+// How the products of a tile are summed over k: in the same registers throughout (kept), or each step apart
+// and then added to other registers (promoted), which rounds where tensor cores cut off.
+enum class Accumulation : int32_t { kept = 0, promoted = 1 };
 
 constexpr bool is_quantized(DType dtype) { return dtype == DType::int8 || dtype == DType::float8_e4m3fn; }
 
 constexpr int element_size(DType dtype) {
     if (is_quantized(dtype)) return 1;
-    return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
+    if (dtype == DType::float64) return 8;
+    return dtype == DType::float32 || dtype == DType::int32 ? 4 : 2;
+}
+
+// The dtype of sums of products of an input: exact for int8.
+constexpr DType accumulator_of(DType input) {
+    if (input == DType::int8) return DType::int32;
+    return input == DType::float64 ? DType::float64 : DType::float32;
 }
 
 // A set of operations, dtypes or storages as the registry has it.
@@ -102,8 +113,8 @@ struct BiasGradient {
 // A product whose descriptor has been checked; see ts_matmul_desc for the meaning of every field.
 struct Problem {
     Op op;
-    DType dtype;  // of the activations
-    DType result_dtype;
+    DType input_dtype;   // of the activations that are read
+    DType result_dtype;  // of what is written; of dds also of bias, residual and gate
     DeviceType device;
     Activation activation;
     Precision precision;
@@ -133,8 +144,12 @@ struct Problem {
     int32_t k_block() const { return forward() ? pattern.block_cols : pattern.block_rows; }
     const Adjacency& block_rows() const { return forward() ? pattern.rows : pattern.cols; }  // of results
 
-    // Bytes of the values as a plain storage has them, in the dtype of the activations.
-    int64_t expanded_bytes() const { return pattern.value_count() * element_size(dtype); }
+    DType x_dtype() const { return op == Op::dds_nn ? result_dtype : input_dtype; }
+    DType y_dtype() const { return op == Op::dds_nt ? result_dtype : input_dtype; }
+    DType accumulator_dtype() const { return accumulator_of(input_dtype); }
+
+    // Bytes of the values as dense blocks of the input's dtype.
+    int64_t expanded_bytes() const { return pattern.value_count() * element_size(input_dtype); }
 };
 
 struct Device {
@@ -199,8 +214,8 @@ struct Kernel {
     const char* name;
     DeviceType device;
     int32_t min_compute_capability;
-    uint32_t ops;     // see bits_of()
-    uint32_t dtypes;  // of the activations
+    uint32_t ops;           // see bits_of()
+    uint32_t input_dtypes;  // likewise
     Precision precision;
     PlanShape plan;
     int32_t tile_tokens;
@@ -212,7 +227,7 @@ struct Kernel {
     // 0, or the CUDA error of the launch.
     int32_t (*launch)(const Problem&, const Device&, const Decision&, void* workspace, void* stream);
     bool splits = false;  // the sums of few tiles into parts, see part_count
-    // What of values and results it computes with; the dtypes are bits, 0 for those of the activations.
+    // What of values and results it computes with; the dtypes are bits, 0 for the input's.
     uint32_t storages = bits_of(Storage::plain);
     uint32_t values_dtypes = 0;
     uint32_t result_dtypes = 0;
@@ -229,13 +244,17 @@ struct Kernel {
     int32_t (*clusters)(int32_t& count) = nullptr;
 
     bool covers(Op op) const { return ops >> static_cast<int>(op) & 1; }
-    bool covers(DType dtype) const { return dtypes >> static_cast<int>(dtype) & 1; }
+    bool covers(DType input) const { return input_dtypes >> static_cast<int>(input) & 1; }
     bool covers(Storage storage) const { return storages >> static_cast<int>(storage) & 1; }
     // Whether it multiplies such values as they are.
-    bool covers(const Values& values, DType activations) const {
-        const bool dtype = values_dtypes == 0 ? values.dtype == activations
-                                              : (values_dtypes >> static_cast<int>(values.dtype) & 1) != 0;
-        return dtype && covers(values.storage);
+    bool covers(const Values& values, DType input) const {
+        return is_among(values_dtypes, values.dtype, input) && covers(values.storage);
+    }
+    bool writes(DType result, DType input) const { return is_among(result_dtypes, result, input); }
+
+  private:
+    static bool is_among(uint32_t dtypes, DType dtype, DType input) {
+        return dtypes == 0 ? dtype == input : (dtypes >> static_cast<int>(dtype) & 1) != 0;
     }
 };
 

@@ -200,7 +200,7 @@ Sums share(const ActivationGradient& of, const Device& device) {
 }
 
 Sums share(const Problem& problem, int64_t workers, int64_t alignment, void* partial) {
-    Sums sums = share(problem.tokens, problem.pattern.out_features, problem.dtype,
+    Sums sums = share(problem.tokens, problem.pattern.out_features, problem.input_dtype,
                       problem.y.layout == Layout::row_major, workers, alignment);
     sums.y = problem.y.data;
     sums.ld = problem.y.ld;
@@ -215,8 +215,8 @@ Sums share(const Problem& problem, const Device& device, void* partial) {
     return share(problem, warps_of(device), kAlignment, partial);
 }
 
-size_t bytes_of(const Sums& sums, DType dtype) {
-    return static_cast<size_t>(sums.parts) * sums.features * (dtype == DType::float64 ? 8 : 4);
+size_t bytes_of(const Sums& sums, DType accumulator) {
+    return static_cast<size_t>(sums.parts) * sums.features * element_size(accumulator);
 }
 
 }  // namespace
@@ -226,7 +226,7 @@ Sums share(const Problem& problem, int64_t warps, void* partial) {
 }
 
 size_t partial_bytes(const Problem& problem, int64_t warps) {
-    return bytes_of(share(problem, warps, nullptr), problem.dtype);
+    return bytes_of(share(problem, warps, nullptr), problem.accumulator_dtype());
 }
 
 int32_t add_partial(const Problem& problem, const Sums& sums, void* stream) {
@@ -235,7 +235,7 @@ int32_t add_partial(const Problem& problem, const Sums& sums, void* stream) {
 }
 
 size_t workspace_size(const Problem& problem, const Device& device) {
-    return bytes_of(share(problem, device, nullptr), problem.dtype);
+    return bytes_of(share(problem, device, nullptr), problem.accumulator_dtype());
 }
 
 int32_t sum(const Problem& problem, const Device& device, void* workspace, void* stream) {
@@ -243,7 +243,7 @@ int32_t sum(const Problem& problem, const Device& device, void* workspace, void*
     if (sums.features == 0) return cudaSuccess;
     const auto on = static_cast<cudaStream_t>(stream);
     const auto sum_all = [&] {
-        switch (problem.dtype) {
+        switch (problem.input_dtype) {
             case DType::float64:
                 return sum_as<double>(sums, device, on);
             case DType::float32:
@@ -259,7 +259,7 @@ int32_t sum(const Problem& problem, const Device& device, void* workspace, void*
 }
 
 size_t workspace_size(const ActivationGradient& gradient, const Device& device) {
-    return bytes_of(share(gradient, device), gradient.dtype);
+    return bytes_of(share(gradient, device), accumulator_of(gradient.dtype));
 }
 
 int32_t activate_backward(const ActivationGradient& gradient, const Device& device, void* workspace,

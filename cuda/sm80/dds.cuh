@@ -117,7 +117,7 @@ struct Dds {
         if (problem.pattern.value_count() / Traits::kChunk > UINT32_MAX)
             return "values of more than 64 GiB are out of its reach";
         if (problem.input().layout == Layout::row_major &&
-            problem.k_size() * element_size(problem.dtype) > INT32_MAX)
+            problem.k_size() * element_size(problem.input_dtype) > INT32_MAX)
             return "activations of 2 GiB for a token are out of its reach";
         if (row_tiles(problem) * token_tiles(problem) > kMaxTiles) return "so much work is out of its reach";
         return occupancy(device).resident == 0 ? "the device has too little shared memory" : nullptr;
@@ -164,8 +164,8 @@ struct Dds {
 
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<Dds>(name);
-        row.ops = 1u << static_cast<int>(kOp);
-        row.dtypes = 1u << static_cast<int>(Math::kDType);
+        row.ops = bits_of(kOp);
+        row.input_dtypes = bits_of(Math::kInput);
         row.precision = Math::kPrecision;
         row.plan = kPlan;
         row.tile_tokens = kTileTokens;

@@ -12,13 +12,14 @@ namespace ts::sm80 {
 // sums through its staging memory.
 template <class Traits>
 class DdsEpilogue {
-    using Element = typename Traits::Element;
+    using Accumulator = typename Traits::Accumulator;
+    using Result = typename Traits::Result;
     using Sums = typename Traits::Sums;
     static constexpr bool kByToken = Traits::Weight::kSumsByToken;
     static constexpr int kTokens = 8;      // of a batch, which is staged at a time
     static constexpr int kNeighbours = 8;  // features or tokens that a lane stores
     static constexpr int kBatches = Traits::kWarpTokens / kTokens;
-    using Results = Neighbours<Element>;
+    using Results = Neighbours<Result>;
     using Others = typename Results::Others;
 
   public:
@@ -46,11 +47,11 @@ class DdsEpilogue {
 
     // Row-major with nothing but a bias: rounded before it is staged, and all unrolled.
     __device__ void store_plain(const Sums& sums, int token, int first_feature) const {
-        constexpr int kLine = Traits::kWarpFeatures * static_cast<int>(sizeof(Element)) + kChunkBytes;
+        constexpr int kLine = Traits::kWarpFeatures * static_cast<int>(sizeof(Result)) + kChunkBytes;
         const int column = lane_ % kLanesOfToken * kNeighbours, line = lane_ / kLanesOfToken;
         const int64_t feature = output_feature(first_feature + column);
-        Element* target = output() + (token + line) * arguments_.output_ld + feature;
-        char* const staged = staging_ + lane_ / 4 * kLine + lane_ % 4 * 2 * static_cast<int>(sizeof(Element));
+        Result* target = output() + (token + line) * arguments_.output_ld + feature;
+        char* const staged = staging_ + lane_ / 4 * kLine + lane_ % 4 * 2 * static_cast<int>(sizeof(Result));
         float2 bias[2 * Traits::kFeatureTiles];
 #pragma unroll
         for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) bias[n] = bias_of(first_feature + 8 * n);
@@ -58,11 +59,11 @@ class DdsEpilogue {
         for (int batch = 0; batch < 2 * Traits::kTokenTiles; ++batch) {
 #pragma unroll
             for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) {
-                const float* sum = sums_of(sums, batch, n);
-                Pair<Element> pair = {from_float<Element>(sum[0] + bias[n].x),
-                                      from_float<Element>(sum[1] + bias[n].y)};
+                const Accumulator* sum = sums_of(sums, batch, n);
+                Pair<Result> pair = {from_float<Result>(sum[0] + bias[n].x),
+                                     from_float<Result>(sum[1] + bias[n].y)};
                 if constexpr (!kByToken) pair = transposed(pair);
-                *reinterpret_cast<Pair<Element>*>(staged + 8 * n * sizeof(Element)) = pair;
+                *reinterpret_cast<Pair<Result>*>(staged + 8 * n * sizeof(Result)) = pair;
             }
             __syncwarp();
 #pragma unroll
@@ -70,7 +71,7 @@ class DdsEpilogue {
                 if (feature >= 0 && line + i < kTokens &&
                     token + batch * kTokens + line + i < arguments_.tokens)
                     copy_neighbours(target + i * arguments_.output_ld,
-                                    staging_ + (line + i) * kLine + column * sizeof(Element));
+                                    staging_ + (line + i) * kLine + column * sizeof(Result));
             }
             __syncwarp();
             target += kTokens * arguments_.output_ld;
@@ -79,7 +80,7 @@ class DdsEpilogue {
 
     // Of 8 tokens and 8 features a lane has the sums of two features of token lane / 4, or of two tokens of
     // feature lane / 4.
-    __device__ static const float* sums_of(const Sums& sums, int batch, int n) {
+    __device__ static const Accumulator* sums_of(const Sums& sums, int batch, int n) {
         return kByToken ? sums[batch / 2][n / 2][n % 2] + batch % 2 * 2
                         : sums[n / 2][batch / 2][batch % 2] + n % 2 * 2;
     }
@@ -92,15 +93,15 @@ class DdsEpilogue {
     }
 
     // Two features of token lane / 4 from two tokens of feature lane / 4.
-    __device__ static Pair<Element> transposed(Pair<Element> pair) {
+    __device__ static Pair<Result> transposed(Pair<Result> pair) {
         static_assert(sizeof(pair) == sizeof(uint32_t));
         uint32_t word;
         cute::SM75_U32x1_MOVM_T::copy(reinterpret_cast<const uint32_t&>(pair), word);
-        return reinterpret_cast<const Pair<Element>&>(word);
+        return reinterpret_cast<const Pair<Result>&>(word);
     }
 
-    __device__ static void copy_neighbours(Element* target, const char* source) {
-        constexpr int kVectors = kNeighbours * sizeof(Element) / sizeof(uint4);
+    __device__ static void copy_neighbours(Result* target, const char* source) {
+        constexpr int kVectors = kNeighbours * sizeof(Result) / sizeof(uint4);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i)
             reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(source)[i];
@@ -183,7 +184,7 @@ class DdsEpilogue {
                 const float bias[kNeighbours] = {one, one, one, one, one, one, one, one};
                 Results results(floats() + lane_ + 32 * i, Traits::kStagingLine);
                 results.finish(bias, arguments_.activation);
-                Element* target = output() + features[i] * arguments_.output_ld + first;
+                Result* target = output() + features[i] * arguments_.output_ld + first;
                 if (valid >= kTokens) {
                     if (arguments_.residual != nullptr) combine(results, others[i]);
                     results.store(target);
@@ -221,7 +222,7 @@ class DdsEpilogue {
             if (batch != i) continue;
 #pragma unroll
             for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) {
-                const float* sum = sums_of(sums, i, n);
+                const Accumulator* sum = sums_of(sums, i, n);
                 if constexpr (kByToken)
                     *reinterpret_cast<float2*>(target + 8 * n) = make_float2(sum[0], sum[1]);
                 else
@@ -239,12 +240,12 @@ class DdsEpilogue {
     }
 
     __device__ float bias_at(int64_t feature) const {
-        const auto* bias = static_cast<const Element*>(arguments_.bias);
+        const auto* bias = static_cast<const Result*>(arguments_.bias);
         return bias == nullptr || feature < 0 ? 0.0f : to_float(bias[feature]);
     }
 
-    __device__ Element* output() const { return static_cast<Element*>(arguments_.output); }
-    __device__ const Element* residual() const { return static_cast<const Element*>(arguments_.residual); }
+    __device__ Result* output() const { return static_cast<Result*>(arguments_.output); }
+    __device__ const Result* residual() const { return static_cast<const Result*>(arguments_.residual); }
     __device__ float* floats() const { return reinterpret_cast<float*>(staging_); }
 
     const DdsArguments& arguments_;

@@ -75,7 +75,7 @@ class DdsCursor {
 // are kLinesAtOnce apart; of the weight see its format. What does not depend on the step is computed once.
 template <class Traits, bool kRowMajorInput>
 class DdsLoader {
-    using Element = typename Traits::Element;
+    using Input = typename Traits::Input;
     using InputTile = typename Traits::template InputTile<kRowMajorInput>;
     static constexpr int kChunk = Traits::kChunk;
     static constexpr int kLinesAtOnce = Traits::kLoaders / kChunksPerLine;
@@ -151,7 +151,7 @@ class DdsLoader {
         if constexpr (kKeepsLines) return copy_lines(tile);
         const int token = cursor_.first_token() + line_, last = arguments_.tokens - 1;
         const char* source = address(arguments_.input, min(token, last), arguments_.input_ld) +
-                             (chunk_k_ + chunk_in_piece()) * static_cast<int>(sizeof(Element));
+                             (chunk_k_ + chunk_in_piece()) * static_cast<int>(sizeof(Input));
         const uint32_t target = tile + InputTile::offset(line_, chunk_);
         const int left = max(last - token, 0);
 #pragma unroll
@@ -163,7 +163,7 @@ class DdsLoader {
     }
 
     __device__ void copy_lines(uint32_t tile) const {
-        const uint32_t offset = (chunk_k_ + chunk_in_piece()) * static_cast<int>(sizeof(Element));
+        const uint32_t offset = (chunk_k_ + chunk_in_piece()) * static_cast<int>(sizeof(Input));
         const uint32_t target = tile + InputTile::offset(line_, chunk_);
 #pragma unroll
         for (int i = 0; i < kTileLines; ++i)
@@ -190,11 +190,11 @@ class DdsLoader {
                 if (InputTile::kPanelExtent > Traits::kTileTokens && within >= Traits::kTileTokens) continue;
                 const int token = cursor_.first_token() + within;
                 const int bytes =
-                    min(max(arguments_.tokens - token, 0), kChunk) * static_cast<int>(sizeof(Element));
+                    min(max(arguments_.tokens - token, 0), kChunk) * static_cast<int>(sizeof(Input));
                 const uint32_t target = tile + panel * InputTile::kPanelBytes +
                                         InputTile::offset(line_ + i * kLinesAtOnce, chunk_);
                 copy_async_if(line_k_[i] >= 0 && bytes > 0, target,
-                              source + token * static_cast<int64_t>(sizeof(Element)), bytes);
+                              source + token * static_cast<int64_t>(sizeof(Input)), bytes);
             }
         }
     }

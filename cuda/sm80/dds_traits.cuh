@@ -11,8 +11,10 @@ namespace ts::sm80 {
 template <class Math_, class Weight_, int kTileTokens_, int kWarpTokens_, int kWarpFeatures_>
 struct DdsTraits {
     using Math = Math_;
-    using Element = typename Math::Element;  // of activations and results
-    using Weight = Weight_;                  // its format, see dds_weight.cuh
+    using Input = typename Math::Input;
+    using Accumulator = typename Math::Accumulator;
+    using Result = typename Math::Result;
+    using Weight = Weight_;  // its format, see dds_weight.cuh
     static constexpr int kTileTokens = kTileTokens_;
     static constexpr int kTileFeatures = Weight::kFeatures;
     static constexpr int kWarpTokens = kWarpTokens_;
@@ -27,18 +29,17 @@ struct DdsTraits {
     static constexpr int kFirstComputer = kOnlyLoad ? kLoaders : 0;
     static constexpr int kThreads = kFirstComputer + kComputers;
     // CTAs on a multiprocessor: its registers hold 8 warps of 64 x 64 sums, or 16 of half as many.
-    static constexpr bool kSmallWarps = sizeof(Element) == 2 && kWarpTokens * kWarpFeatures <= 64 * 32;
+    static constexpr bool kSmallWarps = sizeof(Input) == 2 && kWarpTokens * kWarpFeatures <= 64 * 32;
     static constexpr int kResident = (kSmallWarps ? 16 : 8) / kWarps;
     static constexpr int kTokenTiles = kWarpTokens / 16;
     static constexpr int kFeatureTiles = kWarpFeatures / 16;
-    static constexpr int kStep = kLineBytes / sizeof(Element);
-    static constexpr int kStepShift = sizeof(Element) == 2 ? 6 : 5;
-    static constexpr int kChunk = kChunkBytes / sizeof(Element);
-    static_assert(1 << kStepShift == kStep);
+    static constexpr int kStep = kLineBytes / sizeof(Input);
+    static constexpr int kStepShift = log2_of(kStep);
+    static constexpr int kChunk = kChunkBytes / sizeof(Input);
     static_assert(kTileFeatures == 128, "plans' masks hold 8 tiles of 16 features");
 
     template <bool kRowMajorInput>
-    using InputTile = Tile<Element, kTileTokens, kRowMajorInput>;
+    using InputTile = Tile<Input, kTileTokens, kRowMajorInput>;
     template <bool kRowMajorInput>
     using InputReader = typename Weight::template InputReader<InputTile<kRowMajorInput>, kTokenTiles>;
     using WeightReader = typename Weight::template Reader<kFeatureTiles>;

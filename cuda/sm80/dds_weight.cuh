@@ -13,21 +13,21 @@ namespace ts::sm80 {
 // [panels][kStep of k][kFeatures / panels], as blocks are, of which warps read fragments transposed.
 template <Op kOp, class Math, int kFeatures_>
 struct PlainWeight : PlainStorage {
-    using Element = typename Math::Element;  // of values
+    using Value = typename Math::Value;
     static constexpr bool kTransposed = kOp == Op::dds_nn;
     static constexpr int kFeatures = kFeatures_;
-    using Tile = sm80::Tile<Element, kFeatures, !kTransposed>;
+    using Tile = sm80::Tile<Value, kFeatures, !kTransposed>;
     static constexpr int kBytes = Tile::kBytes;
 
     // What warps multiply: tokens are the rows of products and features their columns.
     static constexpr bool kSumsByToken = true;
     static constexpr int kLoaderWarps = 0;
     template <int kTokenTiles, int kFeatureTiles>
-    using Sums = Accumulators<kTokenTiles, kFeatureTiles>;
+    using Sums = Accumulators<typename Math::Accumulator, kTokenTiles, kFeatureTiles>;
     template <class InputTile, int kTiles>
-    using InputReader = sm80::Reader<InputTile, Element, Side::a, kTiles>;
+    using InputReader = sm80::Reader<InputTile, typename Math::Input, Side::a, kTiles>;
     template <int kTiles>
-    using Reader = sm80::Reader<Tile, Element, Side::b, kTiles>;
+    using Reader = sm80::Reader<Tile, Value, Side::b, kTiles>;
 
     // Adds the products of one step, see multiply_step, of an input and a weight in shared memory.
     template <class Sums, class InputReader, class Reader>
@@ -49,8 +49,7 @@ class PlainWeight<kOp, Math, kFeatures_>::Loader {
     static constexpr int kLinesAtOnce = kThreads / kChunksPerLine;
     static constexpr int kOwnLines = Tile::kLines / kLinesAtOnce;
     static constexpr int kPanels = Tile::kPanels;
-    static constexpr int kStepShift = sizeof(Element) == 2 ? 6 : 5;
-    static_assert(1 << kStepShift == Tile::kStep);
+    static constexpr int kStepShift = log2_of(Tile::kStep);
 
   public:
     __device__ Loader(const DdsArguments& arguments, const PlanView& plan)

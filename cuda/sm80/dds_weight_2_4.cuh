@@ -18,13 +18,13 @@ template <Op kOp, class Math, int kFeatures_>
 struct CompressedWeight {
     static_assert(kOp == Op::dds_nt,
                   "products with the transposed weight have compressed values of their own");
-    static_assert(sizeof(typename Math::Element) == 2);
+    static_assert(sizeof(typename Math::Value) == 2);
     static constexpr uint32_t kStorages = 1u << static_cast<int>(Storage::two_of_four);
     static constexpr uint32_t kDTypes = 0;
     static constexpr int kFeatures = kFeatures_;
     static constexpr bool kSumsByToken = false;
     static constexpr int kLoaderWarps = 4;
-    using Lines = Tile<typename Math::Element, kFeatures / 2, true>;
+    using Lines = Tile<typename Math::Value, kFeatures / 2, true>;
     static constexpr int kUnitBytes = 64;               // of the metadata of 16 features by 32 of k
     static constexpr int kRowsBytes = 2 * kUnitBytes;   // of that of 16 features
     static constexpr int kChunks = kChunksPerLine / 2;  // of a feature's values
@@ -36,7 +36,7 @@ struct CompressedWeight {
     }
 
     template <int kTokenTiles, int kFeatureTiles>
-    using Sums = Accumulators<kFeatureTiles, kTokenTiles>;
+    using Sums = Accumulators<typename Math::Accumulator, kFeatureTiles, kTokenTiles>;
     template <class InputTile, int kTiles>
     class InputReader;
     template <int kTiles>
@@ -46,8 +46,8 @@ struct CompressedWeight {
     // quarter for each 16 features and quarter of the step; blocks are at least two quarters wide. `ask` is
     // called where what it asks for arrives before the last product. Metadata is loaded behind the branch,
     // which would wait for it.
-    template <int kFeatureTiles, int kTokenTiles, class InputReader, class Ask>
-    __device__ static void multiply(Accumulators<kFeatureTiles, kTokenTiles>& sums,
+    template <class Sum, int kFeatureTiles, int kTokenTiles, class InputReader, class Ask>
+    __device__ static void multiply(Accumulators<Sum, kFeatureTiles, kTokenTiles>& sums,
                                     const InputReader& read_input, uint32_t input,
                                     const Reader<kFeatureTiles>& read_weight, uint32_t weight,
                                     uint32_t present, Ask ask) {
@@ -77,8 +77,9 @@ struct CompressedWeight {
   private:
     // For the tiles of 16 features whose bit 4 * tile is set in `present`. `ask` is called behind all that is
     // read.
-    template <bool kAll, int kHalf, int kFeatureTiles, int kTokenTiles, class InputReader, class Ask>
-    __device__ static void multiply_half(Accumulators<kFeatureTiles, kTokenTiles>& sums,
+    template <bool kAll, int kHalf, class Sum, int kFeatureTiles, int kTokenTiles, class InputReader,
+              class Ask>
+    __device__ static void multiply_half(Accumulators<Sum, kFeatureTiles, kTokenTiles>& sums,
                                          const InputReader& read_input, uint32_t input,
                                          const Reader<kFeatureTiles>& read_weight, uint32_t weight,
                                          const uint32_t (&metadata)[kFeatureTiles], uint32_t present,

@@ -140,7 +140,7 @@ struct Decode {
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<Decode>(name);
         row.ops = Formats::kOps;
-        row.dtypes = 1u << static_cast<int>(Math::kDType);
+        row.input_dtypes = bits_of(Math::kInput);
         row.precision = Math::kPrecision;
         row.max_tokens = kMaxTokens;
         row.storages = Formats::kStorages;
@@ -162,7 +162,7 @@ struct Decode {
         const auto chunks = static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
         DecodeArguments arguments{};
         arguments.input = input.data;
-        arguments.input_ld = input.ld * static_cast<int64_t>(sizeof(typename Traits::Element));
+        arguments.input_ld = input.ld * static_cast<int64_t>(sizeof(typename Traits::Input));
         arguments.output = output.data;
         arguments.output_ld = output.ld;
         arguments.values = values.data;

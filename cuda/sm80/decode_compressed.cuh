@@ -192,7 +192,7 @@ struct CompressedDecodeWeight {
         }
 
         __device__ static uint32_t weights(uint32_t word, int pair, float scale) {
-            return dequantize<kDType, typename Math::Element>(word, pair, scale);
+            return dequantize<kDType, typename Math::Value>(word, pair, scale);
         }
 
         int odd_, scale_bytes_;

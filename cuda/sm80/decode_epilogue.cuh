@@ -19,17 +19,17 @@ __device__ inline void stage_sums(const DecodeSums<Traits>& sums, float* to, int
                 first[(8 * n + i % 2) * Traits::kSumLine + 16 * m + i / 2 * 8] = sums[m][n][i];
 }
 
-template <class Element>
+template <class Result>
 __device__ inline float2 activate(float2 values, Activation activation) {
-    return {activate<Element>(values.x, activation), activate<Element>(values.y, activation)};
+    return {activate<Result>(values.x, activation), activate<Result>(values.y, activation)};
 }
 
 // Adds the sums of all teams and halves, always in the same order, and stores the results.
 template <class Traits, bool kGated>
 __device__ inline void store_sums(const DecodeArguments& arguments, const char* sums, int first_feature,
                                   int first_token) {
-    using Element = typename Traits::Element;
-    const auto* const bias = static_cast<const Element*>(arguments.bias);
+    using Result = typename Traits::Result;
+    const auto* const bias = static_cast<const Result*>(arguments.bias);
     const int addends = blockDim.x / (32 * Traits::kTeam) * Traits::kHalves;
     constexpr int kPairs = Traits::kRows / 2;
     const int tokens = min(Traits::kTokens, arguments.tokens - first_token);
@@ -45,18 +45,18 @@ __device__ inline void store_sums(const DecodeArguments& arguments, const char* 
             sum.x += added.x;
             sum.y += added.y;
         }
-        if (!kGated) sum = activate<Element>(sum, arguments.activation);
-        auto* const output = static_cast<Element*>(arguments.output);
-        const auto* const residual = static_cast<const Element*>(arguments.residual);
+        if (!kGated) sum = activate<Result>(sum, arguments.activation);
+        auto* const output = static_cast<Result*>(arguments.output);
+        const auto* const residual = static_cast<const Result*>(arguments.residual);
         const bool row_major = arguments.output_layout == Layout::row_major;
         if (kGated || residual != nullptr) {
             const int64_t ld = arguments.residual_ld;
             const int64_t at = row_major ? token * ld + feature : feature * ld + token;
             const float2 other = {to_float(residual[at]), to_float(residual[at + (row_major ? 1 : ld)])};
             if (kGated) {
-                const float2 gate = activate<Element>(other, arguments.activation);
-                sum.x *= rounded_to<Element>(gate.x);
-                sum.y *= rounded_to<Element>(gate.y);
+                const float2 gate = activate<Result>(other, arguments.activation);
+                sum.x *= rounded_to<Result>(gate.x);
+                sum.y *= rounded_to<Result>(gate.y);
             } else {
                 sum.x += other.x;
                 sum.y += other.y;
@@ -65,8 +65,8 @@ __device__ inline void store_sums(const DecodeArguments& arguments, const char* 
         if (row_major) {
             store_pair(output + token * arguments.output_ld + feature, sum, false);
         } else {
-            output[feature * arguments.output_ld + token] = from_float<Element>(sum.x);
-            output[(feature + 1) * arguments.output_ld + token] = from_float<Element>(sum.y);
+            output[feature * arguments.output_ld + token] = from_float<Result>(sum.x);
+            output[(feature + 1) * arguments.output_ld + token] = from_float<Result>(sum.y);
         }
     }
 }

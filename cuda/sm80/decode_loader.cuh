@@ -59,7 +59,7 @@ class DecodeLoader {
     }
 
   private:
-    static constexpr int kElement = sizeof(typename Traits::Element);
+    static constexpr int kElement = sizeof(typename Traits::Input);
 
     __device__ void copy_slice() {
         const int k_shift = Traits::Weight::k_shift(arguments_);

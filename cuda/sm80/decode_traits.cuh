@@ -9,7 +9,9 @@ namespace ts::sm80 {
 template <class Math_, class Weight_, int kTokenTiles_>
 struct DecodeTraits {
     using Math = Math_;
-    using Element = typename Math::Element;  // of activations and results
+    using Input = typename Math::Input;
+    using Accumulator = typename Math::Accumulator;
+    using Result = typename Math::Result;
     using Weight = Weight_;
     static constexpr int kRows = Weight::kRows;
     static constexpr int kTokenTiles = kTokenTiles_;  // of 8 tokens
@@ -29,18 +31,18 @@ struct DecodeTraits {
 
     // A stage has the weight of a slice, and of each of its blocks [kTokens][8 * kChunks of k].
     using Lines = typename Weight::template Lines<32 * kTeam>;  // of tokens
-    static constexpr int kStageBytes = Weight::kBytes + kTokens * kSlice * static_cast<int>(sizeof(Element));
+    static constexpr int kStageBytes = Weight::kBytes + kTokens * kSlice * static_cast<int>(sizeof(Input));
     // Many short rings in a multiprocessor are better than few long ones (measured on an H200).
     static constexpr int kStages = kTeam > 1 || (kStageBytes <= 4096 && !Weight::kFewBytes) ? 3 : 2;
     static constexpr int kRingBytes = kStages * kStageBytes;
     // Sums are [kTokens][kSumLine], of which kRows are used.
     static constexpr int kSumLine = kRows + 4;              // of a token; the padding avoids bank conflicts
     static constexpr int kSumBytes = kRingBytes / kHalves;  // the sums of all rows take the ring's place
-    static_assert(sizeof(Element) == 2);
+    static_assert(sizeof(Input) == 2);
     static_assert(kTokens * kSumLine * static_cast<int>(sizeof(float)) <= kSumBytes);
 };
 
 template <class Traits>
-using DecodeSums = float[Traits::kWarpRowTiles][Traits::kWarpTokenTiles][4];
+using DecodeSums = typename Traits::Accumulator[Traits::kWarpRowTiles][Traits::kWarpTokenTiles][4];
 
 }  // namespace ts::sm80

@@ -51,19 +51,19 @@ __device__ inline T kept(T value) {
 // slice.
 template <class Math, bool kTransposed_, int kRows_, int kBlockChunks_>
 struct PlainDecodeWeight {
-    using Element = typename Math::Element;  // of values
+    using Value = typename Math::Value;
     static constexpr bool kTransposed = kTransposed_;
     static constexpr int kRows = kRows_;
     static constexpr int kBlockChunks = kBlockChunks_;
-    static constexpr int kElement = sizeof(Element);
+    static constexpr int kValueBytes = sizeof(Value);
     static constexpr int kSlice = 64;
-    static constexpr int kBytes = kRows * kSlice * kElement;
+    static constexpr int kBytes = kRows * kSlice * kValueBytes;
     static constexpr int kChunks = kTransposed ? kRows / 8 : kBlockChunks;
     static constexpr int kLines = kTransposed ? 8 * kBlockChunks : kRows;  // of a block
     static constexpr int kLineBytes = 16 * kChunks;
     static constexpr int kStep = 16, kParts = 1, kTiles = 2;
     static constexpr bool kFewBytes = false;
-    static_assert(kElement == 2);
+    static_assert(kValueBytes == 2);
 
     template <int kThreads>
     using Lines = DecodeLines<kBlockChunks, kThreads>;
@@ -85,15 +85,16 @@ struct PlainDecodeWeight {
             const int64_t first = kTransposed
                                       ? (static_cast<int64_t>(line_) << arguments.row_shift) + row_in_block
                                       : (row_in_block + line_) << arguments.k_shift;
-            values_ = static_cast<const char*>(arguments.values) + first * kElement + thread % kChunks * 16;
+            values_ =
+                static_cast<const char*>(arguments.values) + first * kValueBytes + thread % kChunks * 16;
         }
 
         // The j-th block of a slice, from its k on, into the stage at `stage`. `bytes`: 16, or 0 for zeros.
         __device__ void copy(uint32_t stage, int j, int64_t slot, int k, int bytes) const {
             const int k_shift = arguments_.k_shift, line_shift = kTransposed ? arguments_.row_shift : k_shift;
             const int64_t k_value = kTransposed ? static_cast<int64_t>(k) << line_shift : k;
-            const char* from = values_ + ((slot << (arguments_.row_shift + k_shift)) + k_value) * kElement;
-            const int64_t step = (int64_t{OwnLines::kCopyLines} << line_shift) * kElement;
+            const char* from = values_ + ((slot << (arguments_.row_shift + k_shift)) + k_value) * kValueBytes;
+            const int64_t step = (int64_t{OwnLines::kCopyLines} << line_shift) * kValueBytes;
             const uint32_t target = stage + (kTransposed ? offset_ : 0) + j * kLines * kLineBytes;
 #pragma unroll
             for (int i = 0; i < (kLines + OwnLines::kCopyLines - 1) / OwnLines::kCopyLines; ++i)
@@ -114,13 +115,14 @@ struct PlainDecodeWeight {
       public:
         __device__ Reader(const DecodeArguments&, int lane, int first_row)
             : offset_(kTransposed
-                          ? lines_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ first_row * kElement
+                          ? lines_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ first_row * kValueBytes
                           : lines_offset(lane % 16, lane / 16) + first_row * kLineBytes) {}
 
         // Of the rows 16 * i to 16 * i + 15 and a step of the slice, a quarter.
         __device__ Fragment<4> load(uint32_t stage, int quarter, int i) const {
             if constexpr (kTransposed) {
-                return load_matrices<true>(stage + quarter * 16 * kLineBytes + (offset_ ^ i * 16 * kElement));
+                return load_matrices<true>(stage + quarter * 16 * kLineBytes +
+                                           (offset_ ^ i * 16 * kValueBytes));
             } else {
                 constexpr int kQuarters = kBlockChunks / 2;  // of a block
                 return load_matrices<false>(stage + (offset_ ^ quarter % kQuarters * 32) +
@@ -156,8 +158,8 @@ struct PlainDecodeWeight {
     };
 
     // `part` of a step, `tile` of the tokens that Input reads at a time.
-    __device__ static void multiply(float (&sums)[4], const Fragment<4>& weight, const Fragment<4>& input,
-                                    int, int tile) {
+    __device__ static void multiply(typename Math::Accumulator (&sums)[4], const Fragment<4>& weight,
+                                    const Fragment<4>& input, int, int tile) {
         Math::mma(sums, weight, {input.value[tile * 2], input.value[tile * 2 + 1]});
     }
 };
@@ -211,7 +213,7 @@ struct PlainDecodeFormat {
 
 // What rows of the registry take: a format for each problem.
 struct plain : PlainStorage {
-    static constexpr uint32_t kOps = 1u << static_cast<int>(Op::dds_nt) | 1u << static_cast<int>(Op::dds_nn);
+    static constexpr uint32_t kOps = bits_of(Op::dds_nt, Op::dds_nn);
 
     static const char* refuses(const Problem&) { return nullptr; }
 

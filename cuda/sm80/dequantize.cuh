@@ -47,10 +47,10 @@ __device__ inline uint32_t round_pair(float2 pair, __nv_bfloat16) {
     return *reinterpret_cast<const uint32_t*>(&rounded);
 }
 
-template <DType kDType, class Element>
+template <DType kDType, class Value>
 __device__ inline uint32_t dequantize(uint32_t word, int pair, float scale) {
     const float2 values = __half22float2(decode_pair<kDType>(word, pair));
-    return round_pair({values.x * scale, values.y * scale}, Element());
+    return round_pair({values.x * scale, values.y * scale}, Value());
 }
 
 }  // namespace ts::sm80

@@ -1,15 +1,13 @@
-// How elements are multiplied: the tensor-core instruction of each dtype on fragments of 32 bytes of
-// k. A fragment of A is 16 x k in 4 registers, one of B is 8 x k in 2.
+// Element types by the names that rows of tiles.def use, and how they are multiplied: the tensor-core
+// instruction of each on fragments of 32 bytes of k. A fragment of A is 16 x k in 4 registers, one of B is
+// 8 x k in 2.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 #include <cute/arch/mma_sm80.hpp>
 
+#include "common/elements.h"
 #include "common/ldmatrix.cuh"
-#include "common/problem.h"
 #include "common/tf32.cuh"
 
 namespace ts::sm80 {
@@ -27,17 +25,16 @@ __device__ inline Fragment<4> load_matrices(uint32_t address) {
 }
 
 // The mma instructions of CuTe take every register as an argument of its own.
-template <class Instruction>
-__device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    Instruction::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]);
+template <class Instruction, class Sum>
+__device__ inline void multiply_add(Sum (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    auto &c0 = as_register(c[0]), &c1 = as_register(c[1]), &c2 = as_register(c[2]), &c3 = as_register(c[3]);
+    Instruction::fma(c0, c1, c2, c3, a[0], a[1], a[2], a[3], b[0], b[1], c0, c1, c2, c3);
 }
 
-template <class Element_, DType kDType_, class Instruction>
-struct HalfMath {
-    using Element = Element_;
-    static constexpr DType kDType = kDType_;
+template <class Elements_, class Instruction>
+struct DirectMath : Elements_ {
+    using Sum = typename Elements_::Accumulator;
     static constexpr Precision kPrecision = Precision::highest;
-    static constexpr bool kRoundedSteps = false;
 
     template <int kRegisters>
     using Operand = Fragment<kRegisters>;
@@ -46,19 +43,16 @@ struct HalfMath {
     __device__ static Operand<kRegisters> prepare(const Fragment<kRegisters>& raw) {
         return raw;
     }
-    __device__ static void mma(float (&c)[4], const Operand<4>& a, const Operand<2>& b) {
+    __device__ static void mma(Sum (&c)[4], const Operand<4>& a, const Operand<2>& b) {
         multiply_add<Instruction>(c, a.value, b.value);
     }
 };
 
-using f16 = HalfMath<__half, DType::float16, cute::SM80_16x8x16_F32F16F16F32_TN>;
-using bf16 = HalfMath<__nv_bfloat16, DType::bfloat16, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+using f16 = DirectMath<Uniform<__half>, cute::SM80_16x8x16_F32F16F16F32_TN>;
+using bf16 = DirectMath<Uniform<__nv_bfloat16>, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
 
-struct tf32 {
-    using Element = float;
-    static constexpr DType kDType = DType::float32;
+struct tf32 : Uniform<float> {
     static constexpr Precision kPrecision = Precision::tf32;
-    static constexpr bool kRoundedSteps = false;
 
     template <int kRegisters>
     using Operand = Fragment<kRegisters>;
@@ -76,11 +70,8 @@ struct tf32 {
 
 // float32-level error from three TF32 products: each operand becomes its TF32 rounding and the
 // TF32 rounding of the rest; the product of the two rests is below float32's resolution.
-struct tf32x3 {
-    using Element = float;
-    static constexpr DType kDType = DType::float32;
+struct tf32x3 : Uniform<float, Accumulation::promoted> {
     static constexpr Precision kPrecision = Precision::highest;
-    static constexpr bool kRoundedSteps = true;
 
     template <int kRegisters>
     struct Operand {

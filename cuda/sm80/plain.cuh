@@ -142,7 +142,7 @@ struct Plain {
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<Plain>(name);
         row.ops = 0b111;
-        row.dtypes = 1u << static_cast<int>(DType::float64);
+        row.input_dtypes = bits_of(DType::float64);
         row.precision = Precision::highest;
         return row;
     }

@@ -24,8 +24,8 @@
 namespace ts::sm80 {
 
 // One step for the 16 x 16 tiles whose bit row * kNTiles + column is set in `present`.
-template <class Math, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
-__device__ inline void multiply_present(Accumulators<kMTiles, kNTiles>& sums, const ReaderA& read_a,
+template <class Math, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
+__device__ inline void multiply_present(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,
                                         uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b,
                                         uint32_t present) {
     constexpr uint32_t kRow = (1u << kNTiles) - 1;
@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     constexpr int kMTiles = Traits::kMTiles, kNTiles = Traits::kNTiles;
     constexpr uint32_t kAll = kMTiles * kNTiles == 32 ? 0xffffffffu : (1u << kMTiles * kNTiles % 32) - 1;
     using Math = typename Traits::Math;
-    using Element = typename Traits::Element;
+    using Input = typename Traits::Input;
+    using Sums = Accumulators<typename Traits::Accumulator, kMTiles, kNTiles>;
     // [stages][y, x], a Tile each; [stages] barriers.
     extern __shared__ __align__(128) char shared[];
     const uint32_t stages = shared_address(shared);
@@ -73,10 +74,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warp_row = warp % Traits::kRowWarps * Traits::kWarpRows;
     const int warp_column = warp / Traits::kRowWarps * Traits::kWarpColumns;
-    const Reader<typename Traits::template YTile<kRowMajorY>, Element, Side::a, kMTiles> read_y(warp_row,
-                                                                                                lane);
-    const Reader<typename Traits::template XTile<kRowMajorX>, Element, Side::b, kNTiles> read_x(warp_column,
-                                                                                                lane);
+    const Reader<typename Traits::template YTile<kRowMajorY>, Input, Side::a, kMTiles> read_y(warp_row, lane);
+    const Reader<typename Traits::template XTile<kRowMajorX>, Input, Side::b, kNTiles> read_x(warp_column,
+                                                                                              lane);
     RingPosition position;
     for (int index = blockIdx.x; index < plan.tile_count * arguments.parts; index += gridDim.x) {
         const SddWork work(arguments, plan, index);
@@ -87,12 +87,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                 __ldg(plan.masks + work.tile * (Traits::kTileRows / 16) + warp_row / 16 + m);
             present |= (mask >> warp_column / 16 & (1u << kNTiles) - 1) << m * kNTiles;
         }
-        Accumulators<kMTiles, kNTiles> sums = {};
+        Sums sums = {};
         for (int token = work.first_token; token < work.last_token; token += Traits::kStep) {
             loader.load();
             ring.full(position.stage).wait(position.parity);
             const uint32_t stage = stages + position.stage * Traits::kStageBytes;
-            accumulate<Math>(sums, [&](Accumulators<kMTiles, kNTiles>& to) {
+            accumulate<Math>(sums, [&](Sums& to) {
                 if (present == kAll)
                     multiply_all<Math>(to, read_y, stage, read_x, stage + Traits::kYBytes);
                 else if (present != 0)
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 template <class Math, int kTileRows, int kTileColumns, int kWarpRows, int kWarpColumns>
 struct Sdd {
     using Traits = SddTraits<Math, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
-    using WideTraits = SddTraits<Math, kTileRows, kTileColumns, kWarpRows, kWarpColumns, float>;
+    using WideTraits = SddTraits<WithResult<Math, float>, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
     static constexpr PlanShape kPlan = {kTileRows, kTileColumns};
 
     static int stages(const Device& device) { return stages_within<Traits>(device.shared_memory); }
@@ -182,15 +182,15 @@ struct Sdd {
         arguments.lookahead = lookahead(stage_count);
         arguments.accumulate = problem.accumulate;
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
-        const auto start = problem.result_dtype == Math::kDType ? start_for<Traits> : start_for<WideTraits>;
+        const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
         return start(arguments, problem, device, stream);
     }
 
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<Sdd>(name);
-        row.ops = 1u << static_cast<int>(Op::sdd_tn);
-        row.dtypes = 1u << static_cast<int>(Math::kDType);
-        row.result_dtypes = row.dtypes | 1u << static_cast<int>(DType::float32);
+        row.ops = bits_of(Op::sdd_tn);
+        row.input_dtypes = bits_of(Math::kInput);
+        row.result_dtypes = bits_of(Math::kResult, DType::float32);
         row.precision = Math::kPrecision;
         row.plan = kPlan;
         row.tile_features = kTileRows;

@@ -16,9 +16,10 @@ __device__ inline void add_pair(const Result* stored, float2& sum) {
 
 // Stores a warp's sums to the blocks' slots, or as partial sums.
 template <class Traits>
-__device__ inline void sdd_store(const SddArguments& arguments, const PlanView& plan, const SddWork& work,
-                                 const Accumulators<Traits::kMTiles, Traits::kNTiles>& sums, int first_row,
-                                 int first_column, int lane) {
+__device__ inline void sdd_store(
+    const SddArguments& arguments, const PlanView& plan, const SddWork& work,
+    const Accumulators<typename Traits::Accumulator, Traits::kMTiles, Traits::kNTiles>& sums, int first_row,
+    int first_column, int lane) {
     using Result = typename Traits::Result;
     const int row_mask = (1 << arguments.row_shift) - 1, col_mask = (1 << arguments.col_shift) - 1;
 #pragma unroll
@@ -35,7 +36,7 @@ __device__ inline void sdd_store(const SddArguments& arguments, const PlanView& 
         for (int i = 0; i < 4; ++i) {
             const int line = (row & row_mask) + i / 2 * 8 + lane / 4;
             const int within = (column & col_mask) + i % 2 * 8 + lane % 4 * 2;
-            const float* pair = sums[m][n][i % 2] + i / 2 * 2;
+            const auto* pair = sums[m][n][i % 2] + i / 2 * 2;
             at[i] = block + (line << arguments.col_shift) + within;
             pairs[i] = make_float2(pair[0], pair[1]);
         }

@@ -22,7 +22,7 @@ struct SddWork {
 
 // One thread's share in copying one operand: its chunk of 16 bytes in a line is fixed, the lines are
 // kLinesAtOnce apart.
-template <class Tile, class Element, bool kRowMajor, int kThreads>
+template <class Tile, class Input, bool kRowMajor, int kThreads>
 class SddOperand {
     static constexpr int kChunk = Tile::kChunk;
     static constexpr int kLinesAtOnce = kThreads / kChunksPerLine;
@@ -33,7 +33,7 @@ class SddOperand {
 
   public:
     __device__ SddOperand(const void* data, int64_t ld)
-        : data_(static_cast<const Element*>(data)),
+        : data_(static_cast<const Input*>(data)),
           ld_(ld),
           line_(threadIdx.x / kChunksPerLine),
           chunk_(threadIdx.x % kChunksPerLine) {}
@@ -57,7 +57,7 @@ class SddOperand {
             for (int i = 0; i < kOwnLines; ++i) {
                 const int line = line_ + i * kLinesAtOnce;
                 const bool inside = token + line < last;
-                const Element* source = data_ + (inside ? token + line : 0) * ld_;
+                const Input* source = data_ + (inside ? token + line : 0) * ld_;
 #pragma unroll
                 for (int panel = 0; panel < Tile::kPanels; ++panel)
                     copy_async_if(features_[panel] >= 0,
@@ -71,12 +71,12 @@ class SddOperand {
             for (int i = 0; i < kOwnFeatures; ++i)
                 copy_async_if(features_[i] >= 0, tile + Tile::offset(line_ + i * kLinesAtOnce, chunk_),
                               data_ + features_[i] * ld_ + (valid > 0 ? first : 0),
-                              valid * static_cast<int>(sizeof(Element)));
+                              valid * static_cast<int>(sizeof(Input)));
         }
     }
 
   private:
-    const Element* data_;
+    const Input* data_;
     int64_t ld_;
     int line_, chunk_;
     int features_[kOwnFeatures];
@@ -85,7 +85,7 @@ class SddOperand {
 // Fills the ring, walking the steps of all tiles of this CTA.
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddLoader {
-    using Element = typename Traits::Element;
+    using Input = typename Traits::Input;
 
   public:
     __device__ SddLoader(const SddArguments& arguments, const PlanView& plan, const Ring& ring,
@@ -142,8 +142,8 @@ class SddLoader {
     uint32_t stages_;
     RingPosition position_;
     int index_, token_, last_token_;
-    SddOperand<typename Traits::template YTile<kRowMajorY>, Element, kRowMajorY, Traits::kThreads> y_;
-    SddOperand<typename Traits::template XTile<kRowMajorX>, Element, kRowMajorX, Traits::kThreads> x_;
+    SddOperand<typename Traits::template YTile<kRowMajorY>, Input, kRowMajorY, Traits::kThreads> y_;
+    SddOperand<typename Traits::template XTile<kRowMajorX>, Input, kRowMajorX, Traits::kThreads> x_;
 };
 
 }  // namespace ts::sm80

@@ -28,13 +28,13 @@ struct SddArguments {
     int plan_key;  // that the plan must have
 };
 
-// `Result`: what values are stored as, the element of the operands or float.
-template <class Math_, int kTileRows_, int kTileColumns_, int kWarpRows_, int kWarpColumns_,
-          class Result_ = typename Math_::Element>
+// Values are stored as Math::Result, the type of the operands or float.
+template <class Math_, int kTileRows_, int kTileColumns_, int kWarpRows_, int kWarpColumns_>
 struct SddTraits {
     using Math = Math_;
-    using Element = typename Math::Element;
-    using Result = Result_;
+    using Input = typename Math::Input;
+    using Accumulator = typename Math::Accumulator;
+    using Result = typename Math::Result;
     static constexpr int kTileRows = kTileRows_;
     static constexpr int kTileColumns = kTileColumns_;
     static constexpr int kWarpRows = kWarpRows_;
@@ -44,14 +44,14 @@ struct SddTraits {
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kMTiles = kWarpRows / 16;
     static constexpr int kNTiles = kWarpColumns / 16;
-    static constexpr int kStep = kLineBytes / sizeof(Element);
-    static constexpr int kChunk = kChunkBytes / sizeof(Element);
+    static constexpr int kStep = kLineBytes / sizeof(Input);
+    static constexpr int kChunk = kChunkBytes / sizeof(Input);
 
     // In a row-major operand the tokens, which are summed over, are not contiguous.
     template <bool kRowMajor>
-    using YTile = Tile<Element, kTileRows, !kRowMajor>;
+    using YTile = Tile<Input, kTileRows, !kRowMajor>;
     template <bool kRowMajor>
-    using XTile = Tile<Element, kTileColumns, !kRowMajor>;
+    using XTile = Tile<Input, kTileColumns, !kRowMajor>;
 
     // Both layouts of an operand take the same room.
     static constexpr int kYBytes = YTile<true>::kBytes;

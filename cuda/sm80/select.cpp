@@ -7,7 +7,7 @@ namespace {
 
 // float32 takes so many times as long as 16 bits, measured in blocks of 32 and 64.
 double precision_factor(const Problem& problem) {
-    if (problem.dtype != DType::float32) return 1;
+    if (problem.input_dtype != DType::float32) return 1;
     const bool tf32 = problem.precision == Precision::tf32;
     return problem.op == Op::sdd_tn ? (tf32 ? 2.6 : 4.3) : (tf32 ? 3.2 : 5.4);
 }

@@ -24,7 +24,7 @@ __device__ inline void multiply_add_sparse(float (&c)[4], const Fragment<4>& a, 
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                           \
                  : "r"(a.value[0]), "r"(a.value[1]), "r"(a.value[2]), "r"(a.value[3]), "r"(b.value[0]),     \
                    "r"(b.value[1]), "r"(b.value[2]), "r"(b.value[3]), "r"(metadata), "n"(kHalf))
-    if constexpr (Math::kDType == DType::bfloat16)
+    if constexpr (Math::kInput == DType::bfloat16)
         TS_MULTIPLY("bf16.bf16");
     else
         TS_MULTIPLY("f16.f16");

@@ -13,6 +13,8 @@ constexpr int kChunkBytes = 16;
 constexpr int kChunksPerLine = kLineBytes / kChunkBytes;
 constexpr int kQuarters = 4;  // of a step: k of one mma each
 
+constexpr int log2_of(int power) { return power == 1 ? 0 : 1 + log2_of(power / 2); }
+
 // `kExtent` tokens or features by one step of k, 128 bytes of it. Lines of 128 bytes in chunks of 16:
 //  - contiguous k: [kExtent][kStep of k], a line is one token or feature, its chunks are along k;
 //  - otherwise [kPanels][kStep of k][kPanelExtent], a line is one element of k and its chunks are along
@@ -96,12 +98,12 @@ class Reader {
 };
 
 // What one warp adds up: kMTiles x kNTiles tiles of 16 x 16.
-template <int kMTiles, int kNTiles>
-using Accumulators = float[kMTiles][kNTiles][2][4];
+template <class Sum, int kMTiles, int kNTiles>
+using Accumulators = Sum[kMTiles][kNTiles][2][4];
 
 // One quarter of a step for the 16-wide tiles of B whose bit 4 * tile is set in `present`.
-template <class Math, bool kAll, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
-__device__ inline void multiply_quarter(Accumulators<kMTiles, kNTiles>& sums, const ReaderA& read_a,
+template <class Math, bool kAll, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
+__device__ inline void multiply_quarter(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,
                                         uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b, int quarter,
                                         uint32_t present) {
     typename Math::template Operand<4> a[kMTiles];
@@ -124,14 +126,13 @@ __device__ inline void multiply_quarter(Accumulators<kMTiles, kNTiles>& sums, co
     }
 }
 
-// Runs `multiply(sums)` for one step. Tensor cores cut off what they add instead of rounding it; where
-// that would show, each step is summed on its own and then added with rounding.
-template <class Math, int kMTiles, int kNTiles, class Multiply>
-__device__ inline void accumulate(Accumulators<kMTiles, kNTiles>& sums, Multiply multiply) {
-    if constexpr (!Math::kRoundedSteps) {
+// Runs `multiply(sums)` for one step, as the accumulation policy has it.
+template <class Math, class Sum, int kMTiles, int kNTiles, class Multiply>
+__device__ inline void accumulate(Accumulators<Sum, kMTiles, kNTiles>& sums, Multiply multiply) {
+    if constexpr (Math::kAccumulation == Accumulation::kept) {
         multiply(sums);
     } else {
-        Accumulators<kMTiles, kNTiles> step = {};
+        Accumulators<Sum, kMTiles, kNTiles> step = {};
         multiply(step);
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m)
@@ -142,8 +143,8 @@ __device__ inline void accumulate(Accumulators<kMTiles, kNTiles>& sums, Multiply
 }
 
 // One step with every tile present: a straight line, which the compiler can pipeline.
-template <class Math, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
-__device__ inline void multiply_all(Accumulators<kMTiles, kNTiles>& sums, const ReaderA& read_a,
+template <class Math, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
+__device__ inline void multiply_all(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,
                                     uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b) {
 #pragma unroll
     for (int quarter = 0; quarter < kQuarters; ++quarter)
@@ -155,8 +156,8 @@ template <int kNTiles>
 constexpr uint32_t kAllPresent = kNTiles == 8 ? 0xffffffffu : (1u << 4 * kNTiles % 32) - 1;
 
 // One step. `present` has bit 4 * tile + quarter for each 16-wide tile of B and quarter of the step.
-template <class Math, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
-__device__ inline void multiply_step(Accumulators<kMTiles, kNTiles>& sums, const ReaderA& read_a,
+template <class Math, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
+__device__ inline void multiply_step(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,
                                      uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b,
                                      uint32_t present) {
     if (present == kAllPresent<kNTiles>) {

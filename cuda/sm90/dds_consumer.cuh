@@ -10,6 +10,8 @@ namespace ts::sm90 {
 // One warpgroup's products of all its tiles.
 template <class Traits, bool kRowMajorInput>
 class DdsConsumer {
+    using Sum = typename Traits::Accumulator;
+
   public:
     __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
                            const DdsPlan& plan, int rank, int warpgroup)
@@ -23,13 +25,13 @@ class DdsConsumer {
     __device__ void run() {
         DdsEpilogue<Traits> epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_],
                                      warpgroup_);
-        float sums[Traits::kSums];
+        Sum sums[Traits::kSums];
         Work work = next_work(epilogue);
         epilogue.read_bias();
         while (work.tile >= 0) {
             epilogue.begin(Traits::first_token(work, rank_));
             const int64_t partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);
-            if constexpr (Traits::kSplitsInput) products_.begin(sums);
+            if constexpr (kPromotes) products_.begin(sums);
             const bool any = multiply_all(sums, work);
             // While the last products are under way, so that what the plan says of the next tile has arrived
             // when the barriers of the epilogue wait for all that is read.
@@ -48,6 +50,7 @@ class DdsConsumer {
     using InputPosition = typename Ring<Traits::kInputStages>::Position;
     using WeightPosition = typename Ring<Traits::kWeightStages>::Position;
     static constexpr int kWarpSize = 32;
+    static constexpr bool kPromotes = Traits::Math::kAccumulation == Accumulation::promoted;
 
     __device__ Work next_work(DdsEpilogue<Traits>& epilogue) {
         const Work work = shared_.schedule.pop(next_, lane_);
@@ -64,7 +67,7 @@ class DdsConsumer {
     }
 
     // Starts all products of a tile; false if there are none. The last may be under way afterwards.
-    __device__ bool multiply_all(float (&sums)[Traits::kSums], const Work& work) {
+    __device__ bool multiply_all(Sum (&sums)[Traits::kSums], const Work& work) {
         bool any = false;
         for (int first = 0; first < work.steps; first += kWarpSize) {
             // Those in which the warpgroup has blocks.
@@ -93,13 +96,13 @@ class DdsConsumer {
             shared_.input_ring.wait_full(input_);
     }
 
-    __device__ static void clear(float (&sums)[Traits::kSums]) {
+    __device__ static void clear(Sum (&sums)[Traits::kSums]) {
         asm volatile("");  // a branch, which is rarely taken, is faster than choosing each sum
 #pragma unroll
         for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0.0f;
     }
 
-    __device__ void multiply(float (&sums)[Traits::kSums], bool add) {
+    __device__ void multiply(Sum (&sums)[Traits::kSums], bool add) {
         shared_.weight_ring[warpgroup_].wait_full(weight_);
         const char* const stage = shared_.weight[warpgroup_][weight_.stage];
         const uint32_t tokens = operand_address(shared_.input[input_.stage]);
@@ -121,10 +124,10 @@ class DdsConsumer {
     }
 
     // Waits for the products under way and gives their stages back.
-    __device__ void release_multiplied(float (&sums)[Traits::kSums]) {
+    __device__ void release_multiplied(Sum (&sums)[Traits::kSums]) {
         cute::warpgroup_wait<0>();  // outside of the condition, or the compiler serialises wgmma
         if (!multiplied_) return;
-        if constexpr (Traits::kSplitsInput) products_.add(sums);
+        if constexpr (kPromotes) products_.add(sums);
         release(multiplied_input_, multiplied_weight_);
         multiplied_ = false;
     }

@@ -18,10 +18,9 @@ namespace ts::sm90 {
 // whose first lane asks for what is read into it and stores from it.
 template <class Traits>
 class DdsEpilogue {
-    using Element = typename Traits::Element;
-    using Math = typename Traits::Math;
-    static constexpr bool kFloat = sizeof(Element) == 4;
-    using Staging = std::conditional_t<kFloat, FloatStaging, HalfStaging<Math>>;
+    using Result = typename Traits::Result;
+    static constexpr bool kFloat = sizeof(Result) == 4;
+    using Staging = std::conditional_t<kFloat, FloatStaging, HalfStaging<Result>>;
     static constexpr int kSums = Traits::kSums;
 
   public:
@@ -54,7 +53,7 @@ class DdsEpilogue {
     __device__ void read_bias() {
         if (arguments_.bias == nullptr) return;
         const int feature = max(output_feature(next_warp_row_, kWarpFeatures * warp()), 0);
-        const auto* const bias = static_cast<const Element*>(arguments_.bias) + feature + thread_ % 32 / 4;
+        const auto* const bias = static_cast<const Result*>(arguments_.bias) + feature + thread_ % 32 / 4;
         next_bias_[0] = bias[0];
         next_bias_[1] = bias[8];
     }
@@ -74,7 +73,7 @@ class DdsEpilogue {
 #pragma unroll
             for (int i = 0; i < kSums; ++i) sums[i] += to_float(i / 2 % 2 == 0 ? bias_.first : bias_.second);
         }
-        activate_all<Element>(sums, arguments_.activation);
+        activate_all<Result>(sums, arguments_.activation);
         if (arguments_.output_layout == Layout::row_major)
             store_as<true>(sums);
         else
@@ -267,9 +266,9 @@ class DdsEpilogue {
     int token_ = 0;
     int first_row_;       // of the warpgroup in a tile
     int rows_[kMaxRows];  // block rows of the warpgroup; -1: none
-    Pair<Element> bias_;  // of the features of a thread's sums
+    Pair<Result> bias_;   // of the features of a thread's sums
     int next_rows_[kMaxRows] = {-1, -1, -1, -1};
-    Element next_bias_[2];
+    Result next_bias_[2];
     int next_warp_row_;  // that has the features of the warp
 };
 
@@ -278,15 +277,15 @@ template <class Traits>
 cudaError_t map_results(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
     const int rows = std::min(problem.row_block(), Traits::kWarpgroupFeatures);
     constexpr int kWidth = 32;  // features of float32 that lie side by side
-    if (matrix.layout == Layout::row_major && sizeof(typename Traits::Element) == 4)
-        return encode(map, problem.dtype, matrix.data,
+    if (matrix.layout == Layout::row_major && sizeof(typename Traits::Result) == 4)
+        return encode(map, problem.result_dtype, matrix.data,
                       {{kWidth, 1, kWidth},
                        {problem.tokens, matrix.ld, Traits::kChunkTokens},
                        {problem.features() / kWidth, kWidth, rows / kWidth}});
     if (matrix.layout == Layout::row_major)
-        return encode(map, problem.dtype, matrix.data,
+        return encode(map, problem.result_dtype, matrix.data,
                       {{problem.features(), 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});
-    return encode(map, problem.dtype, matrix.data,
+    return encode(map, problem.result_dtype, matrix.data,
                   {{problem.tokens, 1, Traits::kChunkTokens}, {problem.features(), matrix.ld, rows}});
 }
 

@@ -47,7 +47,7 @@ struct Dds {
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<Dds>(name);
         row.ops = bits_of(kOp);
-        row.dtypes = bits_of(Math::kDType);
+        row.input_dtypes = bits_of(Math::kInput);
         row.precision = Math::kPrecision;
         row.tile_tokens = kSpanTokens;
         row.tile_features = kClusterFeatures;
@@ -130,7 +130,7 @@ struct Dds {
     // are in order, and the longer the order the better they are balanced.
     static int band_spans(int k_size) {
         constexpr int64_t kPanelBytes = 16 << 20;
-        const int64_t bytes = int64_t{kSpanTokens} * std::max(k_size, 1) * Traits::kElementBytes;
+        const int64_t bytes = int64_t{kSpanTokens} * std::max(k_size, 1) * Traits::kInputElementBytes;
         return static_cast<int>(std::max<int64_t>(2, kPanelBytes / bytes));
     }
 
@@ -144,10 +144,10 @@ struct Dds {
         constexpr int kAtom = 64;
         const int64_t atoms = std::max<int64_t>(1, tokens / kAtom);
         if (const cudaError_t error = encode(
-                arguments.input, problem.dtype, matrix.data,
+                arguments.input, problem.input_dtype, matrix.data,
                 {{kAtom, 1, kAtom}, {k_size, matrix.ld, width}, {atoms, kAtom, Traits::kTileTokens / kAtom}}))
             return error;
-        return encode(arguments.input_tail, problem.dtype, matrix.data,
+        return encode(arguments.input_tail, problem.input_dtype, matrix.data,
                       {{tokens, 1, kAtom}, {k_size, matrix.ld, width}});
     }
 };

@@ -10,6 +10,8 @@ namespace ts::sm90 {
 // One warpgroup's products of all its tiles.
 template <class Traits, bool kRowMajorInput>
 class NarrowConsumer {
+    using Sum = typename Traits::Accumulator;
+
   public:
     __device__ NarrowConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
                               const DdsPlan& plan, int rank, int first_rank, int warp, int lane)
@@ -25,7 +27,7 @@ class NarrowConsumer {
 
     __device__ void run() {
         Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
-        float sums[Traits::kSums];
+        Sum sums[Traits::kSums];
         Work work = next_work(epilogue);
         epilogue.read_bias();
         while (work.tile >= 0) {
@@ -40,7 +42,7 @@ class NarrowConsumer {
     // Of the one part of a tile that the CTA has.
     __device__ void run_part() {
         Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
-        float sums[Traits::kSums];
+        Sum sums[Traits::kSums];
         const Work work = next_work(epilogue);
         const int parts = arguments_.schedule.by_parts.divisor, adding = warpgroup_ % parts;
         if (work.part == adding) {
@@ -74,7 +76,7 @@ class NarrowConsumer {
     // Of activations as an operand, but for their address; see operand().
     static constexpr uint32_t kInput = kRowMajorInput ? 0 : Traits::kBoxTokens * Traits::kStep * 2 / 16 << 16;
 
-    __device__ static void add(float (&sums)[Traits::kSums], const float4* from) {
+    __device__ static void add(Sum (&sums)[Traits::kSums], const float4* from) {
 #pragma unroll
         for (int i = 0; i < Traits::kSums / 4; ++i) add_vector(from[128 * i], sums + 4 * i);
     }
@@ -95,7 +97,7 @@ class NarrowConsumer {
         return __ldg(masks + Traits::plan_index(step, rank_) * Traits::kWarpgroups + warpgroup_);
     }
 
-    __device__ void multiply_all(float (&sums)[Traits::kSums], const Work& work) {
+    __device__ void multiply_all(Sum (&sums)[Traits::kSums], const Work& work) {
 #pragma unroll
         for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0.0f;
         for (int first = 0; first < work.steps; first += 32) {
@@ -108,7 +110,7 @@ class NarrowConsumer {
     }
 
     // `mask`: for each 16 of k which 16 features have a block. `firsts`: the first block of each warp.
-    __device__ void multiply_step(float (&sums)[Traits::kSums], uint32_t mask, uint32_t firsts) {
+    __device__ void multiply_step(Sum (&sums)[Traits::kSums], uint32_t mask, uint32_t firsts) {
         shared_.ring.wait_full(position_);
         const uint32_t input = kInput + operand_address(shared_.input[position_.stage]);
         const uint32_t block = shared_.first_block[position_.stage] + (firsts >> 8 * warp_ & 0xff);
@@ -125,7 +127,7 @@ class NarrowConsumer {
     }
 
     // 64 of k. `weight`: where the warp's next block is.
-    __device__ void multiply(float (&sums)[Traits::kSums], uint32_t mask, uint32_t& weight, uint32_t input) {
+    __device__ void multiply(Sum (&sums)[Traits::kSums], uint32_t mask, uint32_t& weight, uint32_t input) {
         WeightFragment fragments[kQuarters];
         const uint32_t own = mask >> warp_;
 #pragma unroll

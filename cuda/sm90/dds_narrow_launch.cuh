@@ -72,7 +72,7 @@ struct DdsNarrow {
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<DdsNarrow>(name);
         row.ops = bits_of(Op::dds_nt, Op::dds_nn);
-        row.dtypes = bits_of(Math::kDType);
+        row.input_dtypes = bits_of(Math::kInput);
         row.tile_tokens = kClusterTokens;
         row.tile_features = kClusterFeatures;
         row.splits = true;
@@ -190,7 +190,7 @@ struct DdsNarrow {
 
     static cudaError_t map_blocks(DdsArguments& arguments, const Problem& problem) {
         const int block = problem.pattern.block_rows;
-        return encode(arguments.values, problem.dtype, problem.values.data,
+        return encode(arguments.values, problem.values.dtype, problem.values.data,
                       {{block, 1, block}, {arguments.value_rows, block, block}});
     }
 
@@ -198,10 +198,10 @@ struct DdsNarrow {
         const Matrix& matrix = problem.input();
         if (matrix.layout == Layout::row_major)
             return encode(
-                arguments.input, problem.dtype, matrix.data,
+                arguments.input, problem.input_dtype, matrix.data,
                 {{problem.k_size(), 1, Common::kLine}, {problem.tokens, matrix.ld, Common::kRankTokens}});
         return encode(
-            arguments.input, problem.dtype, matrix.data,
+            arguments.input, problem.input_dtype, matrix.data,
             {{problem.tokens, 1, Common::kBoxTokens}, {problem.k_size(), matrix.ld, Common::kLine}});
     }
 };

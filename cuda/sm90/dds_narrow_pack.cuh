@@ -10,7 +10,7 @@ namespace ts::sm90 {
 template <class Weight, bool kTransposed>
 __global__ void __launch_bounds__(256)
     pack_narrow_kernel(const PlanHeader* header, int key, int count, int squares,
-                       const typename Weight::Element* __restrict__ values, char* __restrict__ packed) {
+                       const typename Weight::Value* __restrict__ values, char* __restrict__ packed) {
     cudaTriggerProgrammaticLaunchCompletion();  // the kernel that multiplies may begin, and waits by itself
     constexpr int kBlock = Weight::kBlock;
     const int place = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;

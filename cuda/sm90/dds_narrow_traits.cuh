@@ -39,8 +39,10 @@ template <class Math_, class Weight_, int kTokenRanks, int kStep_, int kInputRin
 struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     using Ranks = DdsRanks<kTokenRanks, 2 / kTokenRanks, 128>;
     using Math = Math_;
-    using Element = typename Math::Element;  // of activations and results
-    using Weight = Weight_;                  // its format, see dds_narrow_weight.cuh
+    using Input = typename Math::Input;
+    using Accumulator = typename Math::Accumulator;
+    using Result = typename Math::Result;
+    using Weight = Weight_;  // its format, see dds_narrow_weight.cuh
     static constexpr int kBlock = Weight::kBlock;
     using Ranks::kRowRanks, Ranks::kTileTokens;
 
@@ -61,11 +63,11 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     static constexpr int kStep = kStep_;
     static constexpr int kLine = 64;  // of k that lie side by side
     static constexpr int kLines = kStep / kLine;
-    static constexpr int kInputBytes = kTileTokens * kStep * 2;
+    static constexpr int kInputBytes = kTileTokens * kStep * sizeof(Input);
     static constexpr int kStages = kInputRingBytes / kInputBytes;
     static constexpr int kBlockBytes = Weight::kBlockBytes;
     static constexpr int kChunkTokens = 64;  // stored at a time
-    static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * 2;
+    static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * sizeof(Result);
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = 1;
     static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;

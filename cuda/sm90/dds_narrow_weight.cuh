@@ -13,16 +13,16 @@ namespace ts::sm90 {
 // swizzled as TMA does over that width, so that eight features can be read from shared memory at once.
 template <class Math, int kBlock_>
 struct PlainNarrowWeight : PlainStorage {
-    using Element = typename Math::Element;  // of values
+    using Value = typename Math::Value;
     static constexpr int kBlock = kBlock_;
-    static constexpr int kBlockBytes = kBlock * kBlock * 2;
+    static constexpr int kBlockBytes = kBlock * kBlock * sizeof(Value);
 
     // One warp packs a block, which is features by k or, transposed, k by features, in lines of `width`
     // elements. A lane moves vectors, which it reads side by side with the other lanes.
     template <bool kTransposed>
-    __device__ static void pack(const Element* block, int width, char* packed, int lane) {
+    __device__ static void pack(const Value* block, int width, char* packed, int lane) {
         constexpr int kAll = kBlock * kVectors / 32;
-        alignas(16) Element elements[kAll][kVector];
+        alignas(16) Value elements[kAll][kVector];
         int places[kAll];
 #pragma unroll
         for (int i = 0; i < kAll; ++i) {

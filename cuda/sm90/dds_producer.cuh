@@ -153,8 +153,8 @@ struct DdsProducer {
             load_box(&arguments.input, full, to, target, 0, k, token / kAtom);
         } else {
             for (int i = 0; i < Traits::kTileTokens / kAtom; ++i)
-                load_box(&arguments.input_tail, full, to, target + i * kAtom * width * 2, token + i * kAtom,
-                         k);
+                load_box(&arguments.input_tail, full, to,
+                         target + i * kAtom * width * Traits::kInputElementBytes, token + i * kAtom, k);
         }
     }
 };

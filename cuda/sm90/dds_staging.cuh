@@ -23,9 +23,8 @@ __device__ inline uint32_t swizzled(uint32_t offset, uint32_t line) {
 }
 
 // Results of 16 bits, in matrices of 8 x 8.
-template <class Math>
+template <class Result>
 class HalfStaging {
-    using Element = typename Math::Element;
     static constexpr int kTokens = 64;
 
   public:
@@ -39,7 +38,7 @@ class HalfStaging {
             uint32_t words[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                words[j] = rounded<Math>(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
+                words[j] = rounded<Result>(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
             using Copy = std::conditional_t<kRowMajor, cute::SM90_U16x8_STSM_T, cute::SM90_U32x4_STSM_N>;
             Copy::copy(words[0], words[1], words[2], words[3], line_of<kRowMajor>(buffer, i));
         }
@@ -54,7 +53,7 @@ class HalfStaging {
             Copy::copy(line_of<kRowMajor>(buffer, i), words[0], words[1], words[2], words[3]);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const auto& pair = reinterpret_cast<const Pair<Element>&>(words[j]);
+                const auto& pair = reinterpret_cast<const Pair<Result>&>(words[j]);
                 const float first = to_float(pair.first), second = to_float(pair.second);
                 float* const to = sums + 8 * i + 2 * j;
                 to[0] = join(to[0], first);
@@ -67,8 +66,8 @@ class HalfStaging {
     __device__ void activate(char* buffer, Activation activation) const {
 #pragma unroll 1
         for (int i = 0; i < kTokens / 16; i += 2)
-            activate_elements(reinterpret_cast<Element*>(&line_of<kRowMajor>(buffer, i)),
-                              reinterpret_cast<Element*>(&line_of<kRowMajor>(buffer, i + 1)), activation);
+            activate_elements(reinterpret_cast<Result*>(&line_of<kRowMajor>(buffer, i)),
+                              reinterpret_cast<Result*>(&line_of<kRowMajor>(buffer, i + 1)), activation);
     }
 
   private:

@@ -28,8 +28,10 @@ struct NoBarriers {};
 template <class Math_, class Weight_, int kTokenRanks, int kRowRanks, int kTileTokens>
 struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     using Math = Math_;
-    using Element = typename Math::Element;  // of activations and results
-    using Weight = Weight_;                  // its format, see dds_weight.cuh
+    using Input = typename Math::Input;
+    using Accumulator = typename Math::Accumulator;
+    using Result = typename Math::Result;
+    using Weight = Weight_;  // its format, see dds_weight.cuh
 
     // The block rows of a CTA's tile.
     __device__ static const int* rows_of(const DdsPlan& plan, int tile, int rank) {
@@ -44,11 +46,11 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     static constexpr int kThreads = 128 * (1 + kWarpgroups + kSplitsInput);
     static constexpr int kComputerRegisters = kSplitsInput ? 216 : 232;
 
-    static constexpr int kElementBytes = sizeof(Element);
-    static constexpr int kTokenBytes = kTileTokens * kElementBytes;  // of all tokens at one k
+    static constexpr int kInputElementBytes = sizeof(Input);
+    static constexpr int kTokenBytes = kTileTokens * kInputElementBytes;  // of all tokens at one k
     static constexpr int kInputBytes = kTokenBytes * kStep;
-    static constexpr int kChunkTokens = 128 / kElementBytes;  // stored at a time
-    static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * kElementBytes;
+    static constexpr int kChunkTokens = 128 / sizeof(Result);  // stored at a time
+    static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * sizeof(Result);
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;  // buffers of a warpgroup
     static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;
@@ -92,7 +94,7 @@ int k_width(const DdsArguments& arguments) {
 // How the pieces of a step follow one another in shared memory.
 template <class Traits>
 Operand describe_input(const DdsArguments& arguments, Layout layout) {
-    constexpr int kBytes = Traits::kElementBytes, kProduct = 32 / kBytes;  // of k
+    constexpr int kBytes = Traits::kInputElementBytes, kProduct = 32 / kBytes;  // of k
     const int width = k_width<Traits>(arguments);
     const bool row_major = layout == Layout::row_major;
     Operand tokens = row_major ? operand(kBytes * width, 0) : operand(128, 128 * width);

@@ -20,15 +20,16 @@ struct InSharedMemory {
 };
 
 // A stage holds boxes of blocks, or of what it takes of larger ones, which are row_width features by k_width
-// of k; of each, lines of 2 row_width or 2 k_width bytes are swizzled over that width:
+// of k; their lines of row_width or k_width values are swizzled over that width:
 //   dds_nt: [pieces][kFeatures][k_width], as blocks are
 //   dds_nn: [warpgroup_rows][kStep][row_width], as blocks are, which wgmma transposes
 template <Op kOp, class Math>
 struct PlainWeight : PlainStorage, InSharedMemory {
     static constexpr bool kTransposed = kOp == Op::dds_nn;
     static constexpr int kFeatures = 64;
-    static constexpr int kStep = 64;
-    static constexpr int kBoxBytes = kFeatures * kStep * 2;
+    static constexpr int kValueBytes = sizeof(typename Math::Value);
+    static constexpr int kStep = 128 / kValueBytes;
+    static constexpr int kBoxBytes = kFeatures * kStep * kValueBytes;
     static constexpr int kStageBytes = kBoxBytes;
     static constexpr int kOtherFills = 0;  // arrivals that say that what is not in boxes is there
     static constexpr auto kEstimate = estimate_dds;
@@ -41,7 +42,7 @@ struct PlainWeight : PlainStorage, InSharedMemory {
     static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
         const int width = k_width(arguments), rows = arguments.row_width;
         const int64_t columns = problem.pattern.block_cols;
-        return encode(arguments.values, problem.dtype, problem.values.data,
+        return encode(arguments.values, problem.values.dtype, problem.values.data,
                       {{columns, 1, kTransposed ? rows : width},
                        {arguments.value_rows, columns, kTransposed ? width : rows}});
     }
@@ -49,12 +50,13 @@ struct PlainWeight : PlainStorage, InSharedMemory {
     // How the products read a stage.
     static Operand operand(const DdsArguments& arguments) {
         const int width = k_width(arguments), rows = arguments.row_width;
-        Operand result =
-            kTransposed ? sm90::operand(2 * rows, kStep * 2 * rows) : sm90::operand(2 * width, 0);
+        Operand result = kTransposed ? sm90::operand(kValueBytes * rows, kStep * kValueBytes * rows)
+                                     : sm90::operand(kValueBytes * width, 0);
+        constexpr int kProduct = 32 / kValueBytes;  // of k
         for (int i = 0; i < 4; ++i) {
-            const int piece = 16 * i / width, within = 16 * i % width;
-            const int offset = kTransposed ? 16 * i * 2 * rows : piece * width * kFeatures * 2 + within * 2;
-            result.step[i] = static_cast<uint32_t>(offset / 16);
+            const int piece = kProduct * i / width, within = kProduct * i % width;
+            const int elements = kTransposed ? kProduct * i * rows : piece * width * kFeatures + within;
+            result.step[i] = static_cast<uint32_t>(elements * kValueBytes / 16);
         }
         return result;
     }
@@ -62,7 +64,7 @@ struct PlainWeight : PlainStorage, InSharedMemory {
     // Where the box of a block row of the warpgroup and a piece of k lies in a stage.
     __device__ static int offset(const DdsArguments& arguments, int row, int piece) {
         const int width = k_width(arguments);
-        const int line = 2 * (kTransposed ? arguments.row_width : width);
+        const int line = kValueBytes * (kTransposed ? arguments.row_width : width);
         return kTransposed ? (row * kStep + piece * width) * line
                            : (piece * kFeatures + row * arguments.row_block) * line;
     }
@@ -88,8 +90,8 @@ struct PlainWeight : PlainStorage, InSharedMemory {
     };
 
     // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
-    template <bool kRowMajorTokens, int kTokens, int kSums>
-    __device__ static void multiply(float (&sums)[kSums], const DdsArguments& arguments, const char* stage,
+    template <bool kRowMajorTokens, int kTokens, class Sum, int kSums>
+    __device__ static void multiply(Sum (&sums)[kSums], const DdsArguments& arguments, const char* stage,
                                     uint32_t tokens, bool add) {
         using cute::SM90::GMMA::Major;
         using Atom = typename Math::template Atom<kTransposed ? Major::MN : Major::K,

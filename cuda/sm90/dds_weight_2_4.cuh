@@ -51,7 +51,7 @@ struct CompressedWeight : InSharedMemory {
         arguments.metadata = problem.values.metadata;
         const int64_t columns = problem.pattern.block_cols / 2;
         return encode(
-            arguments.values, problem.dtype, problem.values.data,
+            arguments.values, problem.values.dtype, problem.values.data,
             {{columns, 1, k_width(arguments) / 2}, {arguments.value_rows, columns, arguments.row_width}});
     }
 
@@ -120,8 +120,8 @@ struct CompressedWeight : InSharedMemory {
     };
 
     // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
-    template <bool kRowMajorTokens, int kTokens, int kSums>
-    __device__ static void multiply(float (&sums)[kSums], const DdsArguments& arguments, const char* stage,
+    template <bool kRowMajorTokens, int kTokens, class Sum, int kSums>
+    __device__ static void multiply(Sum (&sums)[kSums], const DdsArguments& arguments, const char* stage,
                                     uint32_t tokens, bool add) {
         using cute::SM90::GMMA::SparseSel;
         constexpr auto kMajor = kRowMajorTokens ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN;

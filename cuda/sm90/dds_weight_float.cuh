@@ -59,6 +59,7 @@ struct FloatWeight : PlainWeight<kOp, Math> {
     // from others when these have been waited for.
     template <int kTokens>
     class Products {
+        using Sum = typename Math::Accumulator;
         static constexpr int kSums = kFeatures * kTokens / 128;
         static constexpr bool kSplit = Math::kParts > 1;
         using Atom = typename Math::template RegisterAtom<cute::SM90::GMMA::Major::K, kTokens>;
@@ -70,7 +71,7 @@ struct FloatWeight : PlainWeight<kOp, Math> {
 
         // Starts the products of a step, sums (+)= weight tokens, or what add() will add to them. No others
         // may be under way. `tokens`: where their operand is.
-        __device__ void start(float (&sums)[kSums], const char* stage, const Operand& tokens_by_k,
+        __device__ void start(Sum (&sums)[kSums], const char* stage, const Operand& tokens_by_k,
                               uint32_t tokens, bool add) {
             Fragment weight[kFragments], rest[kFragments];
 #pragma unroll
@@ -94,13 +95,13 @@ struct FloatWeight : PlainWeight<kOp, Math> {
             cute::warpgroup_commit_batch();
         }
 
-        // Tensor cores cut off what they add instead of rounding it, which would show: each step is summed on
-        // its own and then added with rounding. Neither is kept from one tile to the next.
-        __device__ void begin(float (&sums)[kSums]) {
+        // Promoted accumulation: the sums of each step are added to those of the tile. Neither is kept from
+        // one tile to the next.
+        __device__ void begin(Sum (&sums)[kSums]) {
 #pragma unroll
             for (int i = 0; i < kSums; ++i) sums[i] = step_[i] = 0.0f;
         }
-        __device__ void add(float (&sums)[kSums]) const {
+        __device__ void add(Sum (&sums)[kSums]) const {
 #pragma unroll
             for (int i = 0; i < kSums; ++i) sums[i] += step_[i];
         }
@@ -155,7 +156,7 @@ struct FloatWeight : PlainWeight<kOp, Math> {
         }
 
         uint32_t place_;
-        float step_[kSplit ? kSums : 1];
+        Sum step_[kSplit ? kSums : 1];
     };
 };
 

@@ -1,16 +1,14 @@
-// The element types by the names that rows of tiles.def use.
+// Element types by the names that rows of tiles.def use, and how they are multiplied.
 #pragma once
 
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 #include <type_traits>
 
 #include <cute/arch/mma_sm90_gmma.hpp>
 
-#include "common/problem.h"
+#include "common/elements.h"
 #include "tma/ring.cuh"
 
 namespace ts::sm90 {
@@ -20,10 +18,7 @@ using namespace tma;  // the parts that kernels of every TMA architecture are ma
 //     kMapType: the type that TMA loads them as
 //     Atom, RegisterAtom: wgmma of 64 x kColumns sums, the first operand in shared memory or in registers
 //     kParts: what is multiplied of an activation; see dds_split.cuh for two
-struct bf16 {
-    using Element = __nv_bfloat16;
-    using Pair = __nv_bfloat162;
-    static constexpr DType kDType = DType::bfloat16;
+struct bf16 : Uniform<__nv_bfloat16> {
     static constexpr Precision kPrecision = Precision::highest;
     static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     static constexpr int kParts = 1;
@@ -37,12 +32,8 @@ struct bf16 {
         std::conditional_t<kColumns == 256,
                            cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, kB>,
                            cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, kB>>;
-    __device__ static Pair round(float first, float second) { return __floats2bfloat162_rn(first, second); }
 };
-struct f16 {
-    using Element = __half;
-    using Pair = __half2;
-    static constexpr DType kDType = DType::float16;
+struct f16 : Uniform<__half> {
     static constexpr Precision kPrecision = Precision::highest;
     static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     static constexpr int kParts = 1;
@@ -56,7 +47,6 @@ struct f16 {
         std::conditional_t<kColumns == 256,
                            cute::SM90::GMMA::MMA_64x256x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kB>,
                            cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kB>>;
-    __device__ static Pair round(float first, float second) { return __floats2half2_rn(first, second); }
 };
 
 // Operands of TF32, which wgmma reads along k alone.
@@ -67,27 +57,28 @@ struct Tf32Products {
                            cute::SM90::GMMA::MMA_64x128x8_F32TF32TF32_RS_TN<>>;
 };
 // float32 as TF32, to which TMA rounds what it loads.
-struct tf32 : Tf32Products {
-    using Element = float;
-    static constexpr DType kDType = DType::float32;
+struct tf32 : Uniform<float>, Tf32Products {
     static constexpr Precision kPrecision = Precision::tf32;
     static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
     static constexpr int kParts = 1;
 };
 // float32 with its own error, in three products of TF32.
-struct tf32x3 : Tf32Products {
-    using Element = float;
-    static constexpr DType kDType = DType::float32;
+struct tf32x3 : Uniform<float, Accumulation::promoted>, Tf32Products {
     static constexpr Precision kPrecision = Precision::highest;
     static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     static constexpr int kParts = 2;
 };
 
 // Two sums as results that lie side by side.
-template <class Math>
+template <class Result>
 __device__ inline uint32_t rounded(float first, float second) {
-    const auto pair = Math::round(first, second);
-    return reinterpret_cast<const uint32_t&>(pair);
+    if constexpr (std::is_same_v<Result, __nv_bfloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+        return reinterpret_cast<const uint32_t&>(pair);
+    } else {
+        const __half2 pair = __floats2half2_rn(first, second);
+        return reinterpret_cast<const uint32_t&>(pair);
+    }
 }
 
 }  // namespace ts::sm90

@@ -9,12 +9,14 @@ namespace ts::sm90 {
 // One warpgroup's products of its half of all tiles.
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddConsumer {
+    using Sum = typename Traits::Accumulator;
+
   public:
     __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int rank, int half)
         : arguments_(arguments), shared_(shared), rank_(rank), half_(half), cursor_(arguments) {}
 
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
-        float sums[kSums];
+        Sum sums[kSums];
         const int team = blockIdx.x / arguments_.team_size, teams = gridDim.x / arguments_.team_size;
         for (int index = team; index < schedule.size(); index += teams) {
             // Skipping what has no steps would make the compiler think that lanes of a warp differ.
@@ -53,7 +55,7 @@ class SddConsumer {
     }
 
     // `strip`, `window`: where they lie in a stage.
-    __device__ void sum_up(float (&sums)[kSums], bool swapped, int strip, int window, int steps) {
+    __device__ void sum_up(Sum (&sums)[kSums], bool swapped, int strip, int window, int steps) {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
         // Units are as wide as strips where y and x are swapped: with the same layout, they are operands
@@ -67,7 +69,7 @@ class SddConsumer {
     }
 
     template <bool kRowMajorStrip, bool kRowMajorUnits>
-    __device__ void multiply_steps(float (&sums)[kSums], const Operand& strip_operand, int strip,
+    __device__ void multiply_steps(Sum (&sums)[kSums], const Operand& strip_operand, int strip,
                                    const Operand& units_operand, int window, int steps) {
         Ring<Traits::kMaxStages>& ring = shared_.rings[cursor_.large];
         int multiplied = -1;

@@ -25,7 +25,6 @@ struct StagedResults {
 template <class Traits>
 class SddEpilogue {
     using Result = typename Traits::Result;
-    using Math = typename Traits::Math;
 
   public:
     __device__ SddEpilogue(const SddArguments& arguments, const SddPlan& plan, int index, int half)
@@ -94,7 +93,7 @@ class SddEpilogue {
             uint32_t words[4];  // 8 x 8 each: 16 of the strip's lines by 16 columns
 #pragma unroll
             for (int q = 0; q < 4; ++q)
-                words[q] = rounded<Math>(sums[8 * i + 2 * q], sums[8 * i + 2 * q + 1]);
+                words[q] = rounded<Result>(sums[8 * i + 2 * q], sums[8 * i + 2 * q + 1]);
             const int of_strip = 16 * warp + 8 * (lane / 8 % 2), of_unit = 16 * (i % 4) + 8 * (lane / 16);
             const int line = (kSwapped ? of_unit : of_strip) + lane % 8;
             const int eighth = (kSwapped ? of_strip : of_unit) / 8 ^ lane % 8;
@@ -168,7 +167,7 @@ class SddEpilogue {
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
                 const int at = 16 * (i / 2) + 2 * (i % 2) + 4 * q;
-                words[q] = rounded<Math>(sums[at], sums[at + 1]);
+                words[q] = rounded<Result>(sums[at], sums[at + 1]);
             }
             exchange(words);
             store_chunk(to[i / 2], 8 * (i % 2), words);  // no block has fewer than 16 lines
@@ -189,7 +188,7 @@ class SddEpilogue {
             uint32_t words[4];
 #pragma unroll
             for (int q = 0; q < 4; ++q)
-                words[q] = transpose(rounded<Math>(sums[8 * i + 2 * q], sums[8 * i + 2 * q + 1]));
+                words[q] = transpose(rounded<Result>(sums[8 * i + 2 * q], sums[8 * i + 2 * q + 1]));
             exchange(words);
             store_chunk(to[i / 2], 16 * (i % 2), words);
         }

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if (warp == 0)
             SddProducer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank).run(plan, schedule);
         else
-            sums::sum_items<typename Traits::Math::Element, Traits::kSumsAhead, true>(
+            sums::sum_items<typename Traits::Input, Traits::kSumsAhead, true>(
                 arguments.sums, (warp - 1) * gridDim.x + blockIdx.x, Traits::kSumWarps * gridDim.x,
                 threadIdx.x % 32);
         cute::cluster_arrive();

@@ -15,7 +15,7 @@ namespace ts::sm90 {
 template <class Math>
 struct Sdd {
     using Traits = SddTraits<Math>;
-    using WideTraits = SddTraits<Math, float>;
+    using WideTraits = SddTraits<WithResult<Math, float>>;
     static constexpr PlanShape kPlan = {Traits::kStrip, Traits::kWindow, Traits::kHalves, PlanKind::strips};
 
     static const char* refuses(const Problem& problem, const Device& device) {
@@ -39,7 +39,7 @@ struct Sdd {
             const bool paced = is_paced(problem, device);
             if (const cudaError_t error = use_split_memory(arguments, workspace, paced, stream)) return error;
         }
-        const auto start = problem.result_dtype == Math::kDType ? start_for<Traits> : start_for<WideTraits>;
+        const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
         if (!decision.sums_y) return start(arguments, problem, stream);
         void* const partial = static_cast<char*>(workspace) + bytes_of_splits(problem, device);
         arguments.sums = sums::share(problem, sum_warps(device), partial);
@@ -50,8 +50,8 @@ struct Sdd {
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<Sdd>(name);
         row.ops = bits_of(Op::sdd_tn);
-        row.dtypes = bits_of(Math::kDType);
-        row.result_dtypes = bits_of(Math::kDType, DType::float32);
+        row.input_dtypes = bits_of(Math::kInput);
+        row.result_dtypes = bits_of(Math::kResult, DType::float32);
         row.tile_features = Traits::kHalves * Traits::kStrip;
         row.estimate = estimate_sdd;
         row.decide = decide_sdd;
@@ -96,7 +96,7 @@ struct Sdd {
     }
     static bool stages_last(const Problem& problem) {
         return are_wide_blocks(problem.pattern) && !problem.accumulate &&
-               problem.result_dtype == Math::kDType;
+               problem.result_dtype == Math::kResult;
     }
 
     // Only where there is a round of tiles that are not split. Wide blocks have no use for it.
@@ -142,7 +142,7 @@ struct Sdd {
         arguments.stages_last = stages_last(problem);
         if (arguments.stages_last) {
             const int64_t lines = pattern.nnz * kWideBlock;
-            if (const cudaError_t error = encode(arguments.blocks, problem.dtype, problem.values.data,
+            if (const cudaError_t error = encode(arguments.blocks, problem.result_dtype, problem.values.data,
                                                  {{kWideBlock, 1, unit}, {lines, kWideBlock, unit}}))
                 return error;
         }
@@ -181,9 +181,9 @@ struct Sdd {
         const auto promotion =
             row_major && width == 32 ? CU_TENSOR_MAP_L2_PROMOTION_L2_64B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
         if (row_major)
-            return encode(map, problem.dtype, matrix.data,
+            return encode(map, problem.input_dtype, matrix.data,
                           {{features, 1, width}, {problem.tokens, matrix.ld, Traits::kStep}}, promotion);
-        return encode(map, problem.dtype, matrix.data,
+        return encode(map, problem.input_dtype, matrix.data,
                       {{problem.tokens, 1, Traits::kStep}, {features, matrix.ld, width}}, promotion);
     }
 };

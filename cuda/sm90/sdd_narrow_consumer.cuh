@@ -45,7 +45,7 @@ __device__ inline void load_matrices_if(uint32_t condition, uint32_t (&fragment)
 }
 
 template <class Math>
-using WarpAtom = std::conditional_t<Math::kDType == DType::bfloat16, cute::SM80_16x8x16_F32BF16BF16F32_TN,
+using WarpAtom = std::conditional_t<Math::kInput == DType::bfloat16, cute::SM80_16x8x16_F32BF16BF16F32_TN,
                                     cute::SM80_16x8x16_F32F16F16F32_TN>;
 
 // sums += a b for the 16 features of x in `b`, eight by eight.
@@ -62,6 +62,7 @@ __device__ inline void multiply_strip(float* sums, const uint32_t (&a)[4], const
 // One warp's products of its blocks of all tiles.
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddNarrowConsumer {
+    using Sum = typename Traits::Accumulator;
     static constexpr int kBlocks = Traits::kBlocks;
 
   public:
@@ -78,7 +79,7 @@ class SddNarrowConsumer {
             const SddWork work = schedule.work(index, 0);
             const int4 tile = __ldg(plan.tiles + work.tile);
             const int list = (work.tile * kListWarps + warp_) * kBlocks;
-            float sums[Traits::kSums];
+            Sum sums[Traits::kSums];
 #pragma unroll
             for (float& sum : sums) sum = 0;
             read_list(plan.masks + list);
@@ -113,7 +114,7 @@ class SddNarrowConsumer {
 
     // Of the first `kCount` blocks of the list. Fragments of x are loaded some blocks ahead.
     template <int kCount>
-    __device__ void multiply(float (&sums)[Traits::kSums], int stages) {
+    __device__ void multiply(Sum (&sums)[Traits::kSums], int stages) {
         constexpr int kAhead = 2, kTurns = Traits::kStageTokens / 16 * kCount;
         for (int stage = 0; stage < stages; ++stage) {
             shared_.ring.wait_full(position_);
@@ -157,7 +158,7 @@ class SddNarrowConsumer {
     }
 
     // All that is added is read before anything is written: memory is waited for once.
-    __device__ void store(const int* slots, float (&sums)[Traits::kSums]) const {
+    __device__ void store(const int* slots, Sum (&sums)[Traits::kSums]) const {
         int slot[kBlocks];
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) slot[i] = __ldg(slots + i);

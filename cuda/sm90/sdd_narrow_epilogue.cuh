@@ -46,7 +46,7 @@ class SddNarrowEpilogue {
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
                 const int at = 4 * (q % 2) + 2 * (q / 2);
-                words[q] = rounded<typename Traits::Math>(sums[at], sums[at + 1]);
+                words[q] = rounded<Result>(sums[at], sums[at + 1]);
             }
             exchange(words);
             const int line = line_ + 8 * (lane_ / 2), column = 8 * (lane_ % 2);

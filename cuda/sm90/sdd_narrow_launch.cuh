@@ -12,11 +12,12 @@ namespace ts::sm90 {
 // One row of the registry.
 template <class Math>
 struct SddNarrow {
-    using Common = SddNarrowTraits<Math, float>;  // for what is the same for all
+    using Traits = SddNarrowTraits<Math>;
+    using WideTraits = SddNarrowTraits<WithResult<Math, float>>;
     static constexpr PlanShape kPlan = kListPlan;
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (const char* reason = sm90::refuses(device, Common::kSharedBytes, 1)) return reason;
+        if (const char* reason = sm90::refuses(device, Traits::kSharedBytes, 1)) return reason;
         if (!sdd_fits(problem, device)) return "so many tokens are out of its reach";
         return are_listed_blocks(problem.pattern) ? nullptr : "its blocks are 16 x 16";
     }
@@ -49,54 +50,52 @@ struct SddNarrow {
             if (const cudaError_t error = use_split_memory(arguments, workspace, is_paced, stream))
                 return error;
         }
-        const auto start =
-            problem.result_dtype == Math::kDType ? start_for<typename Math::Element> : start_for<float>;
+        const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
         return start(arguments, problem, stream);
     }
 
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<SddNarrow>(name);
         row.ops = bits_of(Op::sdd_tn);
-        row.dtypes = bits_of(Math::kDType);
-        row.result_dtypes = bits_of(Math::kDType, DType::float32);
+        row.input_dtypes = bits_of(Math::kInput);
+        row.result_dtypes = bits_of(Math::kResult, DType::float32);
         row.tile_features = kListUnit;
         row.estimate = estimate_sdd_narrow;
         return row;
     }
 
   private:
-    static constexpr int64_t kTileValues = int64_t{kListTileBlocks} * Common::kBlock * Common::kBlock;
+    static constexpr int64_t kTileValues = int64_t{kListTileBlocks} * Traits::kBlock * Traits::kBlock;
 
     // The number of tiles is on the device.
     static bool may_split(const Problem& problem) { return sdd_steps(problem) >= kMinSplitSteps; }
 
     // The kernel, and the one that adds partial sums.
-    template <class Result>
+    template <class OfResult>
     static cudaError_t start_for(const SddNarrowArguments& arguments, const Problem& problem, void* stream) {
-        using Traits = SddNarrowTraits<Math, Result>;
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
         const auto start =
-            row_major_y ? (row_major_x ? start_on<Traits, true, true> : start_on<Traits, true, false>)
-                        : (row_major_x ? start_on<Traits, false, true> : start_on<Traits, false, false>);
+            row_major_y ? (row_major_x ? start_on<OfResult, true, true> : start_on<OfResult, true, false>)
+                        : (row_major_x ? start_on<OfResult, false, true> : start_on<OfResult, false, false>);
         if (const cudaError_t error = start(arguments, stream)) return error;
         if (!arguments.may_split) return cudaSuccess;
-        return launch_early<sdd_narrow_reduce<Traits>, 0>(arguments, 16 * arguments.ctas, 128, stream);
+        return launch_early<sdd_narrow_reduce<OfResult>, 0>(arguments, 16 * arguments.ctas, 128, stream);
     }
 
-    template <class Traits, bool kRowMajorY, bool kRowMajorX>
+    template <class OfResult, bool kRowMajorY, bool kRowMajorX>
     static cudaError_t start_on(const SddNarrowArguments& arguments, void* stream) {
-        constexpr auto kKernel = sdd_narrow_kernel<Traits, kRowMajorY, kRowMajorX>;
+        constexpr auto kKernel = sdd_narrow_kernel<OfResult, kRowMajorY, kRowMajorX>;
         return ClusterLauncher<kKernel, SddNarrowArguments>::launch(
             arguments, arguments.ctas, 1, Traits::kThreads, Traits::kSharedBytes, stream, false);
     }
 
     static cudaError_t map(CUtensorMap& map, const Problem& problem, const Matrix& matrix, int64_t features) {
         if (matrix.layout == Layout::row_major)
-            return encode(map, problem.dtype, matrix.data,
-                          {{features, 1, kListUnit}, {problem.tokens, matrix.ld, Common::kStageTokens}});
-        return encode(map, problem.dtype, matrix.data,
-                      {{problem.tokens, 1, Common::kStageTokens}, {features, matrix.ld, kListUnit}});
+            return encode(map, problem.input_dtype, matrix.data,
+                          {{features, 1, kListUnit}, {problem.tokens, matrix.ld, Traits::kStageTokens}});
+        return encode(map, problem.input_dtype, matrix.data,
+                      {{problem.tokens, 1, Traits::kStageTokens}, {features, matrix.ld, kListUnit}});
     }
 };
 

@@ -26,11 +26,13 @@ struct SddNarrowArguments {
     int plan_key;  // that the plan must have
 };
 
-// `Result`: what values are stored as, the element of the operands or float.
-template <class Math_, class Result_>
+// Values are stored as Math::Result, the type of the operands or float.
+template <class Math_>
 struct SddNarrowTraits {
     using Math = Math_;
-    using Result = Result_;
+    using Input = typename Math::Input;
+    using Accumulator = typename Math::Accumulator;
+    using Result = typename Math::Result;
     static constexpr int kBlock = 16;
     static constexpr int kBlocks = kListBlocks;
     static constexpr int kGroups = kListWarps / 4;  // warpgroups that multiply
@@ -38,7 +40,7 @@ struct SddNarrowTraits {
     static constexpr int kStageTokens = 32;
     static constexpr int kBlockSums = kBlock * kBlock / 32;  // of a lane
     static constexpr int kSums = kBlocks * kBlockSums;
-    static constexpr int kUnitBytes = kListUnit * kStageTokens * 2;
+    static constexpr int kUnitBytes = kListUnit * kStageTokens * sizeof(Input);
     static constexpr int kStageBytes = kListUnits * kUnitBytes;
     static constexpr int kStages = kSharedCapacity / kStageBytes;
 

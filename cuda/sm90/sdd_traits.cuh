@@ -40,11 +40,13 @@ struct SddArguments {
     sums::Sums sums;  // over tokens of y, by the warps that have nothing to load; no parts if there are none
 };
 
-// `Result`: what values are stored as, the element of the operands or float.
-template <class Math_, class Result_ = typename Math_::Element>
+// Values are stored as Math::Result, the type of the operands or float.
+template <class Math_>
 struct SddTraits {
     using Math = Math_;
-    using Result = Result_;
+    using Input = typename Math::Input;
+    using Accumulator = typename Math::Accumulator;
+    using Result = typename Math::Result;
     static constexpr int kHalves = 2;  // warpgroups that multiply
     static constexpr int kStrip = kStripFeatures;
     static constexpr int kWindow = kStripWindow;
@@ -52,7 +54,7 @@ struct SddTraits {
     static constexpr int kThreads = 128 * (1 + kHalves);
     static constexpr int kSumWarps = 3;   // beside the one that loads
     static constexpr int kSumsAhead = 4;  // lines that they read at a time, which their registers bound
-    static constexpr int kFeatureBytes = kStep * 2;  // of a feature in a stage
+    static constexpr int kFeatureBytes = kStep * sizeof(Input);  // of a feature in a stage
     static constexpr int kStripBytes = kStrip * kFeatureBytes;
 
     // Most tiles are small and leave room for one more stage, or for their results.
@@ -62,7 +64,7 @@ struct SddTraits {
     static constexpr int kMaxStages = kSharedCapacity / kSmallStageBytes;
     // There is no room for results of float.
     static constexpr bool kMayStageResults = sizeof(Result) == 2;
-    static constexpr int kResultBytes = 2 * kStrip * kWindow;  // of a half
+    static constexpr int kResultBytes = 2 * kStrip * kWindow;  // of a half, in 16 bits
 
     template <bool kRowMajor>
     static constexpr cute::SM90::GMMA::Major kMajor =

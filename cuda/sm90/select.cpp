@@ -185,7 +185,7 @@ SddTime sdd_time(int32_t block_rows) {
 
 // 10^6 multiplications and additions that cuBLAS does in a microsecond of a large product.
 double dense_rate(const Problem& problem) {
-    if (problem.dtype != DType::float32) return 812;
+    if (problem.input_dtype != DType::float32) return 812;
     if (problem.precision == Precision::highest) return 52;
     return problem.op == Op::sdd_tn ? 266 : 415;
 }
@@ -258,11 +258,11 @@ double estimate_sdd_narrow(const Kernel&, const Problem& problem, const Device& 
 // cuBLAS is bound by products, by memory, or by both in turn; beside it, W is filled with zeros and the
 // blocks are put into it, line by line (of sdd: the whole W is computed and its blocks are copied).
 std::optional<double> estimate_dense(const Problem& problem, const Device& device) {
-    if (device.compute_capability != 90 || problem.dtype == DType::float64) return std::nullopt;
+    if (device.compute_capability != 90 || problem.input_dtype == DType::float64) return std::nullopt;
     constexpr double kPutStart = 3, kPutByte = 2.8e-6, kCopyStart = 5, kByte = 1 / 3.8e6;
     const Pattern& pattern = problem.pattern;
     const double weight_bytes = static_cast<double>(pattern.out_features) *
-                                static_cast<double>(pattern.in_features) * element_size(problem.dtype);
+                                static_cast<double>(pattern.in_features) * element_size(problem.input_dtype);
     const double products = 2e-6 * problem_size(problem) / dense_rate(problem);
     const double memory = kByte * (weight_bytes + activation_bytes(problem));
     const double copies =

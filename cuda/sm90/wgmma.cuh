@@ -42,31 +42,30 @@ inline Operand operand(int width, int outer) {
 // What a thread holds of an operand in registers for one instruction: four words.
 using WeightFragment = uint32_t[4];
 
-template <class Atom, class A, int kCount, size_t... kIndex, class... Metadata>
-__device__ inline void start_wgmma(float (&sums)[kCount], const A& a, uint64_t b, bool add,
+template <class Atom, class Sum, class A, int kCount, size_t... kIndex, class... Metadata>
+__device__ inline void start_wgmma(Sum (&sums)[kCount], const A& a, uint64_t b, bool add,
                                    std::index_sequence<kIndex...>, Metadata... metadata) {
     const auto scale = add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
     if constexpr (std::is_same_v<A, WeightFragment>)
-        Atom::fma(a[0], a[1], a[2], a[3], b, sums[kIndex]..., scale);
+        Atom::fma(a[0], a[1], a[2], a[3], b, as_register(sums[kIndex])..., scale);
     else
-        Atom::fma(a, b, sums[kIndex]..., metadata..., scale);
+        Atom::fma(a, b, as_register(sums[kIndex])..., metadata..., scale);
 }
 
 // Starts sums (+)= a b, one instruction. `a`: the descriptor of an operand in shared memory, with the
 // thread's metadata if it is 2:4, or what the thread holds of the operand in registers.
-template <class Atom, class A, int kCount, class... Metadata>
-__device__ inline void wgmma(float (&sums)[kCount], const A& a, uint64_t b, bool add, Metadata... metadata) {
+template <class Atom, class Sum, class A, int kCount, class... Metadata>
+__device__ inline void wgmma(Sum (&sums)[kCount], const A& a, uint64_t b, bool add, Metadata... metadata) {
     start_wgmma<Atom>(sums, a, b, add, std::make_index_sequence<kCount>(), metadata...);
 }
 
-// sums (+)= a b for 64 elements of k.
-template <class Atom, int kCount>
-__device__ inline void multiply_step(float (&sums)[kCount], const Operand& a, uint32_t a_address,
+// sums (+)= a b for 128 bytes of k.
+template <class Atom, class Sum, int kCount>
+__device__ inline void multiply_step(Sum (&sums)[kCount], const Operand& a, uint32_t a_address,
                                      const Operand& b, uint32_t b_address, bool add) {
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int k16 = 0; k16 < 4; ++k16)
-        wgmma<Atom>(sums, a.at(a_address, k16), b.at(b_address, k16), add || k16 > 0);
+    for (int i = 0; i < 4; ++i) wgmma<Atom>(sums, a.at(a_address, i), b.at(b_address, i), add || i > 0);
     cute::warpgroup_commit_batch();
 }
 

@@ -12,11 +12,14 @@ namespace ts::tma {
 inline Problem tokens_of(const Problem& problem, int64_t first, int64_t count) {
     Problem some = problem;
     some.tokens = count;
-    for (Matrix* const matrix : {&some.x, &some.y, &some.residual}) {
-        if (matrix->data == nullptr) continue;
-        const int64_t elements = first * (matrix->layout == Layout::row_major ? matrix->ld : 1);
-        matrix->data = static_cast<char*>(matrix->data) + elements * element_size(problem.dtype);
-    }
+    const auto advance = [&](Matrix& matrix, DType dtype) {
+        if (matrix.data == nullptr) return;
+        const int64_t elements = first * (matrix.layout == Layout::row_major ? matrix.ld : 1);
+        matrix.data = static_cast<char*>(matrix.data) + elements * element_size(dtype);
+    };
+    advance(some.x, problem.x_dtype());
+    advance(some.y, problem.y_dtype());
+    advance(some.residual, problem.result_dtype);
     return some;
 }
 

@@ -155,7 +155,7 @@ int32_t launch(void (*kernel)(Arguments), Arguments arguments, int64_t threads, 
 
 auto expand_kernel_for(const Problem& problem) -> void (*)(ExpandArguments) {
     if (is_quantized(problem.values.dtype)) {
-        switch (problem.dtype) {
+        switch (problem.input_dtype) {
             case DType::float64:
                 return expand_kernel<uint8_t, double>;
             case DType::float32:
@@ -166,7 +166,7 @@ auto expand_kernel_for(const Problem& problem) -> void (*)(ExpandArguments) {
                 return expand_kernel<uint8_t, __nv_bfloat16>;
         }
     }
-    switch (element_size(problem.dtype)) {
+    switch (element_size(problem.input_dtype)) {
         case 8:
             return expand_kernel<uint64_t, uint64_t>;
         case 4:

@@ -140,7 +140,7 @@ typedef struct ts_matrix {
 typedef struct ts_matmul_desc {
     uint32_t struct_size;
     int32_t op;
-    int32_t dtype; /* of x, y and bias, and of all else that says nothing of its own, below; sums are
+    int32_t dtype; /* of the activations, and of all else that says nothing of its own, below; sums are
                       float32 (float64 for TS_FLOAT64) and rounded once */
     int32_t device;
     int32_t storage;
@@ -160,8 +160,8 @@ typedef struct ts_matmul_desc {
     ts_matrix residual;   /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
     const void* metadata; /* of TS_STORAGE_2_4; otherwise NULL */
     int32_t values_dtype; /* 0: that of the activations, `dtype`; d + 1: the dtype d */
-    int32_t result_dtype; /* likewise, of what is written and of residual; for TS_SDD_TN that of values, which
-                               may be TS_FLOAT32 for 16 bits, also to add to */
+    int32_t result_dtype; /* likewise, of what is written, of bias and residual; for TS_SDD_TN that of values,
+                             which may be TS_FLOAT32 for 16 bits, also to add to */
     int64_t plan_key;     /* what ts_plan_key gives for the kernel the plan was made for, so that a product
                                for which another one is chosen refuses it; 0: not known */
     const void* packed;   /* made by ts_values_pack of the same values, pattern and kernel, or NULL */

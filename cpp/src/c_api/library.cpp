@@ -86,7 +86,7 @@ ts_status_t ts_kernel_get(int32_t index, ts_kernel_info* info) {
         result.device = static_cast<int32_t>(kernel.device);
         result.min_compute_capability = kernel.min_compute_capability;
         result.ops = kernel.ops;
-        result.dtypes = kernel.dtypes;
+        result.dtypes = kernel.input_dtypes;
         result.precision = static_cast<int32_t>(kernel.precision);
         result.plan = plan_number(kernel.plan);
         result.tile_tokens = kernel.tile_tokens;

@@ -12,8 +12,8 @@ namespace {
 template <const InstructionSet& set>
 const char* refuses(const Problem& problem, const Device&) {
     const bool is_wide = problem.op == Op::sdd_tn && problem.result_dtype == DType::float32 &&
-                         element_size(problem.dtype) == 2;
-    if (problem.result_dtype != problem.dtype && !is_wide)
+                         element_size(problem.input_dtype) == 2;
+    if (problem.result_dtype != problem.input_dtype && !is_wide)
         return "it writes float32 instead of the dtype of x and y only for sdd_tn of 16 bits";
     return set.available() ? nullptr : set.missing;
 }
@@ -26,7 +26,7 @@ bool is_empty(const Problem& problem) {
 
 template <const InstructionSet& set>
 const Steps& steps_of(const Problem& problem) {
-    return set.steps[static_cast<int>(problem.dtype)];
+    return set.steps[static_cast<int>(problem.input_dtype)];
 }
 
 template <const InstructionSet& set>

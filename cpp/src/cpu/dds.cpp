@@ -47,7 +47,7 @@ class Dds {
         // With gaps between its lines the memory is not the result's alone.
         const bool row_major = output_.layout == Layout::row_major;
         if (output_.ld == (row_major ? features_ : p_.tokens))
-            advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.dtype));
+            advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.result_dtype));
         in_parallel(threads_, [this](Member& member) {
             if (own_chunks_ > 0) return run_own_chunks(member);
             for (int64_t wave = 0; wave < p_.tokens; wave += wave_)
@@ -134,7 +134,7 @@ class Dds {
     void pack_input(const Panels& panels, int64_t feature, int64_t token, int64_t end) const {
         const int64_t tokens = tile_tokens(token, end), width = round_up(tokens, steps_.lanes);
         pack_rectangle(
-            steps_, p_.dtype, input_,
+            steps_, p_.input_dtype, input_,
             {feature, std::min(kPackedFeatures, input_features_ - feature), token, tokens, width}, false,
             false, offset(panel(panels, token), feature / steps_.pair * width * steps_.packed_size), width);
     }
@@ -150,7 +150,7 @@ class Dds {
         for (; token < token_end; token += steps_.tile) {
             const int64_t tokens = tile_tokens(token, token_end);
             const Output output = output_of(feature, feature_end - feature, token, tokens, sums);
-            prefetch_output(output, element_size(p_.dtype));
+            prefetch_output(output, element_size(p_.result_dtype));
             for (int64_t i = 0; i < count; ++i) {
                 if (by_tokens_)
                     multiply_tokens(row_tiles[i], token, tokens, reinterpret_cast<float*>(sums) + i * rows_);
@@ -170,7 +170,7 @@ class Dds {
     }
 
     void multiply_tokens(const RowTile& row_tile, int64_t token, int64_t tokens, float* sums) const {
-        const int64_t ld = input_.ld * element_size(p_.dtype);
+        const int64_t ld = input_.ld * element_size(p_.input_dtype);
         steps_.multiply_tokens({offset(input_.data, token * ld), ld, row_tile.a, row_tile.idx,
                                 row_tile.entries, row_tile.depth, tokens, sums, kTaskFeatures});
     }
@@ -207,13 +207,13 @@ class Dds {
     const void* block_rows(int64_t slot, int64_t within) const {
         const int64_t rows = p_.pattern.block_rows, cols = p_.pattern.block_cols;
         return offset(p_.values.data,
-                      (slot * rows * cols + within * (forward_ ? cols : 1)) * element_size(p_.dtype));
+                      (slot * rows * cols + within * (forward_ ? cols : 1)) * element_size(p_.input_dtype));
     }
 
     // Copies those features of blocks to [entries, rows, depth_block], or with the last two exchanged.
     void pack_values(const int32_t* slots, int64_t entries, int64_t within, const void* target) const {
         constexpr int64_t ahead = 4;  // blocks are too small for the processor to see where they lie
-        const int64_t depths = depth_block_ * steps_.pair, size = element_size(p_.dtype);
+        const int64_t depths = depth_block_ * steps_.pair, size = element_size(p_.input_dtype);
         const int64_t rows = forward_ ? rows_ : depths, cols = forward_ ? depths : rows_;
         for (int64_t e = 0; e < entries; ++e) {
             if (e + ahead < entries)
@@ -230,7 +230,7 @@ class Dds {
         const auto first = [&](int64_t ld) {
             return row_major ? token * ld + feature : feature * ld + token;
         };
-        const int64_t size = element_size(p_.dtype);
+        const int64_t size = element_size(p_.result_dtype);
         const Matrix& residual = p_.residual;
         const void* bias = p_.bias ? offset(p_.bias, feature * size) : nullptr;
         return {sums,

@@ -17,7 +17,7 @@ class Decode {
           p_(problem),
           adjacency_(p_.block_rows()),
           rows_(std::min<int64_t>(p_.row_block(), kMaxRows)),
-          element_(element_size(p_.dtype)),
+          element_(element_size(p_.input_dtype)),
           packed_element_(steps_.packed_size / steps_.pair),
           packs_(p_.tokens > 1 || packed_element_ != element_ || p_.input().layout != Layout::row_major),
           x_ld_(p_.k_size() + kLine / packed_element_),
@@ -36,8 +36,9 @@ class Decode {
                 member.share(ceil_div(p_.k_size(), kPackedFeatures), [&](int64_t i) {
                     const int64_t feature = i * kPackedFeatures,
                                   features = std::min(kPackedFeatures, p_.k_size() - feature);
-                    pack_rectangle(steps_, p_.dtype, p_.input(), {feature, features, 0, p_.tokens, p_.tokens},
-                                   true, false, offset(x_, feature * packed_element_), x_ld_);
+                    pack_rectangle(steps_, p_.input_dtype, p_.input(),
+                                   {feature, features, 0, p_.tokens, p_.tokens}, true, false,
+                                   offset(x_, feature * packed_element_), x_ld_);
                 });
                 member.wait();
             }

@@ -40,7 +40,7 @@ class Sdd {
 
     void run() const {
         const int64_t outs = p_.pattern.out_features, ins = p_.pattern.in_features;
-        advise_huge_pages(p_.values.data, p_.pattern.value_count() * element_size(p_.dtype));
+        advise_huge_pages(p_.values.data, p_.values.bytes(p_.pattern));
         in_parallel(threads_, [&](Member& member) {
             for (int64_t y = 0; y < outs; y += y_wave_) {
                 const int64_t y_end = std::min(y + y_wave_, outs);
@@ -90,7 +90,7 @@ class Sdd {
         const int64_t slab_bytes = slab_ / steps_.pair * width * steps_.packed_size;
         member.share(ceil_div(end - feature, width) * slabs_, [&](int64_t i) {
             const int64_t slab = i % slabs_, token = slab * slab_, f = feature + i / slabs_ * width;
-            pack_rectangle(steps_, p_.dtype, from,
+            pack_rectangle(steps_, p_.input_dtype, from,
                            {f, width, token, std::min(slab_, p_.tokens - token), slab_}, tokens_first, true,
                            offset(panels, f % wave * feature_bytes_ + slab * slab_bytes),
                            tokens_first ? width : slab_);
