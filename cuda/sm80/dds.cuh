@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     if (threadIdx.x == 0) ring.init(Traits::kLoaders, Traits::kComputers);
     __syncthreads();
 
-    const PlanView plan(arguments.plan, arguments.plan_key);
+    const OwnPlan plan(arguments.plan, arguments.plan_key);
     const DdsSchedule schedule(Traits::kTileTokens, arguments.tokens, arguments.row_tiles);
     using Loader = DdsLoader<Traits, kRowMajorInput>;
     if constexpr (Traits::kOnlyLoad) {

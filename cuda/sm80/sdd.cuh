@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) ring.init(Traits::kThreads, Traits::kThreads);
     __syncthreads();
 
-    const PlanView plan(arguments.plan, arguments.plan_key);
+    const OwnPlan plan(arguments.plan, arguments.plan_key);
     SddLoader<Traits, kRowMajorY, kRowMajorX> loader(arguments, plan, ring, stages);
     for (int ahead = 0; ahead < arguments.lookahead; ++ahead) loader.load();
 

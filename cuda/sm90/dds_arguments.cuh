@@ -1,9 +1,9 @@
-// What every dds kernel is told, and where it finds the plan's arrays.
+// What every dds kernel is told, and how it sees the plan.
 #pragma once
 
 #include <cudaTypedefs.h>
 
-#include "common/plan.h"
+#include "common/plan_view.cuh"
 #include "common/problem.h"
 #include "sm90/wgmma.cuh"
 #include "tma/schedule.cuh"
@@ -69,34 +69,17 @@ __device__ int64_t partial_place(const DdsArguments& arguments, const Work& work
     return ((first_part + work.part) * Traits::kRanks + rank) * Traits::kWarpgroups + warpgroup;
 }
 
-// The plan's arrays; see common/plan.h.
-struct DdsPlan {
-    const int2* tiles;
-    const int* rows;
-    const int* masks;
-    const int* k;
-    const int* slots;
-    const int* starts;  // by aligned steps alone
-    int group_rows;
-    int pieces;
-    int step;  // of aligned steps, and how full they are
-    int fill;
-    bool is_own;  // the plan of this launch; another must not be walked
+// See common/plan.h. Tiles are found without waiting for the header.
+struct DdsPlan : PlanView {
+    bool is_own;  // the plan of this launch
 
-    __device__ DdsPlan(const PlanHeader* plan, int key) {
-        const auto* words = reinterpret_cast<const int*>(plan);
-        tiles = reinterpret_cast<const int2*>(plan + 1);  // found without waiting for the header
-        rows = words + plan->rows_at;
-        masks = words + plan->masks_at;
-        k = words + plan->k_at;
-        slots = words + plan->slots_at;
-        starts = words + plan->starts_at;
-        group_rows = plan->group_rows;
-        pieces = plan->pieces;
-        step = plan->step;
-        fill = plan->fill;
-        is_own = plan->key == key;
+    __device__ DdsPlan(const PlanHeader* header, int key) {
+        read_places(header);
+        tiles = reinterpret_cast<const int*>(header + 1);
+        read_numbers(header);
+        is_own = header->key == key;
     }
+    __device__ int step() const { return pieces; }  // of aligned steps
 };
 
 }  // namespace ts::sm90

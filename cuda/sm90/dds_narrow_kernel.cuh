@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Kinds::kThreads, 1)
     extern __shared__ __align__(1024) char memory[];
     const DdsPlan plan(arguments.plan, arguments.plan_key);
     // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
-    const int step = __shfl_sync(~0u, plan.step, 0), fill = __shfl_sync(~0u, plan.fill, 0);
+    const int step = __shfl_sync(~0u, plan.step(), 0), fill = __shfl_sync(~0u, plan.fill, 0);
     if (step == Kinds::Crowded::kStep)
         run_narrow<typename Kinds::Crowded, kRowMajorInput>(arguments, plan, memory);
     else if (fill <= Kinds::kThinFill)

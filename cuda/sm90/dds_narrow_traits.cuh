@@ -22,7 +22,8 @@ struct NarrowCosts {
     const int2* tiles;
     const int* starts;
 
-    __device__ explicit NarrowCosts(const DdsPlan& plan) : tiles(plan.tiles), starts(plan.starts) {}
+    __device__ explicit NarrowCosts(const DdsPlan& plan)
+        : tiles(reinterpret_cast<const int2*>(plan.tiles)), starts(plan.starts) {}
     __device__ int of(int first, int steps) const {
         constexpr int kPlaces = kRowRanks * kBlockRows * kStep / kBlock;  // for the blocks of a step
         const int blocks = __ldg(starts + (first + steps) * kRowRanks) - __ldg(starts + first * kRowRanks);

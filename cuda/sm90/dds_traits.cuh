@@ -18,7 +18,7 @@ struct StepCosts {
 
     const int2* tiles;
 
-    __device__ explicit StepCosts(const DdsPlan& plan) : tiles(plan.tiles) {}
+    __device__ explicit StepCosts(const DdsPlan& plan) : tiles(reinterpret_cast<const int2*>(plan.tiles)) {}
     __device__ int of(int, int steps) const { return steps; }
 };
 

@@ -15,7 +15,7 @@ class SddConsumer {
     __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int rank, int half)
         : arguments_(arguments), shared_(shared), rank_(rank), half_(half), cursor_(arguments) {}
 
-    __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
+    __device__ void run(const StripPlan& plan, const SddSchedule& schedule) {
         Sum sums[kSums];
         const int team = blockIdx.x / arguments_.team_size, teams = gridDim.x / arguments_.team_size;
         for (int index = team; index < schedule.size(); index += teams) {

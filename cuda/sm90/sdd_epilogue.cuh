@@ -27,12 +27,12 @@ class SddEpilogue {
     using Result = typename Traits::Result;
 
   public:
-    __device__ SddEpilogue(const SddArguments& arguments, const SddPlan& plan, int index, int half)
+    __device__ SddEpilogue(const SddArguments& arguments, const StripPlan& plan, int index, int half)
         : arguments_(arguments), plan_(plan) {
         const SddTile tile = plan.tile(index);
         const int window = Traits::kWindow >> arguments.unit_shift;
-        units_ = plan.units + 2 * window * index + tile.window(half);
-        slots_ = plan.slots + (2 * index + half) * window * plan.unit_blocks;
+        units_ = plan.units() + 2 * window * index + tile.window(half);
+        slots_ = plan.slots + (2 * index + half) * window * plan.unit_blocks();
         feature_ = tile.strip(half);
         line_ = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
         swapped_ = tile.is_swapped();
@@ -224,7 +224,7 @@ class SddEpilogue {
         // A strip by a unit lies in one block where they are swapped.
         const int block =
             swapped_ ? 0 : (line >> row_shift) * max(1, 1 << unit_shift >> col_shift) + (within >> col_shift);
-        const int slot = slots_[unit * plan_.unit_blocks + block];
+        const int slot = slots_[unit * plan_.unit_blocks() + block];
         if (slot < 0) return nullptr;
         const int of_strip = feature_ + line, of_unit = units_[unit] + within;
         const int block_line = (swapped_ ? of_unit : of_strip) & (1 << row_shift) - 1;
@@ -234,7 +234,7 @@ class SddEpilogue {
     }
 
     const SddArguments& arguments_;
-    const SddPlan& plan_;
+    const StripPlan& plan_;
     const int* units_;
     const int* slots_;
     int feature_;
@@ -247,7 +247,7 @@ class SddEpilogue {
 template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
     constexpr int kColumns = 32, kVectors = kColumns / 8, kRuns = Traits::kWindow / kColumns;
-    const SddPlan plan(arguments.plan, arguments.plan_key);
+    const StripPlan plan(arguments.plan, arguments.plan_key);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
                                arguments.may_split);
     cudaGridDependencySynchronize();

@@ -74,10 +74,10 @@ class SddNarrowConsumer {
           offset_y_(lane_offset<kRowMajorY>(lane_, true)),
           offset_x_(lane_offset<kRowMajorX>(lane_, false)) {}
 
-    __device__ void run(const ListPlan& plan, const SddSchedule& schedule) {
+    __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
         for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
             const SddWork work = schedule.work(index, 0);
-            const int4 tile = __ldg(plan.tiles + work.tile);
+            const int4 tile = plan.tile<int4>(work.tile);
             const int list = (work.tile * kListWarps + warp_) * kBlocks;
             Sum sums[Traits::kSums];
 #pragma unroll
@@ -101,7 +101,7 @@ class SddNarrowConsumer {
     }
 
   private:
-    __device__ void read_list(const unsigned* masks) {
+    __device__ void read_list(const int* masks) {
         changes_ = 0;
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) {

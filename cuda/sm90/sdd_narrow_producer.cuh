@@ -12,11 +12,11 @@ class SddNarrowProducer {
     __device__ SddNarrowProducer(const SddNarrowArguments& arguments, typename Traits::Shared& shared)
         : arguments_(arguments), shared_(shared), lane_(threadIdx.x % 32) {}
 
-    __device__ void run(const ListPlan& plan, const SddSchedule& schedule) {
+    __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
         for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
             const SddWork work = schedule.work(index, 0);
-            const int4 tile = __ldg(plan.tiles + work.tile);
-            const int feature = lane_ < kListUnits ? __ldg(plan.units + work.tile * kListUnits + lane_) : -1;
+            const int4 tile = plan.tile<int4>(work.tile);
+            const int feature = lane_ < kListUnits ? __ldg(plan.k + work.tile * kListUnits + lane_) : -1;
             // Back and forth: the tokens that the tile before used last are still in L2.
             load(work, tile, feature, index / static_cast<int>(gridDim.x) % 2 != 0,
                  arguments_.pace != nullptr && schedule.is_whole(index));

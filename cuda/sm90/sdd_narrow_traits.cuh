@@ -6,6 +6,7 @@
 #include "common/list_plan.h"
 #include "common/problem.h"
 #include "sm90/elements.cuh"
+#include "sm90/sdd_plan.cuh"
 #include "sm90/shared_memory.cuh"
 #include "tma/ring.cuh"
 #include "tma/sdd_schedule.cuh"
@@ -50,26 +51,6 @@ struct SddNarrowTraits {
         Ring<kStages> ring;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
-};
-
-// The plan's arrays; see common/list_plan.h.
-struct ListPlan {
-    int tile_count;
-    const int4* tiles;
-    const unsigned* masks;
-    const int* units;
-    const int* slots;
-
-    // Ends the kernel with an error if the plan is not the one that the launch is for.
-    __device__ ListPlan(const PlanHeader* plan, int key) {
-        if (plan->key != key) __trap();
-        const auto* words = reinterpret_cast<const int*>(plan);
-        tile_count = __shfl_sync(~0u, plan->tiles, 0);
-        tiles = reinterpret_cast<const int4*>(words + plan->tiles_at);
-        masks = reinterpret_cast<const unsigned*>(words + plan->masks_at);
-        units = words + plan->k_at;
-        slots = words + plan->slots_at;
-    }
 };
 
 }  // namespace ts::sm90

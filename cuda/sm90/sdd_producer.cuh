@@ -12,7 +12,7 @@ class SddProducer {
     __device__ SddProducer(const SddArguments& arguments, typename Traits::Shared& shared, int rank)
         : arguments_(arguments), shared_(shared), rank_(rank), lane_(threadIdx.x % 32), cursor_(arguments) {}
 
-    __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
+    __device__ void run(const StripPlan& plan, const SddSchedule& schedule) {
         const int team = blockIdx.x / arguments_.team_size, teams = gridDim.x / arguments_.team_size;
         for (int index = team; index < schedule.size(); index += teams) {
             const SddWork work = schedule.work(index, rank_);
@@ -31,9 +31,9 @@ class SddProducer {
   private:
     // Lanes load the strips and then the units of a tile, one each. The plan is asked for the units before it
     // has said how many strips there are.
-    __device__ int my_feature(const SddPlan& plan, int index, const SddTile& tile) const {
+    __device__ int my_feature(const StripPlan& plan, int index, const SddTile& tile) const {
         const int room = 2 * Traits::kWindow >> arguments_.unit_shift;
-        const int unit = lane_ < room ? __ldg(plan.units + index * room + lane_) : -1;
+        const int unit = lane_ < room ? __ldg(plan.units() + index * room + lane_) : -1;
         const int after_strips = __shfl_sync(~0u, unit, lane_ - tile.strips());
         return lane_ < tile.strips() ? tile.strip(lane_) : after_strips;
     }

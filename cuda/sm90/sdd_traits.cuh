@@ -6,6 +6,7 @@
 #include "common/problem.h"
 #include "common/strip_plan.h"
 #include "elementwise/sums.h"
+#include "sm90/sdd_plan.cuh"
 #include "sm90/shared_memory.cuh"
 #include "sm90/wgmma.cuh"
 #include "tma/ring.cuh"
@@ -105,36 +106,23 @@ struct SddTile {
     __device__ bool is_large(int unit_shift) const { return features(unit_shift) > kSmallTileFeatures; }
 };
 
-// The plan's arrays; see common/strip_plan.h.
-struct SddPlan {
-    int tile_count;
-    int unit_blocks;  // in a strip by a unit
-    const int4* tiles;
-    const int* units;
-    const int* slots;
+// See common/strip_plan.h.
+struct StripPlan : SddPlan {
+    using SddPlan::SddPlan;
 
-    // Ends the kernel with an error if the plan is not the one that the launch is for.
-    __device__ SddPlan(const PlanHeader* plan, int key) {
-        if (plan->key != key) __trap();
-        const auto* words = reinterpret_cast<const int*>(plan);
-        // Lets the compiler see that all lanes have the same, without which it would serialise wgmma.
-        tile_count = __shfl_sync(~0u, plan->tiles, 0);
-        unit_blocks = plan->unit_blocks;
-        tiles = reinterpret_cast<const int4*>(words + plan->tiles_at);
-        units = words + plan->k_at;
-        slots = words + plan->slots_at;
-    }
-
-    __device__ SddTile tile(int index) const { return {__ldg(tiles + index)}; }
+    __device__ SddTile tile(int index) const { return {SddPlan::tile<int4>(index)}; }
+    __device__ int unit_blocks() const { return group_rows; }
+    __device__ const int* units() const { return k; }
 
     // Brings what concerns a tile close. Called by every lane of a warp, long before anyone reads it.
     // `units_of_tile`: of two windows.
     __device__ void prefetch(int index, int units_of_tile, int lane) const {
         constexpr int kLine = 128 / sizeof(int);
-        const int slots_of_tile = units_of_tile * unit_blocks;
+        const int slots_of_tile = units_of_tile * unit_blocks();
         const int* const of_slots = slots + index * slots_of_tile + (lane - 2) * kLine;
-        const int* const at = lane == 0   ? reinterpret_cast<const int*>(tiles + index)
-                              : lane == 1 ? units + index * units_of_tile
+        const int* const at = lane == 0
+                                  ? reinterpret_cast<const int*>(reinterpret_cast<const int4*>(tiles) + index)
+                              : lane == 1 ? units() + index * units_of_tile
                                           : of_slots;
         if ((lane - 2) * kLine < slots_of_tile) asm volatile("prefetch.global.L1 [%0];" ::"l"(at));
     }
