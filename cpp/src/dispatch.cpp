@@ -33,16 +33,16 @@ const Settings& settings() {
     return settings;
 }
 
-// Whether a kernel has to be given the expansion of the values, which only dds reads.
-bool expands(const Kernel& kernel, const Problem& problem) {
+// True if the kernel has to be given dense blocks instead of the values, which only dds reads.
+bool dequantizes(const Kernel& kernel, const Problem& problem) {
     return problem.op != Op::sdd_tn && !kernel.covers(problem.values, problem.input_dtype);
 }
 
 const char* why_not(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (expands(kernel, problem)) {
-        const Problem plain = expanded(problem, nullptr);
-        return expands(kernel, plain) ? "it reads neither these values nor dense blocks"
-                                      : why_not(kernel, plain, device);
+    if (dequantizes(kernel, problem)) {
+        const Problem given = with_dense_blocks(problem, nullptr);
+        return dequantizes(kernel, given) ? "it reads neither these values nor dense blocks"
+                                          : why_not(kernel, given, device);
     }
     if (kernel.device != device.type) return "it is for another kind of device";
     if (!kernel.covers(problem.op)) return "it computes another product";
@@ -58,33 +58,33 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
     return kernel.refuses(problem, device);
 }
 
-// Microseconds of expanding values before a product.
-double expansion_time(const Problem& problem) {
+// Microseconds of dequantizing values before a product.
+double dequantize_time(const Problem& problem) {
     constexpr double kStart = 4, kBytes = 2.5e6;  // a microsecond, on an H200
     const int64_t read = problem.values.bytes(problem.pattern);
-    return kStart + static_cast<double>(read + problem.expanded_bytes()) / kBytes;
+    return kStart + static_cast<double>(read + problem.dense_bytes()) / kBytes;
 }
 
 std::optional<double> estimate_of(const Kernel& kernel, const Problem& problem, const Device& device) {
     if (kernel.estimate == nullptr) return std::nullopt;
-    if (!expands(kernel, problem)) return kernel.estimate(kernel, problem, device);
-    return kernel.estimate(kernel, expanded(problem, nullptr), device) + expansion_time(problem);
+    if (!dequantizes(kernel, problem)) return kernel.estimate(kernel, problem, device);
+    return kernel.estimate(kernel, with_dense_blocks(problem, nullptr), device) + dequantize_time(problem);
 }
 
 // Of the first architecture on whose devices dense products were measured.
 std::optional<double> estimate_of_dense(const Problem& problem, const Device& device) {
     if (device.type == DeviceType::cpu) return std::nullopt;
-    const bool plain =
-        problem.values.storage == Storage::plain && problem.values.dtype == problem.input_dtype;
+    const bool dense =
+        problem.values.storage == Storage::dense && problem.values.dtype == problem.input_dtype;
     for (const DenseEstimate estimate : dense_estimates())
-        if (const std::optional<double> time = estimate(expanded(problem, nullptr), device))
-            return *time + (plain ? 0 : expansion_time(problem));
+        if (const std::optional<double> time = estimate(with_dense_blocks(problem, nullptr), device))
+            return *time + (dense ? 0 : dequantize_time(problem));
     return std::nullopt;
 }
 
 const char* reason_for(const Kernel& kernel) {
     if (kernel.device == DeviceType::cpu) return "the best instruction set of this processor for the dtype";
-    if (kernel.max_tokens > 0) return "made for so few tokens";
+    if (kernel.max_tokens > 0) return "made for so small a batch";
     return "the least estimated time on this device";
 }
 
@@ -100,7 +100,7 @@ Choice best(const Problem& problem, const Device& device, std::string_view prefi
         if (why_not(kernel, problem, device) != nullptr) continue;
         const std::optional<double> time = estimate_of(kernel, problem, device);
         if (choice.kernel != nullptr && !(time && *time < least)) continue;
-        choice = {static_cast<int32_t>(i), &kernel, reason_for(kernel), expands(kernel, problem)};
+        choice = {static_cast<int32_t>(i), &kernel, reason_for(kernel), dequantizes(kernel, problem)};
         least = time.value_or(least);
     }
     return choice;
@@ -119,7 +119,7 @@ Choice force(const Problem& problem, const Device& device, int32_t forced) {
     require(forced <= static_cast<int32_t>(count) && forced > 0, "kernel must be 0 to ", count, ", got ",
             forced);
     const Kernel& kernel = checked_kernel(problem, device, forced - 1);
-    return {forced - 1, &kernel, "the caller names it", expands(kernel, problem)};
+    return {forced - 1, &kernel, "the caller names it", dequantizes(kernel, problem)};
 }
 
 // Of a GPU that is older than all kernels, which is no matter of the product.
@@ -179,7 +179,7 @@ Choice best_measured(const Problem& problem, const NamedDevice& device) {
     if (!found) return {TS_RUN_DENSE, nullptr, nullptr};
     const Kernel& kernel = *registry()[found->kernel];
     if (why_not(kernel, problem, device.properties)) return {TS_RUN_DENSE, nullptr, nullptr};
-    return {found->kernel, &kernel, "the fastest when measured on this device", expands(kernel, problem),
+    return {found->kernel, &kernel, "the fastest when measured on this device", dequantizes(kernel, problem),
             found};
 }
 
@@ -213,7 +213,7 @@ const char* why_dense(const Choice& sparse, const Problem& problem, const Device
     return time && dense && *dense < *time ? "dense is estimated to be faster" : nullptr;
 }
 
-// How values are stored, as " values=2:4,int8"; nothing of plain ones in the dtype of the activations.
+// How values are stored, as " values=2:4,int8"; nothing for dense blocks in the dtype of the activations.
 void print_stored(std::ostream& line, const Values& values, DType activations) {
     const bool has_dtype = values.dtype != activations;
     if (!values.is_compressed() && !has_dtype) return;
@@ -231,15 +231,15 @@ Choice with_decision(Choice choice, const Problem& problem, const Device& device
     const Kernel& kernel = *choice.kernel;
     if (kernel.decide != nullptr)
         choice.decision =
-            kernel.decide(kernel, choice.expands ? expanded(problem, nullptr) : problem, device);
+            kernel.decide(kernel, choice.dequantizes ? with_dense_blocks(problem, nullptr) : problem, device);
     return choice;
 }
 
 }  // namespace
 
-Problem expanded(const Problem& problem, void* plain) {
+Problem with_dense_blocks(const Problem& problem, void* dense) {
     Problem result = problem;
-    result.values = {plain, nullptr, nullptr, false, problem.input_dtype, Storage::plain};
+    result.values = {dense, nullptr, nullptr, false, problem.input_dtype, Storage::dense};
     result.packed = nullptr;
     return result;
 }
@@ -262,7 +262,7 @@ std::optional<double> estimate(const Problem& problem, const Device& device, int
 
 std::string explain(const Problem& problem, const NamedDevice& device, const Choice& choice) {
     std::string text = choice.reason;
-    if (choice.expands) text += "; it is given dense blocks";
+    if (choice.dequantizes) text += "; it is given dense blocks";
     const std::string by = choice.index < 0 && choice.kernel != nullptr
                                ? std::string(" by ") + choice.kernel->name
                                : std::string();

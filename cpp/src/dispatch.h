@@ -25,13 +25,13 @@ struct Choice {
     int32_t index;         // in the registry, or TS_RUN_DENSE
     const Kernel* kernel;  // the best one, also where dense is chosen; nullptr if none computes the problem
     const char* reason;
-    bool expands = false;                      // the kernel is given the expansion of the values
+    bool dequantizes = false;                  // the kernel is given dense blocks
     std::optional<Measurement> measured = {};  // by which was chosen
     Decision decision = {};                    // for the kernel and what it is given
 };
 
-// The problem as such a kernel is given it, with plain values, wherever they lie.
-Problem expanded(const Problem& problem, void* plain);
+// The problem as such a kernel is given it, with dense blocks, wherever they lie.
+Problem with_dense_blocks(const Problem& problem, void* dense);
 
 // A function of the problem (shapes, layouts, flags), the device, the wish, TILESPARSE_KERNEL, which is read
 // before the first choice, and measurements. The kernel that is wished comes before the policy. Throws

@@ -185,7 +185,7 @@ void check_prepacking(const Problem& problem, size_t plan_bytes, const void* pac
 }
 
 void check_dequantization(const Problem& problem, const void* dense, size_t bytes) {
-    const auto needed = static_cast<size_t>(problem.expanded_bytes());
+    const auto needed = static_cast<size_t>(problem.dense_bytes());
     if (bytes < needed)
         fail(TS_WORKSPACE_TOO_SMALL, "dense_bytes must be at least ", needed, ", got ", bytes);
     if (needed > 0) {

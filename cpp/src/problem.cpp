@@ -83,7 +83,7 @@ Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
         require(!row_scales, "row_scales must be 0 for values of ", to_string(dtype));
     }
     if (problem.op == Op::sdd_tn) {
-        require(storage == Storage::plain, "storage must be 0 for sdd_tn, which writes dense blocks, got ",
+        require(storage == Storage::dense, "storage must be 0 for sdd_tn, which writes dense blocks, got ",
                 desc.storage);
         require(dtype == problem.result_dtype, "values_dtype must be result_dtype for sdd_tn, ",
                 to_string(problem.result_dtype), ", got ", to_string(dtype));

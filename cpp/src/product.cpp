@@ -66,9 +66,10 @@ void check_packed(const ts_matmul_desc& desc, const Problem& problem, const Choi
 
 // Dense blocks, if the kernel needs them, lie before its own workspace.
 size_t dense_bytes(const Problem& problem, const Choice& choice) {
-    const auto bytes = static_cast<size_t>(problem.expanded_bytes());
-    return choice.expands ? (bytes + kDeviceAreaAlignment - 1) / kDeviceAreaAlignment * kDeviceAreaAlignment
-                          : 0;
+    const auto bytes = static_cast<size_t>(problem.dense_bytes());
+    return choice.dequantizes
+               ? (bytes + kDeviceAreaAlignment - 1) / kDeviceAreaAlignment * kDeviceAreaAlignment
+               : 0;
 }
 
 // True if the gradient of the bias is summed apart from the product.
@@ -78,7 +79,7 @@ bool sums_apart(const Problem& problem, const Choice& choice) {
 
 // The problem that the kernel is given.
 Problem given_to_kernel(const Problem& problem, const Choice& choice, void* dense) {
-    Problem given = choice.expands ? expanded(problem, dense) : problem;
+    Problem given = choice.dequantizes ? with_dense_blocks(problem, dense) : problem;
     if (sums_apart(problem, choice)) given.bias_gradient = {};
     return given;
 }
@@ -88,7 +89,7 @@ Problem given_to_kernel(const Problem& problem, const Choice& choice, void* dens
 void launch(const Problem& problem, const Device& device, const Choice& choice, void* workspace,
             void* stream) {
     const Kernel& kernel = *choice.kernel;
-    if (choice.expands) dequantize_values(problem, workspace, stream);
+    if (choice.dequantizes) dequantize_values(problem, workspace, stream);
     void* const rest = static_cast<std::byte*>(workspace) + dense_bytes(problem, choice);
     const Problem given = given_to_kernel(problem, choice, workspace);
     const auto run = [&] { return kernel.launch(given, device, choice.decision, rest, stream); };
@@ -108,7 +109,8 @@ const NamedDevice& device_of(const Problem& problem) {
 Wish wish_of(const ts_matmul_desc& desc) { return {desc.kernel, desc.prefer, Policy::sparse}; }
 
 size_t packed_size(const Problem& problem, const Choice& choice) {
-    return choice.expands || choice.kernel->packed_size == nullptr ? 0 : choice.kernel->packed_size(problem);
+    return choice.dequantizes || choice.kernel->packed_size == nullptr ? 0
+                                                                       : choice.kernel->packed_size(problem);
 }
 
 size_t workspace_size(const Problem& problem, const Device& device, const Choice& choice) {

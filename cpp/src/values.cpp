@@ -177,7 +177,7 @@ namespace {
 // cuda_device() throws where there is no device.
 void dequantize_on_device(const Problem& problem, void* dense, void* stream) {
     cuda_device(-1);
-    launch_checked("dequantizing values", [&] { return values::expand(problem, dense, stream); });
+    launch_checked("dequantizing values", [&] { return values::dequantize(problem, dense, stream); });
 }
 
 void compress_on_device(const Compression& c, void* stream) {

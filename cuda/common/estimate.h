@@ -151,21 +151,21 @@ inline double least_share(const Problem& problem) {
     return large ? 0.46 : kColumnShare;
 }
 
-// --- dds of few tokens ---
+// --- dds for decode and small batches ---
 
-// Kernels made for few tokens read the values once for every chunk of tokens, and the activations anew for
+// Decode kernels read the values once for every chunk of tokens, and the activations anew for
 // each block row.
 constexpr int64_t kChunk = 64;
 
 // Up to so many tokens, what a kernel takes follows less from its tile than from where it has to be.
-inline bool has_few_tokens(const Problem& problem) {
+inline bool is_small_batch(const Problem& problem) {
     return problem.tokens <= 1024 && problem.input_dtype != DType::float32;
 }
 
-// Up to so many, but more than kernels for few tokens take at a time: where all depends on rounds of tiles,
+// Up to so many, but more than decode kernels take at a time: where all depends on rounds of tiles,
 // on steps and on what comes before and after them. Fitted to 920 cases of 128 to 6144 tokens with plain
 // values.
-inline bool has_some_thousand_tokens(const Problem& problem, const Device& device) {
+inline bool is_medium_batch(const Problem& problem, const Device& device) {
     constexpr int64_t kMost = 6144;
     return device.compute_capability == 90 && problem.input_dtype != DType::float32 &&
            problem.tokens > kChunk && problem.tokens <= kMost && !problem.values.is_compressed() &&
@@ -177,7 +177,7 @@ inline double memory_time(const Problem& problem, double rate) {
     return (stored_bytes(problem) + activation_bytes(problem)) / rate;
 }
 
-// Of the kernels made for few tokens, beside what all have to do. What makes weights of 8 bits takes as long
+// Of decode kernels, beside what all have to do. What makes weights of 8 bits takes as long
 // as products do.
 inline double streaming_time(const Problem& problem, const Device& device) {
     const int32_t rows = problem.row_block();
@@ -228,7 +228,7 @@ inline double dds_time_of_tiles(const Kernel& kernel, const Problem& problem, co
 inline double dds_time(const Kernel& kernel, const Problem& problem, const Device& device, double share,
                        int cluster) {
     const double of_tiles = dds_time_of_tiles(kernel, problem, device, share, cluster);
-    if (!has_few_tokens(problem)) return of_tiles;
+    if (!is_small_batch(problem)) return of_tiles;
     constexpr double kPreference = 1e-6;  // only says which of them is best
     // Values are also loaded; with more tokens that is little.
     const double streaming = problem.tokens > kChunk ? 0 : streaming_time(problem, device);

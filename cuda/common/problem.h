@@ -20,11 +20,11 @@ enum class DType : int32_t {
     int32 = 6
 };
 enum class DeviceType : int32_t { cpu = 0, cuda = 1 };
-enum class Layout : int32_t { row_major = 0, feature_major = 1 };
+enum class Layout : int32_t { row_major = 0, column_major = 1 };
 enum class Activation : int32_t { none = 0, relu = 1, gelu = 2, silu = 3 };
 enum class Precision : int32_t { highest = 0, tf32 = 1 };
 // How the weights of the kept blocks lie in memory.
-enum class Storage : int32_t { plain = 0, two_of_four = 1 };
+enum class Storage : int32_t { dense = 0, two_of_four = 1 };
 // How the products of a tile are summed over k: in the same registers throughout (kept), or each step apart
 // and then added to other registers (promoted), which rounds where tensor cores cut off.
 enum class Accumulation : int32_t { kept = 0, promoted = 1 };
@@ -149,7 +149,7 @@ struct Problem {
     DType accumulator_dtype() const { return accumulator_of(input_dtype); }
 
     // Bytes of the values as dense blocks of the input's dtype.
-    int64_t expanded_bytes() const { return pattern.value_count() * element_size(input_dtype); }
+    int64_t dense_bytes() const { return pattern.value_count() * element_size(input_dtype); }
 };
 
 struct Device {
@@ -228,7 +228,7 @@ struct Kernel {
     int32_t (*launch)(const Problem&, const Device&, const Decision&, void* workspace, void* stream);
     bool splits = false;  // the sums of few tiles into parts, see part_count
     // What of values and results it computes with; the dtypes are bits, 0 for the input's.
-    uint32_t storages = bits_of(Storage::plain);
+    uint32_t storages = bits_of(Storage::dense);
     uint32_t values_dtypes = 0;
     uint32_t result_dtypes = 0;
     // nullptr where there is nothing to decide.

@@ -12,8 +12,8 @@
 namespace ts {
 
 // Of all formats for blocks as they are, in the dtype of the activations.
-struct PlainStorage {
-    static constexpr uint32_t kStorages = bits_of(Storage::plain);
+struct DenseStorage {
+    static constexpr uint32_t kStorages = bits_of(Storage::dense);
     static constexpr uint32_t kDTypes = 0;
 };
 

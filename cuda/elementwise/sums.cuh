@@ -43,7 +43,7 @@ class Piece {
         for (int i = 0; i < kWidth; ++i) to[lane_ * kWidth + i] = sums_[i];
     }
 
-    // Of feature-major y: the sum of some tokens, which lane 0 has.
+    // Of column-major y: the sum of some tokens, which lane 0 has.
     __device__ __forceinline__ Sum sum_of_feature(int64_t first, int64_t last) {
         const Element* const line = static_cast<const Element*>(all_.y) + piece_ * all_.ld;
         const int64_t count = max(last - first, int64_t{0}) / kLine;
@@ -60,33 +60,33 @@ class Piece {
   private:
     __device__ static Sum element(Element value) { return static_cast<Sum>(value); }
 
-    // `pitch`: elements from one line to the next. `bytes`: of a line that there are.
-    __device__ __forceinline__ void add_lines(const Element* first, int64_t pitch, int64_t count, int bytes) {
+    // `ld`: elements from one line to the next. `bytes`: of a line that there are.
+    __device__ __forceinline__ void add_lines(const Element* first, int64_t ld, int64_t count, int bytes) {
         const auto* line = reinterpret_cast<const char*>(first);
-        pitch *= sizeof(Element);
+        ld *= sizeof(Element);
         const bool reads = lane_ * 16 < bytes;
-        if constexpr (kPrefetches) fetch(line, pitch, count, bytes);
+        if constexpr (kPrefetches) fetch(line, ld, count, bytes);
         for (int64_t done = 0; done < count; done += kFetched) {
-            if constexpr (kPrefetches) fetch(line + kFetched * pitch, pitch, count - done - kFetched, bytes);
+            if constexpr (kPrefetches) fetch(line + kFetched * ld, ld, count - done - kFetched, bytes);
             const int lines = static_cast<int>(min(count - done, int64_t{kFetched}));
-            if (reads) add_some(line + lane_ * 16, pitch, lines);
-            line += kFetched * pitch;
+            if (reads) add_some(line + lane_ * 16, ld, lines);
+            line += kFetched * ld;
         }
     }
 
-    __device__ __forceinline__ void add_some(const char* from, int64_t pitch, int lines) {
+    __device__ __forceinline__ void add_some(const char* from, int64_t ld, int lines) {
         int i = 0;
 #pragma unroll 1
-        for (; i + kAhead <= lines; i += kAhead, from += kAhead * pitch) {
+        for (; i + kAhead <= lines; i += kAhead, from += kAhead * ld) {
             uint4 vectors[kAhead];
 #pragma unroll
             for (int j = 0; j < kAhead; ++j)
-                vectors[j] = __ldg(reinterpret_cast<const uint4*>(from + j * pitch));
+                vectors[j] = __ldg(reinterpret_cast<const uint4*>(from + j * ld));
 #pragma unroll
             for (int j = 0; j < kAhead; ++j) add(vectors[j]);
         }
 #pragma unroll 1
-        for (; i < lines; ++i, from += pitch) add(__ldg(reinterpret_cast<const uint4*>(from)));
+        for (; i < lines; ++i, from += ld) add(__ldg(reinterpret_cast<const uint4*>(from)));
     }
 
     __device__ __forceinline__ void add(const uint4& vector) {
@@ -96,12 +96,12 @@ class Piece {
     }
 
     // Has L2 ask for the lines from one on, 128 bytes a lane. Bulk prefetches of whole lines were slower.
-    __device__ __forceinline__ void fetch(const char* line, int64_t pitch, int64_t count, int bytes) const {
+    __device__ __forceinline__ void fetch(const char* line, int64_t ld, int64_t count, int bytes) const {
         const int column = lane_ % 4 * 128;
         if (column >= bytes) return;
 #pragma unroll 1
         for (int i = lane_ / 4; i < min(count, int64_t{kFetched}); i += 8)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(line + i * pitch + column));
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(line + i * ld + column));
     }
 
     const Sums& all_;

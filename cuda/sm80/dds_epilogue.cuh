@@ -31,8 +31,8 @@ class DdsEpilogue {
 
     // `token` and `feature`: of the warp's first sum in the output and in the tile.
     __device__ void store(const Sums& sums, int token, int feature) const {
-        if (arguments_.output_layout == Layout::feature_major)
-            store_feature_major(sums, token, feature);
+        if (arguments_.output_layout == Layout::column_major)
+            store_column_major(sums, token, feature);
         else if (arguments_.activation == Activation::none && residual() == nullptr)
             store_plain(sums, token, feature);
         else
@@ -164,7 +164,7 @@ class DdsEpilogue {
     }
 
     // A lane takes 8 tokens of one feature at a time. The residual is read 8 tokens ahead.
-    __device__ void store_feature_major(const Sums& sums, int token, int first_feature) const {
+    __device__ void store_column_major(const Sums& sums, int token, int first_feature) const {
         int64_t features[kColumns];
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {

@@ -113,7 +113,7 @@ class DdsLoader {
         if constexpr (kRowMajorInput)
             copy_row_major(stage);
         else
-            copy_feature_major(stage);
+            copy_column_major(stage);
         weight_.copy(stage + Traits::kInputBytes);
         ring_.full(position_.stage).arrive_after_copies();
         position_.advance(ring_.stages());
@@ -179,7 +179,7 @@ class DdsLoader {
         }
     }
 
-    __device__ void copy_feature_major(uint32_t tile) const {
+    __device__ void copy_column_major(uint32_t tile) const {
 #pragma unroll
         for (int i = 0; i < kOwnLines; ++i) {
             const char* source =

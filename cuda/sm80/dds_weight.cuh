@@ -12,7 +12,7 @@ namespace ts::sm80 {
 // A stage is a Tile, of lines of 128 bytes: dds_nt [kFeatures][kStep of k], as blocks are; dds_nn
 // [panels][kStep of k][kFeatures / panels], as blocks are, of which warps read fragments transposed.
 template <Op kOp, class Math, int kFeatures_>
-struct PlainWeight : PlainStorage {
+struct DenseWeight : DenseStorage {
     using Value = typename Math::Value;
     static constexpr bool kTransposed = kOp == Op::dds_nn;
     static constexpr int kFeatures = kFeatures_;
@@ -44,7 +44,7 @@ struct PlainWeight : PlainStorage {
 // Offsets are in chunks, so that 32 bits reach 64 GiB.
 template <Op kOp, class Math, int kFeatures_>
 template <int kThreads>
-class PlainWeight<kOp, Math, kFeatures_>::Loader {
+class DenseWeight<kOp, Math, kFeatures_>::Loader {
     static constexpr int kChunk = Tile::kChunk;
     static constexpr int kLinesAtOnce = kThreads / kChunksPerLine;
     static constexpr int kOwnLines = Tile::kLines / kLinesAtOnce;

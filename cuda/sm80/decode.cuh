@@ -115,7 +115,7 @@ struct Decode {
     static constexpr int kMaxTokens = 1024;
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (problem.input().layout == Layout::feature_major) return "its activations are feature-major";
+        if (problem.input().layout == Layout::column_major) return "it reads row-major activations";
         if (const char* reason = Formats::refuses(problem)) return reason;
         if (problem.features() / 16 * ((problem.tokens + 63) / 64) > kMaxCtas)
             return "so many results are out of its reach";

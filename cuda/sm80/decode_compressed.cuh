@@ -1,5 +1,5 @@
 // Weight formats of the decode kernel for values in fewer bytes: 2:4, of 8 bits, or both; dds_nt alone.
-// Values of 8 bits become weights in registers, rounded as ts_values_expand rounds them. Of plain ones
+// Values of 8 bits become weights in registers, rounded as ts_values_expand rounds them. Of dense blocks
 // ldmatrix gives a thread 4 that are neighbours in memory, where products want pairs that lie apart: so k is
 // permuted, and that of activations likewise.
 #pragma once
@@ -308,7 +308,7 @@ struct two_of_four {
 
 struct quantized {
     static constexpr uint32_t kOps = two_of_four::kOps;
-    static constexpr uint32_t kStorages = two_of_four::kStorages | PlainStorage::kStorages;
+    static constexpr uint32_t kStorages = two_of_four::kStorages | DenseStorage::kStorages;
     static constexpr uint32_t kDTypes =
         1u << static_cast<int>(DType::int8) | 1u << static_cast<int>(DType::float8_e4m3fn);
 
@@ -329,7 +329,7 @@ struct quantized {
     template <DType kDType, class Launch>
     static int32_t with_dtype(const Problem& problem, Launch launch) {
         return problem.values.is_compressed() ? launch(CompressedDecodeFormat<Storage::two_of_four, kDType>{})
-                                              : launch(CompressedDecodeFormat<Storage::plain, kDType>{});
+                                              : launch(CompressedDecodeFormat<Storage::dense, kDType>{});
     }
 };
 

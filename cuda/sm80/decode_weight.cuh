@@ -1,4 +1,4 @@
-// How lines lie in the shared memory of the decode kernel, and its weight format for plain values (see
+// How lines lie in the shared memory of the decode kernel, and its weight format for dense blocks (see
 // common/weight.h). Formats also say how activations are read, since both operands of a product
 // have their k in one order:
 //   - Lines: how they lie in a stage
@@ -50,7 +50,7 @@ __device__ inline T kept(T value) {
 // the slice][kRows], in DecodeLines, as they are stored. `kBlockChunks`: of 16 bytes, of a block's k in a
 // slice.
 template <class Math, bool kTransposed_, int kRows_, int kBlockChunks_>
-struct PlainDecodeWeight {
+struct DenseDecodeWeight {
     using Value = typename Math::Value;
     static constexpr bool kTransposed = kTransposed_;
     static constexpr int kRows = kRows_;
@@ -186,9 +186,9 @@ int32_t with_block(const Problem& problem, Start start) {
 }
 
 template <bool kTransposed>
-struct PlainDecodeFormat {
+struct DenseDecodeFormat {
     template <class Math, class Shape>
-    using Weight = PlainDecodeWeight<Math, kTransposed, Shape::kRows, std::min(Shape::kBlock, 64) / 8>;
+    using Weight = DenseDecodeWeight<Math, kTransposed, Shape::kRows, std::min(Shape::kBlock, 64) / 8>;
 
     // `features`: of a multiprocessor. More features in a CTA read x less often; fewer give every
     // multiprocessor something to do.
@@ -212,14 +212,14 @@ struct PlainDecodeFormat {
 };
 
 // What rows of the registry take: a format for each problem.
-struct plain : PlainStorage {
+struct dense : DenseStorage {
     static constexpr uint32_t kOps = bits_of(Op::dds_nt, Op::dds_nn);
 
     static const char* refuses(const Problem&) { return nullptr; }
 
     template <class Launch>
     static int32_t with_format(const Problem& problem, Launch launch) {
-        return problem.forward() ? launch(PlainDecodeFormat<false>{}) : launch(PlainDecodeFormat<true>{});
+        return problem.forward() ? launch(DenseDecodeFormat<false>{}) : launch(DenseDecodeFormat<true>{});
     }
 };
 

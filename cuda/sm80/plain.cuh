@@ -1,11 +1,13 @@
-// All three products in float64, for checks of gradients and references on GPUs: no tensor cores, no plan.
-//
-// dds: a thread block computes a block row's features for some tokens, walking the kept blocks of the row (of
-// the column, for x = y W). A thread has one feature and kTokens tokens; the threads of a warp have features
-// side by side.
-// sdd: a thread block computes one kept block after another of a block row. A thread sums one element at a
-// time over all tokens.
-// Every sum is one thread's, in the order of the pattern or of the tokens.
+// dds and sdd in float64, for gradcheck and as a reference on GPUs (sm_80, no tensor cores, no plan).
+//   NT: Y[M,N] = X[M,K] * W[N,K]^T      NN: X[M,K] = Y[M,N] * W[N,K]      TN: dW[N,K] = Y[M,N]^T * X[M,K]
+// Operands: activations and results row-major or column-major, values [nnz, bn, bk], all float64.
+// dds: a CTA computes a block row of results (of NN, a block column of W) for some tokens and walks the kept
+// blocks of the row. A thread has one feature and kPlainTokens tokens; a warp's features are neighbours.
+// sdd: a CTA computes the kept blocks of a block row one after another. A thread has one element of a block
+// at a time and sums over all tokens.
+// Every sum is one thread's, in the order of the pattern or of the tokens, so results are the same in each
+// run.
+// Chosen for every product in float64: no other kernel computes it.
 #pragma once
 
 #include "common/launch.cuh"

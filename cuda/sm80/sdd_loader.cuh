@@ -28,7 +28,7 @@ class SddOperand {
     static constexpr int kLinesAtOnce = kThreads / kChunksPerLine;
     static constexpr int kOwnLines = Tile::kLines / kLinesAtOnce;
     // Row-major: lines are tokens, and each panel's chunk lies in some block.
-    // Feature-major: lines are features, and each lies in some block.
+    // Column-major: lines are features, and each lies in some block.
     static constexpr int kOwnFeatures = kRowMajor ? Tile::kPanels : kOwnLines;
 
   public:

@@ -32,7 +32,7 @@ SddTime sdd_time(int32_t block_rows) {
     }
 }
 
-// Of the kernels for few tokens, for several chunks of them.
+// Of decode kernels, for several chunks of them.
 double chunks_time(const Problem& problem, const Device& device) {
     constexpr double kBegin = 7, kRate = 2.67e6, kWhole = 0.43;
     const int32_t rows = std::min(problem.row_block(), 64);            // that a CTA computes
@@ -55,8 +55,8 @@ double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& 
     const double runs = problem.row_block() < 64 && kernel.tile_tokens > 128 ? kShortRuns : 1;
     const double storage = problem.values.is_compressed() ? kCompressed : 1;
     const double share = runs * storage * precision_factor(problem);
-    return has_some_thousand_tokens(problem, device) ? dds_time_of_tiles(kernel, problem, device, share, 1)
-                                                     : dds_time(kernel, problem, device, share, 1);
+    return is_medium_batch(problem, device) ? dds_time_of_tiles(kernel, problem, device, share, 1)
+                                            : dds_time(kernel, problem, device, share, 1);
 }
 
 // Tiles hold several block rows: wide ones share loads between the many rows of the smallest blocks and fit
@@ -77,7 +77,7 @@ double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& 
 }
 
 double estimate_decode(const Kernel&, const Problem& problem, const Device& device) {
-    if (has_some_thousand_tokens(problem, device)) return chunks_time(problem, device);
+    if (is_medium_batch(problem, device)) return chunks_time(problem, device);
     return kStart + std::hypot(streaming_time(problem, device), shared_time(problem, device));
 }
 

@@ -15,7 +15,7 @@ namespace ts::sm90 {
 
 // One row of the registry.
 template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens,
-          class Weight = PlainWeight<kOp, Math>>
+          class Weight = DenseWeight<kOp, Math>>
 struct Dds {
     using Traits = DdsTraits<Math, Weight, kTokenRanks, kRowRanks, kTileTokens>;
     static constexpr PlanShape kPlan = {Traits::kTileFeatures, Traits::kStep, kRowRanks};

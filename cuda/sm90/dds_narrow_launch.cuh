@@ -14,7 +14,7 @@
 namespace ts::sm90 {
 
 // One row of the registry.
-template <class Math, int kTokenRanks, int kRowRanks, template <class, int> class Weight = PlainNarrowWeight>
+template <class Math, int kTokenRanks, int kRowRanks, template <class, int> class Weight = DenseNarrowWeight>
 struct DdsNarrow {
     template <int kBlock, bool kSplits>
     using Kinds = NarrowKinds<Math, Weight<Math, kBlock>, kTokenRanks, kSplits>;

@@ -12,7 +12,7 @@ namespace ts::sm90 {
 // A packed block is [kBlock features][kBlock of k]. Of its lines of 2 kBlock bytes, vectors of 16 are
 // swizzled as TMA does over that width, so that eight features can be read from shared memory at once.
 template <class Math, int kBlock_>
-struct PlainNarrowWeight : PlainStorage {
+struct DenseNarrowWeight : DenseStorage {
     using Value = typename Math::Value;
     static constexpr int kBlock = kBlock_;
     static constexpr int kBlockBytes = kBlock * kBlock * sizeof(Value);

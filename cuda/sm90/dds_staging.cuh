@@ -75,7 +75,7 @@ class HalfStaging {
     __device__ static uint32_t place(const DdsArguments& arguments, int thread) {
         const int warp = thread / 32, lane = thread % 32, matrix = lane / 8;
         const int feature = 16 * warp + matrix % 2 * 8, token = matrix / 2 * 8;
-        if (arguments.output_layout == Layout::feature_major)
+        if (arguments.output_layout == Layout::column_major)
             return swizzled((feature + lane % 8) * kLine + token * 2, kLine);
         const int width = arguments.row_width;
         return swizzled((feature / width * kTokens + token + lane % 8) * 2 * width + feature % width * 2,
@@ -135,7 +135,7 @@ class FloatStaging {
     __device__ static uint32_t place(const DdsArguments& arguments, int thread) {
         const int warp = thread / 32, lane = thread % 32;
         const int feature = 16 * warp + lane / 4, token = lane % 4 * 2;
-        if (arguments.output_layout == Layout::feature_major)
+        if (arguments.output_layout == Layout::column_major)
             return swizzled(feature * kLine + token * 4, kLine);
         return swizzled((feature / 32 * kTokens + token) * kLine + feature % 32 * 4, kLine);
     }

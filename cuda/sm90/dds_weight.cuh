@@ -24,7 +24,7 @@ struct InSharedMemory {
 //   dds_nt: [pieces][kFeatures][k_width], as blocks are
 //   dds_nn: [warpgroup_rows][kStep][row_width], as blocks are, which wgmma transposes
 template <Op kOp, class Math>
-struct PlainWeight : PlainStorage, InSharedMemory {
+struct DenseWeight : DenseStorage, InSharedMemory {
     static constexpr bool kTransposed = kOp == Op::dds_nn;
     static constexpr int kFeatures = 64;
     static constexpr int kValueBytes = sizeof(typename Math::Value);

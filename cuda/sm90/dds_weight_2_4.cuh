@@ -27,7 +27,7 @@ TS_SPARSE_ATOM(f16, 128, GMMA_64x128x32_F32F16F16_SS)
 TS_SPARSE_ATOM(f16, 256, GMMA_64x256x32_F32F16F16_SS)
 #undef TS_SPARSE_ATOM
 
-// Of what is kept a stage holds boxes as the plain format does, [pieces][kFeatures][k_width / 2], in lines of
+// Of what is kept a stage holds boxes as the dense format does, [pieces][kFeatures][k_width / 2], in lines of
 // k_width bytes. Behind them is the metadata, [kFeatures / 16][kStep / 32] units of 16 words as they are in
 // memory, which every CTA loads for itself: the words that the threads of a warp need lie side by side.
 template <class Math>

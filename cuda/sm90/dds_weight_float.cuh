@@ -12,10 +12,10 @@ namespace ts::sm90 {
 // A stage holds lines of 32 values, swizzled over their 128 bytes, as blocks are:
 //   dds_nt: [kFeatures][kStep]      dds_nn: [kFeatures / 32][kStep][32]
 template <Op kOp, class Math>
-struct FloatWeight : PlainWeight<kOp, Math> {
-    using Plain = PlainWeight<kOp, Math>;
-    using Plain::kFeatures;
-    using Plain::kTransposed;
+struct FloatWeight : DenseWeight<kOp, Math> {
+    using Base = DenseWeight<kOp, Math>;
+    using Base::kFeatures;
+    using Base::kTransposed;
     static constexpr bool kInRegisters = true;
     static constexpr int kStep = 32;
     static constexpr int kWidth = 32;  // of a line
@@ -42,7 +42,7 @@ struct FloatWeight : PlainWeight<kOp, Math> {
                        {columns / kWidth, kWidth, rows / kWidth}});
     }
 
-    // See PlainWeight for these.
+    // See DenseWeight for these.
     __device__ static int offset(const DdsArguments& arguments, int row, int) {
         return row * arguments.row_block * kLine;
     }

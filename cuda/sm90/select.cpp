@@ -47,7 +47,7 @@ double float_share(const Kernel& kernel) {
     return is_halved(kernel) ? 1.2 : 0.95;
 }
 
-// --- medium batches, see has_some_thousand_tokens ---
+// --- medium batches, see is_medium_batch ---
 
 double pairs(const Device& device) { return std::floor(multiprocessors(device) / kCluster); }
 
@@ -84,7 +84,7 @@ Steps dds_steps_of(const Kernel& kernel, const Problem& problem) {
     return {of_block * columns * share, of_block * deviation * std::sqrt(2 * std::log(std::max(tiles, 1.0)))};
 }
 
-double dds_time_of_some_tokens(const Kernel& kernel, const Problem& problem, const Device& device) {
+double dds_time_of_medium_batch(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr double kBegin = 7.4, kRound = 0.75, kReduction = 4.8, kRate = 3.75e6;
     constexpr double kWhole = 0.35, kLongest = 1.25;
     const double tiles = divide_up(static_cast<double>(problem.tokens), kernel.tile_tokens) *
@@ -143,7 +143,7 @@ bool narrow_reads_blocks(const Problem& problem, const Device& device, const Pla
            block_time(problem, device, plan) < packing_time(problem);
 }
 
-double narrow_time_of_some_tokens(const Problem& problem, const Device& device, const PlanShape& plan) {
+double narrow_time_of_medium_batch(const Problem& problem, const Device& device, const PlanShape& plan) {
     constexpr double kBegin = 8.75, kRound = 1.6, kReduction = 5.5, kRate = 3.56e6, kWhole = 0.8;
     const bool wide = problem.row_block() == 32;
     const double density = problem.pattern.density(), k = static_cast<double>(problem.k_size());
@@ -193,7 +193,7 @@ double dense_rate(const Problem& problem) {
 }  // namespace
 
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (has_some_thousand_tokens(problem, device)) return dds_time_of_some_tokens(kernel, problem, device);
+    if (is_medium_batch(problem, device)) return dds_time_of_medium_batch(kernel, problem, device);
     return dds_time(kernel, problem, device, dds_share(kernel, problem), kCluster);
 }
 
@@ -213,13 +213,12 @@ Decision decide_dds(const Kernel& kernel, const Problem& problem, const Device& 
 // the faster ones for rows of unequal length. Packing is a part of what was fitted, but for small batches and
 // long blocks.
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (has_some_thousand_tokens(problem, device))
-        return narrow_time_of_some_tokens(problem, device, kernel.plan);
+    if (is_medium_batch(problem, device)) return narrow_time_of_medium_batch(problem, device, kernel.plan);
     const double k = static_cast<double>(problem.k_size());
     const double factor = shares_weight(kernel) ? 1.06 * (1 + 50 / k) : 1;
     const double share = small_block_cost(problem) / dds_cost(problem) * factor;
     const double time = dds_time(kernel, problem, device, share, kCluster);
-    const bool packs = has_few_tokens(problem) && has_long_blocks(problem);
+    const bool packs = is_small_batch(problem) && has_long_blocks(problem);
     return packs ? time + packing_time(problem) : time;
 }
 

@@ -139,7 +139,7 @@ inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
 // Why TMA cannot store results of so many tokens, or nullptr: it writes whole 16 bytes of a line, also past
 // its end.
 inline const char* refuses_results(const Matrix& output, int64_t tokens) {
-    return output.layout == Layout::feature_major && tokens % 8 != 0
+    return output.layout == Layout::column_major && tokens % 8 != 0
                ? "it stores column-major results of a multiple of 8 tokens only"
                : nullptr;
 }

@@ -53,16 +53,17 @@ __device__ inline void scatter(Word first, Word second, uint32_t bits, Word* fou
     }
 }
 
-struct ExpandArguments {
+struct DequantizeArguments {
     Values values;
-    void* plain;
+    void* dense;
     int block_rows, block_cols;
     int64_t halves;
 };
 
 // `Word`: what values are moved as. `Element`: of activations, if values have to be scaled; else Word.
 template <class Word, class Element>
-__global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant__ ExpandArguments arguments) {
+__global__ void __launch_bounds__(kThreads)
+    dequantize_kernel(const __grid_constant__ DequantizeArguments arguments) {
     const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
     if (index >= arguments.halves) return;
     const Values& values = arguments.values;
@@ -86,10 +87,10 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
         Run<Element, kHalf> scaled;
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) round_to(scaled.at[i], scale * decode(plain.at[i], values.dtype));
-        *reinterpret_cast<Run<Element, kHalf>*>(static_cast<Element*>(arguments.plain) + index * kHalf) =
+        *reinterpret_cast<Run<Element, kHalf>*>(static_cast<Element*>(arguments.dense) + index * kHalf) =
             scaled;
     } else {
-        *reinterpret_cast<Run<Word, kHalf>*>(static_cast<Word*>(arguments.plain) + index * kHalf) = plain;
+        *reinterpret_cast<Run<Word, kHalf>*>(static_cast<Word*>(arguments.dense) + index * kHalf) = plain;
     }
 }
 
@@ -153,26 +154,26 @@ int32_t launch(void (*kernel)(Arguments), Arguments arguments, int64_t threads, 
     return launch_kernel(kernel, (threads + kThreads - 1) / kThreads, kThreads, stream, arguments);
 }
 
-auto expand_kernel_for(const Problem& problem) -> void (*)(ExpandArguments) {
+auto dequantize_kernel_for(const Problem& problem) -> void (*)(DequantizeArguments) {
     if (is_quantized(problem.values.dtype)) {
         switch (problem.input_dtype) {
             case DType::float64:
-                return expand_kernel<uint8_t, double>;
+                return dequantize_kernel<uint8_t, double>;
             case DType::float32:
-                return expand_kernel<uint8_t, float>;
+                return dequantize_kernel<uint8_t, float>;
             case DType::float16:
-                return expand_kernel<uint8_t, __half>;
+                return dequantize_kernel<uint8_t, __half>;
             default:
-                return expand_kernel<uint8_t, __nv_bfloat16>;
+                return dequantize_kernel<uint8_t, __nv_bfloat16>;
         }
     }
     switch (element_size(problem.input_dtype)) {
         case 8:
-            return expand_kernel<uint64_t, uint64_t>;
+            return dequantize_kernel<uint64_t, uint64_t>;
         case 4:
-            return expand_kernel<uint32_t, uint32_t>;
+            return dequantize_kernel<uint32_t, uint32_t>;
         default:
-            return expand_kernel<uint16_t, uint16_t>;
+            return dequantize_kernel<uint16_t, uint16_t>;
     }
 }
 
@@ -192,11 +193,12 @@ auto compress_kernel_for(int element_size) -> void (*)(Compression) {
 
 }  // namespace
 
-int32_t expand(const Problem& problem, void* plain, void* stream) {
+int32_t dequantize(const Problem& problem, void* dense, void* stream) {
     const Pattern& pattern = problem.pattern;
     const int64_t halves = pattern.value_count() / kHalf;
-    const ExpandArguments arguments{problem.values, plain, pattern.block_rows, pattern.block_cols, halves};
-    return launch(expand_kernel_for(problem), arguments, halves, stream);
+    const DequantizeArguments arguments{problem.values, dense, pattern.block_rows, pattern.block_cols,
+                                        halves};
+    return launch(dequantize_kernel_for(problem), arguments, halves, stream);
 }
 
 int32_t compress(const Compression& compression, void* stream) {

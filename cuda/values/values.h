@@ -6,15 +6,15 @@
 
 namespace ts::values {
 
-// Values as a plain storage has them, in the dtype of the activations.
-int32_t expand(const Problem& problem, void* plain, void* stream);
+// Writes dense blocks in the dtype of the input.
+int32_t dequantize(const Problem& problem, void* dense, void* stream);
 
 struct Compression {
     int32_t block_rows, block_cols;
     int64_t nnz;
     int element_size;
     bool transposed;
-    const void* values;   // plain
+    const void* values;   // dense blocks
     const uint8_t* mask;  // of the same shape
     void* compressed;
     uint32_t* metadata;

@@ -108,7 +108,7 @@ double weight(const std::vector<T>& values, std::size_t n, std::size_t k) {
 template <class T>
 void test_products() {
     const ts::Pattern pattern = layer();
-    const std::size_t x_ld = kTokens + 3;  // feature-major, with gaps
+    const std::size_t x_ld = kTokens + 3;  // column-major, with gaps
     const auto x = some<T>(kIn * x_ld);
     const auto values = some<T>(pattern.values_size());
     const auto bias = some<T>(kOut), residual = some<T>(kTokens * kOut);

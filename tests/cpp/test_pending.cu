@@ -50,13 +50,13 @@ int main() {
                                             a.data,         b.data,           b.data,  c.data};
     check("activation_gradient", [&] { return sums::activate_backward(gradient, device, d.data, nullptr); });
     Problem problem{};
-    problem.dtype = DType::float32;
+    problem.input_dtype = DType::float32;
     problem.tokens = kTokens;
     problem.pattern.out_features = kFeatures;
     problem.y = a;
     problem.bias_gradient = {b.data, DType::float32, false};
     check("sums", [&] { return sums::sum(problem, device, d.data, nullptr); });
-    problem.y.layout = Layout::feature_major;
+    problem.y.layout = Layout::column_major;
     check("sums of lines", [&] { return sums::sum(problem, device, d.data, nullptr); });
     return failures;
 }
