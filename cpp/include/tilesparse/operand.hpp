@@ -8,7 +8,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
+#include <string_view>
 
 namespace tilesparse {
 inline namespace v0_1 {
@@ -21,6 +23,21 @@ struct Operand {
 };
 
 inline Operand given(const Array& array) { return {true, array.is_const(), array.dtype(), array.size()}; }
+
+inline void check_given(const char* name, const Operand& operand, bool is_written) {
+    require(operand.is_given, std::string(name) + " must be set");
+    require(!is_written || !operand.is_const,
+            std::string(name) + " must not be const: this product writes it");
+}
+
+template <std::size_t size>
+void copy_names(const char* name, std::string_view names, char (&to)[size]) {
+    require(names.size() < size, std::string(name) + " must have fewer than " + std::to_string(size) +
+                                     " characters, got " + std::to_string(names.size()));
+    require(names.find('\0') == names.npos, std::string(name) + " must not contain a zero");
+    std::memset(to, 0, size);
+    names.copy(to, names.size());
+}
 
 // Refuses an operand that is given in another dtype than that of another one.
 inline void check_same_dtype(const char* name, const Operand& operand, const char* other, const Operand& as) {

@@ -13,7 +13,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -121,12 +120,7 @@ class Product {
     // The beginning of the names of kernels that are to compute it if they can; empty: what TILESPARSE_KERNEL
     // says. Fewer than 64 characters, none of them zero.
     Product& prefer(std::string_view names) {
-        detail::require(names.size() < sizeof desc_.prefer,
-                        "prefer must have fewer than " + std::to_string(sizeof desc_.prefer) +
-                            " characters, got " + std::to_string(names.size()));
-        detail::require(names.find('\0') == names.npos, "prefer must not contain a zero");
-        std::memset(desc_.prefer, 0, sizeof desc_.prefer);
-        names.copy(desc_.prefer, names.size());
+        detail::copy_names("prefer", names, desc_.prefer);
         return *this;
     }
     // The index in kernels() of the one to use; without it the library chooses in each call.
@@ -231,7 +225,10 @@ class Product {
     // For the functions of tilesparse.h, sizes and dtypes checked; valid while the Product stays where it is.
     // Throws InvalidArgumentError.
     ts_matmul_desc c() const {
-        check_given();
+        detail::check_given("x", x_, desc_.op == TS_DDS_NN);
+        detail::check_given("y", y_, desc_.op == TS_DDS_NT);
+        detail::check_given("values", values_, desc_.op == TS_SDD_TN);
+        if (bias_gradient_.is_given) detail::check_given("bias_gradient", bias_gradient_, true);
         check_dtypes();
         ts_matmul_desc desc = desc_;
         desc.pattern = &pattern_;
@@ -265,18 +262,6 @@ class Product {
         desc_.packed = nullptr;
         desc_.packed_bytes = 0;
         desc_.packed_key = 0;
-    }
-
-    void check_given() const {
-        const detail::Operand* const operands[] = {&x_, &y_, &values_};
-        const char* const names[] = {"x", "y", "values"};
-        const int result = desc_.op == TS_DDS_NT ? 1 : desc_.op == TS_DDS_NN ? 0 : 2;
-        for (int i = 0; i < 3; ++i) {
-            detail::require(operands[i]->is_given, std::string(names[i]) + " must be set");
-            detail::require(i != result || !operands[i]->is_const,
-                            std::string(names[i]) + " must not be const: this product writes it");
-        }
-        detail::require(!bias_gradient_.is_const, "bias_gradient must not be const: this product writes it");
     }
 
     void check_dtypes() const {
