@@ -228,7 +228,5 @@ def test_block_shape_has_one_default() -> None:
             if shape is not None and shape.default not in (shape.empty, None):
                 found.add((function.__name__, check_block_shape(shape.default)))
     assert {shape for _, shape in found} == {(64, 64)}
-    assert {"BlockSparseLinear", "from_linear", "BlockSparseConfig", "Product", "prune_model"} <= {
-        name for name, _ in found
-    }
+    assert {"BlockSparseLinear", "from_linear", "BlockSparseConfig", "Product"} <= {name for name, _ in found}
     assert DEFAULT_OPTIONS["block_shape"] == (64, 64)
