@@ -228,35 +228,33 @@ def test_what_does_not_fit_is_named() -> None:
             "logits with the student's classes, 5, got 7",
         ),
         (DistillationLoss(logits=1), logits, torch.zeros(2, 4, 5), r"logits with .* shape, \(2, 3, 5\)"),
-        (DistillationLoss(logits=1), outputs(x=1), logits, "student: outputs with 'logits' expected"),
-        (DistillationLoss(logits=1), logits, {"x": 1}, r"teacher: outputs .* got dict with \['x'\]"),
-        (DistillationLoss(task=1), outputs(logits=logits), logits, "student: outputs with 'loss'"),
+        (DistillationLoss(logits=1), outputs(x=1), logits, "student must give outputs with 'logits'"),
+        (DistillationLoss(logits=1), logits, {"x": 1}, r"teacher must give outputs .* got dict with \['x'\]"),
+        (DistillationLoss(task=1), outputs(logits=logits), logits, "student must give outputs with 'loss'"),
         (
             DistillationLoss(hidden_states=1),
             outputs(hidden_states=logits),
             outputs(hidden_states=[logits]),
-            "student: a tuple or list of hidden_states expected, got Tensor",
+            "student must give a tuple or list of hidden_states, got Tensor",
         ),
         (
             DistillationLoss(hidden_states=1),
             outputs(hidden_states=[logits]),
             outputs(hidden_states=()),
-            "teacher: a tuple or list of hidden_states expected, got tuple without any",
+            "teacher must give a tuple or list of hidden_states, got tuple without any",
         ),
         (
             DistillationLoss(hidden_states=1),
             outputs(hidden_states=[logits] * 2),
             outputs(hidden_states=[logits] * 3),
-            "as many hidden_states as the student has expected, 2, got 3",
+            "2 hidden_states, as the student does, got 3",
         ),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
             loss(student, teacher)
-    with pytest.raises(
-        InvalidArgumentError, match=r"attention_mask: .* logits of shape \(2, 3, 5\) expected"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"attention_mask must .* logits of shape \(2, 3, 5\)"):
         DistillationLoss(logits=1)(logits, logits, torch.ones(2, 4))
-    with pytest.raises(InvalidArgumentError, match="attention_mask: "):
+    with pytest.raises(InvalidArgumentError, match="attention_mask must "):
         DistillationLoss(logits=1)(logits.flatten(0, 1), logits.flatten(0, 1), torch.ones(2, 3))
 
 
@@ -1185,7 +1183,7 @@ def test_callbacks_and_trainers_check_what_they_are_given(tmp_path: Path) -> Non
     for schedule in (None, 3):
         with pytest.raises(InvalidArgumentError, match="schedule must "):
             PatternCallback(schedule)
-    with pytest.raises(InvalidArgumentError, match="scheduler: an object with state_dict"):
+    with pytest.raises(InvalidArgumentError, match="scheduler must have state_dict"):
         PatternCallback(Mover(model), scheduler=3)
     for given, message in [
         (

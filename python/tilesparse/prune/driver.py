@@ -119,7 +119,7 @@ def prune_model(
             arguments of the model, a tuple or list positional ones, anything else is its one argument. Where
             a mapping has a two-dimensional ``attention_mask``, tokens that it masks do not count.
         density: kept fraction of the blocks of every layer, above 0 and at most 1. None is 0.5.
-        block_shape: (bn, bk), or one number for both. None is (32, 32), as in `BlockSparseConfig`.
+        block_shape: (bn, bk), or one number for both. None is (64, 64), as in `BlockSparseConfig`.
         method: how blocks are chosen. "obs" by what their removal costs when the others make up for it, one
             after the other; "wanda", "magnitude", "taylor" and "movement" by scores, see
             `tilesparse.prune.scores`, the last two by gradients of ``loss``.
