@@ -21,7 +21,7 @@ TEMPERATURE, LOWEST, HIGHEST = 2 / 3, -0.1, 1.1
 
 
 class Gate(nn.Module):
-    """Multiplies each block of a weight [nnz, bn, bk] by a gate from 0 to 1: random in training.
+    """Parametrization that multiplies each block of a weight by an L0 gate from 0 to 1: random in training.
 
     Attributes:
         log_alpha: Parameter [nnz] float32, the larger the likelier it is that a gate is open.
@@ -51,7 +51,7 @@ class Gate(nn.Module):
 
 
 class BlockGates:
-    """Multiplies every block of `BlockSparseLinear` layers by a gate, whose number that is open is a penalty.
+    """L0 gates of every block of `BlockSparseLinear` layers; the fraction that is open is a penalty.
 
     A gate has a hard concrete distribution: in training it is a sample, exactly 0 or 1 with some probability,
     through which gradients pass; in evaluation it is exactly 0 where the distribution leans to it (Louizos,
@@ -111,7 +111,7 @@ class BlockGates:
     @checked
     @torch.no_grad()
     def compact(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-        """Ends the gates: weights are multiplied by them, and blocks removed whose gate is closed.
+        """End the gates: multiply weights by them, and remove blocks whose gate is closed.
 
         The model then computes what it computed in evaluation, and has plain layers again. Moments of what is
         left stay as they were; the parameters of gates have no further use in the optimizer.

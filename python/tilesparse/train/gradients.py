@@ -23,7 +23,7 @@ STRIP_BYTES = 64 << 20  # of the dense gradient that exist at once, unless one b
 def block_gradient_norms(
     dy: Tensor, x: Tensor, block_shape: int | Sequence[int], *, norm: float = 1
 ) -> Tensor:
-    """Norms of all blocks of the gradient dyᵀ x of a dense W in y = x Wᵀ, kept or not.
+    """Return norms of all blocks of the gradient dyᵀ x of a dense W in y = x Wᵀ, kept or not.
 
     The gradient is computed as autograd would, in the dtype of dy, but a strip of block rows at a time: all
     of it never lies in memory, at most 64 MiB of it do, or one block row. Nothing waits for a GPU.
@@ -104,7 +104,7 @@ _observed: Callable[..., Tensor] = _Observed.apply
 
 
 class Observer:
-    """Takes the norms of a layer's dense gradient in the backward passes until `take`."""
+    """Observer of the norms of a layer's dense gradient in the backward passes until `take`."""
 
     def __init__(self, layer: BlockSparseLinear, norm: float) -> None:
         (out_features, in_features), (bn, bk) = layer.spec.shape, layer.block_shape
@@ -118,11 +118,11 @@ class Observer:
         )
 
     def __call__(self, y: Tensor, x: Tensor) -> Tensor:
-        """The result y as it is, whose gradient is looked at where one is recorded."""
+        """Return y as it is; its gradient is observed where one is recorded."""
         if not torch.is_grad_enabled():
             return y
         return _observed(y, x, self.probe, self._block_shape, self._norm)
 
     def take(self) -> Tensor | None:
-        """[R, C]: added up over the backward passes there were; None if there was none."""
+        """Return norms [R, C], added up over the backward passes; None if there was none."""
         return self.probe.grad

@@ -32,7 +32,7 @@ from .states import check_states, narrow_states
 
 
 class Gradual:
-    """Removes blocks of `BlockSparseLinear` layers while a model trains, until they have a density.
+    """Schedule that removes blocks of `BlockSparseLinear` layers in training, down to a density.
 
     Step it after the optimizer. From ``begin`` to ``end``, in fractions of all steps, the density d falls
     from that at the beginning, d₀, to the one asked for, d₁, as
@@ -114,7 +114,7 @@ class Gradual:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Counts a step of the optimizer, and removes blocks if it is time to; says whether it was.
+        """Count a step of the optimizer, and remove blocks if it is time to; return True if it was.
 
         Raises:
             UnsupportedError: the optimizer has states of which it is not known what belongs to which block,
@@ -138,18 +138,18 @@ class Gradual:
         return True
 
     def remove(self) -> None:
-        """Takes all hooks away: layers stay as they are."""
+        """Remove all hooks; layers stay as they are."""
         if self._movement is not None:
             self._movement.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides about later events but the model's and the optimizer's own states."""
+        """Return all that later events depend on, but for the states of model and optimizer."""
         movement = {} if self._movement is None else self._movement.state_dict()
         return {"steps": self.steps, "first": dict(self._first), "movement": movement}
 
     @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, bit for bit if model and optimizer are loaded, too, before it.
+        """Continue from a `state_dict`, bit for bit if model and optimizer are loaded, too, before it.
 
         Raises:
             InvalidArgumentError: it is none of these layers. Nothing has changed then.
@@ -174,7 +174,7 @@ class Gradual:
 
 @checked
 def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-    """Removes the blocks whose weights are all zero, as `GroupLasso` and `BlockGates` leave them.
+    """Remove the blocks whose weights are all zero, as `GroupLasso` and `BlockGates` leave them.
 
     The model computes the same. Weights stay the same Parameters, and are narrowed with their gradients and
     the states of the optimizer. The host waits for the GPU, once for each layer.
@@ -211,14 +211,14 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
 
 def keep_slots(layer: BlockSparseLinear, optimizer: torch.optim.Optimizer | None, slots: Tensor) -> None:
-    """Leaves out all blocks but those at ``slots``, ascending, and what the optimizer has of them."""
+    """Keep only the blocks at ``slots``, ascending, and their states of the optimizer."""
     if optimizer is not None:
         narrow_states(optimizer, layer.weight, slots)
     keep_blocks(layer, slots)
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """That no buckets of DistributedDataParallel are for weights that shrink once, in all processes alike."""
+    """Raise where DistributedDataParallel has buckets for weights that are about to shrink."""
     if isinstance(model, DistributedDataParallel):
         raise UnsupportedError(
             "model: the module inside expected; DistributedDataParallel has to be built anew afterwards"
@@ -226,7 +226,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def check_whole(model: nn.Module) -> None:
-    """That the model is trained by this process alone."""
+    """Raise unless this process alone trains the model."""
     if isinstance(model, DistributedDataParallel) or has_peers():
         raise UnsupportedError(
             "model: one process expected; the buckets of DistributedDataParallel and the shards of "
@@ -235,7 +235,7 @@ def check_whole(model: nn.Module) -> None:
 
 
 def _check_shrinkable(layers: Layers) -> None:
-    """That nothing beside the weights has their size."""
+    """Raise where anything beside the weights has their size."""
     for name, layer in layers.items():
         if getattr(layer.weight, "main_grad", None) is not None:
             raise UnsupportedError(
@@ -244,7 +244,7 @@ def _check_shrinkable(layers: Layers) -> None:
 
 
 def _target(name: str, layer: BlockSparseLinear, density: float) -> int:
-    """Blocks at the end."""
+    """Return the number of blocks at the end."""
     (out_features, in_features), (bn, bk) = layer.spec.shape, layer.block_shape
     total = out_features // bn * (in_features // bk)
     last = round(density * total)

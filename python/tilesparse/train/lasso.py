@@ -21,7 +21,7 @@ from ._layers import (
 
 
 class GroupLasso(Uncopied):
-    """Pulls the norm of every block towards zero after each step of an optimizer.
+    """Group lasso: pulls the norm of every block towards zero after each step of an optimizer.
 
     It is the proximal step of the penalty strength · √(bn · bk) · ‖W_b‖₂, summed over all blocks b (Yuan and
     Lin, "Model selection and estimation in regression with grouped variables", JRSS B 2006):
@@ -58,7 +58,7 @@ class GroupLasso(Uncopied):
         self._hook = optimizer.register_step_post_hook(self._shrink)
 
     def remove(self) -> None:
-        """Takes the hook away."""
+        """Remove the hook."""
         self._hook.remove()
 
     @torch.no_grad()

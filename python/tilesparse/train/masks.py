@@ -34,7 +34,7 @@ DECAYS = ("gradient", "weight")
 
 @checked
 def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = False) -> None:
-    """Begins or ends 2:4 in every `BlockSparseLinear` of a model, at any step of its training.
+    """Begin or end 2:4 in every `BlockSparseLinear` of a model, at any step of its training.
 
     Weights stay as they are, and so do the optimizer and its states. With None the layers have plain blocks
     again, in which what was masked counts; with (2, 4) masks keep the weights of largest magnitude.
@@ -63,7 +63,7 @@ def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = F
 
 
 class MaskSchedule(Uncopied):
-    """Chooses the masks of 2:4 layers anew every few optimizer steps, and pulls masked weights towards zero.
+    """Schedule that updates 2:4 masks every few optimizer steps, and pulls masked weights towards zero.
 
     Gradients pass straight through the masks, so that a weight may come back. Without a decay masked weights
     wander, and masks keep flipping. There are two, of M the mask, g the gradient and W the weight:
@@ -134,13 +134,13 @@ class MaskSchedule(Uncopied):
             self._hooks.append(optimizer.register_step_pre_hook(before))
 
     def remove(self) -> None:
-        """Takes the hooks away: masks stay as they are, and so does everything else."""
+        """Remove the hooks; masks and everything else stay as they are."""
         for hook in self._hooks:
             hook.remove()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Chooses all masks anew, which otherwise happens every few steps."""
+        """Update all masks now, in addition to the schedule."""
         self.flips = {}
         for name, layer, mask in self._masked():
             before = mask.clone()
@@ -161,7 +161,7 @@ class MaskSchedule(Uncopied):
 
     @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, bit for bit if model and optimizer are loaded, too.
+        """Continue from a `state_dict`, bit for bit if model and optimizer are loaded, too.
 
         Raises:
             InvalidArgumentError: it is none of a schedule.

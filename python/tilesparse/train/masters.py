@@ -86,7 +86,7 @@ class MasterWeights(Uncopied):
         self._optimizer.register_step_post_hook(self._round)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What the optimizer trains: masters, and parameters that are not in 16 bits."""
+        """Parameters that the optimizer trains: masters, and those that are not in 16 bits."""
         for group in self._optimizer.param_groups:
             yield from group["params"]
 
@@ -97,7 +97,7 @@ class MasterWeights(Uncopied):
     @checked
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state_dict` has given; the model's parameters become the masters, rounded.
+        """Load a `state_dict`; the model's parameters become the masters, rounded.
 
         Raises:
             InvalidArgumentError: names or shapes are others. Nothing has changed then.
@@ -168,7 +168,7 @@ class MasterWeights(Uncopied):
 
 @torch.no_grad()
 def _collect(master: nn.Parameter, parameter: Tensor) -> None:
-    """Adds a gradient that autograd has left with the parameter."""
+    """Add a gradient that autograd has left with the parameter."""
     if parameter.grad is None:
         return
     if master.grad is None:

@@ -24,7 +24,7 @@ RULES: Mapping[str, Callable[[float], float]] = {"fitted": _fitted, "mup": lambd
 
 @checked
 def learning_rate_factor(density: float, rule: str = "fitted") -> float:
-    """By how much more than a dense weight one of this density is to learn.
+    """Return the factor of the learning rate of a weight of this density over a dense one.
 
     Args:
         density: kept fraction of the blocks, above 0.

@@ -1,4 +1,4 @@
-"""What blocks are worth: norms of their weights, and how far gradients drive these away from zero."""
+"""Scores of blocks: norms of their weights, and how far gradients drive these away from zero."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def magnitudes(layer: BlockSparseLinear, norm: float) -> Tensor:
 
 
 class Movement(Uncopied):
-    """Sums -w · g over each block and over steps of an optimizer, of w and g as they are before the step.
+    """Sums of -w · g over each block and over steps of an optimizer, of w and g before the step.
 
     A score is positive where gradient descent has moved a block's weights away from zero (Sanh et al.,
     "Movement Pruning: Adaptive Sparsity by Fine-Tuning", NeurIPS 2020). Steps that ``torch.amp.GradScaler``
@@ -37,7 +37,7 @@ class Movement(Uncopied):
         self._hook = optimizer.register_step_pre_hook(self._add)
 
     def remove(self) -> None:
-        """Ends the summing."""
+        """Stop summing."""
         self._hook.remove()
 
     def of(self, name: str) -> Tensor:
@@ -51,15 +51,15 @@ class Movement(Uncopied):
         return scores
 
     def keep(self, name: str, slots: Tensor) -> None:
-        """Leaves out what belongs to other slots."""
+        """Keep only these slots."""
         self._scores[name] = self.of(name)[slots]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the scores, by names of layers."""
+        """Return copies of the scores, by names of layers."""
         return {name: self.of(name).clone() for name in self._layers}
 
     def check_state(self, state: Any) -> None:
-        """Refuses what `load_state_dict` could not take."""
+        """Raise InvalidArgumentError for a state that `load_state_dict` cannot take."""
         check_keys("state_dict: movement", state, self._layers)
         for name, scores in state.items():
             nnz = self._layers[name].weight.shape[0]
@@ -70,7 +70,7 @@ class Movement(Uncopied):
                 )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state_dict` has given, after `check_state`."""
+        """Load a `state_dict`, after `check_state`."""
         for name, scores in state.items():
             weight = self._layers[name].weight
             self._scores[name] = scores.to(weight.device, precision_of(weight), copy=True)
@@ -96,7 +96,7 @@ class Movement(Uncopied):
 
 
 def check_movement(movement: Movement | None, state: Any) -> None:
-    """That it is the state of these scores, or {} where there are none."""
+    """Raise unless the state is that of these scores, or {} where there are none."""
     if movement is None:
         check_keys("state_dict: movement", state, ())
     else:

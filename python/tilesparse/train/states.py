@@ -1,4 +1,4 @@
-"""What optimizers keep of each block, such as moments: forgotten where it moves, dropped where it goes."""
+"""States of optimizers by block, such as moments: forgotten where a block moves, dropped where it goes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..nn.resized import has_slots
 
 
 def check_states(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
-    """That of every state of these weights it is known what belongs to which block.
+    """Raise unless every state of these weights is known to have a block for each slot.
 
     Weights are given by the names of their layers.
 
@@ -41,7 +41,7 @@ def states_by_slot(optimizer: torch.optim.Optimizer, weight: Tensor) -> Iterator
 
 
 def narrow_states(optimizer: torch.optim.Optimizer, weight: Tensor, slots: Tensor) -> None:
-    """Leaves out what belongs to other slots. Call it before the weight is narrowed."""
+    """Keep only the states of these slots. Call it before the weight is narrowed."""
     for name, state in states_by_slot(optimizer, weight):
         optimizer.state[weight][name] = state[slots]
 
