@@ -339,9 +339,9 @@ def test_layers_that_cannot_change_leave_all_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"model": nn.Linear(4, 4)}, r"^model: a BlockSparseLinear with nm"),
-        ({"model": make(nm=None)}, r"^model: a BlockSparseLinear with nm"),
-        ({"model": make(storage="compressed")}, r"^model: a BlockSparseLinear with nm"),
+        ({"model": nn.Linear(4, 4)}, r"^model must have a BlockSparseLinear with nm"),
+        ({"model": make(nm=None)}, r"^model must have a BlockSparseLinear with nm"),
+        ({"model": make(storage="compressed")}, r"^model must have a BlockSparseLinear with nm"),
         ({"model": make()}, r"^optimizer: the weight of layer '0'"),
         ({"optimizer": make()}, "^optimizer must be a torch.optim.Optimizer, got torch.nn.Sequential"),
         ({"every": 0}, r"^every must be "),

@@ -207,10 +207,10 @@ def test_blocks_may_move_while_others_go() -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"density": 0.8}, r"^density: for layer '0' from 0.0417 to its own 0.5 expected, got 0.8"),
-        ({"density": 0.0}, r"^density: "),
-        ({"density": {"2": 0.01}}, r"^density: for layer '2'"),
-        ({"begin": 0.8}, r"^begin: less than end=0.75"),
+        ({"density": 0.8}, r"^density of layer '0' must be from 0.0417 to its own 0.5, got 0.8"),
+        ({"density": 0.0}, r"^density of layer "),
+        ({"density": {"2": 0.01}}, r"^density of layer '2'"),
+        ({"begin": 0.8}, r"^begin must be less than end=0.75"),
         ({"end": 2}, r"^end must be "),
         ({"events": 0}, r"^events must be "),
         ({"steps": 0}, r"^steps must be "),
@@ -293,7 +293,7 @@ def test_gates_have_the_hard_concrete_distribution() -> None:
     with pytest.raises(UnsupportedError, match="parametrized"):
         BlockGates(model)
     for keep in (0, 1, 1.5):
-        with pytest.raises(InvalidArgumentError, match=r"^keep: "):
+        with pytest.raises(InvalidArgumentError, match=r"^keep must "):
             BlockGates(make(), keep=keep)
     with pytest.raises(InvalidArgumentError, match=r"^model must"):
         BlockGates(nn.Tanh())
@@ -316,7 +316,7 @@ def test_gates_end_in_a_smaller_model() -> None:
     with pytest.raises(InvalidArgumentError, match=r"^optimizer(: | must )"):
         gates.compact("AdamW")  # type: ignore[arg-type]
     removed = gates.compact(optimizer)
-    with pytest.raises(InvalidArgumentError, match=r"^model: layers with gates expected"):
+    with pytest.raises(InvalidArgumentError, match=r"^model must have layers with gates"):
         gates.compact(optimizer)
     torch.testing.assert_close(model(x), y)
     assert [model[0].weight, model[2].weight] == weights and sum(removed.values()) > 0

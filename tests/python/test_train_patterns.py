@@ -129,11 +129,11 @@ def test_norms_are_those_of_the_dense_gradient(
 @pytest.mark.parametrize(
     ("dy", "x", "changed", "text"),
     [
-        ((3, 64), (4, 96), {}, r"^dy: "),
+        ((3, 64), (4, 96), {}, r"^dy must "),
         ((3, 60), (3, 96), {}, "^out_features must be "),
         ((3, 64), (3, 96), {"norm": 3}, r"^norm must"),
         ((3, 64), (3, 96), {"block_shape": 8}, r"^block_shape must be "),
-        ((), (3, 96), {}, r"^dy: "),
+        ((), (3, 96), {}, r"^dy must "),
     ],
 )
 def test_operands_that_do_not_fit(dy: Any, x: Any, changed: Any, text: str) -> None:
@@ -444,7 +444,7 @@ def test_learning_rate_schedulers_drive_the_fractions_of_groups() -> None:
         counts.append([int(schedule.moved[name]) for name in ("0", "2")])
     assert counts == [[6, 3], [3, 3], [0, 3]]
     schedule.param_groups[0]["lr"] = 1.5
-    with pytest.raises(InvalidArgumentError, match=r"^lr: "):
+    with pytest.raises(InvalidArgumentError, match=r"^lr must "):
         schedule.step()
 
 
@@ -561,7 +561,7 @@ def test_compiled_training_goes_on_without_recompiling(grow: str) -> None:
 
 
 def test_fractions_have_a_plain_name_beside_lr() -> None:
-    model = nn.Sequential(BlockSparseLinear(64, 64), BlockSparseLinear(64, 64))
+    model = nn.Sequential(*(BlockSparseLinear(64, 64, block_shape=16) for _ in range(2)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = PatternSchedule(model, optimizer, fraction={"0": 0.5, "1": 0.25}, every=1)
     assert schedule.fractions == {"0": 0.5, "1": 0.25}
@@ -848,10 +848,10 @@ def test_learning_rates_by_density() -> None:
     assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
     assert model[0].weight in set(groups[1]["params"]) and model[0].bias in set(groups[0]["params"])
     torch.optim.AdamW(groups)
-    for arguments, text in (((model, -1.0), "^lr: "), ((model, 0.1, "linear"), "^rule must")):
+    for arguments, text in (((model, -1.0), "^lr must "), ((model, 0.1, "linear"), "^rule must")):
         with pytest.raises(InvalidArgumentError, match=text):
             parameter_groups(arguments[0], arguments[1], **({"rule": arguments[2]} if arguments[2:] else {}))
-    with pytest.raises(InvalidArgumentError, match=r"^density: "):
+    with pytest.raises(InvalidArgumentError, match=r"^density must "):
         learning_rate_factor(0.0)
 
 

@@ -82,7 +82,7 @@ class BlockGates:
     @checked
     def __init__(self, model: nn.Module, *, keep: float = 0.9) -> None:
         if not 0 < checked_fraction("keep", keep) < 1:
-            raise InvalidArgumentError(f"keep: a number between 0 and 1 expected, got {keep}")
+            raise InvalidArgumentError(f"keep must be between 0 and 1, got {keep}")
         self._model, self._layers = model, some_sparse_layers(model)
         check_trainable(self._layers)
         self._gates = {}
@@ -126,7 +126,7 @@ class BlockGates:
         """
         check_unwrapped(self._model)
         if not all(parametrize.is_parametrized(layer, "weight") for layer in self._layers.values()):
-            raise InvalidArgumentError("model: layers with gates expected, they were ended before")
+            raise InvalidArgumentError("model must have layers with gates, which were ended before")
         if optimizer is not None:
             optimizer = checked_optimizer(optimizer)
             check_states(optimizer, {name: self._original(name) for name in self._layers})

@@ -46,12 +46,12 @@ def block_gradient_norms(
     for name, operand in (("dy", dy), ("x", x)):
         if operand.dim() == 0 or not operand.is_floating_point():
             raise InvalidArgumentError(
-                f"{name}: floating-point numbers [..., features] expected, got shape {tuple(operand.shape)} "
+                f"{name} must be floating-point [..., features], got shape {tuple(operand.shape)} "
                 f"of {operand.dtype}"
             )
     if dy.shape[:-1] != x.shape[:-1] or dy.device != x.device:
         raise InvalidArgumentError(
-            f"dy: the leading dimensions {tuple(x.shape[:-1])} of x on {x.device} expected, got "
+            f"dy must have the leading dimensions {tuple(x.shape[:-1])} of x, on {x.device}, got "
             f"{tuple(dy.shape[:-1])} on {dy.device}"
         )
     block_shape = check_shapes((dy.shape[-1], x.shape[-1]), block_shape)[1]

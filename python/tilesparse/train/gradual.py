@@ -96,7 +96,7 @@ class Gradual:
         total, events = checked_count("steps", steps), checked_count("events", events)
         begin, end = checked_fraction("begin", begin), checked_fraction("end", end)
         if begin >= end:
-            raise InvalidArgumentError(f"begin: less than end={end} expected, got {begin}")
+            raise InvalidArgumentError(f"begin must be less than end={end}, got {begin}")
         checked_choice("score", score, SCORES)
         checked_choice("norm", norm, NORMS)
         check_whole(model)
@@ -221,7 +221,7 @@ def check_unwrapped(model: nn.Module) -> None:
     """Raise where DistributedDataParallel has buckets for weights that are about to shrink."""
     if isinstance(model, DistributedDataParallel):
         raise UnsupportedError(
-            "model: the module inside expected; DistributedDataParallel has to be built anew afterwards"
+            "model must be the module inside; DistributedDataParallel has to be built anew afterwards"
         )
 
 
@@ -229,7 +229,7 @@ def check_whole(model: nn.Module) -> None:
     """Raise unless this process alone trains the model."""
     if isinstance(model, DistributedDataParallel) or has_peers():
         raise UnsupportedError(
-            "model: one process expected; the buckets of DistributedDataParallel and the shards of "
+            "model must be trained by one process; the buckets of DistributedDataParallel and the shards of "
             "fully_shard do not follow weights that shrink"
         )
 
@@ -250,7 +250,7 @@ def _target(name: str, layer: BlockSparseLinear, density: float) -> int:
     last = round(density * total)
     if not 0 < last <= layer.weight.shape[0]:
         raise InvalidArgumentError(
-            f"density: for layer {name!r} from {1 / total:.3g} to its own {layer.density:.4g} expected, got "
+            f"density of layer {name!r} must be from {1 / total:.3g} to its own {layer.density:.4g}, got "
             f"{density}"
         )
     return last

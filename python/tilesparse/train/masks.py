@@ -121,7 +121,7 @@ class MaskSchedule(Uncopied):
         self._layers = {name: layer for name, layer in sparse_layers(model).items() if layer.mask is not None}
         if not self._layers:
             raise InvalidArgumentError(
-                "model: a BlockSparseLinear with nm=(2, 4) in the storage 'plain' expected, there is none"
+                "model must have a BlockSparseLinear with nm=(2, 4) in the storage 'plain'"
             )
         check_optimized(self._layers, optimizer)
         for name, layer in self._layers.items():

@@ -63,7 +63,9 @@ class MasterWeights(Uncopied):
         from .._ops.main_grad import GradientOf  # and with it PyTorch's compiler, which takes long to import
 
         if has_peers():
-            raise UnsupportedError("model: one process expected; gradients of masters are not averaged")
+            raise UnsupportedError(
+                "model must be trained by one process; gradients of masters are not averaged"
+            )
         self._model, self._optimizer = model, checked_optimizer(optimizer)
         self._of = self._checked()
         self._masters: dict[str, nn.Parameter] = {}
@@ -106,7 +108,7 @@ class MasterWeights(Uncopied):
         for name, master in self._masters.items():
             if state[name].shape != master.shape:
                 raise InvalidArgumentError(
-                    f"state: {name!r}: shape {list(master.shape)} expected, got {list(state[name].shape)}"
+                    f"state[{name!r}] must have shape {list(master.shape)}, got {list(state[name].shape)}"
                 )
         for name, master in self._masters.items():
             master.copy_(state[name])
@@ -127,13 +129,13 @@ class MasterWeights(Uncopied):
             check_plain_weight(name, parameter, "make masters before parameters are sharded")
             if self._optimizer.state.get(parameter):
                 raise InvalidArgumentError(
-                    f"optimizer: one that has not made a step expected, but it has states of {name!r}"
+                    f"optimizer must not have made a step, but it has states of {name!r}"
                 )
             if getattr(parameter, "main_grad", None) is not None:
                 raise InvalidArgumentError(f"model: {name!r} has a main_grad already")
             chosen[name] = parameter
         if not chosen:
-            raise InvalidArgumentError("optimizer: parameters of float16 or bfloat16 expected, got none")
+            raise InvalidArgumentError("optimizer must have parameters of float16 or bfloat16")
         return chosen
 
     @torch.no_grad()
@@ -141,7 +143,7 @@ class MasterWeights(Uncopied):
         """Before a step: takes over what others have written to the model's parameters."""
         if closure_of(args, kwargs) is not None:
             raise UnsupportedError(
-                "optimizer: steps without a closure expected; parameters become the masters, rounded, only "
+                "optimizer must step without a closure; parameters become the masters, rounded, only "
                 "after a step"
             )
         known = {id(parameter) for parameter in self._model.parameters()}

@@ -39,7 +39,7 @@ def learning_rate_factor(density: float, rule: str = "fitted") -> float:
     """
     checked_choice("rule", rule, RULES)
     if not checked_fraction("density", density) > 0:
-        raise InvalidArgumentError(f"density: a number above 0 expected, got {density}")
+        raise InvalidArgumentError(f"density must be above 0, got {density}")
     return RULES[rule](density)
 
 

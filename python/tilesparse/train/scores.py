@@ -65,8 +65,7 @@ class Movement(Uncopied):
             nnz = self._layers[name].weight.shape[0]
             if not isinstance(scores, Tensor) or scores.shape != (nnz,):
                 raise InvalidArgumentError(
-                    f"state_dict: movement: a tensor [{nnz}] expected for layer {name!r}; load the model "
-                    "first"
+                    f"state_dict: movement of layer {name!r} must be a tensor [{nnz}]; load the model first"
                 )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -79,7 +78,7 @@ class Movement(Uncopied):
     def _add(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if closure_of(args, kwargs) is not None:
             raise UnsupportedError(
-                "optimizer: steps without a closure expected, since movement is summed before a step, when "
+                "optimizer must step without a closure, since movement is summed before a step, when "
                 "a closure has not computed any gradient yet"
             )
         scale, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
