@@ -296,7 +296,7 @@ def of_schedule(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 def set_fractions(fractions: float) -> None:
     model = sparse()
-    train.PatternSchedule(model, optimizer(model), every=2).fractions = fractions  # type: ignore[assignment]
+    train.PatternSchedule(model, optimizer(model), every=2).fractions = fractions
 
 
 def assigned(name: str, make: Callable[[], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

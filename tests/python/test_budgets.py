@@ -344,7 +344,7 @@ def test_choices_are_refused_where_they_are_made(arguments: Any, text: str) -> N
 
 def test_choices_as_a_program_has_them(tmp_path: Path) -> None:
     """Numbers of NumPy, one number for both sides, and generators; random numbers stay the program's."""
-    loose: Any = Config(np.float32(0.5), 32)  # type: ignore[arg-type]
+    loose: Any = Config(np.float32(0.5), 32)
     state = torch.get_rng_state()
     options: dict[str, Any] = {"tokens": np.int64(4), "device": "cpu", "repetitions": 1}
     table = measure_latency(Layers(), {"up": (config for config in [loose])}, **options)

@@ -849,7 +849,8 @@ def test_a_learning_rate_stands_for_an_optimizer() -> None:
     optimizer = torch.optim.AdamW(other.parameters(), 1e-3, weight_decay=0.0)
     assert found == distill(other, teacher, texts(3), optimizer, loss=DistillationLoss(logits=1.0))
     assert same(tensors_of(model), tensors_of(other))
-    for arguments in ({}, {"optimizer": optimizer, "lr": 1e-3}):
+    both: dict[str, Any] = {"optimizer": optimizer, "lr": 1e-3}
+    for arguments in ({}, both):
         with pytest.raises(InvalidArgumentError, match="lr must be given in place of an optimizer"):
             distill(other, teacher, texts(3), **arguments)
     with pytest.raises(InvalidArgumentError, match="lr"):

@@ -12,6 +12,7 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight, is_conv1d
 from ._checks import checked_config
+from .configs import block_shape_of
 
 
 def check_names(argument: str, names: object) -> None:
@@ -49,7 +50,7 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 def kept_blocks(config: BlockSparseConfig, shape: tuple[int, int]) -> int:
     """Return how many blocks a config keeps of a weight; raise where it cannot be stored so."""
-    rows, columns = check_shapes(shape, config.block_shape)[2]
+    rows, columns = check_shapes(shape, block_shape_of(config))[2]
     kept = round(config.density * rows * columns)
     if kept == 0:
         raise InvalidArgumentError(f"density: {config.density:g} of {rows * columns} blocks rounds to none")
@@ -73,6 +74,6 @@ def described(config: BlockSparseConfig | None) -> tuple[str, str, str]:
     """Return density, block and storage as tables show them."""
     if config is None:
         return "dense", "", ""
-    bn, bk = config.block_shape
+    bn, bk = block_shape_of(config)
     storage = config.storage if config.nm is None else f"2:4 {config.storage}".removesuffix(" plain")
     return f"{config.density:.4g}", f"{bn}x{bk}", storage

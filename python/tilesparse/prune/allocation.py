@@ -12,7 +12,7 @@ from torch import nn
 from .._arguments import checked
 from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
 from .._reports import aligned
-from ..config import BlockSparseConfig, LayerSpec
+from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
 from ..storage.registry import forms_of
@@ -24,7 +24,7 @@ from ._layers import (
     kept_blocks,
     shape_of,
 )
-from .configs import ErrorProfiles
+from .configs import ErrorProfiles, block_shape_of
 from .knapsack import solve
 from .latency import LatencyTable
 
@@ -303,7 +303,7 @@ def _weights_of(layer: Any, config: BlockSparseConfig | None) -> int:
     shape = shape_of(layer)
     if config is None:
         return math.prod(shape)
-    weights = kept_blocks(config, shape) * math.prod(config.block_shape)
+    weights = kept_blocks(config, shape) * math.prod(block_shape_of(config))
     return weights if config.nm is None else weights // 2
 
 
@@ -313,12 +313,11 @@ def _bytes_of(layer: Any, config: BlockSparseConfig | None) -> int:
     if config is None:
         return weight.nbytes
     kept = kept_blocks(config, shape_of(layer))
-    spec = LayerSpec(
-        shape=shape_of(layer), block_shape=config.block_shape, nnz=kept, dtype=weight.dtype, nm=config.nm
-    )
+    block_shape, nm = block_shape_of(config), as_nm(config.nm)
+    spec = LayerSpec(shape=shape_of(layer), block_shape=block_shape, nnz=kept, dtype=weight.dtype, nm=nm)
     forms = forms_of(spec.with_storage(config.storage, config.scales))
     stored = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
-    return stored + INDEX_BYTES * (weight.shape[0] // config.block_shape[0] + 1 + 2 * kept)
+    return stored + INDEX_BYTES * (weight.shape[0] // block_shape[0] + 1 + 2 * kept)
 
 
 def _error(name: str, error: object) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from .._checks import check_block_shape
 from ..config import BlockSparseConfig
 
 # By layer and config: ‖X (W - Ŵ)ᵀ‖² / ‖X Wᵀ‖² on the calibration data, in Frobenius norms; 0 is dense.
@@ -13,3 +14,8 @@ ErrorProfiles: TypeAlias = Mapping[str, Mapping[BlockSparseConfig, float]]
 # Their old names, for one release.
 Choice: TypeAlias = BlockSparseConfig
 ErrorCurves: TypeAlias = ErrorProfiles
+
+
+def block_shape_of(config: BlockSparseConfig) -> tuple[int, int]:
+    """Return (bn, bk) of a config, as which it keeps one number, too."""
+    return check_block_shape(config.block_shape)

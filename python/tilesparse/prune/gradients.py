@@ -12,6 +12,7 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight, is_conv1d
 from .calibration import Forward, Loss, call_model, own_loss
+from .configs import block_shape_of
 from .layer import GRADIENT_METHODS
 
 
@@ -45,7 +46,7 @@ def gradient_scores(
                 if gradient is None:
                     continue
                 gradient = gradient.T if is_conv1d(layer) else gradient
-                scores = score(dense_weight(layer), gradient, config.block_shape)
+                scores = score(dense_weight(layer), gradient, block_shape_of(config))
                 if not bool(scores.isfinite().all()):
                     raise InvalidArgumentError(
                         f"loss: batch {number} (counted from 0) gives layer {name!r} a gradient with NaN or "

@@ -16,6 +16,7 @@ from ..pattern.block_pattern import BlockPattern
 from ..storage.values import two_of_four
 from . import scores
 from .compensation import Elimination, choose_two_of_four, damped, eliminate, solve, solve_masked
+from .configs import block_shape_of
 from .moments import Moments
 
 GRADIENT_METHODS = {"taylor": scores.taylor, "movement": scores.movement}
@@ -130,7 +131,7 @@ class Pruner:
         return solution._replace(error=self._error(stored, shift)), layer
 
     def _chosen(self, config: BlockSparseConfig, method: str, block_scores: Tensor | None) -> BlockPattern:
-        block_shape, density = config.block_shape, config.density
+        block_shape, density = block_shape_of(config), config.density
         if method == "obs":
             if block_shape not in self._eliminations:
                 self._eliminations[block_shape] = eliminate(self._weight, self._moment, block_shape)

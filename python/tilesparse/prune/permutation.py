@@ -19,6 +19,7 @@ from ._checks import check_model, check_numbers, checked_config, checked_moments
 from ._layers import checked_configs, shape_of
 from .calibration import Calibration, Forward, call_model
 from .compensation import DAMPING
+from .configs import block_shape_of
 from .groups import Part, PermutationGroup, find_permutation_groups, parts_of, permute_, reason_against
 from .layer import Pruner
 from .moments import Moments
@@ -201,7 +202,7 @@ def _clustered(
 ) -> Tensor | None:
     """Return an order [groups, units] by the blocks for which units matter; None if no order matters."""
     sides = [
-        config.block_shape[0 if part.rows else 1]
+        block_shape_of(config)[0 if part.rows else 1]
         * group.groups
         * part.repeats
         * group.units
@@ -221,7 +222,7 @@ def _profile(part: Part, group: PermutationGroup, moments: Moments, config: Bloc
     norms = moments.second().diagonal().sqrt()
     weight = dense_weight(part.layer).to(norms.device)
     scores = weight.double().abs() * norms
-    bn, bk = config.block_shape
+    bn, bk = block_shape_of(config)
     if part.rows:
         ours = scores[part.start : part.stop].reshape(part.stop - part.start, -1, bk).sum(2)
     else:

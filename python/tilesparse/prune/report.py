@@ -12,6 +12,7 @@ from .._reports import MOST, aligned, empty_texts, listed, warn_user
 from ..config import BlockSparseConfig
 from ..nn.convert import dense_weight
 from ..patch.reports import DenseParameter, Size, SkippedLayer, by_reason, dense_lines
+from .configs import block_shape_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class PruneReport:
                 (
                     layer.name,
                     "{}x{}".format(*layer.shape),
-                    "{}x{}".format(*config.block_shape),
+                    "{}x{}".format(*block_shape_of(config)),
                     f"{layer.density:.3f}",
                     config.storage if config.nm is None else f"2:4 {config.storage}",
                     f"{layer.tokens:,}",

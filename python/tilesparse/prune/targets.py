@@ -22,6 +22,7 @@ from ..patch.rules import LayerOptions, Rule
 from ..patch.weight_reads import Read, weight_reads
 from ..pattern.block_pattern import BlockPattern
 from ._checks import checked_config
+from .configs import block_shape_of
 
 STAYS_DENSE = "its config is None"  # why a layer is skipped
 
@@ -56,7 +57,7 @@ def targets_matching(
     for module, aliases, _, named in matched:
         try:
             with naming_layer(aliases[0]):
-                check_blocks_can_be_chosen(module, config.block_shape)
+                check_blocks_can_be_chosen(module, block_shape_of(config))
         except CannotBeCutError as error:
             if cut and named:
                 raise
