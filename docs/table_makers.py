@@ -266,10 +266,8 @@ def _efficiencies(
 
 def _result(case: dict[str, Any], contender: str) -> dict[str, Any] | None:
     """The result of one contender, or None if it was not measured."""
-    return next(
-        (one for one in case["results"] if one["contender"] == contender and "t_us" in one),
-        None,
-    )
+    measured = (one for one in case["results"] if one["contender"] == contender and "t_us" in one)
+    return next(measured, None)
 
 
 def _captured(case: dict[str, Any]) -> tuple[str, str]:
