@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
 import subprocess
@@ -342,3 +344,29 @@ def test_progress_says_how_long_it_will_take(
     assert [_progress.duration(seconds) for seconds in (0.2, 59, 61, 3599, 7800)] == [
         *("1 s", "59 s", "1 min", "1 h 0 min", "2 h 10 min")
     ]
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(_progress, "SECONDS", 0)
+    progress = _progress.Progress(4)
+    progress.skip(1)
+    progress.show(3, "layers pruned")
+    progress.show(4, "layers pruned")
+    last = terminal.getvalue().split("\r")[-1]
+    assert "100%" in last and "4/4" in last and "layers pruned" in last and last.endswith("\n")
+
+
+def test_lines_of_progress_can_be_silenced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_progress, "SECONDS", 0)
+    logger = logging.getLogger("tilesparse")
+    said = []
+    for level in (logging.WARNING, logging.INFO):
+        logger.setLevel(level)
+        _progress.Progress(2).show(1, "layers pruned")
+        said.append(capsys.readouterr().err)
+    assert said[0] == "" and said[1].startswith("1/2  layers pruned, about ")

@@ -445,9 +445,7 @@ def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="figures must be at least one"):
         plot.save([], tmp_path / "a.png")
     for figures in (3, [figure, "figure"]):
-        with pytest.raises(
-            InvalidArgumentError, match=r"must be figures of matplotlib, got (int|str)"
-        ):
+        with pytest.raises(InvalidArgumentError, match=r"must be figures of matplotlib, got (int|str)"):
             plot.save(figures, tmp_path / "a.png")  # type: ignore[arg-type]
     assert [file.name for file in tmp_path.iterdir()] == ["folder.png"]
 
