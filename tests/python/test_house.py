@@ -1,0 +1,231 @@
+"""The layout of the repository: no import circles, few floors, private names stay private, files stay short.
+
+Everything is read from the sources; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "python" / "tilesparse"
+FLOORS = 12
+
+# Imports within functions that close a circle, and why that is right.
+DEFERRED = {
+    ("tilesparse.integrations.peft_hooks", "tilesparse.integrations.peft"): "PEFT is optional",
+    ("tilesparse.storage.base", "tilesparse.storage.registry"): "a storage is pickled by its name",
+}
+
+# Attributes of other libraries that have no public name.
+FOREIGN = {
+    "_asdict": "public in NamedTuple",
+    "_fields": "public in NamedTuple",
+    "_replace": "public in NamedTuple",
+    "_version": "PyTorch's counter of a tensor's writes",
+    "_parameters": "torch.nn.Module",
+    "_buffers": "torch.nn.Module",
+    "_modules": "torch.nn.Module",
+    "_non_persistent_buffers_set": "torch.nn.Module",
+    "_forward_hooks": "torch.nn.Module",
+    "_forward_pre_hooks": "torch.nn.Module",
+    "_backward_hooks": "torch.nn.Module",
+    "_backward_pre_hooks": "torch.nn.Module",
+    "_is_full_backward_hook": "torch.nn.Module",
+    "_post_accumulate_grad_hooks": "torch.Tensor",
+    "_ConvNd": "torch.nn.modules.conv",
+    "_exit": "os",
+    "_getframe": "sys",
+}
+
+PRIVATE = "tilesparse._runtime.private"  # the one module for what is not public in PyTorch
+
+WHOLE = {"tilesparse.h"}  # the C interface is one header
+
+LIMITS = {"python": (350, 400), "host": (300, 300), "kernel": (400, 450)}  # lines; with a reason at the top
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(file.read_text())
+    return found
+
+
+def is_package(module: str) -> bool:
+    return (PACKAGE.parent / Path(*module.split("."))).is_dir()
+
+
+def for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes but those that only type checkers see."""
+    for child in ast.iter_child_nodes(node):
+        if not for_type_checkers(child):
+            yield child
+            yield from walk(child)
+
+
+def imported(module: str, node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) for what an import statement takes from this package; no name for a module."""
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, "") for alias in node.names if alias.name in modules())
+    elif isinstance(node, ast.ImportFrom):
+        above = module.split(".")[: None if is_package(module) else -1]
+        base = above[: len(above) - node.level + 1] if node.level else []
+        source = ".".join([*base, *([node.module] if node.module else [])])
+        for alias in node.names:
+            if f"{source}.{alias.name}" in modules():
+                yield f"{source}.{alias.name}", ""
+            elif source in modules() and alias.name != "_C":
+                yield source, alias.name
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """The modules that each module imports, also within functions."""
+    return {
+        module: {source for node in walk(tree) for source, _ in imported(module, node)} - {module}
+        for module, tree in modules().items()
+    }
+
+
+def home(module: str) -> str:
+    """The part of the package that a module belongs to: the first name below tilesparse."""
+    return ".".join(module.split(".")[:2])
+
+
+def homes() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {home(module): set() for module in modules()}
+    for module, sources in imports().items():
+        found[home(module)] |= {home(source) for source in sources} - {home(module)}
+    return found
+
+
+def floors(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Put each node above all that it points to; what is left after the last floor is a circle."""
+    left, found = dict(graph), []
+    while floor := {node for node, below in left.items() if not below & left.keys()}:
+        found.append(floor)
+        left = {node: below for node, below in left.items() if node not in floor}
+    return [*found, set(left)]
+
+
+def in_circles(graph: dict[str, set[str]]) -> set[str]:
+    """Return the nodes that can be reached from themselves."""
+
+    def reached(node: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [node]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    return {node for node in graph if node in reached(node)}
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    graph = {
+        module: {source for source in sources if (module, source) not in DEFERRED}
+        for module, sources in imports().items()
+    }
+    circle = in_circles(graph)
+    assert not circle, sorted(circle)
+
+
+def test_deferred_imports_are_still_needed() -> None:
+    assert {pair for pair in DEFERRED if pair[1] not in imports().get(pair[0], ())} == set()
+
+
+def test_packages_import_each_other_in_no_circle_and_on_few_floors() -> None:
+    graph = homes()
+    circle = in_circles(graph)
+    assert not circle, sorted(circle)
+    found = floors(graph)[:-1]
+    assert len(found) <= FLOORS, "\n".join(f"{number}: {sorted(each)}" for number, each in enumerate(found))
+
+
+def test_private_names_are_not_imported() -> None:
+    found = [
+        f"{module}: {source}.{name}"
+        for module, tree in modules().items()
+        for node in ast.walk(tree)
+        for source, name in imported(module, node)
+        if name.startswith("_") and not name.startswith("__")
+    ]
+    assert not found, "\n".join(found)
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names that a module defines: functions, classes, variables and attributes it assigns to its own."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and owner(node) == "self":
+            found.add(node.attr)
+    return found
+
+
+def owner(node: ast.Attribute) -> str:
+    """Return what an attribute is read from, as it is written; `super()` counts as self."""
+    text = ast.unparse(node.value)
+    return "self" if text in ("self", "cls", "super()") else text
+
+
+def is_of_torch(text: str) -> bool:
+    return text.split(".")[0] == "torch"
+
+
+def test_private_attributes_of_other_modules_are_not_used() -> None:
+    found = [
+        f"{module}:{node.lineno}: {owner(node)}.{node.attr}"
+        for module, tree in modules().items()
+        if module != PRIVATE
+        for own in [defined(tree)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and owner(node) != "self"
+        and not is_of_torch(owner(node))
+        and node.attr not in own | FOREIGN.keys()
+    ]
+    assert not found, "\n".join(found)
+
+
+def sources(kind: str) -> Iterable[Path]:
+    if kind == "python":
+        return PACKAGE.rglob("*.py")
+    if kind == "host":
+        return (file for end in ("*.h", "*.hpp", "*.cpp") for file in (ROOT / "cpp").rglob(end))
+    return (file for end in ("*.h", "*.cuh", "*.cu") for file in (ROOT / "cuda").rglob(end))
+
+
+def has_reason(file: Path) -> bool:
+    """Return True if the comment or docstring at the top of a file says why it is long."""
+    return "long" in "\n".join(file.read_text().splitlines()[:40])
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_files_stay_short(kind: str) -> None:
+    limit, with_reason = LIMITS[kind]
+    found = []
+    for file in sorted(sources(kind)):
+        lines = len(file.read_text().splitlines())
+        if file.name not in WHOLE and lines > (with_reason if has_reason(file) else limit):
+            found.append(f"{file.relative_to(ROOT)}: {lines}")
+    assert not found, "\n".join(found)
