@@ -1,4 +1,4 @@
-"""How a layer is stored: what is asked for (`BlockSparseConfig`), and what one layer has (`LayerSpec`)."""
+"""The stored form of layers: as asked for (`BlockSparseConfig`), and as one layer has it (`LayerSpec`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 @dataclass(frozen=True)
 class BlockSparseConfig:
-    """How dense linear layers are to become block-sparse, whatever their shapes.
+    """The way in which dense linear layers become block-sparse, whatever their shapes.
 
     Attributes:
         density: kept fraction of the blocks, from 0 to 1.
@@ -76,7 +76,7 @@ class BlockSparseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """How one block-sparse layer is stored: everything but the tensors themselves.
+    """The stored form of one block-sparse layer: everything but the tensors themselves.
 
     Attributes:
         shape: (out_features, in_features).

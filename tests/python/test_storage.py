@@ -291,11 +291,11 @@ def test_transposable_masks_do_not_depend_on_how_products_round(device: str) -> 
 @pytest.mark.parametrize(
     ("shape", "transposable", "named"),
     [
-        ((4, 6), False, r"scores: .*columns a multiple of 4, got \(4, 6\)"),
-        ((6, 4), True, r"scores: .*rows and columns a multiple of 4, got \(6, 4\)"),
-        ((8,), False, r"scores: \[..., rows, columns\]"),
-        ((8,), True, r"scores: \[..., rows, columns\]"),
-        ((), False, r"scores: \[..., rows, columns\]"),
+        ((4, 6), False, r"scores must be .*columns a multiple of 4, got \(4, 6\)"),
+        ((6, 4), True, r"scores must be .*rows and columns a multiple of 4, got \(6, 4\)"),
+        ((8,), False, r"scores must be \[..., rows, columns\]"),
+        ((8,), True, r"scores must be \[..., rows, columns\]"),
+        ((), False, r"scores must be \[..., rows, columns\]"),
     ],
 )
 def test_two_of_four_needs_fours(shape: tuple[int, ...], transposable: bool, named: str) -> None:

@@ -1,4 +1,4 @@
-"""What methods of a layer require of its weight."""
+"""Requirements of a layer's methods on its weight."""
 
 from __future__ import annotations
 

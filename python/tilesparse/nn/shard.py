@@ -1,4 +1,4 @@
-"""What a layer asks of tensor parallelism, which `tilesparse.parallel` implements."""
+"""The protocol of tensor parallelism, which `tilesparse.parallel` implements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What block-sparse layers of every kind hold: a pattern and the weights of its blocks."""
+"""The state of a block-sparse layer: a pattern and the weights of its blocks."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def _check_can_be_cut(layer: BlockSparseLinear, mesh: DeviceMesh, dim: int) -> N
 
 
 def _sharded(blocks: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
-    """Cut by slots; sent as bytes, since not every backend knows every dtype."""
+    """Shard blocks by slots; they are sent as bytes, since not every backend knows every dtype."""
     as_bytes = _distributed(blocks.contiguous().view(torch.uint8), mesh, Shard(0), source).to_local()
     return DTensor.from_local(as_bytes.view(blocks.dtype), mesh, [Shard(0)], run_check=False)
 
@@ -295,5 +295,5 @@ def _distributed(tensor: Tensor, mesh: DeviceMesh, placement: Placement, source:
 
 
 def _local(tensor: Any) -> Any:
-    """What this process has of a tensor, if it is sharded."""
+    """Return this process's shard of a tensor, or the tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

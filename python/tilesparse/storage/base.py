@@ -1,4 +1,4 @@
-"""What every storage of a layer's weight offers, whatever tensors it keeps."""
+"""The interface of all storages of a layer's weight."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _TILES_AT_A_TIME = 1 << 18  # of 4 x 4, whose scores for every mask take 180 MiB
 
 @checked
 def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
-    """The two of each four neighbours with the highest scores.
+    """Return the mask of the two of each four neighbours with the highest scores.
 
     With ``transposable`` two of each four in a column as well: the mask of each 4 x 4 with the highest sum of
     scores, found among all 90 there are, as in Hu et al., "Accelerating Transformer Pre-training with 2:4
@@ -99,7 +99,7 @@ def _masks(device: torch.device) -> Tensor:
 
 @checked
 def compress(values: Tensor, mask: Tensor, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
-    """Plain values as 2:4 stores them, by one kernel.
+    """Compress dense blocks to 2:4 by one kernel.
 
     Args:
         values: [nnz, bn, bk], contiguous, of any dtype that values have.
@@ -125,7 +125,7 @@ def expand(
     scales: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Plain values [nnz, bn, bk] of stored ones.
+    """Return the dense blocks [nnz, bn, bk] of stored values.
 
     Args:
         values: [nnz, bn, bk], or [nnz, bn, bk / 2] with ``metadata``.
@@ -141,7 +141,7 @@ def expand(
 
 @checked
 def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[Tensor, Tensor]:
-    """Values in 8 bits: rounded to the nearest, without calibration.
+    """Quantize values to 8 bits: rounded to the nearest, without calibration.
 
     Args:
         values: [nnz, bn, bk or less], finite.

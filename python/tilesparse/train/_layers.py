@@ -18,17 +18,17 @@ Layers: TypeAlias = Mapping[str, BlockSparseLinear]
 
 
 def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
-    """By their qualified names; a layer that has several is there once, under the first."""
+    """Return the block-sparse layers of a model by qualified name; one with several has the first."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
 
 
 def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a step of an optimizer, the first of ``args``, was given as its closure, or None."""
+    """Return the closure given to a step of an optimizer, the first of ``args``; None without one."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
-    """Likewise, where there has to be one."""
+    """Return the block-sparse layers of a model, or raise InvalidArgumentError if there are none."""
     layers = sparse_layers(model)
     if not layers:
         raise InvalidArgumentError("model must have a BlockSparseLinear, got none")
@@ -79,7 +79,7 @@ def _shared(name: str, other: str) -> InvalidArgumentError:
 
 
 def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
-    """That the blocks of these layers can be told apart, written to and removed.
+    """Check that the blocks of these layers can be told apart, written to and removed.
 
     Raises:
         UnsupportedError: a weight is not plain, or other processes or a parametrization have it.
@@ -132,7 +132,7 @@ def checked_optimizer(optimizer: object) -> torch.optim.Optimizer:
 
 
 class Uncopied:
-    """What has hooks on an optimizer, which copies of optimizers lose: a copy would silently do nothing.
+    """Base of what has hooks on an optimizer: copies lose hooks, so a copy would silently do nothing.
 
     Raises:
         UnsupportedError: it is copied or pickled.
@@ -157,7 +157,7 @@ def check_optimized(layers: Layers, optimizer: torch.optim.Optimizer) -> None:
 
 
 def gradient_of(name: str, layer: BlockSparseLinear) -> Tensor | None:
-    """The gradient of a layer's weight that its optimizer reads; None without one.
+    """Return the gradient of a layer's weight that its optimizer reads; None without one.
 
     Raises:
         UnsupportedError: it is in ``weight.main_grad`` alone.
@@ -171,7 +171,7 @@ def gradient_of(name: str, layer: BlockSparseLinear) -> Tensor | None:
 
 
 def check_keys(name: str, given: object, keys: Collection[str]) -> None:
-    """That it is a mapping with these keys and no others."""
+    """Raise InvalidArgumentError unless the argument is a mapping with exactly these keys."""
     found = list(given) if isinstance(given, Mapping) else given
     if not isinstance(given, Mapping) or set(given) != set(keys):
         raise InvalidArgumentError(f"{name} must be a mapping with the keys {list(keys)}, got {found!r}")
@@ -183,7 +183,7 @@ def checked_choice(name: str, choice: object, choices: Collection[object]) -> No
 
 
 def precision_of(weight: Tensor) -> torch.dtype:
-    """In which scores and norms are summed: float32, or float64 for float64."""
+    """Return the dtype in which scores and norms are summed: float32, or float64 for float64."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
