@@ -6,17 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._checks import Index
+from ._ops.activations import activated
+from ._ops.schemas import DdsOptions
 from ._runtime.native import ACTIVATIONS
 from .errors import UnsupportedError
 
 __all__ = ["decompositions"]
 
-_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda y: y,
-    "relu": torch.relu,
-    "gelu": torch.nn.functional.gelu,
-    "silu": torch.nn.functional.silu,
-}
+_FIELDS = len(Index._fields)
 
 
 def decompositions() -> dict[Any, Callable[..., Tensor]]:
@@ -42,58 +40,25 @@ def decompositions() -> dict[Any, Callable[..., Tensor]]:
     }
 
 
-def _dds_nt(
-    x: Tensor,
-    values: Tensor,
-    crow: Tensor,
-    col: Tensor,
-    slot: Tensor,
-    shape: list[int],
-    block_shape: list[int],
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int = 0,
-    feature_major: bool = False,
-    metadata: Tensor | None = None,
-    scales: Tensor | None = None,
-    transposed: bool = False,
-    gate: Tensor | None = None,
-) -> Tensor:
-    weight = _weight(x, values, (crow, col, slot, shape, block_shape), metadata, scales, transposed)
-    activate = _ACTIVATE[list(ACTIVATIONS)[activation]]
-    y = torch.nn.functional.linear(x, weight, bias)
-    if gate is not None:
-        return y * activate(gate)
-    y = activate(y)
-    return y if residual is None else y + residual
+def _dds_nt(x: Tensor, values: Tensor, *rest: Any, **named: Any) -> Tensor:
+    pattern, options = rest[:_FIELDS], DdsOptions(*rest[_FIELDS:], **named)
+    weight = _weight(x, values, pattern, options)
+    name = list(ACTIVATIONS)[options.activation]
+    y = torch.nn.functional.linear(x, weight, options.bias)
+    if options.gate is not None:
+        return y * activated(options.gate, name)
+    y = activated(y, name)
+    return y if options.residual is None else y + options.residual
 
 
-def _dds_nn(
-    y: Tensor,
-    values: Tensor,
-    crow: Tensor,
-    col: Tensor,
-    slot: Tensor,
-    shape: list[int],
-    block_shape: list[int],
-    feature_major: bool = False,
-    metadata: Tensor | None = None,
-    scales: Tensor | None = None,
-    transposed: bool = False,
-) -> Tensor:
-    return y @ _weight(y, values, (crow, col, slot, shape, block_shape), metadata, scales, transposed)
+def _dds_nn(y: Tensor, values: Tensor, *rest: Any, **named: Any) -> Tensor:
+    options = DdsOptions(None, None, 0, *rest[_FIELDS:], **named)
+    return y @ _weight(y, values, rest[:_FIELDS], options)
 
 
-def _weight(
-    like: Tensor,
-    values: Tensor,
-    pattern: tuple[Any, ...],
-    metadata: Tensor | None,
-    scales: Tensor | None,
-    transposed: bool,
-) -> Tensor:
-    plain = _plain(values, metadata, scales).to(like.dtype)
-    return _expand(plain.transpose(1, 2) if transposed else plain, *pattern)
+def _weight(like: Tensor, values: Tensor, pattern: tuple[Any, ...], options: DdsOptions) -> Tensor:
+    plain = _plain(values, options.metadata, options.scales).to(like.dtype)
+    return _expand(plain.transpose(1, 2) if options.transposed else plain, *pattern)
 
 
 def _plain(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> Tensor:

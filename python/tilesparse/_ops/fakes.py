@@ -8,22 +8,11 @@ from torch import Tensor
 from .._checks import Index, check_dds, check_dense, check_nothing_added, check_sdd, check_values
 from .._runtime.layout import empty, result_form
 from .._runtime.native import DDS_NN, DDS_NT
+from .schemas import DdsOptions
 
 
-def dds_fake(
-    op: int,
-    source: Tensor,
-    values: Tensor,
-    index: Index,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int = 0,
-    feature_major: bool = False,
-    metadata: Tensor | None = None,
-    scales: Tensor | None = None,
-    transposed: bool = False,
-    gate: Tensor | None = None,
-) -> Tensor:
+def dds_fake(op: int, source: Tensor, values: Tensor, index: Index, *options: Any) -> Tensor:
+    bias, residual, activation, feature_major, metadata, scales, transposed, gate = DdsOptions(*options)
     if transposed:  # only sizes of the pattern are read here, so its tensors need not be transposed
         check_nothing_added(bias, residual, activation, gate)
         crow, col, slot, shape, block_shape = index

@@ -5,9 +5,10 @@ its patterns, too. Index tensors on CUDA devices are taken as they are: `BlockPa
 what is in them where it is made.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 _PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
 # Storage of values: metadata of 2:4, scales of 8 bits, and whether the values are those of the transposed
@@ -35,3 +36,16 @@ LIB.define("expand_values(Tensor values, Tensor? metadata, Tensor? scales, int d
 # Operators for compiled code: Inductor would write the gradients of the halves as two tensors.
 LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
 LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")
+
+
+class DdsOptions(NamedTuple):
+    """What dds_nt takes after its factors and the pattern, and dds_nn from feature_major on, without gate."""
+
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    activation: int = 0
+    feature_major: bool = False
+    metadata: Tensor | None = None
+    scales: Tensor | None = None
+    transposed: bool = False
+    gate: Tensor | None = None
