@@ -19,7 +19,8 @@ from .errors import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from .integrations import accelerate, peft_hooks, transformers_hooks
+from ._libraries import transformers_hooks
+from .integrations import accelerate, peft_hooks
 from .matrix import BlockSparseMatrix
 from .nn import BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear
 from .patch import BlockSparseModelPatcher, FuseReport, PatchReport

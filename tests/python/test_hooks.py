@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tilesparse.integrations.hooks import adapt, revert, when_imported
+from tilesparse._libraries.hooks import adapt, revert, when_imported
 
 
 @pytest.fixture

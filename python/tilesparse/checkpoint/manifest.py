@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._libraries.transformers_hooks import check_can_follow, follow
 from .._arguments import checked
 from .._checks import DTYPES, POLICIES, Index, check_block_shape, check_shapes, checked_device
 from .._runtime.tensor_files import (
@@ -43,7 +44,6 @@ from .._runtime.tensor_files import (
 )
 from ..config import QUANTIZED_BY_NAME, STORAGES, check_nm, check_nm_blocks, check_storage
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
-from ..integrations.transformers_hooks import check_can_follow, follow
 from ..nn.convert import is_conv1d
 from ..nn.linear import BlockSparseLinear
 from ..nn.origin import checked_pattern

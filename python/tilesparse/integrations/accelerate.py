@@ -7,11 +7,11 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from .._libraries.hooks import ACCELERATE, adapt, when_imported
+from .._libraries.transformers_hooks import follow
 from .._runtime.tensor_files import CONFIG
 from ..checkpoint.manifest import prepare_for
 from ..nn.linear import BlockSparseLinear
-from .hooks import adapt, when_imported
-from .transformers_hooks import follow
 
 
 def register() -> None:
@@ -41,7 +41,7 @@ def _prepare_before_loading(module: Any) -> None:
 
         return load_checkpoint_in_model
 
-    adapt("accelerate", module, "load_checkpoint_in_model", preparing)
+    adapt(ACCELERATE, module, "load_checkpoint_in_model", preparing)
 
 
 def _check(model: Any, layers: list[str]) -> None:

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import checked
+from .._libraries.hooks import PEFT, revert
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import sdd
 from ..nn.linear import BlockSparseLinear
 from ..nn.tensors import INDEX_NAMES
-from . import hooks as _hooks
-from . import peft_hooks as _peft
 
 try:
     from peft import __version__ as peft_version
@@ -246,7 +245,7 @@ def unregister() -> None:
 
     Models that have adapters keep them. ``import tilesparse`` in a new process registers again.
     """
-    _hooks.revert(_peft.LIBRARY)
+    revert(PEFT)
 
 
 @checked

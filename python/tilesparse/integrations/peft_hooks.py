@@ -7,12 +7,10 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
+from .._libraries.hooks import PEFT, adapt, when_imported
 from ..adapter.linear import AdaptedLinear
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
-from .hooks import adapt, when_imported
-
-LIBRARY = "peft"
 
 
 def register() -> None:
@@ -45,7 +43,7 @@ def _adapt_layers(module: Any) -> None:
         return create_new_module
 
     layer_class = module.BaseTunerLayer
-    adapt(LIBRARY, module.LoraModel, "_create_new_module", adapted)
+    adapt(PEFT, module.LoraModel, "_create_new_module", adapted)
 
 
 def _include_in_all_linear(module: Any) -> None:
@@ -64,7 +62,7 @@ def _include_in_all_linear(module: Any) -> None:
         return include_block_sparse
 
     layer_class = module.BaseTunerLayer
-    adapt(LIBRARY, module, "_maybe_include_all_linear_layers", adapted)
+    adapt(PEFT, module, "_maybe_include_all_linear_layers", adapted)
 
 
 def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
@@ -104,4 +102,4 @@ def _check_before_merging(module: Any) -> None:
 
     layer_class = module.LoraLayer
     for name in ("merge_adapter", "merge_and_unload"):
-        adapt(LIBRARY, module.LoraModel, name, checked)
+        adapt(PEFT, module.LoraModel, name, checked)

@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from .._libraries.transformers_hooks import follow
 from .._arguments import checked
 from .._checks import check_text
 from .._names import NamePattern
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..integrations.transformers_hooks import follow
 from ..nn.mlp import BlockSparseMLP, is_known, reason_not_known
 from .building import sparse_layer
 from .matching import reason_not_linear

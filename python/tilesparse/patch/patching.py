@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from .._libraries.transformers_hooks import check_can_follow, follow
 from .._progress import Progress
 from ..errors import InvalidArgumentError, TileSparseError
-from ..integrations.transformers_hooks import check_can_follow, follow
 from .building import CannotBeCutError
 from .matching import Match, Refusal, check_rules, match_modules
 from .modules import Replacement, Target, names_of_modules, set_submodule, share_hooks

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._libraries.transformers_hooks import check_can_follow
 from .._replay.batches import chosen_device, evaluating
 from .._reports import empty_of
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..integrations.transformers_hooks import check_can_follow
 from ..nn.linear import BlockSparseLinear
 from ..patch.patcher import BlockSparseModelPatcher
 from ..patch.reports import PatchReport, SkippedLayer, warn_of_empty

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from .hooks import adapt, when_imported
+from .hooks import TRANSFORMERS, adapt, when_imported
 
-LIBRARY = "transformers"
 _METHODS = "transformers.quantizers.auto"  # where Transformers keeps them
-_HF = f"{__package__}.transformers"
+_HF = "tilesparse.integrations.transformers"
 
 
 def register() -> None:
@@ -52,7 +51,7 @@ def _describe_before_saving(module: Any) -> None:
 
         return save_pretrained
 
-    adapt(LIBRARY, module.PreTrainedModel, "save_pretrained", describing)
+    adapt(TRANSFORMERS, module.PreTrainedModel, "save_pretrained", describing)
 
 
 def _import_hf() -> None:

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 Callback = Callable[[ModuleType], None]
 
+# What `adapt` and `revert` call the libraries.
+ACCELERATE, PEFT, TRANSFORMERS = "accelerate", "peft", "transformers"
+
 
 def when_imported(name: str, callback: Callback, otherwise: str) -> None:
     """Calls ``callback(module)`` once the module of this full name has been imported: now, if it is already.

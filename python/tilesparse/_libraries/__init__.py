@@ -1,0 +1,1 @@
+"""What the package says to optional libraries without importing them."""
