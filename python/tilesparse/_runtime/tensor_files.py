@@ -1,4 +1,7 @@
-"""Folders of safetensors files with checksums, written and read without a copy of their tensors in memory."""
+"""Folders of safetensors files with checksums, written and read without a copy of their tensors in memory.
+
+The file is long because writing, reading and putting in place share one format.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The two or three linear layers between which a transformer widens its features, as one module.
 
 Gated ones follow Shazeer, "GLU Variants Improve Transformer" (2020).
+
+The file is long because what is recognised of other libraries' MLPs belongs to what the module computes.
 """
 
 from __future__ import annotations

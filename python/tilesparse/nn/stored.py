@@ -1,4 +1,7 @@
-"""The state of a block-sparse layer: a pattern and the weights of its blocks."""
+"""The state of a block-sparse layer: a pattern and the weights of its blocks.
+
+The file is long because it is one class, most of it documentation.
+"""
 
 from __future__ import annotations
 
