@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def draw_efficiency(rows: Sequence[Row], path: Path) -> None:
     """One panel for each layer, one line for each block and contender."""
-    layers = list(dict.fromkeys(row.case["shape"] for row in rows if not row.has_few_tokens))
+    layers = list(dict.fromkeys(row.case["shape"] for row in rows if not row.is_small_batch))
     if not layers:
         return
     figure, panels = pyplot.subplots(

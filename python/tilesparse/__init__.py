@@ -3,7 +3,9 @@
 from . import _belongs  # isort: split
 
 from . import checkpoint, errors, export, functional, parallel, plot, prune, recover, storage, train, tuning
+from ._libraries import transformers_hooks
 from .checkpoint import load, save
+from .config import BlockSparseConfig, LayerSpec
 from .errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -19,12 +21,13 @@ from .errors import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from ._libraries import transformers_hooks
 from .integrations import accelerate, peft_hooks
 from .matrix import BlockSparseMatrix
 from .nn import BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear
-from .patch import BlockSparseModelPatcher, FuseReport, PatchReport
+from .patch import BlockSparseModelPatcher, FuseReport, PatchReport, sparsify_
 from .pattern import BlockPattern
+from .prune import prune_
+from .recover import distill
 from .tuning import Measurement, tune
 from .tuning.devices import Device
 from .tuning.products import Product
@@ -39,6 +42,7 @@ transformers_hooks.register()
 
 __all__ = [
     "BlockPattern",
+    "BlockSparseConfig",
     "BlockSparseLinear",
     "BlockSparseMLP",
     "BlockSparseMatrix",
@@ -54,6 +58,7 @@ __all__ = [
     "InvalidTypeError",
     "KernelChoice",
     "KernelInfo",
+    "LayerSpec",
     "Measurement",
     "NoDeviceError",
     "PatchReport",
@@ -67,6 +72,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "choose",
+    "distill",
     "errors",
     "export",
     "functional",
@@ -76,8 +82,10 @@ __all__ = [
     "plot",
     "prefer",
     "prune",
+    "prune_",
     "recover",
     "save",
+    "sparsify_",
     "storage",
     "train",
     "tune",

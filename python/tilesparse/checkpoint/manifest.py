@@ -18,9 +18,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._libraries.transformers_hooks import check_can_follow, follow
 from .._arguments import checked
 from .._checks import DTYPES, POLICIES, Index, check_block_shape, check_shapes, checked_device
+from .._libraries.transformers_hooks import check_can_follow, follow
 from .._runtime.tensor_files import (
     CONFIG,
     INDEX,

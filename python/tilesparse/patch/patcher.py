@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from .._libraries.transformers_hooks import follow
 from .._arguments import checked
 from .._checks import check_text
+from .._libraries.transformers_hooks import follow
 from .._names import NamePattern
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
