@@ -34,6 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .._arguments import checked
 from .._checks import DTYPES, check_module, check_text
+from .._libraries.hooks import TRANSFORMERS, revert
 from .._runtime.tensor_files import StoredTensor, check_belongs, read_header
 from ..checkpoint.manifest import METHOD, VERSION, check_section, prepare, section
 from ..errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
@@ -43,8 +44,6 @@ from ..nn.tensors import INDEX_NAMES
 from ..patch.modules import set_submodule, share_hooks
 from ..storage.base import STORED_NAMES
 from ..storage.registry import forms_of
-from .hooks import revert
-from .transformers_hooks import LIBRARY
 
 for _name in ("_process_model_before_weight_loading", "_process_model_after_weight_loading", "_dequantize"):
     if not hasattr(HfQuantizer, _name):
@@ -207,7 +206,7 @@ def unregister() -> None:
     """
     AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
     AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
-    revert(LIBRARY)
+    revert(TRANSFORMERS)
 
 
 @checked
