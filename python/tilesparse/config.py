@@ -17,6 +17,7 @@ from ._checks import (
     check_compressible,
     check_policy,
     check_shapes,
+    checked_count,
 )
 from .errors import InvalidArgumentError
 
@@ -103,9 +104,8 @@ class LayerSpec:
     def __post_init__(self) -> None:
         block_shape = check_block_shape(self.block_shape)
         shape, _, (rows, columns) = check_shapes(self.shape, block_shape)
-        if not 0 <= self.nnz <= rows * columns:
-            raise InvalidArgumentError(f"nnz must be from 0 to {rows * columns}, got {shown(self.nnz)}")
-        if self.dtype not in DTYPES:
+        nnz = checked_count("nnz", self.nnz, 0, rows * columns)
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)}, got {shown(self.dtype)}")
         check_flag("transposable", self.transposable)
         check_nm(self.nm, self.transposable)
@@ -118,7 +118,8 @@ class LayerSpec:
                 f"got {shown(self.scales)}"
             )
         check_policy(self.policy)
-        for name, value in (("shape", shape), ("block_shape", block_shape), ("nm", as_nm(self.nm))):
+        own = {"shape": shape, "block_shape": block_shape, "nnz": nnz, "nm": as_nm(self.nm)}
+        for name, value in own.items():
             object.__setattr__(self, name, value)
 
     @property

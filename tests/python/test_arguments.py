@@ -197,6 +197,16 @@ def of_two_of_four() -> nn.Module:
     return nn.Sequential(layer(nm=(2, 4)))
 
 
+def pruned() -> dict[str, Any]:
+    config = BlockSparseConfig(0.5, BLOCK)
+    return {"model": dense(), "config": config, "batches": batches(), "layers": "0"}
+
+
+def distilled() -> dict[str, Any]:
+    loss = recover.DistillationLoss(logits=1.0)
+    return trained(sparse(), teacher=dense(), batches=batches(), loss=loss, steps=1)
+
+
 def batches() -> list[torch.Tensor]:
     return [torch.randn(80, 64)]
 
@@ -363,7 +373,11 @@ CASES: dict[str, Callable[[], Any]] = {
     "parallel.ColwiseParallel": dict,
     "parallel.RowwiseParallel": dict,
     "parallel.synchronize_patterns": lambda: {"model": nn.Sequential()},
-    "patch.sparsify_": lambda: {"model": dense(), "config": BlockSparseConfig(0.5, BLOCK)},
+    "BlockSparseConfig": dict,
+    "LayerSpec": lambda: {"shape": (32, 64), "block_shape": BLOCK, "nnz": 2, "dtype": torch.float32},
+    "LayerSpec.with_storage": lambda: (layer().spec.with_storage, {"storage": "int8"}),
+    "LayerSpec.from_json": lambda: {"entry": layer().spec.to_json()},
+    "sparsify_": lambda: {"model": dense(), "config": BlockSparseConfig(0.5, BLOCK)},
     "BlockSparseModelPatcher": dict,
     "BlockSparseModelPatcher.add_pattern": lambda: (patcher().add_pattern, {"regex": ".*"}),
     "BlockSparseModelPatcher.is_patchable": lambda: (
@@ -477,12 +491,8 @@ CASES: dict[str, Callable[[], Any]] = {
         "config": BlockSparseConfig(0.5, BLOCK),
         "groups": [prune.PermutationGroup(("0",), "2", 64)],
     },
-    "prune.prune_": lambda: {
-        "model": dense(),
-        "config": BlockSparseConfig(0.5, BLOCK),
-        "batches": batches(),
-        "layers": "0",
-    },
+    "prune_": pruned,
+    "prune.prune_": pruned,
     "prune.prune_model": lambda: {
         "model": dense(),
         "batches": batches(),
@@ -505,13 +515,8 @@ CASES: dict[str, Callable[[], Any]] = {
         recover.DistillationLoss(logits=1.0).total,
         {"terms": {"logits": torch.ones(())}},
     ),
-    "recover.distill": lambda: trained(
-        sparse(),
-        teacher=dense(),
-        batches=batches(),
-        loss=recover.DistillationLoss(logits=1.0),
-        steps=1,
-    ),
+    "distill": distilled,
+    "recover.distill": distilled,
     "recover.reconstruct": lambda: {
         "model": sparse(),
         "teacher": dense(),
