@@ -92,10 +92,21 @@ def updates(layer: BlockSparseLinear) -> dict[str, Callable[[int], Any]]:
     }
 
 
-@pytest.mark.parametrize("way", ["assign", "update_", "load_state_dict"])
+WAYS = [
+    ("assign", 1),
+    ("assign", 2),
+    ("update_", 1),
+    ("update_", 2),
+    ("load_state_dict", 1),  # of two at once, some tensors are of the one and some of the other
+]
+
+
+@pytest.mark.parametrize(("way", "writers"), WAYS)
 @pytest.mark.parametrize("readers", [1, 4])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_call_sees_the_old_pattern_or_the_new_one(device: str, readers: int, way: str) -> None:
+def test_a_call_sees_the_old_pattern_or_the_new_one(
+    device: str, readers: int, way: str, writers: int
+) -> None:
     layer: Any = BlockSparseLinear(SIZE, SIZE, pattern=patterns()[0], device=device)
     update = updates(layer)[way]
     x, results, left = randn(64, SIZE, dtype=torch.float32, device=device), list[Tensor](), [readers]
@@ -118,7 +129,8 @@ def test_a_call_sees_the_old_pattern_or_the_new_one(device: str, readers: int, w
             i += 1
 
     try:
-        in_threads([*[lambda: on_a_stream(device, read)] * readers, lambda: on_a_stream(device, write)])
+        reading = [lambda: on_a_stream(device, read)] * readers
+        in_threads([*reading, *[lambda: on_a_stream(device, write)] * writers])
     finally:
         left[0] = 0
     assert len(results) >= 200 // readers * readers

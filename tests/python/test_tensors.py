@@ -26,10 +26,17 @@ from tilesparse import (
     UnsupportedError,
     functional,
 )
+from tilesparse._runtime import writes
 from tilesparse._runtime.lookup import entries, prepared
 
 IN, OUT = 96, 64
 ARRAYS = ("crow_indices", "col_indices", "slot")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the answer of a GPU that other processes keep busy, so that writes are followed at once."""
+    monkeypatch.setattr(writes, "PATIENCE", 60.0)
 
 
 def make(seed: int = 0, **options: Any) -> Any:

@@ -75,6 +75,8 @@ def _follow(entry: Prepared) -> None:
         for other in list(entries.values())
         if other.device == entry.device and (index := other.written()) is not None
     ]
+    for other, _ in written:
+        other.wait()
     same = torch.equal(
         torch.cat([tensor for _, index in written for tensor in index[:3]]),
         torch.cat([tensor for other, _ in written for tensor in other.index()[:3]]),
@@ -117,5 +119,6 @@ def update_of(index: Index) -> Iterator[None]:
         refuse_capture()
         KNOWN.forget(key)  # so that calls of other threads wait for the lock
         entry.forget_calls()  # for the same reason; nothing that kernels read is written before `rewrite`
+        entry.wait()  # the tensors may still be copied, on the stream of the update before
         yield
         entry.rewrite(index)

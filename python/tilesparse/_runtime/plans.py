@@ -51,8 +51,9 @@ class Streams:
         for tensor in tensors:
             tensor.record_stream(stream)
 
-    def wait_for_readers(self) -> None:
-        """Have the current stream wait until no other stream reads any more."""
+    def wait_to_write(self) -> None:
+        """Have the current stream wait until no other stream writes or reads any more."""
+        self.wait()
         current = torch.cuda.current_stream(self._device)
         for stream in self._readers.values():
             if stream != current:

@@ -171,16 +171,20 @@ class Prepared:
         """Follow changed contents on a CUDA device: write everything derived anew, in the same memory."""
         self.generation += 1
         self.forget_calls()
-        self._wait_for_readers()
+        self._wait_to_write()
         self._write(index)
         if self._transposed is not None:
             self._transposed.rewrite(self._transposed_index())
 
-    def _wait_for_readers(self) -> None:
-        """Have the current stream wait until no other one reads the pattern, its transpose or their plans."""
-        self._streams.wait_for_readers()
+    def _wait_to_write(self) -> None:
+        """Have the current stream wait until no other one uses the pattern, its transpose or their plans."""
+        self._streams.wait_to_write()
         if self._transposed is not None:
-            self._transposed._wait_for_readers()
+            self._transposed._wait_to_write()
+
+    def wait(self) -> None:
+        """Have the current stream wait for what another one has yet to write."""
+        self._streams.wait()
 
     def call(self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form) -> Call:
         """Resolve a product on the current device and stream, and keep it under the key."""
@@ -224,6 +228,7 @@ class Prepared:
     def follow_writes(self) -> bool:
         """Follow tensors on a CUDA device that were written to; return False if they were not."""
         index = self._held()
+        self.wait()  # what a thread wrote on another stream is no write that was missed
         if index is None or all(map(torch.equal, index[:3], self._snapshot)):
             return False
         validate(index)

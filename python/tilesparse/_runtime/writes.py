@@ -24,7 +24,7 @@ from .._checks import Index
 from ..errors import InvalidPatternError, PatternChangedError
 from .private import current_device, current_stream
 
-_PATIENCE = 1e-3  # seconds: by which the GPU may be behind for a write to be followed at once
+PATIENCE = 1e-3  # seconds: by which the GPU may be behind for a write to be followed at once
 
 
 class Watch:
@@ -83,7 +83,7 @@ class Watch:
         with nullcontext() if current_device() == device else torch.cuda.device(device):
             _C.arrays_compare(pairs, count, self._mark, current_stream(device))
             self._event.record()
-        deadline = time.perf_counter() + _PATIENCE
+        deadline = time.perf_counter() + PATIENCE
         while not self._event.query() and time.perf_counter() < deadline:
             pass
         if _C.arrays_differ(pairs, count):
