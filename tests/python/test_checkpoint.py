@@ -29,7 +29,7 @@ from tilesparse import (
     InvalidArgumentError,
     checkpoint,
 )
-from tilesparse._runtime.tensor_files import CONFIG, INDEX, WEIGHTS
+from tilesparse.checkpoint.files import CONFIG, INDEX, WEIGHTS
 
 # nm, storage and what has a scale.
 FORMS = {
@@ -515,9 +515,9 @@ def test_a_save_over_one_that_was_cut_off_counts(tmp_path: Path, monkeypatch: py
     tilesparse.save(first, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(
-            tilesparse._runtime.tensor_files,
+            tilesparse.checkpoint.files,
             "_sync",
-            _failing(tilesparse._runtime.tensor_files._sync, [1], True),
+            _failing(tilesparse.checkpoint.files._sync, [1], True),
         )
         with pytest.raises(OSError, match="No space left"):
             tilesparse.save(second, tmp_path)

@@ -620,7 +620,7 @@ def test_a_save_that_was_cut_off_is_refused_by_transformers(
     tilesparse.save(old, tmp_path)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), old)
     with monkeypatch.context() as patching:
-        patching.setattr(tilesparse._runtime.tensor_files, "_sync", fail)
+        patching.setattr(tilesparse.checkpoint.files, "_sync", fail)
         with pytest.raises(OSError, match="No space left"):
             tilesparse.save(new, tmp_path)
     with pytest.raises(CheckpointError, match=r"^model\.safetensors does not belong to .* cut off"):

@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
+PEFT, TRANSFORMERS = "peft", "transformers"  # libraries that are adapted, for `revert`
+
 Callback = Callable[[ModuleType], None]
 
 # What `adapt` and `revert` call the libraries.

@@ -7,8 +7,6 @@ import sys
 from functools import wraps
 from typing import Any
 
-from torch import nn
-
 from .hooks import TRANSFORMERS, adapt, when_imported
 
 _METHODS = "transformers.quantizers.auto"  # where Transformers keeps them
@@ -27,18 +25,6 @@ def register() -> None:
         _describe_before_saving,
         "call tilesparse.hf.follow(model) before save_pretrained if layers were not put in by the patcher",
     )
-
-
-def check_can_follow(model: nn.Module) -> None:
-    """See `hf.check_can_follow`; without Transformers imported every model passes."""
-    if _HF in sys.modules:
-        sys.modules[_HF].check_can_follow(model)
-
-
-def follow(model: nn.Module) -> None:
-    """See `hf.follow`; where Transformers is not imported no model is one of its."""
-    if _HF in sys.modules:
-        sys.modules[_HF].follow(model)
 
 
 def _describe_before_saving(module: Any) -> None:

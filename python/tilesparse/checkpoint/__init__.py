@@ -1,6 +1,9 @@
 """Files of models with block-sparse layers."""
 
-from .manifest import METHOD, VERSION, check_section, forms, load, prepare, prepare_for, save, section
+from .load import load
+from .manifest import METHOD, VERSION, check_section, forms, section
+from .prepare import prepare, prepare_for
+from .save import save
 
 __all__ = [
     "METHOD",

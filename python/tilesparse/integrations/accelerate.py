@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .._libraries.hooks import ACCELERATE, adapt, when_imported
-from .._libraries.transformers_hooks import follow
-from .._runtime.tensor_files import CONFIG
-from ..checkpoint.manifest import prepare_for
+from .._listeners import layers_changed
+from ..checkpoint.files import CONFIG
+from ..checkpoint.prepare import prepare_for
 from ..nn.linear import BlockSparseLinear
 
 
@@ -52,4 +52,4 @@ def _check(model: Any, layers: list[str]) -> None:
         if not layer.slot.is_meta:
             _ = layer.pattern
     if layers:
-        follow(model)
+        layers_changed(model)

@@ -1,25 +1,23 @@
 """The two or three linear layers between which a transformer widens its features, as one module.
 
 Gated ones follow Shazeer, "GLU Variants Improve Transformer" (2020).
-
-The file is long because what is recognised of other libraries' MLPs belongs to what the module computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import CodeType
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._arguments import check_types, checked
 from .._ops.linear import combined
-from .._runtime.native import ACTIVATIONS
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
+from .known_mlps import form_of, reason_not_known
 from .linear import BlockSparseLinear
+from .mlp_activation import name_of_activation
 
 _ROLES = ("up", "down", "gate", "gate_up", "activation", "dropout", "hidden_dropout")
 _FEW_TOKENS = 1024  # up to which there are kernels that read row-major activations alone
@@ -82,7 +80,7 @@ class BlockSparseMLP(nn.Module):
         _check_layers(up, down, gate, gate_up)
         self._names = _checked_names(names)
         self.gated = gate is not None or gate_up is not None
-        self.activation_name = _name_of(activation)
+        self.activation_name = name_of_activation(activation)
         self._features = 0 if gate_up is None else gate_up.out_features // 2  # of either half
         parts = up, down, gate, gate_up, activation, dropout, hidden_dropout
         for role, part in zip(_ROLES, parts, strict=True):
@@ -106,7 +104,7 @@ class BlockSparseMLP(nn.Module):
         Raises:
             UnsupportedError: it computes something else, or holds what would get lost.
         """
-        form = _form_of(module)
+        form = form_of(module)
         reason = reason_not_known(module)
         if form is None or reason is not None:
             raise UnsupportedError(f"module: {reason}")
@@ -200,131 +198,6 @@ class BlockSparseMLP(nn.Module):
         return "" if self._part("activation") is not None else f"activation={self.activation_name!r}"
 
 
-class _Form(NamedTuple):
-    """A known function of a module, and the names of what it calls there."""
-
-    forward: Callable[..., Any]
-    names: dict[str, str]  # by role
-
-
-def is_known(module: nn.Module) -> bool:
-    """Whether a module's function is one that `BlockSparseMLP.from_module` knows, whatever its layers."""
-    return _form_of(module) is not None
-
-
-def _llama(self: Any, x: Any) -> Any:
-    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-    return down_proj
-
-
-def _phi3(self: Any, hidden_states: Any) -> Any:
-    up_states = self.gate_up_proj(hidden_states)
-    gate, up_states = up_states.chunk(2, dim=-1)
-    up_states = up_states * self.activation_fn(gate)
-    return self.down_proj(up_states)
-
-
-def _modernbert(self: Any, hidden_states: Any) -> Any:
-    input, gate = self.Wi(hidden_states).chunk(2, dim=-1)
-    return self.Wo(self.drop(self.act(input) * gate))
-
-
-def _gpt2(self: Any, hidden_states: Any) -> Any:
-    hidden_states = self.c_fc(hidden_states)
-    hidden_states = self.act(hidden_states)
-    hidden_states = self.c_proj(hidden_states)
-    hidden_states = self.dropout(hidden_states)
-    return hidden_states
-
-
-def _bert(self: Any, hidden_states: Any) -> Any:
-    hidden_states = self.dense(hidden_states)
-    hidden_states = self.intermediate_act_fn(hidden_states)
-    return hidden_states
-
-
-def _vit(self: Any, hidden_states: Any) -> Any:
-    hidden_states = self.fc1(hidden_states)
-    hidden_states = self.activation_fn(hidden_states)
-    hidden_states = self.fc2(hidden_states)
-    return hidden_states
-
-
-_FORMS = (
-    _Form(_llama, {"up": "up_proj", "down": "down_proj", "gate": "gate_proj", "activation": "act_fn"}),
-    _Form(_phi3, {"gate_up": "gate_up_proj", "down": "down_proj", "activation": "activation_fn"}),
-    _Form(_modernbert, {"gate_up": "Wi", "down": "Wo", "activation": "act", "hidden_dropout": "drop"}),
-    _Form(_gpt2, {"up": "c_fc", "down": "c_proj", "activation": "act", "dropout": "dropout"}),
-    _Form(_vit, {"up": "fc1", "down": "fc2", "activation": "activation_fn"}),
-    _Form(_bert, {"up": "dense", "activation": "intermediate_act_fn"}),
-)
-_KINDS: dict[str, type[nn.Module]] = {  # of parts other than layers
-    "activation": nn.Module,
-    "dropout": nn.Dropout,
-    "hidden_dropout": nn.Dropout,
-}
-_SEQUENCES = (
-    ("up", "activation", "down"),
-    ("up", "activation", "down", "dropout"),
-    ("up", "activation", "hidden_dropout", "down"),
-    ("up", "activation", "hidden_dropout", "down", "dropout"),
-)
-
-
-def _form_of(module: nn.Module) -> _Form | None:
-    """By the instructions of its forward: more than a hundred classes of Transformers have one of them."""
-    if type(module).forward is nn.Sequential.forward:
-        return _form_of_sequence(module)
-    code = getattr(type(module).forward, "__code__", None)
-    for form in _FORMS:
-        if code is not None and _instructions(code) == _instructions(form.forward.__code__):
-            return form
-    return None
-
-
-def _instructions(code: CodeType) -> tuple[Any, ...]:
-    """All that decides on what they do but names of variables; constants without a docstring."""
-    constants = [constant for constant in code.co_consts if not isinstance(constant, str | None)]
-    return code.co_code, code.co_names, constants
-
-
-def _form_of_sequence(module: nn.Module) -> _Form | None:
-    modules = module._modules
-    for roles in _SEQUENCES:
-        if len(roles) == len(modules) and all(map(_has_role, modules.values(), roles)):
-            return _Form(nn.Sequential.forward, dict(zip(roles, modules, strict=True)))
-    return None
-
-
-def _has_role(module: nn.Module | None, role: str) -> bool:
-    if role == "activation":
-        return isinstance(module, nn.Module) and _name_of(module) is not None
-    return isinstance(module, _KINDS.get(role, BlockSparseLinear))
-
-
-def reason_not_known(module: nn.Module) -> str | None:
-    """What keeps a module from becoming a `BlockSparseMLP`; None if nothing does."""
-    form = _form_of(module)
-    if form is None:
-        return (
-            "its forward is none that is known, those of LlamaMLP, Phi3MLP, ModernBertMLP, GPT2MLP, ViTMLP "
-            "and BertIntermediate of Transformers, and of nn.Sequential with an activation of kernels "
-            "between two BlockSparseLinear"
-        )
-    if "forward" in vars(module):
-        return "its forward was replaced by another function, which would be lost"
-    held = {**module._parameters, **module._buffers, **module._modules}
-    unknown = sorted(set(held) - set(form.names.values()))
-    if unknown:
-        return f"it holds {', '.join(unknown)}, which would be lost"
-    for role, name in form.names.items():
-        part = held.get(name)
-        kind = _KINDS.get(role, BlockSparseLinear)
-        if not isinstance(part, kind):
-            return f"its {name} is {type(part).__name__}, not {kind.__name__}"
-    return None
-
-
 def _check_layers(up: Any, down: Any, gate: Any, gate_up: Any) -> None:
     for name, layer in (("up", up), ("down", down), ("gate", gate), ("gate_up", gate_up)):
         needed = name == "up" and gate_up is None
@@ -349,29 +222,6 @@ def _checked_names(names: Mapping[str, str] | None) -> dict[str, str]:
     if len(set(checked.values())) < len(_ROLES):
         raise InvalidArgumentError(f"names: different ones expected, got {checked}")
     return checked
-
-
-def _name_of(activation: Any) -> str | None:
-    """The name of the activation that kernels have, if it is one."""
-    if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
-            raise InvalidArgumentError(
-                f"activation: one of {list(ACTIVATIONS)} or a module expected, got {activation!r}"
-            )
-        return activation
-    if not isinstance(activation, nn.Module):
-        raise InvalidArgumentError(
-            f"activation: one of {list(ACTIVATIONS)} or a module expected, got {type(activation).__name__}"
-        )
-    kind = type(activation)
-    if kind in (nn.ReLU, nn.SiLU, nn.Identity):
-        return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(kind, "none")
-    if kind is nn.GELU:
-        return "gelu" if activation.approximate == "none" else None
-    of_transformers = kind.__module__ == "transformers.activations"
-    if of_transformers and kind.__name__ == "GELUActivation":
-        return "gelu" if getattr(activation, "act", None) is nn.functional.gelu else None
-    return "silu" if of_transformers and kind.__name__ == "SiLUActivation" else None
 
 
 def _is_bare(module: Any) -> bool:

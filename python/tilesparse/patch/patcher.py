@@ -10,11 +10,12 @@ from torch import nn
 
 from .._arguments import checked
 from .._checks import check_text
-from .._libraries.transformers_hooks import follow
+from .._listeners import layers_changed
 from .._names import NamePattern
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..nn.mlp import BlockSparseMLP, is_known, reason_not_known
+from ..nn.known_mlps import is_known, reason_not_known
+from ..nn.mlp import BlockSparseMLP
 from .building import sparse_layer
 from .matching import reason_not_linear
 from .modules import (
@@ -225,7 +226,7 @@ class BlockSparseModelPatcher:
             if isinstance(target.replacement, BlockSparseMLP):  # adapters may have come since
                 target.module._modules.update(target.replacement._modules)
             set_submodule(model, name, target.module)
-        follow(model)
+        layers_changed(model)
 
     def _remember(self, model: nn.Module, targets: list[Target] | None) -> None:
         """Keep what `undo` puts back; None: nothing, from now on."""

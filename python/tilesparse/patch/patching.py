@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from .._libraries.transformers_hooks import check_can_follow, follow
+from .._listeners import check_can_change, layers_changed
 from .._progress import Progress
 from ..errors import InvalidArgumentError, TileSparseError
 from .building import CannotBeCutError
@@ -47,9 +47,9 @@ def patch(
     unmatched = [rule.layers.text for rule in rules if not any(map(rule.layers.matches, names.values()))]
     report = patch_report(names, targets, skipped, unmatched)
     if not dry_run:
-        check_can_follow(model)
+        check_can_change(model)
         replace_modules(model, targets)
-        follow(model)
+        layers_changed(model)
     warn_of_reads(targets, reads)
     chosen = {target.names[0] for target in targets if target.chosen}
     warn_of_empty(layer for layer in report.layers if layer.name in chosen and layer.density)

@@ -19,17 +19,10 @@ from torch import Tensor, nn
 from .._arguments import checked
 from .._checks import as_integer
 from .._names import NamePattern
-from .._runtime.tensor_files import (
-    StoredTensor,
-    few,
-    named,
-    read_header,
-    read_headers,
-    read_tensor,
-    shown,
-    write_tensors,
-)
-from ..checkpoint.manifest import SavedForm, joined, read_section
+from .._runtime.tensor_files import StoredTensor, few, named, read_header, read_tensor, shown, write_tensors
+from ..checkpoint.files import read_headers
+from ..checkpoint.manifest import SavedForm, read_section
+from ..checkpoint.names import joined
 from ..config import LayerSpec
 from ..errors import CheckpointError, InvalidArgumentError
 from ..nn.linear import BlockSparseLinear

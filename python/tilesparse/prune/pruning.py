@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._libraries.transformers_hooks import check_can_follow
+from .._listeners import check_can_change
 from .._replay.batches import chosen_device, evaluating
 from .._reports import empty_of
 from ..config import BlockSparseConfig
@@ -63,7 +63,7 @@ def prune_targets(
     if not targets:
         raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
     data = collected(batches)
-    check_can_follow(model)
+    check_can_change(model)
     run, solutions = _solutions(model, data, targets, patterns, options)
     made = {name: built(run.layer(name), found, targets[name]) for name, found in solutions.items()}
     done = _Replacer(made).patch_model(model)

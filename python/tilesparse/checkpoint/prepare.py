@@ -1,0 +1,185 @@
+"""Empty block-sparse layers for a model, as a manifest describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from .._checks import Index
+from .._runtime.tensor_files import named, read_header, read_json, shown
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..nn.convert import is_conv1d
+from ..nn.linear import BlockSparseLinear
+from ..nn.tensors import INDEX_NAMES
+from ..patch.modules import (
+    names_of_modules,
+    reason_from_parents,
+    set_submodule,
+    share_hooks,
+    what_would_be_lost,
+)
+from ..pattern.block_pattern import BlockPattern
+from ..storage.base import STORED_NAMES
+from .files import CONFIG, INDEX, check_belongs
+from .manifest import METHOD, SavedForm, is_method, parsed_layers, read_section
+
+
+class Replacement(NamedTuple):
+    """A module of a model, all its names there, and the empty layer that is to take its place."""
+
+    names: list[str]
+    module: nn.Module
+    layer: BlockSparseLinear
+
+
+def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
+    """Gives a model the layers that a section describes, empty on the meta device, to be loaded into.
+
+    A `torch.nn.Linear`, also of a subclass, Transformers' ``Conv1D`` or `BlockSparseLinear` of the same shape
+    becomes a `BlockSparseLinear` with the block shape, number of blocks and storage of the section, whose
+    weight, bias and pattern have sizes only. It has a bias where the layer had one, and keeps its hooks, its
+    mode and ``requires_grad``. A `BlockSparseLinear` stays the same object.
+
+    Args:
+        model: changed in place, once all is checked.
+        section: see `section`.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        InvalidArgumentError: the section is wrong, a layer is missing in the model, is of another kind or
+            shape there, or is block-sparse there and not in the section. The model is as it was.
+    """
+    replacements = replacements_of(model, parsed_layers(section))
+    install(model, replacements)
+    return [replacement.names[0] for replacement in replacements]
+
+
+def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[str]:
+    """Prepares a model for the checkpoint of a folder, which another library loads.
+
+    Args:
+        model: changed in place, once all is checked.
+        folder: with a ``config.json``.
+        dtype: what the other library casts all floating tensors to, if it does.
+
+    Returns:
+        The names of the layers; none if the checkpoint has none.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or was cut off, or does not fit the model.
+        UnsupportedError: scales would be rounded. The model is as it was.
+    """
+    config = read_json(folder / CONFIG)[0]
+    if METHOD not in config and not is_method(config.get("quantization_config")):
+        return []
+    forms, _, files = read_section(folder)
+    scaled = [name for name, form in forms.items() if form.scales is not None]
+    if scaled and dtype not in (None, torch.float32):
+        raise UnsupportedError(
+            f"dtype must be None or torch.float32, got {dtype}: layer {scaled[0]!r} has 8 bits, whose "
+            "scales it would round"
+        )
+    for name in files or ():
+        read = read_json if name == INDEX else read_header
+        check_belongs(name, read(folder / name)[1], files)
+    with named(CONFIG):
+        replacements = replacements_of(model, forms)
+    install(model, replacements)
+    return [replacement.names[0] for replacement in replacements]
+
+
+def replacements_of(model: nn.Module, forms: Mapping[str, SavedForm]) -> list[Replacement]:
+    """Everything that can fail; the model is only read."""
+    names = names_of_modules(model)
+    modules = {alias: module for module, aliases in names.items() for alias in aliases}
+    found: dict[nn.Module, SavedForm] = {}
+    for name, form in forms.items():
+        module = modules.get(name)
+        if module is None:
+            raise InvalidArgumentError(f"layers: {shown(name)}: missing in the model")
+        reason = _reason_not_replaceable(model, module, names[module], form)
+        if reason is None and found.setdefault(module, form) != form:
+            reason = "one layer of the model under several names, which differ"
+        if reason is not None:
+            raise InvalidArgumentError(f"layers: {shown(name)}: {reason}")
+    for module, aliases in names.items():
+        if isinstance(module, BlockSparseLinear) and module not in found:
+            raise InvalidArgumentError(
+                f"layers: {aliases[0]!r}: missing, but block-sparse in the model; give it a dense layer there"
+            )
+    return [Replacement(names[module], module, _empty(module, form)) for module, form in found.items()]
+
+
+def _reason_not_replaceable(
+    model: nn.Module, module: nn.Module, aliases: list[str], form: SavedForm
+) -> str | None:
+    # Also of classes that only a patcher of the user's own replaces: the checkpoint says that it did.
+    is_linear = isinstance(module, BlockSparseLinear | nn.Linear) or is_conv1d(module)
+    if not is_linear or is_parametrized(module):
+        return f"a linear layer expected, got {type(module).__name__}"
+    if type(module._parameters.get("weight")) is not nn.Parameter:
+        return (
+            "its weight is no plain parameter; remove parametrizations, and shard a model after it is loaded"
+        )
+    if (shape := _shape(module)) != form.shape:
+        return f"shape {form.shape}, but {shape} in the model"
+    sparse = isinstance(module, BlockSparseLinear)
+    known = {"weight", "bias", *((*INDEX_NAMES, *STORED_NAMES, *module._modules) if sparse else ())}
+    if others := sorted({*module._parameters, *module._buffers, *module._modules} - known):
+        return f"it holds {', '.join(others)} besides weight and bias"
+    if sparse:
+        return None
+    if module is model:
+        return "the model itself cannot be replaced in place"
+    return reason_from_parents(model, aliases) or what_would_be_lost(module)
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    """(out_features, in_features) of any linear layer."""
+    if isinstance(module, BlockSparseLinear):
+        return module.out_features, module.in_features
+    out_features, in_features = module.weight.T.shape if is_conv1d(module) else module.weight.shape
+    return out_features, in_features
+
+
+def _empty(module: Any, form: SavedForm) -> BlockSparseLinear:
+    """The layer of that form on the meta device, alike in all that the form does not say."""
+    (out_features, in_features), (bn, _) = form.shape, form.block_shape
+    crow, col, slot = (
+        torch.empty(size, dtype=torch.int32, device="meta")
+        for size in (out_features // bn + 1, form.nnz, form.nnz)
+    )
+    layer = BlockSparseLinear(
+        in_features,
+        out_features,
+        module.bias is not None,
+        pattern=BlockPattern.from_index(Index(crow, col, slot, form.shape, form.block_shape)),
+        policy=form.policy,
+        nm=form.nm,
+        transposable=form.transposable,
+        device="meta",
+        dtype=form.dtype,
+    ).to_storage(form.storage, per=form.scales or "row")
+    was_trainable = module.weight.requires_grad or getattr(module, "storage", "plain") != "plain"
+    layer.weight.requires_grad_(form.storage == "plain" and was_trainable)
+    if layer.bias is not None:
+        layer.bias.requires_grad_(module.bias.requires_grad)
+    return layer.train(module.training)
+
+
+def install(model: nn.Module, replacements: list[Replacement]) -> None:
+    """Put the layers into the model; nothing fails any more."""
+    for names, module, layer in replacements:
+        if isinstance(module, BlockSparseLinear):
+            module.take_over(layer)
+            continue
+        share_hooks(module, layer)
+        for name in names:
+            set_submodule(model, name, layer)

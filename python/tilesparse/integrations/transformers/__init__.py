@@ -1,0 +1,36 @@
+"""Hugging Face's Transformers: `save_pretrained` and `from_pretrained` of models with block-sparse layers.
+
+`import tilesparse` suffices: once Transformers is imported as well, before or after, its `from_pretrained`
+knows the method "tilesparse" of a ``quantization_config``. The patcher and `from_pretrained` give a model a
+configuration that follows its layers, so that `save_pretrained` writes what they are at that moment.
+docs/huggingface.md says more.
+"""
+
+from __future__ import annotations
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError("tilesparse.hf: Transformers 5.17 or newer expected, got none") from error
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
+    raise ImportError(f"tilesparse.hf: Transformers 5.17 or newer expected, got {transformers.__version__}")
+from ..._listeners import Listener, add_listener
+from .card import model_card
+from .config import TileSparseConfig
+from .dense import to_dense
+from .following import TAGS, check_can_follow, follow, follow_to_save
+from .quantizer import TileSparseHfQuantizer, unregister
+
+__all__ = [
+    "TAGS",
+    "TileSparseConfig",
+    "TileSparseHfQuantizer",
+    "check_can_follow",
+    "follow",
+    "follow_to_save",
+    "model_card",
+    "to_dense",
+    "unregister",
+]
+
+add_listener(Listener(check_can_follow, follow))

@@ -1,0 +1,71 @@
+"""Dense layers in place of block-sparse ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._arguments import checked
+from ..._listeners import check_can_change, layers_changed
+from ...errors import UnsupportedError
+from ...nn.convert import is_conv1d
+from ...nn.linear import BlockSparseLinear
+from ...patch.modules import set_submodule, share_hooks
+from .layers import sparse_layers
+
+
+@checked
+def to_dense(model: Any, dtype: torch.dtype | None = None) -> Any:
+    """Gives a model of Transformers its dense layers back, zero where no block was kept, in place.
+
+    ``model.dequantize()`` does the same where layers are not stored plain; a model with plain layers alone
+    is not quantised to Transformers, which refuses there.
+
+    Args:
+        model: a ``PreTrainedModel``.
+        dtype: of the whole model then; None leaves it.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedError: weights are offloaded, layers have adapters, or `follow` refuses the model. It is as
+            it was.
+    """
+    check_can_change(model)
+    layers = list(sparse_layers(model))
+    for name, layer in layers:
+        if layer.weight.is_meta:
+            raise UnsupportedError(f"layer {name!r}: its weight is offloaded; load the model without")
+        if name.endswith(".base_layer"):
+            raise UnsupportedError(f"layer {name!r}: has an adapter; merge or remove it first")
+    with torch.device("meta"):
+        twin = type(model)(copy.deepcopy(model.config))
+    there = dict(twin.named_modules(remove_duplicate=False))
+    dense = {layer: _as_dense(layer, there.get(name)) for name, layer in layers}
+    names = [
+        (name, module) for name, module in model.named_modules(remove_duplicate=False) if module in dense
+    ]
+    for name, layer in names:  # a layer that the model shares has several
+        share_hooks(layer, dense[layer])
+        set_submodule(model, name, dense[layer])
+    layers_changed(model)
+    return model if dtype is None else model.to(dtype)
+
+
+def _as_dense(layer: BlockSparseLinear, there: Any) -> Any:
+    """The dense layer of the kind that a model has there, which is None for layers put in by hand."""
+    linear = layer.to_linear()
+    if layer.storage != "plain":  # whose values cannot be trained, but those of dense layers can
+        linear.weight.requires_grad_(True)
+    if not is_conv1d(there) and (type(there) is nn.Linear or not isinstance(there, nn.Linear)):
+        return linear
+    weight = linear.weight.detach()
+    weight = weight.T.contiguous() if is_conv1d(there) else weight
+    there.weight = nn.Parameter(weight, linear.weight.requires_grad)
+    there.bias = linear.bias
+    there.train(linear.training)
+    return there
