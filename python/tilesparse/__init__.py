@@ -21,6 +21,7 @@ from .errors import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
+from .inference import prepare_for_inference
 from .integrations import accelerate, peft_hooks
 from .matrix import BlockSparseMatrix
 from .nn import BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear
@@ -81,6 +82,7 @@ __all__ = [
     "parallel",
     "plot",
     "prefer",
+    "prepare_for_inference",
     "prune",
     "prune_",
     "recover",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Any
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,9 @@ SCALES = ("row", "block")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
+METHOD = "tilesparse"  # in Transformers' configurations
+
+
 @dataclass(frozen=True)
 class BlockSparseConfig:
     """The way in which dense linear layers become block-sparse, whatever their shapes.
@@ -45,9 +48,14 @@ class BlockSparseConfig:
         scales: what has a scale of its own in 8 bits, a "row" of a block or a "block".
         policy: "sparse", "auto" or "dense", see `functional.linear`.
 
+    Transformers takes one as ``quantization_config`` for a dense checkpoint, whose layers `from_pretrained`
+    then makes block-sparse as `sparsify_` does.
+
     Raises:
         InvalidArgumentError: a value is not allowed, or does not fit the others.
     """
+
+    quant_method: ClassVar[str] = METHOD  # as Transformers names it
 
     density: float = 0.5
     block_shape: int | Sequence[int] = (64, 64)
@@ -73,6 +81,10 @@ class BlockSparseConfig:
         # Python's own numbers and tuples, so that equal configs are one key of a dictionary.
         for name, value in (("density", density), ("block_shape", block_shape), ("nm", as_nm(self.nm))):
             object.__setattr__(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return {"quant_method": METHOD, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -378,6 +378,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "LayerSpec.with_storage": lambda: (layer().spec.with_storage, {"storage": "int8"}),
     "LayerSpec.from_json": lambda: {"entry": layer().spec.to_json()},
     "sparsify_": lambda: {"model": dense(), "config": BlockSparseConfig(0.5, BLOCK)},
+    "prepare_for_inference": lambda: {"model": sparse()},
     "BlockSparseModelPatcher": dict,
     "BlockSparseModelPatcher.add_pattern": lambda: (patcher().add_pattern, {"regex": ".*"}),
     "BlockSparseModelPatcher.is_patchable": lambda: (

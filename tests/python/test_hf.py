@@ -63,6 +63,7 @@ from transformers.utils import logging
 import tilesparse
 from tilesparse import (
     BlockPattern,
+    BlockSparseConfig,
     BlockSparseLinear,
     BlockSparseModelPatcher,
     CheckpointError,
@@ -642,12 +643,33 @@ def test_models_within_other_modules_are_described(tmp_path: Path) -> None:
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), wrapper.encoder)
 
 
+@pytest.mark.parametrize("storage", ["plain", "int8"])
+def test_a_config_makes_a_dense_checkpoint_block_sparse(tmp_path: Path, storage: str) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "dense")
+    config = BlockSparseConfig(0.5, 16, storage=storage)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    tilesparse.sparsify_(model, config)
+    assert_same(loaded, model)
+    assert loaded.config.quantization_config.to_dict() == model.config.quantization_config.to_dict()
+    assert loaded.is_quantized == (storage != "plain")
+    assert not isinstance(loaded.lm_head, BlockSparseLinear)
+    loaded.save_pretrained(tmp_path / "sparse")
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "sparse"), model)
+
+
+def test_a_config_that_fits_no_layer_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="patterns must each make a layer"):
+        LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=BlockSparseConfig(0.5, 128))
+
+
 def test_dense_checkpoints_and_other_methods_are_refused(tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path)
     config = TileSparseConfig(version=1, layers={})
     with pytest.raises(
-        InvalidArgumentError, match=r"quantization_config: .*got a dense one; load it without"
+        InvalidArgumentError, match=r"quantization_config must be a BlockSparseConfig for a dense"
     ):
         LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config)
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}

@@ -14,13 +14,12 @@ from torch import nn
 
 from .._checks import DTYPES, POLICIES, check_block_shape, check_shapes
 from .._runtime.tensor_files import checked_texts, few, named, read_json, shown
-from ..config import QUANTIZED_BY_NAME, STORAGES, check_nm, check_nm_blocks, check_storage
+from ..config import METHOD, QUANTIZED_BY_NAME, STORAGES, check_nm, check_nm_blocks, check_storage
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from .files import CONFIG
 
 VERSION = 1  # of the section
-METHOD = "tilesparse"  # names the section, and Transformers' quantization method
 _KEYS = {"version", "layers", "ties", "files"}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 

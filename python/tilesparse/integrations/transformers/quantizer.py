@@ -18,7 +18,9 @@ from ..._libraries.hooks import TRANSFORMERS, revert
 from ..._listeners import layers_changed
 from ...checkpoint.manifest import METHOD, VERSION
 from ...checkpoint.prepare import prepare
+from ...config import BlockSparseConfig
 from ...errors import CheckpointError, InvalidArgumentError, UnsupportedError
+from ...patch.sparsify import sparsify_
 from .checks import check_files, named_as_in, settle
 from .config import TileSparseConfig
 from .dense import to_dense
@@ -39,12 +41,17 @@ class TileSparseHfQuantizer(HfQuantizer):
     ``is_quantized`` is False. Other storages are trained by adapters alone, so such a model keeps it.
     """
 
-    def __init__(self, quantization_config: TileSparseConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: TileSparseConfig | BlockSparseConfig, **kwargs: Any) -> None:
+        """Take the section of a checkpoint, or a config by which a dense one becomes block-sparse."""
+        self._wanted: BlockSparseConfig | None = None
+        if isinstance(quantization_config, BlockSparseConfig):
+            self._wanted = quantization_config
+            quantization_config = TileSparseConfig(version=VERSION, layers={})
         super().__init__(quantization_config, **kwargs)
-        if not self.pre_quantized:
+        if not self.pre_quantized and self._wanted is None:
             raise InvalidArgumentError(
-                "quantization_config: a checkpoint with block-sparse layers expected, got a dense one; load "
-                "it without, and make its layers sparse with tilesparse.BlockSparseModelPatcher"
+                "quantization_config must be a BlockSparseConfig for a dense checkpoint, got "
+                f"{type(quantization_config).__name__}"
             )
 
     def is_serializable(self) -> bool:
@@ -79,6 +86,8 @@ class TileSparseHfQuantizer(HfQuantizer):
                 "distributed_config, tp_plan: Transformers cannot split block-sparse layers; load the model "
                 "without, and see tilesparse.parallel"
             )
+        if self._wanted is not None:
+            return
         given = self.quantization_config.to_dict()
         layers = named_as_in(model, given["layers"])
         prepare(model, {"version": VERSION, "layers": {own: entry for own, (_, entry) in layers.items()}})
@@ -92,6 +101,9 @@ class TileSparseHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self.pre_quantized = True
+        if self._wanted is not None:
+            sparsify_(model, self._wanted)
+            return
         for name, tensor in tensors_of(model):
             if name in self._shapes and tensor.shape != self._shapes[name]:  # which 5.17 does not compare
                 raise CheckpointError(
