@@ -139,7 +139,7 @@ def test_info_says_what_multiplies_values_in_fewer_bytes(
     ]
     monkeypatch.setattr(_C, "kernels", lambda: kernels)
     halves = "float16, bfloat16"
-    few, rest = f"sm80 (forward up to 64 tokens; {halves})", ", otherwise expanded in every call"
+    few, rest = f"sm80 (forward up to 64 tokens; {halves})", ", otherwise decompressed in every call"
     names = ("int8", "2:4 int8", "float8_e4m3fn", "2:4 float8_e4m3fn")
     old, new = (
         [f"  2:4: {readers}{rest}", *(f"  {name}: {few}{rest}" for name in names)]

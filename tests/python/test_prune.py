@@ -37,7 +37,7 @@ from transformers import (
 import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, cli
 from tilesparse._replay.replay import Stream
-from tilesparse.cli.prune import _pieces
+from tilesparse.cli.prune import _samples
 from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.demo import GPT, SIZES
 from tilesparse.prune import Choice, PruneReport, measure_errors, prune_, prune_model, refit, scores
@@ -677,7 +677,7 @@ def test_the_command_saves_the_model_where_nobody_reads_its_report(
 @pytest.mark.parametrize(
     ("template", "around"), [("$A [E]", (0, 1)), ("[B] $A", (1, 0)), ("[B] $A [E]", (1, 1))]
 )
-def test_pieces_of_text_are_between_the_tokens_of_the_tokenizer(
+def test_samples_of_text_are_between_the_tokens_of_the_tokenizer(
     template: str, around: tuple[int, int]
 ) -> None:
     words = {"[B]": 0, "[E]": 1, **{f"w{number}": number for number in range(2, 50)}}
@@ -688,14 +688,14 @@ def test_pieces_of_text_are_between_the_tokens_of_the_tokenizer(
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="[B]", eos_token="[E]")
     before, after = [0] * around[0], [1] * around[1]
-    pieces = _pieces(tokenizer, " ".join(f"w{number}" for number in range(2, 50)), 3, 8)
+    samples = _samples(tokenizer, " ".join(f"w{number}" for number in range(2, 50)), 3, 8)
     size = 8 - sum(around)
-    assert [piece["input_ids"].tolist() for piece in pieces] == [
+    assert [sample["input_ids"].tolist() for sample in samples] == [
         [[*before, *range(start, start + size), *after]]
         for start in (2, round((48 - size) / 2) + 2, 50 - size)
     ]
     with pytest.raises(InvalidArgumentError, match="more tokens"):
-        _pieces(tokenizer, "", 3, 8)
+        _samples(tokenizer, "", 3, 8)
 
 
 def test_the_page_runs() -> None:

@@ -38,9 +38,9 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"{'':9}{'dense':>12}{'policy=dense':>15}{'sparse':>12}{'speedup':>10}{'η':>7}")
     for op in chosen_ops(arguments):
         products = _products(pattern, op, arguments.tokens, DTYPES[arguments.dtype], device)
-        dense, expanded, sparse = _median_seconds(products, device)
+        dense, materialized, sparse = _median_seconds(products, device)
         print(
-            f"{op:9}{1e3 * dense:9.3f} ms{1e3 * expanded:12.3f} ms{1e3 * sparse:9.3f} ms"
+            f"{op:9}{1e3 * dense:9.3f} ms{1e3 * materialized:12.3f} ms{1e3 * sparse:9.3f} ms"
             f"{dense / sparse:9.2f}x{dense / sparse * pattern.density:7.2f}"
         )
 

@@ -20,7 +20,7 @@ UNWRITABLE = 1  # the status of the system's own commands where stdout is full o
 BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends, in a shell
 
 COMMANDS = {  # each is a module beside this one, which has `add_arguments` and `main`
-    "info": "versions, devices, where dense is faster, and which kernel a layer would use and why",
+    "info": "versions, devices, break-even densities, and which kernel a layer would use and why",
     "bench": "time one layer against torch.nn.functional.linear",
     "tune": "measure kernels for a layer or a checkpoint here, and keep which is the fastest",
     "demo": "train a small GPT on Python's own sources, dense and block-sparse side by side",

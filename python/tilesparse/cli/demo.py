@@ -282,13 +282,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--density", type=parse_density, default=0.25, help="fraction of blocks kept (%(default)s)"
     )
     command.add_argument("--block", type=parse_block, help="32, or 32x64 for out x in (32; on a GPU 64)")
-    command.add_argument("--size", choices=SIZES, help="of the model (small; on a GPU medium or large)")
-    command.add_argument("--steps", type=parse_count, help="of training (80; on a GPU 300)")
+    command.add_argument("--size", choices=SIZES, help="size of the model (small; on a GPU medium or large)")
+    command.add_argument("--steps", type=parse_count, help="training steps (80; on a GPU 300)")
     add_device(command)
     command.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
-        help="of products, by autocast; parameters are float32 (float32; on a GPU bfloat16)",
+        help="dtype of products, by autocast; parameters are float32 (float32; on a GPU bfloat16)",
     )
     command.add_argument("--text", type=Path, help="a file to train on")
 

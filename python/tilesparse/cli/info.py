@@ -19,13 +19,11 @@ from ..tuning.products import OPS, Product, dtype_name
 from ..tuning.selection import choose
 from .options import DTYPES, add_layer, chosen_ops, describe_layer, product_of
 
-STORED = (
-    tuple(  # all but plain values in the dtype of the activations: a storage, and a dtype or None for that
-        (storage, dtype)
-        for dtype in (None, *_checks.QUANTIZED.values())
-        for storage in (0, 1)
-        if storage or dtype
-    )
+STORED = tuple(  # all but dense blocks in the dtype of the activations: a storage, a dtype or None for that
+    (storage, dtype)
+    for dtype in (None, *_checks.QUANTIZED.values())
+    for storage in (0, 1)
+    if storage or dtype
 )
 BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
 
@@ -37,7 +35,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--gpu",
         action="append",
         default=[],
-        help="what would be chosen on another GPU, as H100, 'RTX 4090' or 8.6; may be repeated",
+        help="also show the choice for this GPU, such as H100, 'RTX 4090' or 8.6; may be repeated",
     )
 
 
@@ -113,15 +111,15 @@ def _describe_storages(device: _C.DeviceInfo) -> str:
     """
     if not _kernels_for(device):
         return ""
-    lines, expanded = [], []
+    lines, decompressed = [], []
     for stored in STORED:
         readers = _readers([kernel for kernel in _kernels_for(device) if _reads(kernel, *stored)])
         if readers:
-            lines.append(f"  {_stored_name(*stored)}: {readers}, otherwise expanded in every call")
+            lines.append(f"  {_stored_name(*stored)}: {readers}, otherwise decompressed in every call")
         else:
-            expanded.append(_stored_name(*stored))
-    if expanded:
-        lines.append(f"  {', '.join(expanded)}: expanded in every call")
+            decompressed.append(_stored_name(*stored))
+    if decompressed:
+        lines.append(f"  {', '.join(decompressed)}: decompressed in every call")
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help=f"a file whose name ends in {', '.join(FORMATS)}",
     )
     layers = argparse.ArgumentParser(add_help=False)
-    layers.add_argument("--layers", metavar="REGEX", help="what the start of a layer's name has to match")
+    layers.add_argument("--layers", metavar="REGEX", help="matched against the start of layer names")
 
     picture = pictures.add_parser("patterns", parents=[output, layers], help="the kept blocks of each layer")
     picture.add_argument("checkpoint", type=Path, help="a folder, of tilesparse.save or save_pretrained")
@@ -41,10 +41,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     picture.add_argument(
         "results", type=Path, nargs="+", help="JSON files: lists of {label, x, y, spread, note}"
     )
-    picture.add_argument("--x", required=True, help="what the horizontal axis says, with its unit")
-    picture.add_argument("--y", required=True, help="what the vertical axis says")
-    picture.add_argument("--log-x", action="store_true", help="a logarithmic axis")
-    picture.add_argument("--log-y", action="store_true", help="likewise")
+    picture.add_argument("--x", required=True, help="label of the horizontal axis, with its unit")
+    picture.add_argument("--y", required=True, help="label of the vertical axis")
+    picture.add_argument("--log-x", action="store_true", help="logarithmic horizontal axis")
+    picture.add_argument("--log-y", action="store_true", help="logarithmic vertical axis")
     picture.set_defaults(draw=_tradeoff)
 
 

@@ -70,7 +70,7 @@ def main(arguments: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"model cannot be loaded: {error}") from error
     length = min(arguments.length, getattr(config, "max_position_embeddings", None) or arguments.length)
-    batches = _pieces(tokenizer, text, arguments.samples, length)
+    batches = _samples(tokenizer, text, arguments.samples, length)
     if hasattr(model, "lm_head"):
         batches = [{**batch, "labels": batch["input_ids"]} for batch in batches]
     report = prune_model(
@@ -96,7 +96,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"saved to {output}")
 
 
-def _pieces(tokenizer: Any, text: str, samples: int, length: int) -> list[dict[str, Tensor]]:
+def _samples(tokenizer: Any, text: str, samples: int, length: int) -> list[dict[str, Tensor]]:
     """Return samples evenly spread over a text, each between the tokens that the tokenizer adds."""
     encoded = tokenizer(text, return_special_tokens_mask=True, verbose=False)
     ids, special = encoded["input_ids"], encoded["special_tokens_mask"]

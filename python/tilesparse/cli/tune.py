@@ -21,14 +21,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="FOLDER",
-        help="a checkpoint, whose layers are measured instead of the one described",
+        help="measure the layers of this checkpoint instead of the layer described",
     )
     add_device(command)
     command.add_argument(
-        "--candidates", type=parse_count, default=3, help="kernels measured of each product (%(default)s)"
+        "--candidates", type=parse_count, default=3, help="kernels to measure per product (%(default)s)"
     )
     command.add_argument(
-        "--repetitions", type=parse_count, default=21, help="of which the median is taken (%(default)s)"
+        "--repetitions",
+        type=parse_count,
+        default=21,
+        help="calls per kernel, of which the median counts (%(default)s)",
     )
 
 

@@ -106,10 +106,10 @@ def tradeoff(
     Args:
         points: each with "label", "x" and "y", and optionally "spread", half the height of a bar at the
             point, and "note", a short text beside it.
-        x: what the horizontal axis says, with its unit: "ms for a batch of 32".
-        y: likewise, "perplexity".
-        log_x: whether that axis is logarithmic.
-        log_y: likewise.
+        x: label of the horizontal axis, with its unit: "ms for a batch of 32".
+        y: label of the vertical axis: "perplexity".
+        log_x: make the horizontal axis logarithmic.
+        log_y: make the vertical axis logarithmic.
 
     Raises:
         InvalidArgumentError: there are no points, one lacks a key, has others or a wrong value, or is not

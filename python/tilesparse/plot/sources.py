@@ -31,7 +31,7 @@ from ..pattern.block_pattern import BlockPattern
 from ..storage.registry import forms_of, storage_of
 
 Snapshots: TypeAlias = Sequence[tuple[int, Mapping[str, Tensor]]]  # by step, then by layer: bool [R, C]
-Layer: TypeAlias = tuple[BlockPattern, Tensor]  # and plain values [nnz, bn, bk]
+Layer: TypeAlias = tuple[BlockPattern, Tensor]  # and dense blocks [nnz, bn, bk]
 
 _POINT = {"label", "x", "y", "spread", "note"}
 _STEPS = "tilesparse.steps"  # in the metadata of a file of snapshots
