@@ -35,7 +35,7 @@ def layers(model: nn.Module) -> list[BlockSparseLinear]:
 @pytest.mark.parametrize("storage", ["plain", "int8"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_prepared_model_computes_the_same(device: str, storage: str) -> None:
-    model = sparse(storage=storage).to(device)
+    model: Any = sparse(storage=storage).to(device)
     x = randn(7, 64, dtype=torch.float32, device=device)
     expected, names = model.eval()(x), list(model.state_dict())
     model.train()

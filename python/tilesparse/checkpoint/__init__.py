@@ -1,7 +1,8 @@
 """Files of models with block-sparse layers."""
 
+from ..config import METHOD
 from .load import load
-from .manifest import METHOD, VERSION, check_section, forms, section
+from .manifest import VERSION, check_section, forms, section
 from .prepare import prepare, prepare_for
 from .save import save
 

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .._checks import Index
 from .._runtime.tensor_files import named, read_header, read_json, shown
+from ..config import METHOD
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.convert import is_conv1d
 from ..nn.linear import BlockSparseLinear
@@ -26,7 +27,7 @@ from ..patch.modules import (
 from ..pattern.block_pattern import BlockPattern
 from ..storage.base import STORED_NAMES
 from .files import CONFIG, INDEX, check_belongs
-from .manifest import METHOD, SavedForm, is_method, parsed_layers, read_section
+from .manifest import SavedForm, is_method, parsed_layers, read_section
 
 
 class Replacement(NamedTuple):

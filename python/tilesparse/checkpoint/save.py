@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from .._runtime.tensor_files import STORABLE, few, read_json, write_json
+from ..config import METHOD
 from ..errors import CheckpointError, InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ..nn.tensors import is_sharded
 from .files import CONFIG, byte_limit, put_in_place, staging, write_files
-from .manifest import METHOD, is_method, section
+from .manifest import is_method, section
 from .names import checked_folder, joined, own_tensors
 
 _HOW_TO_GATHER = (

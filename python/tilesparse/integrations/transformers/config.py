@@ -11,7 +11,8 @@ from torch import nn
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...checkpoint.manifest import METHOD, check_section, section
+from ...checkpoint.manifest import check_section, section
+from ...config import METHOD
 
 
 @register_quantization_config(METHOD)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..._arguments import checked
 from ..._checks import check_module
-from ...checkpoint.manifest import METHOD
+from ...config import METHOD
 from ...errors import UnsupportedError
 from .config import TileSparseConfig, method_of, owner_of
 from .layers import sparse_layers

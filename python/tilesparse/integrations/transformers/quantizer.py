@@ -16,9 +16,9 @@ from transformers.quantizers.base import HfQuantizer
 
 from ..._libraries.hooks import TRANSFORMERS, revert
 from ..._listeners import layers_changed
-from ...checkpoint.manifest import METHOD, VERSION
+from ...checkpoint.manifest import VERSION
 from ...checkpoint.prepare import prepare
-from ...config import BlockSparseConfig
+from ...config import METHOD, BlockSparseConfig
 from ...errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from ...patch.sparsify import sparsify_
 from .checks import check_files, named_as_in, settle
