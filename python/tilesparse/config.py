@@ -11,7 +11,7 @@ import torch
 from ._arguments import shown
 from ._checks import (
     DTYPES,
-    QUANTIZED,
+    POLICIES,
     as_number,
     check_block_shape,
     check_compressible,
@@ -20,10 +20,10 @@ from ._checks import (
     checked_count,
 )
 from .errors import InvalidArgumentError
+from .storage.registry import STORAGES as STORAGES
+from .storage.registry import storage_of
+from .storage.values import SCALES
 
-STORAGES = ("plain", "compressed", "int8", "float8_e4m3fn")
-QUANTIZED_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in QUANTIZED}
-SCALES = ("row", "block")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -123,7 +123,7 @@ class LayerSpec:
         check_nm(self.nm, self.transposable)
         check_nm_blocks(self.nm, self.transposable, block_shape)
         check_storage(self.storage, self.nm)
-        allowed = SCALES if self.storage in QUANTIZED_BY_NAME else (None,)
+        allowed = storage_of(self.storage).scales or (None,)
         if self.scales not in allowed:
             raise InvalidArgumentError(
                 f"scales must be one of {list(allowed)} with storage {self.storage!r}, "
@@ -153,12 +153,12 @@ class LayerSpec:
     @property
     def value_dtype(self) -> torch.dtype:
         """The dtype in which values are stored."""
-        return QUANTIZED_BY_NAME.get(self.storage, self.dtype)
+        return storage_of(self.storage).dtype or self.dtype
 
     def with_storage(self, storage: str, scales: str = "row") -> LayerSpec:
-        """Return the spec of the same layer in another storage; `scales` counts for 8 bits alone."""
+        """Return the spec of the same layer in another storage; `scales` counts where it has any."""
         check_storage(storage, self.nm)
-        return replace(self, storage=storage, scales=scales if storage in QUANTIZED_BY_NAME else None)
+        return replace(self, storage=storage, scales=scales if storage_of(storage).scales else None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a checkpoint's manifest for this layer."""
@@ -193,8 +193,9 @@ class LayerSpec:
                 raise InvalidArgumentError(
                     f"{name} must be integers from 0 to 2^31 - 1, got {shown(entry[name])}"
                 )
-        if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
-            raise InvalidArgumentError(f"dtype must be one of {list(_DTYPES)}, got {shown(entry['dtype'])}")
+        for name, allowed in (("dtype", tuple(_DTYPES)), ("policy", POLICIES)):
+            if not isinstance(entry[name], str) or entry[name] not in allowed:
+                raise InvalidArgumentError(f"{name} must be one of {list(allowed)}, got {shown(entry[name])}")
         return cls(**{**entry, "dtype": _DTYPES[entry["dtype"]]})
 
 
@@ -225,9 +226,9 @@ def check_nm_blocks(nm: object, transposable: bool, block_shape: tuple[int, int]
         check_compressible("transposable: 2:4", block_shape, transposed=True)
 
 
-def check_storage(storage: object, nm: object) -> None:
-    """Raise InvalidArgumentError unless the storage exists; "compressed" needs 2:4."""
+def check_storage(storage: Any, nm: object) -> None:
+    """Raise InvalidArgumentError unless the storage exists and can store weights with this nm."""
     if storage not in STORAGES:
         raise InvalidArgumentError(f"storage must be one of {list(STORAGES)}, got {shown(storage)}")
-    if storage == "compressed" and nm is None:
-        raise InvalidArgumentError("storage must not be 'compressed' without nm=(2, 4)")
+    if storage_of(storage).needs_nm and nm is None:
+        raise InvalidArgumentError(f"storage must not be {storage!r} without nm=(2, 4)")

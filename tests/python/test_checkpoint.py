@@ -836,7 +836,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=text):
             tilesparse.load(**{**given, **arguments})
-    with pytest.raises(FileNotFoundError, match="path: a folder expected"):
+    with pytest.raises(FileNotFoundError, match="path must be a folder"):
         tilesparse.load(Net, tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=re.escape(f"{CONFIG}: missing in")):
         (tmp_path / "empty").mkdir()

@@ -694,7 +694,7 @@ def test_configurations_of_newer_versions_and_of_other_models_are_refused(tmp_pa
     config = written(tmp_path)
     config["quantization_config"]["version"] = 2
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidArgumentError, match=r"version: .*newer tilesparse"):
+    with pytest.raises(InvalidArgumentError, match=r"version must be .*newer tilesparse"):
         LlamaForCausalLM.from_pretrained(tmp_path)
 
 

@@ -19,7 +19,6 @@ FLOORS = 12
 # Imports within functions that close a circle, and why that is right.
 DEFERRED = {
     ("tilesparse.integrations.peft_hooks", "tilesparse.integrations.peft"): "PEFT is optional",
-    ("tilesparse.storage.base", "tilesparse.storage.registry"): "a storage is pickled by its name",
 }
 
 # Attributes of other libraries that have no public name.

@@ -185,7 +185,7 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=said.replace("(", r"\(")):
             plot.patterns(source, layers=layers)
-    with pytest.raises(CheckpointNotFoundError, match="path: a folder expected"):
+    with pytest.raises(CheckpointNotFoundError, match="path must be a folder"):
         plot.patterns(tmp_path / "nowhere")
     with pytest.raises(CheckpointNotFoundError, match="config"):
         plot.patterns(tmp_path)
@@ -497,7 +497,7 @@ def test_the_command_writes_pictures(
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("patterns nowhere -o a.png", "path: a folder expected"),
+        ("patterns nowhere -o a.png", "path must be a folder"),
         ("patterns checkpoint -o a.gif", "path must end in"),
         ("patterns checkpoint -o a.png --layers x", "layers: 'x' matches none of '0'"),
         ("evolution nowhere -o a.png", "nowhere: missing"),

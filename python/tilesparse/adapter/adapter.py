@@ -21,6 +21,7 @@ from .._checks import as_number
 from ..errors import CheckpointError, InvalidArgumentError, TileSparseError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
 from ..patch.modules import names_of_modules, owners_of_parameters, set_submodule
+from ..storage.registry import storage_of
 from .blocks import adaptable_layer, chosen_slots, matching_layers, slots_of, zero_delta
 from .files import loaded_delta, read_adapter, write_adapter
 from .linear import AdaptedLinear
@@ -86,7 +87,7 @@ class BlockSparseAdapter:
         self.layers: dict[str, AdaptedLinear] = {}
         model.requires_grad_(False)
         for layer in model.modules():
-            if isinstance(layer, BlockSparseLinear) and layer.storage != "plain":
+            if isinstance(layer, BlockSparseLinear) and not storage_of(layer.storage).trainable:
                 layer.freeze()
         for name, delta in deltas.items():
             base: Any = model.get_submodule(name)
@@ -114,7 +115,7 @@ class BlockSparseAdapter:
         """
         places = {}
         for name, layer in self.layers.items():
-            if layer.base_layer.storage != "plain":
+            if not storage_of(layer.base_layer.storage).trainable:
                 raise UnsupportedError(
                     f"merge needs the storage 'plain' of layer {name!r}, got "
                     f"{layer.base_layer.storage!r}; call to_storage('plain') on its base_layer first, and "
@@ -159,7 +160,7 @@ class BlockSparseAdapter:
         if not self.layers:
             raise UnsupportedError("save needs an adapter in its model, got one merged or removed")
         for name, layer in self.layers.items():
-            if layer.delta.storage != "plain":
+            if not storage_of(layer.delta.storage).trainable:
                 raise UnsupportedError(
                     f"save needs the storage 'plain' of the delta of layer {name!r}, got "
                     f"{layer.delta.storage!r}; call to_storage('plain') on it first"

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .._arguments import checked
 from .._ops.linear import linear_on
 from ..nn.linear import BlockSparseLinear
+from ..storage.registry import storage_of
 
 
 class AdaptedLinear(nn.Module):
@@ -62,7 +63,9 @@ class AdaptedLinear(nn.Module):
         delta = self.delta
         if delta.origin.pending:
             delta.validate_pattern()
-        if delta.storage != "plain":  # a loop over all layers of the model may have stored it otherwise
+        if not storage_of(
+            delta.storage
+        ).trainable:  # a loop over all layers of the model may have stored it otherwise
             values = delta.plain_values()
         else:
             values = delta.weight if delta.mask is None else torch.where(delta.mask, delta.weight, 0)

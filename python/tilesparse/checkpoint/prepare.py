@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from .._checks import Index
 from .._runtime.tensor_files import named, read_header, read_json, shown
-from ..config import METHOD
+from ..config import METHOD, LayerSpec
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.convert import is_conv1d
 from ..nn.linear import BlockSparseLinear
@@ -24,10 +23,10 @@ from ..patch.modules import (
     share_hooks,
     what_would_be_lost,
 )
-from ..pattern.block_pattern import BlockPattern
 from ..storage.base import STORED_NAMES
+from ..storage.registry import storage_of
 from .files import CONFIG, INDEX, check_belongs
-from .manifest import SavedForm, is_method, parsed_layers, read_section
+from .manifest import is_method, parsed_layers, read_section
 
 
 class Replacement(NamedTuple):
@@ -96,11 +95,11 @@ def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> li
     return [replacement.names[0] for replacement in replacements]
 
 
-def replacements_of(model: nn.Module, forms: Mapping[str, SavedForm]) -> list[Replacement]:
+def replacements_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Replacement]:
     """Everything that can fail; the model is only read."""
     names = names_of_modules(model)
     modules = {alias: module for module, aliases in names.items() for alias in aliases}
-    found: dict[nn.Module, SavedForm] = {}
+    found: dict[nn.Module, LayerSpec] = {}
     for name, form in forms.items():
         module = modules.get(name)
         if module is None:
@@ -119,7 +118,7 @@ def replacements_of(model: nn.Module, forms: Mapping[str, SavedForm]) -> list[Re
 
 
 def _reason_not_replaceable(
-    model: nn.Module, module: nn.Module, aliases: list[str], form: SavedForm
+    model: nn.Module, module: nn.Module, aliases: list[str], form: LayerSpec
 ) -> str | None:
     # Also of classes that only a patcher of the user's own replaces: the checkpoint says that it did.
     is_linear = isinstance(module, BlockSparseLinear | nn.Linear) or is_conv1d(module)
@@ -150,26 +149,13 @@ def _shape(module: Any) -> tuple[int, int]:
     return out_features, in_features
 
 
-def _empty(module: Any, form: SavedForm) -> BlockSparseLinear:
-    """The layer of that form on the meta device, alike in all that the form does not say."""
-    (out_features, in_features), (bn, _) = form.shape, form.block_shape
-    crow, col, slot = (
-        torch.empty(size, dtype=torch.int32, device="meta")
-        for size in (out_features // bn + 1, form.nnz, form.nnz)
+def _empty(module: Any, form: LayerSpec) -> BlockSparseLinear:
+    """Return a layer of this spec on the meta device, like the module in all else."""
+    layer = BlockSparseLinear.from_spec(form, bias=module.bias is not None, device="meta")
+    was_trainable = (
+        module.weight.requires_grad or not storage_of(getattr(module, "storage", "plain")).trainable
     )
-    layer = BlockSparseLinear(
-        in_features,
-        out_features,
-        module.bias is not None,
-        pattern=BlockPattern.from_index(Index(crow, col, slot, form.shape, form.block_shape)),
-        policy=form.policy,
-        nm=form.nm,
-        transposable=form.transposable,
-        device="meta",
-        dtype=form.dtype,
-    ).to_storage(form.storage, per=form.scales or "row")
-    was_trainable = module.weight.requires_grad or getattr(module, "storage", "plain") != "plain"
-    layer.weight.requires_grad_(form.storage == "plain" and was_trainable)
+    layer.weight.requires_grad_(storage_of(form.storage).trainable and was_trainable)
     if layer.bias is not None:
         layer.bias.requires_grad_(module.bias.requires_grad)
     return layer.train(module.training)

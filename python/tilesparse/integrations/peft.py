@@ -21,6 +21,7 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import sdd
 from ..nn.linear import BlockSparseLinear
 from ..nn.tensors import INDEX_NAMES
+from ..storage.registry import storage_of
 
 try:
     from peft import __version__ as peft_version
@@ -74,7 +75,7 @@ class LoraLinear(Linear):
             )
         super().__init__(base_layer, adapter_name, config, **kwargs)
         base: Any = base_layer
-        if base.storage != "plain":
+        if not storage_of(base.storage).trainable:
             base.freeze()
         self.fan_in_fan_out = False  # block-sparse layers that were a Conv1D are not transposed
         # Buffers, to move with the layer, but not part of what is saved.
@@ -125,7 +126,7 @@ class LoraLinear(Linear):
             UnsupportedError: the storage is not "plain", or there is no bias to which one could be added.
         """
         names, base = self._present(adapter_names), self.get_base_layer()
-        if names and base.storage != "plain":
+        if names and not storage_of(base.storage).trainable:
             raise UnsupportedError(
                 f"merge: the storage 'plain' expected of layer {self._name!r}, got {base.storage!r}; call "
                 "to_storage('plain') on the layer first, and to_storage after merging"

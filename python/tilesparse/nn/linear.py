@@ -20,6 +20,7 @@ from .._runtime.private import refuse_fakes
 from ..config import LayerSpec, as_nm, check_nm
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..pattern.block_pattern import BlockPattern
+from ..storage.registry import storage_of
 from . import convert, initial
 from .checks import refuse_norms
 from .masks import masked_linear
@@ -336,7 +337,7 @@ class BlockSparseLinear(StoredWeight):
         text = representation(self) + ("" if self.policy == "sparse" else f", policy={self.policy!r}")
         text += "" if self._nm is None else f", nm={self._nm}"
         text += ", transposable=True" if self._transposable else ""
-        return text + ("" if self._storage.trainable else f", storage={self.storage!r}")
+        return text + ("" if storage_of(self.storage).trainable else f", storage={self.storage!r}")
 
 
 def representation(layer: Any) -> str:

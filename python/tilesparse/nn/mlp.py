@@ -15,6 +15,7 @@ from .._arguments import check_types, checked
 from .._ops.linear import combined
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
+from ..storage.registry import storage_of
 from .known_mlps import form_of, reason_not_known
 from .linear import BlockSparseLinear
 from .mlp_activation import name_of_activation
@@ -190,7 +191,7 @@ class BlockSparseMLP(nn.Module):
         if not x.is_cuda or torch.is_grad_enabled() or not all(map(_is_bare, (up, down, gate or up))):
             return False
         bn, bk = down.block_shape
-        is_measured = bn >= 64 and bk <= 32 and down.storage == "plain" and down.nm is None
+        is_measured = bn >= 64 and bk <= 32 and storage_of(down.storage).trainable and down.nm is None
         return is_measured and down.weight.itemsize == 2 and x.numel() > _FEW_TOKENS * x.shape[-1]
 
     def extra_repr(self) -> str:

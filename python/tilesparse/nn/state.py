@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from .._checks import Index
 from .._runtime.lookup import update_of
-from ..config import QUANTIZED_BY_NAME, LayerSpec
+from ..config import LayerSpec
 from ..errors import InvalidArgumentError
 from ..pattern.block_pattern import BlockPattern
 from ..pattern.indices import index_of
 from ..storage.base import STORED_NAMES
-from ..storage.registry import forms_of, storage_of
+from ..storage.registry import STORED_DTYPES, forms_of, storage_of
 from .origin import PatternOrigin, Source, checked_pattern
 from .tensors import INDEX_NAMES, is_sharded, resize, with_contents, zeros_like
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def move(layer: StoredWeight, fn: Callable[[Tensor], Tensor], apply: Callable[[], Any]) -> None:
     """Move a layer's tensors by ``fn``, which ``apply`` has `torch.nn.Module` do; contents stay exact."""
     before: dict[str, Any] = {name: layer._buffers[name] for name in (*INDEX_NAMES, *STORED_NAMES)}
-    quantized = layer.weight.detach() if layer.storage in QUANTIZED_BY_NAME else None
+    quantized = None if storage_of(layer.storage).dtype is None else layer.weight.detach()
     if quantized is not None:
         dense = torch.empty(0, dtype=layer.spec.dtype, device=quantized.device)
         layer.update_spec(dtype=fn(dense).dtype)
@@ -128,7 +128,7 @@ def _check_stored(layer: StoredWeight, state: Mapping[str, Any]) -> None:
             )
     weight = state.get("weight")
     dtypes = {layer.weight.dtype if weight is None else weight.dtype, layer.weight.dtype}
-    if len(dtypes) > 1 and not dtypes.isdisjoint(QUANTIZED_BY_NAME.values()):
+    if len(dtypes) > 1 and not dtypes.isdisjoint(STORED_DTYPES):
         raise InvalidArgumentError(f"weight must be {layer.weight.dtype}, got {state['weight'].dtype}; {own}")
 
 
@@ -147,8 +147,7 @@ def _check_shapes(layer: StoredWeight, state: Mapping[str, Any], spec: LayerSpec
 
 def _scales(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
     """Return what has a scale of its own in a saved layer."""
-    scales = state.get("scales", layer.scales)
-    return None if layer.scales is None else "block" if scales.dim() == 1 else "row"
+    return storage_of(layer.storage).scales_of(state.get("scales", layer.scales))
 
 
 def make_room(layer: StoredWeight, pattern: BlockPattern, scales: str | None = None) -> None:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from .._arguments import checked, shown
 from .._checks import Index, check_policy
 from .._runtime.private import constant_when_compiled
-from ..config import SCALES, LayerSpec, as_nm, check_nm, check_nm_blocks
+from ..config import LayerSpec, as_nm, check_nm, check_nm_blocks
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..pattern.block_pattern import BlockPattern
 from ..storage.base import STORED_NAMES
 from ..storage.registry import forms_of, storage_of
+from ..storage.values import SCALES
 from . import convert, state
 from .checks import check_size, check_trainable, check_whole
 from .masks import chosen_mask
@@ -69,17 +70,17 @@ class StoredWeight(nn.Module):
     @property
     def spec(self) -> LayerSpec:
         """How the layer is stored now: shape, block shape, number of blocks, dtype, storage and policy."""
-        quantized = self.scales is not None
+        storage = storage_of(self._storage)
         return LayerSpec(
             shape=self._shape,
             block_shape=self._block_shape,
             nnz=self.col_indices.shape[0],
-            # Unquantized, the weight's dtype: ``weight.data`` may have changed it.
-            dtype=self._dtype if quantized else self.weight.dtype,
-            storage=self._storage.name,
+            # The weight's dtype where it is the layer's: ``weight.data`` may have changed it.
+            dtype=self.weight.dtype if storage.dtype is None else self._dtype,
+            storage=self._storage,
             nm=self._nm,
             transposable=self._transposable,
-            scales=None if self.scales is None else "row" if self.scales.dim() == 2 else "block",
+            scales=storage.scales_of(self.scales),
             policy=self._policy,
         )
 
@@ -91,14 +92,14 @@ class StoredWeight(nn.Module):
         # Plain attributes: compiled code guards on what it reads, and must not on the number of blocks.
         self._shape, self._block_shape, self._dtype = spec.shape, spec.block_shape, spec.dtype
         self._nm, self._transposable, self._policy = spec.nm, spec.transposable, spec.policy
-        self._storage = storage_of(spec.storage)
+        self._storage = spec.storage
 
     def assign(self, spec: LayerSpec, tensors: Mapping[str, Tensor]) -> None:
         """Become a layer of this spec, with these tensors as its weight and what is stored beside it."""
-        if self._parameters["weight"] is not None and self._storage.trainable:
+        if self._parameters["weight"] is not None and storage_of(self._storage).trainable:
             self._thaws = self.weight.requires_grad
         self._describe(spec)
-        self.weight = nn.Parameter(tensors["weight"], self._storage.trainable and self._thaws)
+        self.weight = nn.Parameter(tensors["weight"], storage_of(self._storage).trainable and self._thaws)
         for name in sorted(STORED_NAMES, key=lambda name: name not in tensors):
             self._buffers.pop(name, None)  # torch.export takes no buffer after one that is None
             self.register_buffer(name, tensors.get(name))
@@ -166,7 +167,7 @@ class StoredWeight(nn.Module):
     @property
     def storage(self) -> str:
         """Name of the weight's storage: "plain", "compressed", "int8" or "float8_e4m3fn"."""
-        return self._storage.name
+        return self._storage
 
     @property
     def storage_error(self) -> float:
@@ -221,11 +222,11 @@ class StoredWeight(nn.Module):
     def plain_values(self) -> Tensor:
         """Return a copy of the dense blocks [nnz, bn, bk], zero where a mask says so, without gradient."""
         check_whole(self, "plain_values")
-        return self._storage.dense_blocks(self._stored(), self._dtype)
+        return storage_of(self._storage).dense_blocks(self._stored(), self._dtype)
 
     def kept_mask(self) -> Tensor | None:
         """Return the mask of 2:4 [nnz, bn, bk], however it is stored; None without 2:4."""
-        return self._storage.mask(self._stored())
+        return storage_of(self._storage).mask(self._stored())
 
     @checked
     @torch.no_grad()

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from .._checks import check_block_shape
-from ..config import QUANTIZED_BY_NAME
 from ..errors import InvalidArgumentError
 from ..nn.convert import best_blocks, dense_weight, is_conv1d
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import PseudoBlockSparseLinear
+from ..storage.registry import storage_of
 from .modules import Replacement
 from .rules import LayerOptions
 
@@ -62,5 +62,5 @@ def check_blocks_can_be_chosen(module: Any, block_shape: Sequence[int]) -> None:
 
 def _check_can_be_stored(module: Any, storage: str) -> None:
     weight = module.weight
-    if storage in QUANTIZED_BY_NAME and not weight.is_meta and not bool(weight.isfinite().all()):
+    if storage_of(storage).needs_finite and not weight.is_meta and not bool(weight.isfinite().all()):
         raise InvalidArgumentError(f"its weight must be finite for the storage {storage!r}, got inf or nan")

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from .._reports import aligned, empty_of, empty_texts, listed, warn_user, without_numbers
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import PseudoBlockSparseLinear
+from ..storage.registry import storage_of
 from .modules import Replacement, Target
 from .weight_reads import Read
 
@@ -102,7 +103,14 @@ class PatchReport:
         for layer in self.layers:
             shape, block = (f"{out}x{in_}" for out, in_ in (layer.shape, layer.block_shape))
             error = f"{layer.error:.2g}" if layer.error else ""
-            spec = (shape, block, f"{layer.density:.3f}", _storage(layer), error, layer.policy)
+            spec = (
+                shape,
+                block,
+                f"{layer.density:.3f}",
+                storage_of(layer.storage).describe(layer.nm),
+                error,
+                layer.policy,
+            )
             rows.append((layer.name, *spec, *_sizes(layer.before, layer.after)))
         rows.append(("whole model", *[""] * len(columns), *_sizes(self.before, self.after)))
         lines = aligned(rows)
@@ -234,13 +242,6 @@ def _patched(target: Target) -> PatchedLayer:
         places = new.pattern.block_indices()
     empty = empty_of(places, shape, new.block_shape)
     return PatchedLayer(name, shape, new.block_shape, new.density, *stored, new.storage_error, *sizes, *empty)
-
-
-def _storage(layer: PatchedLayer) -> str:
-    """Return "plain", "2:4" (plain with a mask), "2:4 compressed", "int8", "2:4 int8" or the like."""
-    if layer.nm is None:
-        return layer.storage
-    return "2:4" if layer.storage == "plain" else f"2:4 {layer.storage}"
 
 
 def _sizes(before: Size, after: Size) -> tuple[str, str, str, str]:

@@ -21,7 +21,7 @@ from .._checks import as_integer
 from .._names import NamePattern
 from .._runtime.tensor_files import StoredTensor, few, named, read_header, read_tensor, shown, write_tensors
 from ..checkpoint.files import read_headers
-from ..checkpoint.manifest import SavedForm, read_section
+from ..checkpoint.manifest import read_section
 from ..checkpoint.names import joined
 from ..config import LayerSpec
 from ..errors import CheckpointError, InvalidArgumentError
@@ -96,14 +96,14 @@ def _of_model(layer: BlockSparseLinear) -> Layer:
 
 
 def _of_checkpoint(
-    name: str, form: SavedForm, stored: Mapping[str, StoredTensor], ties: Mapping[str, str]
+    name: str, form: LayerSpec, stored: Mapping[str, StoredTensor], ties: Mapping[str, str]
 ) -> Layer:
     """Read one layer; no other tensor is read."""
     block_rows = form.shape[0] // form.block_shape[0]
     sizes = {"crow_indices": block_rows + 1, "col_indices": form.nnz, "slot": form.nnz}
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]]
     forms = {array: ((sizes[array],), torch.int32) for array in INDEX_NAMES}
-    forms |= forms_of(LayerSpec(**form._asdict()))
+    forms |= forms_of(form)
     own: dict[str, Tensor] = {}
     for attribute, (shape, dtype) in forms.items():
         full_name = joined(name, attribute)

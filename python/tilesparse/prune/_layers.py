@@ -11,6 +11,7 @@ from .._checks import check_shapes
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight, is_conv1d
+from ..storage.registry import storage_of
 from ._checks import checked_config
 from .configs import block_shape_of
 
@@ -75,5 +76,5 @@ def described(config: BlockSparseConfig | None) -> tuple[str, str, str]:
     if config is None:
         return "dense", "", ""
     bn, bk = block_shape_of(config)
-    storage = config.storage if config.nm is None else f"2:4 {config.storage}".removesuffix(" plain")
+    storage = storage_of(config.storage).describe(config.nm)
     return f"{config.density:.4g}", f"{bn}x{bk}", storage

@@ -12,6 +12,7 @@ from .._reports import MOST, aligned, empty_texts, listed, warn_user
 from ..config import BlockSparseConfig
 from ..nn.convert import dense_weight
 from ..patch.reports import DenseParameter, Size, SkippedLayer, by_reason, dense_lines
+from ..storage.registry import storage_of
 from .configs import block_shape_of
 
 
@@ -86,7 +87,7 @@ class PruneReport:
                     "{}x{}".format(*layer.shape),
                     "{}x{}".format(*block_shape_of(config)),
                     f"{layer.density:.3f}",
-                    config.storage if config.nm is None else f"2:4 {config.storage}",
+                    storage_of(config.storage).describe(config.nm),
                     f"{layer.tokens:,}",
                     f"{layer.damping:.2g}",
                     f"{layer.error_before_refit:.4f}",

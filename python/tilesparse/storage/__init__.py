@@ -1,6 +1,6 @@
 """How the values of kept blocks are stored: plain, 2:4 compressed, or in 8 bits with scales."""
 
-from ..config import STORAGES as STORAGES
+from .registry import STORAGES as STORAGES
 from .values import compress, expand, quantize, two_of_four
 
 __all__ = [

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..config import LayerSpec
+from .._checks import QUANTIZED
 from .values import expand
+
+if TYPE_CHECKING:
+    from ..config import LayerSpec
 
 Form: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 STORED_NAMES = ("mask", "metadata", "scales")  # what some storages keep besides the weight
@@ -24,11 +27,19 @@ class Storage(ABC):
 
     Attributes:
         name: as in `LayerSpec.storage`.
-        trainable: whether the weight has a gradient.
+        dtype: of the stored values; None is the layer's.
+        trainable: True where the weight is its dense blocks, the only form that has a gradient.
+        needs_nm: True where only 2:4 can be stored.
+        needs_finite: True where inf and nan cannot be represented.
+        scales: what may have a scale of its own, as `LayerSpec.scales` names it; empty without scales.
     """
 
     name: str
+    dtype: torch.dtype | None = None
     trainable = False
+    needs_nm = False
+    needs_finite = False
+    scales: tuple[str, ...] = ()
 
     @abstractmethod
     def forms(self, spec: LayerSpec) -> dict[str, Form]:
@@ -56,7 +67,22 @@ class Storage(ABC):
         """Return (bn, bk) of the blocks that a stored weight holds."""
         return weight.shape[1], weight.shape[2]
 
-    def __reduce__(self) -> tuple[Callable[[str], Storage], tuple[str]]:
-        from .registry import storage_of
+    def scales_of(self, scales: Tensor | None) -> str | None:
+        """Return what has a scale of its own in stored values, as `LayerSpec.scales` names it."""
+        return None
 
-        return storage_of, (self.name,)
+    def multiplied(self, nm: tuple[int, int] | None) -> str:
+        """Return the name of the storage in which kernels read the values; conversions are done before."""
+        return self.name
+
+    def describe(self, nm: Sequence[int] | None) -> str:
+        """Return the storage as reports name it, with 2:4: "int8", "2:4 int8"."""
+        return self.name if nm is None else f"2:4 {self.name}"
+
+    def product_fields(self, nm: tuple[int, int] | None) -> dict[str, Any]:
+        """Return the arguments of `_C.Product` that describe values as kernels read them."""
+        return {
+            "storage": int(nm is not None),
+            "values_dtype": -1 if self.dtype is None else QUANTIZED[self.dtype],
+            "row_scales": bool(self.scales),
+        }

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .._checks import COMPRESSIBLE
-from ..config import LayerSpec
 from .base import Form, Storage
 from .values import compress, expand
+
+if TYPE_CHECKING:
+    from ..config import LayerSpec
 
 
 class CompressedStorage(Storage):
     """Weight [nnz, bn, bk / 2] in the layer's dtype and int32 metadata [nnz, bk / 32, bn]."""
 
     name = "compressed"
+    needs_nm = True
 
     def forms(self, spec: LayerSpec) -> dict[str, Form]:
         """Return shape and dtype of each tensor."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .._ops.masks import masked
-from ..config import LayerSpec
 from .base import Form, Storage
+from .compressed import COMPRESSED
+
+if TYPE_CHECKING:
+    from ..config import LayerSpec
 
 
 class DenseStorage(Storage):
@@ -36,3 +40,11 @@ class DenseStorage(Storage):
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
         """Return the mask of 2:4, None without 2:4."""
         return tensors.get("mask")
+
+    def multiplied(self, nm: tuple[int, int] | None) -> str:
+        """Return "compressed" for 2:4, of which products multiply the kept half."""
+        return self.name if nm is None else COMPRESSED.name
+
+    def describe(self, nm: Sequence[int] | None) -> str:
+        """Return "plain", or "2:4" for dense blocks with a mask."""
+        return self.name if nm is None else "2:4"

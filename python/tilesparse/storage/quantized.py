@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..config import LayerSpec
 from .base import Form, Storage
 from .compressed import COMPRESSED
-from .values import quantize
+from .values import SCALES, quantize
+
+if TYPE_CHECKING:
+    from ..config import LayerSpec
 
 
 class QuantizedStorage(Storage):
     """Weight [nnz, bn, bk] in 8 bits with float32 scales [nnz, bn] or [nnz]; 2:4 is compressed as well."""
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name, self.dtype = name, dtype
+    dtype: torch.dtype
+    needs_finite = True
+    scales = SCALES
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.name, self.dtype = str(dtype).removeprefix("torch."), dtype
 
     def forms(self, spec: LayerSpec) -> dict[str, Form]:
         """Return shape and dtype of each tensor."""
         nnz, bn, _ = spec.values_shape
-        forms: dict[str, Form] = {"weight": (spec.values_shape, self.dtype)}
+        forms: dict[str, Form] = {"weight": (spec.values_shape, spec.value_dtype)}
         if spec.nm is not None:
             forms = COMPRESSED.forms(spec)
         return {**forms, "scales": ((nnz,) if spec.scales == "block" else (nnz, bn), torch.float32)}
@@ -36,6 +43,10 @@ class QuantizedStorage(Storage):
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
         """Return the mask of 2:4, None without 2:4."""
         return None if tensors.get("metadata") is None else COMPRESSED.mask(tensors)
+
+    def scales_of(self, scales: Tensor | None) -> str | None:
+        """Return "row" or "block" for what has a scale of its own."""
+        return None if scales is None else "block" if scales.dim() == 1 else "row"
 
     def block_shape(self, weight: Tensor, nm: tuple[int, int] | None) -> tuple[int, int]:
         """Return (bn, bk) of the blocks that a stored weight holds."""

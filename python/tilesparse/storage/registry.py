@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from ..config import QUANTIZED_BY_NAME, LayerSpec
+from typing import TYPE_CHECKING
+
+import torch
+
 from .base import Form, Storage
 from .compressed import COMPRESSED
 from .dense import DenseStorage
 from .quantized import QuantizedStorage
 
-_QUANTIZED = [QuantizedStorage(name, dtype) for name, dtype in QUANTIZED_BY_NAME.items()]
+if TYPE_CHECKING:
+    from ..config import LayerSpec
+
 _BY_NAME: dict[str, Storage] = {
-    storage.name: storage for storage in (DenseStorage(), COMPRESSED, *_QUANTIZED)
+    storage.name: storage
+    for storage in (
+        DenseStorage(),
+        COMPRESSED,
+        QuantizedStorage(torch.int8),
+        QuantizedStorage(torch.float8_e4m3fn),
+    )
 }
+STORAGES = tuple(_BY_NAME)
+STORED_DTYPES = frozenset(storage.dtype for storage in _BY_NAME.values()) - {None}  # not those of layers
 
 
 def storage_of(name: str) -> Storage:
-    """Return the storage of this name, one of `config.STORAGES`."""
+    """Return the storage of this name, one of `STORAGES`."""
     return _BY_NAME[name]
 
 

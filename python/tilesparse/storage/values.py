@@ -24,6 +24,7 @@ from .._checks import check_content
 from .._ops.values import COMPRESS, expand_values
 from ..errors import InvalidArgumentError
 
+SCALES = ("row", "block")  # what may have a scale of its own in 8 bits
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _TILES_AT_A_TIME = 1 << 18  # of 4 x 4, whose scores for every mask take 180 MiB
 
@@ -157,7 +158,7 @@ def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[T
     """
     if dtype not in _LARGEST:
         raise InvalidArgumentError(f"dtype must be one of {list(_LARGEST)}, got {dtype}")
-    if per not in ("row", "block"):
+    if per not in SCALES:
         raise InvalidArgumentError(f"per must be 'row' or 'block', got {per!r}")
     check_content("values", values)
     if values.dim() != 3 or values.is_complex():

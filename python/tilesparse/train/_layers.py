@@ -13,6 +13,7 @@ from .._checks import checked_fraction
 from .._names import NamePattern
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
+from ..storage.registry import storage_of
 
 Layers: TypeAlias = Mapping[str, BlockSparseLinear]
 
@@ -106,7 +107,7 @@ def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
 
 
 def check_plain_storage(name: str, layer: BlockSparseLinear) -> None:
-    if layer.storage != "plain":
+    if not storage_of(layer.storage).trainable:
         raise UnsupportedError(
             f"model: layer {name!r}: the storage must be 'plain', got {layer.storage!r}; "
             "call to_storage('plain')"

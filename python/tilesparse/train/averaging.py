@@ -11,13 +11,11 @@ from torch.optim import swa_utils
 
 from .._arguments import checked
 from .._runtime.lookup import content_of
-from ..config import QUANTIZED_BY_NAME
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ..nn.state import make_room
+from ..storage.registry import STORED_DTYPES
 from ._layers import check_plain_storage, sparse_layers
-
-_UNAVERAGED = tuple(QUANTIZED_BY_NAME.values())
 
 
 class AveragedModel(swa_utils.AveragedModel):
@@ -124,4 +122,4 @@ def _of_lists_of_numbers(multi_avg_fn: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _is_averaged(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype not in _UNAVERAGED
+    return tensor.is_floating_point() and tensor.dtype not in STORED_DTYPES

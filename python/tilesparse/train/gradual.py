@@ -15,6 +15,7 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
 from ..nn.origin import has_peers
 from ..nn.state import keep_blocks
+from ..storage.registry import storage_of
 from ._layers import (
     Layers,
     check_keys,
@@ -193,7 +194,9 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
             DistributedDataParallel. All errors are raised before anything has changed.
     """
     check_unwrapped(model)
-    layers = {name: layer for name, layer in sparse_layers(model).items() if layer.storage == "plain"}
+    layers = {
+        name: layer for name, layer in sparse_layers(model).items() if storage_of(layer.storage).trainable
+    }
     if not layers:
         raise InvalidArgumentError("model: no BlockSparseLinear in the storage 'plain' in it")
     check_trainable(layers, frozen=True)

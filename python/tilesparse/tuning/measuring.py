@@ -27,6 +27,7 @@ from .._runtime.values import gather
 from ..checkpoint import manifest as checkpoint
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
+from ..storage.registry import storage_of
 from ..storage.values import expand
 from .devices import KINDS, Device, default_device
 from .document import Measurement, alone_in, file, kernel_number, measurements, merged, read, write
@@ -104,7 +105,7 @@ def _checked_device(device: object) -> torch.device:
 def _check_measurable(product: object, device: torch.device) -> None:
     if not isinstance(product, Product):
         raise InvalidArgumentError(f"products must be of tilesparse.Product, got {type(product).__name__}")
-    if product.feature_major and product.storage != "plain":
+    if product.feature_major and not storage_of(product.storage).trainable:
         raise InvalidArgumentError(f"products must be stored 'plain' if they are column-major, got {product}")
     now = Product(16, 16, 1, block_shape=16, dtype=product.dtype).tf32
     if device.type == "cuda" and product.tf32 != now:
@@ -203,7 +204,7 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
             continue
         density = form.nnz / (rows // bn * (columns // bk))
         for op in ops:
-            if op == "wgrad" and form.storage != "plain":
+            if op == "wgrad" and not storage_of(form.storage).trainable:
                 continue
             storage, nm = multiplied(op, form.storage, form.nm)
             for count in tokens:

@@ -9,11 +9,12 @@ import torch
 
 from .. import _C
 from .._arguments import checked
-from .._checks import DTYPES, QUANTIZED, check_block_shape, check_shapes, checked_count, checked_fraction
+from .._checks import DTYPES, check_block_shape, check_shapes, checked_count, checked_fraction
 from .._runtime.private import tf32_allowed
-from ..config import QUANTIZED_BY_NAME, check_nm, check_nm_blocks, check_storage
+from ..config import check_nm, check_nm_blocks, check_storage
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
+from ..storage.registry import storage_of
 from .devices import KINDS
 
 OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
@@ -70,9 +71,10 @@ class Product:
             object.__setattr__(self, "nm", tuple(self.nm))  # which has a hash
         check_nm_blocks(self.nm, False, block_shape)
         check_storage(self.storage, self.nm)
-        if self.storage == "plain" and self.nm is not None:
+        storage = storage_of(self.storage)
+        if storage.multiplied(self.nm) != self.storage:
             raise InvalidArgumentError("nm must be None with storage 'plain': kernels read 2:4 compressed")
-        if self.storage != "plain" and self.op == "wgrad":
+        if not storage.trainable and self.op == "wgrad":
             raise InvalidArgumentError(f"storage must be 'plain' for wgrad, got {self.storage!r}")
         if not isinstance(self.feature_major, bool):
             raise InvalidArgumentError(f"feature_major must be True or False, got {self.feature_major!r}")
@@ -135,7 +137,6 @@ class Product:
         shape = self.out_features, self.in_features
         layout = int(self.feature_major)
         ldx, ldy = (self.tokens, self.tokens) if layout else (self.in_features, self.out_features)
-        quantized = QUANTIZED_BY_NAME.get(self.storage)
         return _C.Product(
             _C.Pattern(*self._block_shape, *shape, self.nnz, 0, 0, 0),
             OPS.index(self.op),
@@ -148,15 +149,13 @@ class Product:
             ldx=ldx,
             y_layout=layout,
             ldy=ldy,
-            storage=int(self.nm is not None),
-            values_dtype=-1 if quantized is None else QUANTIZED[quantized],
-            row_scales=quantized is not None,
             prefer=prefer,
+            **storage_of(self.storage).product_fields(self.nm),
         )
 
     def __str__(self) -> str:
         bn, bk = self._block_shape
-        extras = [self.storage] * (self.storage != "plain") + ["2:4"] * (self.nm is not None)
+        extras = [self.storage] * (not storage_of(self.storage).trainable) + ["2:4"] * (self.nm is not None)
         extras += ["column-major"] * self.feature_major + ["TF32"] * bool(self.tf32)
         words = [
             f"{self.op} of {self.in_features} -> {self.out_features} features",
@@ -173,7 +172,7 @@ def multiplied(op: str, storage: str, nm: tuple[int, int] | None) -> tuple[str, 
     """Return the storage and nm of the values that a layer multiplies; the gradient of W is plain."""
     if op == "wgrad":
         return "plain", None
-    return "compressed" if nm is not None and storage == "plain" else storage, nm
+    return storage_of(storage).multiplied(nm), nm
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -16,7 +16,7 @@ from ...errors import CheckpointError, InvalidArgumentError, InvalidPatternError
 from ...nn.linear import BlockSparseLinear
 from ...nn.tensors import INDEX_NAMES
 from ...storage.base import STORED_NAMES
-from ...storage.registry import forms_of
+from ...storage.registry import forms_of, storage_of
 from .layers import tensors_of
 
 OWN = ("weight", "bias", *INDEX_NAMES, *STORED_NAMES)  # names of a layer's tensors
@@ -95,7 +95,7 @@ def settle(name: str, layer: BlockSparseLinear) -> None:
         INDEX_NAMES, torch.int32
     )
     weight = layer.weight.detach().to(dtypes.pop("weight"))
-    layer.weight = nn.Parameter(weight, layer.storage == "plain")
+    layer.weight = nn.Parameter(weight, storage_of(layer.storage).trainable)
     if layer.metadata is not None and layer.metadata.is_floating_point():
         raise UnsupportedError(
             f"{name}.metadata: rounded by Transformers, which keeps this layer in float32; load the model "

@@ -14,6 +14,7 @@ from ...errors import UnsupportedError
 from ...nn.convert import is_conv1d
 from ...nn.linear import BlockSparseLinear
 from ...patch.modules import set_submodule, share_hooks
+from ...storage.registry import storage_of
 from .layers import sparse_layers
 
 
@@ -59,7 +60,9 @@ def to_dense(model: Any, dtype: torch.dtype | None = None) -> Any:
 def _as_dense(layer: BlockSparseLinear, there: Any) -> Any:
     """The dense layer of the kind that a model has there, which is None for layers put in by hand."""
     linear = layer.to_linear()
-    if layer.storage != "plain":  # whose values cannot be trained, but those of dense layers can
+    if not storage_of(
+        layer.storage
+    ).trainable:  # whose values cannot be trained, but those of dense layers can
         linear.weight.requires_grad_(True)
     if not is_conv1d(there) and (type(there) is nn.Linear or not isinstance(there, nn.Linear)):
         return linear
