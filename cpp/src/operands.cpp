@@ -237,4 +237,17 @@ void check_operands(const Gate& gate, bool gradients) {
     check_apart(written[0], written[1]);
 }
 
+void check_operands(const Quantization& of) {
+    const auto span = [&](const char* name, const Matrix& matrix, DType dtype) -> Operand {
+        return {name, check_operand(matrix, of.tokens, of.features, dtype, name, of.device)};
+    };
+    const Operand x = span("x", of.x, of.dtype),
+                  quantized = span("quantized", of.quantized, of.quantized_dtype);
+    require(of.tokens == 0 || of.scales != nullptr, "scales must not be null");
+    const Operand scales{"scales", vector_span(of.scales, of.tokens, DType::float32, "scales")};
+    check_apart(x, quantized);
+    check_apart(x, scales);
+    check_apart(quantized, scales);
+}
+
 }  // namespace ts

@@ -7,6 +7,7 @@
 
 #include "common/problem.h"
 #include "gate.h"
+#include "quantize.h"
 #include "sums.h"
 #include "tilesparse/tilesparse.h"
 
@@ -74,5 +75,8 @@ void check_compression(const Compression& compression);
 void check_operands(const ActivationGradient& gradient);
 void check_workspace(const ActivationGradient& gradient, const void* workspace, size_t bytes);
 void check_operands(const Gate& gate, bool gradients);
+
+// The operands of ts_quantize.
+void check_operands(const Quantization& quantization);
 
 }  // namespace ts

@@ -217,12 +217,20 @@ ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, 
     return gradient;
 }
 
-Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name) {
+namespace {
+
+Matrix check_rows(const ts_matrix* source, int64_t tokens, int64_t features, const char* name) {
     check_pointer(source, name);
-    const Matrix matrix = check_matrix(*source, gate.tokens, gate.features, name);
+    const Matrix matrix = check_matrix(*source, tokens, features, name);
     require(matrix.layout == Layout::row_major, name, ".layout must be ", TS_ROW_MAJOR, ", got ",
             source->layout);
     return matrix;
+}
+
+}  // namespace
+
+Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name) {
+    return check_rows(source, gate.tokens, gate.features, name);
 }
 
 Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, const ts_matrix* source,
@@ -239,6 +247,24 @@ Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t featu
     gate.gate = check_gate_matrix(gate, source, "gate");
     gate.factor = check_gate_matrix(gate, factor, "factor");
     return gate;
+}
+
+Quantization check_quantization(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
+                                int64_t features, const ts_matrix* x, const ts_matrix* quantized) {
+    Quantization of{};
+    of.device = check_device_type(device);
+    of.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    if (of.dtype == DType::float64) fail(TS_UNSUPPORTED, "dtype must not be 0: float64 is not quantized");
+    require(quantized_dtype == TS_INT8 || quantized_dtype == TS_FLOAT8_E4M3FN, "quantized_dtype must be ",
+            TS_INT8, " or ", TS_FLOAT8_E4M3FN, ", got ", quantized_dtype);
+    of.quantized_dtype = static_cast<DType>(quantized_dtype);
+    check_extent(tokens, "tokens", of.device);
+    check_features(features, 16, "features", "16", of.device);
+    of.tokens = tokens;
+    of.features = features;
+    of.x = check_rows(x, tokens, features, "x");
+    of.quantized = check_rows(quantized, tokens, features, "quantized");
+    return of;
 }
 
 NamedDevice check_device(const ts_device_info& info) {

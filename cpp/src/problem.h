@@ -6,6 +6,7 @@
 #include "common/problem.h"
 #include "device.h"
 #include "gate.h"
+#include "quantize.h"
 #include "sums.h"
 #include "tilesparse/tilesparse.h"
 
@@ -31,6 +32,10 @@ ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, 
 Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, const ts_matrix* gate,
                 const ts_matrix* factor);
 Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name);
+
+// Checks the arguments of ts_quantize but for their memory.
+Quantization check_quantization(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
+                                int64_t features, const ts_matrix* x, const ts_matrix* quantized);
 
 // Checks the properties of a device that a caller describes.
 NamedDevice check_device(const ts_device_info& info);

@@ -25,11 +25,13 @@ A product can be captured in a CUDA graph once it has run with the same shapes. 
 the pattern: it follows `BlockPattern.update_`, and the pattern must not be dropped while it is in use.
 """
 
+import torch
 from torch import Tensor
 
-from ._arguments import check_types
+from ._arguments import check_types, checked
 from ._checks import check_like_product, check_policy
 from ._ops import gates as _gates
+from ._ops import quantization as _quantization
 from ._ops.activations import activation_code
 from ._ops.autocast import autocast
 from ._ops.autograd import call, records_gradient
@@ -132,6 +134,29 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
     except Exception:
         check_types(gated, locals())
         raise
+
+
+@checked
+def quantize(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Quantize activations to 8 bits with a scale for each token, in one pass over memory.
+
+    ``scales = max(|x|.amax(-1) / m, 2⁻¹¹⁶)`` with m = 127 for int8 and 448 for float8, and ``values`` is
+    ``x * (1 / scales)`` rounded to the nearest, ties to even. CPU and CUDA give the same bits. A token of
+    zeros has zeros. One with an infinity or a NaN has zeros and the scale NaN, so that whatever is computed
+    of it is NaN. Results have no gradient.
+
+    Args:
+        x: [..., features] of float32, float16 or bfloat16; features is a multiple of 16.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+
+    Returns:
+        (values, scales): [..., features] of that dtype, row-major, and float32 [...].
+
+    Raises:
+        InvalidArgumentError: another dtype, or features that are no multiple of 16.
+        NoDeviceError: x is on a GPU, and the library was built without CUDA.
+    """
+    return _quantization.quantize(x, dtype)
 
 
 def dds(

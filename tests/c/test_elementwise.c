@@ -102,7 +102,43 @@ static void test_bad_gates(void) {
 #undef GRADIENT
 }
 
+static void test_quantization(void) {
+    static float x[2][32], scales[3] = {7, 7, 7};
+    static signed char values[2][48];
+    for (int i = 0; i < 32; ++i) x[0][i] = (float)(i - 31), x[1][i] = 0.5f * (float)i;
+    x[0][0] = -63.5f; /* the scale is 0.5 */
+    ts_matrix from = {x, 32, TS_ROW_MAJOR, 0}, to = {values, 48, TS_ROW_MAJOR, 0}, other;
+#define QUANTIZE(...) ts_quantize(TS_CPU, TS_FLOAT32, TS_INT8, 2, 32, __VA_ARGS__, NULL)
+    values[0][32] = 99;
+    SUCCEEDS(QUANTIZE(&from, &to, scales));
+    CHECK(scales[0] == 0.5f && scales[1] == 15.5f / 127 && scales[2] == 7, "scales %g %g", scales[0],
+          scales[1]);
+    CHECK(values[0][0] == -127 && values[0][1] == -60 && values[0][31] == 0 && values[0][32] == 99, "int8");
+    CHECK(values[1][31] == 127 && values[1][0] == 0, "got %d", values[1][31]);
+    SUCCEEDS(ts_quantize(TS_CPU, TS_FLOAT32, TS_FLOAT8_E4M3FN, 1, 32, &from, &to, scales, NULL));
+    CHECK((unsigned char)values[0][0] == 0xfe, "-448 is 0xfe, got %d", values[0][0]);
+    SUCCEEDS(ts_quantize(TS_CPU, TS_FLOAT32, TS_INT8, 0, 32, &from, &to, NULL, NULL));
+    FAILS(ts_quantize(TS_CPU, TS_FLOAT64, TS_INT8, 2, 32, &from, &to, scales, NULL), TS_UNSUPPORTED,
+          "dtype must not be 0");
+    FAILS(ts_quantize(TS_CPU, TS_FLOAT32, TS_FLOAT16, 2, 32, &from, &to, scales, NULL), TS_INVALID_ARGUMENT,
+          "quantized_dtype must be 4 or 5, got 2");
+    FAILS(ts_quantize(2, TS_FLOAT32, TS_INT8, 2, 32, &from, &to, scales, NULL), TS_INVALID_ARGUMENT,
+          "device must be 0 or 1, got 2");
+    FAILS(ts_quantize(TS_CPU, TS_FLOAT32, TS_INT8, 2, 24, &from, &to, scales, NULL), TS_INVALID_ARGUMENT,
+          "features must be a multiple of 16, got 24");
+    FAILS(QUANTIZE(NULL, &to, scales), TS_INVALID_ARGUMENT, "x must not be null");
+    FAILS(QUANTIZE(&from, &to, NULL), TS_INVALID_ARGUMENT, "scales must not be null");
+    FAILS(QUANTIZE(&from, &to, x[1]), TS_INVALID_ARGUMENT, "x and scales must not overlap in memory");
+    other = from, other.layout = TS_COLUMN_MAJOR;
+    FAILS(QUANTIZE(&other, &to, scales), TS_INVALID_ARGUMENT, "x.layout must be 0, got 1");
+    other = to, other.ld = 31;
+    FAILS(QUANTIZE(&from, &other, scales), TS_INVALID_ARGUMENT, "quantized.ld must be at least 32, got 31");
+    FAILS(QUANTIZE(&from, &from, scales), TS_INVALID_ARGUMENT, "x and quantized must not overlap in memory");
+#undef QUANTIZE
+}
+
 void test_elementwise(void) {
     test_bad_gradients_of_activations();
     test_bad_gates();
+    test_quantization();
 }

@@ -180,7 +180,7 @@ void call_matmul() {
 }
 
 void call_any() {
-    switch (draw(0, 14)) {
+    switch (draw(0, 15)) {
         case 0:
             return call_get();
         case 1:
@@ -204,6 +204,8 @@ void call_any() {
             return call_activation_gradient();
         case 11:
             return call_gate();
+        case 12:
+            return call_quantize();
         default:
             return call_matmul();
     }

@@ -1,4 +1,4 @@
-// Calls on values, activations and gates.
+// Calls on values, activations, gates and quantization.
 #ifndef TILESPARSE_TESTS_FUZZ_VALUES_H_
 #define TILESPARSE_TESTS_FUZZ_VALUES_H_
 
@@ -120,6 +120,27 @@ inline void call_gate() {
                                       given(read[2]), given(written[0]), given(written[1]), nullptr));
     check("ts_gate", is_untouched(results[0]) && (!done || has_gpu));
     check("ts_gate_gradient", is_untouched(results[1]) && (!differentiated || has_gpu));
+}
+
+inline void call_quantize() {
+    const auto device = static_cast<int32_t>(chance(80) ? 0 : draw(-1, 2));
+    const int32_t dtype = some_dtype(), to = static_cast<int32_t>(chance(90) ? draw(4, 5) : wild_number());
+    const int64_t tokens = some_extent(40, 1), features = some_extent(8, 16);
+    const ts_matrix x = some_matrix(dtype, tokens, features);
+    ts_matrix quantized = some_matrix(to, tokens, features);
+    unsigned char* scales = take_some(wide(bounded(tokens)) * 4);
+    if (chance(3)) quantized.data = x.data;
+    if (chance(3)) scales = static_cast<unsigned char*>(quantized.data);
+    const void* const written = quantized.data;
+    const bool on_device = device == TS_CUDA;
+    if (on_device) quantized.data = for_device(quantized.data);
+    float* const to_scales = reinterpret_cast<float*>(on_device ? for_device(scales) : scales);
+    const bool done =
+        check_status("ts_quantize", ts_quantize(device, dtype, to, tokens, features, chance(2) ? nullptr : &x,
+                                                chance(2) ? nullptr : &quantized, to_scales, nullptr));
+    check("ts_quantize", !done || !on_device || has_gpu);
+    check("ts_quantize", done || (is_untouched(written) && is_untouched(scales)));
+    check("ts_quantize", is_untouched(x.data));
 }
 
 }  // namespace fuzz

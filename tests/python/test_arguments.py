@@ -327,6 +327,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "load": lambda: {"model_or_class": layered(), "path": saved()},
     "functional.linear": lambda: {"x": tokens(), "values": values(), "pattern": pattern()},
     "functional.gated": lambda: {"y": tokens()},
+    "functional.quantize": lambda: {"x": tokens()},
     "functional.dds": lambda: {"a": tokens(), "values": values(), "pattern": pattern()},
     "functional.dsd": lambda: {"values": values(), "pattern": pattern(), "b": tokens().t()},
     "functional.sdd": lambda: {"y": tokens(32), "x": tokens(), "pattern": pattern()},

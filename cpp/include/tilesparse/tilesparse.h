@@ -327,6 +327,18 @@ TS_API ts_status_t ts_gate_gradient(int32_t dtype, int32_t activation, int64_t t
                                     const ts_matrix* gate_gradient, const ts_matrix* factor_gradient,
                                     ts_stream_t stream);
 
+/* Quantizes activations to 8 bits, token by token:
+ *   scales[t] = max(the largest |x[t, f]| / m, 2^-116)   with m = 127 for TS_INT8, 448 for TS_FLOAT8_E4M3FN
+ *   quantized[t, f] = x[t, f] * (1 / scales[t]), rounded to the nearest, ties to even
+ * in float32, so that every device gives the same bits. A token of zeros has zeros; one with an infinity or a
+ * NaN has zeros and NaN as its scale, so that its products are NaN. x and quantized are TS_ROW_MAJOR [tokens,
+ * features], each with its own ld; x has TS_FLOAT32, TS_FLOAT16 or TS_BFLOAT16; features is a multiple of 16.
+ * scales is [tokens], aligned to one element. On TS_CUDA x, quantized and their ld in bytes are aligned to 16
+ * bytes. What is written overlaps nothing else. */
+TS_API ts_status_t ts_quantize(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
+                               int64_t features, const ts_matrix* x, const ts_matrix* quantized,
+                               float* scales, ts_stream_t stream);
+
 /* Makes the same plans on the GPU, from a pattern whose arrays lie in memory of the current device, for
  * patterns that change there: nothing waits for the GPU, and the call can be captured in a graph, whose
  * replays then follow what the arrays hold. Equal patterns give equal plans, bit by bit. TS_DDS_NN reads

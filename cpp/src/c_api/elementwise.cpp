@@ -1,4 +1,4 @@
-// The public functions on activations and gates.
+// The public functions on activations and gates, element by element.
 
 #include "abi.h"
 #include "c_api/guard.h"
@@ -6,6 +6,7 @@
 #include "gate.h"
 #include "operands.h"
 #include "problem.h"
+#include "quantize.h"
 #include "sums.h"
 
 using namespace ts;
@@ -65,5 +66,16 @@ ts_status_t ts_gate_gradient(int32_t dtype, int32_t activation, int64_t tokens, 
         check_operands(of, true);
         cuda_device(-1);  // or why there is none
         differentiate_gate(of, stream);
+    });
+}
+
+ts_status_t ts_quantize(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
+                        int64_t features, const ts_matrix* x, const ts_matrix* quantized, float* scales,
+                        ts_stream_t stream) {
+    return guard([&] {
+        Quantization of = check_quantization(device, dtype, quantized_dtype, tokens, features, x, quantized);
+        of.scales = scales;
+        check_operands(of);
+        quantize_activations(of, stream);
     });
 }

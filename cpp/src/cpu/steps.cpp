@@ -14,6 +14,7 @@
 #include "cpu/multiply.h"
 #include "cpu/multiply_decode.h"
 #include "cpu/pack.h"
+#include "cpu/quantize.h"
 #include "cpu/scale.h"
 #include "cpu/vectors.h"
 
@@ -27,18 +28,23 @@ constexpr Steps steps_of() {
     using C = Codec<T, Set::kBytes>;
     using V = typename C::V;
     static_assert(lanes_of<V> / 2 <= kMostDecodeTokens);
-    return {kVectors * lanes_of<V>,
-            lanes_of<V>,
-            1,
-            sizeof(element_t<V>),
-            T == DType::float64 || T == DType::float32,
-            &Set::template pack_with<Single<C>>,
-            &Set::template multiply_with<Products<V>>,
-            &Set::template finish_with<C>,
-            nullptr,
-            &Set::template multiply_decode_with<C, PlainCodec<element_t<V>, Set::kBytes>>,
-            lanes_of<V> / 2,
-            &Set::template scale_with<C>};
+    Steps steps{kVectors * lanes_of<V>,
+                lanes_of<V>,
+                1,
+                sizeof(element_t<V>),
+                T == DType::float64 || T == DType::float32,
+                &Set::template pack_with<Single<C>>,
+                &Set::template multiply_with<Products<V>>,
+                &Set::template finish_with<C>,
+                nullptr,
+                &Set::template multiply_decode_with<C, PlainCodec<element_t<V>, Set::kBytes>>,
+                lanes_of<V> / 2,
+                &Set::template scale_with<C>};
+    if constexpr (T != DType::float64) {
+        steps.largest_magnitude = &Set::template largest_magnitude_with<C>;
+        steps.quantize = &Set::template quantize_with<C>;
+    }
+    return steps;
 }
 
 template <class Set>
@@ -50,29 +56,37 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
 }
 
 // Vectors of BYTES bytes; ROWS rows are multiplied at once.
-#define TS_INSTRUCTION_SET(NAME, TARGET, BYTES, ROWS)                  \
-    struct NAME {                                                      \
-        static constexpr int kBytes = BYTES;                           \
-        template <class Reader>                                        \
-        TARGET static void pack_with(const Pack& p) {                  \
-            pack<Reader>(p);                                           \
-        }                                                              \
-        template <class P>                                             \
-        TARGET static void multiply_with(const RowTile& s) {           \
-            multiply<P, ROWS>(s);                                      \
-        }                                                              \
-        template <class C, class XC>                                   \
-        TARGET static void multiply_decode_with(const DecodeTile& s) { \
-            multiply_decode<C, XC>(s);                                 \
-        }                                                              \
-        template <class C>                                             \
-        TARGET static void finish_with(const Output& o) {              \
-            finish<C>(o);                                              \
-        }                                                              \
-        template <class C>                                             \
-        TARGET static void scale_with(const Scaling& s) {              \
-            scale<C>(s);                                               \
-        }                                                              \
+#define TS_INSTRUCTION_SET(NAME, TARGET, BYTES, ROWS)                                 \
+    struct NAME {                                                                     \
+        static constexpr int kBytes = BYTES;                                          \
+        template <class Reader>                                                       \
+        TARGET static void pack_with(const Pack& p) {                                 \
+            pack<Reader>(p);                                                          \
+        }                                                                             \
+        template <class P>                                                            \
+        TARGET static void multiply_with(const RowTile& s) {                          \
+            multiply<P, ROWS>(s);                                                     \
+        }                                                                             \
+        template <class C, class XC>                                                  \
+        TARGET static void multiply_decode_with(const DecodeTile& s) {                \
+            multiply_decode<C, XC>(s);                                                \
+        }                                                                             \
+        template <class C>                                                            \
+        TARGET static void finish_with(const Output& o) {                             \
+            finish<C>(o);                                                             \
+        }                                                                             \
+        template <class C>                                                            \
+        TARGET static void scale_with(const Scaling& s) {                             \
+            scale<C>(s);                                                              \
+        }                                                                             \
+        template <class C>                                                            \
+        TARGET static uint32_t largest_magnitude_with(const void* x, int64_t count) { \
+            return largest_magnitude<C>(x, count);                                    \
+        }                                                                             \
+        template <class C>                                                            \
+        TARGET static void quantize_with(const Quantizing& q) {                       \
+            quantize<C>(q);                                                           \
+        }                                                                             \
     }
 
 TS_INSTRUCTION_SET(Portable, , 16, 4);

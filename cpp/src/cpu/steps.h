@@ -105,6 +105,16 @@ struct Scaling {
     void* target;
 };
 
+// Activations times the inverse of their scale, rounded to 8 bits: int8 or float8_e4m3fn. All become zero
+// where the inverse is zero, whatever they are.
+struct Quantizing {
+    const void* x;
+    int64_t count;
+    bool to_float8;
+    float inverse;
+    uint8_t* target;
+};
+
 // The steps of one instruction set for one dtype.
 struct Steps {
     int32_t tile;         // columns multiplied at once, a multiple of `lanes`
@@ -119,6 +129,9 @@ struct Steps {
     void (*multiply_decode)(const DecodeTile&);
     int32_t decode_tokens;  // most tokens for which multiply_decode is faster; 0: never
     void (*scale)(const Scaling&);
+    // The bits of the largest magnitude in float32, in which a NaN is above infinity. Not of float64.
+    uint32_t (*largest_magnitude)(const void* x, int64_t count) = nullptr;
+    void (*quantize)(const Quantizing&) = nullptr;  // not of float64
 };
 
 struct InstructionSet {

@@ -31,8 +31,10 @@ LIB.define(f"sdd_tn_into(Tensor y, Tensor x, {_PATTERN}, Tensor(a!) out, bool ac
 LIB.define(f"expand(Tensor values, {_PATTERN}) -> Tensor")
 LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
 LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tensor, Tensor)")
-# The dtype is its number in DTYPES: AOTInductor of PyTorch 2.11 hands operators another ScalarType.
+# The dtype is its number in DTYPES or QUANTIZED: AOTInductor of PyTorch 2.11 hands operators another
+# ScalarType.
 LIB.define("expand_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
+LIB.define("quantize(Tensor x, int dtype) -> (Tensor, Tensor)")
 # Operators for compiled code: Inductor would write the gradients of the halves as two tensors.
 LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
 LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")

@@ -1,0 +1,48 @@
+#include "quantize.h"
+
+#include <bit>
+#include <cmath>
+#include <cstddef>
+
+#include "cpu/steps.h"
+#include "device.h"
+#include "error.h"
+#include "threads.h"
+
+namespace ts {
+namespace {
+
+// Magnitudes are compared as the bits of float32, in which a NaN is above infinity.
+constexpr uint32_t kInfinity = 0x7f800000;
+
+void quantize_on_host(const Quantization& of) {
+    const cpu::Steps& steps = cpu::widest().steps[static_cast<int>(of.dtype)];
+    const bool to_float8 = of.quantized_dtype == DType::float8_e4m3fn;
+    const auto* const x = static_cast<const std::byte*>(of.x.data);
+    auto* const quantized = static_cast<uint8_t*>(of.quantized.data);
+    for_each(of.tokens, [&](int64_t token) {
+        const std::byte* const from = x + token * of.x.ld * element_size(of.dtype);
+        const uint32_t most = steps.largest_magnitude(from, of.features);
+        const bool finite = most < kInfinity;
+        const float scale = std::fmax(std::bit_cast<float>(most) / quantize::largest_of(of.quantized_dtype),
+                                      quantize::kLeastScale);
+        of.scales[token] = finite ? scale : std::nanf("");
+        steps.quantize({from, of.features, to_float8, finite ? 1.0f / scale : 0.0f,
+                        quantized + token * of.quantized.ld});
+    });
+}
+
+}  // namespace
+
+void quantize_activations(const Quantization& of, void* stream) {
+    if (of.device == DeviceType::cpu) return quantize_on_host(of);
+#ifdef TILESPARSE_CUDA
+    cuda_device(-1);  // or why there is none
+    launch_checked("quantize", [&] { return quantize::run(of, stream); });
+#else
+    static_cast<void>(stream);
+    fail(TS_NO_DEVICE, "this library was built without CUDA and quantizes on the CPU only");
+#endif
+}
+
+}  // namespace ts
