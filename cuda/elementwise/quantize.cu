@@ -135,13 +135,13 @@ Kernel kernel_of(DType quantized) {
 }  // namespace
 
 int32_t run(const Quantization& of, void* stream) {
-    if (of.tokens == 0 || of.features == 0) return cudaSuccess;
+    if (of.tokens == 0) return cudaSuccess;
     const Kernel kernel = (of.dtype == DType::float32   ? kernel_of<float>
                            : of.dtype == DType::float16 ? kernel_of<__half>
                                                         : kernel_of<__nv_bfloat16>)(of.quantized_dtype);
     const int64_t vectors = of.features * element_size(of.dtype) / 16;
     const int64_t warps = (vectors + kKept * kWarp - 1) / (kKept * kWarp);
-    const auto threads = static_cast<int>(std::min<int64_t>(warps * kWarp, kMaxThreads));
+    const auto threads = static_cast<int>(std::clamp<int64_t>(warps * kWarp, kWarp, kMaxThreads));
     return launch_kernel(kernel, of.tokens, threads, stream, of);
 }
 

@@ -130,7 +130,7 @@ inline void call_quantize() {
     ts_matrix quantized = some_matrix(to, tokens, features);
     unsigned char* scales = take_some(wide(bounded(tokens)) * 4);
     if (chance(3)) quantized.data = x.data;
-    if (chance(3)) scales = static_cast<unsigned char*>(quantized.data);
+    if (features > 0 && chance(3)) scales = static_cast<unsigned char*>(quantized.data);
     const void* const written = quantized.data;
     const bool on_device = device == TS_CUDA;
     if (on_device) quantized.data = for_device(quantized.data);
