@@ -564,15 +564,15 @@ def _parametrized() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: nn.Linear(2, 2, device="meta"), "'weight': .* not on the meta device"),
+        (lambda: nn.Linear(2, 2, device="meta"), "'weight' must be .* not on the meta device"),
         (
             lambda: nn.Sequential(BlockSparseLinear(64, 64, device="meta", block_shape=32)),
-            "'0.weight': .* meta",
+            "'0.weight' must .* meta",
         ),
-        (lambda: nn.Sequential(nn.LazyLinear(2)), "'0.weight': .* UninitializedParameter"),
-        (_with_extra_state, "no extra states, expected; they differ in '0._extra_state'"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), "'0.weight' must .* UninitializedParameter"),
+        (_with_extra_state, "no extra states; they differ in '0._extra_state'"),
         (_parametrized, "'0': parametrized; remove"),
-        (lambda: nn.Linear(2, 2, dtype=torch.complex128), "'weight': .* of torch.complex128"),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex128), "'weight' must .* of torch.complex128"),
     ],
 )
 def test_what_cannot_be_saved(build: Callable[[], nn.Module], text: str, tmp_path: Path) -> None:
@@ -588,7 +588,7 @@ def test_shard_sizes(size: Any, tmp_path: Path) -> None:
     if size == "5":
         tilesparse.save(nn.Linear(2, 2), tmp_path, max_shard_size=size)
         return
-    with pytest.raises(InvalidArgumentError, match="max_shard_size: bytes, or a text"):
+    with pytest.raises(InvalidArgumentError, match="max_shard_size must be bytes, or a text"):
         tilesparse.save(nn.Linear(2, 2), tmp_path / "new", max_shard_size=size)
     assert not (tmp_path / "new").exists()
 
@@ -634,7 +634,7 @@ def test_masks_keep_two_of_four(tmp_path: Path) -> None:
     config = json.loads((tmp_path / CONFIG).read_text())
     del config["tilesparse"]["files"]
     (tmp_path / CONFIG).write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"'masked.mask': at most two of each four"):
+    with pytest.raises(CheckpointError, match=r"'masked.mask' must have at most two of each four"):
         tilesparse.load(Net, tmp_path)
 
 
@@ -667,12 +667,12 @@ def test_given_state_dicts(tmp_path: Path) -> None:
     tilesparse.save(net.to("meta"), tmp_path, state_dict=state)
     loaded = tilesparse.load(Net, tmp_path)
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
-    with pytest.raises(CheckpointError, match=r"state_dict: .*they differ in 'sparse.slot'"):
+    with pytest.raises(CheckpointError, match=r"state_dict must .*they differ in 'sparse.slot'"):
         tilesparse.save(net, tmp_path, state_dict={n: t for n, t in state.items() if n != "sparse.slot"})
     with pytest.raises(InvalidArgumentError, match="state_dict must be a mapping or None, got list"):
         tilesparse.save(net, tmp_path, state_dict=[state])  # type: ignore[arg-type]
     with pytest.raises(
-        CheckpointError, match=r"state_dict: 'sparse.bias': \(64,\) of torch.float32 expected"
+        CheckpointError, match=r"state_dict: 'sparse.bias' must have shape \(64,\) of torch.float32"
     ):
         tilesparse.save(net, tmp_path, state_dict={**state, "sparse.bias": torch.zeros(3)})
 
@@ -731,15 +731,15 @@ class Gated(BlockSparseLinear):
     [
         (lambda: _with(sparse=Gated()), "'sparse': it holds gate besides weight and bias"),
         (lambda: _with(sparse=nn.Linear(64, 128)), r"'sparse': shape \(64, 64\), but \(128, 64\) in the"),
-        (lambda: _with(sparse=nn.Conv1d(64, 64, 1)), "'sparse': a linear layer expected, got Conv1d"),
-        (lambda: _with(sparse=nn.Sequential()), "'sparse': a linear layer expected, got Sequential"),
+        (lambda: _with(sparse=nn.Conv1d(64, 64, 1)), "'sparse': it must be a linear layer, got Conv1d"),
+        (lambda: _with(sparse=nn.Sequential()), "'sparse': it must be a linear layer, got Sequential"),
         (
             lambda: _with(more=BlockSparseLinear(64, 64, block_shape=32)),
             "'more': missing, but block-sparse in the model",
         ),
         (lambda: _with(more=nn.Linear(2, 2)), "tensors: 'more.bias', 'more.weight': missing"),
         (lambda: _with(norm=nn.Identity()), "tensors: 'norm.bias', .* and 2 more: not in the model"),
-        (lambda: _with(norm=nn.BatchNorm1d(32)), r"'norm.weight': shape \(32,\) of .* expected, got \(64,\)"),
+        (lambda: _with(norm=nn.BatchNorm1d(32)), r"'norm.weight' must have shape \(32,\) of .*, got \(64,\)"),
         (lambda: _with(sparse=nn.Linear(64, 64, bias=False)), "tensors: 'sparse.bias': not in the model"),
         (lambda: _with(sparse=nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))), "a linear layer"),
     ],
@@ -828,7 +828,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     tilesparse.save(sparse_net(), tmp_path)
     given: dict[str, Any] = {"model_or_class": Net, "path": tmp_path}
     for arguments, text in (
-        ({"dtype": torch.int8}, "dtype: one of"),
+        ({"dtype": torch.int8}, "dtype must be one of"),
         ({"device": "meta"}, "device must have memory"),
         ({"device": "no such"}, "device(: | must )"),
         ({"model_or_class": 5}, "model_or_class must be a torch.nn.Module or a function, got 5"),

@@ -522,7 +522,7 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
     "out on the CPU": (
         lambda p, x, y, v, b: functional.sdd(y, x, p, out=v.cpu()),
         InvalidArgumentError,
-        "out must be on cuda:0 like the pattern expected, got cpu",
+        "out must be on cuda:0 like the pattern, got cpu",
     ),
     "misaligned out": (
         lambda p, x, y, v, b: functional.sdd(y, x, p, out=misaligned(p, v)),

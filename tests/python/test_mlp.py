@@ -180,7 +180,7 @@ def test_one_layer_stands_for_gate_and_up(device: str, monkeypatch: pytest.Monke
 def test_a_part_of_the_rows_is_not_taken_for_halves() -> None:
     made = of_halves()
     made.gate_up = layer(64, 96)  # what one of two processes has, and gives
-    with pytest.raises(UnsupportedError, match="gate_up: 192 features expected from it, got 96"):
+    with pytest.raises(UnsupportedError, match="gate_up must return 192 features, got 96"):
         made(torch.randn(3, 64))
 
 
@@ -241,19 +241,19 @@ def test_bad_arguments() -> None:
     for match, arguments, options in (
         ("up must be a BlockSparseLinear or None, got torch.nn.Linear", (nn.Linear(64, 96), down), {}),
         ("down must be a BlockSparseLinear or None, got torch.nn.Linear", (up, nn.Linear(96, 64)), {}),
-        ("down: in_features 96", (up, up), {}),
-        (r"gate: shape \(96, 64\)", (up, down, down), {}),
-        ("up: BlockSparseLinear", (None, down), {}),
+        ("down must have 96 in_features", (up, up), {}),
+        (r"gate must have the shape \(96, 64\)", (up, down, down), {}),
+        ("up must be a BlockSparseLinear", (None, down), {}),
         ("gate_up must be a BlockSparseLinear or None", (None, down), {"gate_up": nn.Linear(64, 192)}),
-        ("gate_up: neither up nor gate", (up, down), {"gate_up": layer(64, 192)}),
-        ("gate_up: neither up nor gate", (None, down, up), {"gate_up": layer(64, 192)}),
-        ("down: in_features 48, half the out", (None, down), {"gate_up": up}),
-        ("activation: one of", (up, down), {"activation": "swish"}),
+        ("gate_up must be the only one", (up, down), {"gate_up": layer(64, 192)}),
+        ("gate_up must be the only one", (None, down, up), {"gate_up": layer(64, 192)}),
+        ("down must have 48 in_features, half the out", (None, down), {"gate_up": up}),
+        ("activation must be one of", (up, down), {"activation": "swish"}),
         ("activation must be a string or a torch.nn.Module", (up, down), {"activation": torch.relu}),
         ("dropout must be a torch.nn.Dropout or None", (up, down), {"dropout": 0.1}),
         ("hidden_dropout must be a torch.nn.Dropout or None", (up, down), {"hidden_dropout": 0.1}),
-        ("names: keys from", (up, down), {"names": {"left": "right"}}),
-        ("names: different ones", (up, down), {"names": {"up": "down"}}),
+        ("names must have keys from", (up, down), {"names": {"left": "right"}}),
+        ("names must differ", (up, down), {"names": {"up": "down"}}),
     ):
         with pytest.raises(InvalidArgumentError, match=match):
             BlockSparseMLP(*arguments, **options)

@@ -451,7 +451,7 @@ def test_a_merge_into_a_weight_that_two_layers_share_is_refused(merge: str) -> N
 def test_a_merge_without_a_bias_or_with_infinities_is_refused() -> None:
     with pytest.warns(UserWarning, match="no bias"):
         model = adapted(Network(bias=False), "up", lora_bias=True)
-    with pytest.raises(UnsupportedError, match="merge: a bias expected of layer 'up'"):
+    with pytest.raises(UnsupportedError, match="merge needs a bias of layer 'up'"):
         model.merge_adapter()
     model = adapted(Network(), "up")
     layer = model.base_model.model.up
@@ -466,9 +466,9 @@ def test_a_merge_without_a_bias_or_with_infinities_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"use_dora": True}, "use_dora: LoRA without it expected, since layer 'up' is block-sparse"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights: .*'up' is block-sparse, got 'pissa'"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights: "),
+        ({"use_dora": True}, "use_dora must be off, since layer 'up' is block-sparse"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights must .*'up' is block-sparse, got 'pissa'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights must "),
         (
             {"target_modules": None, "target_parameters": ["up.weight"]},
             "target_parameters: 'weight' of a block-sparse",

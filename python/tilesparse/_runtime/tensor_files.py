@@ -191,7 +191,7 @@ def read_json(file: Path) -> tuple[dict[str, Any], str]:
     with opened(file) as stream:
         text = stream.read(_LONGEST + 1)
     if len(text) > _LONGEST:
-        raise CheckpointError(f"{file.name}: at most {_LONGEST} bytes expected")
+        raise CheckpointError(f"{file.name} must have at most {_LONGEST} bytes")
     return parsed(file.name, text), crc32(text)
 
 
@@ -201,7 +201,7 @@ def parsed(file: str, text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: no JSON: {_sentence(error)}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: a JSON object expected, got {shown(content)}")
+        raise CheckpointError(f"{file} must be a JSON object, got {shown(content)}")
     return content
 
 
@@ -217,7 +217,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> str:
 
 def checked_texts(key: str, given: object) -> dict[str, str]:
     if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values()):
-        raise InvalidArgumentError(f"{key}: an object of texts expected, got {shown(given)}")
+        raise InvalidArgumentError(f"{key} must be an object of texts, got {shown(given)}")
     return given
 
 

@@ -23,7 +23,8 @@ def built(model_or_class: Model | Callable[[], Model]) -> Model:
         return model_or_class  # type: ignore[return-value]  # a module may be what makes one, too
     if not callable(model_or_class):
         raise InvalidArgumentError(
-            f"model_or_class: a module, or what makes one, expected, got {type(model_or_class).__name__}"
+            "model_or_class must be a module or a function that returns one, got "
+            f"{type(model_or_class).__name__}"
         )
     with torch.device("cpu"), _parameters_on_meta():
         model = model_or_class()

@@ -44,7 +44,7 @@ def byte_limit(size: object) -> int:
         return size
     found = re.fullmatch(r"(\d{1,15}) ?([KMGT]B)?", size) if isinstance(size, str) else None
     if found is None or int(found[1]) == 0:
-        raise InvalidArgumentError(f"max_shard_size: bytes, or a text as '5GB', expected, got {size!r}")
+        raise InvalidArgumentError(f"max_shard_size must be bytes, or a text such as '5GB', got {size!r}")
     return int(found[1]) * _UNITS[found[2] or ""]
 
 
@@ -76,7 +76,7 @@ def put_in_place(temporary: Path, folder: Path, files: Iterable[str]) -> None:
     former = [old for old in folder.iterdir() if _OWN_FILES.fullmatch(old.name) or old.name == CONFIG]
     for old in former:
         if old.is_dir():
-            raise IsADirectoryError(f"path: a file expected as {str(old)!r}, got a folder")
+            raise IsADirectoryError(f"path must have a file as {str(old)!r}, got a folder")
     temporary.chmod(folder.stat().st_mode)  # who may read the folder may read what is not moved yet
     _sync(temporary)
     saved = temporary.rename(folder / temporary.name.replace(_SAVING, _SAVED))
@@ -121,14 +121,12 @@ def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, 
         shards = sorted(set(places.values()))
         for shard in shards:
             if not re.fullmatch(r"[\w.-]{1,251}\.safetensors", shard, re.ASCII):
-                raise CheckpointError(
-                    f"{INDEX}: names of safetensors files here expected, got {shown(shard)}"
-                )
+                raise CheckpointError(f"{INDEX} must name safetensors files beside it, got {shown(shard)}")
     stored: dict[str, StoredTensor] = {}
     for shard in shards:
         tensors, checksums[shard] = read_header(_standing(folder, shard, saved, expected))
         if places is not None and set(tensors) != {name for name in places if places[name] == shard}:
-            raise CheckpointError(f"{INDEX}: other tensors expected in {shard} than there are")
+            raise CheckpointError(f"{INDEX} names other tensors in {shard} than there are")
         stored |= tensors
     expected = checksums if expected is None else expected
     for name in sorted({*checksums, *expected}):

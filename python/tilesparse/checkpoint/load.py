@@ -64,7 +64,7 @@ def load(
         InvalidArgumentError: another argument is wrong.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise InvalidArgumentError(f"dtype: one of {list(DTYPES)} or None expected, got {dtype}")
+        raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)} or None, got {dtype}")
     folder = checked_folder(path)
     forms, ties, files = read_section(folder)
     stored = read_headers(folder, files)
@@ -108,7 +108,7 @@ def _places(
             name = joined(prefix, attribute)
             if type(tensor) not in (Tensor, nn.Parameter):
                 raise CheckpointError(
-                    f"model: {name!r}: a plain tensor expected, got {type(tensor).__name__}; load before a "
+                    f"model: {name!r} must be a plain tensor, got {type(tensor).__name__}; load before a "
                     f"model is sharded or converted"
                 )
             _check_hooks(name, getattr(module, attribute, None))
@@ -164,7 +164,7 @@ def _sources(
 ) -> tuple[dict[str, str], list[tuple[StoredTensor, StoredTensor]]]:
     """Under which name each tensor of the model is stored, and pairs that are one tensor there."""
     if wrong := [name for name, other in ties.items() if name in stored or other not in stored]:
-        raise CheckpointError(f"{CONFIG}: ties: {few(wrong)}: another name for a stored tensor expected")
+        raise CheckpointError(f"{CONFIG}: ties: {few(wrong)} must be another name for a stored tensor")
     names: dict[Tensor, list[str]] = {}  # of each tensor, by identity
     for name, place in places.items():
         names.setdefault(place.tensor, []).append(name)
@@ -202,7 +202,7 @@ def _check_forms(
             allowed = tuple(DTYPES)
         if source.shape != shape or source.dtype not in allowed:
             raise CheckpointError(
-                f"{source.file.name}: {name!r}: shape {shape} of {' or '.join(map(str, allowed))} expected, "
+                f"{source.file.name}: {name!r} must have shape {shape} of {' or '.join(map(str, allowed))}, "
                 f"got {source.shape} of {source.dtype}"
             )
 
@@ -254,7 +254,7 @@ def _read(
 def _check_mask(name: str, mask: Tensor) -> None:
     kept = mask.view(*mask.shape[:2], -1, 4).sum(-1)
     if kept.numel() and int(kept.max()) > 2:
-        raise CheckpointError(f"{name!r}: at most two of each four neighbours expected, got more")
+        raise CheckpointError(f"{name!r} must have at most two of each four neighbours, got more")
 
 
 def _read_pattern(

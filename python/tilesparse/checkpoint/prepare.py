@@ -123,7 +123,7 @@ def _reason_not_replaceable(
     # Also of classes that only a patcher of the user's own replaces: the checkpoint says that it did.
     is_linear = isinstance(module, BlockSparseLinear | nn.Linear) or is_conv1d(module)
     if not is_linear or is_parametrized(module):
-        return f"a linear layer expected, got {type(module).__name__}"
+        return f"it must be a linear layer, got {type(module).__name__}"
     if type(module._parameters.get("weight")) is not nn.Parameter:
         return (
             "its weight is no plain parameter; remove parametrizations, and shard a model after it is loaded"

@@ -90,8 +90,8 @@ def _to_save(
     for given, text in ((model.state_dict(keep_vars=True), "model"), (state_dict, "state_dict")):
         if given is not None and (others := sorted(set(given) ^ set(own))):
             raise CheckpointError(
-                f"{text}: the names of the model's parameters and persistent buffers, and no extra states, "
-                f"expected; they differ in {few(others)}"
+                f"{text} must have the names of the model's parameters and persistent buffers, and no extra "
+                f"states; they differ in {few(others)}"
             )
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
@@ -104,8 +104,8 @@ def _to_save(
         _check_storable(name, value)
         if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
             raise CheckpointError(
-                f"state_dict: {name!r}: {tuple(tensor.shape)} of {tensor.dtype} expected, as in the model, "
-                f"got {tuple(value.shape)} of {value.dtype}"
+                f"state_dict: {name!r} must have shape {tuple(tensor.shape)} of {tensor.dtype}, as in the "
+                f"model, got {tuple(value.shape)} of {value.dtype}"
             )
         tensors[name] = value
     if "__metadata__" in tensors:
@@ -117,10 +117,10 @@ def _check_storable(name: str, tensor: object) -> None:
     if isinstance(tensor, Tensor) and is_sharded(tensor):
         raise CheckpointError(f"model: {name!r}: a part of a sharded tensor; {_HOW_TO_GATHER}")
     if type(tensor) not in (Tensor, nn.Parameter):
-        raise CheckpointError(f"model: {name!r}: a tensor expected, got {type(tensor).__name__}")
+        raise CheckpointError(f"model: {name!r} must be a tensor, got {type(tensor).__name__}")
     assert isinstance(tensor, Tensor)
     if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in STORABLE.values():
         raise CheckpointError(
-            f"model: {name!r}: a dense tensor that is not on the meta device expected, of one of "
+            f"model: {name!r} must be a dense tensor that is not on the meta device, of one of "
             f"{list(STORABLE.values())}, got {tensor.layout} of {tensor.dtype} on {tensor.device}"
         )

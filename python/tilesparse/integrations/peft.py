@@ -28,12 +28,12 @@ try:
     from peft.tuners.lora.layer import Linear
     from peft.tuners.tuners_utils import check_adapters_to_merge
 except ImportError as error:
-    raise ImportError(f"tilesparse.peft: PEFT 0.20 or newer expected (pip install peft): {error}") from error
+    raise ImportError(f"tilesparse.peft needs PEFT 0.20 or newer (pip install peft): {error}") from error
 if tuple(map(int, peft_version.split(".")[:2])) < (0, 20):  # older ones do not say what a variant of LoRA is
-    raise ImportError(f"tilesparse.peft: PEFT 0.20 or newer expected, got {peft_version}")
+    raise ImportError(f"tilesparse.peft needs PEFT 0.20 or newer, got {peft_version}")
 for _name in ("_get_in_out_features", "_get_base_layer_device_and_dtype"):
     if not hasattr(Linear, _name):  # what replaces it would read a block-sparse weight as a dense one
-        raise ImportError(f"tilesparse.peft: PEFT with lora.Linear.{_name} expected, got {peft_version}")
+        raise ImportError(f"tilesparse.peft needs PEFT with lora.Linear.{_name}, got {peft_version}")
 
 # Those that do not read the weight: the others take it for a dense matrix.
 _INITS = (True, False, "gaussian", "eva")
@@ -97,12 +97,10 @@ class LoraLinear(Linear):
             if field.metadata.get("is_lora_variant") and getattr(config, field.name)
         ]
         if variants:
-            raise UnsupportedError(
-                f"{variants[0]}: LoRA without it expected, since layer {self._name!r} is block-sparse"
-            )
+            raise UnsupportedError(f"{variants[0]} must be off, since layer {self._name!r} is block-sparse")
         if config.init_lora_weights not in _INITS:
             raise UnsupportedError(
-                f"init_lora_weights: one of {list(_INITS)} expected, since layer {self._name!r} is "
+                f"init_lora_weights must be one of {list(_INITS)}, since layer {self._name!r} is "
                 f"block-sparse, got {config.init_lora_weights!r}"
             )
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
@@ -128,12 +126,12 @@ class LoraLinear(Linear):
         names, base = self._present(adapter_names), self.get_base_layer()
         if names and not storage_of(base.storage).trainable:
             raise UnsupportedError(
-                f"merge: the storage 'plain' expected of layer {self._name!r}, got {base.storage!r}; call "
+                f"merge needs the storage 'plain' of layer {self._name!r}, got {base.storage!r}; call "
                 "to_storage('plain') on the layer first, and to_storage after merging"
             )
         if base.bias is None and any(self.lora_bias[name] for name in names):
             raise UnsupportedError(
-                f"merge: a bias expected of layer {self._name!r}, because lora_bias is True, got None"
+                f"merge needs a bias of layer {self._name!r}, because lora_bias is True, got None"
             )
 
     @torch.no_grad()
@@ -196,7 +194,7 @@ class LoraLinear(Linear):
         now = _blocks(self.get_base_layer())
         if not all(map(torch.equal, now, self._merged_blocks)):
             raise UnsupportedError(
-                f"unmerge: the pattern that layer {self._name!r} had when it was merged expected, got "
+                f"unmerge needs the pattern that layer {self._name!r} had when it was merged, got "
                 "another one; load the weights without the adapter again"
             )
 

@@ -93,7 +93,7 @@ def _check_before_merging(module: Any) -> None:
                     layer.check_mergeable(names)
                     if owners[base.weight] > 1:
                         raise InvalidArgumentError(
-                            f"merge: a weight of its own expected of layer {name!r}, got one that another "
+                            f"merge needs a weight of its own of layer {name!r}, got one that another "
                             "layer has, too"
                         )
             return merge(self, *args, **kwargs)

@@ -169,7 +169,7 @@ class BlockSparseMLP(nn.Module):
     def _of_halves(self, both: Tensor, activation: str | None) -> Tensor:
         if both.shape[-1] != 2 * self._features:
             raise UnsupportedError(
-                f"gate_up: {2 * self._features} features expected from it, got {both.shape[-1]}; a layer "
+                f"gate_up must return {2 * self._features} features, got {both.shape[-1]}; a layer "
                 "that several processes have rows of gives all of them with output_layouts=Replicate()"
             )
         if activation is not None:
@@ -203,25 +203,25 @@ def _check_layers(up: Any, down: Any, gate: Any, gate_up: Any) -> None:
     for name, layer in (("up", up), ("down", down), ("gate", gate), ("gate_up", gate_up)):
         needed = name == "up" and gate_up is None
         if not isinstance(layer, BlockSparseLinear) and (needed or layer is not None):
-            raise InvalidArgumentError(f"{name}: BlockSparseLinear expected, got {type(layer).__name__}")
+            raise InvalidArgumentError(f"{name} must be a BlockSparseLinear, got {type(layer).__name__}")
     if gate_up is not None and (up is not None or gate is not None):
-        raise InvalidArgumentError("gate_up: neither up nor gate expected beside it")
+        raise InvalidArgumentError("gate_up must be the only one of gate_up, up and gate")
     hidden = up.out_features if gate_up is None else gate_up.out_features // 2
     if down is not None and down.in_features != hidden:
         of = "the out_features of up" if gate_up is None else "half the out_features of gate_up"
-        raise InvalidArgumentError(f"down: in_features {hidden}, {of}, expected, got {down.in_features}")
+        raise InvalidArgumentError(f"down must have {hidden} in_features, {of}, got {down.in_features}")
     if gate is not None and gate.spec.shape != up.spec.shape:
-        raise InvalidArgumentError(f"gate: shape {up.spec.shape} of up expected, got {gate.spec.shape}")
+        raise InvalidArgumentError(f"gate must have the shape {up.spec.shape} of up, got {gate.spec.shape}")
 
 
 def _checked_names(names: Mapping[str, str] | None) -> dict[str, str]:
     given = dict(names or {})
     unknown = sorted(set(given) - set(_ROLES))
     if unknown:
-        raise InvalidArgumentError(f"names: keys from {list(_ROLES)} expected, got {unknown}")
+        raise InvalidArgumentError(f"names must have keys from {list(_ROLES)}, got {unknown}")
     checked = {role: role for role in _ROLES} | given
     if len(set(checked.values())) < len(_ROLES):
-        raise InvalidArgumentError(f"names: different ones expected, got {checked}")
+        raise InvalidArgumentError(f"names must differ from each other, got {checked}")
     return checked
 
 

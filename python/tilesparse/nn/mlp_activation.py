@@ -15,12 +15,12 @@ def name_of_activation(activation: Any) -> str | None:
     if isinstance(activation, str):
         if activation not in ACTIVATIONS:
             raise InvalidArgumentError(
-                f"activation: one of {list(ACTIVATIONS)} or a module expected, got {activation!r}"
+                f"activation must be one of {list(ACTIVATIONS)} or a module, got {activation!r}"
             )
         return activation
     if not isinstance(activation, nn.Module):
         raise InvalidArgumentError(
-            f"activation: one of {list(ACTIVATIONS)} or a module expected, got {type(activation).__name__}"
+            f"activation must be one of {list(ACTIVATIONS)} or a module, got {type(activation).__name__}"
         )
     kind = type(activation)
     if kind in (nn.ReLU, nn.SiLU, nn.Identity):

@@ -27,7 +27,7 @@ def model_card(model: Any, repository: str = "path/or/repository") -> str:
     check_text("repository", repository)
     layers = dict(sparse_layers(model))
     if not layers:
-        raise InvalidArgumentError("model: one with block-sparse layers expected, got none")
+        raise InvalidArgumentError("model must have block-sparse layers, got none")
     rows = [_row(name, layer) for name, layer in layers.items()]
     total = sum(tensor.nbytes for _, tensor in tensors_of(model))
     return _CARD.format(

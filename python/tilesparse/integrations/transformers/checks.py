@@ -80,7 +80,7 @@ def _check_forms(name: str, given: Mapping[str, StoredTensor], expected: Mapping
         alike = source.dtype == dtype or (source.dtype in DTYPES and dtype in DTYPES)
         if source.shape != shape or not alike:
             raise CheckpointError(
-                f"{source.file.name}: '{name}.{own}': shape {shape} of {dtype} expected, as the "
+                f"{source.file.name}: '{name}.{own}' must have shape {shape} of {dtype}, as the "
                 f"configuration describes it, got {source.shape} of {source.dtype}"
             )
 

@@ -29,7 +29,7 @@ from .layers import tensors_of
 for _name in ("_process_model_before_weight_loading", "_process_model_after_weight_loading", "_dequantize"):
     if not hasattr(HfQuantizer, _name):
         raise ImportError(
-            f"tilesparse.hf: Transformers with HfQuantizer.{_name} expected, got {transformers.__version__}"
+            f"tilesparse.hf needs Transformers with HfQuantizer.{_name}, got {transformers.__version__}"
         )
 
 
@@ -107,7 +107,7 @@ class TileSparseHfQuantizer(HfQuantizer):
         for name, tensor in tensors_of(model):
             if name in self._shapes and tensor.shape != self._shapes[name]:  # which 5.17 does not compare
                 raise CheckpointError(
-                    f"{name}: shape {tuple(self._shapes[name])} expected, as the model has it, got "
+                    f"{name} must have shape {tuple(self._shapes[name])}, as in the model, got "
                     f"{tuple(tensor.shape)}"
                 )
         for name, layer in self._empty.items():
