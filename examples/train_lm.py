@@ -1,13 +1,13 @@
-"""A language model from scratch in a given time: dense, and wider but sparse, by every method.
+"""Train a language model from scratch in a given time: dense, and wider but sparse, by every method.
 
     python examples/train_lm.py --seconds 90 --output train_lm.json
     python examples/train_lm.py --device cpu --seconds 5 --width 64 --dense-width 32 --layers 1 \\
         --context 64 --batch 4 --block 16 --megabytes 2 --no-compile
 
-A byte-level GPT learns the Python sources of this installation. A contender is dense, or a pair of a method
-and a density, such as rigl:0.25. Each trains for the same time by the clock, in which validation does not
-count, nor what is compiled before the first step; or for as many --steps. Learning rates fall by a cosine
-over that time, so all end at rest.
+A byte-level GPT learns the Python sources of this installation. A contender is "dense", or a method and a
+density, such as rigl:0.25. Each trains for the same wall-clock time, or for the same number of --steps.
+Validation and compilation before the first step do not count. The learning rate follows a cosine over that
+time and ends at 0.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from harness import run_benchmark, write_json
 
 HEAD = 64  # features of an attention head
 VALIDATION_BATCHES = 16
-STEPS_AT_A_TIME = 10  # that the host may be ahead
-CALIBRATION_STEPS = 20  # by which the number of all steps is estimated
-WARM_UP = 0.02  # of the time, in which learning rates rise
+STEPS_AT_A_TIME = 10  # limit of how far the host may run ahead
+CALIBRATION_STEPS = 20  # to estimate the total number of steps
+WARM_UP = 0.02  # fraction of the time
 METHODS: dict[str, Any] = {
     "static": None,
     "set": {"grow": "random"},
@@ -49,19 +49,19 @@ METHODS: dict[str, Any] = {
 
 
 class Text:
-    """Bytes of sources, and windows of them that all contenders see in the same order."""
+    """Bytes of sources, in windows that all contenders see in the same order."""
 
     def __init__(self, arguments: argparse.Namespace, seed: int) -> None:
         training, held_out = load_text(arguments.megabytes << 20)
         self._arguments, self.bytes = arguments, len(training)
         self._training, held_out = (text.to(arguments.device) for text in (training, held_out))
         self._window = torch.arange(arguments.context + 1, device=arguments.device)
-        self._generator = torch.Generator().manual_seed(10**6)  # of all seeds
+        self._generator = torch.Generator().manual_seed(10**6)  # the same for all seeds
         self.held_out = [self._windows(held_out) for _ in range(VALIDATION_BATCHES)]
         self._generator.manual_seed(seed)
 
     def batch(self) -> Tensor:
-        """[batch, context + 1] int64."""
+        """Return the next batch, [batch, context + 1] int64."""
         return self._windows(self._training)
 
     def _windows(self, text: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Text:
 
 
 class RandomPatcher(BlockSparseModelPatcher):
-    """Blocks at random places, as for training from scratch."""
+    """Patcher that places blocks at random, for training from scratch."""
 
     def new_child_module(self, name: str, module: Any, options: Any) -> BlockSparseLinear:
         pattern = BlockPattern.random(
@@ -111,15 +111,15 @@ class Contender:
         patcher.add_pattern(r"blocks\.\d+\.(attention\.(inputs|output)|mlp\.[02])", options)
         report = patcher.patch_model(self.model)
         if report.skipped or not report.layers:
-            raise SystemExit(f"not all layers can be cut into blocks: {report}")
+            raise SystemExit(f"--block must divide the sides of every layer: {report}")
 
     def compile(self) -> None:
-        """Block by block: all share their code, and it is compiled once for each form."""
+        """Compile block by block: all blocks share code, which is compiled once per variant."""
         for block in self.model.blocks:
             block.compile(dynamic=False)
 
     def plan(self, steps: int, seed: int) -> None:
-        """Makes the schedule of patterns, once it is known how many steps there will be."""
+        """Create the schedule of patterns once the number of steps is known."""
         if self.method == "gradual":
             events = self._arguments.events
             self.schedule = Gradual(
@@ -137,16 +137,16 @@ class Contender:
             )
 
     def step(self, batch: Tensor, progress: float) -> None:
-        """One step, without waiting for it; ``progress`` goes from 0 to 1."""
+        """Take one step without waiting for the device; ``progress`` goes from 0 to 1."""
         self.backward(batch)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * min(progress / WARM_UP, cosine(progress))
         if isinstance(self.schedule, PatternSchedule):
-            for group in self.schedule.param_groups:  # as a scheduler would
+            for group in self.schedule.param_groups:  # as a scheduler does
                 group["lr"] = self._arguments.fraction * cosine(progress / 0.75)
         self.optimizer.step()
-        if self.schedule is not None and self.schedule.step():  # a gradual one that has removed blocks
+        if self.schedule is not None and self.schedule.step():  # "gradual" has removed blocks
             density = statistics.fmean(densities(self.model))
             self._rates[-1] = self._arguments.lr * learning_rate_factor(density, self._arguments.rule)
         self.optimizer.zero_grad()
@@ -155,7 +155,7 @@ class Contender:
         self._loss(batch).backward()
 
     def prepare(self, batch: Tensor) -> float:
-        """Compiles what is to be compiled, leaves the model as it is, and gives the seconds of a step."""
+        """Compile all steps, leave the model unchanged, and return the seconds per step."""
         for _ in range(3):
             self.step(batch, 0.0)
         synchronize(self._device)
@@ -168,7 +168,7 @@ class Contender:
         return (time.perf_counter() - start) / CALIBRATION_STEPS
 
     def _prepare_observed(self, batch: Tensor) -> None:
-        """Compiles the step that takes norms of dense gradients."""
+        """Compile the step that takes norms of dense gradients."""
         method = METHODS.get(self.method)
         if method is not None:
             schedule = PatternSchedule(self.model, self.optimizer, every=1, **(method | {"sample_every": 1}))
@@ -178,7 +178,7 @@ class Contender:
 
     @torch.no_grad()
     def validate(self, batches: Sequence[Tensor]) -> float:
-        """Mean loss in nats per byte, computed eagerly."""
+        """Return the mean loss in nats per byte, computed eagerly."""
         with torch.compiler.set_stance("force_eager"):
             return statistics.fmean(float(loss) for loss in [self._loss(batch) for batch in batches])
 
@@ -189,12 +189,12 @@ class Contender:
 
 
 def cosine(progress: float) -> float:
-    """From 1 to 0."""
+    """Return the cosine schedule, from 1 down to 0."""
     return (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
 def run(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Trains one contender; what is reported of it."""
+    """Train one contender and return its results."""
     text = Text(arguments, seed)
     contender = Contender(name, arguments, seed)
     if arguments.compile:
@@ -230,7 +230,7 @@ def run(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def check_contender(name: str) -> None:
-    """Before any has trained."""
+    """Raise SystemExit unless the name is a contender, before any has trained."""
     method, _, density = name.partition(":")
     try:
         known = name == "dense" or (method in METHODS and 0 < float(density) <= 1)
@@ -239,12 +239,12 @@ def check_contender(name: str) -> None:
     if not known:
         methods = ", ".join(METHODS)
         raise SystemExit(
-            f"contenders: dense, or a method ({methods}) and a density, as rigl:0.25; got {name!r}"
+            f"--contenders must be dense, or one of {methods} and a density (rigl:0.25), got {name!r}"
         )
 
 
 def densities(model: nn.Module) -> list[float]:
-    """Of sparse layers, at the end above what was asked where "gradual" had fewer steps than planned."""
+    """Return the densities of sparse layers, above the goal if "gradual" had fewer steps than planned."""
     return sorted({m.density for m in model.modules() if isinstance(m, BlockSparseLinear)})
 
 
@@ -252,13 +252,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     for name in arguments.contenders:
         check_contender(name)
-    # Each event of "gradual", and the steps that take dense gradients, are compiled anew.
+    # Each event of "gradual" and the steps that take dense gradients compile again.
     torch._dynamo.config.cache_size_limit = 8 + 2 * arguments.events
     return run_benchmark(arguments, run_all)
 
 
 def run_all(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
-    """Runs all contenders with all seeds, and writes the results after each."""
+    """Run all contenders with all seeds, and write the results after each."""
     for seed in range(arguments.seeds):
         for contender in arguments.contenders:
             document["cases"].append(run(contender, arguments, seed))
@@ -267,7 +267,7 @@ def run_all(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Its defaults are for one H200."""
+    """Return the parser. Its defaults are for one H200."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = made.add_argument
     add("--output", type=Path, default=Path("train_lm.json"), help="results as JSON (%(default)s)")
@@ -279,7 +279,7 @@ def parser() -> argparse.ArgumentParser:
         + ", ".join(METHODS),
     )
     add("--seconds", type=float, default=90.0, help="of training for each (%(default)s)")
-    add("--steps", type=int, help="of training for each, whatever time they take")
+    add("--steps", type=int, help="of training for each, in place of --seconds")
     add("--seeds", type=int, default=1, help="how many (%(default)s)")
     add("--width", type=int, default=1536, help="of sparse models (%(default)s)")
     add("--dense-width", type=int, default=768, help="of the dense one (%(default)s)")
@@ -288,12 +288,17 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=32, help="(%(default)s)")
     add("--block", type=int, default=128, help="rows and columns of a block (%(default)s)")
     add("--lr", type=float, default=6e-4, help="of dense weights (%(default)s)")
-    add("--rule", choices=("fitted", "mup"), default="fitted", help="of sparse ones' (%(default)s)")
-    add("--fraction", type=float, default=0.3, help="of blocks that a rewiring moves (%(default)s)")
-    add("--updates", type=int, default=80, help="rewirings in three quarters of the time (%(default)s)")
-    add("--events", type=int, default=8, help="in which gradual removes blocks (%(default)s)")
-    add("--evaluations", type=int, default=10, help="validations on the way (%(default)s)")
-    add("--megabytes", type=int, default=400, help="of text at most (%(default)s)")
+    add(
+        "--rule",
+        choices=("fitted", "mup"),
+        default="fitted",
+        help="for sparse weights (%(default)s)",
+    )
+    add("--fraction", type=float, default=0.3, help="of blocks that each update moves (%(default)s)")
+    add("--updates", type=int, default=80, help="of patterns, in three quarters of the time (%(default)s)")
+    add("--events", type=int, default=8, help="at which gradual removes blocks (%(default)s)")
+    add("--evaluations", type=int, default=10, help="validations during training (%(default)s)")
+    add("--megabytes", type=int, default=400, help="of text, at most (%(default)s)")
     add("--no-compile", dest="compile", action="store_false", help="train eagerly")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
     add("--commit", help="of the sources (default: ask git)")
