@@ -37,9 +37,9 @@ class BlockSparseMLP(nn.Module):
     always into that of ``down``. Layers with hooks on their results, and what adapters put in their places,
     are called as they are. Activations that no kernel has, and dropout, are left to PyTorch.
 
-    What ``up`` gives ``down`` is feature-major where that was measured to be faster (docs/performance.md): on
-    CUDA, in 16 bits, for more than 1024 tokens, without gradients, if ``down`` has plain blocks at least 64
-    high and at most 32 wide. Otherwise it is row-major.
+    The activations between ``up`` and ``down`` are column-major where that was measured to be faster
+    (docs/performance.md): on CUDA, in 16 bits, for more than 1024 tokens, without gradients, if ``down`` has
+    dense blocks at least 64 high and at most 32 wide. Otherwise they are row-major.
 
     Args:
         up: [in_features → hidden_features]; None with ``gate_up``.
@@ -150,7 +150,7 @@ class BlockSparseMLP(nn.Module):
     def _hidden(self, x: Tensor) -> Tensor:
         """[..., hidden_features]: what ``down`` multiplies."""
         up, gate, gate_up = (self._part(role) for role in ("up", "gate", "gate_up"))
-        options = {"feature_major_output": True} if self._is_feature_major(x) else {}
+        options = {"feature_major_output": True} if self._is_column_major(x) else {}
         activation = self._part("activation")
         name = self.activation_name if activation is None or not _is_watched(activation) else None
         if gate_up is not None:
@@ -186,7 +186,7 @@ class BlockSparseMLP(nn.Module):
     def _part(self, role: str) -> Any:
         return self._modules.get(self._names[role])
 
-    def _is_feature_major(self, x: Tensor) -> bool:
+    def _is_column_major(self, x: Tensor) -> bool:
         up, down, gate = (self._part(role) for role in ("up", "down", "gate"))
         if not x.is_cuda or torch.is_grad_enabled() or not all(map(_is_bare, (up, down, gate or up))):
             return False
