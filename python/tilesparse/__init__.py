@@ -29,10 +29,14 @@ from .patch import BlockSparseModelPatcher, FuseReport, PatchReport, sparsify_
 from .pattern import BlockPattern
 from .prune import prune_
 from .recover import distill
-from .tuning import Measurement, tune
-from .tuning.devices import Device
-from .tuning.products import Product
-from .tuning.selection import KernelChoice, KernelInfo, choose, kernels, prefer
+from .tuning import tune
+from .tuning.selection import choose, kernels, prefer
+
+# Paths of 0.1.0: descriptions that few users make themselves, at home in `tuning`.
+from .tuning import Measurement as Measurement  # isort: skip
+from .tuning.devices import Device as Device  # isort: skip
+from .tuning.products import Product as Product  # isort: skip
+from .tuning.selection import KernelChoice as KernelChoice, KernelInfo as KernelInfo  # isort: skip
 
 __version__ = _belongs.VERSION
 
@@ -51,20 +55,15 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "CudaError",
-    "Device",
     "FuseReport",
     "InternalError",
     "InvalidArgumentError",
     "InvalidPatternError",
     "InvalidTypeError",
-    "KernelChoice",
-    "KernelInfo",
     "LayerSpec",
-    "Measurement",
     "NoDeviceError",
     "PatchReport",
     "PatternChangedError",
-    "Product",
     "PseudoBlockSparseLinear",
     "TileSparseError",
     "TuneFileError",
