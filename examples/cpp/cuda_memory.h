@@ -21,6 +21,6 @@ struct CudaMemory {
     static void deallocate(void* memory) noexcept { cudaFree(memory); }
     static void copy(void* to, const void* from, std::size_t bytes) {
         check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
-        check_cuda(cudaStreamSynchronize(nullptr));  // a copy from pageable memory may return before it is done
+        check_cuda(cudaStreamSynchronize(nullptr));  // a copy from pageable memory may return early
     }
 };
