@@ -354,7 +354,7 @@ def test_the_language_model_of_the_examples_trains(tmp_path: Path, monkeypatch: 
     assert cases[2]["parameters"] < cases[2]["parameters_at_first"]
     assert cases[0]["densities"] == [] and cases[1]["densities"] == [0.25]
     for name in ("rigl", "rigl:many", "gradual:0", "best:0.5", "dense:0.5"):
-        with pytest.raises(SystemExit, match=f"^contenders: .* got '{name}'"):
+        with pytest.raises(SystemExit, match=f"^--contenders must be .* got '{name}'"):
             example["check_contender"](name)
 
 
