@@ -38,8 +38,7 @@ template <class Element>
 __device__ inline uint32_t largest_magnitude(const Elements<Element>& x) {
     uint32_t most = 0;
 #pragma unroll
-    for (int i = 0; i < kWidth<Element>; ++i)
-        most = max(most, __float_as_uint(fabsf(to_float(x.values[i]))));
+    for (int i = 0; i < kWidth<Element>; ++i) most = max(most, __float_as_uint(fabsf(to_float(x.values[i]))));
     return most;
 }
 

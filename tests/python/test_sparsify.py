@@ -19,6 +19,7 @@ from tilesparse.adapter import BlockSparseAdapter
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.patch import DEFAULT_OPTIONS, sparsify_
+from tilesparse.tuning.products import Product
 
 CONFIG = BlockSparseConfig(0.5, 16)
 SIZES: dict[str, Any] = {
@@ -216,7 +217,7 @@ def test_the_options_of_a_pattern_are_its_density_and_block_shape() -> None:
 
 def test_block_shape_has_one_default() -> None:
     owners = [getattr(tilesparse, name) for name in tilesparse.__all__]
-    owners += [tilesparse.patch, BlockSparseConfig]
+    owners += [tilesparse.patch, BlockSparseConfig, Product]
     modules = [owner for owner in owners if inspect.ismodule(owner)]
     owners += [getattr(module, name) for module in modules for name in getattr(module, "__all__", ())]
     owners = [one for one in owners if not (inspect.isclass(one) and issubclass(one, Exception))]
