@@ -51,6 +51,8 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
     if (device.type == DeviceType::cuda) {
         if (problem.input_dtype == DType::float32 && kernel.precision != problem.precision)
             return "it has another float32 precision";
+        if (problem.input_dtype == DType::float8_e4m3fn && kernel.precision > problem.precision)
+            return "its sums are not added in float32";
         if (device.compute_capability < kernel.min_compute_capability)
             return "the device's compute capability is lower";
     }
@@ -239,7 +241,7 @@ Choice with_decision(Choice choice, const Problem& problem, const Device& device
 
 Problem with_dense_blocks(const Problem& problem, void* dense) {
     Problem result = problem;
-    result.values = {dense, nullptr, nullptr, false, problem.input_dtype, Storage::dense};
+    result.values = {dense, nullptr, nullptr, {}, problem.input_dtype, Storage::dense};
     result.packed = nullptr;
     return result;
 }

@@ -82,6 +82,12 @@ Span array_span(const void* data, int64_t bytes, int element_bytes, const char* 
     return span_of(data, bytes, name, device);
 }
 
+Span x_scale_span(const Problem& problem) {
+    if (!is_quantized(problem.input_dtype)) return {};
+    return array_span(problem.x_scales, problem.tokens * int64_t{sizeof(float)}, sizeof(float), "x_scales",
+                      problem.device);
+}
+
 using ValueSpans = std::array<Operand, 3>;
 
 ValueSpans value_spans(const Problem& problem) {
@@ -154,6 +160,7 @@ Operands::Operands(const Problem& problem, const ts_matmul_desc& desc) {
                   area("packed", desc.packed, desc.packed_bytes),
                   metadata,
                   scales,
+                  {"x_scales", x_scale_span(problem)},
                   {"bias_gradient", vector_span(problem.bias_gradient.data, pattern.out_features,
                                                 problem.bias_gradient.dtype, "bias_gradient")}}};
     if (problem.device == DeviceType::cuda) {

@@ -47,7 +47,7 @@ class Operands {
     void check_read(const Operand& read) const;
 
   private:
-    static constexpr size_t kOperands = 10;
+    static constexpr size_t kOperands = 11;
     std::array<Operand, kOperands> operands_;
     std::array<Operand, 3> written_{};  // the result, the gradient of the bias and the workspace
 };

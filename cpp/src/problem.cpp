@@ -19,7 +19,8 @@ constexpr int64_t kMaxDeviceExtent = (int64_t{1} << 31) - (1 << 16);
 constexpr std::array<const char*, 3> kOps{"dds_nt", "dds_nn", "sdd_tn"};
 constexpr std::array<const char*, 6> kDTypes{"float64",  "float32", "float16",
                                              "bfloat16", "int8",    "float8_e4m3fn"};
-constexpr int32_t kActivationDTypes = 4;  // of them, the first ones
+constexpr int32_t kActivationDTypes = 4;         // of them, the first ones
+constexpr int64_t kMostExactFeatures = 1 << 17;  // below which products of int8 add up to less than 2^31
 
 template <class Enum, class... Name>
 Enum check_enum(int32_t value, int32_t count, const Name&... name) {
@@ -68,11 +69,22 @@ DType check_own_dtype(int32_t value, DType activations, int32_t count, const cha
     return own == 0 ? activations : static_cast<DType>(own - 1);
 }
 
+// Values that are multiplied with x in 8 bits.
+void check_like_input(Storage storage, DType dtype, ScalesPer scales_per, const Problem& problem) {
+    const char* const input = to_string(problem.input_dtype);
+    require(dtype == problem.input_dtype, "values_dtype must be that of x, ", input, ", got ",
+            to_string(dtype));
+    require(storage == Storage::dense, "storage must be 0 for x of ", input, ", got ",
+            static_cast<int32_t>(storage));
+    require(scales_per == ScalesPer::feature, "row_scales must be ", TS_SCALES_PER_FEATURE, " for x of ",
+            input, ", got ", static_cast<int32_t>(scales_per));
+}
+
 Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
     const auto storage = check_enum<Storage>(desc.storage, 2, "storage");
     const DType dtype = check_own_dtype(desc.values_dtype, problem.input_dtype,
                                         static_cast<int32_t>(kDTypes.size()), "values_dtype");
-    const bool row_scales = check_enum<int32_t>(desc.row_scales, 2, "row_scales") == 1;
+    const auto scales_per = check_enum<ScalesPer>(desc.row_scales, 3, "row_scales");
     if (storage == Storage::two_of_four) {
         check_compressed(problem.pattern.block_cols, "pattern.block_cols");
     } else {
@@ -80,8 +92,12 @@ Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
     }
     if (!is_quantized(dtype)) {
         require(desc.scales == nullptr, "scales must be null for values of ", to_string(dtype));
-        require(!row_scales, "row_scales must be 0 for values of ", to_string(dtype));
+        require(scales_per == ScalesPer::block, "row_scales must be 0 for values of ", to_string(dtype));
     }
+    if (is_quantized(problem.input_dtype))
+        check_like_input(storage, dtype, scales_per, problem);
+    else
+        require(scales_per != ScalesPer::feature, "row_scales must be 0 or 1 unless x has 8 bits, got 2");
     if (problem.op == Op::sdd_tn) {
         require(storage == Storage::dense, "storage must be 0 for sdd_tn, which writes dense blocks, got ",
                 desc.storage);
@@ -92,8 +108,29 @@ Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
                 "values_dtype must be that of the activations, ", to_string(problem.input_dtype),
                 ", or int8 or float8_e4m3fn, got ", to_string(dtype));
     }
-    return {desc.values, static_cast<const uint32_t*>(desc.metadata), desc.scales, row_scales, dtype,
+    return {desc.values, static_cast<const uint32_t*>(desc.metadata), desc.scales, scales_per, dtype,
             storage};
+}
+
+// The dtype of the activations, which dds_nt alone reads in 8 bits.
+DType check_input_dtype(const ts_matmul_desc& desc, Op op) {
+    const auto count = op == Op::dds_nt ? static_cast<int32_t>(kDTypes.size()) : kActivationDTypes;
+    return check_enum<DType>(desc.dtype, count, "dtype");
+}
+
+// What holds of the rest where x has 8 bits, and of x_scales where it has not.
+void check_quantized_input(const ts_matmul_desc& desc, const Problem& problem) {
+    if (!is_quantized(problem.input_dtype))
+        return require(desc.x_scales == nullptr, "x_scales must be null for x of ",
+                       to_string(problem.input_dtype));
+    require(desc.result_dtype > 1 && desc.result_dtype <= kActivationDTypes, "result_dtype must be ",
+            TS_FLOAT32 + 1, " to ", TS_BFLOAT16 + 1, " for x of ", to_string(problem.input_dtype), ", got ",
+            desc.result_dtype);
+    require(problem.x.layout == Layout::row_major, "x.layout must be ", TS_ROW_MAJOR, " for x of ",
+            to_string(problem.input_dtype), ", got ", desc.x.layout);
+    require(problem.input_dtype != DType::int8 || problem.pattern.in_features < kMostExactFeatures,
+            "pattern.in_features must be below ", kMostExactFeatures, " for x of int8, got ",
+            problem.pattern.in_features);
 }
 
 // Checks a residual or gate, if it is given.
@@ -154,7 +191,7 @@ Pattern check_pattern(const ts_pattern* source) {
 Problem check_problem(const ts_matmul_desc& desc) {
     Problem problem{};
     problem.op = check_enum<Op>(desc.op, static_cast<int32_t>(kOps.size()), "op");
-    problem.input_dtype = check_enum<DType>(desc.dtype, kActivationDTypes, "dtype");
+    problem.input_dtype = check_input_dtype(desc, problem.op);
     problem.device = check_enum<DeviceType>(desc.device, 2, "device");
     problem.result_dtype =
         check_own_dtype(desc.result_dtype, problem.input_dtype, kActivationDTypes, "result_dtype");
@@ -173,6 +210,8 @@ Problem check_problem(const ts_matmul_desc& desc) {
     const int64_t ins = problem.pattern.in_features, outs = problem.pattern.out_features;
     problem.x = check_matrix(desc.x, problem.tokens, ins, "x");
     problem.y = check_matrix(desc.y, problem.tokens, outs, "y");
+    check_quantized_input(desc, problem);
+    problem.x_scales = desc.x_scales;
     problem.values = check_storage(desc, problem);
     problem.packed = desc.packed;
     problem.bias = desc.bias;

@@ -112,7 +112,8 @@ class Dequantizer {
             std::memcpy(to, from, count * sizeof(Word));
         } else {
             const bool is_float8 = values_.dtype == DType::float8_e4m3fn;
-            if (!values_.row_scales) return steps_.scale({from, is_float8, values_.scales[block], count, to});
+            if (values_.scales_per == ScalesPer::block)
+                return steps_.scale({from, is_float8, values_.scales[block], count, to});
             const float* const scales = values_.scales + block * rows_ + first;
             for (int row = 0; row < rows; ++row)
                 steps_.scale({from + row * columns_, is_float8, scales[row], columns_,

@@ -9,7 +9,8 @@
 namespace ts {
 
 enum class Op : int32_t { dds_nt = 0, dds_nn = 1, sdd_tn = 2 };
-// int8 and float8_e4m3fn are dtypes of values, int32 is one of sums: the ABI has no number for it.
+// int8 and float8_e4m3fn are dtypes of values and of what is multiplied by them, int32 is one of sums: the
+// ABI has no number for it.
 enum class DType : int32_t {
     float64 = 0,
     float32 = 1,
@@ -22,7 +23,9 @@ enum class DType : int32_t {
 enum class DeviceType : int32_t { cpu = 0, cuda = 1 };
 enum class Layout : int32_t { row_major = 0, column_major = 1 };
 enum class Activation : int32_t { none = 0, relu = 1, gelu = 2, silu = 3 };
-enum class Precision : int32_t { highest = 0, tf32 = 1 };
+enum class Precision : int32_t { highest = 0, tf32 = 1, fast = tf32 };
+// What of 8-bit values has a scale of its own.
+enum class ScalesPer : int32_t { block = 0, row = 1, feature = 2 };
 // How the weights of the kept blocks lie in memory.
 enum class Storage : int32_t { dense = 0, two_of_four = 1 };
 // How the products of a tile are summed over k: in the same registers throughout (kept), or each step apart
@@ -30,6 +33,11 @@ enum class Storage : int32_t { dense = 0, two_of_four = 1 };
 enum class Accumulation : int32_t { kept = 0, promoted = 1 };
 
 constexpr bool is_quantized(DType dtype) { return dtype == DType::int8 || dtype == DType::float8_e4m3fn; }
+
+// True if tensor cores multiply it in either Precision.
+constexpr bool has_precisions(DType input) {
+    return input == DType::float32 || input == DType::float8_e4m3fn;
+}
 
 constexpr int element_size(DType dtype) {
     if (is_quantized(dtype)) return 1;
@@ -85,7 +93,7 @@ struct Values {
     void* data;
     const uint32_t* metadata;  // of 2:4
     const float* scales;       // of 8-bit values
-    bool row_scales;           // one for each row of a block, otherwise one for each block
+    ScalesPer scales_per;
     DType dtype;
     Storage storage;
 
@@ -99,7 +107,10 @@ struct Values {
     }
     int64_t scale_bytes(const Pattern& pattern) const {
         if (!is_quantized(dtype)) return 0;
-        return pattern.nnz * (row_scales ? pattern.block_rows : 1) * int64_t{sizeof(float)};
+        const int64_t count = scales_per == ScalesPer::feature ? pattern.out_features
+                              : scales_per == ScalesPer::row   ? pattern.nnz * pattern.block_rows
+                                                               : pattern.nnz;
+        return count * int64_t{sizeof(float)};
     }
 };
 
@@ -124,6 +135,7 @@ struct Problem {
     Matrix x;
     Matrix y;
     Values values;
+    const float* x_scales;  // of each token, where x has 8 bits
     const void* bias;
     const void* plan;
     const void* packed;  // values as Kernel::pack left them, or null

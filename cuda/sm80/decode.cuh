@@ -178,7 +178,7 @@ struct Decode {
         arguments.k_shift = log2_of_block(problem.k_block());
         arguments.metadata = values.metadata;
         arguments.scales = values.scales;
-        arguments.row_scales = values.row_scales;
+        arguments.row_scales = values.scales_per == ScalesPer::row;
         arguments.chunks = chunks;
         int warps = 0;  // of a multiprocessor, where how many teams there are depends on them
         if constexpr (Traits::Weight::kFewBytes || Traits::kTeam > 1)

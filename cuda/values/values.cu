@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
             *reinterpret_cast<const Run<Word, kHalf>*>(static_cast<const Word*>(values.data) + index * kHalf);
     }
     if constexpr (sizeof(Word) == 1) {
-        const float scale = values.scales[values.row_scales ? line : block];
+        const float scale = values.scales[values.scales_per == ScalesPer::row ? line : block];
         Run<Element, kHalf> scaled;
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) round_to(scaled.at[i], scale * decode(plain.at[i], values.dtype));

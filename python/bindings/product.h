@@ -18,7 +18,7 @@ class Product {
     Product(const ts_pattern& pattern, int32_t op, int32_t dtype, int32_t device, int64_t tokens,
             int32_t activation, int32_t precision, bool accumulate, int32_t kernel, int32_t policy,
             int32_t x_layout, int64_t ldx, int32_t y_layout, int64_t ldy, bool residual, int64_t ldr,
-            int32_t storage, int32_t values_dtype, bool row_scales, int32_t result_dtype,
+            int32_t storage, int32_t values_dtype, int32_t row_scales, int32_t result_dtype,
             const std::string& prefer, bool gated, bool bias_gradient, int32_t bias_gradient_dtype,
             bool accumulate_bias)
         : pattern_(pattern), desc_(make<ts_matmul_desc>()), gated_(gated) {
@@ -117,7 +117,8 @@ class Product {
 
     // `bias`: of TS_SDD_TN its gradient.
     void run(uintptr_t x, uintptr_t y, uintptr_t values, uintptr_t bias, uintptr_t residual,
-             uintptr_t workspace, uintptr_t stream, uintptr_t metadata, uintptr_t scales) const {
+             uintptr_t workspace, uintptr_t stream, uintptr_t metadata, uintptr_t scales,
+             uintptr_t x_scales = 0) const {
         ts_matmul_desc desc = described();
         desc.x.data = pointer<void>(x);
         desc.y.data = pointer<void>(y);
@@ -127,6 +128,7 @@ class Product {
         else
             desc.bias = pointer<void>(bias);
         other(desc).data = pointer<void>(residual);
+        desc.x_scales = pointer<float>(x_scales);
         ts_status_t status;
         if (desc.device == TS_CPU) {
             const nb::gil_scoped_release release;  // a product on the CPU takes long; a launch does not

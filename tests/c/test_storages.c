@@ -90,14 +90,14 @@ static void test_bad_storages(void) {
             "scales must be null for values of float32");
     REFUSES(TS_DDS_NT, o.desc.row_scales = 1, TS_INVALID_ARGUMENT,
             "row_scales must be 0 for values of float32");
-    REFUSES(TS_DDS_NT, o.desc.dtype = TS_INT8, TS_INVALID_ARGUMENT, "dtype must be 0 to 3, got 4");
+    REFUSES(TS_DDS_NN, o.desc.dtype = TS_INT8, TS_INVALID_ARGUMENT, "dtype must be 0 to 3, got 4");
     REFUSES(TS_DDS_NT, o.desc.result_dtype = INT8, TS_INVALID_ARGUMENT, "result_dtype must be 0 to 4, got 5");
     REFUSES(TS_SDD_TN, (o.desc.storage = TS_STORAGE_2_4, o.desc.metadata = o.memory[3]), TS_INVALID_ARGUMENT,
             "storage must be 0 for sdd_tn, which writes dense blocks, got 1");
     REFUSES(TS_SDD_TN, (o.desc.values_dtype = INT8, o.desc.scales = (float*)o.memory[3]), TS_INVALID_ARGUMENT,
             "values_dtype must be result_dtype for sdd_tn, float32, got int8");
     REFUSES_STORED(TS_DDS_NN, TS_INT8, 0, o.desc.row_scales = 2, TS_INVALID_ARGUMENT,
-                   "row_scales must be 0 or 1, got 2");
+                   "row_scales must be 0 or 1 unless x has 8 bits, got 2");
     REFUSES_STORED(TS_DDS_NN, TS_INT8, 0, o.desc.scales = (float*)((char*)s.scales + 1), TS_INVALID_ARGUMENT,
                    "scales must be aligned to 4 bytes");
     REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.scales = (float*)o.memory[1], TS_INVALID_ARGUMENT,

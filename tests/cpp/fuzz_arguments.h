@@ -149,8 +149,14 @@ inline void place_values(ts_matmul_desc& desc, const ts_pattern& pattern) {
     const int64_t size = size_of(desc.values_dtype > 0 ? desc.values_dtype - 1 : desc.dtype);
     desc.values = take_some(count * size / (desc.storage == TS_STORAGE_2_4 ? 2 : 1));
     if (desc.metadata != nullptr) desc.metadata = take_some(count / 8);
-    if (desc.scales != nullptr)
-        desc.scales = reinterpret_cast<float*>(take_some((desc.row_scales ? rows : wide(pattern.nnz)) * 4));
+    if (desc.scales != nullptr) {
+        const wide of_features = bounded(pattern.out_features),
+                   of_rows = desc.row_scales ? rows : pattern.nnz;
+        const bool per_feature = desc.row_scales == TS_SCALES_PER_FEATURE;
+        desc.scales = reinterpret_cast<float*>(take_some((per_feature ? of_features : of_rows) * 4));
+    }
+    if (desc.x_scales != nullptr)
+        desc.x_scales = reinterpret_cast<float*>(take_some(wide(bounded(desc.tokens)) * 4));
 }
 
 // Where the pattern's structure may be read, its memory is there; `followed`: that of the operands, too.
@@ -180,8 +186,19 @@ inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
         if (chance(25)) desc.values_dtype = static_cast<int32_t>(draw(TS_INT8, TS_FLOAT8_E4M3FN)) + 1;
         if (desc.values_dtype != 0) desc.row_scales = static_cast<int32_t>(draw(0, 1));
     }
+    const bool quantizes = desc.op == TS_DDS_NT && chance(20);
+    if (quantizes) {
+        desc.dtype = static_cast<int32_t>(draw(TS_INT8, TS_FLOAT8_E4M3FN));
+        desc.result_dtype = static_cast<int32_t>(draw(TS_FLOAT32, TS_BFLOAT16)) + 1;
+        desc.values_dtype = desc.storage = 0;
+        desc.row_scales = TS_SCALES_PER_FEATURE;
+        if (chance(90)) desc.x.layout = TS_ROW_MAJOR;
+        desc.x.ld = line(desc.x.layout, pattern.in_features);
+    }
+    if (quantizes == chance(97)) desc.x_scales = static_cast<float*>(wild_address());
     if ((desc.storage != TS_STORAGE_DENSE) == chance(97)) desc.metadata = wild_address();
-    if ((desc.values_dtype != 0) == chance(97)) desc.scales = static_cast<float*>(wild_address());
+    if ((desc.values_dtype != 0 || quantizes) == chance(97))
+        desc.scales = static_cast<float*>(wild_address());
     while (chance(35)) spoil(desc, kDescFields);
     desc.plan = chance(80) ? nullptr : wild_address();
     desc.packed = chance(80) ? nullptr : wild_address();

@@ -77,15 +77,20 @@ class Product {
         desc_.storage = TS_STORAGE_2_4;
         return *this;
     }
-    // [nnz] or [nnz, rows], of values of 8 bits.
+    // [nnz] or [nnz, rows], of values of 8 bits; [out_features] where x has 8 bits, too.
     Product& scales(Span<const float> scales) {
         forget_packed();
         scales_size_ = scales.size();
         desc_.scales = scales.data();
-        desc_.row_scales = scales.size() != static_cast<std::uint64_t>(pattern_.nnz);
         return *this;
     }
-    // [out_features], in the dtype of the activations.
+    // [tokens], of x in 8 bits.
+    Product& x_scales(Span<const float> scales) {
+        x_scales_size_ = scales.size();
+        desc_.x_scales = scales.data();
+        return *this;
+    }
+    // [out_features], in the dtype of the activations; of y where x has 8 bits.
     Product& bias(Array bias) {
         bias_ = detail::given(bias);
         desc_.bias = bias.data();
@@ -239,6 +244,7 @@ class Product {
         desc.dtype = code(desc.op == TS_DDS_NN ? y_ : x_);
         desc.values_dtype = code(values_) + 1;
         desc.result_dtype = code(is_forward ? y_ : desc.op == TS_DDS_NN ? x_ : values_) + 1;
+        if (desc.scales != nullptr) desc.row_scales = scales_per();
         if (residual_.is_given) desc.residual.layout = desc.y.layout;
         if (gate_.is_given) desc.gate.layout = desc.y.layout;
         if (bias_gradient_.is_given) desc.bias_gradient_dtype = code(bias_gradient_) + 1;
@@ -266,9 +272,18 @@ class Product {
 
     void check_dtypes() const {
         if (desc_.op == TS_SDD_TN) detail::check_same_dtype("y", y_, "x", x_);
-        detail::check_same_dtype("bias", bias_, "x", x_);
+        if (is_quantized(x_.dtype))
+            detail::check_same_dtype("bias", bias_, "y", y_);
+        else
+            detail::check_same_dtype("bias", bias_, "x", x_);
         detail::check_same_dtype("residual", residual_, "y", y_);
         detail::check_same_dtype("gate", gate_, "y", y_);
+    }
+
+    std::int32_t scales_per() const {
+        if (x_.is_given && is_quantized(x_.dtype)) return TS_SCALES_PER_FEATURE;
+        return scales_size_ == static_cast<std::size_t>(pattern_.nnz) ? TS_SCALES_PER_BLOCK
+                                                                      : TS_SCALES_PER_ROW;
     }
 
     void check_sizes() const {
@@ -280,17 +295,23 @@ class Product {
         const bool is_2_4 = desc_.storage == TS_STORAGE_2_4;
         detail::check_count("values", values_.size, rows * pattern_.block_cols / (is_2_4 ? 2 : 1));
         if (is_2_4) detail::check_count("metadata", metadata_size_, rows * (pattern_.block_cols / 32));
-        if (desc_.scales != nullptr)
-            detail::check_count("scales", scales_size_, desc_.row_scales ? rows : pattern_.nnz);
+        if (desc_.scales != nullptr) {
+            const std::int32_t per = scales_per();
+            detail::check_count("scales", scales_size_,
+                                per == TS_SCALES_PER_FEATURE ? pattern_.out_features
+                                : per == TS_SCALES_PER_ROW   ? rows
+                                                             : pattern_.nnz);
+        }
+        if (desc_.x_scales != nullptr) detail::check_count("x_scales", x_scales_size_, desc_.tokens);
         if (bias_.is_given) detail::check_count("bias", bias_.size, pattern_.out_features);
         if (bias_gradient_.is_given)
             detail::check_count("bias_gradient", bias_gradient_.size, pattern_.out_features);
     }
 
     ts_pattern pattern_;
-    ts_matmul_desc desc_{};  // without its pattern and dtypes
+    ts_matmul_desc desc_{};  // without its pattern, dtypes and what follows from them
     detail::Operand x_, y_, residual_, gate_, values_, bias_, bias_gradient_;
-    std::size_t metadata_size_ = 0, scales_size_ = 0;
+    std::size_t metadata_size_ = 0, scales_size_ = 0, x_scales_size_ = 0;
     Buffer<std::byte> workspace_;
 };
 

@@ -67,9 +67,9 @@ enum {
 };
 
 enum { TS_FLOAT64 = 0, TS_FLOAT32 = 1, TS_FLOAT16 = 2, TS_BFLOAT16 = 3 }; /* ts_matmul_desc.dtype */
-enum { TS_INT8 = 4, TS_FLOAT8_E4M3FN = 5 };                               /* dtypes of values alone */
-enum { TS_CPU = 0, TS_CUDA = 1 };                                         /* ts_matmul_desc.device */
-enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 };                     /* ts_matmul_desc.op */
+enum { TS_INT8 = 4, TS_FLOAT8_E4M3FN = 5 };           /* dtypes of values, and of x for TS_DDS_NT */
+enum { TS_CPU = 0, TS_CUDA = 1 };                     /* ts_matmul_desc.device */
+enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 }; /* ts_matmul_desc.op */
 /* gelu is the one with erf; CUDA kernels for float16 and bfloat16 compute it within 1e-5 before rounding. */
 enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
 /* How the values of the kept blocks lie in memory.
@@ -84,7 +84,8 @@ enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
  *
  * With values of TS_INT8 or TS_FLOAT8_E4M3FN each storage has float32 scales, for each row of a block [nnz,
  * bn] or for each block [nnz]: a weight is value times scale in float32, rounded to the dtype of the
- * activations. */
+ * activations. Where x has 8 bits as well, the scales are [out_features] and stay outside of the sums, see
+ * ts_matmul_desc.x_scales. */
 enum { TS_STORAGE_DENSE = 0, TS_STORAGE_2_4 = 1, TS_STORAGE_PLAIN = 0 };
 /* The answers that ts_matmul_select may give: a kernel of this library; such a kernel or TS_RUN_DENSE,
  * whichever is estimated to be faster; always TS_RUN_DENSE. */
@@ -95,8 +96,13 @@ enum { TS_RUN_DENSE = -1, TS_EXPAND_AND_RUN_DENSE = -1 };
 /* Element (t, f) of a tokens x features matrix is at t * ld + f (row-major) or f * ld + t (column-major).
  * TS_FEATURE_MAJOR is the former name of the latter. */
 enum { TS_ROW_MAJOR = 0, TS_COLUMN_MAJOR = 1, TS_FEATURE_MAJOR = 1 };
-/* How float32 is multiplied on tensor cores: with float32-level error (3xTF32), or in plain TF32. */
-enum { TS_PRECISION_HIGHEST = 0, TS_PRECISION_TF32 = 1 };
+/* How tensor cores multiply float32: with float32-level error (3xTF32), or in plain TF32; and x and values of
+ * TS_FLOAT8_E4M3FN: with sums that are added in float32 every 128 of k, or in the accumulators of tensor
+ * cores throughout, which keep about 14 bits on compute capability 9.0 (fast). TS_PRECISION_FAST lets the
+ * faster of the kernels compute it, whichever of the two it is. */
+enum { TS_PRECISION_HIGHEST = 0, TS_PRECISION_TF32 = 1, TS_PRECISION_FAST = 1 };
+/* What of the values has a scale of its own: ts_matmul_desc.row_scales. */
+enum { TS_SCALES_PER_BLOCK = 0, TS_SCALES_PER_ROW = 1, TS_SCALES_PER_FEATURE = 2 };
 
 /* A stream as cudaStream_t; NULL is the default stream. Ignored on the CPU. */
 typedef struct CUstream_st* ts_stream_t;
@@ -132,20 +138,22 @@ typedef struct ts_matrix {
 } ts_matrix;
 
 /* One product. Operands of one call must not overlap the memory it writes. On TS_CUDA all of them
- * lie on the current device; x, y, values, metadata, residual, gate and plan are aligned to 16 bytes, as is
- * every ld in bytes, packed to 256 bytes, bias and scales to one element. On TS_CPU the arrays of the pattern
- * that the product reads (by column for TS_DDS_NN, otherwise by row) are checked not to lead out of the
- * operands. Without outputs there is nothing to do; without inputs y is activation(bias) + residual, or bias
+ * lie on the current device; x, x_scales, y, values, metadata, residual, gate and plan are aligned to 16
+ * bytes, as is every ld in bytes, packed to 256 bytes, bias and scales to one element. On TS_CPU the arrays
+ * of the pattern that the product reads (by column for TS_DDS_NN, otherwise by row) are checked not to lead
+ * out of the operands. Without outputs there is nothing to do; without inputs y is activation(bias) +
+ * residual, or bias
  * * activation(gate), and x is 0. */
 typedef struct ts_matmul_desc {
     uint32_t struct_size;
     int32_t op;
     int32_t dtype; /* of the activations, and of all else that says nothing of its own, below; sums are
-                      float32 (float64 for TS_FLOAT64) and rounded once */
+                      float32 (float64 for TS_FLOAT64) and rounded once. TS_INT8, TS_FLOAT8_E4M3FN: see
+                      x_scales */
     int32_t device;
     int32_t storage;
     int32_t activation; /* TS_DDS_NT only; of the sums, or where there is a gate of that alone */
-    int32_t precision;  /* TS_FLOAT32 on TS_CUDA only */
+    int32_t precision;  /* TS_FLOAT32 and TS_FLOAT8_E4M3FN on TS_CUDA only */
     int32_t accumulate; /* TS_SDD_TN only: 1 adds to values instead of overwriting them */
     int32_t kernel;     /* 0: the library chooses; k: kernel k - 1 of ts_kernel_get */
     int32_t reserved;   /* zero */
@@ -167,7 +175,8 @@ typedef struct ts_matmul_desc {
     const void* packed;   /* made by ts_values_pack of the same values, pattern and kernel, or NULL */
     size_t packed_bytes;
     int32_t policy;      /* of ts_matmul_select alone */
-    int32_t row_scales;  /* 1: scales are [nnz, block_rows]; 0: [nnz] */
+    int32_t row_scales;  /* TS_SCALES_PER_BLOCK: scales are [nnz]; TS_SCALES_PER_ROW: [nnz, block_rows];
+                            TS_SCALES_PER_FEATURE: [out_features], where x has 8 bits and only there */
     const float* scales; /* of values of 8 bits; otherwise NULL */
     char prefer[64];     /* the first characters of the names of kernels that are preferred, ending in a zero;
                             empty: those that TILESPARSE_KERNEL names */
@@ -180,6 +189,11 @@ typedef struct ts_matmul_desc {
                             a block, and where nnz or tokens is 0. Aligned to one element */
     int32_t bias_gradient_dtype; /* 0: dtype; d + 1: the dtype d, which may be TS_FLOAT32 for 16 bits */
     int32_t accumulate_bias;     /* 1 adds to bias_gradient instead of overwriting it */
+    const float* x_scales; /* [tokens] where x has 8 bits, otherwise NULL; TS_DDS_NT only. x is row-major,
+                              values have its dtype and TS_STORAGE_DENSE, and
+                                y[t, f] = sum over k of x[t, k] W[f, k], times x_scales[t], times scales[f]
+                              before bias, activation and the rest. Sums of TS_INT8 are exact: in_features
+                              is below 2^17. result_dtype is TS_FLOAT32, TS_FLOAT16 or TS_BFLOAT16. */
 } ts_matmul_desc;
 
 /* The properties of a device that kernels are chosen by. */

@@ -20,7 +20,11 @@ enum class Layout : int32_t {
     feature_major = column_major  // the name of 0.1
 };
 enum class Activation : int32_t { none = TS_NO_ACTIVATION, relu = TS_RELU, gelu = TS_GELU, silu = TS_SILU };
-enum class Precision : int32_t { highest = TS_PRECISION_HIGHEST, tf32 = TS_PRECISION_TF32 };
+enum class Precision : int32_t {
+    highest = TS_PRECISION_HIGHEST,
+    tf32 = TS_PRECISION_TF32,
+    fast = TS_PRECISION_FAST
+};
 enum class Policy : int32_t {
     sparse = TS_POLICY_SPARSE,
     automatic = TS_POLICY_AUTO,
@@ -42,6 +46,8 @@ constexpr std::size_t size_of(Dtype dtype) {
            : dtype == Dtype::int8 || dtype == Dtype::float8_e4m3fn ? 1
                                                                    : 2;
 }
+
+constexpr bool is_quantized(Dtype dtype) { return dtype == Dtype::int8 || dtype == Dtype::float8_e4m3fn; }
 
 constexpr const char* name_of(Dtype dtype) {
     constexpr const char* kNames[] = {"float64", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn"};

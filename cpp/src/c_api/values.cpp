@@ -30,6 +30,8 @@ ts_status_t ts_values_expand(const ts_matmul_desc* source, void* dense, size_t d
     return guard([&] {
         const Problem problem = check_problem(read_struct(source, "desc"));
         require(problem.op != Op::sdd_tn, "op must be dds_nt or dds_nn, got ", TS_SDD_TN);
+        require(!is_quantized(problem.input_dtype), "dtype must be 0 to 3, got ",
+                static_cast<int32_t>(problem.input_dtype));
         check_dequantization(problem, dense, dense_bytes);
         dequantize_values(problem, dense, stream);
     });
