@@ -6,7 +6,7 @@ from torch import Tensor
 from .. import _C
 from .._checks import DTYPES, QUANTIZED
 from .device import on
-from .layout import row_stride
+from .layout import row_major
 from .private import current_stream
 
 
@@ -16,9 +16,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return values, scales
     features = x.shape[-1]
-    stride = row_stride(x)
-    if stride is None:
-        x, stride = x.clone(memory_format=torch.contiguous_format), features
+    x, stride = row_major(x)
     with on(x.device):
         _C.quantize(
             int(x.is_cuda),

@@ -147,6 +147,8 @@ def _check_shapes(layer: StoredWeight, state: Mapping[str, Any], spec: LayerSpec
 
 def _scales(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
     """Return what has a scale of its own in a saved layer."""
+    if layer.activations is not None:
+        return layer.spec.scales
     return storage_of(layer.storage).scales_of(state.get("scales", layer.scales))
 
 
