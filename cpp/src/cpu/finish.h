@@ -1,6 +1,7 @@
 // The step that writes results, for vectors of any length.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/activation.h"
@@ -9,35 +10,86 @@
 
 namespace ts::cpu {
 
-template <Activation activation, class V>
-TS_INLINE void activate_sums(const Output& o, const element_t<V>* bias) {
+// The element of a row's number or the vector of numbers of columns.
+template <class V>
+TS_INLINE V numbers_at(const element_t<V>* numbers, bool of_columns, int64_t row, int64_t column) {
+    return of_columns ? load<V>(numbers + column) : V{} + numbers[row];
+}
+
+// Sums that are results but for bias and activation.
+struct PlainSums {
+    explicit PlainSums(const Output&) {}
+    template <class V>
+    TS_INLINE V at(const Output& o, int64_t row, int64_t column) const {
+        return load<V>(static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld + column);
+    }
+};
+
+// Sums of products of 8 bits, in int32 or float32.
+template <bool IsInteger>
+struct RescaledSums {
+    // Not one more is read than there are tokens.
+    alignas(64) float token_scales[kTaskFeatures] = {};
+
+    TS_INLINE explicit RescaledSums(const Output& o) {
+        const int64_t tokens = o.columns_are_features ? o.rows : o.columns;
+        std::copy_n(o.rescale.token_scales, tokens, token_scales);
+    }
+    template <class V>
+    TS_INLINE V at(const Output& o, int64_t row, int64_t column) const {
+        using U = Vector<uint32_t, sizeof(V)>;
+        using I = Vector<int32_t, sizeof(V)>;
+        const bool features = o.columns_are_features;
+        V sum = PlainSums(o).at<V>(o, row, column);
+        if constexpr (IsInteger) {
+            const auto offsets = numbers_at<I>(o.rescale.offsets, features, row, column);
+            const U difference = bit_cast_vector<U>(sum) - bit_cast_vector<U>(offsets);
+            sum = __builtin_convertvector(bit_cast_vector<I>(difference), V);
+        }
+        sum *= numbers_at<V>(token_scales, !features, row, column);
+        return settled(sum * numbers_at<V>(o.rescale.feature_scales, features, row, column));
+    }
+};
+
+template <Activation activation, class V, class Sums>
+TS_INLINE void activate_sums(const Output& o, const Sums& sums, const element_t<V>* bias) {
     for (int64_t row = 0; row < o.rows; ++row) {
-        auto* sums = static_cast<element_t<V>*>(o.sums) + row * o.sums_ld;
+        auto* to = static_cast<element_t<V>*>(o.sums) + row * o.sums_ld;
         for (int64_t column = 0; column < o.columns; column += lanes_of<V>) {
-            const V added = o.bias_of_columns ? load<V>(bias + column) : V{} + bias[row];
-            store(sums + column, activate<activation>(load<V>(sums + column) + added));
+            const V added = numbers_at<V>(bias, o.columns_are_features, row, column);
+            store(to + column, activate<activation>(sums.template at<V>(o, row, column) + added));
         }
     }
 }
 
-template <class Codec>
+template <class Codec, class Sums>
 TS_INLINE void activate_sums(const Output& o) {
     using S = typename Codec::S;
     using V = typename Codec::V;
+    const Sums sums(o);
     element_t<V> bias[kTaskFeatures] = {};
-    const int64_t features = o.bias_of_columns ? o.columns : o.rows;
+    const int64_t features = o.columns_are_features ? o.columns : o.rows;
     for (int i = 0; o.bias && i < features; i += lanes_of<V>)
         store(bias + i, Codec::decode(load<S>(static_cast<const typename Codec::Stored*>(o.bias) + i)));
     switch (o.activation) {
         case Activation::none:
-            return activate_sums<Activation::none, V>(o, bias);
+            return activate_sums<Activation::none, V>(o, sums, bias);
         case Activation::relu:
-            return activate_sums<Activation::relu, V>(o, bias);
+            return activate_sums<Activation::relu, V>(o, sums, bias);
         case Activation::gelu:
-            return activate_sums<Activation::gelu, V>(o, bias);
+            return activate_sums<Activation::gelu, V>(o, sums, bias);
         case Activation::silu:
-            return activate_sums<Activation::silu, V>(o, bias);
+            return activate_sums<Activation::silu, V>(o, sums, bias);
     }
+}
+
+template <class Codec>
+TS_INLINE void finish_sums(const Output& o) {
+    if constexpr (sizeof(element_t<typename Codec::V>) == sizeof(float)) {
+        if (o.rescale.offsets) return activate_sums<Codec, RescaledSums<true>>(o);
+        if (o.rescale.token_scales) return activate_sums<Codec, RescaledSums<false>>(o);
+    }
+    if (o.bias || o.activation != Activation::none) activate_sums<Codec, PlainSums>(o);
 }
 
 template <class Codec>
@@ -133,7 +185,7 @@ TS_INLINE void store_gated(Output o) {
 
 template <class Codec>
 TS_INLINE void finish(const Output& o) {
-    if (o.bias || o.activation != Activation::none) activate_sums<Codec>(o);
+    finish_sums<Codec>(o);
     if (o.gated)
         store_gated<Codec>(o);
     else
