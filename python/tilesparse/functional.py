@@ -156,7 +156,7 @@ def quantized_linear(
     """
     check_policy(policy)
     try:
-        if not isinstance(use_fast_accum, bool):
+        if not (isinstance(use_fast_accum, bool) and isinstance(feature_major_output, bool)):
             check_types(quantized_linear, locals())
         index, of_y = pattern.index_on(values.device), (bias, activation, residual, feature_major_output)
         return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum)

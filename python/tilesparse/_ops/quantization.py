@@ -30,7 +30,7 @@ def quantized_for(weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     Layers with one input share the result in eager mode: the last one of each thread is kept while x lives,
     and is found by the identity of x and PyTorch's count of writes to it. A weight that asks again begins a
     new pass, before which x may have been written to in a way that is not counted, as by the replay of a
-    CUDA graph. Compiled code has one operator in the place of equal ones.
+    CUDA graph. A compiled training step has one operator in the place of equal ones.
     """
     if not is_plain((x,)):
         return quantize(x, weight.dtype)

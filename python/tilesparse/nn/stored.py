@@ -347,10 +347,11 @@ class StoredWeight(nn.Module):
         if self.origin.source is Source.MISSING and not is_sharded(self.weight):
             self.validate_pattern()
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        state.note_activations(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         load = partial(super()._load_from_state_dict, state_dict, prefix, *others)
-        state.load(self, state_dict, prefix, others[-1], load)
+        state.load(self, state_dict, prefix, others, load)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module) and isinstance(getattr(type(self), name, None), property):
