@@ -1,8 +1,8 @@
 // The step that writes results, for vectors of any length.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/activation.h"
 #include "cpu/steps.h"
@@ -10,10 +10,10 @@
 
 namespace ts::cpu {
 
-// The element of a row's number or the vector of numbers of columns.
+// The numbers of columns, or that of a row: less zero, which the compiler leaves out.
 template <class V>
 TS_INLINE V numbers_at(const element_t<V>* numbers, bool of_columns, int64_t row, int64_t column) {
-    return of_columns ? load<V>(numbers + column) : V{} + numbers[row];
+    return of_columns ? load<V>(numbers + column) : numbers[row] - V{};
 }
 
 // Sums that are results but for bias and activation.
@@ -28,12 +28,17 @@ struct PlainSums {
 // Sums of products of 8 bits, in int32 or float32.
 template <bool IsInteger>
 struct RescaledSums {
-    // Not one more is read than there are tokens.
+    // Copies, as those of the bias: no store can change them. None of a token is read that does not exist.
     alignas(64) float token_scales[kTaskFeatures] = {};
+    alignas(64) float feature_scales[kTaskFeatures] = {};
+    alignas(64) int32_t offsets[kTaskFeatures] = {};
 
     TS_INLINE explicit RescaledSums(const Output& o) {
         const int64_t tokens = o.columns_are_features ? o.rows : o.columns;
-        std::copy_n(o.rescale.token_scales, tokens, token_scales);
+        const int64_t features = o.columns_are_features ? o.columns : o.rows;
+        std::memcpy(token_scales, o.rescale.token_scales, tokens * sizeof(float));
+        std::memcpy(feature_scales, o.rescale.feature_scales, features * sizeof(float));
+        if constexpr (IsInteger) std::memcpy(offsets, o.rescale.offsets, features * sizeof(int32_t));
     }
     template <class V>
     TS_INLINE V at(const Output& o, int64_t row, int64_t column) const {
@@ -42,12 +47,12 @@ struct RescaledSums {
         const bool features = o.columns_are_features;
         V sum = PlainSums(o).at<V>(o, row, column);
         if constexpr (IsInteger) {
-            const auto offsets = numbers_at<I>(o.rescale.offsets, features, row, column);
-            const U difference = bit_cast_vector<U>(sum) - bit_cast_vector<U>(offsets);
+            const auto offset = numbers_at<I>(offsets, features, row, column);
+            const U difference = bit_cast_vector<U>(sum) - bit_cast_vector<U>(offset);
             sum = __builtin_convertvector(bit_cast_vector<I>(difference), V);
         }
         sum *= numbers_at<V>(token_scales, !features, row, column);
-        return settled(sum * numbers_at<V>(o.rescale.feature_scales, features, row, column));
+        return settled(sum * numbers_at<V>(feature_scales, features, row, column));
     }
 };
 
@@ -183,8 +188,9 @@ TS_INLINE void store_gated(Output o) {
     store_output<Codec>(o);
 }
 
+// Of a copy, which no store can change: what is read of it stays in registers.
 template <class Codec>
-TS_INLINE void finish(const Output& o) {
+TS_INLINE void finish(Output o) {
     finish_sums<Codec>(o);
     if (o.gated)
         store_gated<Codec>(o);
