@@ -124,32 +124,42 @@ TS_INLINE void store_rows(const Output& o) {
     }
 }
 
+// Two squares at a time: what two stores write is one line of memory where results are float32, and no other
+// line takes its place in the cache in between.
 template <class Codec>
 TS_INLINE void store_transposed(const Output& o) {
     using V = typename Codec::V;
-    constexpr int lanes = lanes_of<V>;
+    constexpr int lanes = lanes_of<V>, squares = 2;
     for (int64_t column = 0; column < o.columns; column += lanes)
-        for (int64_t row = 0; row < o.rows; row += lanes) {
+        for (int64_t row = 0; row < o.rows; row += squares * lanes) {
             const auto* sums = static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld + column;
             auto* to = static_cast<typename Codec::Stored*>(o.data) + column * o.ld + row;
-            V square[lanes];
+            V square[squares][lanes];
             TS_UNROLL
-            for (int i = 0; i < lanes; ++i) square[i] = load<V>(sums + i * o.sums_ld);
-            transpose(square);
+            for (int j = 0; j < squares; ++j) {
+                TS_UNROLL
+                for (int i = 0; i < lanes; ++i) square[j][i] = load<V>(sums + (j * lanes + i) * o.sums_ld);
+                transpose(square[j]);
+            }
             const int64_t count = o.columns - column;
             TS_UNROLL
             for (int i = 0; i < lanes; ++i) {
                 if (i >= count) continue;
-                if (o.added) square[i] = with_added(o, square[i], added_at<Codec>(o, column + i, row));
-                store(to + i * o.ld, Codec::encode(square[i]));
+                TS_UNROLL
+                for (int j = 0; j < squares; ++j) {
+                    V value = square[j][i];
+                    if (o.added)
+                        value = with_added(o, value, added_at<Codec>(o, column + i, row + j * lanes));
+                    store(to + i * o.ld + j * lanes, Codec::encode(value));
+                }
             }
         }
 }
 
-template <class Codec>
+template <class Codec, class Square>
 TS_INLINE void store_output(const Output& o) {
     if (o.transposed)
-        store_transposed<Codec>(o);
+        store_transposed<Square>(o);
     else
         store_rows<Codec>(o);
 }
@@ -164,7 +174,7 @@ TS_INLINE void activate_gate(const Output& o, int64_t lines, int64_t length, voi
 }
 
 // Stores with a copy of the gate that is activated.
-template <class Codec>
+template <class Codec, class Square>
 TS_INLINE void store_gated(Output o) {
     alignas(64) typename Codec::Stored activated[kTaskFeatures * kTaskFeatures];
     const int64_t lines = o.transposed ? o.columns : o.rows, length = o.transposed ? o.rows : o.columns;
@@ -185,17 +195,17 @@ TS_INLINE void store_gated(Output o) {
         o.added = activated;
         o.added_ld = kTaskFeatures;
     }
-    store_output<Codec>(o);
+    store_output<Codec, Square>(o);
 }
 
 // Of a copy, which no store can change: what is read of it stays in registers.
-template <class Codec>
+template <class Codec, class Square>
 TS_INLINE void finish(Output o) {
     finish_sums<Codec>(o);
     if (o.gated)
-        store_gated<Codec>(o);
+        store_gated<Codec, Square>(o);
     else
-        store_output<Codec>(o);
+        store_output<Codec, Square>(o);
 }
 
 }  // namespace ts::cpu
