@@ -9,6 +9,9 @@
 #endif
 
 #include "cpu/steps.h"
+
+#include <algorithm>
+
 #include "cpu/amx.h"
 #include "cpu/eight_bits.h"
 #include "cpu/finish.h"
@@ -22,7 +25,8 @@
 namespace ts::cpu {
 namespace {
 
-constexpr int kVectors = 3;  // of a tile; with them ROWS sums each and an element stay in registers
+constexpr int kSquareBytes = 32;  // of a row of the squares in which results are transposed
+constexpr int kVectors = 3;       // of a tile; with them ROWS sums each and an element stay in registers
 
 template <class Set, DType T>
 constexpr Steps steps_of() {
@@ -41,7 +45,7 @@ constexpr Steps steps_of() {
                 &Set::template multiply_decode_with<DecodeProducts<C, PlainCodec<element_t<V>, Set::kBytes>>>,
                 lanes_of<V> / 2};
     if constexpr (!is_quantized(T)) {
-        steps.finish = &Set::template finish_with<C>;
+        steps.finish = &Set::template finish_with<T>;
         steps.scale = &Set::template scale_with<C>;
     }
     if constexpr (!is_quantized(T) && T != DType::float64) {
@@ -93,9 +97,9 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
         TARGET static void multiply_decode_with(const DecodeTile& s) {                \
             multiply_decode<P>(s);                                                    \
         }                                                                             \
-        template <class C>                                                            \
+        template <DType T>                                                            \
         TARGET static void finish_with(const Output& o) {                             \
-            finish<C>(o);                                                             \
+            finish<Codec<T, BYTES>, Codec<T, std::min(BYTES, kSquareBytes)>>(o);      \
         }                                                                             \
         template <class C>                                                            \
         TARGET static void scale_with(const Scaling& s) {                             \
@@ -129,7 +133,10 @@ TS_AVX512_BF16 void multiply_pairs(const RowTile& s) { multiply<PairProducts<64>
 
 // Rounds with the processor's own instruction, which takes subnormal numbers for zero as its products do.
 // In assembly, because intrinsics could not be inlined into code that is written for every instruction set.
-struct NativeBfloat16 : Codec<DType::bfloat16, 64> {
+template <int Bytes>
+struct NativeBfloat16 : Codec<DType::bfloat16, Bytes> {
+    using typename Codec<DType::bfloat16, Bytes>::V;
+    using typename Codec<DType::bfloat16, Bytes>::S;
     static TS_INLINE S encode(const V& v) {
         S result;
         asm("vcvtneps2bf16 %1, %0" : "=v"(result) : "v"(v));
@@ -137,7 +144,9 @@ struct NativeBfloat16 : Codec<DType::bfloat16, 64> {
     }
 };
 
-TS_AVX512_BF16 void finish_pairs(const Output& o) { finish<NativeBfloat16>(o); }
+TS_AVX512_BF16 void finish_pairs(const Output& o) {
+    finish<NativeBfloat16<64>, NativeBfloat16<kSquareBytes>>(o);
+}
 
 using DecodeBfloat16 = DecodeProducts<Codec<DType::bfloat16, 64>, Codec<DType::bfloat16, 64>>;
 
@@ -157,7 +166,7 @@ constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int3
                          decode_tokens,
                          Avx512::scale_with<Codec<DType::bfloat16, 64>>};
     Steps wide{};  // results in float32 alone
-    wide.finish = Avx512::finish_with<Codec<DType::float32, 64>>;
+    wide.finish = Avx512::finish_with<DType::float32>;
     return {available, missing, {{}, wide, {}, steps}};
 }
 
@@ -165,12 +174,9 @@ constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int3
 template <class Set>
 constexpr InstructionSet group_set(bool (*available)(), const char* missing, const Steps& steps) {
     InstructionSet set{available, missing, {}};
-    set.steps[static_cast<int>(DType::float32)].finish =
-        Set::template finish_with<Codec<DType::float32, Set::kBytes>>;
-    set.steps[static_cast<int>(DType::float16)].finish =
-        Set::template finish_with<Codec<DType::float16, Set::kBytes>>;
-    set.steps[static_cast<int>(DType::bfloat16)].finish =
-        Set::template finish_with<Codec<DType::bfloat16, Set::kBytes>>;
+    set.steps[static_cast<int>(DType::float32)].finish = Set::template finish_with<DType::float32>;
+    set.steps[static_cast<int>(DType::float16)].finish = Set::template finish_with<DType::float16>;
+    set.steps[static_cast<int>(DType::bfloat16)].finish = Set::template finish_with<DType::bfloat16>;
     set.steps[static_cast<int>(DType::int8)] = steps;
     return set;
 }
