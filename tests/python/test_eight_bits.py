@@ -230,7 +230,13 @@ def test_what_operands_must_be(name: str) -> None:
 
 
 def test_sums_of_too_many_integers_are_refused() -> None:
-    wide = {"in_features": 1 << 17, "out_features": 16, "density": 0.01, "block_shape": 16, "device": "meta"}
+    wide: Any = {
+        "in_features": 1 << 17,
+        "out_features": 16,
+        "density": 0.01,
+        "block_shape": 16,
+        "device": "meta",
+    }
     with pytest.raises(InvalidArgumentError, match="in_features must be below 131072"):
         BlockSparseLinear(**wide, storage="int8", activations="int8")
     BlockSparseLinear(**wide, storage="float8_e4m3fn", activations="float8_e4m3fn")
