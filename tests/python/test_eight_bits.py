@@ -197,7 +197,7 @@ def test_what_operands_must_be(name: str) -> None:
     x = tokens()
 
     def linear(**changed: Any) -> Tensor:
-        options = {"x": x, "values": values, "pattern": pattern, "scales": scales, **changed}
+        options: Any = {"x": x, "values": values, "pattern": pattern, "scales": scales, **changed}
         return functional.quantized_linear(**options)
 
     for changed, message in (
@@ -739,6 +739,8 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
         (f'"activations": "{name}"', '"activations": "plain"'),
         ('"scales": "feature"', '"scales": "row"'),
         ('"scales": "feature"', '"scales": "block"'),
+        ('"version": 2', '"version": 1'),
+        ('"version": 2', '"version": 3'),
     ):
         assert before in text
         config.write_text(text.replace(before, after))

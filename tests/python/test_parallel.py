@@ -400,7 +400,7 @@ def tensor_parallel_activations(rank: int) -> None:
     """In 8 bits: scales of W are those of its rows, and every process quantizes the features that it has."""
     x = randn(8, WIDTH, dtype=torch.float32, device=here())
     for name in ("int8", "float8_e4m3fn"):
-        options = {"storage": name, "activations": name}
+        options: Any = {"storage": name, "activations": name}
         alone, model = make(**options).eval(), parallelize_module(make(rank, **options).eval(), mesh(), PLAN)
         up, down = layers_of(model)
         assert up.scales.placements == (Shard(0),) and down.scales.placements == (Replicate(),)
