@@ -9,6 +9,7 @@ import math
 import pickle
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from tilesparse import (
     BlockSparseMLP,
     BlockSparseModelPatcher,
     InvalidArgumentError,
+    Product,
     PseudoBlockSparseLinear,
     UnsupportedError,
     functional,
@@ -50,6 +52,8 @@ from tilesparse._runtime import choice
 from tilesparse.config import LayerSpec
 from tilesparse.errors import CheckpointError
 from tilesparse.export import decompositions
+from tilesparse.tuning.loading import load
+from tilesparse.tuning.measuring import products_of
 
 EIGHT = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 RESULTS = [torch.float32, torch.float16, torch.bfloat16]
@@ -144,11 +148,12 @@ def test_bias_activation_residual_and_gate(device: str, name: str) -> None:
     added, gate = (randn(7, 10, OUT, dtype=torch.float32, device=device, seed=seed) for seed in (5, 6))
     plain = functional.quantized_linear(x, values, pattern, scales, bias)
     for activation, function in FUNCTIONS.items():
-        for options, wanted in (
+        cases: list[tuple[Any, Tensor]] = [
             ({}, function(plain)),
             ({"residual": added}, function(plain) + added),
             ({"gate": gate}, plain * function(gate)),
-        ):
+        ]
+        for options, wanted in cases:
             for column_major in (False, True):
                 y = functional.quantized_linear(
                     x, values, pattern, scales, bias, activation, feature_major_output=column_major, **options
@@ -662,6 +667,44 @@ def test_decompositions_of_bias_residual_gate_and_gradient() -> None:
     program = torch.export.export(Model(), (x, other)).run_decompositions(decompositions())
     assert not any("tilesparse" in str(node.target) for node in program.graph.nodes)
     torch.testing.assert_close(program.module()(x, other), Model()(x, other))
+
+
+# ---- measured and chosen ----
+
+
+@both
+def test_products_are_chosen_and_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILESPARSE_TUNE_FILE", str(tmp_path / "tune.json"))
+    layer = make(name)
+    product = Product.of(layer, tokens=100)
+    assert product.activations == name and "W8A8" in str(product)
+    assert Product.of(layer, tokens=100, op="dgrad").activations is None
+    chosen = tilesparse.choose(product, "cpu")
+    assert chosen.kernel in {kernel.name for kernel in tilesparse.kernels() if EIGHT[name] in kernel.dtypes}
+    try:
+        (measured,) = tilesparse.tune([product], "cpu", candidates=1, repetitions=1)
+        assert measured.product == product and set(measured.microseconds) == {chosen.kernel}
+        assert load()[0] == [measured]
+    finally:
+        monkeypatch.setenv("TILESPARSE_TUNE_FILE", "")
+        load()
+    tilesparse.save(nn.Sequential(layer), tmp_path / "saved")
+    found = products_of(tmp_path / "saved", [10, 100])
+    assert [(one.op, one.tokens, one.activations) for one in found] == [
+        ("forward", 10, None),
+        ("forward", 10, name),
+        ("forward", 100, name),
+        ("dgrad", 10, None),
+        ("dgrad", 100, None),
+    ]
+    for changed, message in (
+        ({"op": "dgrad"}, "op must be 'forward' with activations"),
+        ({"feature_major": True}, "feature_major must be False with activations"),
+        ({"dtype": torch.float64}, "dtype must have 16 or 32 bits with activations"),
+        ({"storage": "plain"}, "activations must be None"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            replace(product, **changed)
 
 
 # ---- what holds layers ----

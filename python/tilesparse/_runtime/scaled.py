@@ -5,11 +5,9 @@ from torch import Tensor
 
 from .._checks import ALIGNMENT, DTYPES, QUANTIZED, check_one, check_quantized_dds, check_quantized_x
 from .layout import aligned, empty, like_result, result_form, row_major
-from .native import DDS_NT
+from .native import DDS_NT, SCALES_PER_FEATURE
 from .prepared import Call, Prepared
 from .products import Context, context_of, dds_product, form_of
-
-_PER_FEATURE = 2  # TS_SCALES_PER_FEATURE
 
 
 def dds_quantized(
@@ -68,7 +66,7 @@ def _dds_quantized(
         form = result_form(x, pattern.shape[0], feature_major)
         number = QUANTIZED[values.dtype]
         added = {"residual": lines, "gated": gated, "activation": activation}
-        stored = {"values_dtype": number, "row_scales": _PER_FEATURE, "result_dtype": DTYPES[x.dtype]}
+        stored = {"values_dtype": number, "row_scales": SCALES_PER_FEATURE, "result_dtype": DTYPES[x.dtype]}
         x_lines = x_scales.numel(), ld, 0
         product = dds_product(DDS_NT, pattern, x_values, x_lines, form, context, added | stored)
         call = pattern.call(key, product, DDS_NT, x_values.itemsize, form)

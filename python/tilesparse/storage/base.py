@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import QUANTIZED
+from .._runtime.native import SCALES_PER_FEATURE
 from .values import expand
 
 if TYPE_CHECKING:
@@ -90,10 +91,10 @@ class Storage(ABC):
         name = self.name if activations is None else f"{self.name} W8A8"
         return name if nm is None else f"2:4 {name}"
 
-    def product_fields(self, nm: tuple[int, int] | None) -> dict[str, Any]:
+    def product_fields(self, nm: tuple[int, int] | None, activations: str | None = None) -> dict[str, Any]:
         """Return the arguments of `_C.Product` that describe values as kernels read them."""
         return {
             "storage": int(nm is not None),
             "values_dtype": -1 if self.dtype is None else QUANTIZED[self.dtype],
-            "row_scales": bool(self.scales),
+            "row_scales": SCALES_PER_FEATURE if activations is not None else int(bool(self.scales)),
         }
