@@ -409,6 +409,15 @@ def test_layers_that_share_an_input_quantize_it_once(counted: list[int]) -> None
         assert torch.equal(y, layer(x.clone()))
 
 
+def test_profilers_see_what_runs_without_them() -> None:
+    layers, x = [make("int8", seed) for seed in range(3)], tokens()
+    with torch.profiler.profile() as profile:
+        for layer in layers:
+            layer(x)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["tilesparse::quantize"] == 1 and counts["tilesparse::dds_nt_quantized"] == 3
+
+
 def test_an_input_is_quantized_again_where_it_may_have_changed(counted: list[int]) -> None:
     first, second, other = make("int8"), make("int8", 1), make("float8_e4m3fn")
     x = tokens()

@@ -157,9 +157,12 @@ def with_tensors(extras: tuple[Any, ...], tensors: Sequence[Tensor]) -> Extras:
     return tuple(next(following) if extra is Tensor else extra for extra in extras)
 
 
-def is_plain(tensors: Tensors) -> bool:
-    """Return True if only autograd would intercept a call with these, so the dispatcher can be bypassed."""
-    if is_compiling() or may_be_watched():
+def is_plain(tensors: Tensors, profiled: bool = False) -> bool:
+    """Return True if only autograd would intercept a call with these, so the dispatcher can be bypassed.
+
+    ``profiled``: whether a profiler may see it.
+    """
+    if is_compiling() or may_be_watched(profiled):
         return False
     for tensor in tensors:
         if tensor is not None and (

@@ -20,8 +20,7 @@ _FEATURES = 16  # of which kernels read multiples
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize activations to 8 bits, see `functional.quantize`."""
-    values, scales = _QUANTIZE(x.detach(), _number(dtype))
-    return values, scales
+    return _quantized(x, _number(dtype), is_plain((x,)))
 
 
 def quantized_for(weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,25 +31,24 @@ def quantized_for(weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     new pass, before which x may have been written to in a way that is not counted, as by the replay of a
     CUDA graph. A compiled training step has one operator in the place of equal ones.
     """
-    if not is_plain((x,)):
-        return quantize(x, weight.dtype)
     number = _number(weight.dtype)
-    if not _can_be_kept(x):
-        return _quantize(x, number)
+    direct = is_plain((x,))
+    if not (direct or is_plain((x,), profiled=True)) or not _can_be_kept(x):
+        return _quantized(x, number, direct)
     stream = current_stream(x.get_device()) if x.is_cuda else 0
     key = x._version, x.data_ptr(), x.shape, x.stride(), number, stream, torch.is_inference_mode_enabled()
-    holder = _last.holder
+    holder, taker = _last.holder, weight.data_ptr()
     entry = holder[0]
-    if entry is not None and entry.of() is x and entry.key == key and id(weight) not in entry.takers:
-        entry.takers.add(id(weight))
+    if entry is not None and entry.of() is x and entry.key == key and taker not in entry.takers:
+        entry.takers.add(taker)
         return entry.result
-    result = _quantize(x, number)
-    holder[0] = _Entry(weakref.ref(x, lambda _: _clear(holder)), key, result, {id(weight)})
+    result = _quantized(x, number, direct)
+    holder[0] = _Entry(weakref.ref(x, lambda _: _clear(holder)), key, result, {taker})
     return result
 
 
 class _Entry(NamedTuple):
-    """A quantization: a reference to x, what it was found by, the result, and the weights that have it."""
+    """A quantization: x, what it is found by, the result, and the addresses of the weights that have it."""
 
     of: Callable[[], Tensor | None]
     key: tuple[object, ...]
@@ -75,6 +73,13 @@ def _clear(holder: list[_Entry | None]) -> None:
 def _can_be_kept(x: Tensor) -> bool:
     """Return False where writes to x are not counted, and while a graph is captured, which has to."""
     return not x.is_inference() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _quantized(x: Tensor, code: int, direct: bool) -> tuple[Tensor, Tensor]:
+    if direct:
+        return _quantize(x, code)
+    values, scales = _QUANTIZE(x.detach(), code)
+    return values, scales
 
 
 def _number(dtype: torch.dtype) -> int:

@@ -1,5 +1,7 @@
 """Activations in 8 bits, by the library's kernels."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from .. import _C
 from .._checks import DTYPES, QUANTIZED
 from .device import on
 from .layout import row_major
-from .private import current_stream
+from .private import current_device, current_stream
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -17,7 +19,8 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return values, scales
     features = x.shape[-1]
     x, stride = row_major(x)
-    with on(x.device):
+    here = not x.is_cuda or x.get_device() == current_device()
+    with nullcontext() if here else on(x.device):
         _C.quantize(
             int(x.is_cuda),
             DTYPES[x.dtype],
