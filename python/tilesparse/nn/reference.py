@@ -35,6 +35,7 @@ class PseudoBlockSparseLinear(nn.Module):
     bias: nn.Parameter | None
     block_rows: Tensor
     block_cols: Tensor
+    activations: str | None = None
 
     @checked
     def __init__(self, layer: BlockSparseLinear) -> None:
