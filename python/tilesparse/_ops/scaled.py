@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._checks import Index, check_one, check_quantized_dds
+from .._checks import Index, check_one, check_quantizable
 from .._runtime import values as _values
 from .._runtime.choice import multiplies_few_tokens
 from .._runtime.lookup import prepared
@@ -42,7 +42,7 @@ def quantized_linear_on(
         x, bias, residual, gate = autocast(x, bias, residual, gate)
     refuse_gradient(records_gradient((values,)), None, scales)
     if policy == "dense" or multiplies_few_tokens(x, index):
-        check_quantized_dds(x, values, index, bias, residual, scales, gate)
+        check_quantizable(x)  # the rest is checked as for other products
         stored = None, row_scales_on(scales, index)
         return linear_on(x, values, index, bias, activation, residual, feature_major, policy, stored, gate)
 
