@@ -357,6 +357,14 @@ def test_few_tokens_on_a_gpu_are_multiplied_as_they_are(name: str, monkeypatch: 
         torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-4)
         (gradient,) = torch.autograd.grad(y.sum(), x)
         torch.testing.assert_close(gradient, layer.to_linear().weight.sum(0).expand(3, IN))
+    for wrong, message in (
+        (x.double(), "x must be float32, float16 or bfloat16"),
+        (x[:, :64], "x must have last"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            layer(wrong)
+    with pytest.raises(InvalidArgumentError, match="scales must be a contiguous tensor"):
+        functional.quantized_linear(x, layer.weight, layer.pattern, layer.scales[1:])
 
 
 def make_pattern_like(layer: Any, seed: int) -> BlockPattern:

@@ -82,10 +82,7 @@ def check_quantized_dds(
     """Check the operands of x Wᵀ that is multiplied in 8 bits, but for the quantized x."""
     nnz, (bn, bk), (out_features, in_features) = index.col_indices.shape[0], index.block_shape, index.shape
     check_activations("x", x, in_features)
-    if x.dtype == torch.float64:
-        raise InvalidArgumentError(
-            "x must have dtype float32, float16 or bfloat16 to be quantized, got torch.float64"
-        )
+    check_quantizable(x)
     if values.dtype not in QUANTIZED:
         raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
     check_exact_sums("in_features", in_features, values.dtype)
@@ -99,6 +96,12 @@ def check_quantized_dds(
     for other, tensor in (("residual", residual), ("gate", gate)):
         if tensor is not None:
             _check_added(other, tensor, (*x.shape[:-1], out_features), "x", x)
+
+
+def check_quantizable(x: Tensor) -> None:
+    """Check the dtype of activations that have 8 bits in a product."""
+    if x.dtype not in DTYPES or x.dtype == torch.float64:
+        raise InvalidArgumentError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
 
 
 def check_quantized_x(x: Tensor, x_values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> None:

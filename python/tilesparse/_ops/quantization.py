@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import DTYPES, QUANTIZED
+from .._checks import QUANTIZED, check_quantizable
 from .._runtime import quantization as _quantization
 from .._runtime.private import current_stream
 from ..errors import InvalidArgumentError
@@ -97,8 +97,7 @@ def _quantize_fake(x: Tensor, code: int) -> tuple[Tensor, Tensor]:
 
 
 def _checked_dtype(x: Tensor, code: int) -> torch.dtype:
-    if x.dtype not in DTYPES or x.dtype == torch.float64:
-        raise InvalidArgumentError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
+    check_quantizable(x)
     if x.dim() == 0 or x.shape[-1] % _FEATURES:
         raise InvalidArgumentError(
             f"x must be [..., features] with a multiple of {_FEATURES} features, got shape {tuple(x.shape)}"
