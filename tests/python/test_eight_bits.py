@@ -7,6 +7,8 @@ import gc
 import json
 import math
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -782,6 +784,17 @@ def test_mlps(name: str, counted: list[int]) -> None:
     assert x.grad is not None
 
 
+FRESH = """
+import sys, torch, tilesparse
+from torch import nn
+
+dense = nn.Linear(128, 192), nn.ReLU(), nn.Linear(192, 128)
+model = tilesparse.load(nn.Sequential(*dense), sys.argv[1])
+x, y = torch.load(sys.argv[1] + "/expected.pt")
+assert torch.equal(model(x), y)
+"""
+
+
 def dense_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(IN, OUT), nn.ReLU(), nn.Linear(OUT, IN))
@@ -825,6 +838,8 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
     tilesparse.save(model, tmp_path)
     for other in (tilesparse.load(dense_model, tmp_path), tilesparse.load(dense_model(), tmp_path)):
         assert torch.equal(other(x), model(x)) and other[0].spec == model[0].spec
+    torch.save((x, model(x)), tmp_path / "expected.pt")
+    subprocess.run([sys.executable, "-c", FRESH, str(tmp_path)], check=True)
     half = tilesparse.load(dense_model, tmp_path, dtype=torch.bfloat16)
     assert half[0].scales.dtype == torch.float32 and half(x.bfloat16()).dtype == torch.bfloat16
     config = tmp_path / "config.json"

@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -236,8 +237,8 @@ def fsdp_of_2_4(rank: int) -> None:
 
 def fsdp_in_8_bits(rank: int) -> None:
     x = randn(4, WIDTH, dtype=torch.float32, device=here())
-    for storage in ("int8", "float8_e4m3fn"):
-        model = known(make(storage=storage))
+    for storage, activations in product(("int8", "float8_e4m3fn"), (False, True)):
+        model = known(make(storage=storage, activations=storage if activations else None))
         expected = model(x)
         try:
             y = sharded(model)(x)
