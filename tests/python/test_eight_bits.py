@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -51,6 +52,7 @@ from tilesparse import (
     storage,
 )
 from tilesparse._runtime import choice
+from tilesparse.cli import main
 from tilesparse.config import LayerSpec
 from tilesparse.errors import CheckpointError
 from tilesparse.export import decompositions
@@ -725,6 +727,12 @@ def test_decompositions_of_bias_residual_gate_and_gradient() -> None:
 
 
 # ---- measured and chosen ----
+
+
+@both
+def test_the_command_lists_kernels_for_8_bits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info"])
+    assert re.search(rf"cpu_portable .*forward.*{name}", capsys.readouterr().out)
 
 
 @both
