@@ -56,35 +56,47 @@ struct RescaledSums {
     }
 };
 
+// Either of them and the bias.
+template <class Codec, class Sums>
+struct BiasedSums {
+    using V = typename Codec::V;
+    const Sums sums;
+    alignas(64) element_t<V> bias[kTaskFeatures] = {};
+
+    TS_INLINE explicit BiasedSums(const Output& o) : sums(o) {
+        const auto* from = static_cast<const typename Codec::Stored*>(o.bias);
+        const int64_t features = o.columns_are_features ? o.columns : o.rows;
+        for (int i = 0; from && i < features; i += lanes_of<V>)
+            store(bias + i, Codec::decode(load<typename Codec::S>(from + i)));
+    }
+    template <class V>
+    TS_INLINE V at(const Output& o, int64_t row, int64_t column) const {
+        return sums.template at<V>(o, row, column) + numbers_at<V>(bias, o.columns_are_features, row, column);
+    }
+};
+
 template <Activation activation, class V, class Sums>
-TS_INLINE void activate_sums(const Output& o, const Sums& sums, const element_t<V>* bias) {
+TS_INLINE void activate_sums(const Output& o, const Sums& sums) {
     for (int64_t row = 0; row < o.rows; ++row) {
         auto* to = static_cast<element_t<V>*>(o.sums) + row * o.sums_ld;
-        for (int64_t column = 0; column < o.columns; column += lanes_of<V>) {
-            const V added = numbers_at<V>(bias, o.columns_are_features, row, column);
-            store(to + column, activate<activation>(sums.template at<V>(o, row, column) + added));
-        }
+        for (int64_t column = 0; column < o.columns; column += lanes_of<V>)
+            store(to + column, activate<activation>(sums.template at<V>(o, row, column)));
     }
 }
 
 template <class Codec, class Sums>
 TS_INLINE void activate_sums(const Output& o) {
-    using S = typename Codec::S;
     using V = typename Codec::V;
-    const Sums sums(o);
-    element_t<V> bias[kTaskFeatures] = {};
-    const int64_t features = o.columns_are_features ? o.columns : o.rows;
-    for (int i = 0; o.bias && i < features; i += lanes_of<V>)
-        store(bias + i, Codec::decode(load<S>(static_cast<const typename Codec::Stored*>(o.bias) + i)));
+    const BiasedSums<Codec, Sums> sums(o);
     switch (o.activation) {
         case Activation::none:
-            return activate_sums<Activation::none, V>(o, sums, bias);
+            return activate_sums<Activation::none, V>(o, sums);
         case Activation::relu:
-            return activate_sums<Activation::relu, V>(o, sums, bias);
+            return activate_sums<Activation::relu, V>(o, sums);
         case Activation::gelu:
-            return activate_sums<Activation::gelu, V>(o, sums, bias);
+            return activate_sums<Activation::gelu, V>(o, sums);
         case Activation::silu:
-            return activate_sums<Activation::silu, V>(o, sums, bias);
+            return activate_sums<Activation::silu, V>(o, sums);
     }
 }
 
@@ -126,19 +138,19 @@ TS_INLINE void store_rows(const Output& o) {
 
 // Two squares at a time: what two stores write is one line of memory where results are float32, and no other
 // line takes its place in the cache in between.
-template <class Codec>
-TS_INLINE void store_transposed(const Output& o) {
+template <class Codec, class Sums>
+TS_INLINE void store_transposed(const Output& o, const Sums& sums) {
     using V = typename Codec::V;
     constexpr int lanes = lanes_of<V>, squares = 2;
     for (int64_t column = 0; column < o.columns; column += lanes)
         for (int64_t row = 0; row < o.rows; row += squares * lanes) {
-            const auto* sums = static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld + column;
             auto* to = static_cast<typename Codec::Stored*>(o.data) + column * o.ld + row;
             V square[squares][lanes];
             TS_UNROLL
             for (int j = 0; j < squares; ++j) {
                 TS_UNROLL
-                for (int i = 0; i < lanes; ++i) square[j][i] = load<V>(sums + (j * lanes + i) * o.sums_ld);
+                for (int i = 0; i < lanes; ++i)
+                    square[j][i] = sums.template at<V>(o, row + j * lanes + i, column);
                 transpose(square[j]);
             }
             const int64_t count = o.columns - column;
@@ -159,7 +171,7 @@ TS_INLINE void store_transposed(const Output& o) {
 template <class Codec, class Square>
 TS_INLINE void store_output(const Output& o) {
     if (o.transposed)
-        store_transposed<Square>(o);
+        store_transposed<Square>(o, PlainSums(o));
     else
         store_rows<Codec>(o);
 }
@@ -201,6 +213,10 @@ TS_INLINE void store_gated(Output o) {
 // Of a copy, which no store can change: what is read of it stays in registers.
 template <class Codec, class Square>
 TS_INLINE void finish(Output o) {
+    // The results that most products of int8 have need no pass of their own before.
+    if constexpr (sizeof(element_t<typename Square::V>) == sizeof(float))
+        if (o.rescale.offsets && o.transposed && o.activation == Activation::none && !o.gated)
+            return store_transposed<Square>(o, BiasedSums<Square, RescaledSums<true>>(o));
     finish_sums<Codec>(o);
     if (o.gated)
         store_gated<Codec, Square>(o);

@@ -1,0 +1,169 @@
+"""Times products of int8 on a CPU, quantizing x included, against dense int8 products, as a table.
+
+    OMP_NUM_THREADS=2 python benchmarks/bench_cpu_eight_bits.py
+
+Dense are PyTorch's dynamically quantized linear layers, with every engine that it has, and ONNX Runtime's
+MatMulInteger where onnxruntime and onnx are installed; the fastest one counts. All take turns, and of each the
+least time counts, since others share the machine. With --processor it is processor time, which waits for nobody:
+for one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tilesparse import _C, BlockPattern, functional
+from tilesparse._checks import DTYPES
+from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.native import DDS_NT
+
+SHAPES = ((768, 3072), (4096, 4096))  # in_features, out_features
+CPU, INT8, SCALES_PER_FEATURE = 0, 4, 2
+
+
+def dense_calls(x: torch.Tensor, out_features: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Dense products of int8 by their names; x is quantized in every call."""
+    layer = torch.nn.Linear(x.shape[1], out_features)
+    for engine in torch.backends.quantized.supported_engines:
+        if engine not in ("fbgemm", "x86", "onednn"):
+            continue
+        torch.backends.quantized.engine = engine
+        quantized = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(layer), {torch.nn.Linear})
+        yield engine, lambda quantized=quantized: quantized(x)
+    try:
+        yield "onnxruntime", onnx_call(x, layer.weight.detach())
+    except ImportError:
+        return
+
+
+def onnx_call(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
+    import onnxruntime
+    from onnx import TensorProto, helper, numpy_helper
+
+    scale = weight.abs().max() / 127
+    constants = {"w": (weight.t() / scale).round().to(torch.int8).contiguous(), "w_scale": scale}
+    nodes = (
+        ("DynamicQuantizeLinear", ["x"], ["q", "x_scale", "x_zero"], {}),
+        ("MatMulInteger", ["q", "w", "x_zero"], ["sums"], {}),
+        ("Cast", ["sums"], ["floats"], {"to": TensorProto.FLOAT}),
+        ("Mul", ["x_scale", "w_scale"], ["scale"], {}),
+        ("Mul", ["floats", "scale"], ["y"], {}),
+    )
+    graph = helper.make_graph(
+        [helper.make_node(op, inputs, outputs, **options) for op, inputs, outputs, options in nodes],
+        "linear",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(x.shape))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [x.shape[0], weight.shape[0]])],
+        [numpy_helper.from_array(tensor.numpy(), name) for name, tensor in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return lambda: session.run(None, {"x": x.numpy()})
+
+
+class Sparse:
+    """y = x W^T in int8: each call quantizes x and multiplies."""
+
+    def __init__(self, x: torch.Tensor, out_features: int, density: float, block: int) -> None:
+        shape = (out_features, x.shape[1])
+        pattern = BlockPattern.random(shape, block_shape=block, density=density)
+        self.x = x
+        self._index = prepared(pattern.index_on(torch.device("cpu")))
+        self._values = torch.randint(-127, 128, (pattern.nnz, block, block), dtype=torch.int8)
+        self._scales = torch.rand(out_features)
+        self._product = _C.Product(
+            self._index.descriptor,
+            DDS_NT,
+            INT8,
+            CPU,
+            len(x),
+            ldx=shape[1],
+            ldy=shape[0],
+            row_scales=SCALES_PER_FEATURE,
+            result_dtype=DTYPES[torch.float32],
+        )
+        self.kernel = _C.kernels()[self._product.resolve()[0]].name
+        self._workspace = torch.empty(self._product.workspace_size() + 256, dtype=torch.uint8)
+
+    def __call__(self) -> torch.Tensor:
+        q, x_scales = functional.quantize(self.x, torch.int8)
+        y = torch.empty(len(q), len(self._scales))
+        workspace = self._workspace.data_ptr()
+        self._product.run(
+            q.data_ptr(),
+            y.data_ptr(),
+            self._values.data_ptr(),
+            0,
+            0,
+            workspace + -workspace % 256,
+            0,
+            scales=self._scales.data_ptr(),
+            x_scales=x_scales.data_ptr(),
+        )
+        return y
+
+
+def least_times(
+    calls: Sequence[Callable[[], object]], rounds: int, clock: Callable[[], float]
+) -> list[float]:
+    """Microseconds of each."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, own in zip(calls, times, strict=True):
+            call()  # whose operands are in the cache then, as far as they fit
+            start = clock()
+            call()
+            own.append(clock() - start)
+    return [min(own) * 1e6 for own in times]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tokens", type=int, nargs="+", default=(512,))
+    parser.add_argument("--blocks", type=int, nargs="+", default=(32, 64))
+    parser.add_argument("--densities", type=float, nargs="+", default=(0.5, 0.25))
+    parser.add_argument("--processor", action="store_true", help="processor time instead of time")
+    options: Any = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    clock = time.process_time if options.processor else time.perf_counter
+    print(f"{torch.get_num_threads()} threads, int8, results in float32, µs")
+    print(
+        "| layer | tokens | density | blocks | kernel | int8 | best dense | speedup |\n" + "| --- " * 8 + "|"
+    )
+    for in_features, out_features in SHAPES:
+        for tokens in options.tokens:
+            x = torch.randn(tokens, in_features)
+            names, dense = zip(*dense_calls(x, out_features), strict=True)
+            for density in options.densities:
+                for block in options.blocks:
+                    sparse = Sparse(x, out_features, density, block)
+                    with torch.no_grad():
+                        time_of_sparse, *others = least_times((sparse, *dense), options.rounds, clock)
+                    best = min(others)
+                    cells = (
+                        f"{in_features} → {out_features}",
+                        tokens,
+                        density,
+                        block,
+                        sparse.kernel,
+                        round(time_of_sparse),
+                        f"{best:.0f} ({names[others.index(best)]})",
+                        f"{best / time_of_sparse:.2f}×",
+                    )
+                    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
