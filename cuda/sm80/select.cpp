@@ -46,19 +46,14 @@ double chunks_time(const Problem& problem, const Device& device) {
     return kBegin + std::hypot(work, memory_time(problem, kRate));
 }
 
-// What a product in 8 bits is like in 16. int8 moves the bytes and takes the instructions of half of k, in
-// blocks of half as many columns; of 16, below which there are none, half as many blocks. float8 is
-// multiplied as halves.
+// What a product in 8 bits is like in 16. int8 moves the bytes and takes the instructions of half of k;
+// copies of 16 bytes each do not care how many of them a block has in a line. float8 is multiplied as halves.
 Problem in_16_bits(const Problem& problem) {
     Problem result = problem;
     result.input_dtype = result.values.dtype = DType::float16;
     if (problem.input_dtype != DType::int8) return result;
-    Pattern& pattern = result.pattern;
-    pattern.in_features /= 2;
-    if (pattern.block_cols > 16)
-        pattern.block_cols /= 2;
-    else
-        pattern.nnz /= 2;
+    result.pattern.in_features /= 2;
+    result.pattern.nnz /= 2;
     return result;
 }
 
