@@ -114,6 +114,7 @@ void test_selection(void);
 void test_plans(void);
 void test_compressions(void);
 void test_storages(void);
+void test_eight_bits(void);
 void test_products(void);
 
 #endif /* TILESPARSE_TESTS_LAYER_H_ */

@@ -11,6 +11,7 @@ int main(void) {
     test_plans();
     test_compressions();
     test_storages();
+    test_eight_bits();
     test_products();
     printf("%d failures\n", failures);
     return failures > 0;

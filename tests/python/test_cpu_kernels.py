@@ -41,7 +41,12 @@ from tilesparse._runtime.native import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 
 CPU = 0
 # By the size of an element.
-POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA57FA5), 8: (torch.int64, 0x7FF57FA57FA57FA5)}
+POISON = {
+    1: (torch.int8, 0x7F),
+    2: (torch.int16, 0x7FA5),
+    4: (torch.int32, 0x7FA57FA5),
+    8: (torch.int64, 0x7FF57FA57FA57FA5),
+}
 GUARD = 4096  # elements of poison before and after an operand
 
 

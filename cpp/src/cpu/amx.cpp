@@ -36,13 +36,17 @@ template <int Tile>
 TS_INLINE void tile_zero() {
     asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
 }
-template <int Sum, int A, int B>
+template <bool Int8, int Sum, int A, int B>
 TS_INLINE void tile_multiply() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
+    if constexpr (Int8)
+        asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
+    else
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
 }
 
-// Sums of 16 * Rows rows and 16 * (J, ...) columns stay in tiles 0 to 3; A follows, then B.
-template <int Rows, int... J>
+// Sums of 16 * Rows rows and 16 * (J, ...) columns, in float32 or int32, stay in tiles 0 to 3; A follows,
+// then B.
+template <bool Int8, int Rows, int... J>
 void multiply_tiles(const RowTile& s, int64_t row, int64_t column, int64_t depth,
                     std::integer_sequence<int, J...>) {
     constexpr int cols = sizeof...(J), a_tile = 4, b_tile = 4 + Rows, b_tiles = 4 - Rows;
@@ -60,21 +64,21 @@ void multiply_tiles(const RowTile& s, int64_t row, int64_t column, int64_t depth
             const auto column_products = [&]<int j>() {
                 constexpr int b_j = b_tile + j % b_tiles;
                 tile_load<b_j>(b + d * s.columns + 16 * j, stride);
-                tile_multiply<j, a_tile, b_j>();
-                if constexpr (Rows == 2) tile_multiply<cols + j, a_tile + 1, b_j>();
+                tile_multiply<Int8, j, a_tile, b_j>();
+                if constexpr (Rows == 2) tile_multiply<Int8, cols + j, a_tile + 1, b_j>();
             };
             (column_products.template operator()<J>(), ...);
         }
     }
-    auto* to = static_cast<float*>(s.sums) + row * s.columns + column;
+    auto* to = static_cast<uint32_t*>(s.sums) + row * s.columns + column;
     (tile_store<J>(to + 16 * J, stride), ...);
     if constexpr (Rows == 2) (tile_store<cols + J>(to + 16 * s.columns + 16 * J, stride), ...);
 }
 
-template <int Rows, int Cols>
+template <bool Int8, int Rows, int Cols>
 int64_t multiply_columns(const RowTile& s, int64_t row, int64_t column, int64_t depth) {
     for (; column + 16 * Cols <= s.columns; column += 16 * Cols)
-        multiply_tiles<Rows>(s, row, column, depth, std::make_integer_sequence<int, Cols>{});
+        multiply_tiles<Int8, Rows>(s, row, column, depth, std::make_integer_sequence<int, Cols>{});
     return column;
 }
 
@@ -101,12 +105,12 @@ void multiply_token_tiles(const TokenTile& s, int64_t token, int64_t depth) {
             tile_load<4>(w, kMaxRows * 4);
             tile_load<5>(w + 16, kMaxRows * 4);
             tile_load<6>(pairs, s.x_ld);
-            tile_multiply<0, 6, 4>();
-            tile_multiply<1, 6, 5>();
+            tile_multiply<false, 0, 6, 4>();
+            tile_multiply<false, 1, 6, 5>();
             if constexpr (Rows == 2) {
                 tile_load<7>(pairs + 16 * s.x_ld, s.x_ld);
-                tile_multiply<2, 7, 4>();
-                tile_multiply<3, 7, 5>();
+                tile_multiply<false, 2, 7, 4>();
+                tile_multiply<false, 3, 7, 5>();
             }
         }
     }
@@ -119,19 +123,19 @@ void multiply_token_tiles(const TokenTile& s, int64_t token, int64_t depth) {
     }
 }
 
-}  // namespace
-
-bool request_amx_bf16() {
+// `feature`: the bit of CPUID for the instruction that multiplies.
+bool request_amx(unsigned feature) {
 #ifdef __linux__
-    constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24, kTileData = 18, kRequestPermission = 0x1023;
+    constexpr unsigned kTiles = 1u << 24, kTileData = 18, kRequestPermission = 0x1023;
     unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & kBf16 && d & kTiles &&
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & feature && d & kTiles &&
            syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
     return false;
 #endif
 }
 
+template <bool Int8>
 void multiply_amx(const RowTile& s) {
     const int64_t depth = std::min<int64_t>(s.depth, 16);
     TileConfig config;
@@ -144,15 +148,23 @@ void multiply_amx(const RowTile& s) {
     for (int tile = first_b; tile < 8; ++tile) config.rows[tile] = depth;
     asm volatile("ldtilecfg %0" ::"m"(config));
     if (s.rows == 32) {
-        const int64_t column = multiply_columns<2, 2>(s, 0, 0, depth);
-        multiply_columns<2, 1>(s, 0, column, depth);
+        const int64_t column = multiply_columns<Int8, 2, 2>(s, 0, 0, depth);
+        multiply_columns<Int8, 2, 1>(s, 0, column, depth);
     } else {
-        int64_t column = multiply_columns<1, 4>(s, 0, 0, depth);
-        column = multiply_columns<1, 2>(s, 0, column, depth);
-        multiply_columns<1, 1>(s, 0, column, depth);
+        int64_t column = multiply_columns<Int8, 1, 4>(s, 0, 0, depth);
+        column = multiply_columns<Int8, 1, 2>(s, 0, column, depth);
+        multiply_columns<Int8, 1, 1>(s, 0, column, depth);
     }
     asm volatile("tilerelease");
 }
+
+}  // namespace
+
+bool request_amx_bf16() { return request_amx(1u << 22); }
+bool request_amx_int8() { return request_amx(1u << 25); }
+
+void multiply_amx_bf16(const RowTile& s) { multiply_amx<false>(s); }
+void multiply_amx_int8(const RowTile& s) { multiply_amx<true>(s); }
 
 void multiply_tokens_amx(const TokenTile& s) {
     const int64_t depth = std::min<int64_t>(s.depth, 16);

@@ -13,7 +13,7 @@ template <const InstructionSet& set>
 const char* refuses(const Problem& problem, const Device&) {
     const bool is_wide = problem.op == Op::sdd_tn && problem.result_dtype == DType::float32 &&
                          element_size(problem.input_dtype) == 2;
-    if (problem.result_dtype != problem.input_dtype && !is_wide)
+    if (problem.result_dtype != problem.input_dtype && !is_wide && !is_quantized(problem.input_dtype))
         return "it writes float32 instead of the dtype of x and y only for sdd_tn of 16 bits";
     return set.available() ? nullptr : set.missing;
 }
@@ -44,33 +44,57 @@ int32_t launch(const Problem& problem, const Device& device, const Decision& dec
     const Steps& steps = steps_of<set>(problem);
     if (is_empty(problem)) return 0;
     advise_huge_pages(workspace, workspace_size<set>(problem, device, decision));
+    const Finish finish = set.steps[static_cast<int>(problem.result_dtype)].finish;
     if (problem.op == Op::sdd_tn)
-        sdd(steps, set.steps[static_cast<int>(problem.result_dtype)].finish, problem, device, workspace);
+        sdd(steps, finish, problem, device, workspace);
     else if (suits_decode(steps, problem))
-        decode(steps, problem, device, workspace);
+        decode(steps, finish, problem, device, workspace);
     else
-        dds(steps, problem, device, workspace);
+        dds(steps, finish, problem, device, workspace);
     return 0;
 }
 
+// Of whatever dtypes inputs are; which results go with which, refuses says.
 template <const InstructionSet& set>
-constexpr Kernel row(const char* name, uint32_t dtypes) {
+constexpr Kernel row(const char* name, uint32_t ops, uint32_t inputs, uint32_t results) {
     Kernel row{
-        name,         DeviceType::cpu,     0,          0b111, dtypes, Precision::highest, {0, 0}, 0, 0, 0,
+        name,         DeviceType::cpu,     0,          ops, inputs, Precision::highest, {0, 0}, 0, 0, 0,
         refuses<set>, workspace_size<set>, launch<set>};
-    row.result_dtypes = dtypes | 1u << static_cast<int>(DType::float32);  // see refuses
+    row.result_dtypes = results;
     return row;
 }
 
-constexpr uint32_t kEveryDType = 0b1111;
-[[maybe_unused]] constexpr uint32_t kBFloat16 = 1u << static_cast<int>(DType::bfloat16);
+constexpr uint32_t kEveryOp = bits_of(Op::dds_nt, Op::dds_nn, Op::sdd_tn);
+constexpr uint32_t kEightBits = bits_of(DType::int8, DType::float8_e4m3fn);
+constexpr uint32_t kEightBitResults = bits_of(DType::float32, DType::float16, DType::bfloat16);
+constexpr uint32_t kEveryResult = kEightBitResults | bits_of(DType::float64);
+
+// Of 8 bits with dds_nt alone.
+template <const InstructionSet& set>
+constexpr Kernel every_dtype(const char* name) {
+    return row<set>(name, kEveryOp, kEveryResult | kEightBits, kEveryResult);
+}
+
+#ifdef __x86_64__
+template <const InstructionSet& set>
+constexpr Kernel only_bfloat16(const char* name) {
+    return row<set>(name, kEveryOp, bits_of(DType::bfloat16), bits_of(DType::bfloat16, DType::float32));
+}
+
+template <const InstructionSet& set>
+constexpr Kernel only_int8(const char* name) {
+    return row<set>(name, bits_of(Op::dds_nt), bits_of(DType::int8), kEightBitResults);
+}
+#endif
 
 constexpr Kernel kKernels[] = {
 #ifdef __x86_64__
-    row<amx_bf16>("cpu_amx_bf16", kBFloat16),   row<avx512_bf16>("cpu_avx512_bf16", kBFloat16),
-    row<avx512>("cpu_avx512", kEveryDType),     row<avx2>("cpu_avx2", kEveryDType),
+    only_bfloat16<amx_bf16>("cpu_amx_bf16"), only_bfloat16<avx512_bf16>("cpu_avx512_bf16"),
+    only_int8<amx_int8>("cpu_amx_int8"),     only_int8<avx512_vnni>("cpu_avx512_vnni"),
+    only_int8<avx_vnni>("cpu_avx_vnni"),     every_dtype<avx512>("cpu_avx512"),
+    every_dtype<avx2>("cpu_avx2"),
 #endif
-    row<portable>("cpu_portable", kEveryDType),
+    every_dtype<portable>("cpu_portable"),
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // y = x W^T and x = y W.
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/memory.h"
 #include "cpu/products.h"
@@ -14,8 +15,9 @@ constexpr int64_t kChunkTokens = 256;      // most tokens whose panels are visit
 
 class Dds {
   public:
-    Dds(const Steps& steps, const Problem& problem, const Device& device, void* memory)
+    Dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* memory)
         : steps_(steps),
+          finish_(finish),
           p_(problem),
           forward_(p_.forward()),
           input_(p_.input()),
@@ -39,6 +41,7 @@ class Dds {
                                                         : std::min(wave_, round_up(p_.tokens, steps_.lanes));
         panels_ = workspace_.take(packed_tokens * depth_ * steps_.packed_size);
         values_ = workspace_.take(device.multiprocessors * (kTaskFeatures / rows_) * value_bytes_);
+        zeros_ = workspace_.take(steps_.x_offset ? input_features_ : 0);
     }
 
     size_t workspace_size() const { return workspace_.size(); }
@@ -48,6 +51,7 @@ class Dds {
         const bool row_major = output_.layout == Layout::row_major;
         if (output_.ld == (row_major ? features_ : p_.tokens))
             advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.result_dtype));
+        if (steps_.x_offset) std::memset(zeros_, steps_.x_offset, input_features_);
         in_parallel(threads_, [this](Member& member) {
             if (own_chunks_ > 0) return run_own_chunks(member);
             for (int64_t wave = 0; wave < p_.tokens; wave += wave_)
@@ -143,13 +147,15 @@ class Dds {
     void compute(const Panels& panels, int64_t feature, int64_t feature_end, int64_t token, int64_t token_end,
                  int thread) const {
         alignas(64) std::byte sums[kSumBytes];
+        alignas(64) int32_t offsets[kTaskFeatures] = {};
         RowTile row_tiles[kTaskFeatures / kMinRows];
         const int64_t count = (feature_end - feature) / rows_;
         const int64_t place = thread * (kTaskFeatures / rows_);
         for (int64_t i = 0; i < count; ++i) row_tiles[i] = row_tile_of(feature + i * rows_, place + i);
-        for (; token < token_end; token += steps_.tile) {
+        bool has_offsets = steps_.x_offset == 0;
+        for (; token < token_end; token += steps_.tile, has_offsets = true) {
             const int64_t tokens = tile_tokens(token, token_end);
-            const Output output = output_of(feature, feature_end - feature, token, tokens, sums);
+            const Output output = output_of(feature, feature_end - feature, token, tokens, sums, offsets);
             prefetch_output(output, element_size(p_.result_dtype));
             for (int64_t i = 0; i < count; ++i) {
                 if (by_tokens_)
@@ -157,8 +163,10 @@ class Dds {
                 else
                     multiply(row_tiles[i], panel(panels, token),
                              offset(sums, i * rows_ * output.sums_ld * steps_.packed_size), output.sums_ld);
+                // The cache holds the values by now.
+                if (!has_offsets) sum_offsets(row_tiles[i], offsets + i * rows_);
             }
-            steps_.finish(output);
+            finish_(output);
         }
     }
 
@@ -173,6 +181,12 @@ class Dds {
         const int64_t ld = input_.ld * element_size(p_.input_dtype);
         steps_.multiply_tokens({offset(input_.data, token * ld), ld, row_tile.a, row_tile.idx,
                                 row_tile.entries, row_tile.depth, tokens, sums, kTaskFeatures});
+    }
+
+    // What the offset of x adds to the sums of a row tile: the sums of a token of zeros.
+    void sum_offsets(const RowTile& t, int32_t* sums) const {
+        steps_.multiply_decode({zeros_, 0, t.a, t.slot, t.a_entry * steps_.pair, t.idx, t.entries,
+                                t.depth * steps_.pair, rows_, 1, sums, 0});
     }
 
     // The row tile that begins at a feature, without its tokens. Packed values go to `place`.
@@ -225,7 +239,8 @@ class Dds {
         }
     }
 
-    Output output_of(int64_t feature, int64_t features, int64_t token, int64_t columns, void* sums) const {
+    Output output_of(int64_t feature, int64_t features, int64_t token, int64_t columns, void* sums,
+                     const int32_t* offsets) const {
         const bool row_major = output_.layout == Layout::row_major;
         const auto first = [&](int64_t ld) {
             return row_major ? token * ld + feature : feature * ld + token;
@@ -233,6 +248,7 @@ class Dds {
         const int64_t size = element_size(p_.result_dtype);
         const Matrix& residual = p_.residual;
         const void* bias = p_.bias ? offset(p_.bias, feature * size) : nullptr;
+        const auto rescale = rescale_of(p_, token, feature, offsets);
         return {sums,
                 by_tokens_ ? kTaskFeatures : round_up(columns, steps_.lanes),
                 by_tokens_ ? columns : features,
@@ -246,10 +262,12 @@ class Dds {
                 residual.data ? offset(residual.data, first(residual.ld) * size) : nullptr,
                 residual.ld,
                 p_.gated,
-                p_.gate_activation};
+                p_.gate_activation,
+                rescale};
     }
 
     const Steps& steps_;
+    const Finish finish_;
     const Problem& p_;
     const bool forward_;
     const Matrix input_, output_;
@@ -267,16 +285,17 @@ class Dds {
     Workspace workspace_;
     std::byte* panels_;
     std::byte* values_;  // of each thread
+    std::byte* zeros_;   // a packed token
 };
 
 }  // namespace
 
 size_t dds_workspace_size(const Steps& steps, const Problem& problem, const Device& device) {
-    return Dds(steps, problem, device, nullptr).workspace_size();
+    return Dds(steps, steps.finish, problem, device, nullptr).workspace_size();
 }
 
-void dds(const Steps& steps, const Problem& problem, const Device& device, void* workspace) {
-    Dds(steps, problem, device, workspace).run();
+void dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace) {
+    Dds(steps, finish, problem, device, workspace).run();
 }
 
 }  // namespace ts::cpu

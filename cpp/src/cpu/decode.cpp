@@ -1,6 +1,7 @@
 // y = x W^T for a small batch (decode).
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/memory.h"
 #include "cpu/products.h"
@@ -12,20 +13,23 @@ namespace {
 // Forward, to row-major results. Blocks of W are read where they lie, as vectors along k.
 class Decode {
   public:
-    Decode(const Steps& steps, const Problem& problem, const Device& device, void* memory)
+    Decode(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* memory)
         : steps_(steps),
+          finish_(finish),
           p_(problem),
           adjacency_(p_.block_rows()),
           rows_(std::min<int64_t>(p_.row_block(), kMaxRows)),
           element_(element_size(p_.input_dtype)),
+          result_element_(element_size(p_.result_dtype)),
+          tokens_(p_.tokens + (steps_.x_offset ? 1 : 0)),
           packed_element_(steps_.packed_size / steps_.pair),
-          packs_(p_.tokens > 1 || packed_element_ != element_ || p_.input().layout != Layout::row_major),
+          packs_(tokens_ > 1 || packed_element_ != element_ || p_.input().layout != Layout::row_major),
           x_ld_(p_.k_size() + kLine / packed_element_),
           threads_(std::min(max_threads(), device.multiprocessors)),
           workspace_(memory) {
         const bool many = ceil_div(p_.features(), kTaskFeatures) >= kThreadTasks * device.multiprocessors;
         task_features_ = many ? kTaskFeatures : rows_;
-        x_ = packs_ ? workspace_.take(p_.tokens * x_ld_ * packed_element_) : nullptr;
+        x_ = packs_ ? workspace_.take(tokens_ * x_ld_ * packed_element_) : nullptr;
     }
 
     size_t workspace_size() const { return workspace_.size(); }
@@ -39,6 +43,8 @@ class Decode {
                     pack_rectangle(steps_, p_.input_dtype, p_.input(),
                                    {feature, features, 0, p_.tokens, p_.tokens}, true, false,
                                    offset(x_, feature * packed_element_), x_ld_);
+                    if (steps_.x_offset)
+                        std::memset(offset(x_, p_.tokens * x_ld_ + feature), steps_.x_offset, features);
                 });
                 member.wait();
             }
@@ -55,8 +61,9 @@ class Decode {
     // Computes as many features from `feature` on.
     void compute(int64_t feature, int64_t features) const {
         alignas(64) std::byte sums[kMostDecodeTokens * kTaskFeatures * sizeof(double)];
-        const Output output = output_of(feature, features, sums);
-        prefetch_output(output, element_);
+        alignas(64) int32_t offsets[kTaskFeatures] = {};
+        const Output output = output_of(feature, features, sums, offsets);
+        prefetch_output(output, result_element_);
         const int64_t block_rows = p_.pattern.block_rows, block_cols = p_.pattern.block_cols;
         for (int64_t first = 0; first < features; first += rows_) {
             const int64_t row = (feature + first) / block_rows, within = (feature + first) % block_rows;
@@ -64,27 +71,35 @@ class Decode {
             steps_.multiply_decode({packs_ ? x_ : p_.input().data, packs_ ? x_ld_ : p_.input().ld,
                                     offset(p_.values.data, within * block_cols * element_),
                                     adjacency_.slot + begin, block_rows * block_cols, adjacency_.idx + begin,
-                                    adjacency_.ptr[row + 1] - begin, block_cols, rows_, p_.tokens,
+                                    adjacency_.ptr[row + 1] - begin, block_cols, rows_, tokens_,
                                     offset(sums, first * std::max<int64_t>(element_, sizeof(float))),
                                     kTaskFeatures});
         }
-        steps_.finish(output);
+        if (steps_.x_offset) std::memcpy(offsets, offset(sums, p_.tokens * sizeof offsets), sizeof offsets);
+        finish_(output);
     }
 
-    Output output_of(int64_t feature, int64_t features, void* sums) const {
-        const auto at = [&](const void* data) { return data ? offset(data, feature * element_) : nullptr; };
-        return {sums,     kTaskFeatures,     p_.tokens, features,      at(p_.output().data), p_.output().ld,
-                false,    at(p_.bias),       true,      p_.activation, at(p_.residual.data), p_.residual.ld,
-                p_.gated, p_.gate_activation};
+    Output output_of(int64_t feature, int64_t features, void* sums, const int32_t* offsets) const {
+        const auto at = [&](const void* data) {
+            return data ? offset(data, feature * result_element_) : nullptr;
+        };
+        return {sums,          kTaskFeatures,        p_.tokens,
+                features,      at(p_.output().data), p_.output().ld,
+                false,         at(p_.bias),          true,
+                p_.activation, at(p_.residual.data), p_.residual.ld,
+                p_.gated,      p_.gate_activation,   rescale_of(p_, 0, feature, offsets)};
     }
 
     const Steps& steps_;
+    const Finish finish_;
     const Problem& p_;
     const Adjacency adjacency_;
     const int64_t rows_;
-    const int64_t element_, packed_element_;  // bytes
-    const bool packs_;                        // x, which else is read where it lies
-    const int64_t x_ld_;                      // once packed
+    const int64_t element_, result_element_;  // bytes
+    const int64_t tokens_;                    // with one of zeros, whose sums are what the offset of x adds
+    const int64_t packed_element_;
+    const bool packs_;    // x, which else is read where it lies
+    const int64_t x_ld_;  // once packed
     const int threads_;
     int64_t task_features_;
     Workspace workspace_;
@@ -99,11 +114,12 @@ bool suits_decode(const Steps& steps, const Problem& problem) {
 }
 
 size_t decode_workspace_size(const Steps& steps, const Problem& problem, const Device& device) {
-    return Decode(steps, problem, device, nullptr).workspace_size();
+    return Decode(steps, steps.finish, problem, device, nullptr).workspace_size();
 }
 
-void decode(const Steps& steps, const Problem& problem, const Device& device, void* workspace) {
-    Decode(steps, problem, device, workspace).run();
+void decode(const Steps& steps, Finish finish, const Problem& problem, const Device& device,
+            void* workspace) {
+    Decode(steps, finish, problem, device, workspace).run();
 }
 
 }  // namespace ts::cpu

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/activation.h"
 #include "cpu/steps.h"
@@ -9,35 +10,91 @@
 
 namespace ts::cpu {
 
-template <Activation activation, class V>
-TS_INLINE void activate_sums(const Output& o, const element_t<V>* bias) {
+// The numbers of columns, or that of a row: less zero, which the compiler leaves out.
+template <class V>
+TS_INLINE V numbers_at(const element_t<V>* numbers, bool of_columns, int64_t row, int64_t column) {
+    return of_columns ? load<V>(numbers + column) : numbers[row] - V{};
+}
+
+// Sums that are results but for bias and activation.
+struct PlainSums {
+    explicit PlainSums(const Output&) {}
+    template <class V>
+    TS_INLINE V at(const Output& o, int64_t row, int64_t column) const {
+        return load<V>(static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld + column);
+    }
+};
+
+// Sums of products of 8 bits, in int32 or float32.
+template <bool IsInteger>
+struct RescaledSums {
+    // Copies, as those of the bias: no store can change them. None of a token is read that does not exist.
+    alignas(64) float token_scales[kTaskFeatures] = {};
+    alignas(64) float feature_scales[kTaskFeatures] = {};
+    alignas(64) int32_t offsets[kTaskFeatures] = {};
+
+    TS_INLINE explicit RescaledSums(const Output& o) {
+        const int64_t tokens = o.columns_are_features ? o.rows : o.columns;
+        const int64_t features = o.columns_are_features ? o.columns : o.rows;
+        std::memcpy(token_scales, o.rescale.token_scales, tokens * sizeof(float));
+        std::memcpy(feature_scales, o.rescale.feature_scales, features * sizeof(float));
+        if constexpr (IsInteger) std::memcpy(offsets, o.rescale.offsets, features * sizeof(int32_t));
+    }
+    template <class V>
+    TS_INLINE V at(const Output& o, int64_t row, int64_t column) const {
+        using U = Vector<uint32_t, sizeof(V)>;
+        using I = Vector<int32_t, sizeof(V)>;
+        const bool features = o.columns_are_features;
+        V sum = PlainSums(o).at<V>(o, row, column);
+        if constexpr (IsInteger) {
+            const auto offset = numbers_at<I>(offsets, features, row, column);
+            const U difference = bit_cast_vector<U>(sum) - bit_cast_vector<U>(offset);
+            sum = __builtin_convertvector(bit_cast_vector<I>(difference), V);
+        }
+        sum *= numbers_at<V>(token_scales, !features, row, column);
+        return settled(sum * numbers_at<V>(feature_scales, features, row, column));
+    }
+};
+
+template <Activation activation, class V, class Sums>
+TS_INLINE void activate_sums(const Output& o, const Sums& sums, const element_t<V>* bias) {
     for (int64_t row = 0; row < o.rows; ++row) {
-        auto* sums = static_cast<element_t<V>*>(o.sums) + row * o.sums_ld;
+        auto* to = static_cast<element_t<V>*>(o.sums) + row * o.sums_ld;
         for (int64_t column = 0; column < o.columns; column += lanes_of<V>) {
-            const V added = o.bias_of_columns ? load<V>(bias + column) : V{} + bias[row];
-            store(sums + column, activate<activation>(load<V>(sums + column) + added));
+            const V added = numbers_at<V>(bias, o.columns_are_features, row, column);
+            store(to + column, activate<activation>(sums.template at<V>(o, row, column) + added));
         }
     }
 }
 
-template <class Codec>
+template <class Codec, class Sums>
 TS_INLINE void activate_sums(const Output& o) {
     using S = typename Codec::S;
     using V = typename Codec::V;
+    const Sums sums(o);
     element_t<V> bias[kTaskFeatures] = {};
-    const int64_t features = o.bias_of_columns ? o.columns : o.rows;
+    const int64_t features = o.columns_are_features ? o.columns : o.rows;
     for (int i = 0; o.bias && i < features; i += lanes_of<V>)
         store(bias + i, Codec::decode(load<S>(static_cast<const typename Codec::Stored*>(o.bias) + i)));
     switch (o.activation) {
         case Activation::none:
-            return activate_sums<Activation::none, V>(o, bias);
+            return activate_sums<Activation::none, V>(o, sums, bias);
         case Activation::relu:
-            return activate_sums<Activation::relu, V>(o, bias);
+            return activate_sums<Activation::relu, V>(o, sums, bias);
         case Activation::gelu:
-            return activate_sums<Activation::gelu, V>(o, bias);
+            return activate_sums<Activation::gelu, V>(o, sums, bias);
         case Activation::silu:
-            return activate_sums<Activation::silu, V>(o, bias);
+            return activate_sums<Activation::silu, V>(o, sums, bias);
     }
+}
+
+template <class Codec>
+TS_INLINE void finish_sums(const Output& o) {
+    if constexpr (sizeof(element_t<typename Codec::V>) == sizeof(float)) {
+        if (o.rescale.offsets) return activate_sums<Codec, RescaledSums<true>>(o);
+        if (o.rescale.token_scales) return activate_sums<Codec, RescaledSums<false>>(o);
+    }
+    if (o.bias || o.activation != Activation::none) activate_sums<Codec, PlainSums>(o);
 }
 
 template <class Codec>
@@ -67,32 +124,42 @@ TS_INLINE void store_rows(const Output& o) {
     }
 }
 
+// Two squares at a time: what two stores write is one line of memory where results are float32, and no other
+// line takes its place in the cache in between.
 template <class Codec>
 TS_INLINE void store_transposed(const Output& o) {
     using V = typename Codec::V;
-    constexpr int lanes = lanes_of<V>;
+    constexpr int lanes = lanes_of<V>, squares = 2;
     for (int64_t column = 0; column < o.columns; column += lanes)
-        for (int64_t row = 0; row < o.rows; row += lanes) {
+        for (int64_t row = 0; row < o.rows; row += squares * lanes) {
             const auto* sums = static_cast<const element_t<V>*>(o.sums) + row * o.sums_ld + column;
             auto* to = static_cast<typename Codec::Stored*>(o.data) + column * o.ld + row;
-            V square[lanes];
+            V square[squares][lanes];
             TS_UNROLL
-            for (int i = 0; i < lanes; ++i) square[i] = load<V>(sums + i * o.sums_ld);
-            transpose(square);
+            for (int j = 0; j < squares; ++j) {
+                TS_UNROLL
+                for (int i = 0; i < lanes; ++i) square[j][i] = load<V>(sums + (j * lanes + i) * o.sums_ld);
+                transpose(square[j]);
+            }
             const int64_t count = o.columns - column;
             TS_UNROLL
             for (int i = 0; i < lanes; ++i) {
                 if (i >= count) continue;
-                if (o.added) square[i] = with_added(o, square[i], added_at<Codec>(o, column + i, row));
-                store(to + i * o.ld, Codec::encode(square[i]));
+                TS_UNROLL
+                for (int j = 0; j < squares; ++j) {
+                    V value = square[j][i];
+                    if (o.added)
+                        value = with_added(o, value, added_at<Codec>(o, column + i, row + j * lanes));
+                    store(to + i * o.ld + j * lanes, Codec::encode(value));
+                }
             }
         }
 }
 
-template <class Codec>
+template <class Codec, class Square>
 TS_INLINE void store_output(const Output& o) {
     if (o.transposed)
-        store_transposed<Codec>(o);
+        store_transposed<Square>(o);
     else
         store_rows<Codec>(o);
 }
@@ -107,7 +174,7 @@ TS_INLINE void activate_gate(const Output& o, int64_t lines, int64_t length, voi
 }
 
 // Stores with a copy of the gate that is activated.
-template <class Codec>
+template <class Codec, class Square>
 TS_INLINE void store_gated(Output o) {
     alignas(64) typename Codec::Stored activated[kTaskFeatures * kTaskFeatures];
     const int64_t lines = o.transposed ? o.columns : o.rows, length = o.transposed ? o.rows : o.columns;
@@ -128,16 +195,17 @@ TS_INLINE void store_gated(Output o) {
         o.added = activated;
         o.added_ld = kTaskFeatures;
     }
-    store_output<Codec>(o);
+    store_output<Codec, Square>(o);
 }
 
-template <class Codec>
-TS_INLINE void finish(const Output& o) {
-    if (o.bias || o.activation != Activation::none) activate_sums<Codec>(o);
+// Of a copy, which no store can change: what is read of it stays in registers.
+template <class Codec, class Square>
+TS_INLINE void finish(Output o) {
+    finish_sums<Codec>(o);
     if (o.gated)
-        store_gated<Codec>(o);
+        store_gated<Codec, Square>(o);
     else
-        store_output<Codec>(o);
+        store_output<Codec, Square>(o);
 }
 
 }  // namespace ts::cpu

@@ -27,6 +27,12 @@ void advise_huge_pages(void* data, int64_t bytes) {
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
+Rescale rescale_of(const Problem& problem, int64_t token, int64_t feature, const int32_t* offsets) {
+    if (!is_quantized(problem.input_dtype)) return {};
+    return {problem.x_scales + token, problem.values.scales + feature,
+            problem.input_dtype == DType::int8 ? offsets : nullptr};
+}
+
 void pack_rectangle(const Steps& steps, DType dtype, const Matrix& from, const Rectangle& rectangle,
                     bool tokens_first, bool pair_tokens, void* target, int64_t target_ld) {
     const bool row_major = from.layout == Layout::row_major;

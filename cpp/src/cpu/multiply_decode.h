@@ -14,17 +14,24 @@ namespace ts::cpu {
 template <class V>
 constexpr int kDecodeSums = sizeof(V) == 64 ? 16 : 8;  // in registers
 
-template <class Codec>
-TS_INLINE typename Codec::V read(const typename Codec::Stored* from) {
-    return Codec::decode(load<typename Codec::S>(from));
-}
+// What is done with vectors of values stored as Codec has them and x packed as XCodec has it.
+template <class Codec, class XCodec>
+struct DecodeProducts {
+    using Value = typename Codec::Stored;
+    using X = typename XCodec::Stored;
+    using Sum = typename Codec::V;
+    static constexpr int kStep = lanes_of<Sum>;  // of k, for a vector
+    static TS_INLINE Sum values(const Value* from) { return Codec::decode(load<typename Codec::S>(from)); }
+    static TS_INLINE Sum x(const X* from) { return XCodec::decode(load<typename XCodec::S>(from)); }
+    static TS_INLINE void add(Sum& sum, const Sum& x, const Sum& values) { sum += values * x; }
+};
 
 // Adds entries [first, last) to sums [Tokens][kMinRows] of vectors; entry 0 starts from zero.
-template <class Codec, class XCodec, int Tokens>
+template <class P, int Tokens>
 TS_INLINE void multiply_decode_rows(const DecodeTile& s, int64_t row, int64_t token, int64_t first,
-                                    int64_t last, typename Codec::V* to) {
-    using V = typename Codec::V;
-    using Stored = typename Codec::Stored;
+                                    int64_t last, typename P::Sum* to) {
+    using V = typename P::Sum;
+    using Value = typename P::Value;
     constexpr int rows = kDecodeSums<V> / Tokens;
     V sums[Tokens][rows];
     TS_UNROLL
@@ -33,25 +40,24 @@ TS_INLINE void multiply_decode_rows(const DecodeTile& s, int64_t row, int64_t to
         for (int i = 0; i < rows; ++i) sums[t][i] = first ? to[t * kMinRows + i] : V{};
     }
     const auto values_of = [&](int64_t e) {
-        return static_cast<const Stored*>(s.values) + s.slot[e] * s.entry + row * s.depth;
+        return static_cast<const Value*>(s.values) + s.slot[e] * s.entry + row * s.depth;
     };
     const int64_t ahead =
-        std::max<int64_t>(1, kAheadRowBytes / (s.depth * static_cast<int64_t>(sizeof(Stored))));
+        std::max<int64_t>(1, kAheadRowBytes / (s.depth * static_cast<int64_t>(sizeof(Value))));
     for (int64_t e = first; e < last; ++e) {
         const auto* const w = values_of(e);
         const auto* const fetched = values_of(std::min(e + ahead, s.entries - 1));
-        const auto* const x =
-            static_cast<const typename XCodec::Stored*>(s.x) + token * s.x_ld + s.idx[e] * s.depth;
-        for (int64_t d = 0; d < s.depth; d += lanes_of<V>) {
-            V of_tokens[Tokens];
+        const auto* const x = static_cast<const typename P::X*>(s.x) + token * s.x_ld + s.idx[e] * s.depth;
+        for (int64_t d = 0; d < s.depth; d += P::kStep) {
+            decltype(P::x(x)) of_tokens[Tokens];
             TS_UNROLL
-            for (int t = 0; t < Tokens; ++t) of_tokens[t] = read<XCodec>(x + t * s.x_ld + d);
+            for (int t = 0; t < Tokens; ++t) of_tokens[t] = P::x(x + t * s.x_ld + d);
             TS_UNROLL
             for (int i = 0; i < rows; ++i) {
-                const V values = read<Codec>(w + i * s.depth + d);
+                const auto values = P::values(w + i * s.depth + d);
                 __builtin_prefetch(fetched + i * s.depth + d);
                 TS_UNROLL
-                for (int t = 0; t < Tokens; ++t) sums[t][i] += values * of_tokens[t];
+                for (int t = 0; t < Tokens; ++t) P::add(sums[t][i], of_tokens[t], values);
             }
         }
     }
@@ -63,30 +69,31 @@ TS_INLINE void multiply_decode_rows(const DecodeTile& s, int64_t row, int64_t to
 }
 
 // Does so for kMinRows rows and the remaining tokens, Tokens at a time. Returns the first token left over.
-template <class Codec, class XCodec, int Tokens>
+template <class P, int Tokens>
 TS_INLINE int64_t multiply_decode_tokens(const DecodeTile& s, int64_t row, int64_t token, int64_t first,
-                                         int64_t last, typename Codec::V* sums) {
+                                         int64_t last, typename P::Sum* sums) {
     for (; token + Tokens <= s.tokens; token += Tokens)
-        for (int i = 0; i < kMinRows; i += kDecodeSums<typename Codec::V> / Tokens)
-            multiply_decode_rows<Codec, XCodec, Tokens>(s, row + i, token, first, last,
-                                                        sums + token * kMinRows + i);
+        for (int i = 0; i < kMinRows; i += kDecodeSums<typename P::Sum> / Tokens)
+            multiply_decode_rows<P, Tokens>(s, row + i, token, first, last, sums + token * kMinRows + i);
     return token;
 }
 
 // All tokens pass over as many entries as the first-level cache holds, then over the next.
-template <class Codec, class XCodec>
+template <class P>
 TS_INLINE void multiply_decode(const DecodeTile& s) {
-    using V = typename Codec::V;
-    const int64_t entry_bytes = kMinRows * s.depth * static_cast<int64_t>(sizeof(typename Codec::Stored));
+    if constexpr (P::kStep > kMinRows)
+        if (s.depth < P::kStep) return multiply_decode<typename P::Narrower>(s);
+    using V = typename P::Sum;
+    const int64_t entry_bytes = kMinRows * s.depth * static_cast<int64_t>(sizeof(typename P::Value));
     const int64_t batch = std::max<int64_t>(1, kDecodeBytes / entry_bytes);
     V sums[kMostDecodeTokens * kMinRows];
     for (int64_t row = 0; row < s.rows; row += kMinRows) {
         int64_t first = 0;
         do {
             const int64_t last = std::min(first + batch, s.entries);
-            int64_t token = multiply_decode_tokens<Codec, XCodec, 4>(s, row, 0, first, last, sums);
-            token = multiply_decode_tokens<Codec, XCodec, 2>(s, row, token, first, last, sums);
-            multiply_decode_tokens<Codec, XCodec, 1>(s, row, token, first, last, sums);
+            int64_t token = multiply_decode_tokens<P, 4>(s, row, 0, first, last, sums);
+            token = multiply_decode_tokens<P, 2>(s, row, token, first, last, sums);
+            multiply_decode_tokens<P, 1>(s, row, token, first, last, sums);
             first = last;
         } while (first < s.entries);
         for (int64_t token = 0; token < s.tokens; ++token)

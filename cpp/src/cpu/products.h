@@ -19,16 +19,17 @@ namespace ts::cpu {
 
 constexpr int64_t kSumBytes = kTaskFeatures * 64 * 4;  // of a task times the widest tile
 
+// `finish`: the last step for the dtype of the result.
+using Finish = void (*)(const Output&);
+
 size_t dds_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
-void dds(const Steps& steps, const Problem& problem, const Device& device, void* workspace);
+void dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace);
 
 bool suits_decode(const Steps& steps, const Problem& problem);
 size_t decode_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
-void decode(const Steps& steps, const Problem& problem, const Device& device, void* workspace);
+void decode(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace);
 
 size_t sdd_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
-// `finish`: the last step for the dtype of the result.
-void sdd(const Steps& steps, void (*finish)(const Output&), const Problem& problem, const Device& device,
-         void* workspace);
+void sdd(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace);
 
 }  // namespace ts::cpu

@@ -25,19 +25,6 @@ TS_INLINE uint32_t largest_magnitude(const void* source, int64_t count) {
     return static_cast<uint32_t>(largest);
 }
 
-// The product as float32 has it: keeps the compiler from rounding it only after what is added to it, which
-// would give other bits than an instruction set without fused additions.
-template <class V>
-TS_INLINE V rounded_product(const V& x, float factor) {
-    V product = x * factor;
-#ifdef __x86_64__
-    asm("" : "+x"(product));
-#else
-    asm("" : "+m"(product));
-#endif
-    return product;
-}
-
 // The integer nearest to |x| <= 127, ties to even, in the low byte: 1.5 * 2^23 leaves no fraction.
 template <class U, class V>
 TS_INLINE U encode_int8(const V& x) {
@@ -62,8 +49,7 @@ TS_INLINE void quantize(const Quantizing& q) {
     using Bytes = Vector<uint8_t, sizeof(V) / 4>;
     const auto* const x = static_cast<const typename Codec::Stored*>(q.x);
     for (int64_t i = 0; i < q.count; i += lanes_of<V>) {
-        const V scaled =
-            rounded_product(Codec::decode(load<typename Codec::S>(x + i, q.count - i)), q.inverse);
+        const V scaled = settled(Codec::decode(load<typename Codec::S>(x + i, q.count - i)) * q.inverse);
         U result;
         if constexpr (ToFloat8)
             result = encode_float8<U>(scaled);

@@ -10,9 +10,8 @@ namespace ts::cpu {
 
 // 8 bits in words. In two steps, since GCC widens vectors of bytes to words one by one.
 template <int Lanes>
-TS_INLINE Vector<uint32_t, 4 * Lanes> widened(const uint8_t* bytes) {
-    const auto halves =
-        __builtin_convertvector(load<Vector<uint8_t, Lanes>>(bytes), Vector<uint16_t, 2 * Lanes>);
+TS_INLINE Vector<uint32_t, 4 * Lanes> widened(const Vector<uint8_t, Lanes>& bytes) {
+    const auto halves = __builtin_convertvector(bytes, Vector<uint16_t, 2 * Lanes>);
     return __builtin_convertvector(halves, Vector<uint32_t, 4 * Lanes>);
 }
 
@@ -41,7 +40,7 @@ TS_INLINE void scale(const Scaling& s) {
     const uint8_t* const values = s.values;
     const float scale = s.scale;
     for (int64_t i = 0, count = s.count; i < count; i += lanes) {
-        const auto bits = widened<lanes>(values + i);
+        const auto bits = widened<lanes>(load<Vector<uint8_t, lanes>>(values + i));
         V weight;
         if constexpr (IsFloat8)
             weight = decode_float8<V>(bits) * scale;

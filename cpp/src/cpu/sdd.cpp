@@ -137,7 +137,8 @@ class Sdd {
                                     p_.accumulate ? block : nullptr,
                                     block_cols_,
                                     false,
-                                    Activation::none};
+                                    Activation::none,
+                                    {}};
                 prefetch_output(output, size);
                 steps_.multiply(row_tile);
                 finish_(output);
@@ -145,7 +146,7 @@ class Sdd {
     }
 
     const Steps& steps_;
-    void (*const finish_)(const Output&);
+    const Finish finish_;
     const Problem& p_;
     const int64_t block_rows_, block_cols_;
     const int64_t rows_, tile_;
@@ -165,8 +166,7 @@ size_t sdd_workspace_size(const Steps& steps, const Problem& problem, const Devi
     return Sdd(steps, steps.finish, problem, device, nullptr).workspace_size();
 }
 
-void sdd(const Steps& steps, void (*finish)(const Output&), const Problem& problem, const Device& device,
-         void* workspace) {
+void sdd(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace) {
     Sdd(steps, finish, problem, device, workspace).run();
 }
 

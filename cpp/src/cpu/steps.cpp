@@ -9,7 +9,11 @@
 #endif
 
 #include "cpu/steps.h"
+
+#include <algorithm>
+
 #include "cpu/amx.h"
+#include "cpu/eight_bits.h"
 #include "cpu/finish.h"
 #include "cpu/multiply.h"
 #include "cpu/multiply_decode.h"
@@ -21,7 +25,8 @@
 namespace ts::cpu {
 namespace {
 
-constexpr int kVectors = 3;  // of a tile; with them ROWS sums each and an element stay in registers
+constexpr int kSquareBytes = 32;  // of a row of the squares in which results are transposed
+constexpr int kVectors = 3;       // of a tile; with them ROWS sums each and an element stay in registers
 
 template <class Set, DType T>
 constexpr Steps steps_of() {
@@ -35,24 +40,45 @@ constexpr Steps steps_of() {
                 T == DType::float64 || T == DType::float32,
                 &Set::template pack_with<Single<C>>,
                 &Set::template multiply_with<Products<V>>,
-                &Set::template finish_with<C>,
                 nullptr,
-                &Set::template multiply_decode_with<C, PlainCodec<element_t<V>, Set::kBytes>>,
-                lanes_of<V> / 2,
-                &Set::template scale_with<C>};
-    if constexpr (T != DType::float64) {
+                nullptr,
+                &Set::template multiply_decode_with<DecodeProducts<C, PlainCodec<element_t<V>, Set::kBytes>>>,
+                lanes_of<V> / 2};
+    if constexpr (!is_quantized(T)) {
+        steps.finish = &Set::template finish_with<T>;
+        steps.scale = &Set::template scale_with<C>;
+    }
+    if constexpr (!is_quantized(T) && T != DType::float64) {
         steps.largest_magnitude = &Set::template largest_magnitude_with<C>;
         steps.quantize = &Set::template quantize_with<C>;
     }
     return steps;
 }
 
+// int8 in pairs, of which both are widened.
+template <class Set>
+constexpr Steps widened_steps() {
+    constexpr int bytes = Set::kBytes, lanes = bytes / 4;
+    return {kVectors * lanes,
+            lanes,
+            2,
+            4,
+            false,
+            &Set::template pack_with<WidenedPairs<bytes>>,
+            &Set::template multiply_with<WidenedProducts<bytes>>,
+            nullptr,
+            nullptr,
+            &Set::template multiply_decode_with<DecodePairs<bytes>>,
+            lanes / 2};
+}
+
 template <class Set>
 constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
-    return {available,
-            missing,
-            {steps_of<Set, DType::float64>(), steps_of<Set, DType::float32>(),
-             steps_of<Set, DType::float16>(), steps_of<Set, DType::bfloat16>()}};
+    return {
+        available,
+        missing,
+        {steps_of<Set, DType::float64>(), steps_of<Set, DType::float32>(), steps_of<Set, DType::float16>(),
+         steps_of<Set, DType::bfloat16>(), widened_steps<Set>(), steps_of<Set, DType::float8_e4m3fn>()}};
 }
 
 // Vectors of BYTES bytes; ROWS rows are multiplied at once.
@@ -67,13 +93,13 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
         TARGET static void multiply_with(const RowTile& s) {                          \
             multiply<P, ROWS>(s);                                                     \
         }                                                                             \
-        template <class C, class XC>                                                  \
+        template <class P>                                                            \
         TARGET static void multiply_decode_with(const DecodeTile& s) {                \
-            multiply_decode<C, XC>(s);                                                \
+            multiply_decode<P>(s);                                                    \
         }                                                                             \
-        template <class C>                                                            \
+        template <DType T>                                                            \
         TARGET static void finish_with(const Output& o) {                             \
-            finish<C>(o);                                                             \
+            finish<Codec<T, BYTES>, Codec<T, std::min(BYTES, kSquareBytes)>>(o);      \
         }                                                                             \
         template <class C>                                                            \
         TARGET static void scale_with(const Scaling& s) {                             \
@@ -107,7 +133,10 @@ TS_AVX512_BF16 void multiply_pairs(const RowTile& s) { multiply<PairProducts<64>
 
 // Rounds with the processor's own instruction, which takes subnormal numbers for zero as its products do.
 // In assembly, because intrinsics could not be inlined into code that is written for every instruction set.
-struct NativeBfloat16 : Codec<DType::bfloat16, 64> {
+template <int Bytes>
+struct NativeBfloat16 : Codec<DType::bfloat16, Bytes> {
+    using typename Codec<DType::bfloat16, Bytes>::V;
+    using typename Codec<DType::bfloat16, Bytes>::S;
     static TS_INLINE S encode(const V& v) {
         S result;
         asm("vcvtneps2bf16 %1, %0" : "=v"(result) : "v"(v));
@@ -115,7 +144,11 @@ struct NativeBfloat16 : Codec<DType::bfloat16, 64> {
     }
 };
 
-TS_AVX512_BF16 void finish_pairs(const Output& o) { finish<NativeBfloat16>(o); }
+TS_AVX512_BF16 void finish_pairs(const Output& o) {
+    finish<NativeBfloat16<64>, NativeBfloat16<kSquareBytes>>(o);
+}
+
+using DecodeBfloat16 = DecodeProducts<Codec<DType::bfloat16, 64>, Codec<DType::bfloat16, 64>>;
 
 constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int32_t tile,
                                   void (*multiply)(const RowTile&), void (*multiply_tokens)(const TokenTile&),
@@ -129,13 +162,45 @@ constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int3
                          multiply,
                          finish_pairs,
                          multiply_tokens,
-                         Avx512::multiply_decode_with<Codec<DType::bfloat16, 64>, Codec<DType::bfloat16, 64>>,
+                         Avx512::multiply_decode_with<DecodeBfloat16>,
                          decode_tokens,
                          Avx512::scale_with<Codec<DType::bfloat16, 64>>};
     Steps wide{};  // results in float32 alone
-    wide.finish = Avx512::finish_with<Codec<DType::float32, 64>>;
+    wide.finish = Avx512::finish_with<DType::float32>;
     return {available, missing, {{}, wide, {}, steps}};
 }
+
+// int8 in groups of four, whose results Set finishes.
+template <class Set>
+constexpr InstructionSet group_set(bool (*available)(), const char* missing, const Steps& steps) {
+    InstructionSet set{available, missing, {}};
+    set.steps[static_cast<int>(DType::float32)].finish = Set::template finish_with<DType::float32>;
+    set.steps[static_cast<int>(DType::float16)].finish = Set::template finish_with<DType::float16>;
+    set.steps[static_cast<int>(DType::bfloat16)].finish = Set::template finish_with<DType::bfloat16>;
+    set.steps[static_cast<int>(DType::int8)] = steps;
+    return set;
+}
+
+// Groups of bytes with one sign, which leaves x none.
+template <class Set, bool Avx>
+constexpr Steps vnni_steps() {
+    constexpr int bytes = Set::kBytes, lanes = bytes / 4;
+    Steps steps{kVectors * lanes,
+                lanes,
+                4,
+                4,
+                true,
+                Set::template pack_with<ColumnGroups<bytes, kByteOffset>>,
+                Set::template multiply_with<GroupProducts<bytes, Avx>>,
+                nullptr,
+                nullptr,
+                Set::template multiply_decode_with<DecodeGroups<bytes, Avx>>,
+                kMostDecodeTokens - 1};
+    steps.x_offset = kByteOffset;
+    return steps;
+}
+
+constexpr Steps kAmxInt8{64, 16, 4, 4, true, Avx512::pack_with<ColumnGroups<64, 0>>, multiply_amx_int8};
 
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
@@ -145,6 +210,15 @@ bool has_avx512() {
 }
 
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+bool has_avx_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
+
+bool has_amx_int8() {
+    static const bool available = has_avx512() && request_amx_int8();
+    return available;
+}
 
 bool has_amx_bf16() {
     static const bool available = has_avx512_bf16() && request_amx_bf16();
@@ -161,8 +235,14 @@ const InstructionSet avx512 = set_of<Avx512>(has_avx512, "the processor lacks AV
 const InstructionSet avx512_bf16 =
     pair_set(has_avx512_bf16, "the processor lacks AVX-512 BF16", kVectors * 16, multiply_pairs, nullptr, 4);
 const InstructionSet amx_bf16 =
-    pair_set(has_amx_bf16, "the processor lacks AMX BF16, or the system does not grant it", 64, multiply_amx,
-             multiply_tokens_amx, 0);
+    pair_set(has_amx_bf16, "the processor lacks AMX BF16, or the system does not grant it", 64,
+             multiply_amx_bf16, multiply_tokens_amx, 0);
+const InstructionSet avx_vnni =
+    group_set<Avx2>(has_avx_vnni, "the processor lacks AVX-VNNI", vnni_steps<Avx2, true>());
+const InstructionSet avx512_vnni =
+    group_set<Avx512>(has_avx512_vnni, "the processor lacks AVX-512 VNNI", vnni_steps<Avx512, false>());
+const InstructionSet amx_int8 = group_set<Avx512>(
+    has_amx_int8, "the processor lacks AMX INT8, or the system does not grant it", kAmxInt8);
 #endif
 
 const InstructionSet& widest() {

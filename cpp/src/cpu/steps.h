@@ -12,16 +12,17 @@
 
 namespace ts::cpu {
 
-constexpr int kMinRows = 16, kMaxRows = 32;     // features of a row tile
-constexpr int kTaskFeatures = 64;               // features written at once: whole lines of memory
+constexpr int kMinRows = 16, kMaxRows = 32;  // features of a row tile; 16 is also the shortest row of a block
+constexpr int kTaskFeatures = 64;            // features written at once: whole lines of memory
 constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a row tile reuse
 constexpr int64_t kDecodeBytes = 8 << 10;       // of values that all tokens of a decode reuse
 constexpr int kMostDecodeTokens = 8;
+constexpr int32_t kByteOffset = 128;     // makes int8 bytes without a sign
 constexpr int64_t kAheadRowBytes = 256;  // of a row of values, between those multiplied and those fetched
 
 // A copy of a row-major matrix [rows, cols], or its transpose, zero-filled up to the padded size.
-// Elements that are multiplied in pairs are copied as pairs, which lie along the rows or the columns
-// of the source; `cols`, `padded_cols` (or rows) then still count single elements.
+// Elements that are multiplied in pairs are copied as pairs (or groups of four), which lie along the rows or
+// the columns of the source; `cols`, `padded_cols` (or rows) then still count single elements.
 struct Pack {
     const void* source;
     int64_t ld;
@@ -37,7 +38,8 @@ struct Pack {
 //   A(e, i, d) = a[slot[e] * a_entry + i * a_row + d * a_step], where a_row is 1, or else a_step is 1
 //                and a_row is depth
 //   B(e, d, c) = b[(idx[e] * depth + d) * columns + c]
-// Elements are pairs where the kernel multiplies pairs. Where slot or idx is null it is e itself.
+// Elements are pairs where the kernel multiplies pairs, or groups of four. Where slot or idx is null it is e
+// itself.
 struct RowTile {
     const void* a;
     const int32_t* slot;
@@ -79,6 +81,14 @@ struct DecodeTile {
     int64_t sums_ld;
 };
 
+// What makes results of sums of products of 8 bits: sums less the offset of their feature, times the scale of
+// their token, times the scale of their feature.
+struct Rescale {
+    const float* token_scales;  // null where sums are results
+    const float* feature_scales;
+    const int32_t* offsets;  // of sums in int32; null where sums are float32
+};
+
 // Element (i, c) of a row tile goes to data[i * ld + c], or to data[c * ld + i] if transposed.
 struct Output {
     void* sums;  // changed in place
@@ -87,13 +97,14 @@ struct Output {
     void* data;
     int64_t ld;
     bool transposed;
-    const void* bias;  // [rows], or [columns] if it is theirs, or null
-    bool bias_of_columns;
+    const void* bias;  // of each feature, or null
+    bool columns_are_features;
     Activation activation;
     const void* added;  // after the activation, or null: lies as data does, and may be data itself
     int64_t added_ld;
     bool gated;  // added is a gate, which is activated and multiplied by
     Activation gate_activation;
+    Rescale rescale;
 };
 
 // Values of 8 bits, int8 or float8_e4m3fn, times a scale, rounded to the dtype of the target.
@@ -119,30 +130,34 @@ struct Quantizing {
 struct Steps {
     int32_t tile;         // columns multiplied at once, a multiple of `lanes`
     int32_t lanes;        // columns of one vector
-    int32_t pair;         // 2 if elements are multiplied in pairs, otherwise 1
-    int32_t packed_size;  // bytes of a packed element or pair
+    int32_t pair;         // elements multiplied at once: 2 for pairs, 4 for groups of four, otherwise 1
+    int32_t packed_size;  // bytes of a packed element, pair or group
     bool values_direct;   // values are multiplied as they are stored
     void (*pack)(const Pack&);
     void (*multiply)(const RowTile&);
-    void (*finish)(const Output&);
-    void (*multiply_tokens)(const TokenTile&);  // or null
-    void (*multiply_decode)(const DecodeTile&);
-    int32_t decode_tokens;  // most tokens for which multiply_decode is faster; 0: never
-    void (*scale)(const Scaling&);
+    void (*finish)(const Output&) = nullptr;              // to the dtype: not of 8 bits
+    void (*multiply_tokens)(const TokenTile&) = nullptr;  // or null
+    void (*multiply_decode)(const DecodeTile&) = nullptr;
+    int32_t decode_tokens = 0;                // most tokens for which multiply_decode is faster; 0: never
+    void (*scale)(const Scaling&) = nullptr;  // to the dtype: not of 8 bits
     // The bits of the largest magnitude in float32, in which a NaN is above infinity. Not of float64.
     uint32_t (*largest_magnitude)(const void* x, int64_t count) = nullptr;
     void (*quantize)(const Quantizing&) = nullptr;  // not of float64
+    // What packing adds to x, so that its bytes have no sign. It adds to sums what `multiply_decode` gives
+    // for a token of which every byte is this.
+    int32_t x_offset = 0;
 };
 
 struct InstructionSet {
     bool (*available)();  // on this machine
     const char* missing;  // the reason to give where it is not
-    Steps steps[4];       // by DType
+    // By DType: those of what is multiplied, and of float results `finish`.
+    Steps steps[6];
 };
 
 extern const InstructionSet portable;
 #ifdef __x86_64__
-extern const InstructionSet avx2, avx512, avx512_bf16, amx_bf16;
+extern const InstructionSet avx2, avx512, avx512_bf16, amx_bf16, avx_vnni, avx512_vnni, amx_int8;
 #endif
 
 // The widest instruction set of this machine that has steps for every dtype.

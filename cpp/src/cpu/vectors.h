@@ -63,6 +63,18 @@ TS_INLINE void store(void* to, const V& v, int64_t count = lanes_of<V>) {
         std::memcpy(to, &v, count * sizeof(element_t<V>));
 }
 
+// A vector as it would be stored: keeps the compiler from fusing the operation that gave it with the next
+// one, which would give other bits than an instruction set that cannot.
+template <class V>
+TS_INLINE V settled(V v) {
+#ifdef __x86_64__
+    asm("" : "+x"(v));
+#else
+    asm("" : "+m"(v));
+#endif
+    return v;
+}
+
 // ---- element types: how a dtype is stored, and summed in V ----
 
 template <DType, int Bytes>

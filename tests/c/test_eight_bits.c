@@ -1,0 +1,94 @@
+/* Products of x in 8 bits. */
+#include "stored.h"
+
+static _Alignas(16) unsigned char x_bytes[TOKENS * (IN + 3)];
+static float x_scales[TOKENS + 1], scales[OUT + 1]; /* with one to move on */
+
+/* Of numbers and scales with which sums and results are exact in float32. */
+static void give_eight_bits(operands* o, stored* s, int32_t dtype) {
+    init_stored(s, dtype);
+    for (int i = 0; i < TOKENS * (IN + 3); ++i)
+        x_bytes[i] = (unsigned char)(dtype == TS_INT8 ? i * 29 % 17 - 8 : i % 3 << 7 | 7 << 3 | i % 8);
+    for (int t = 0; t <= TOKENS; ++t) x_scales[t] = 1 / (float)(1 << t);
+    for (int n = 0; n <= OUT; ++n) scales[n] = (float)(n % 3 + 1) / 4;
+    o->desc.dtype = dtype;
+    o->desc.result_dtype = TS_FLOAT32 + 1;
+    o->desc.x.data = x_bytes;
+    o->desc.values = s->values;
+    o->desc.row_scales = TS_SCALES_PER_FEATURE;
+    o->desc.scales = scales;
+    o->desc.x_scales = x_scales;
+}
+
+/* Puts what x and values stand for, scales included, where check_forward looks for them. */
+static void show(const operands* o, const stored* s, operands* shown) {
+    *shown = *o;
+    for (int t = 0; t < TOKENS; ++t)
+        for (int k = 0; k < IN; ++k) {
+            const int64_t i = at(&o->desc.x, t, k);
+            put(shown, 0, i, number_at(x_bytes, o->desc.dtype, (int)i) * x_scales[t]);
+        }
+    for (int row = 0; row < ROWS; ++row)
+        for (int32_t e = row_ptr[row]; e < row_ptr[row + 1]; ++e)
+            for (int i = 0; i < BN * BK; ++i) {
+                const int at_value = row_slot[e] * BN * BK + i;
+                put(shown, 2, at_value,
+                    number_at(s->values, o->desc.dtype, at_value) * scales[row * BN + i / BK]);
+            }
+}
+
+static void test_forward(int32_t dtype, int32_t y_layout, int32_t kernel) {
+    static operands o, shown;
+    static stored s;
+    for (int option = 0; option < 4; ++option) {
+        init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, y_layout);
+        give_eight_bits(&o, &s, dtype);
+        o.desc.kernel = kernel;
+        if (option & 1) o.desc.bias = o.memory[3];
+        if (option & 2) give_residual(&o);
+        if (option == 3) o.desc.activation = TS_RELU;
+        SUCCEEDS(run(&o));
+        show(&o, &s, &shown);
+        check_forward(&shown);
+    }
+}
+
+/* What is refused of a product of int8, or after another change of it. */
+#define REFUSES_EIGHT_BITS(change, mention)                                                             \
+    do {                                                                                                \
+        static stored s;                                                                                \
+        REFUSES(TS_DDS_NT, (give_eight_bits(&o, &s, TS_INT8), change), TS_INVALID_ARGUMENT, (mention)); \
+    } while (0)
+
+static void test_refusals(void) {
+    REFUSES_EIGHT_BITS(o.desc.x_scales = NULL, "x_scales must not be null");
+    REFUSES_EIGHT_BITS(o.desc.x_scales = (float*)((char*)x_scales + 1),
+                       "x_scales must be aligned to 4 bytes");
+    REFUSES_EIGHT_BITS(o.desc.x_scales = (float*)o.memory[1], "y and x_scales must not overlap in memory");
+    REFUSES_EIGHT_BITS(o.desc.scales = NULL, "scales must not be null for 8-bit values");
+    REFUSES_EIGHT_BITS((o.desc.x.layout = TS_COLUMN_MAJOR, o.desc.x.ld = TOKENS),
+                       "x.layout must be 0 for x of int8, got 1");
+    REFUSES_EIGHT_BITS(o.desc.row_scales = TS_SCALES_PER_ROW, "row_scales must be 2 for x of int8, got 1");
+    REFUSES_EIGHT_BITS(o.desc.row_scales = 3, "row_scales must be 0 to 2, got 3");
+    REFUSES_EIGHT_BITS(o.desc.values_dtype = TS_FLOAT8_E4M3FN + 1,
+                       "values_dtype must be that of x, int8, got float8_e4m3fn");
+    REFUSES_EIGHT_BITS(o.desc.storage = TS_STORAGE_2_4, "storage must be 0 for x of int8, got 1");
+    REFUSES_EIGHT_BITS(o.desc.result_dtype = 0, "result_dtype must be 2 to 4 for x of int8, got 0");
+    REFUSES_EIGHT_BITS(o.desc.result_dtype = TS_FLOAT64 + 1,
+                       "result_dtype must be 2 to 4 for x of int8, got 1");
+    REFUSES_EIGHT_BITS((o.pattern.in_features = 1 << 17, o.desc.x.ld = 1 << 17),
+                       "pattern.in_features must be below 131072 for x of int8, got 131072");
+    REFUSES_EIGHT_BITS(o.desc.op = TS_DDS_NN, "dtype must be 0 to 3, got 4");
+    REFUSES_EIGHT_BITS(o.desc.op = TS_SDD_TN, "dtype must be 0 to 3, got 4");
+    REFUSES(TS_DDS_NT, o.desc.x_scales = x_scales, TS_INVALID_ARGUMENT,
+            "x_scales must be null for x of float32");
+}
+
+void test_eight_bits(void) {
+    for (int32_t dtype = TS_INT8; dtype <= TS_FLOAT8_E4M3FN; ++dtype)
+        for (int32_t layout = TS_ROW_MAJOR; layout <= TS_COLUMN_MAJOR; ++layout) {
+            test_forward(dtype, layout, 0);
+            test_forward(dtype, layout, portable_kernel() + 1);
+        }
+    test_refusals();
+}
