@@ -15,6 +15,8 @@ namespace ts::sm90 {
 // Of formats whose products read the weight from shared memory.
 struct InSharedMemory {
     static constexpr bool kInRegisters = false;
+    static constexpr bool kAlongK = false;  // products read both operands along k alone
+    static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>
     struct Products {};
 };
@@ -42,7 +44,7 @@ struct DenseWeight : DenseStorage, InSharedMemory {
     static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
         const int width = k_width(arguments), rows = arguments.row_width;
         const int64_t columns = problem.pattern.block_cols;
-        return encode(arguments.values, problem.values.dtype, problem.values.data,
+        return encode(arguments.values, Math::kMapType, problem.values.data,
                       {{columns, 1, kTransposed ? rows : width},
                        {arguments.value_rows, columns, kTransposed ? width : rows}});
     }
@@ -51,7 +53,7 @@ struct DenseWeight : DenseStorage, InSharedMemory {
     static Operand operand(const DdsArguments& arguments) {
         const int width = k_width(arguments), rows = arguments.row_width;
         Operand result = kTransposed ? sm90::operand(kValueBytes * rows, kStep * kValueBytes * rows)
-                                     : sm90::operand(kValueBytes * width, 0);
+                                     : line_operand(kValueBytes * width, kValueBytes * width * kFeatures);
         constexpr int kProduct = 32 / kValueBytes;  // of k
         for (int i = 0; i < 4; ++i) {
             const int piece = kProduct * i / width, within = kProduct * i % width;

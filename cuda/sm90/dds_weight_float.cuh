@@ -17,6 +17,7 @@ struct FloatWeight : DenseWeight<kOp, Math> {
     using Base::kFeatures;
     using Base::kTransposed;
     static constexpr bool kInRegisters = true;
+    static constexpr bool kAlongK = true;
     static constexpr int kStep = 32;
     static constexpr int kWidth = 32;  // of a line
     static constexpr int kLine = 4 * kWidth;
@@ -71,7 +72,7 @@ struct FloatWeight : DenseWeight<kOp, Math> {
 
         // Starts the products of a step, sums (+)= weight tokens, or what add() will add to them. No others
         // may be under way. `tokens`: where their operand is.
-        __device__ void start(Sum (&sums)[kSums], const char* stage, const Operand& tokens_by_k,
+        __device__ void start(Sum (&sums)[kSums], const char* stage, const DdsArguments& arguments,
                               uint32_t tokens, bool add) {
             Fragment weight[kFragments], rest[kFragments];
 #pragma unroll
@@ -82,7 +83,7 @@ struct FloatWeight : DenseWeight<kOp, Math> {
             cute::warpgroup_arrive();
 #pragma unroll
             for (int i = 0; i < kFragments; ++i) {
-                const uint64_t operand = tokens_by_k.at(tokens, i);
+                const uint64_t operand = arguments.tokens_by_k.at(tokens, i);
                 if constexpr (kSplit) {  // small ones first
                     constexpr uint32_t kBehind = kTokens * kStep * 4 / 16;
                     wgmma<Atom>(step_, rest[i], operand, i > 0);
