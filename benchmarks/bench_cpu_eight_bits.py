@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=2 python benchmarks/bench_cpu_eight_bits.py
 
 Dense are PyTorch's dynamically quantized linear layers, with every engine that it has, and ONNX Runtime's
-MatMulInteger where onnxruntime and onnx are installed; the fastest one counts. All take turns, and of each the
-least time counts, since others share the machine. With --processor it is processor time, which waits for nobody:
-for one thread.
+MatMulInteger where onnxruntime and onnx are installed; the fastest one counts. All take turns, and of each
+the least time counts, since others share the machine. With --processor it is processor time, which waits for
+nobody: for one thread.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def dense_calls(x: torch.Tensor, out_features: int) -> Iterator[tuple[str, Calla
             continue
         torch.backends.quantized.engine = engine
         quantized = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(layer), {torch.nn.Linear})
-        yield engine, lambda quantized=quantized: quantized(x)
+        yield engine, partial(quantized, x)
     try:
         yield "onnxruntime", onnx_call(x, layer.weight.detach())
     except ImportError:
@@ -48,7 +49,7 @@ def onnx_call(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
 
     scale = weight.abs().max() / 127
     constants = {"w": (weight.t() / scale).round().to(torch.int8).contiguous(), "w_scale": scale}
-    nodes = (
+    nodes: tuple[tuple[str, list[str], list[str], dict[str, Any]], ...] = (
         ("DynamicQuantizeLinear", ["x"], ["q", "x_scale", "x_zero"], {}),
         ("MatMulInteger", ["q", "w", "x_zero"], ["sums"], {}),
         ("Cast", ["sums"], ["floats"], {"to": TensorProto.FLOAT}),
