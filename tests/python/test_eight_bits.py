@@ -94,7 +94,12 @@ def expected(
     y, magnitude = (x_values @ weight.t()) * of_both, (x_values.abs() @ weight.abs().t()) * of_both
     if bias is not None:
         y, magnitude = y + bias.cpu().double(), magnitude + bias.cpu().double().abs()
-    return y, (IN + 12) * sums_unit(torch.float32) * magnitude
+    return y, (IN + 12) * unit_of_sums(x, values.dtype) * magnitude
+
+
+def unit_of_sums(x: Tensor, dtype: torch.dtype) -> float:
+    """The largest relative error of an addition: tensor cores keep fewer bits of sums of float8."""
+    return 2**-12 / 32 if x.is_cuda and dtype == torch.float8_e4m3fn else sums_unit(torch.float32)
 
 
 @pytest.fixture
@@ -151,6 +156,9 @@ def test_bias_activation_residual_and_gate(device: str, name: str) -> None:
     x, bias = tokens(7, 10, device=device), randn(OUT, dtype=torch.float32, device=device)
     added, gate = (randn(7, 10, OUT, dtype=torch.float32, device=device, seed=seed) for seed in (5, 6))
     plain = functional.quantized_linear(x, values, pattern, scales, bias)
+    # Column-major results come from another kernel, with other sums of float8.
+    _, error = expected(x, values, scales, pattern, bias)
+    near = 1e-5 + 4 * float(error.max()) if device != "cpu" and name != "int8" else 1e-5
     for activation, function in FUNCTIONS.items():
         cases: list[tuple[Any, Tensor]] = [
             ({}, function(plain)),
@@ -162,7 +170,7 @@ def test_bias_activation_residual_and_gate(device: str, name: str) -> None:
                 y = functional.quantized_linear(
                     x, values, pattern, scales, bias, activation, feature_major_output=column_major, **options
                 )
-                torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(y, wanted, rtol=1e-5, atol=near)
                 assert (y.stride(-1) == 1) != column_major
     with pytest.raises(InvalidArgumentError, match="gate must be None beside a residual"):
         functional.quantized_linear(x, values, pattern, scales, residual=added, gate=gate)

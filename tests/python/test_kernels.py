@@ -493,16 +493,17 @@ def relative_error(row: Row, terms: int) -> float:
     Its threefold variant adds three products for each term. Where rounding splits both factors it drops one
     below 2^-22 and keeps factors to 2^-23, which is 8 units together; where one is cut off, one below 2^-21
     and keeps that factor to 2^-22, which is 14. Sums of float64 are rounded, here and in the reference.
-    Products of int8 add up exactly; then 8 bits have two scales. Fast sums of float8 keep 13 bits and more
-    where 32 products are added to them.
+    Products of int8 add up exactly; then 8 bits have two scales. Tensor cores of compute capability 9.0 keep
+    12 bits and more where they add 32 products of float8 and their sum, which promoted sums leave after 128.
     """
     if row.dtype == torch.float64:
         return 2 * (terms + 4) * rounding_unit(torch.float64)
     unit = rounding_unit(torch.float32)
     if row.dtype == torch.int8:
         return 8 * unit
-    if row.dtype == torch.float8_e4m3fn and row.precision == FAST:
-        return (terms / 32 + 4) * 2**-13 + 4 * unit
+    if row.dtype == torch.float8_e4m3fn and row.capability == 90:
+        added = terms if row.precision == FAST else min(terms, 128)
+        return (added / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
     if row.dtype != torch.float32:
         return 2 * (terms + 4) * unit
     if row.precision == TF32:
