@@ -1,7 +1,6 @@
 """Times products whose both factors have 8 bits, against dense products in 8 bits and in bfloat16.
 
     python benchmarks/bench_eight_bits.py --output eight_bits.json
-    python benchmarks/report.py eight_bits.json
 
 η is measured against PyTorch's fastest dense product in 8 bits: `torch._scaled_mm` of float8 with a scale
 for each row and fast accumulation. Products of this library are given x in 8 bits, as that one is; what
