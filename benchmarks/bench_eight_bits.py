@@ -9,7 +9,6 @@ quantizing x takes is a result of its own.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,8 +32,7 @@ from harness import (
     warm_up,
     within_budget,
 )
-from problems import LAYERS, Shape, make_pattern
-from problems import Case as ProductCase
+from problems import LAYERS, Case, Shape, make_pattern
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -57,47 +55,17 @@ REPETITIONS = 20
 TOLERANCE = {"int8": 3e-3, "float8": 4e-3, "float8 promoted": 3e-3}  # of results in bfloat16
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A layer, and the dtype in which it multiplies."""
-
-    dtype: str
-    shape: Shape
-    block_shape: tuple[int, int]
-    density: float
-
-    def __str__(self) -> str:
-        bn, bk = self.block_shape
-        return f"{self.dtype:6} {self.shape.name:10} {f'{bn}x{bk}':7} {self.density:g}"
-
-    def record(self) -> dict[str, Any]:
-        """What is written of it, with results to come."""
-        return {
-            "op": "dds_nt",
-            "dtype": self.dtype,
-            "shape": self.shape.name,
-            "tokens": self.shape.tokens,
-            "out_features": self.shape.out_features,
-            "in_features": self.shape.in_features,
-            "block_shape": list(self.block_shape),
-            "requested_density": self.density,
-            "pattern": "random",
-            "results": [],
-        }
-
-
 class Layer:
     """Activations and weights of a case, in bfloat16 and in 8 bits."""
 
     def __init__(self, case: Case, seed: int) -> None:
-        like = ProductCase("dds_nt", "bf16", case.shape, case.block_shape, case.density, "random", "row")
-        self.pattern = make_pattern(like, torch.Generator().manual_seed(seed))
+        self.pattern = make_pattern(case, torch.Generator().manual_seed(seed))
         generator = torch.Generator("cuda").manual_seed(seed)
 
         def randn(*size: int) -> Tensor:
             return torch.randn(size, generator=generator, dtype=torch.bfloat16, device="cuda")
 
-        self.dtype = QUANTIZED[case.dtype]
+        self.dtype = QUANTIZED[case.precision]
         self.x, self.blocks = (
             randn(case.shape.tokens, case.shape.in_features),
             randn(self.pattern.nnz, *case.block_shape),
@@ -163,7 +131,10 @@ def _run(arguments: Any, document: dict[str, Any]) -> None:
     start, timer = time.monotonic(), CudaTimer()
     warm_up()
     shapes = [SHAPES[name] for name in arguments.shapes]
-    cases = [Case(*one) for one in product(arguments.dtypes, shapes, arguments.blocks, arguments.densities)]
+    cases = [
+        Case("dds_nt", *one, "random", "row")
+        for one in product(arguments.dtypes, shapes, arguments.blocks, arguments.densities)
+    ]
     for case in within_budget(cases, arguments, document, start):
         record = case.record()
         document["cases"].append(record)
@@ -177,7 +148,7 @@ def _run(arguments: Any, document: dict[str, Any]) -> None:
 def _measure(layer: Layer, case: Case, timer: CudaTimer) -> dict[str, Any]:
     """Microseconds of ours and of those that users would pick instead, and errors of ours."""
     exact = layer.exact()
-    errors = {case.dtype: relative_error(poisoned(layer.sparse), exact)}
+    errors = {case.precision: relative_error(poisoned(layer.sparse), exact)}
     calls = dense_calls(layer)
     others = {
         "dense_exact": calls["dense_exact"],
@@ -185,7 +156,7 @@ def _measure(layer: Layer, case: Case, timer: CudaTimer) -> dict[str, Any]:
         "sparse_bf16": layer.sparse_bf16,
     }
     others["quantize"] = lambda: functional.quantize(layer.x, layer.dtype)[0]
-    if case.dtype == "float8":
+    if case.precision == "float8":
         promoted = partial(layer.sparse, False)
         errors["float8 promoted"] = relative_error(poisoned(promoted), exact)
         others["promoted"] = promoted
