@@ -21,6 +21,27 @@ struct InSharedMemory {
     struct Products {};
 };
 
+// Promoted accumulation: the sums of each step are added to those of the tile. Neither is kept from one tile
+// to the next.
+template <class Math, int kSums>
+class PromotedSums {
+    using Sum = typename Math::Accumulator;
+    static constexpr bool kPromotes = Math::kAccumulation == Accumulation::promoted;
+
+  public:
+    __device__ void begin(Sum (&sums)[kSums]) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] = step_[i] = 0.0f;
+    }
+    __device__ void add(Sum (&sums)[kSums]) const {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] += step_[i];
+    }
+
+  protected:
+    Sum step_[kPromotes ? kSums : 1];
+};
+
 // A stage holds boxes of blocks, or of what it takes of larger ones, which are row_width features by k_width
 // of k; their lines of row_width or k_width values are swizzled over that width:
 //   dds_nt: [pieces][kFeatures][k_width], as blocks are

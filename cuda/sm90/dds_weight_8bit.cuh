@@ -31,29 +31,17 @@ struct ByteWeight : DenseWeight<Op::dds_nt, Math> {
                                      tokens, add);
     }
 
-    // Promoted accumulation, see FloatWeight::Products.
     template <int kTokens>
-    class Products {
+    class Products : public PromotedSums<Math, DenseWeight<Op::dds_nt, Math>::kFeatures * kTokens / 128> {
         using Sum = typename Math::Accumulator;
         static constexpr int kSums = DenseWeight<Op::dds_nt, Math>::kFeatures * kTokens / 128;
-        static constexpr bool kPromotes = Math::kAccumulation == Accumulation::promoted;
+        using PromotedSums<Math, kSums>::step_;
 
       public:
         __device__ void start(Sum (&)[kSums], const char* stage, const DdsArguments& arguments,
                               uint32_t tokens, bool) {
             multiply<true, kTokens>(step_, arguments, stage, tokens, false);
         }
-        __device__ void begin(Sum (&sums)[kSums]) {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] = step_[i] = 0.0f;
-        }
-        __device__ void add(Sum (&sums)[kSums]) const {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] += step_[i];
-        }
-
-      private:
-        Sum step_[kPromotes ? kSums : 1];
     };
 };
 

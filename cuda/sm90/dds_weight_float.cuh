@@ -59,12 +59,13 @@ struct FloatWeight : DenseWeight<kOp, Math> {
     // 8 at k and at k + 4, in this order. They are read while those before are multiplied, and multiplied
     // from others when these have been waited for.
     template <int kTokens>
-    class Products {
+    class Products : public PromotedSums<Math, kFeatures * kTokens / 128> {
         using Sum = typename Math::Accumulator;
         static constexpr int kSums = kFeatures * kTokens / 128;
         static constexpr bool kSplit = Math::kParts > 1;
         using Atom = typename Math::template RegisterAtom<cute::SM90::GMMA::Major::K, kTokens>;
         using Fragment = WeightFragment;
+        using PromotedSums<Math, kSums>::step_;
         static constexpr int kFragments = kStep / 8;
 
       public:
@@ -94,17 +95,6 @@ struct FloatWeight : DenseWeight<kOp, Math> {
                 }
             }
             cute::warpgroup_commit_batch();
-        }
-
-        // Promoted accumulation: the sums of each step are added to those of the tile. Neither is kept from
-        // one tile to the next.
-        __device__ void begin(Sum (&sums)[kSums]) {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] = step_[i] = 0.0f;
-        }
-        __device__ void add(Sum (&sums)[kSums]) const {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] += step_[i];
         }
 
       private:
@@ -157,7 +147,6 @@ struct FloatWeight : DenseWeight<kOp, Math> {
         }
 
         uint32_t place_;
-        Sum step_[kSplit ? kSums : 1];
     };
 };
 
