@@ -50,7 +50,7 @@ def of_results(rows: list[Row], result: torch.dtype) -> list[Row]:
 
 
 def integer_sums(operands: Operands, problem: Problem) -> Tensor:
-    """Of int8, [tokens, out_features] in float64, which has each of them."""
+    """The sums of int8 products, [tokens, out_features] in float64, which has each of them."""
     return operands.x.double() @ dense_weight(operands.values, problem.pattern).t()
 
 

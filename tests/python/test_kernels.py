@@ -77,7 +77,7 @@ class Row(NamedTuple):
 
     @property
     def of_8_bits(self) -> bool:
-        """Whether x has 8 bits, and so values and scales of its own."""
+        """True if x has 8 bits, and so values and scales of its own."""
         return self.dtype in QUANTIZED
 
     @property
@@ -135,7 +135,7 @@ ROWS = [
     for storage in storages_of(kernel, dtype)
     for result in results_of(kernel, dtype)
 ]
-ROWS_OF_FEW_TOKENS = [row for row in ROWS if row.max_tokens]
+ROWS_OF_DECODE_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
 # Those that are given the expansion of values they do not read.
 ROWS_THAT_EXPAND = [row for row in ROWS if row.storage is None and row.op != SDD_TN and not row.of_8_bits]
@@ -360,7 +360,7 @@ def of_8_bits(size: torch.Size, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def scales_of_8_bits(count: int, seed: int) -> Tensor:
-    """Of either sign, small enough for sums in float16."""
+    """Scales of either sign, small enough for sums in float16."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return (torch.rand(count, device=DEVICE, generator=generator) - 0.5) / 64
 
@@ -688,7 +688,7 @@ def test_expanded_values(row: Row) -> None:
             check(given, Problem(pattern, within(row, draw.choice((17, 130))), *layouts, **options))
 
 
-@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=str, indirect=True)
+@pytest.mark.parametrize("row", ROWS_OF_DECODE_TOKENS, ids=str, indirect=True)
 def test_every_number_of_few_tokens(row: Row) -> None:
     draw = random.Random(f"{row} few tokens")
     for tokens in (*range(1, 66), 127, 128, 129, row.max_tokens - 1, row.max_tokens):
@@ -699,7 +699,7 @@ def test_every_number_of_few_tokens(row: Row) -> None:
         make_product(row, problem, Operands(row, problem))
 
 
-@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=str, indirect=True)
+@pytest.mark.parametrize("row", ROWS_OF_DECODE_TOKENS, ids=str, indirect=True)
 def test_many_rows_and_a_long_one(row: Row) -> None:
     """More rows than multiprocessors, and one of many more blocks than the others; columns of dds_nn."""
     draw = random.Random(f"{row} rows")

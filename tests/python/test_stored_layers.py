@@ -68,7 +68,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 def rounded(layer: Any, x: Tensor) -> Tensor:
-    """What a layer multiplies: x, or what 8 bits hold of it, with the gradient of x."""
+    """The activations that a layer multiplies: x, or what 8 bits hold of it, with the gradient of x."""
     if layer.activations is None or layer.policy == "dense":
         return x
     values, scales = functional.quantize(x, getattr(torch, layer.activations))

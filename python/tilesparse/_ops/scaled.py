@@ -8,7 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .._checks import Index, check_one, check_quantizable
 from .._runtime import values as _values
-from .._runtime.choice import multiplies_few_tokens
+from .._runtime.choice import multiplies_as_decode
 from .._runtime.lookup import prepared
 from .._runtime.prepared import Prepared
 from .._runtime.private import is_any_autocast_enabled, transforms_active
@@ -41,7 +41,7 @@ def quantized_linear_on(
     if is_any_autocast_enabled():
         x, bias, residual, gate = autocast(x, bias, residual, gate)
     refuse_gradient(records_gradient((values,)), None, scales)
-    if policy == "dense" or multiplies_few_tokens(x, index):
+    if policy == "dense" or multiplies_as_decode(x, index):
         check_quantizable(x)  # the rest is checked as for other products
         stored = None, row_scales_on(scales, index)
         return linear_on(x, values, index, bias, activation, residual, feature_major, policy, stored, gate)

@@ -19,7 +19,7 @@ from .. import functional
 from .._arguments import checked
 from .._checks import checked_count, checked_device
 from .._runtime import values as _values
-from .._runtime.choice import FEW_TOKENS, measurements_changed
+from .._runtime.choice import DECODE_TOKENS, measurements_changed
 from .._runtime.kernels import ask_for
 from .._runtime.lookup import prepared
 from .._runtime.timing import Call, medians, own_numbers
@@ -215,7 +215,7 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
             storage, nm = multiplied(op, form.storage, form.nm)
             sizes = density, (bn, bk), form.dtype, op, storage, nm
             for count in tokens:
-                if form.activations is None or op != "forward" or count <= FEW_TOKENS:
+                if form.activations is None or op != "forward" or count <= DECODE_TOKENS:
                     found[Product(columns, rows, count, *sizes)] = None
                 if form.activations is not None and op == "forward":
                     found[Product(columns, rows, count, *sizes, activations=form.activations)] = None

@@ -10,7 +10,7 @@ import torch
 from .. import _C
 from .._arguments import checked
 from .._checks import DTYPES, QUANTIZED, check_block_shape, check_shapes, checked_count, checked_fraction
-from .._runtime.choice import FEW_TOKENS
+from .._runtime.choice import DECODE_TOKENS
 from .._runtime.private import tf32_allowed
 from ..config import check_nm, check_nm_blocks, check_quantized_activations, check_storage
 from ..errors import InvalidArgumentError
@@ -118,7 +118,7 @@ class Product:
         bn, bk = layer.block_shape
         blocks = layer.out_features // bn * (layer.in_features // bk)
         storage, nm = multiplied(op, layer.storage, layer.nm)
-        few = layer.weight.is_cuda and tokens <= FEW_TOKENS
+        few = layer.weight.is_cuda and tokens <= DECODE_TOKENS
         return cls(
             layer.in_features,
             layer.out_features,
