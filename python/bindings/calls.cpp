@@ -27,16 +27,27 @@ struct Request {
     nb::handle metadata, scales;  // of values
     int32_t kernel;               // as in ts_matmul_desc
     bool gated;                   // the residual is a gate
+    // Of a TS_DDS_NT whose x has 8 bits, otherwise null: the scales of x, the activations that x was made
+    // from, which the result has its dtype and device of, and whether sums may be fast.
+    nb::handle x_scales, source;
+    bool fast = false;
+
+    bool is_quantized() const { return x_scales.is_valid(); }
+    nb::handle like() const { return is_quantized() ? source : first; }
 };
 
 // A request in the terms of the C ABI.
 struct Operands {
     Key key;
-    uintptr_t first = 0, second = 0, bias = 0, residual = 0, metadata = 0, scales = 0, stream = 0;
+    uintptr_t first = 0, second = 0, bias = 0, residual = 0, metadata = 0, scales = 0, x_scales = 0,
+              stream = 0;
 
     // Returns false for requests that are not kept.
     bool read(const Tensors& tensors, const Request& request) {
+        key.add(request.op | request.activation << 8 | request.column_major << 16 | request.gated << 17 |
+                request.is_quantized() << 18 | request.fast << 19);
         dlpack::Tensor like, other;
+        if (request.is_quantized() && !add_source(tensors, request)) return false;
         if (!add(tensors, request.first, like, first) || !add(tensors, request.second, other, second) ||
             !add(tensors, request.residual, other, residual) ||
             !add(tensors, request.metadata, other, metadata) ||
@@ -47,20 +58,26 @@ struct Operands {
         bool tf32 = false;
         if (like.device_type == dlpack::cuda) {
             constexpr uintptr_t alignment = 16;  // as tilesparse._checks.ALIGNMENT
-            if ((first | second | residual | metadata) % alignment != 0 ||
+            if ((first | second | residual | metadata | x_scales) % alignment != 0 ||
                 !tensors.is_on_current_device(like))
                 return false;
             stream = tensors.current_stream(like);
             tf32 = tensors.multiplies_in_tf32(like);
         }
         key.add(static_cast<int64_t>(stream));
-        key.add(request.op | request.activation << 8 | request.column_major << 16 | tf32 << 17 |
-                request.gated << 18);
-        key.add(request.kernel);
+        key.add(int64_t{request.kernel} << 1 | tf32);
         return true;
     }
 
   private:
+    // Nothing reads the memory of the source.
+    bool add_source(const Tensors& tensors, const Request& request) {
+        dlpack::Tensor tensor;
+        uintptr_t unread;
+        return add(tensors, request.x_scales, tensor, x_scales) &&
+               add(tensors, request.source, tensor, unread);
+    }
+
     bool add(const Tensors& tensors, nb::handle object, dlpack::Tensor& tensor, uintptr_t& at) {
         if (object.is_none()) {
             key.add(0);
@@ -112,15 +129,16 @@ class Calls {
         if (found == calls_.end()) return std::nullopt;
         const std::shared_ptr<const Call> call = found->second;  // others may drop it while this runs
         const uint64_t cleared = cleared_;
-        auto result = nb::borrow<nb::any>(call->result(request.first));
-        const nb::object workspace = call->workspace(request.first);
-        const uintptr_t result_at = at(result), workspace_at = workspace.is_valid() ? at(workspace) : 0;
+        auto result = nb::borrow<nb::any>(call->result(request.like()));
+        const nb::object workspace = call->workspace(request.like());
+        const uintptr_t result_at = tensors_.address_of(result);
+        const uintptr_t workspace_at = workspace.is_valid() ? tensors_.address_of(workspace) : 0;
         // Another thread may have run meanwhile. If it has, the pattern is being updated.
         if (cleared != cleared_) return std::nullopt;
-        const auto& [key, first, second, bias, residual, metadata, scales, stream] = operands;
+        const auto& [key, first, second, bias, residual, metadata, scales, x_scales, stream] = operands;
         if (request.op == TS_DDS_NT)
             call->product.run(first, result_at, second, bias, residual, workspace_at, stream, metadata,
-                              scales);
+                              scales, x_scales);
         else if (request.op == TS_DDS_NN)
             call->product.run(result_at, first, second, 0, 0, workspace_at, stream, metadata, scales);
         else
@@ -147,17 +165,24 @@ class Calls {
         Allocation result, workspace;
     };
 
-    uintptr_t at(nb::handle object) const {
-        dlpack::Tensor tensor;
-        if (!tensors_.read(object, tensor))
-            throw nb::type_error("an allocation must be a torch.Tensor on the CPU or a CUDA device");
-        return address(tensor);
-    }
-
     const Tensors& tensors_;
     std::unordered_map<Key, std::shared_ptr<const Call>, KeyHash> calls_;
     uint64_t cleared_ = 0;  // how often
 };
+
+using Recipe = std::pair<nb::object, AnyTuple>;  // see Allocation
+
+Allocation allocation(const std::optional<Recipe>& recipe) {
+    return recipe ? Allocation{recipe->first, recipe->second} : Allocation{};
+}
+
+// A request for TS_DDS_NT in 8 bits.
+Request quantized(nb::handle x, nb::handle x_values, nb::handle x_scales, nb::handle values,
+                  nb::handle scales, nb::handle bias, nb::handle residual, int32_t activation,
+                  bool column_major, int32_t kernel, bool gated, bool fast) {
+    return {TS_DDS_NT,  x_values, values, bias,  residual, activation, column_major,
+            nb::none(), scales,   kernel, gated, x_scales, x,          fast};
+}
 
 }  // namespace
 
@@ -178,17 +203,38 @@ void bind_calls(nb::module_& m) {
             "keep",
             [](Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
                nb::handle residual, int32_t activation, bool column_major, nb::handle metadata,
-               nb::handle scales, int32_t kernel, bool gated, const Product& product,
-               std::pair<nb::object, AnyTuple> result,
-               std::optional<std::pair<nb::object, AnyTuple>> workspace) {
+               nb::handle scales, int32_t kernel, bool gated, const Product& product, Recipe result,
+               std::optional<Recipe> workspace) {
                 self.keep({op, first, second, bias, residual, activation, column_major, metadata, scales,
                            kernel, gated},
-                          product, {result.first, result.second},
-                          workspace ? Allocation{workspace->first, workspace->second} : Allocation{});
+                          product, allocation(result), allocation(workspace));
             },
             "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
             "feature_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a, "product"_a,
             "result"_a, "workspace"_a.none())
+        .def(
+            "run_quantized",
+            [](const Calls& self, nb::handle x, nb::handle x_values, nb::handle x_scales, nb::handle values,
+               nb::handle scales, nb::handle bias, nb::handle residual, int32_t activation, bool column_major,
+               int32_t kernel, bool gated, bool fast) {
+                return self.run(quantized(x, x_values, x_scales, values, scales, bias, residual, activation,
+                                          column_major, kernel, gated, fast));
+            },
+            "x"_a, "x_values"_a, "x_scales"_a, "values"_a, "scales"_a, "bias"_a.none(), "residual"_a.none(),
+            "activation"_a, "feature_major"_a, "kernel"_a, "gated"_a, "fast"_a)
+        .def(
+            "keep_quantized",
+            [](Calls& self, nb::handle x, nb::handle x_values, nb::handle x_scales, nb::handle values,
+               nb::handle scales, nb::handle bias, nb::handle residual, int32_t activation, bool column_major,
+               int32_t kernel, bool gated, bool fast, const Product& product, Recipe result,
+               std::optional<Recipe> workspace) {
+                self.keep(quantized(x, x_values, x_scales, values, scales, bias, residual, activation,
+                                    column_major, kernel, gated, fast),
+                          product, allocation(result), allocation(workspace));
+            },
+            "x"_a, "x_values"_a, "x_scales"_a, "values"_a, "scales"_a, "bias"_a.none(), "residual"_a.none(),
+            "activation"_a, "feature_major"_a, "kernel"_a, "gated"_a, "fast"_a, "product"_a, "result"_a,
+            "workspace"_a.none())
         .def("clear", &Calls::clear)
         .def("__len__", &Calls::size);
 }

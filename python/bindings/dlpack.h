@@ -12,7 +12,7 @@ namespace dlpack {
 constexpr uint32_t major_version = 1;
 
 enum DeviceType : int32_t { cpu = 1, cuda = 2 };
-enum TypeCode : uint8_t { floating = 2 };
+enum TypeCode : uint8_t { floating = 2, bfloat = 4 };
 
 struct DType {
     uint8_t code;

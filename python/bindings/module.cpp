@@ -1,5 +1,6 @@
 // tilesparse._C: the C ABI for Python, in integers and plain objects. Addresses are integers; only `Tensors`
-// and `Calls` know tensors, through DLPack. Errors are raised as the classes of tilesparse.errors.
+// and what is made with it know tensors, through DLPack. Errors are raised as the classes of
+// tilesparse.errors.
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -58,6 +59,7 @@ NB_MODULE(_C, m) {
     bind_tensors(m);
     bind_calls(m);
     bind_values(m);
+    bind_quantization(m);
     bind_plans(m);
     m.def("libraries", &libraries);
     m.def("measurements_clear", [] { check(ts_measurements_clear()); });

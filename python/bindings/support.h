@@ -47,6 +47,7 @@ void bind_products(nb::module_& m);
 void bind_tensors(nb::module_& m);
 void bind_calls(nb::module_& m);
 void bind_values(nb::module_& m);
+void bind_quantization(nb::module_& m);
 void bind_plans(nb::module_& m);
 
 }  // namespace bindings

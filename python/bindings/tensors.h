@@ -12,6 +12,10 @@
 
 namespace bindings {
 
+inline uintptr_t address(const dlpack::Tensor& tensor) {
+    return reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
+}
+
 // Reads PyTorch's tensors and settings. Python's attributes take several times as long.
 class Tensors {
   public:
@@ -45,6 +49,14 @@ class Tensors {
         return tensor.device_type == dlpack::cpu || tensor.device_type == dlpack::cuda;
     }
 
+    // The address of a tensor that was allocated here.
+    uintptr_t address_of(nb::handle object) const {
+        dlpack::Tensor tensor;
+        if (!read(object, tensor))
+            throw nb::type_error("an allocation must be a torch.Tensor on the CPU or a CUDA device");
+        return address(tensor);
+    }
+
     // The version of a tensor, which PyTorch counts up with every write; 0 where it does not count.
     uint64_t read_version(nb::handle tensor) const {
         PyObject* number = PyObject_GetAttr(tensor.ptr(), version_.ptr());
@@ -74,10 +86,6 @@ class Tensors {
     nb::object tensor_type_, parameter_type_, current_device_, tf32_;
     nb::object version_ = nb::steal(PyUnicode_InternFromString("_version"));
 };
-
-inline uintptr_t address(const dlpack::Tensor& tensor) {
-    return reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
-}
 
 // All that decides whether a product can run, and how, but for the alignment of its operands.
 class Key {
@@ -111,7 +119,7 @@ class Key {
     }
 
   private:
-    std::array<int64_t, 3 + 6 * (2 + 2 * max_dims)> words_;  // settings, and up to six tensors
+    std::array<int64_t, 3 + 8 * (2 + 2 * max_dims)> words_;  // settings, and up to eight tensors
     size_t size_ = 0;
 };
 

@@ -1,5 +1,4 @@
-// Compression of values, and element by element what goes with a product: gradients of activations, gates,
-// quantization.
+// Compression of values, and element by element what goes with a product: gradients of activations, gates.
 #include <nanobind/stl/pair.h>
 
 #include <cstddef>
@@ -53,13 +52,6 @@ void gate_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t fe
                            &matrices[3], &matrices[4], pointer<CUstream_st>(stream)));
 }
 
-void quantize(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens, int64_t features,
-              Rows x, Rows quantized, uintptr_t scales, uintptr_t stream) {
-    const ts_matrix matrices[] = {row_major(x), row_major(quantized)};
-    check(ts_quantize(device, dtype, quantized_dtype, tokens, features, &matrices[0], &matrices[1],
-                      pointer<float>(scales), pointer<CUstream_st>(stream)));
-}
-
 }  // namespace
 
 void bind_values(nb::module_& m) {
@@ -73,8 +65,6 @@ void bind_values(nb::module_& m) {
           "result"_a, "stream"_a);
     m.def("gate_gradient", &gate_gradient, "dtype"_a, "activation"_a, "tokens"_a, "features"_a, "gate"_a,
           "factor"_a, "gradient"_a, "gate_gradient"_a, "factor_gradient"_a, "stream"_a);
-    m.def("quantize", &quantize, "device"_a, "dtype"_a, "quantized_dtype"_a, "tokens"_a, "features"_a, "x"_a,
-          "quantized"_a, "scales"_a, "stream"_a);
 }
 
 }  // namespace bindings

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ._checks import as_integer, is_sequence, is_tensor
-from .errors import InvalidTypeError
+from .errors import InvalidTypeError, UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,6 +57,16 @@ def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in kinds:
             _check(name, value, kinds[name])
+
+
+def check_types_after(error: Exception, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Check types once a function has raised, so that correct calls spend no time on it.
+
+    An `UnsupportedError` says itself what is wrong; any other may be PyTorch's about an argument of a wrong
+    type. The caller raises it again.
+    """
+    if not isinstance(error, UnsupportedError):
+        check_types(function, given)
 
 
 def shown(value: object) -> str:

@@ -1,6 +1,7 @@
 """Block-sparse products in PyTorch's own operators, for exported programs that run without this package."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ from ._checks import LARGEST, QUANTIZED, Index
 from ._ops.activations import activated
 from ._ops.schemas import DdsOptions
 from ._runtime.native import ACTIVATIONS
+from ._runtime.quantization import least_scale
 from .errors import UnsupportedError
 
 __all__ = ["decompositions"]
 
 _FIELDS = len(Index._fields)
-_LEAST_SCALE = 2.0**-116  # of activations, see `functional.quantize`
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -38,7 +39,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         ops.dds_nn.default: _dds_nn,
         ops.dds_nt_quantized.default: _dds_nt_quantized,
         ops.row_scales.default: _row_scales,
-        ops.quantize.default: _quantize,
+        ops.quantize.default: partial(_quantize, least_scale()),
         ops.expand.default: _expand,
         ops.expand_values.default: lambda values, metadata, scales, _: _plain(values, metadata, scales),
     }
@@ -73,12 +74,12 @@ def _row_scales(scales: Tensor, *pattern: Any) -> Tensor:
     return torch.empty_like(in_order).index_put((slot.long(),), in_order)
 
 
-def _quantize(x: Tensor, code: int) -> tuple[Tensor, Tensor]:
+def _quantize(least: float, x: Tensor, code: int) -> tuple[Tensor, Tensor]:
     dtype = {number: dtype for dtype, number in QUANTIZED.items()}[code]
     largest = LARGEST[dtype]
     x = x.float()
     is_finite = x.isfinite().all(-1)
-    scales = (x.abs().amax(-1) / largest).clamp(min=_LEAST_SCALE)
+    scales = (x.abs().amax(-1) / largest).clamp(min=least)
     scaled = torch.where(is_finite[..., None], x * (1 / scales)[..., None], 0.0).clamp(-largest, largest)
     values = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
     return values, torch.where(is_finite, scales, torch.nan)

@@ -30,7 +30,7 @@ The file is long because most of it is documentation.
 import torch
 from torch import Tensor
 
-from ._arguments import check_types, checked
+from ._arguments import check_types, check_types_after
 from ._checks import check_like_product, check_policy
 from ._ops import gates as _gates
 from ._ops import quantization as _quantization
@@ -41,7 +41,7 @@ from ._ops.linear import extras_of, linear_on
 from ._ops.products import DDS_NN, DDS_NT, SDD_TN, SDD_TN_INTO
 from ._ops.scaled import quantized_linear_on
 from ._runtime.private import is_any_autocast_enabled
-from .errors import InvalidArgumentError, UnsupportedError
+from .errors import InvalidArgumentError
 from .pattern.block_pattern import BlockPattern
 
 
@@ -97,10 +97,8 @@ def linear(
     try:
         index, stored, layout = pattern.index_on(values.device), (metadata, scales), feature_major_output
         return linear_on(x, values, index, bias, activation, residual, layout, policy, stored, gate)
-    except UnsupportedError:
-        raise
-    except Exception:  # types are checked only now, so that correct calls spend no time on it
-        check_types(linear, locals())
+    except Exception as error:
+        check_types_after(error, linear, locals())
         raise
 
 
@@ -160,10 +158,8 @@ def quantized_linear(
             check_types(quantized_linear, locals())
         index, of_y = pattern.index_on(values.device), (bias, activation, residual, feature_major_output)
         return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum)
-    except UnsupportedError:
-        raise
-    except Exception:
-        check_types(quantized_linear, locals())
+    except Exception as error:
+        check_types_after(error, quantized_linear, locals())
         raise
 
 
@@ -195,14 +191,11 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
                 f"y must have an even number of features without a gate, got shape {tuple(y.shape)}"
             )
         return _gates.gated(y, gate, activation)
-    except UnsupportedError:
-        raise
-    except Exception:
-        check_types(gated, locals())
+    except Exception as error:
+        check_types_after(error, gated, locals())
         raise
 
 
-@checked
 def quantize(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """Quantize activations to 8 bits with a scale for each token, in one pass over memory.
 
@@ -222,7 +215,11 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor
         InvalidArgumentError: another dtype, or features that are no multiple of 16.
         NoDeviceError: x is on a GPU, and the library was built without CUDA.
     """
-    return _quantization.quantize(x, dtype)
+    try:
+        return _quantization.quantize(x, dtype)
+    except Exception as error:
+        check_types_after(error, quantize, locals())
+        raise
 
 
 def dds(
@@ -256,10 +253,8 @@ def dds(
         if not isinstance(transpose, bool):
             check_types(dds, locals())
         return _dds(a, values, pattern, transpose, False, (metadata, scales))
-    except UnsupportedError:
-        raise
-    except Exception:
-        check_types(dds, locals())
+    except Exception as error:
+        check_types_after(error, dds, locals())
         raise
 
 
@@ -288,10 +283,8 @@ def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = F
             raise InvalidArgumentError(f"b must be 2-D, got shape {tuple(b.shape)}")
         # (W b)ᵀ = bᵀ Wᵀ, and the transpose of a row-major matrix is column-major.
         return _dds(b.t(), values, pattern, not transpose, feature_major=True).t()
-    except UnsupportedError:
-        raise
-    except Exception:
-        check_types(dsd, locals())
+    except Exception as error:
+        check_types_after(error, dsd, locals())
         raise
 
 
@@ -335,10 +328,8 @@ def sdd(
             )
         SDD_TN_INTO(y, x, *index, out, accumulate)
         return out
-    except UnsupportedError:
-        raise
-    except Exception:
-        check_types(sdd, locals())
+    except Exception as error:
+        check_types_after(error, sdd, locals())
         raise
 
 

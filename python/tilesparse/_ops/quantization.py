@@ -8,41 +8,44 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import QUANTIZED, check_quantizable
+from .._checks import QUANTIZED
 from .._runtime import quantization as _quantization
 from .._runtime.private import current_stream
 from ..errors import InvalidArgumentError
 from .autograd import is_plain
 from .register import register_plainly
 
-_FEATURES = 16  # of which kernels read multiples
-
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize activations to 8 bits, see `functional.quantize`."""
-    return _quantized(x, _number(dtype), is_plain((x,)))
+    return _quantized(x, dtype, is_plain((x,)))
 
 
-def quantized_for(weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def quantized_for(weight: Tensor, x: Tensor, direct: bool) -> tuple[Tensor, Tensor]:
     """Return x in the dtype of a weight that it is multiplied by, with scales; only to be read.
 
     Layers with one input share the result in eager mode: the last one of each thread is kept while x lives,
     and is found by the identity of x and PyTorch's count of writes to it. A weight that asks again begins a
     new pass, before which x may have been written to in a way that is not counted, as by the replay of a
     CUDA graph. A compiled training step has one operator in the place of equal ones.
+
+    Args:
+        weight: values in 8 bits.
+        x: activations.
+        direct: whether `is_plain` holds for x.
     """
-    number = _number(weight.dtype)
-    direct = is_plain((x,))
+    dtype = weight.dtype
     if not (direct or is_plain((x,), profiled=True)) or not _can_be_kept(x):
-        return _quantized(x, number, direct)
+        return _quantized(x, dtype, direct)
     stream = current_stream(x.get_device()) if x.is_cuda else 0
-    key = x._version, x.data_ptr(), x.shape, x.stride(), number, stream, torch.is_inference_mode_enabled()
+    form = x.data_ptr(), x.shape, x.stride(), x.dtype
+    key = x._version, form, dtype, stream, torch.is_inference_mode_enabled()
     holder, taker = _last.holder, weight.data_ptr()
     entry = holder[0]
     if entry is not None and entry.of() is x and entry.key == key and taker not in entry.takers:
         entry.takers.add(taker)
         return entry.result
-    result = _quantized(x, number, direct)
+    result = _quantized(x, dtype, direct)
     holder[0] = _Entry(weakref.ref(x, lambda _: _clear(holder)), key, result, {taker})
     return result
 
@@ -75,33 +78,24 @@ def _can_be_kept(x: Tensor) -> bool:
     return not x.is_inference() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _quantized(x: Tensor, code: int, direct: bool) -> tuple[Tensor, Tensor]:
+def _quantized(x: Tensor, dtype: torch.dtype, direct: bool) -> tuple[Tensor, Tensor]:
+    if dtype not in QUANTIZED:
+        raise InvalidArgumentError(f"dtype must be one of {list(QUANTIZED)}, got {dtype}")
     if direct:
-        return _quantize(x, code)
-    values, scales = _QUANTIZE(x.detach(), code)
+        return _quantization.quantize(x, dtype)
+    values, scales = _QUANTIZE(x.detach(), QUANTIZED[dtype])
     return values, scales
 
 
-def _number(dtype: torch.dtype) -> int:
-    if dtype not in QUANTIZED:
-        raise InvalidArgumentError(f"dtype must be one of {list(QUANTIZED)}, got {dtype}")
-    return QUANTIZED[dtype]
-
-
 def _quantize(x: Tensor, code: int) -> tuple[Tensor, Tensor]:
-    return _quantization.quantize(x, _checked_dtype(x, code))
+    return _quantization.quantize(x, _dtype(code))
 
 
 def _quantize_fake(x: Tensor, code: int) -> tuple[Tensor, Tensor]:
-    return _quantization.empty_quantized(x, _checked_dtype(x, code))
+    return _quantization.empty_quantized(x, _dtype(code))
 
 
-def _checked_dtype(x: Tensor, code: int) -> torch.dtype:
-    check_quantizable(x)
-    if x.dim() == 0 or x.shape[-1] % _FEATURES:
-        raise InvalidArgumentError(
-            f"x must be [..., features] with a multiple of {_FEATURES} features, got shape {tuple(x.shape)}"
-        )
+def _dtype(code: int) -> torch.dtype:
     for dtype, number in QUANTIZED.items():
         if number == code:
             return dtype

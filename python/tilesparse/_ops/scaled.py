@@ -40,21 +40,26 @@ def quantized_linear_on(
     code = activation_code(activation)
     if is_any_autocast_enabled():
         x, bias, residual, gate = autocast(x, bias, residual, gate)
-    refuse_gradient(records_gradient((values,)), None, scales)
     if policy == "dense" or multiplies_as_decode(x, index):
         check_quantizable(x)  # the rest is checked as for other products
+        refuse_gradient(records_gradient((values,)), None, scales)
         stored = None, row_scales_on(scales, index)
         return linear_on(x, values, index, bias, activation, residual, feature_major, policy, stored, gate)
-
-    def product(residual: Tensor | None, code: int, gate: Tensor | None) -> Tensor:
-        extras = scales, gate, *quantized_for(values, x), fast
+    tensors = x, values, bias, residual, gate
+    direct, recorded = is_plain((*tensors, scales)), records_gradient(tensors)
+    of_x = quantized_for(values, x, direct)
+    if direct and not recorded:
+        pattern = prepared(index, DDS_NT_QUANTIZED.looks)
+        return dds_quantized(
+            x, values, pattern, bias, residual, code, feature_major, scales, gate, *of_x, fast
+        )
+    refuse_gradient(recorded and values.requires_grad, None, scales)
+    if (code == 0 and gate is None) or not (recorded or transforms_active()):
+        extras = scales, gate, *of_x, fast
         return call(DDS_NT_QUANTIZED, x, values, index, bias, residual, code, feature_major, extras)
-
-    tensors = x, bias, residual, gate
-    if (code == 0 and gate is None) or not (records_gradient(tensors) or transforms_active()):
-        return product(residual, code, gate)
     check_one(residual, gate)
-    return combined(product(None, 0, None), activation, residual, gate)
+    y = call(DDS_NT_QUANTIZED, x, values, index, bias, extras=(scales, None, *of_x, fast))
+    return combined(y, activation, residual, gate)
 
 
 def row_scales_on(scales: Tensor, index: Index) -> Tensor:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ MAX_CALLS = 1024  # a program whose token counts never repeat must not grow with
 # column-major, metadata and scales of values, the kernel asked for, and whether the residual is a gate.
 Request = tuple[
     int, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, Tensor | None, Tensor | None, int, bool
+]
+
+
+# x, its values in 8 bits and their scales; values and scales of the weight; bias, residual, activation, whether
+# the result is column-major, the kernel asked for, whether the residual is a gate, whether sums may be fast.
+QuantizedRequest = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, int, bool, bool
 ]
 
 
@@ -74,6 +81,7 @@ class Prepared:
         generation: number of changes of its contents; 0 on the CPU, where each content has its own object.
         run: runs a product like one that has run before and returns its result; None for any other (see
             `_C.Calls`).
+        run_quantized: the same for products of two factors in 8 bits.
         find: returns the call that was kept under a key, or None.
         packs: True if values are kept packed from call to call; see `BlockSparseLinear.pack`.
         watch: finds writes that PyTorch does not count; None on the CPU and for the transpose.
@@ -107,6 +115,7 @@ class Prepared:
         self.find: Callable[[Hashable], Call | None] = self._calls.get
         self._kept = _C.Calls(TENSORS)
         self.run: Callable[..., Tensor | None] = self._kept.run
+        self.run_quantized: Callable[..., Tensor | None] = self._kept.run_quantized
         self.watch = watch(self.device) if self.device.type == "cuda" and watched else None
         self._place = -1 if self.watch is None else self.watch.add(self)
         self._memory: list[torch.UntypedStorage] = []  # kept alive while it is watched
@@ -214,10 +223,17 @@ class Prepared:
 
     def keep(self, request: Request, product: _C.Product, call: Call) -> None:
         """Have `run` do the same from now on."""
-        # On a GPU it may pack, but not in a graph that is being captured.
-        if not self.packs or self.device.type == "cpu":
-            workspace = (Tensor.new_empty, (call.workspace,)) if call.workspace else None
-            self._kept.keep(*request, product, allocation(call.form), workspace)
+        if self._is_kept():
+            self._kept.keep(*request, product, *_allocations(call))
+
+    def keep_quantized(self, request: QuantizedRequest, product: _C.Product, call: Call) -> None:
+        """Have `run_quantized` do the same from now on."""
+        if self._is_kept():
+            self._kept.keep_quantized(*request, product, *_allocations(call))
+
+    def _is_kept(self) -> bool:
+        # On a GPU a call may pack, but not in a graph that is being captured.
+        return not self.packs or self.device.type == "cpu"
 
     def forget_calls(self) -> None:
         """Resolve every product anew, also one that another thread has found but not launched."""
@@ -318,3 +334,9 @@ class Prepared:
             packed = self._packed[key] = Packed(product, memory, plan_key)
         product.use_packed(packed.memory.data_ptr(), size, packed.plan_key)
         return packed
+
+
+def _allocations(call: Call) -> tuple[Any, Any]:
+    """Return how result and workspace are allocated."""
+    workspace = (Tensor.new_empty, (call.workspace,)) if call.workspace else None
+    return allocation(call.form), workspace

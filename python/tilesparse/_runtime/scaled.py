@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from .._checks import ALIGNMENT, DTYPES, QUANTIZED, check_one, check_quantized_dds, check_quantized_x
+from . import kernels as _kernels
 from .layout import aligned, empty, like_result, result_form, row_major
 from .native import DDS_NT, SCALES_PER_FEATURE
-from .prepared import Call, Prepared
+from .prepared import Prepared, QuantizedRequest
 from .products import Context, context_of, dds_product, form_of
 
 
@@ -25,26 +26,32 @@ def dds_quantized(
     fast: bool,
 ) -> Tensor:
     """Return x Wᵀ in the dtype of x, of which only ``x_values`` and ``x_scales`` are read."""
+    request = (
+        x,
+        x_values,
+        x_scales,
+        values,
+        scales,
+        bias,
+        check_one(residual, gate),
+        activation,
+        feature_major,
+        _kernels.asked_kernel,
+        gate is not None,
+        fast,
+    )
+    result = pattern.run_quantized(*request)
+    if result is not None:
+        return result
     with pattern.launching():
-        other, gated = check_one(residual, gate), gate is not None
-        options = activation, feature_major, scales, gated, x_scales, fast
-        return _dds_quantized(x, x_values, values, pattern, bias, other, *options)
+        return _dds_quantized(request, pattern)
 
 
-def _dds_quantized(
-    x: Tensor,
-    x_values: Tensor,
-    values: Tensor,
-    pattern: Prepared,
-    bias: Tensor | None,
-    other: Tensor | None,
-    activation: int,
-    feature_major: bool,
-    scales: Tensor,
-    gated: bool,
-    x_scales: Tensor,
-    fast: bool,
-) -> Tensor:
+def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
+    """Run a product that `Prepared.run_quantized` does not know."""
+    x, x_values, x_scales, values, scales, bias, other, activation, feature_major, kernel, gated, fast = (
+        request
+    )
     context = _context(x, fast and values.dtype == torch.float8_e4m3fn)
     forms = [None if tensor is None else form_of(tensor) for tensor in (bias, other)]
     forms += map(form_of, (x_values, x_scales, values, scales))
@@ -61,31 +68,18 @@ def _dds_quantized(
         near, lines = (None, None) if other is None else like_result(other, feature_major)
         changed = (operand, x_values), (of_tokens, x_scales), (weight, values), (near, other)
         if any(one is not given for one, given in changed):
-            rest = activation, feature_major, scales, gated, of_tokens, fast
-            return _dds_quantized(x, operand, weight, pattern, bias, near, *rest)
+            options = activation, feature_major, kernel, gated, fast
+            return _dds_quantized((x, operand, of_tokens, weight, scales, bias, near, *options), pattern)
         form = result_form(x, pattern.shape[0], feature_major)
         number = QUANTIZED[values.dtype]
         added = {"residual": lines, "gated": gated, "activation": activation}
         stored = {"values_dtype": number, "row_scales": SCALES_PER_FEATURE, "result_dtype": DTYPES[x.dtype]}
         x_lines = x_scales.numel(), ld, 0
         product = dds_product(DDS_NT, pattern, x_values, x_lines, form, context, added | stored)
-        call = pattern.call(key, product, DDS_NT, x_values.itemsize, form)
-    return _run(call, context, x, x_values, values, pattern, bias, other, scales, x_scales)
-
-
-def _run(
-    call: Call,
-    context: Context,
-    x: Tensor,
-    x_values: Tensor,
-    values: Tensor,
-    pattern: Prepared,
-    bias: Tensor | None,
-    other: Tensor | None,
-    scales: Tensor,
-    x_scales: Tensor,
-) -> Tensor:
-    result, workspace = empty(x, call.form), x_values.new_empty(call.workspace, dtype=torch.uint8)
+        call = pattern.call(key, product, DDS_NT, x.itemsize, form)
+        pattern.keep_quantized(request, product, call)
+    result = empty(x, call.form)
+    workspace = x.new_empty(call.workspace) if call.workspace else None
     bias = None if bias is None else bias.contiguous()
     if call.packed is not None:
         call.packed.follow(values, pattern.generation, context[1])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .._arguments import check_types, checked
+from .._arguments import check_types_after, checked
 from .._checks import check_one
 from .._ops.activations import activation_code
 from .._ops.autocast import autocast
@@ -22,7 +22,7 @@ from .._ops.scaled import quantized_linear_on
 from .._runtime.lookup import prepared
 from .._runtime.private import refuse_fakes
 from ..config import LayerSpec, as_nm, check_nm
-from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
+from ..errors import InvalidArgumentError, InvalidPatternError
 from ..pattern.block_pattern import BlockPattern
 from ..storage.registry import storage_of
 from . import convert, initial
@@ -268,10 +268,8 @@ class BlockSparseLinear(StoredWeight):
                 f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}), "
                 "as averages and conversions of all buffers do"
             ) from error
-        except UnsupportedError:
-            raise
-        except Exception:  # types are looked at only now, which takes calls that are right no time
-            check_types(BlockSparseLinear.forward, locals())
+        except Exception as error:
+            check_types_after(error, BlockSparseLinear.forward, locals())
             raise
 
     def _product(

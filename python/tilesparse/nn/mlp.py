@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import check_types, checked
+from .._arguments import check_types_after, checked
 from .._ops.linear import combined
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
@@ -129,10 +129,8 @@ class BlockSparseMLP(nn.Module):
         """
         try:
             hidden = self._hidden(x)
-        except UnsupportedError:
-            raise
-        except Exception:  # types are looked at only now, which takes calls that are right no time
-            check_types(BlockSparseMLP.forward, locals())
+        except Exception as error:
+            check_types_after(error, BlockSparseMLP.forward, locals())
             raise
         down, dropout = self._part("down"), self._part("dropout")
         hidden_dropout = self._part("hidden_dropout")
