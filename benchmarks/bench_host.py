@@ -1,6 +1,7 @@
 """Times of the host for one call of a layer: BlockSparseLinear against torch.nn.Linear.
 
     python benchmarks/bench_host.py --output host.json
+    python benchmarks/bench_host.py --activations int8 --tokens 128 --output host_int8.json
 
 Both layers are so small that a GPU keeps up with the host. They take turns; each turn is many calls that are
 asked for without waiting in between, and its time that of the host for one of them. Medians of all turns.
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from tilesparse import BlockSparseLinear
 
-TOKENS, FEATURES = 16, 256
+FEATURES = 256
 DENSITY, BLOCK_SHAPE = 0.25, (32, 32)
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 # What gradients are recorded in, and whether there is a backward pass.
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=Path("host.json"), help="as JSON (%(default)s)")
     parser.add_argument("--device", choices=DTYPES, default="cuda", help="(%(default)s)")
+    parser.add_argument("--tokens", type=positive, default=16, help="(%(default)s)")
+    parser.add_argument("--activations", choices=("int8", "float8_e4m3fn"), help="multiply in 8 bits")
     parser.add_argument("--rounds", type=positive, default=25, help="turns of each layer (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, pattern and data (%(default)s)")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
@@ -54,13 +57,16 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     options = {"device": arguments.device, "dtype": DTYPES[arguments.device]}
     dense = nn.Linear(FEATURES, FEATURES, **options)
     sparse = BlockSparseLinear.from_linear(dense, DENSITY, block_shape=BLOCK_SHAPE)
-    x = torch.randn(TOKENS, FEATURES, **options)
+    if arguments.activations is not None:
+        sparse.to_storage(arguments.activations, activations=arguments.activations)
+    x = torch.randn(arguments.tokens, FEATURES, **options)
     for mode in MODES:
         case: dict[str, Any] = {
             "mode": mode,
             "device": arguments.device,
-            "tokens": TOKENS,
+            "tokens": arguments.tokens,
             "features": FEATURES,
+            "activations": arguments.activations,
             "results": [],
         }
         document["cases"].append(case)

@@ -3,7 +3,7 @@
 from . import _belongs  # isort: split
 
 from . import checkpoint, errors, export, functional, parallel, plot, prune, recover, storage, train, tuning
-from ._libraries import transformers_hooks
+from ._libraries import inductor_hooks, transformers_hooks
 from .checkpoint import load, save
 from .config import BlockSparseConfig, LayerSpec
 from .errors import (
@@ -42,6 +42,7 @@ __version__ = _belongs.VERSION
 
 tuning.load_on_import()
 accelerate.register()
+inductor_hooks.register()
 peft_hooks.register()
 transformers_hooks.register()
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import math
 import pickle
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,14 +31,12 @@ from helpers import (
     sums_unit,
 )
 from torch import Tensor, nn
-from torch._inductor.utils import run_and_get_code
 
 import tilesparse
 from tilesparse import (
     BlockPattern,
     BlockSparseConfig,
     BlockSparseLinear,
-    BlockSparseMLP,
     BlockSparseModelPatcher,
     InvalidArgumentError,
     Product,
@@ -50,7 +46,7 @@ from tilesparse import (
     sparsify_,
     storage,
 )
-from tilesparse._runtime import choice, quantization
+from tilesparse._runtime import choice
 from tilesparse.cli import main
 from tilesparse.config import LayerSpec
 from tilesparse.errors import CheckpointError
@@ -99,20 +95,6 @@ def expected(
 def unit_of_sums(x: Tensor, dtype: torch.dtype) -> float:
     """The largest relative error of an addition: tensor cores keep fewer bits of sums of float8."""
     return 2**-12 / 32 if x.is_cuda and dtype == torch.float8_e4m3fn else sums_unit(torch.float32)
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that gets an entry whenever activations are quantized."""
-    calls: list[int] = []
-    of_library = quantization.quantize
-
-    def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        calls.append(x.numel())
-        return of_library(x, dtype)
-
-    monkeypatch.setattr(quantization, "quantize", quantize)
-    return calls
 
 
 # ---- products ----
@@ -447,96 +429,6 @@ def test_scales_of_rows_are_kept_until_they_change(device: str, name: str) -> No
     check()
 
 
-# ---- one quantization for layers that share an input ----
-
-
-def test_layers_that_share_an_input_quantize_it_once(counted: list[int]) -> None:
-    layers = [make("int8", seed) for seed in range(3)]
-    x = tokens()
-    for repeat in range(1, 4):
-        for layer in layers:
-            layer(x)
-        assert len(counted) == repeat, "each pass begins anew"
-    x.add_(1)
-    results = [layer(x) for layer in layers[::-1]]
-    assert len(counted) == 4
-    for layer, y in zip(layers[::-1], results, strict=True):
-        assert torch.equal(y, layer(x.clone()))
-
-
-def test_profilers_see_what_runs_without_them() -> None:
-    layers, x = [make("int8", seed) for seed in range(3)], tokens()
-    with torch.profiler.profile() as profile:
-        for layer in layers:
-            layer(x)
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["tilesparse::quantize"] == 1 and counts["tilesparse::dds_nt_quantized"] == 3
-
-
-def test_an_input_is_quantized_again_where_it_may_have_changed(counted: list[int]) -> None:
-    first, second, other = make("int8"), make("int8", 1), make("float8_e4m3fn")
-    x = tokens()
-    first(x)
-    other(x)  # in another dtype
-    assert len(counted) == 2
-    first(x)
-    second(x.clone())
-    assert len(counted) == 4
-    first(x)
-    assert torch.equal(second(x[:5]), second(x)[:5])  # a view is another tensor
-    assert len(counted) == 6 + 1
-    with torch.inference_mode():
-        made = tokens()
-        first(made)
-        second(made)  # whose writes are not counted
-        first(x)
-    assert len(counted) == 10
-    second(x)  # the one before was made in inference mode
-    assert len(counted) == 11
-
-
-def test_what_was_kept_dies_with_the_input() -> None:
-    from tilesparse._ops.quantization import _last
-
-    first, x = make("int8"), tokens()
-    first(x)
-    holder = _last.holder
-    assert holder[0] is not None
-    del x
-    gc.collect()
-    assert holder[0] is None
-
-
-def test_threads_do_not_share_what_was_kept(counted: list[int]) -> None:
-    layers, x = [make("int8", seed) for seed in range(2)], tokens()
-    wanted = [layer(x) for layer in layers]
-    assert len(counted) == 1
-    found: list[bool] = []
-
-    def run() -> None:
-        found.extend(torch.equal(layer(x), y) for layer, y in zip(layers, wanted, strict=True))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 8 and len(counted) == 5
-
-
-def test_compiled_training_steps_quantize_a_shared_input_once() -> None:
-    layers = nn.ModuleList(make("int8", seed) for seed in range(3))
-
-    def run(x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(layer(x) for layer in layers)
-
-    x = tokens().requires_grad_()
-    results, codes = run_and_get_code(torch.compile(run, fullgraph=True), x)
-    for found, wanted in zip(results, run(x), strict=True):
-        torch.testing.assert_close(found, wanted)
-    assert sum(code.count("tilesparse.quantize.default(") for code in codes) == 1
-
-
 # ---- configs and layers ----
 
 
@@ -778,25 +670,6 @@ def test_products_are_chosen_and_measured(name: str, tmp_path: Path, monkeypatch
 
 
 # ---- what holds layers ----
-
-
-@both
-def test_mlps(name: str, counted: list[int]) -> None:
-    options: Any = {"block_shape": 32, "storage": name, "activations": name}
-    up, gate, down = (
-        BlockSparseLinear(*sizes, generator=seeded(seed), **options)
-        for seed, sizes in enumerate(((IN, OUT), (IN, OUT), (OUT, IN)))
-    )
-    mlp, x = BlockSparseMLP(up, down, gate, activation="silu"), tokens(5, 14)
-    with torch.no_grad():
-        y = mlp(x)
-        assert len(counted) == 2, "x once, and what down multiplies"
-        hidden = up(x, gate=gate(x), activation="silu")
-        assert torch.equal(y, down(hidden))
-    recorded = mlp(x.requires_grad_())
-    torch.testing.assert_close(recorded, y, rtol=0.02, atol=0.02)
-    recorded.sum().backward()
-    assert x.grad is not None
 
 
 FRESH = """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._checks import QUANTIZED
 from .._runtime import quantization as _quantization
-from .._runtime.private import current_stream
+from .._runtime.private import current_stream, version
 from ..errors import InvalidArgumentError
 from .autograd import is_plain
 from .register import register_plainly
@@ -27,7 +27,7 @@ def quantized_for(weight: Tensor, x: Tensor, direct: bool) -> tuple[Tensor, Tens
     Layers with one input share the result in eager mode: the last one of each thread is kept while x lives,
     and is found by the identity of x and PyTorch's count of writes to it. A weight that asks again begins a
     new pass, before which x may have been written to in a way that is not counted, as by the replay of a
-    CUDA graph. A compiled training step has one operator in the place of equal ones.
+    CUDA graph. Compiled graphs have one operator in the place of equal ones (`_libraries.inductor_hooks`).
 
     Args:
         weight: values in 8 bits.
@@ -35,11 +35,11 @@ def quantized_for(weight: Tensor, x: Tensor, direct: bool) -> tuple[Tensor, Tens
         direct: whether `is_plain` holds for x.
     """
     dtype = weight.dtype
-    if not (direct or is_plain((x,), profiled=True)) or not _can_be_kept(x):
+    if not (direct or is_plain((x,), profiled=True)) or not (_counts_writes(x) or _last.constant is x):
         return _quantized(x, dtype, direct)
     stream = current_stream(x.get_device()) if x.is_cuda else 0
     form = x.data_ptr(), x.shape, x.stride(), x.dtype
-    key = x._version, form, dtype, stream, torch.is_inference_mode_enabled()
+    key = version(x), form, dtype, stream, torch.is_inference_mode_enabled()
     holder, taker = _last.holder, weight.data_ptr()
     entry = holder[0]
     if entry is not None and entry.of() is x and entry.key == key and taker not in entry.takers:
@@ -48,6 +48,25 @@ def quantized_for(weight: Tensor, x: Tensor, direct: bool) -> tuple[Tensor, Tens
     result = _quantized(x, dtype, direct)
     holder[0] = _Entry(weakref.ref(x, lambda _: _clear(holder)), key, result, {taker})
     return result
+
+
+class constant:
+    """Have layers share the quantization of an x that nothing writes to in this context.
+
+    So they do in inference mode, where PyTorch counts no writes, and in a CUDA graph that is captured, whose
+    replays must make everything they read: nothing is kept beyond the context then.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = None if _counts_writes(x) else x
+
+    def __enter__(self) -> None:
+        if self._x is not None:
+            _last.holder[0], _last.constant = None, self._x
+
+    def __exit__(self, *_: object) -> None:
+        if self._x is not None:
+            _last.holder[0] = _last.constant = None
 
 
 class _Entry(NamedTuple):
@@ -60,10 +79,15 @@ class _Entry(NamedTuple):
 
 
 class _Last(threading.local):
-    """The last quantization of a thread, in a list, as another thread may be the one that drops x."""
+    """The last quantization of a thread, in a list, as another thread may be the one that drops x.
+
+    Attributes:
+        constant: what the context `constant` is about.
+    """
 
     def __init__(self) -> None:
         self.holder: list[_Entry | None] = [None]
+        self.constant: Tensor | None = None
 
 
 _last = _Last()
@@ -73,8 +97,8 @@ def _clear(holder: list[_Entry | None]) -> None:
     holder[0] = None
 
 
-def _can_be_kept(x: Tensor) -> bool:
-    """Return False where writes to x are not counted, and while a graph is captured, which has to."""
+def _counts_writes(x: Tensor) -> bool:
+    """Return False where writes to x are not counted, or would not be in the replays of a captured graph."""
     return not x.is_inference() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

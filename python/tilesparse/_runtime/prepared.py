@@ -39,8 +39,9 @@ Request = tuple[
 ]
 
 
-# x, its values in 8 bits and their scales; values and scales of the weight; bias, residual, activation, whether
-# the result is column-major, the kernel asked for, whether the residual is a gate, whether sums may be fast.
+# x, its values in 8 bits and their scales; values and scales of the weight; bias, residual, activation,
+# whether the result is column-major, the kernel asked for, whether the residual is a gate, and whether sums
+# may be fast.
 QuantizedRequest = tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, int, bool, bool
 ]

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from .._arguments import check_types_after, checked
 from .._ops.linear import combined
+from .._ops.quantization import constant
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..storage.registry import storage_of
@@ -157,6 +159,13 @@ class BlockSparseMLP(nn.Module):
             if name is not None and _is_bare(up):
                 return up(x, activation=name, **options)  # type: ignore[no-any-return]
             return self._activated(up(x))
+        if not is_compiling() and _quantize_alike(gate, up):
+            with constant(x):
+                return self._gated(x, name, options)
+        return self._gated(x, name, options)
+
+    def _gated(self, x: Tensor, name: str | None, options: dict[str, bool]) -> Tensor:
+        up, gate = self._part("up"), self._part("gate")
         factor = gate(x, **options)
         if name is None:
             factor, name = self._activated(factor), "none"
@@ -226,6 +235,12 @@ def _checked_names(names: Mapping[str, str] | None) -> dict[str, str]:
 def _is_bare(module: Any) -> bool:
     """Whether a layer gives the same if something is fused into it: nobody else looks at its result."""
     return type(module) is BlockSparseLinear and not _is_watched(module)
+
+
+def _quantize_alike(gate: Any, up: Any) -> bool:
+    """Whether both quantize x alike, and nobody else sees it in between."""
+    alike = _is_bare(gate) and _is_bare(up) and gate.activations is not None
+    return alike and gate.activations == up.activations and not up._forward_pre_hooks
 
 
 def _is_watched(module: nn.Module) -> bool:
