@@ -138,12 +138,13 @@ def test_nothing_starts_after_the_budget(tmp_path: Path, monkeypatch: pytest.Mon
     assert "budget" in document["stopped"] and not document["cases"]
 
 
+@pytest.mark.parametrize("options", [(), ("--activations", "int8", "--tokens", "4")])
 def test_the_time_of_the_host_is_measured_in_every_mode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness, "HOST_CALLS", 2)
     path = tmp_path / "host.json"
-    assert bench_host.main(["--device", "cpu", "--rounds", "3", "--output", str(path)]) == 0
+    assert bench_host.main(["--device", "cpu", "--rounds", "3", "--output", str(path), *options]) == 0
     cases = json.loads(path.read_text())["cases"]
     assert [case["mode"] for case in cases] == ["inference", "no_grad", "forward", "forward+backward"]
     for case in cases:

@@ -455,6 +455,17 @@ def test_gate_up_in_one_layer_quantizes_twice(counted: list[int]) -> None:
     assert len(counted) == 2
 
 
+def test_autocast_casts_and_quantizes_an_input_of_an_mlp_once(counted: list[int]) -> None:
+    mlp, x = mlp_of("int8", activation="silu"), tokens()
+    with torch.no_grad():
+        wanted = mlp(x)
+        counted.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = mlp(x)
+    assert y.dtype == torch.bfloat16 and len(counted) == 2
+    torch.testing.assert_close(y.float(), wanted, rtol=0.05, atol=0.05)
+
+
 def test_hooks_and_other_layers_see_an_input_that_is_current(counted: list[int]) -> None:
     """Hooks before the layer may write to x in inference mode, where nothing counts it."""
     mlp, x = mlp_of("int8", activation="silu"), tokens()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from .._arguments import check_types_after, checked
+from .._ops.autocast import autocast
 from .._ops.linear import combined
 from .._ops.quantization import constant
 from ..errors import InvalidArgumentError, UnsupportedError
@@ -160,6 +161,7 @@ class BlockSparseMLP(nn.Module):
                 return up(x, activation=name, **options)  # type: ignore[no-any-return]
             return self._activated(up(x))
         if not is_compiling() and _quantize_alike(gate, up):
+            (x,) = autocast(x)
             with constant(x):
                 return self._gated(x, name, options)
         return self._gated(x, name, options)
@@ -238,9 +240,10 @@ def _is_bare(module: Any) -> bool:
 
 
 def _quantize_alike(gate: Any, up: Any) -> bool:
-    """Whether both quantize x alike, and nobody else sees it in between."""
-    alike = _is_bare(gate) and _is_bare(up) and gate.activations is not None
-    return alike and gate.activations == up.activations and not up._forward_pre_hooks
+    """Whether both quantize x alike, and nobody else sees it."""
+    if not (_is_bare(gate) and _is_bare(up)) or gate._forward_pre_hooks or up._forward_pre_hooks:
+        return False
+    return gate.activations is not None and gate.activations == up.activations
 
 
 def _is_watched(module: nn.Module) -> bool:
