@@ -27,9 +27,9 @@ struct Request {
     nb::handle metadata, scales;  // of values
     int32_t kernel;               // as in ts_matmul_desc
     bool gated;                   // the residual is a gate
-    // Of a TS_DDS_NT whose x has 8 bits, otherwise null: the scales of x, the activations that x was made
-    // from, which the result has its dtype and device of, and whether sums may be fast.
-    nb::handle x_scales, source;
+    // Of a TS_DDS_NT in 8 bits: the scales of x, the activations that x was made from, whose dtype the result
+    // has, and whether sums may be fast.
+    nb::handle x_scales{}, source{};
     bool fast = false;
 
     bool is_quantized() const { return x_scales.is_valid(); }
@@ -65,7 +65,7 @@ struct Operands {
             tf32 = tensors.multiplies_in_tf32(like);
         }
         key.add(static_cast<int64_t>(stream));
-        key.add(int64_t{request.kernel} << 1 | tf32);
+        key.add(int64_t{request.kernel} * 2 + tf32);
         return true;
     }
 

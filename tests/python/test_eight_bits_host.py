@@ -504,7 +504,8 @@ def test_prepared_models_quantize_every_input_once(name: str, counted: list[int]
     with torch.no_grad():
         wanted = model(ids).logits
     report = BlockSparseModelPatcher().fuse_mlps(model, dry_run=True)
-    assert [mlp.gated for mlp in report.mlps] == [True, True] and not report.skipped
+    assert [mlp.storages for mlp in report.mlps] == [(f"{name} W8A8",)] * 2 and not report.skipped
+    assert f"silu  {name} W8A8" in str(report)
     tilesparse.prepare_for_inference(model)
     assert sum(isinstance(module, BlockSparseMLP) for module in model.modules()) == 2
     counted.clear()

@@ -123,12 +123,17 @@ class PatchReport:
 
 @dataclass(frozen=True)
 class FusedMLP:
-    """One MLP that became a `BlockSparseMLP`; `activation` is None where PyTorch computes it."""
+    """One MLP that became a `BlockSparseMLP`.
+
+    `activation` is None where PyTorch computes it. `storages` are those of its layers as tables name them:
+    "int8 W8A8" with 8-bit activations.
+    """
 
     name: str
     kind: str
     gated: bool
     activation: str | None
+    storages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,16 +150,20 @@ class FuseReport:
     skipped: list[SkippedLayer]
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("MLP", "class", "gated", "activation")]
+        rows: list[tuple[str, ...]] = [("MLP", "class", "gated", "activation", "storage")]
         for mlp in self.mlps:
-            rows.append((mlp.name, mlp.kind, "yes" if mlp.gated else "no", mlp.activation or "of PyTorch"))
+            function = "yes" if mlp.gated else "no", mlp.activation or "of PyTorch"
+            rows.append((mlp.name, mlp.kind, *function, ", ".join(mlp.storages)))
         return "\n".join([*aligned(rows), *(f"skipped {text}" for text in by_reason(self.skipped))])
 
 
 def fused_mlp(target: Target) -> FusedMLP:
     """Return the entry of a report for an MLP that becomes a `BlockSparseMLP`."""
     mlp: Any = target.replacement
-    return FusedMLP(target.names[0], type(target.module).__name__, mlp.gated, mlp.activation_name)
+    layers = [module for module in mlp.modules() if isinstance(module, BlockSparseLinear)]
+    storages = (storage_of(layer.storage).describe(layer.nm, layer.activations) for layer in layers)
+    what = type(target.module).__name__, mlp.gated, mlp.activation_name
+    return FusedMLP(target.names[0], *what, tuple(dict.fromkeys(storages)))
 
 
 def _size(modules: Iterable[nn.Module]) -> Size:
