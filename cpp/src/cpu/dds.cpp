@@ -11,7 +11,7 @@ namespace ts::cpu {
 namespace {
 
 constexpr int64_t kLeastChunkTokens = 96;  // for which values are read from memory
-constexpr int64_t kChunkTokens = 256;      // most tokens whose panels are visited together
+constexpr int64_t kChunkTokens = 288;      // most tokens whose panels are visited together
 
 class Dds {
   public:
