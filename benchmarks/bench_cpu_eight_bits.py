@@ -11,12 +11,15 @@ which does not count the time that others take.
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.ao.quantization import quantize_dynamic
 
 from tilesparse import _C, BlockPattern, functional
 from tilesparse._checks import DTYPES
@@ -34,8 +37,8 @@ def dense_calls(x: torch.Tensor, out_features: int) -> Iterator[tuple[str, Calla
         if engine not in ("fbgemm", "x86", "onednn"):
             continue
         torch.backends.quantized.engine = engine
-        quantized = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(layer), {torch.nn.Linear})
-        yield engine, lambda quantized=quantized: quantized(x)
+        quantized = quantize_dynamic(torch.nn.Sequential(layer), {torch.nn.Linear})
+        yield engine, functools.partial(quantized, x)
     try:
         yield "onnxruntime", onnx_call(x, layer.weight.detach())
     except ImportError:
@@ -43,24 +46,25 @@ def dense_calls(x: torch.Tensor, out_features: int) -> Iterator[tuple[str, Calla
 
 
 def onnx_call(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
-    import onnxruntime
-    from onnx import TensorProto, helper, numpy_helper
+    onnxruntime = importlib.import_module("onnxruntime")
+    onnx = importlib.import_module("onnx")
+    helper = onnx.helper
 
     scale = weight.abs().max() / 127
     constants = {"w": (weight.t() / scale).round().to(torch.int8).contiguous(), "w_scale": scale}
-    nodes = (
+    nodes: tuple[Any, ...] = (
         ("DynamicQuantizeLinear", ["x"], ["q", "x_scale", "x_zero"], {}),
         ("MatMulInteger", ["q", "w", "x_zero"], ["sums"], {}),
-        ("Cast", ["sums"], ["floats"], {"to": TensorProto.FLOAT}),
+        ("Cast", ["sums"], ["floats"], {"to": onnx.TensorProto.FLOAT}),
         ("Mul", ["x_scale", "w_scale"], ["scale"], {}),
         ("Mul", ["floats", "scale"], ["y"], {}),
     )
     graph = helper.make_graph(
         [helper.make_node(op, inputs, outputs, **options) for op, inputs, outputs, options in nodes],
         "linear",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(x.shape))],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [x.shape[0], weight.shape[0]])],
-        [numpy_helper.from_array(tensor.numpy(), name) for name, tensor in constants.items()],
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, list(x.shape))],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [x.shape[0], weight.shape[0]])],
+        [onnx.numpy_helper.from_array(tensor.numpy(), name) for name, tensor in constants.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     options = onnxruntime.SessionOptions()

@@ -15,6 +15,7 @@ from typing import Any
 
 import bench_checkpoint
 import bench_cpu
+import bench_cpu_eight_bits
 import bench_cpu_storages
 import bench_gradients
 import bench_host
@@ -202,6 +203,16 @@ def test_bench_cpu_storages_prints_a_table(capsys: pytest.CaptureFixture[str]) -
     bench_cpu_storages.main(["--rounds", "1", "--tokens", "1", "--blocks", "64", "--densities", "0.5"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 + len(bench_cpu_storages.LAYERS)
+    assert len({line.count("|") for line in lines[1:]}) == 1
+
+
+def test_bench_cpu_eight_bits_prints_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_cpu_eight_bits, "SHAPES", ((128, 192),))
+    bench_cpu_eight_bits.main(["--rounds", "1", "--tokens", "3", "--blocks", "64", "--densities", "0.5"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and lines[3].startswith("| 128 → 192 | 3 | 0.5 | 64 | cpu_")
     assert len({line.count("|") for line in lines[1:]}) == 1
 
 
